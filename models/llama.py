@@ -1,0 +1,155 @@
+"""Llama: pre-norm decoder layers with rotary grouped-query attention and SwiGLU (Touvron et al., arXiv:2302.13971).
+
+```python
+config = dataclasses.replace(PRESETS["tinyllama-1b"], layers=4)
+model = spmd.flax.from_nnx(lambda rngs: Llama(config, rngs=rngs))
+```
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from models.layers import Dense, RMSNorm, dense, make_layers, rotary_angles, rotate, run_layers
+from spmd.annotate import annotate, to_compute
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama."""
+
+    vocab: int = 256
+    """Vocabulary size."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    layers: int = 4
+    """Number of decoder layers."""
+    heads: int = 4
+    """Query heads; their width is d_model / heads."""
+    kv_heads: int = 2
+    """Key/value heads (grouped-query attention); divides heads."""
+    d_ff: int = 384
+    """Hidden width of the SwiGLU MLP."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    tied: bool = False
+    """Whether the output head is the embedding's transpose."""
+    stacked: bool = True
+    """Whether layers are stacked and scanned (one compiled layer), or unrolled."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.d_model // self.heads
+
+    def build(self, rngs: nnx.Rngs) -> "Llama":
+        """The model of this shape."""
+        return Llama(self, rngs=rngs)
+
+
+PRESETS = {
+    "test": LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),
+    "demo": LlamaConfig(vocab=256, d_model=192, layers=4, heads=6, kv_heads=2, d_ff=512),
+    "tinyllama-1b": LlamaConfig(32_000, 2048, 22, 32, 4, 5632),
+    "llama2-7b": LlamaConfig(32_000, 4096, 32, 32, 32, 11_008),
+    "llama2-13b": LlamaConfig(32_000, 5120, 40, 40, 40, 13_824),
+    "llama2-70b": LlamaConfig(32_000, 8192, 80, 64, 8, 28_672),
+    "llama3-8b": LlamaConfig(128_256, 4096, 32, 32, 8, 14_336, rope_theta=500_000.0),
+    "llama3-70b": LlamaConfig(128_256, 8192, 80, 64, 8, 28_672, rope_theta=500_000.0),
+    "llama3-405b": LlamaConfig(128_256, 16_384, 126, 128, 8, 53_248, rope_theta=500_000.0),
+}
+"""Published shapes by name, and small ones for tests and the demo."""
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.config = config
+        self.q_proj = Dense(config.d_model, width, rngs=rngs)
+        self.k_proj = Dense(config.d_model, kv_width, rngs=rngs)
+        self.v_proj = Dense(config.d_model, kv_width, rngs=rngs)
+        self.o_proj = Dense(width, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "batch seq d"], angles: tuple[Array, Array]
+    ) -> Float[Array, "batch seq d"]:
+        """Every token looks at itself and those before it."""
+        batch, seq, _ = x.shape
+
+        def heads(y: Array, count: int) -> Float[Array, "batch seq heads dim"]:
+            return y.reshape(batch, seq, count, self.config.head_dim)
+
+        query = annotate(rotate(heads(self.q_proj(x), self.config.heads), angles), "attention_query")
+        key = annotate(rotate(heads(self.k_proj(x), self.config.kv_heads), angles), "attention_key")
+        value = annotate(heads(self.v_proj(x), self.config.kv_heads), "attention_value")
+        out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return self.o_proj(annotate(out.reshape(batch, seq, -1), "attention_out"))
+
+
+class MLP(nnx.Module):
+    """SwiGLU: `down(silu(gate(x)) · up(x))` (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        self.gate_proj = Dense(config.d_model, config.d_ff, rngs=rngs)
+        self.up_proj = Dense(config.d_model, config.d_ff, rngs=rngs)
+        self.down_proj = Dense(config.d_ff, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
+        """Token by token."""
+        return self.down_proj(annotate(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x), "mlp_hidden"))
+
+
+class Block(nnx.Module):
+    """One decoder layer: attention and MLP, each on a normalised copy of the residual stream."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "batch seq d"], angles: tuple[Array, Array]
+    ) -> Float[Array, "batch seq d"]:
+        """The residual stream after this layer."""
+        x = annotate(x + self.attention(self.attention_norm(x), angles), "residual")
+        return annotate(x + self.mlp(self.mlp_norm(x)), "residual")
+
+
+class Embedding(nnx.Module):
+    """Token embeddings `[vocab, d]`."""
+
+    def __init__(self, vocab: int, width: int, *, rngs: nnx.Rngs) -> None:
+        self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (vocab, width), jnp.float32))
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
+        """One row for each token."""
+        return self.embedding[...][tokens]
+
+
+class Llama(nnx.Module):
+    """Tokens in, next-token logits out."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
+        self.layers = make_layers(
+            lambda rngs: Block(config, rngs=rngs), config.layers, rngs.params(), stacked=config.stacked
+        )
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.lm_head = None if config.tied else Dense(config.d_model, config.vocab, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token that follows each position."""
+        x = annotate(to_compute(self.embed(tokens)), "residual")
+        angles = rotary_angles(jnp.arange(tokens.shape[1]), self.config.head_dim, self.config.rope_theta)
+        x = self.norm(run_layers(self.layers, x, angles))
+        logits = self.lm_head(x) if self.lm_head else dense(x, self.embed.embedding[...].T)
+        return annotate(logits, "logits")

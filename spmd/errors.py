@@ -1,0 +1,115 @@
+"""Every error a user can cause, and the one way they are written.
+
+```
+SpmdError                    something is wrong with what was asked; `.problems` lists all of it
+├── MeshError                axes and devices do not multiply, or a batch does not divide
+├── RuleError                a partition rule table does not fit the parameters
+├── AnnotationError          an activation name that the plan does not know, or a shape it cannot split
+├── ConfigError              a field of the configuration
+│   └── NotYetError          a field whose feature is planned and not built
+├── DataError                a corpus that is missing, empty or too short
+├── CheckpointError          a checkpoint that does not fit, or a run folder in use
+└── NonFiniteError           the loss or a gradient is NaN or infinite
+```
+
+All of them are `ValueError`s. A function that finds several problems reports all of them in one error.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Problem:
+    """One thing that is wrong: where, what, the arithmetic behind it, and how to fix it.
+
+    Args:
+        where: The thing that is wrong: a parameter path, a field, a file.
+        what: One clause that says what is wrong with it.
+        arithmetic: The numbers that show it, such as `"7 / (fsdp=2) = 3.5"`. May be empty.
+        fix: What the user can do. May be empty.
+
+    Example:
+        >>> print(Problem("mlp/kernel", "dimension 0 does not divide", "7 / (fsdp=2) = 3.5", "drop fsdp"))
+        mlp/kernel: dimension 0 does not divide
+            7 / (fsdp=2) = 3.5
+            fix: drop fsdp
+    """
+
+    where: str
+    what: str
+    arithmetic: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.what}"]
+        if self.arithmetic:
+            lines.append(f"    {self.arithmetic}")
+        if self.fix:
+            lines.append(f"    fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class SpmdError(ValueError):
+    """What was asked cannot be done; `problems` holds every reason, sorted.
+
+    Args:
+        title: One line that says what was being done.
+        problems: All problems that were found, in any order.
+    """
+
+    def __init__(self, title: str, problems: Iterable[Problem] = ()) -> None:
+        self.title = title
+        self.problems = tuple(sorted(problems))
+        super().__init__(
+            "\n".join([title, *(f"  {line}" for p in self.problems for line in str(p).split("\n"))])
+        )
+
+
+class MeshError(SpmdError):
+    """Axes and devices do not multiply, or a batch does not divide over the mesh."""
+
+
+class RuleError(SpmdError):
+    """A partition rule table does not fit the parameters it is for."""
+
+
+class AnnotationError(SpmdError):
+    """An activation name that the plan does not know, or a shape that it cannot split."""
+
+
+class ConfigError(SpmdError):
+    """A field of the configuration holds a value that cannot be used."""
+
+
+class NotYetError(ConfigError):
+    """A field whose feature is planned and has its place, and is not built yet."""
+
+
+class DataError(SpmdError):
+    """A corpus that is missing, empty, unreadable or too short."""
+
+
+class CheckpointError(SpmdError):
+    """A checkpoint that is missing or does not fit, or a run folder that is in use."""
+
+
+class NonFiniteError(SpmdError):
+    """The loss or a gradient is NaN or infinite."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """The choice nearest to `word` as a question, or all choices where none is near.
+
+    Example:
+        >>> did_you_mean("fsd", ["data", "fsdp"])
+        'did you mean "fsdp"?'
+        >>> did_you_mean("zz", ["data", "fsdp"])
+        'one of: data, fsdp'
+    """
+    choices = list(choices)
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    if near:
+        return f'did you mean "{near[0]}"?'
+    return f"one of: {', '.join(choices)}" if choices else "there are none"

@@ -1,0 +1,54 @@
+"""Gradient accumulation: a large batch in several small passes, with the numbers of the large one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd.errors import ConfigError, Problem
+from spmd.gradients.base import GradFn
+from spmd.loss import Sums
+
+
+def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
+    """Runs `grad_fn` on `microbatches` equal parts of the batch, one after the other, and adds up.
+
+    Args:
+        grad_fn: The gradient function of one microbatch.
+        microbatches: Into how many parts the leading (batch) dimension of every array is cut. Each part takes every
+            `microbatches`-th example, so it stays spread over the devices that hold the batch.
+
+    Returns:
+        A gradient function of the whole batch. Since a `GradFn` returns sums, padding makes no difference.
+
+    Raises:
+        ConfigError: At trace time, a batch that does not divide.
+    """
+    if microbatches < 1:
+        raise ConfigError(
+            "Gradients cannot be accumulated:",
+            [Problem("microbatches", f"is {microbatches}", fix="1 or more")],
+        )
+    if microbatches == 1:
+        return grad_fn
+
+    def cut(x: jax.Array) -> jax.Array:
+        examples = x.shape[0]
+        if examples % microbatches:
+            arithmetic = f"{examples} / {microbatches} = {examples / microbatches:.4g}"
+            raise ConfigError(
+                "Gradients cannot be accumulated:",
+                [Problem("batch", "does not divide into microbatches", arithmetic, "change one of them")],
+            )
+        return jnp.swapaxes(x.reshape(examples // microbatches, microbatches, *x.shape[1:]), 0, 1)
+
+    def accumulated(params: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums]:
+        def add(total: tuple[Any, Sums], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Sums], None]:
+            return jax.tree.map(jnp.add, total, grad_fn(params, *part)), None
+
+        parts = (jax.tree.map(cut, batch), jax.random.split(key, microbatches))
+        shapes = jax.eval_shape(grad_fn, params, *jax.tree.map(lambda x: x[0], parts))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.scan(add, zeros, parts)[0]
+
+    return accumulated

@@ -1,0 +1,60 @@
+"""Losses as global sums, so that every mesh and every accumulation setting gives the same mean.
+
+A `LossFn` returns *sums* over the tokens of its batch. They are divided by the sum of weights once, at the end of
+the step: sum(losses) / sum(weights), never a mean of means, which would differ with padding between meshes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Sums = dict[str, jax.Array]
+"""Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name."""
+
+LossFn = Callable[[Any, Any, jax.Array], Sums]
+"""`(params, batch, key) -> Sums`; `loss` is what is differentiated."""
+
+
+def cross_entropy(
+    logits: Float[Array, "batch seq vocab"],
+    targets: Int[Array, "batch seq"],
+    weights: Float[Array, "batch seq"],
+) -> Sums:
+    """Next-token cross-entropy in nats, and how many tokens are predicted exactly, as weighted sums.
+
+    Args:
+        logits: Scores, in any float dtype; computed on in float32. The vocabulary may be split over devices: the
+            target's logit is picked by a masked sum, which needs no gather.
+        targets: The token that follows each position.
+        weights: 0 for padding, 1 for a token that counts.
+
+    Returns:
+        Sums `loss`, `weight` and `accuracy`.
+    """
+    logits = logits.astype(jnp.float32)
+    vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
+    top = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    shifted = logits - top
+    target = jnp.where(vocabulary == targets[..., None], shifted, 0.0).sum(axis=-1)
+    losses = jnp.log(jnp.exp(shifted).sum(axis=-1)) - target
+    correct = (target >= 0.0).astype(jnp.float32)  # the target's logit is the greatest
+    return {
+        "loss": (losses * weights).sum(),
+        "weight": weights.sum(),
+        "accuracy": (correct * weights).sum(),
+    }
+
+
+def next_token_loss(
+    apply: Callable[[Any, Int[Array, "batch seq"]], Float[Array, "batch seq vocab"]],
+) -> LossFn:
+    """The loss of a language model on batches of `tokens`, `targets` and `weights`, each `[batch, sequence]`."""
+
+    def loss_fn(params: Any, batch: Any, key: jax.Array) -> Sums:
+        del key
+        return cross_entropy(apply(params, batch["tokens"]), batch["targets"], batch["weights"])
+
+    return loss_fn

@@ -1,0 +1,318 @@
+"""Every decision of a training run about its names, resolved on abstract shapes: no device, no memory needed.
+
+`print(plan)` shows one line for each parameter; `plan.diff(other)` explains a change.
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd import tree
+from spmd.derive import ZERO_KEEPS, drop_axis, optimizer_specs
+from spmd.errors import ConfigError, NotYetError, Problem, RuleError
+from spmd.mesh import AnyMesh, shards_of
+from spmd.precision import Precision, make_precision
+from spmd.remat import Remat, make_remat
+from spmd.rules import Match, Rules, audit_spec, spec_text
+
+InitFn = Callable[[jax.Array], Any]
+"""A key → the parameters, a nested dictionary of arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of the training state and what was decided about it.
+
+    Attributes:
+        path: Its name, `layers/attention/q_proj/kernel`.
+        shape: Its global shape.
+        dtype: Its dtype's name.
+        rule: The pattern that matched, or what it follows.
+        requested: What the rule says, as written.
+        spec: The spec in force, with stacked dimensions, after the ZeRO stage.
+        reason: Why it is replicated or differs from what was requested; may be empty.
+        memory_kind: Where it lives.
+        bytes_per_device: The bytes of one shard.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: str
+    requested: str
+    spec: P
+    reason: str
+    memory_kind: str
+    bytes_per_device: int
+
+    def __str__(self) -> str:
+        shape = "×".join(map(str, self.shape)) or "scalar"
+        return "  ".join(
+            (
+                self.path,
+                f"{self.dtype}[{shape}]",
+                spec_text(self.spec),
+                tree.human_bytes(self.bytes_per_device),
+                self.rule + (f" ({self.reason})" if self.reason else ""),
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingPlan:
+    """All decisions, resolved; made by `make_plan`, immutable, compared by value.
+
+    Attributes:
+        mesh: The mesh, with or without devices behind it.
+        rules: The table all the rest follows from.
+        zero: The ZeRO stage, 0 to 3.
+        remat: What the backward pass keeps.
+        precision: Which dtype is where.
+        params: One record for each parameter.
+        gradients: One record for each gradient, as it leaves the reduction.
+        optimizer_state: One record for each leaf of the optimizer's state.
+        init_fn: A key → the parameters.
+        optimizer: The optax transformation.
+    """
+
+    mesh: AnyMesh
+    rules: Rules
+    zero: int
+    remat: Remat
+    precision: Precision
+    params: tuple[Leaf, ...]
+    gradients: tuple[Leaf, ...]
+    optimizer_state: tuple[Leaf, ...]
+    init_fn: InitFn = dataclasses.field(repr=False)
+    optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def abstract_params(self) -> Any:
+        """The parameters as `jax.ShapeDtypeStruct`s with shardings."""
+        return self._abstract(_abstract_params(self.init_fn, self.precision), self.params)
+
+    @functools.cached_property
+    def abstract_optimizer_state(self) -> Any:
+        """The optimizer's state as `jax.ShapeDtypeStruct`s with shardings."""
+        state = jax.eval_shape(self.optimizer.init, _abstract_params(self.init_fn, self.precision))
+        return self._abstract(state, self.optimizer_state)
+
+    @functools.cached_property
+    def gradient_shardings(self) -> Any:
+        """The gradients' shardings, a tree like the parameters."""
+        tree_of = self._abstract(_abstract_params(self.init_fn, self.precision), self.gradients)
+        return jax.tree.map(lambda leaf: leaf.sharding, tree_of)
+
+    def _abstract(self, shapes: Any, leaves: tuple[Leaf, ...]) -> Any:
+        specs = {leaf.path: leaf.spec for leaf in leaves}
+
+        def place(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self.mesh, specs[path])
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return tree.map_with_path(place, shapes)
+
+    def bytes_per_device(self) -> dict[str, int]:
+        """Category → bytes on each device: `params`, `gradients`, `optimizer_state`."""
+        return {
+            name: sum(leaf.bytes_per_device for leaf in getattr(self, name))
+            for name in ("params", "gradients", "optimizer_state")
+        }
+
+    def __str__(self) -> str:
+        """The plan as text: a heading, one line for each parameter, and the bytes on each device."""
+        rows = [(leaf.path, *str(leaf).split("  ")[1:]) for leaf in self.params]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = [
+            "  ".join(
+                cell.rjust(w) if i == 3 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))
+            )
+            + "  "
+            + row[4]
+            for row in rows
+        ]
+        held = "   ".join(f"{name} {tree.human_bytes(n)}" for name, n in self.bytes_per_device().items())
+        count = sum(math.prod(leaf.shape) for leaf in self.params)
+        axes = (
+            " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
+        )
+        head = f"mesh {axes}   zero {self.zero}   remat {self.remat}   precision {self.precision.name}"
+        foot = f"{count:,} parameters   on each device: {held}"
+        return "\n".join([head, *lines, foot])
+
+    def diff(self, other: "ShardingPlan") -> str:
+        """The lines that differ between this plan's text (`-`) and another's (`+`); empty when none does."""
+        mine, theirs = ([_condense(line) for line in str(plan).split("\n")] for plan in (self, other))
+        return "\n".join(line for line in difflib.ndiff(mine, theirs) if line[0] in "+-")
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values: the mesh, the decisions, and one record for each leaf."""
+
+        def record(leaf: Leaf) -> dict[str, Any]:
+            return {**dataclasses.asdict(leaf), "spec": spec_text(leaf.spec), "shape": list(leaf.shape)}
+
+        return {
+            "mesh": dict(self.mesh.shape),
+            "devices": self.mesh.size,
+            "zero": self.zero,
+            "remat": str(self.remat),
+            "precision": dataclasses.asdict(self.precision),
+            "parameters": sum(math.prod(leaf.shape) for leaf in self.params),
+            "bytes_per_device": self.bytes_per_device(),
+            "params": [record(leaf) for leaf in self.params],
+            "gradients": [record(leaf) for leaf in self.gradients],
+            "optimizer_state": [record(leaf) for leaf in self.optimizer_state],
+        }
+
+
+def make_plan(
+    mesh: AnyMesh,
+    rules: Rules,
+    init_fn: InitFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    zero: int = 3,
+    remat: str | Remat = "none",
+    precision: str | Precision = "float32",
+    offload: tuple[str, ...] = (),
+) -> ShardingPlan:
+    """Resolves every decision, or lists all that is wrong.
+
+    Args:
+        mesh: From `make_mesh` or `abstract_mesh`.
+        rules: The partition rule table of the model.
+        init_fn: A key → the parameters, a nested dictionary. Only its shapes are looked at here.
+        optimizer: Any optax transformation whose state is laid out like the parameters.
+        zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) keep the `fsdp` axis.
+        remat: What the backward pass keeps: `"none"`, `"full"`, or `Remat(save=("attention_out",))`.
+        precision: `"float32"` or `"bf16"`.
+        offload: What lives in host memory: nothing yet.
+
+    Raises:
+        RuleError: All problems of the table, the specs and the optimizer's state, at once.
+        ConfigError: An unknown precision, remat policy or ZeRO stage.
+    """
+    if zero not in ZERO_KEEPS:
+        raise ConfigError("This plan cannot be made:", [Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3")])
+    if offload:
+        raise NotYetError(
+            "Not yet:",
+            [Problem("offload", f"{', '.join(offload)}: is planned and not built", fix="leave it empty")],
+        )
+    precision, remat = make_precision(precision), make_remat(remat)
+    params = _abstract_params(init_fn, precision)
+    shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
+    problems = rules.audit(shapes, mesh.shape)
+    problems += [
+        Problem(f"remat save:{name}", "is no activation of the rule table", fix=f"one of: {', '.join(known)}")
+        for known in [[name for name, _ in rules.activations]]
+        for name in remat.save
+        if name not in known
+    ]
+    if problems:
+        raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
+
+    matches = {path: match for path in shapes if (match := rules.match(path))}
+    tables = {
+        table: {
+            path: match.spec if table in ZERO_KEEPS[zero] else drop_axis(match.spec, "fsdp")
+            for path, match in matches.items()
+        }
+        for table in ("params", "gradients", "optimizer")
+    }
+    leading = {path: len(rules.layer_path(path)[1]) for path in shapes}
+    state, problems = optimizer_specs(optimizer.init, params, tables["optimizer"], leading)
+    for path, derived in state.items():
+        by = f"the parameter's rule ({derived.source})"
+        problems += audit_spec(f"optimizer state {path}", derived.shape, derived.spec, mesh.shape, by)
+    if problems:
+        raise RuleError(f"The optimizer's state cannot be split: {_count(problems)}.", problems)
+
+    dtypes = {path: str(leaf.dtype) for path, leaf in tree.flatten(params).items()}
+
+    def table(name: str) -> tuple[Leaf, ...]:
+        return tuple(
+            _leaf(path, shapes[path], dtypes[path], match, tables[name][path], zero, mesh.shape)
+            for path, match in matches.items()
+        )
+
+    optimizer_leaves = tuple(
+        Leaf(
+            path=path,
+            shape=d.shape,
+            dtype=str(d.dtype),
+            rule=d.source,
+            requested=spec_text(d.spec),
+            spec=d.spec,
+            reason="",
+            memory_kind="device",
+            bytes_per_device=shard_bytes(d.shape, d.dtype, d.spec, mesh.shape),
+        )
+        for path, d in state.items()
+    )
+    return ShardingPlan(
+        mesh,
+        rules,
+        zero,
+        remat,
+        precision,
+        table("params"),
+        table("gradients"),
+        optimizer_leaves,
+        init_fn,
+        optimizer,
+    )
+
+
+def _leaf(
+    path: str, shape: tuple[int, ...], dtype: str, match: Match, spec: P, zero: int, axes: Mapping[str, int]
+) -> Leaf:
+    dropped = "" if spec == match.spec else f"zero={zero}: whole over fsdp"
+    return Leaf(
+        path=path,
+        shape=shape,
+        dtype=dtype,
+        rule=match.pattern,
+        requested=spec_text(match.requested) if isinstance(match.requested, P) else str(match.requested),
+        spec=spec,
+        reason=match.reason or dropped,
+        memory_kind="device",
+        bytes_per_device=shard_bytes(shape, dtype, spec, axes),
+    )
+
+
+def _abstract_params(init_fn: InitFn, precision: Precision) -> Any:
+    return jax.eval_shape(lambda key: cast_floats(init_fn(key), precision.params_dtype), jax.random.key(0))
+
+
+def cast_floats(params: Any, dtype: Any) -> Any:
+    """The tree with its floating-point leaves in `dtype`."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+
+
+def shard_bytes(shape: tuple[int, ...], dtype: Any, spec: P, axes: Mapping[str, int]) -> int:
+    """The bytes of one device's shard of an array.
+
+    Example:
+        >>> shard_bytes((8, 6), "float32", P("fsdp"), {"fsdp": 4})
+        48
+    """
+    parts = math.prod(shards_of(entry, axes) for entry in spec)
+    return math.prod(shape) * jnp.dtype(dtype).itemsize // parts
+
+
+def _condense(line: str) -> str:
+    return " ".join(line.split())
+
+
+def _count(problems: list[Problem]) -> str:
+    return f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"

@@ -1,0 +1,74 @@
+"""What training changes, created sharded: no array ever exists whole on one device."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd.plan import ShardingPlan, cast_floats
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything a step reads and writes.
+
+    Attributes:
+        step: int32 scalar: how many steps have been taken.
+        params: The parameters, a nested dictionary.
+        optimizer_state: The optax state.
+        key: uint32[2]: the data of the key from which every step's key is derived.
+    """
+
+    step: jax.Array
+    params: Any
+    optimizer_state: Any
+    key: jax.Array
+
+
+def abstract_state(plan: ShardingPlan) -> TrainState:
+    """The training state as `jax.ShapeDtypeStruct`s with shardings: what a checkpoint is restored into."""
+    whole = NamedSharding(plan.mesh, P())
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+        params=plan.abstract_params,
+        optimizer_state=plan.abstract_optimizer_state,
+        key=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=whole),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def compile_init(plan: ShardingPlan) -> jax.stages.Compiled:
+    """The compiled program that creates the state of `plan` from a key's data, each device its own shards."""
+
+    def create(key_data: jax.Array) -> TrainState:
+        key = jax.random.wrap_key_data(key_data)
+        params = cast_floats(plan.init_fn(jax.random.fold_in(key, 0)), plan.precision.params_dtype)
+        data = jax.random.key_data(jax.random.fold_in(key, 1))
+        return TrainState(jnp.zeros((), jnp.int32), params, plan.optimizer.init(params), data)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(plan))
+    whole = NamedSharding(plan.mesh, P())
+    return (
+        jax.jit(create, in_shardings=whole, out_shardings=shardings)
+        .lower(jax.ShapeDtypeStruct((2,), jnp.uint32))
+        .compile()
+    )
+
+
+def init_state(plan: ShardingPlan, seed: int = 0) -> TrainState:
+    """Creates the state at step 0.
+
+    The same seed gives bitwise the same parameters on every mesh, for initialisers that draw each element
+    independently (normal, truncated normal, uniform, and the variance scalings of them).
+
+    Args:
+        plan: From `make_plan`, on a mesh with devices.
+        seed: Any integer below 2³².
+    """
+    key = jax.device_put(jax.random.key_data(jax.random.key(seed)), NamedSharding(plan.mesh, P()))
+    return compile_init(plan)(key)

@@ -1,0 +1,101 @@
+"""One compiled train step: a gradient function, an optimizer and a plan, composed. It knows of no parallelism."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from spmd.annotate import within
+from spmd.gradients.base import GradFn, value_and_grad
+from spmd.loss import LossFn
+from spmd.mesh import batch_sharding
+from spmd.plan import ShardingPlan
+from spmd.state import TrainState, abstract_state
+
+Metrics = dict[str, jax.Array]
+"""Scalars of one step, still on the devices."""
+
+
+class TrainStep:
+    """`(state, batch) -> (state, metrics)`, compiled ahead of time on its first batch; the state is donated.
+
+    Metrics are the loss function's sums divided by the weight (`loss` in nats per token), and `tokens`,
+    `gradient_norm` (before clipping) and what `watch` adds.
+    """
+
+    def __init__(
+        self, plan: ShardingPlan, grad_fn: GradFn, watch: Mapping[str, Callable[[jax.Array], Any]]
+    ) -> None:
+        self.plan, self.grad_fn, self.watch = plan, grad_fn, dict(watch)
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Dispatches one step and returns at once; `state` must not be used again."""
+        return self.compile(batch)(state, batch)
+
+    def compile(self, batch: Any) -> jax.stages.Compiled:
+        """The compiled step for batches of this shape; compiled once for each shape.
+
+        Args:
+            batch: Arrays, or `jax.ShapeDtypeStruct`s.
+        """
+        signature = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
+        if signature not in self._compiled:
+            self._compiled[signature] = self.lower(batch).compile()
+        return self._compiled[signature]
+
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """The traced and lowered step, before XLA."""
+        sharding = batch_sharding(self.plan.mesh)
+        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
+        return self._jitted.lower(abstract_state(self.plan), inputs)
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(self.plan))
+        return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        with within(self.plan):
+            gradients, sums = self.grad_fn(state.params, batch, key)
+        weight = sums.pop("weight")
+        gradients = jax.tree.map(lambda g: g / weight, gradients)
+        gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
+        updates, optimizer_state = self.plan.optimizer.update(gradients, state.optimizer_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {name: total / weight for name, total in sums.items()}
+        metrics |= {"tokens": weight, "gradient_norm": optax.global_norm(gradients)}
+        metrics |= {name: watched(state.step) for name, watched in self.watch.items()}
+        return TrainState(state.step + 1, params, optimizer_state, state.key), metrics
+
+
+def make_train_step(
+    plan: ShardingPlan,
+    loss_fn: LossFn | None = None,
+    *,
+    grad_fn: GradFn | None = None,
+    watch: Mapping[str, Callable[[jax.Array], Any]] | None = None,
+) -> TrainStep:
+    """The train step of `plan`.
+
+    Args:
+        plan: From `make_plan`.
+        loss_fn: `(params, batch, key) -> Sums`.
+        grad_fn: Instead of `loss_fn`: any composition of `spmd.gradients`.
+        watch: Name → a function of the step number, reported as a metric (`{"learning_rate": schedule}`).
+
+    Returns:
+        A `TrainStep`. An equal plan with the same functions gives the same object, so nothing compiles twice.
+    """
+    assert (loss_fn is None) != (grad_fn is None), "give loss_fn or grad_fn, one of them"
+    return _train_step(plan, loss_fn, grad_fn, tuple((watch or {}).items()))
+
+
+@functools.lru_cache(maxsize=16)
+def _train_step(
+    plan: ShardingPlan, loss_fn: LossFn | None, grad_fn: GradFn | None, watch: tuple[tuple[str, Any], ...]
+) -> TrainStep:
+    return TrainStep(plan, grad_fn or value_and_grad(loss_fn), dict(watch))  # type: ignore[arg-type]
