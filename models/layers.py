@@ -81,18 +81,14 @@ def rotary_angles(positions: Array, head_dim: int, theta: float) -> tuple[Array,
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(
-    x: Float[Array, "batch seq heads dim"], angles: tuple[Array, Array]
-) -> Float[Array, "batch seq heads dim"]:
+def rotate(x: Float[Array, "batch seq heads dim"], angles: tuple[Array, Array]) -> Float[Array, "batch seq heads dim"]:
     """Rotates each head's pairs `(i, i + dim/2)` by their position's angle."""
     cos, sin = (a[None, :, None].astype(x.dtype) for a in angles)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def make_layers(
-    make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool
-) -> nnx.Module:
+def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool) -> nnx.Module:
     """`count` equal layers: one module whose parameters have a leading layer dimension, or a list of modules.
 
     Layer *i* draws from `jax.random.split(key, count)[i]`, so both forms start bitwise equal.

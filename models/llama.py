@@ -47,6 +47,17 @@ class LlamaConfig:
         """Width of one head."""
         return self.d_model // self.heads
 
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that each token is multiplied with: kernels and the output head, not the embedding lookup."""
+        attention = 2 * self.d_model * self.attention_width + 2 * self.d_model * self.kv_heads * self.head_dim
+        return self.layers * (attention + 3 * self.d_model * self.d_ff) + self.d_model * self.vocab
+
     def build(self, rngs: nnx.Rngs) -> "Llama":
         """The model of this shape."""
         return Llama(self, rngs=rngs)
@@ -70,16 +81,14 @@ class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
-        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        width, kv_width = config.attention_width, config.kv_heads * config.head_dim
         self.config = config
         self.q_proj = Dense(config.d_model, width, rngs=rngs)
         self.k_proj = Dense(config.d_model, kv_width, rngs=rngs)
         self.v_proj = Dense(config.d_model, kv_width, rngs=rngs)
         self.o_proj = Dense(width, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "batch seq d"], angles: tuple[Array, Array]
-    ) -> Float[Array, "batch seq d"]:
+    def __call__(self, x: Float[Array, "batch seq d"], angles: tuple[Array, Array]) -> Float[Array, "batch seq d"]:
         """Every token looks at itself and those before it."""
         batch, seq, _ = x.shape
 
@@ -115,9 +124,7 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "batch seq d"], angles: tuple[Array, Array]
-    ) -> Float[Array, "batch seq d"]:
+    def __call__(self, x: Float[Array, "batch seq d"], angles: tuple[Array, Array]) -> Float[Array, "batch seq d"]:
         """The residual stream after this layer."""
         x = annotate(x + self.attention(self.attention_norm(x), angles), "residual")
         return annotate(x + self.mlp(self.mlp_norm(x)), "residual")

@@ -1,0 +1,63 @@
+"""Shard any Flax model by regex rules and train it on anything from one CPU to a pod.
+
+```python
+mesh = spmd.make_mesh(data=2, fsdp=2, tensor=2)
+plan = spmd.make_plan(mesh, LLAMA, model.init, optimizer)
+print(plan)                                   # one line per parameter: path, shape, spec, bytes per device, rule
+state = spmd.init_state(plan, seed=0)
+step = spmd.make_train_step(plan, loss_fn)
+state = spmd.fit(state, step, batches, steps=1000)
+```
+"""
+
+from spmd.annotate import annotate
+from spmd.config import EvaluationConfig, PipelineConfig, SampleConfig, TrainConfig
+from spmd.data import DataConfig
+from spmd.errors import SpmdError
+from spmd.flax import Model, from_linen, from_nnx
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import value_and_grad
+from spmd.loss import cross_entropy, next_token_loss
+from spmd.mesh import MeshShape, batch_sharding, make_mesh, simulate_devices
+from spmd.optim import OptimizerConfig, make_optimizer
+from spmd.plan import ShardingPlan, make_plan
+from spmd.precision import Precision
+from spmd.remat import Remat
+from spmd.rules import Rules, replicate
+from spmd.state import TrainState, init_state
+from spmd.step import make_train_step
+from spmd.trainer import Hook, fit
+
+__all__ = [
+    "DataConfig",
+    "EvaluationConfig",
+    "Hook",
+    "MeshShape",
+    "Model",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "Precision",
+    "Remat",
+    "Rules",
+    "SampleConfig",
+    "ShardingPlan",
+    "SpmdError",
+    "TrainConfig",
+    "TrainState",
+    "accumulate",
+    "annotate",
+    "batch_sharding",
+    "cross_entropy",
+    "fit",
+    "from_linen",
+    "from_nnx",
+    "init_state",
+    "make_mesh",
+    "make_optimizer",
+    "make_plan",
+    "make_train_step",
+    "next_token_loss",
+    "replicate",
+    "simulate_devices",
+    "value_and_grad",
+]

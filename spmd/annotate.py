@@ -48,7 +48,7 @@ def within(plan: ShardingPlan) -> Iterator[None]:
         >>> annotate(jnp.ones(2), "any name: no plan is in scope").shape
         (2,)
     """
-    scope = _Scope(plan.mesh, tuple(plan.rules.activations), plan.remat, plan.precision)  # type: ignore[arg-type]
+    scope = _Scope(plan.mesh, tuple(plan.rules.activations), plan.remat, plan.precision)
     with _SCOPE(scope):
         yield
 
@@ -78,9 +78,7 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
     spec = table[name]
     for axis in manual:
         spec = drop_axis(spec, axis)
-    problems = audit_spec(
-        f"activation {name!r}", x.shape, spec, scope.mesh.shape, f"its spec {spec_text(spec)}"
-    )
+    problems = audit_spec(f"activation {name!r}", x.shape, spec, scope.mesh.shape, f"its spec {spec_text(spec)}")
     if problems:
         raise AnnotationError("An activation cannot be split as the rule table says:", problems)
     x = jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(scope.mesh, spec))

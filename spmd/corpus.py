@@ -96,7 +96,7 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called "bytes", or the one in a `tokenizer.json` of the Hugging Face `tokenizers` library.
+    """The tokenizer called "bytes", or the one in a `tokenizer.json` of Hugging Face `tokenizers`.
 
     Returns:
         The tokenizer. The truncation and padding that the file asks for are off, and an end token spelled out
@@ -110,9 +110,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     path = Path(name).expanduser()
     title = "the tokenizer cannot be loaded:"
     if not path.is_file():
-        raise DataError(
-            title, [Problem(name, 'is neither a file nor "bytes"', fix=_nearest(path, ("bytes",)))]
-        )
+        raise DataError(title, [Problem(name, 'is neither a file nor "bytes"', fix=_nearest(path, ("bytes",)))])
     content = path.read_bytes()
     try:
         model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
@@ -126,9 +124,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     eos = next((ids[token] for token in END_TOKENS if token in ids), None)
     if eos is None:
         looked = f"looked for {', '.join(END_TOKENS)}"
-        raise DataError(
-            title, [Problem(name, "has no token that ends a document", looked, "add one of them")]
-        )
+        raise DataError(title, [Problem(name, "has no token that ends a document", looked, "add one of them")])
     digest = hashlib.sha256(content).hexdigest()[:16]
     return JsonTokenizer(f"{path.name}:{digest}", max(ids.values()) + 1, eos, model)
 
@@ -262,10 +258,9 @@ def _is_stdlib(parts: tuple[str, ...]) -> bool:
 
 
 def _nearest(path: Path, also: Iterable[str] = ()) -> str:
-    """A question that names the sibling nearest to a path that does not exist, where one is near."""
+    """The sibling nearest to a path that does not exist, as a question; the folder where none is near."""
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     question = did_you_mean(path.name, [*also, *siblings])
-    # Without a near one, the whole folder would be listed.
     return question if question.endswith("?") else f"look in {path.parent}"
 
 
@@ -313,9 +308,7 @@ def _score(key: str) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
 
-def _halves(
-    documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: float
-) -> Iterator[tuple[bool, str]]:
+def _halves(documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: float) -> Iterator[tuple[bool, str]]:
     """Every document with whether it is for validation; neither half is empty."""
     if len(scores) == 1:
         ((_, text),) = documents

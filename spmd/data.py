@@ -83,9 +83,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         problems = []
         if not self.source or not all(self.source):
-            problems.append(
-                Problem("data.source", "names nothing", f"it is {self.source!r}", "name a file or folder")
-            )
+            problems.append(Problem("data.source", "names nothing", f"it is {self.source!r}", "name a file or folder"))
         for field in ("tokenizer", "text_field"):
             if not getattr(self, field):
                 problems.append(Problem(f"data.{field}", "is empty"))
@@ -93,9 +91,7 @@ class DataConfig:
             if (value := getattr(self, field)) < least:
                 problems.append(Problem(f"data.{field}", f"must be at least {least}", f"it is {value}"))
         if not 0 < self.validation < 1:
-            problems.append(
-                Problem("data.validation", "must be above 0 and below 1", f"it is {self.validation}")
-            )
+            problems.append(Problem("data.validation", "must be above 0 and below 1", f"it is {self.validation}"))
         if problems:
             raise ConfigError("the data settings cannot be used:", problems)
 
@@ -190,9 +186,7 @@ def check_batch(batch: int, sequence: int, sharding: NamedSharding) -> None:
     spec, mesh = sharding.spec, sharding.mesh
     problems = []
     if len(spec) > 2:
-        problems.append(
-            Problem(str(spec), "has more entries than a batch has dimensions", f"{len(spec)} > 2")
-        )
+        problems.append(Problem(str(spec), "has more entries than a batch has dimensions", f"{len(spec)} > 2"))
     for name, size, entry in zip(("batch", "sequence"), (batch, sequence), spec, strict=False):
         axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
         parts = math.prod(mesh.shape[axis] for axis in axes)
@@ -201,9 +195,7 @@ def check_batch(batch: int, sequence: int, sharding: NamedSharding) -> None:
             lower, upper = size // parts * parts, math.ceil(size / parts) * parts
             fix = f"{name} {lower} or {upper}" if lower else f"{name} {upper}"
             problems.append(
-                Problem(
-                    name, "does not divide over its mesh axes", f"{size} / ({sizes}) = {size / parts:g}", fix
-                )
+                Problem(name, "does not divide over its mesh axes", f"{size} / ({sizes}) = {size / parts:g}", fix)
             )
     if problems:
         raise MeshError("a batch does not fit the mesh:", problems)
@@ -284,9 +276,7 @@ def batches(
     """
     check_batch(batch, windows.sequence, sharding)
     if not 0 <= start <= steps:
-        raise ConfigError(
-            "no batches:", [Problem("start", "lies outside the run", f"not 0 <= {start} <= {steps}")]
-        )
+        raise ConfigError("no batches:", [Problem("start", "lies outside the run", f"not 0 <= {start} <= {steps}")])
     # grain shuffles epoch e by seed + e: unhashed, seed 1 would repeat seed 0 from its second epoch on.
     shuffle_seed = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
     order = grain.MapDataset.range(len(windows)).shuffle(seed=shuffle_seed).repeat()
@@ -347,8 +337,7 @@ class _Placement:
         self.rows = local_rows(blocks.values(), shape[0])
         # Where a device's rows lie among the rows of this process.
         self.blocks = [
-            (np.searchsorted(self.rows, range(*rows.indices(shape[0]))), columns)
-            for rows, columns in blocks.values()
+            (np.searchsorted(self.rows, range(*rows.indices(shape[0]))), columns) for rows, columns in blocks.values()
         ]
 
     def place(self, local: dict[str, np.ndarray]) -> Batch:
@@ -358,8 +347,7 @@ class _Placement:
             for name, values in local.items()
         }
         return {
-            name: jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards[name])
-            for name in shards
+            name: jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards[name]) for name in shards
         }
 
 

@@ -62,9 +62,7 @@ class SpmdError(ValueError):
     def __init__(self, title: str, problems: Iterable[Problem] = ()) -> None:
         self.title = title
         self.problems = tuple(sorted(problems))
-        super().__init__(
-            "\n".join([title, *(f"  {line}" for p in self.problems for line in str(p).split("\n"))])
-        )
+        super().__init__("\n".join([title, *(f"  {line}" for p in self.problems for line in str(p).split("\n"))]))
 
 
 class MeshError(SpmdError):

@@ -104,8 +104,5 @@ def _refuse(others: dict[str, str]) -> None:
     if others:
         raise NotYetError(
             "Not yet: a model with variables that are not parameters.",
-            [
-                Problem(path, f"is a {kind}", fix="only parameters are trained so far")
-                for path, kind in others.items()
-            ],
+            [Problem(path, f"is a {kind}", fix="only parameters are trained so far") for path, kind in others.items()],
         )

@@ -66,17 +66,13 @@ class MeshShape:
 
     def __post_init__(self) -> None:
         problems = [
-            Problem(
-                f"mesh.{axis}", f"is {size}", fix="a positive number, or -1 for what is left of the devices"
-            )
+            Problem(f"mesh.{axis}", f"is {size}", fix="a positive number, or -1 for what is left of the devices")
             for axis, size in self.sizes.items()
             if size != -1 and size < 1
         ]
         inferred = [axis for axis, size in self.sizes.items() if size == -1]
         if len(inferred) > 1:
-            problems.append(
-                Problem("mesh", f"{' and '.join(inferred)} are both -1", fix="give all but one a size")
-            )
+            problems.append(Problem("mesh", f"{' and '.join(inferred)} are both -1", fix="give all but one a size"))
         if problems:
             raise MeshError("This mesh cannot be made:", problems)
 
@@ -92,9 +88,7 @@ class MeshShape:
             MeshError: The sizes do not multiply to `devices`.
         """
         known = math.prod(size for size in self.sizes.values() if size != -1)
-        product = (
-            " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size not in (1, -1)) or "1"
-        )
+        product = " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size not in (1, -1)) or "1"
         inferred = [axis for axis, size in self.sizes.items() if size == -1]
         if inferred:
             if devices % known or devices < known:
@@ -176,9 +170,7 @@ def make_mesh(
 def _hybrid(shape: dict[str, int], slices: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
     outer = {axis: slices.get(axis, 1) for axis in AXES}
     problems = [
-        Problem(
-            f"slices[{axis!r}]", "does not divide its axis", f"{shape[axis]} / {n} = {shape[axis] / n:.4g}"
-        )
+        Problem(f"slices[{axis!r}]", "does not divide its axis", f"{shape[axis]} / {n} = {shape[axis] / n:.4g}")
         for axis, n in outer.items()
         if n < 1 or shape[axis] % n
     ]
@@ -256,6 +248,6 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: AnyMesh) -> NamedSharding:
     """How a `[batch, sequence]` array of tokens lies on `mesh`."""
     return NamedSharding(mesh, BATCH_SPEC)

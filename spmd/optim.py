@@ -93,9 +93,7 @@ class OptimizerConfig:
             try:
                 compile_pattern(pattern)
             except re.error as error:
-                problems.append(
-                    Problem(f"no_decay[{index}]", f"{pattern!r} is not a regular expression: {error}")
-                )
+                problems.append(Problem(f"no_decay[{index}]", f"{pattern!r} is not a regular expression: {error}"))
         if problems:
             raise ConfigError("This optimizer cannot be made:", problems)
 
@@ -146,9 +144,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     }[config.schedule]
     if config.warmup_steps >= steps or config.warmup_steps + decay_steps > steps:
         arithmetic = f"(warmup_steps={config.warmup_steps}) + (decay={decay_steps}) against (steps={steps})"
-        problem = Problem(
-            "steps", "too few for warmup and decay", arithmetic, "a shorter warmup, or more steps"
-        )
+        problem = Problem("steps", "too few for warmup and decay", arithmetic, "a shorter warmup, or more steps")
         raise ConfigError("This schedule cannot be made:", [problem])
     warmup_steps, final = max(1, config.warmup_steps), config.final_fraction
 

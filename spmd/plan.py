@@ -134,7 +134,7 @@ class ShardingPlan:
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = [
             "  ".join(
-                cell.rjust(w) if i == 3 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))
+                cell.rjust(w) if i == 3 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))
             )
             + "  "
             + row[4]
@@ -142,9 +142,7 @@ class ShardingPlan:
         ]
         held = "   ".join(f"{name} {tree.human_bytes(n)}" for name, n in self.bytes_per_device().items())
         count = sum(math.prod(leaf.shape) for leaf in self.params)
-        axes = (
-            " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
-        )
+        axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
         head = f"mesh {axes}   zero {self.zero}   remat {self.remat}   precision {self.precision.name}"
         foot = f"{count:,} parameters   on each device: {held}"
         return "\n".join([head, *lines, foot])

@@ -20,6 +20,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
@@ -103,16 +104,13 @@ class Rules:
 
     params: Sequence[tuple[str, P | Replicate]]
     activations: Sequence[tuple[str, P]] = ()
-    stacked: Mapping[str, str] | Sequence[tuple[str, str]] = (("layers", "pipe"),)
+    stacked: Any = (("layers", "pipe"),)
 
     def __post_init__(self) -> None:
-        stacked = self.stacked.items() if isinstance(self.stacked, Mapping) else self.stacked
-        for field, value in (
-            ("params", self.params),
-            ("activations", self.activations),
-            ("stacked", stacked),
-        ):
-            object.__setattr__(self, field, tuple(tuple(pair) for pair in value))
+        for field in ("params", "activations", "stacked"):
+            table = getattr(self, field)
+            pairs = table.items() if isinstance(table, Mapping) else table
+            object.__setattr__(self, field, tuple(tuple(pair) for pair in pairs))
         problems = []
         for index, (pattern, value) in enumerate(self.params):
             where = f"rule {index} ({pattern!r})"
@@ -123,24 +121,16 @@ class Rules:
                 continue
             if catch_all:
                 problems.append(
-                    Problem(
-                        where, "matches every path: there is no catch-all rule", fix="name what it is for"
-                    )
+                    Problem(where, "matches every path: there is no catch-all rule", fix="name what it is for")
                 )
             if not isinstance(value, P | Replicate):
-                problems.append(
-                    Problem(where, f"has the value {value!r}", fix='a PartitionSpec, or replicate("why")')
-                )
+                problems.append(Problem(where, f"has the value {value!r}", fix='a PartitionSpec, or replicate("why")'))
             elif isinstance(value, P) and not any(entry_axes(entry) for entry in value):
-                problems.append(
-                    Problem(where, f"{spec_text(value)} replicates silently", fix='write replicate("why")')
-                )
+                problems.append(Problem(where, f"{spec_text(value)} replicates silently", fix='write replicate("why")'))
         names = [name for name, _ in self.activations]
         for index, (name, value) in enumerate(self.activations):
             if not isinstance(value, P):
-                problems.append(
-                    Problem(f"activation {name!r}", f"has the value {value!r}", fix="a PartitionSpec")
-                )
+                problems.append(Problem(f"activation {name!r}", f"has the value {value!r}", fix="a PartitionSpec"))
             if name in names[:index]:
                 problems.append(Problem(f"activation {name!r}", "is in the table twice", fix="keep one"))
         if problems:
@@ -202,9 +192,7 @@ class Rules:
     def _audit_axes(self, axes: Mapping[str, int]) -> list[Problem]:
         problems = []
         tables: list[tuple[str, P]] = [
-            (_rule(i, pattern), value)
-            for i, (pattern, value) in enumerate(self.params)
-            if isinstance(value, P)
+            (_rule(i, pattern), value) for i, (pattern, value) in enumerate(self.params) if isinstance(value, P)
         ]
         tables += [(f"activation {name!r}", spec) for name, spec in self.activations]
         tables += [(f"stacked[{name!r}]", P(axis)) for name, axis in self.stacked]

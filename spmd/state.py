@@ -24,10 +24,10 @@ class TrainState:
         key: uint32[2]: the data of the key from which every step's key is derived.
     """
 
-    step: jax.Array
+    step: Any
     params: Any
     optimizer_state: Any
-    key: jax.Array
+    key: Any
 
 
 def abstract_state(plan: ShardingPlan) -> TrainState:

@@ -9,7 +9,7 @@ import optax
 
 from spmd.annotate import within
 from spmd.gradients.base import GradFn, value_and_grad
-from spmd.loss import LossFn
+from spmd.loss import LossFn, Sums
 from spmd.mesh import batch_sharding
 from spmd.plan import ShardingPlan
 from spmd.state import TrainState, abstract_state
@@ -25,9 +25,7 @@ class TrainStep:
     `gradient_norm` (before clipping) and what `watch` adds.
     """
 
-    def __init__(
-        self, plan: ShardingPlan, grad_fn: GradFn, watch: Mapping[str, Callable[[jax.Array], Any]]
-    ) -> None:
+    def __init__(self, plan: ShardingPlan, grad_fn: GradFn, watch: Mapping[str, Callable[[jax.Array], Any]]) -> None:
         self.plan, self.grad_fn, self.watch = plan, grad_fn, dict(watch)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
 
@@ -70,6 +68,16 @@ class TrainStep:
         metrics |= {"tokens": weight, "gradient_norm": optax.global_norm(gradients)}
         metrics |= {name: watched(state.step) for name, watched in self.watch.items()}
         return TrainState(state.step + 1, params, optimizer_state, state.key), metrics
+
+
+def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any], Sums]:
+    """`(params, batch) -> Sums`, compiled under `plan`; nothing is donated."""
+
+    def evaluate(params: Any, batch: Any) -> Sums:
+        with within(plan):
+            return loss_fn(params, batch, jax.random.key(0))
+
+    return jax.jit(evaluate)
 
 
 def make_train_step(

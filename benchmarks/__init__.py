@@ -1,0 +1,1 @@
+"""The framework timed against hand-written JAX, one JSON line a run."""

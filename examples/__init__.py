@@ -1,0 +1,1 @@
+"""Configs and examples that ship with the package; each runs by itself."""

@@ -1,0 +1,237 @@
+"""The command line: `spmd train | plan | check | generate`.
+
+Every field of a `TrainConfig` is a flag by its dotted path. Errors that a user can mend are printed without a traceback
+and exit with 2; a check that fails exits with 1.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Generic
+
+import jax
+import numpy as np
+import tyro
+
+from spmd import launch
+from spmd.config import M, TrainConfig, config_values, load_config, shipped
+from spmd.data import Windows, bigram_loss
+from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
+from spmd.metrics import Console
+from spmd.recipe import Recipe, config_mesh, one_device_mesh, planned_mesh
+from spmd.run import RunFolder, train, write_sample
+from spmd.state import abstract_state
+from spmd.testing import measure_parity
+from spmd.checkpoint import Checkpoints
+
+USAGE = """\
+usage: spmd VERB …
+
+  spmd train CONFIG [--out DIR] [--resume] [--FIELD VALUE …]   train, with checkpoints and metrics in DIR
+  spmd plan CONFIG [--json] [--FIELD VALUE …]                  how every parameter is split; needs no devices
+  spmd check CONFIG [--check-steps N] [--FIELD VALUE …]        the same steps on the mesh and on one device, compared
+  spmd generate RUN --prompt TEXT                              text from a trained model
+
+CONFIG is a Python file that defines `config = spmd.TrainConfig(...)`, or a shipped one: {names}.
+Any field is a flag by its dotted path: --steps 100 --mesh.fsdp 4 --zero 2 --remat full --optimizer.learning-rate 1e-3.
+--devices N simulates N CPU devices. `spmd VERB --help` lists everything.
+"""
+
+_Config = Annotated[TrainConfig[M], tyro.conf.arg(name="")]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainCommand(Generic[M]):
+    """Trains a model and keeps everything about it in a run folder.
+
+    Each step is logged to the terminal and to DIR/metrics.jsonl; checkpoints are in DIR/checkpoints. A folder that holds
+    a run is refused without --resume, which goes on bitwise as if the run had never stopped.
+    """
+
+    config: _Config
+    resume: bool = False
+    """Go on from the newest checkpoint in the run folder."""
+    coordinator: str = ""
+    """HOST:PORT of process 0, when several processes train together."""
+    processes: int = 1
+    """How many processes train together."""
+    process_id: int = 0
+    """The number of this process, from 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCommand(Generic[M]):
+    """Shows how every parameter is split and what each device holds, one line for each parameter.
+
+    Nothing is allocated and no device is needed: a plan for 16,384 chips takes seconds on a laptop.
+    """
+
+    config: _Config
+    json: bool = False
+    """Print one JSON object with a record for each parameter, gradient and leaf of the optimizer's state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckCommand(Generic[M]):
+    """Takes the same steps on the config's mesh and on one device, and compares initial parameters, losses, gradients
+    and parameters leaf by leaf. Exits with 1 if any differs by more than is allowed.
+    """
+
+    config: _Config
+    check_steps: int = 3
+    """How many steps to take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateCommand:
+    """Writes text with a trained model, on the mesh it was trained on."""
+
+    run: tyro.conf.Positional[str]
+    """The run folder, such as runs/demo."""
+    prompt: str
+    """What to go on from."""
+    tokens: int = 200
+    """How many tokens to add."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time; 1 samples the model's own distribution."""
+    top_k: int = 40
+    """Draw among the k likeliest tokens; 0 for all."""
+    seed: int = 0
+    """Of the draws."""
+    step: int | None = None
+    """The checkpoint to use; the newest by default."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point of `spmd`."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        sys.exit(_dispatch(arguments))
+    except SpmdError as error:
+        print(f"spmd: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    verbs: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "plan": _plan,
+        "check": _check,
+        "generate": _generate,
+    }
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE.format(names=", ".join(shipped())), end="")
+        return 0 if arguments else 2
+    if arguments[0] not in verbs:
+        problem = Problem(arguments[0], "is no verb", fix=did_you_mean(arguments[0], verbs))
+        raise ConfigError("There is no such command:", [problem])
+    return verbs[arguments[0]](arguments[1:])
+
+
+def _parse(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
+    """The command with its config, and the config's file."""
+    named = bool(arguments) and not arguments[0].startswith("-")
+    if not named and not {"-h", "--help"} & set(arguments):
+        problem = Problem("CONFIG", "is missing", fix=f"a Python file, or one of: {', '.join(shipped())}")
+        raise ConfigError(f"spmd {verb} CONFIG needs a config:", [problem])
+    name = arguments[0] if named else "demo"
+    config = load_config(name)
+    parsed = tyro.cli(
+        command[type(config.model)],
+        args=arguments[1:] if named else arguments,
+        default=command(config),
+        prog=f"spmd {verb} {name if named else 'CONFIG'}",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    return parsed, shipped().get(name, Path(name))
+
+
+def _train(arguments: list[str]) -> int:
+    command, source = _parse(TrainCommand, arguments, "train")
+    config: TrainConfig = command.config
+    folder = RunFolder(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
+    folder.claim(resume=command.resume)
+    launch.start(launch.Launch(config.devices, command.coordinator, command.processes, command.process_id))
+    recipe = Recipe(config, config_mesh(config))
+    recipe.check_batch()
+    first = jax.process_index() == 0
+    show: Callable[[str], None] = print if first else lambda line: None
+    show(str(recipe.plan))
+    show(f"\ncorpus: {recipe.corpus.documents:,} documents, {len(recipe.corpus.train):,} tokens to train on, "
+         f"{len(recipe.corpus.validation):,} held out\n")
+    if first:
+        folder.describe(config, source, str(recipe.plan))
+    outcome = train(recipe, folder, Console(config.steps) if first else None, resume=command.resume)
+    if outcome.val_loss is not None:
+        show(f"\nvalidation loss {outcome.val_loss:.3f} nats/token over {outcome.val_tokens:,} tokens")
+        if recipe.tokenizer.vocab <= 256:
+            show(f"                {_bigram(recipe):.3f} for a bigram count model of the same corpus")
+    show(f"checkpoint      {folder.checkpoints}/{outcome.checkpoint}")
+    show(f"metrics         {folder.metrics}")
+    if config.sample.prompt:
+        options = dataclasses.asdict(config.sample)
+        text = write_sample(recipe, outcome.state.params, options.pop("prompt"), seed=config.seed, **options)
+        show(f"\nsample at temperature {config.sample.temperature}, top-k {config.sample.top_k}:\n{text}")
+    return 0
+
+
+def _bigram(recipe: Recipe) -> float:
+    corpus, config = recipe.corpus, recipe.config
+    return bigram_loss(corpus.train, corpus.validation[: config.evaluate.tokens + 1], recipe.tokenizer.vocab)
+
+
+def _plan(arguments: list[str]) -> int:
+    command, _ = _parse(PlanCommand, arguments, "plan")
+    recipe = Recipe(command.config, planned_mesh(command.config))
+    recipe.check_batch()
+    print(json.dumps(recipe.plan.to_json(), indent=2) if command.json else recipe.plan)
+    return 0
+
+
+def _check(arguments: list[str]) -> int:
+    command, _ = _parse(CheckCommand, arguments, "check")
+    config: TrainConfig = command.config
+    launch.start(launch.Launch(config.devices))
+    ours, one = Recipe(config, config_mesh(config)), Recipe(config, one_device_mesh())
+    ours.check_batch()
+    windows = Windows(ours.corpus.train, config.data.sequence)
+    batches = [
+        windows.rows(np.arange(step * config.data.batch, (step + 1) * config.data.batch) % len(windows))
+        for step in range(command.check_steps)
+    ]
+    parity = measure_parity(
+        ours.plan, one.plan, ours.grad_fn, batches, reference_grad_fn=one.grad_fn, seed=config.seed
+    )
+    axes = " ".join(f"{axis}={size}" for axis, size in ours.mesh.shape.items() if size > 1) or "one device"
+    print(f"{axes} against one device, {command.check_steps} steps of {config.precision}; errors relative to the largest value")
+    print(parity)
+    for number, (loss, reference) in enumerate(zip(parity.losses, parity.reference_losses, strict=True), 1):
+        print(f"step {number}: loss {loss:.7f} on the mesh, {reference:.7f} on one device")
+    print("the layouts agree" if parity.ok else "THE LAYOUTS DIFFER")
+    return 0 if parity.ok else 1
+
+
+def _generate(arguments: list[str]) -> int:
+    command = tyro.cli(GenerateCommand, args=arguments, prog="spmd generate")
+    folder = RunFolder(Path(command.run))
+    config = folder.config()
+    launch.start(launch.Launch(config.devices))
+    recipe = Recipe(config, config_mesh(config))
+    with Checkpoints(folder.checkpoints, keep=config.keep, keep_best=config.keep_best) as checkpoints:
+        state, _ = checkpoints.restore(command.step, abstract_state(recipe.plan))
+    print(
+        write_sample(
+            recipe,
+            state.params,
+            command.prompt,
+            tokens=command.tokens,
+            temperature=command.temperature,
+            top_k=command.top_k,
+            seed=command.seed,
+        )
+    )
+    return 0

@@ -1,0 +1,253 @@
+"""A training run as one frozen value, written in a Python file and overridden field by field from the command line.
+
+```python
+# my_run.py                          spmd train my_run.py --out runs/mine --mesh.fsdp 8 --optimizer.learning-rate 1e-3
+config = spmd.TrainConfig(
+    model=models.llama.PRESETS["tinyllama-1b"],
+    rules=partition_rules.llama.LLAMA,
+    mesh=spmd.MeshShape(fsdp=8),
+    steps=1000,
+)
+```
+
+A CONFIG file is Python and runs as the user who starts it.
+"""
+
+import dataclasses
+import json
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import tyro
+from flax import nnx
+
+from spmd.data import DataConfig
+from spmd.errors import ConfigError, NotYetError, Problem, did_you_mean
+from spmd.mesh import MeshShape
+from spmd.optim import OptimizerConfig
+from spmd.remat import make_remat
+from spmd.rules import Rules
+
+SHIPPED = Path(__file__).resolve().parent.parent / "examples"
+"""The folder of the configs that ship with the package."""
+
+
+class ModelConfig(Protocol):
+    """What `TrainConfig.model` must be: a frozen dataclass that builds an NNX language model."""
+
+    @property
+    def vocab(self) -> int:
+        """Vocabulary size."""
+
+    @property
+    def layers(self) -> int:
+        """Layers with attention."""
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together."""
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that each token is multiplied with, for the FLOP count."""
+
+    def build(self, rngs: nnx.Rngs) -> nnx.Module:
+        """The model, called on tokens `[batch, seq]`, returns logits `[batch, seq, vocab]`."""
+
+
+M = TypeVar("M", bound=ModelConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """Pipeline parallelism: planned, with its place already here."""
+
+    schedule: str = "none"
+    """gpipe, 1f1b, … (not yet)."""
+    microbatches: int = 0
+    """Microbatches in flight (not yet)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """When and on how much of the validation half the model is evaluated."""
+
+    every: int = 0
+    """Steps between evaluations; the last step is always evaluated. 0: only the last."""
+    tokens: int = 65_536
+    """Tokens of the validation half to evaluate on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """Text that the trained model writes at the end of training."""
+
+    prompt: str = ""
+    """What the sample continues; empty for no sample."""
+    tokens: int = 200
+    """How many tokens to add."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int = 40
+    """Draw among the k likeliest tokens; 0 for all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(Generic[M]):
+    """Everything that makes a training run what it is.
+
+    Raises:
+        ConfigError: Fields that cannot be used, all at once.
+        NotYetError: A field whose feature is planned and not built.
+    """
+
+    model: M
+    """The model's shape."""
+    rules: tyro.conf.Suppress[Rules]
+    """The partition rule table of the model's family."""
+    mesh: MeshShape = MeshShape(fsdp=-1)
+    """The size of each mesh axis; one may be -1."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) are split over fsdp."""
+    remat: str = "none"
+    """What the backward pass keeps of each layer: none (all of it), full (its input), save:NAME,NAME."""
+    precision: Literal["float32", "bf16", "bf16-params", "fp16"] = "float32"
+    """float32, or bf16: bfloat16 compute with float32 parameters and gradient sums."""
+    offload: tuple[str, ...] = ()
+    """What lives in host memory: optimizer_state, params (not yet)."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Pipeline parallelism (not yet)."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer, its schedule and its clipping."""
+    data: DataConfig = DataConfig()
+    """The corpus, the tokenizer and the shape of a batch."""
+    steps: int = 1000
+    """How many steps to take in all."""
+    seed: int = 0
+    """Of the parameters, the shuffling and the sample."""
+    accumulate: int = 1
+    """Microbatches that a batch is cut into, to need less memory; the numbers stay the same."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What a non-finite loss or gradient does: stop the run, or skip that step and count it."""
+    evaluate: EvaluationConfig = EvaluationConfig()
+    """Validation."""
+    sample: SampleConfig = SampleConfig()
+    """A sample at the end."""
+    out: str = ""
+    """The run folder; empty for runs/NAME."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
+    keep: int = 3
+    """How many of the newest checkpoints to keep."""
+    keep_best: int = 1
+    """How many of those with the lowest validation loss to keep besides."""
+    devices: int = 0
+    """Simulate this many CPU devices (0: use the real ones)."""
+
+    def __post_init__(self) -> None:
+        later = [Problem("offload", f"{name} is planned and not built", fix="leave it out") for name in self.offload]
+        if self.pipeline != PipelineConfig():
+            later.append(Problem("pipeline", f"{self.pipeline.schedule} is planned and not built", fix="leave it out"))
+        if self.mesh.pipe != 1:
+            later.append(Problem("mesh.pipe", f"is {self.mesh.pipe}: pipelines are planned and not built", fix="1"))
+        if self.precision in ("bf16-params", "fp16"):
+            later.append(Problem("precision", f"{self.precision} is planned and not built", fix="float32 or bf16"))
+        if later:
+            raise NotYetError("Not yet:", later)
+        make_remat(self.remat)
+        problems = [
+            Problem(field, f"is {getattr(self, field)}", fix=f"{least} or more")
+            for field, least in (
+                ("steps", 1),
+                ("accumulate", 1),
+                ("log_every", 1),
+                ("checkpoint_every", 0),
+                ("keep", 1),
+                ("keep_best", 0),
+                ("devices", 0),
+                ("seed", 0),
+            )
+            if getattr(self, field) < least
+        ]
+        if self.data.batch % self.accumulate:
+            arithmetic = f"{self.data.batch} / {self.accumulate} = {self.data.batch / self.accumulate:.4g}"
+            problems.append(Problem("accumulate", "does not divide data.batch", arithmetic, "change one of them"))
+        if problems:
+            raise ConfigError("This configuration cannot be used:", problems)
+
+
+def shipped() -> dict[str, Path]:
+    """The configs that ship with the package, by name."""
+    return {
+        path.stem.replace("_", "-"): path
+        for path in sorted(SHIPPED.glob("*.py"))
+        if "\nconfig = " in path.read_text(encoding="utf-8")
+    }
+
+
+def load_config(name: str) -> TrainConfig:
+    """The value of `config` in a Python file.
+
+    Args:
+        name: A path, or the name of a shipped config such as `demo`.
+
+    Raises:
+        ConfigError: There is no such file, it fails, or it defines no `TrainConfig` named `config`.
+    """
+    path = Path(name)
+    if path.suffix != ".py":
+        path = shipped().get(name, path)
+    if not path.is_file():
+        fix = did_you_mean(name, shipped())
+        raise ConfigError("There is no such config:", [Problem(name, "is no file and no shipped config", fix=fix)])
+    try:
+        config = runpy.run_path(str(path)).get("config")
+    except SyntaxError as error:
+        problem = Problem(f"{path}:{error.lineno}", f"is not Python: {error.msg}")
+        raise ConfigError("The config cannot be read:", [problem]) from error
+    except ImportError as error:
+        raise ConfigError("The config cannot be read:", [Problem(str(path), f"imports what is missing: {error}")]) from error
+    if not isinstance(config, TrainConfig):
+        what = f"defines config = {config!r}" if config is not None else "defines no config"
+        fix = "config = spmd.TrainConfig(...)"
+        raise ConfigError("The config cannot be read:", [Problem(str(path), what, fix=fix)])
+    return config
+
+
+def config_values(config: Any) -> dict[str, Any]:
+    """The config as JSON values, without its rules, which the config file keeps."""
+    values = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "rules"
+    }
+    plain = {k: config_values(v) if dataclasses.is_dataclass(v) else v for k, v in values.items()}
+    return json.loads(json.dumps(plain))
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """The config with the fields that `values`, from `config_values`, gives."""
+    new = {}
+    for name, value in values.items():
+        old = getattr(config, name)
+        new[name] = with_values(old, value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
+    return dataclasses.replace(config, **new)
+
+
+def config_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Dotted path → [before, after], for the values that differ.
+
+    Example:
+        >>> config_difference({"mesh": {"fsdp": 1}, "steps": 5}, {"mesh": {"fsdp": 4}, "steps": 5})
+        {'mesh.fsdp': [1, 4]}
+    """
+    out: dict[str, list[Any]] = {}
+    for name in dict.fromkeys((*before, *after)):
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            out |= {f"{name}.{path}": pair for path, pair in config_difference(old, new).items()}
+        elif old != new:
+            out[name] = [old, new]
+    return out

@@ -1,0 +1,139 @@
+"""From a `TrainConfig` to the things it describes: mesh, model, plan, corpus, step."""
+
+import dataclasses
+import functools
+
+import jax
+import optax
+
+from spmd import flax
+from spmd.config import TrainConfig
+from spmd.data import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
+from spmd.errors import ConfigError, Problem, RuleError
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import GradFn, value_and_grad
+from spmd.loss import LossFn, next_token_loss
+from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, make_mesh
+from spmd.metrics import Flops, transformer_flops
+from spmd.optim import check_no_decay, make_optimizer, make_schedule
+from spmd.plan import ShardingPlan, make_plan
+from spmd.step import TrainStep, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a config describes, on one mesh; each part is made when it is first asked for.
+
+    Args:
+        config: The run.
+        mesh: Where it runs; from `config_mesh` or `planned_mesh`.
+    """
+
+    config: TrainConfig
+    mesh: AnyMesh
+
+    @functools.cached_property
+    def model(self) -> flax.Model:
+        """The model as functions."""
+        return flax.from_nnx(self.config.model.build)
+
+    @functools.cached_property
+    def schedule(self) -> optax.Schedule:
+        """Step number → learning rate."""
+        return make_schedule(self.config.optimizer, self.config.steps)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer; with `on_nan="skip"` it leaves out updates that are not finite."""
+        stacked = tuple(name for name, _ in self.config.rules.stacked)
+        optimizer = make_optimizer(self.config.optimizer, self.config.steps, stacked)
+        if self.config.on_nan == "skip":
+            return optax.apply_if_finite(optimizer, max_consecutive_errors=self.config.steps)
+        return optimizer
+
+    @functools.cached_property
+    def plan(self) -> ShardingPlan:
+        """Every decision, resolved."""
+        config = self.config
+        plan = make_plan(
+            self.mesh,
+            config.rules,
+            self.model.init,
+            self.optimizer,
+            zero=config.zero,
+            remat=config.remat,
+            precision=config.precision,
+            offload=config.offload,
+        )
+        stacked = tuple(name for name, _ in config.rules.stacked)
+        problems = check_no_decay(config.optimizer, [leaf.path for leaf in plan.params], stacked)
+        if problems:
+            raise RuleError("The optimizer's table does not fit the model:", problems)
+        return plan
+
+    @functools.cached_property
+    def loss_fn(self) -> LossFn:
+        """Next-token cross-entropy of the model."""
+        return next_token_loss(self.model.apply)
+
+    @functools.cached_property
+    def grad_fn(self) -> GradFn:
+        """How a batch becomes gradients."""
+        return accumulate(value_and_grad(self.loss_fn), self.config.accumulate)
+
+    @functools.cached_property
+    def step(self) -> TrainStep:
+        """The train step, not yet compiled."""
+        self.check_batch()
+        return make_train_step(self.plan, grad_fn=self.grad_fn, watch={"learning_rate": self.schedule})
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back."""
+        return load_tokenizer(self.config.data.tokenizer)
+
+    @functools.cached_property
+    def corpus(self) -> Corpus:
+        """The tokenised text."""
+        corpus = load_corpus(self.config.data)
+        if corpus.tokenizer.vocab > self.config.model.vocab:
+            arithmetic = f"tokenizer {corpus.tokenizer.vocab} > model {self.config.model.vocab}"
+            fix = f"--model.vocab {corpus.tokenizer.vocab}"
+            problem = Problem("model.vocab", "is smaller than the tokenizer's vocabulary", arithmetic, fix)
+            raise ConfigError("The model cannot read this corpus:", [problem])
+        return corpus
+
+    @functools.cached_property
+    def flops(self) -> Flops:
+        """Model FLOPs for each token, with their formula."""
+        model = self.config.model
+        return transformer_flops(model.matmul_params, model.layers, model.attention_width, self.config.data.sequence)
+
+    def check_batch(self) -> None:
+        """Raises `MeshError` unless the batch, or each microbatch of it, divides over the mesh."""
+        data = self.config.data
+        check_batch(data.batch // self.config.accumulate, data.sequence, batch_sharding(self.mesh))
+
+
+def config_mesh(config: TrainConfig) -> AnyMesh:
+    """The config's mesh over the devices of this machine."""
+    return make_mesh(**config.mesh.sizes)
+
+
+def one_device_mesh() -> AnyMesh:
+    """A mesh of the first device alone, which every layout is compared with."""
+    return make_mesh(devices=jax.devices()[:1])
+
+
+def planned_mesh(config: TrainConfig) -> AnyMesh:
+    """The config's mesh with no devices behind it; a -1 is filled in from `config.devices`.
+
+    Raises:
+        ConfigError: An axis is -1 and `devices` is 0, so nothing says how large it is.
+    """
+    shape: MeshShape = config.mesh
+    total = config.devices or shape.total()
+    if total is None:
+        fix = "give --devices N, or each axis a size"
+        raise ConfigError("Nothing says how many devices there are:", [Problem("mesh", "has an axis of -1", fix=fix)])
+    return abstract_mesh(shape.resolve(total))

@@ -1,0 +1,418 @@
+"""Checkpoints come back bitwise on any mesh, or say everything that is wrong; an interrupted save costs nothing."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd import tree
+from spmd.checkpoint import Checkpoints, library_versions
+from spmd.errors import CheckpointError
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3)))
+FSDP = {"kernel": P("fsdp"), "bias": P(None), "scale": P("fsdp")}
+HYBRID = {"kernel": P(("data", "fsdp"), "tensor"), "bias": P("tensor"), "scale": P()}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A training state as the framework has one: a dataclass of nested dictionaries and optax tuples."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+    key: jax.Array
+
+
+def make_mesh(**axes: int) -> Mesh:
+    assert jax.device_count() == 8
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def make_state(place: Callable[[str, Any], Any], seed: int = 0) -> State:
+    rng = np.random.default_rng(seed)
+    params = {
+        "mlp": {"kernel": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32), "bias": jnp.arange(4.0)},
+        "norm": {"scale": jnp.asarray(rng.normal(size=8), jnp.bfloat16)},
+    }
+    state = State(params, OPTIMIZER.init(params), jnp.int32(3), jax.random.key(seed))
+    return tree.map_with_path(place, state)
+
+
+def sharded(mesh: Mesh, specs: dict[str, P]) -> Callable[[str, Any], Any]:
+    return lambda path, x: jax.device_put(x, NamedSharding(mesh, specs.get(path.split("/")[-1], P())))
+
+
+def abstract(state: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def bits(state: Any) -> dict[str, bytes]:
+    def of(leaf: jax.Array) -> bytes:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()
+
+    return {path: of(leaf) for path, leaf in tree.flatten(state).items()}
+
+
+def filled(value: float) -> dict[str, jax.Array]:
+    return {"w": jnp.full((4,), value)}
+
+
+def child(program: str, directory: Path, *, returncode: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a process of its own, on one device, with warnings as errors."""
+    command = [sys.executable, "-W", "error", "-c", CHILD + program, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == returncode, done.stderr
+    return done
+
+
+CHILD = """
+import json, os, resource, signal, sys, threading
+from pathlib import Path
+import jax, jax.numpy as jnp
+jax.config.update("jax_platforms", "cpu")
+from spmd.checkpoint import Checkpoints
+from spmd.errors import CheckpointError
+directory = Path(sys.argv[1])
+state = {"w": jax.random.normal(jax.random.key(0), (256, 256))}
+here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), state)
+"""
+
+
+@pytest.mark.parametrize("target", ["fsdp=8", "data=2,fsdp=2,tensor=2", "one device", "host memory"])
+def test_a_state_comes_back_bitwise_on_any_mesh(tmp_path: Path, target: str) -> None:
+    """What was saved on fsdp=8 is restored bit for bit, in the shardings asked for, with its record."""
+    saved = make_state(sharded(make_mesh(fsdp=8), FSDP))
+    record = {"position": 17, "mesh": {"fsdp": 8}, "shape": (1, 2), "versions": library_versions()}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, saved, record)
+    host = NamedSharding(make_mesh(fsdp=8), P(), memory_kind="pinned_host")
+    places = {
+        "fsdp=8": sharded(make_mesh(fsdp=8), FSDP),
+        "data=2,fsdp=2,tensor=2": sharded(make_mesh(data=2, fsdp=2, tensor=2), HYBRID),
+        "one device": lambda path, x: jax.device_put(x, SingleDeviceSharding(jax.devices()[5])),
+        "host memory": lambda path, x: jax.device_put(x, host),
+    }
+    template = abstract(make_state(places[target], seed=1))
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, its_record = checkpoints.restore(None, template)
+    assert bits(restored) == bits(saved)
+    assert bits(restored) != bits(make_state(places[target], seed=1))
+    assert jax.tree.structure(restored) == jax.tree.structure(saved)
+    assert jax.tree.map(lambda x: (x.dtype, x.sharding), restored) == jax.tree.map(
+        lambda x: (x.dtype, x.sharding), template
+    )
+    assert its_record == {**record, "shape": [1, 2]}
+
+
+def test_the_saved_state_may_be_donated_at_once(tmp_path: Path) -> None:
+    """The next step overwrites the saved buffers while they are written, and the checkpoint does not notice."""
+    sharding = NamedSharding(make_mesh(fsdp=8), P("fsdp"))
+    x = {"w": jax.device_put(np.zeros((256, 1024), np.float32), sharding)}
+    step = jax.jit(lambda x: {"w": x["w"] + 1}, donate_argnums=0)
+    with Checkpoints(tmp_path, keep=8) as checkpoints:
+        for i in range(4):
+            checkpoints.save(i, x, {})
+            x = step(x)
+            between = x["w"]
+            x = step(x)
+            assert between.is_deleted()
+        for i in range(4):
+            restored, _ = checkpoints.restore(i, abstract(x))
+            np.testing.assert_array_equal(restored["w"], np.full((256, 1024), 2.0 * i, np.float32))
+
+
+def test_the_record_may_be_changed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the caller does to the record after save is not in the checkpoint, however late it is written."""
+    dumps, changed, met = json.dumps, threading.Event(), []
+
+    def late_dumps(x: Any, *args: Any, **kwargs: Any) -> str:
+        if threading.current_thread() is not threading.main_thread() and "position" in x:
+            met.append(changed.wait(30))
+        return dumps(x, *args, **kwargs)
+
+    monkeypatch.setattr(json, "dumps", late_dumps)
+    record = {"position": {"batch": 1}}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, filled(1), record)
+        record["position"]["batch"] = 2
+        changed.set()
+        assert checkpoints.record(1) == {"position": {"batch": 1}}
+    assert met == [True]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    """The newest two stay and the one with the lowest metric; NaN and unmeasured ones never count as best."""
+    losses = {0: None, 1: 3.0, 2: float("nan"), 3: 1.0, 4: None, 5: 2.0, 6: float("-inf"), 7: None, 8: 1.5}
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ((), None, None)
+        for step, loss in losses.items():
+            checkpoints.save(step, filled(step), {}, {"val_loss": loss} if loss is not None else {"lr": 1e-3})
+            if step == 2:
+                assert checkpoints.steps() == (1, 2)
+        assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ((3, 7, 8), 8, 3)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ((3, 7, 8), 8, 3)
+        checkpoints.save(9, filled(9), {}, {"val_loss": 0.5})
+        assert (checkpoints.steps(), checkpoints.best()) == ((8, 9), 9)
+
+
+def test_unmeasured_checkpoints_do_not_pile_up_as_best(tmp_path: Path) -> None:
+    """Where nothing was measured the newest are all that stays, and none is the best."""
+    with Checkpoints(tmp_path, keep=1, keep_best=3) as checkpoints:
+        for step in range(4):
+            checkpoints.save(step, filled(step), {})
+        assert (checkpoints.steps(), checkpoints.best()) == ((3,), None)
+
+
+def test_the_first_step_can_be_the_best(tmp_path: Path) -> None:
+    """Step 0 is a step like any other; of two equals the later one is the best."""
+    with Checkpoints(tmp_path, best="error", keep=3) as checkpoints:
+        checkpoints.save(0, filled(0), {}, {"error": 1.0})
+        checkpoints.save(1, filled(1), {}, {"error": 2.0})
+        assert checkpoints.best() == 0
+        checkpoints.save(2, filled(2), {}, {"error": 1.0})
+        assert checkpoints.best() == 2
+
+
+def test_a_checkpoint_that_does_not_fit_lists_every_difference(tmp_path: Path) -> None:
+    """Missing, extra, shape and dtype come in one error, sorted by path, each with its fix."""
+    mesh = make_mesh(fsdp=8)
+    here = NamedSharding(mesh, P())
+
+    def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=here)
+
+    stored = {"a": jnp.zeros((2, 3)), "c": {"w_in": jnp.zeros(4)}, "d": jnp.zeros(5), "e": jnp.zeros(6)}
+    wanted = {
+        "e": shape(3, 2, dtype=jnp.bfloat16),
+        "d": shape(5, dtype=jnp.bfloat16),
+        "c": {"w_out": shape(4)},
+        "b": jax.ShapeDtypeStruct((1,), jnp.float32),
+        "a": shape(3, 2),
+    }
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, stored, {})
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore(1, wanted)
+        found = [(p.where, p.what.split(":")[0], p.arithmetic) for p in caught.value.problems]
+        assert found == [
+            ("a", "shape differs", "checkpoint (2, 3), state (3, 2)"),
+            ("b", "missing", "state float32[1]"),
+            ("b", "sharding", ""),
+            ("c/w_in", "extra", "checkpoint float32[4]"),
+            ("c/w_out", "missing", "state float32[4]"),
+            ("d", "dtype differs", "checkpoint float32, state bfloat16"),
+            ("e", "dtype differs", "checkpoint float32, state bfloat16"),
+            ("e", "shape differs", "checkpoint (6,), state (3, 2)"),
+        ]
+        assert all(p.fix for p in caught.value.problems)
+        assert 'the checkpoint has "c/w_in": was it renamed?' in str(caught.value)
+        restored, _ = checkpoints.restore(1, jax.tree.map(lambda x: shape(*x.shape), stored))
+    assert bits(restored) == bits(stored)
+
+
+def test_an_existing_or_earlier_step_is_refused(tmp_path: Path) -> None:
+    """A save that would not become the latest checkpoint is an error, also while its twin is being written."""
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, filled(5), {})
+        with pytest.raises(CheckpointError, match=r"5: exists already"):
+            checkpoints.save(5, filled(6), {})
+        with pytest.raises(CheckpointError, match=r"4: is earlier than the latest, 5"):
+            checkpoints.save(4, filled(4), {})
+        assert checkpoints.steps() == (5,)
+        assert bits(checkpoints.restore(5, abstract(filled(0)))[0]) == bits(filled(5))
+
+
+def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Leaves that are no arrays, empty arrays, shared paths and records that are no JSON are named at once."""
+    with Checkpoints(tmp_path) as checkpoints:
+        state = {"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1), "c": 3, "d": jnp.zeros((0, 4)), "e": np.ones(2)}
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.save(1, state, {})
+        assert [p.where for p in caught.value.problems] == ["c", "d", "e", "state"]
+        with pytest.raises(CheckpointError, match="holds no array"):
+            checkpoints.save(1, {}, {})
+        with pytest.raises(CheckpointError, match="Path is not JSON serializable"):
+            checkpoints.save(1, filled(1), {"corpus": Path("/")})
+        assert list(tmp_path.iterdir()) == []
+        checkpoints.save(1, filled(1), {})
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """Asking for a step that does not exist says which ones do, on restoring and on reading the record."""
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"there is no checkpoint\n.*there are none"):
+            checkpoints.restore(None, abstract(filled(0)))
+        checkpoints.save(1, filled(1), {"seed": 4})
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 2\n.*there are the steps 1"):
+            checkpoints.record(2)
+        assert checkpoints.record(1) == {"seed": 4}
+
+
+def test_a_damaged_checkpoint_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+    """A checkpoint whose arrays are gone names its folder, and the one before it is still restored."""
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, filled(1), {})
+        checkpoints.save(2, filled(2), {})
+        checkpoints.wait()
+        for file in (tmp_path / "2" / "state").rglob("*"):
+            if file.is_file() and file.parent.name == "d":
+                file.unlink()
+        with pytest.raises(CheckpointError, match=str(tmp_path / "2")):
+            checkpoints.restore(None, abstract(filled(0)))
+        assert bits(checkpoints.restore(1, abstract(filled(0)))[0]) == bits(filled(1))
+
+
+def test_leftovers_of_an_interrupted_save_are_removed_and_reported(tmp_path: Path) -> None:
+    """Opening a run removes half-written checkpoints, names them, and touches nothing else."""
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, filled(1), {})
+        assert checkpoints.leftovers == ()
+    for name in ("2.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-17"):
+        (tmp_path / name / "state").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.leftovers == ("2.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-17")
+        assert checkpoints.steps() == (1,)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "notes.txt"]
+
+
+def test_limits_and_directories_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    """Keeping nothing is refused, both limits at once, and so is a directory that is a file."""
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(tmp_path / "run", keep=0, keep_best=-1)
+    assert [p.where for p in caught.value.problems] == ["keep", "keep_best"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=str(tmp_path / "file")):
+        Checkpoints(tmp_path / "file")
+
+
+def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
+    """A run may close its checkpoints inside the with statement that closes them again."""
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, filled(1), {})
+        checkpoints.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_another_process_with_other_devices_restores_in_silence(tmp_path: Path) -> None:
+    """A process with one device restores what eight wrote, saves on, and neither prints nor warns."""
+    sharding = NamedSharding(make_mesh(fsdp=8), P("fsdp"))
+    values = np.arange(256 * 256, dtype=np.float32).reshape(256, 256)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jax.device_put(values, sharding)}, {"seed": 0})
+    program = """
+with Checkpoints(directory) as checkpoints:
+    assert jax.device_count() == 1
+    state, record = checkpoints.restore(None, abstract)
+    checkpoints.save(2, {"w": state["w"] + 1}, record)
+    checkpoints.save(3, state, record, {"val_loss": 1.0})
+print(record)
+"""
+    done = child(program, tmp_path)
+    assert (done.stdout, done.stderr) == ("{'seed': 0}\n", "")
+    template = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
+    with Checkpoints(tmp_path) as checkpoints:
+        assert (checkpoints.steps(), checkpoints.best()) == ((1, 2, 3), 3)
+        np.testing.assert_array_equal(checkpoints.restore(2, template)[0]["w"], values + 1)
+
+
+def test_a_full_disk_is_reported_and_costs_only_the_save_that_met_it(tmp_path: Path) -> None:
+    """Where no file may grow, wait, the next save and close each raise; the last good checkpoint stays whole."""
+    program = """
+def told(call):
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+checkpoints = Checkpoints(directory, keep=1)
+checkpoints.save(1, state, {})
+checkpoints.wait()
+out = {}
+limit(4096)  # the write fails as on a full disk: Python ignores SIGXFSZ and sees EFBIG
+checkpoints.save(2, state, {})
+out["wait"] = told(checkpoints.wait)
+checkpoints.save(2, state, {})
+out["save"] = told(lambda: checkpoints.save(3, state, {}))
+out["after"] = sorted(os.listdir(directory)), checkpoints.steps(), checkpoints.latest()
+checkpoints.save(2, state, {})
+out["close"] = told(checkpoints.close)
+limit(resource.RLIM_INFINITY)
+with Checkpoints(directory, keep=1) as checkpoints:
+    restored, _ = checkpoints.restore(None, abstract)
+    out["equal"] = bool((restored["w"] == state["w"]).all())
+    checkpoints.save(2, restored, {})
+    out["steps"] = checkpoints.steps()
+print(json.dumps(out))
+"""
+    out = json.loads(child(program, tmp_path).stdout)
+    for call in ("wait", "save", "close"):
+        assert str(tmp_path / "2") in out[call]
+        assert "File too large" in out[call]
+    assert out["after"] == [["1"], [1], 1]
+    assert (out["equal"], out["steps"]) == (True, [2])
+
+
+@pytest.mark.parametrize("moment", ["os.mkdir", "os.rename"])
+def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it(tmp_path: Path, moment: str) -> None:
+    """Killed as it begins to write or as it commits, the save is a leftover and the step before is the latest.
+
+    The commit waits until `save` has returned, so this also proves that a save is asynchronous.
+    """
+    program = f"""
+returned = threading.Event()
+if "{moment}" == "os.mkdir":
+    returned.set()
+
+def kill(event, args):
+    if armed and event == "{moment}" and "2.orbax-checkpoint-tmp" in str(args[0]) and returned.wait(60):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+armed = False
+sys.addaudithook(kill)
+checkpoints = Checkpoints(directory)
+checkpoints.save(1, state, {{}})
+checkpoints.wait()
+armed = True
+checkpoints.save(2, state, {{}})
+returned.set()
+checkpoints.close()
+"""
+    child(program, tmp_path, returncode=-9)
+    leftover = () if moment == "os.mkdir" else ("2.orbax-checkpoint-tmp",)
+    assert (tmp_path / "1").is_dir()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.leftovers == leftover
+        assert checkpoints.latest() == 1
+        template = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(make_mesh(x=8), P()))}
+        expected = jax.random.normal(jax.random.key(0), (256, 256))
+        np.testing.assert_array_equal(checkpoints.restore(None, template)[0]["w"], expected)
+        checkpoints.save(2, {"w": expected}, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_versions_name_what_can_change_a_checkpoint() -> None:
+    """Python, JAX and the libraries whose state is saved each have a version."""
+    versions = library_versions()
+    assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "spmd"} == set(versions)
+    assert versions["jax"] == jax.__version__
