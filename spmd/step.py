@@ -65,7 +65,7 @@ class TrainStep:
         updates, optimizer_state = self.plan.optimizer.update(gradients, state.optimizer_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {name: total / weight for name, total in sums.items()}
-        metrics |= {"tokens": weight, "gradient_norm": optax.global_norm(gradients)}
+        metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
         metrics |= {name: watched(state.step) for name, watched in self.watch.items()}
         return TrainState(state.step + 1, params, optimizer_state, state.key), metrics
 

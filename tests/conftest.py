@@ -1,8 +1,15 @@
 """Every test sees eight simulated devices, strict rank promotion, and warnings as errors (see pyproject)."""
 
 import jax
+import pytest
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+from spmd.mesh import simulate_devices
+
+simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_threefry_partitionable", True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices() -> None:
+    """Devices are asserted, never skipped for."""
+    assert jax.device_count() == 8

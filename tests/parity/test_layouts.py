@@ -1,0 +1,146 @@
+"""Every layout gives the same numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import value_and_grad
+from spmd.testing import assert_parity, drop_weights, measure_parity, scale_gradients, token_batches
+from tests import tiny
+
+BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=5)
+GRAD_FN = value_and_grad(tiny.loss_fn())
+LAYOUTS = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"tensor": 2},
+    {"data": 4, "fsdp": 2},
+    {"data": 4, "tensor": 2},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda s: "-".join(f"{a}{n}" for a, n in s.items()))
+def test_five_steps_equal_one_device(sizes):
+    """Initial parameters are bitwise equal; losses agree to 1e-5, gradients and parameters to 1e-4."""
+    parity = assert_parity(tiny.plan(**sizes), tiny.plan(), GRAD_FN, BATCHES)
+    assert len(parity.losses) == 5
+    assert {row.what for row in parity.rows} == {"initial parameters", "gradients", "loss", "parameters"}
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"fsdp": 4}, {"data": 2}], ids=str)
+def test_smaller_meshes_equal_one_device(sizes):
+    """The same holds on 2 and 4 devices."""
+    assert_parity(tiny.plan(**sizes), tiny.plan(), GRAD_FN, BATCHES[:2])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_stages_equal_one_device(stage):
+    """Where the training state is split changes no number."""
+    assert_parity(tiny.plan(fsdp=4, tensor=2, options=(("zero", stage),)), tiny.plan(), GRAD_FN, BATCHES[:2])
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("a missing token weight", drop_weights),
+        ("a sum taken for a mean", lambda f: scale_gradients(f, 1.01)),
+        ("a loss reduced over one shard", lambda f: _mean_of_means(f)),
+    ],
+)
+def test_control_a_wrong_reduction_is_caught(name, bug):
+    """The comparison that the other tests pass fails on a deliberate bug."""
+    parity = measure_parity(
+        tiny.plan(fsdp=8), tiny.plan(), bug(GRAD_FN), BATCHES[:2], reference_grad_fn=GRAD_FN
+    )
+    assert not parity.ok, f"{name} went unnoticed:\n{parity}"
+
+
+def _mean_of_means(grad_fn):
+    """Each half of the batch is averaged by itself: right without padding, wrong with it."""
+
+    def wrong(params, batch, key):
+        halves = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]
+        parts = [grad_fn(params, half, key) for half in halves]
+        weight = sum(sums["weight"] for _, sums in parts)
+        means = [
+            jax.tree.map(lambda x, s=sums: x / s["weight"] * weight / 2, (grads, {**sums, "weight": sums["weight"]}))
+            for grads, sums in parts
+        ]
+        grads, sums = jax.tree.map(jnp.add, *means)
+        return grads, {**sums, "weight": weight}
+
+    return wrong
+
+
+def test_the_control_is_right_without_padding():
+    """The mean-of-means control differs by its padding alone: without padding it passes."""
+    whole = token_batches((8, 16), tiny.CONFIG.vocab, steps=2, padding=0.0)
+    assert_parity(tiny.plan(fsdp=8), tiny.plan(), _mean_of_means(GRAD_FN), whole, reference_grad_fn=GRAD_FN)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}], ids=str)
+def test_accumulation_equals_the_whole_batch(microbatches, sizes):
+    """Gradients summed over microbatches equal those of the full batch, with padding in the data."""
+    assert_parity(
+        tiny.plan(**sizes),
+        tiny.plan(),
+        accumulate(GRAD_FN, microbatches),
+        BATCHES[:2],
+        reference_grad_fn=GRAD_FN,
+    )
+
+
+@pytest.mark.parametrize("remat", ["full", "save:attention_out", "save:attention_out,mlp_hidden"])
+def test_remat_changes_no_number(remat):
+    """What is recomputed equals what would have been kept."""
+    assert_parity(tiny.plan(fsdp=4, options=(("remat", remat),)), tiny.plan(), GRAD_FN, BATCHES[:2])
+
+
+def test_bf16_follows_float32():
+    """bfloat16 compute with float32 parameters stays within bfloat16 rounding of float32, and is not it."""
+    parity = measure_parity(
+        tiny.plan(fsdp=4, options=(("precision", "bf16"),)), tiny.plan(), GRAD_FN, BATCHES[:2]
+    )
+    assert parity.ok, str(parity)
+    assert parity.losses != parity.reference_losses
+
+
+def test_unrolled_layers_equal_scanned_ones():
+    """A list of layers starts bitwise equal to stacked layers and trains the same."""
+    unrolled = tiny.replaced(stacked=False)
+    stacked_plan, list_plan = tiny.plan(), tiny.plan(unrolled)
+    from_stack, from_list = (p.init_fn(jax.random.key(3)) for p in (stacked_plan, list_plan))
+    for i in range(tiny.CONFIG.layers):
+        jax.tree.map(
+            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), from_stack["layers"], from_list["layers"][i]
+        )
+    batch = jax.tree.map(jnp.asarray, BATCHES[0])
+    key = jax.random.key(0)
+    stacked_grads, sums = GRAD_FN(from_stack, batch, key)
+    list_grads, list_sums = value_and_grad(tiny.loss_fn(unrolled))(from_list, batch, key)
+    np.testing.assert_allclose(sums["loss"], list_sums["loss"], rtol=1e-6)
+    for i in range(tiny.CONFIG.layers):
+        jax.tree.map(
+            lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-4),
+            stacked_grads["layers"],
+            list_grads["layers"][i],
+        )
+
+
+def test_tied_head_equals_one_device():
+    """A tied embedding receives the gradients of both its uses."""
+    tied = tiny.replaced(tied=True)
+    grad_fn = value_and_grad(tiny.loss_fn(tied))
+    assert_parity(tiny.plan(tied, data=2, fsdp=2, tensor=2), tiny.plan(tied), grad_fn, BATCHES[:2])
+
+
+def test_sgd_without_adam_also_agrees():
+    """Adam divides gradients by their size and could hide a factor; plain SGD cannot."""
+    sgd = optax.sgd(0.1)
+    assert_parity(tiny.plan(optimizer=sgd, data=2, fsdp=2, tensor=2), tiny.plan(optimizer=sgd), GRAD_FN, BATCHES[:3])

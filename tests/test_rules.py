@@ -1,0 +1,146 @@
+"""Rule tables match as documented, and their audit leaves nothing silent."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from spmd.errors import RuleError
+from spmd.rules import Rules, compile_pattern, replicate
+
+AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
+
+
+def audit(rules, shapes, axes=AXES):
+    return [str(problem) for problem in rules.audit(shapes, axes)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [
+        ("wo/kernel", "layers/attention/wo/kernel", True),
+        ("wo/kernel", "wo/kernel", True),
+        ("wo/kernel", "layers/attention/two/kernel", False),
+        ("attention/wo/kernel", "layers/cross_attention/wo/kernel", False),
+        ("kernel", "wo/kernel/extra", False),
+        ("(q|k)_proj/kernel", "k_proj/kernel", True),
+        ("a/b|c/d", "x/c/d", True),
+        ("a/b|c/d", "a/b/c/d", True),
+        ("attention", "attention/kernel", False),
+    ],
+)
+def test_a_pattern_matches_a_whole_run_of_components_up_to_the_end(pattern, path, matches):
+    """Neither half a component nor a run that stops before the end is a match."""
+    assert bool(compile_pattern(pattern).fullmatch(path)) == matches
+
+
+def test_the_first_match_wins():
+    """A narrow rule before a wide one takes its parameters."""
+    rules = Rules([("mlp/kernel", P("fsdp")), ("kernel", P("tensor"))])
+    assert rules.match("mlp/kernel").spec == P("fsdp")
+    assert rules.match("attention/kernel").spec == P("tensor")
+
+
+def test_stacked_layers_get_the_leading_axis_and_unrolled_ones_do_not():
+    """One table serves scanned and unrolled models, replicated parameters too."""
+    rules = Rules([("kernel", P("fsdp", "tensor")), ("scale", replicate("small"))], stacked={"layers": "pipe"})
+    assert rules.match("layers/kernel").spec == P("pipe", "fsdp", "tensor")
+    assert rules.match("layers/7/kernel").spec == P("fsdp", "tensor")
+    assert rules.match("layers/scale").spec == P("pipe")
+    assert rules.match("head/kernel").spec == P("fsdp", "tensor")
+
+
+def test_an_unmatched_parameter_is_named_with_its_nearest_rule():
+    """A typo in a table is found from the parameter's side."""
+    (problem,) = audit(Rules([("mpl/kernel", P("fsdp"))]), {"mlp/kernel": (4, 4), "mpl/kernel": (4, 4)})
+    assert "mlp/kernel: no rule matches this parameter" in problem
+    assert "the nearest rule is 'mpl/kernel'" in problem
+
+
+def test_a_rule_that_matches_nothing_is_a_problem():
+    """A typo in a table is found from the rule's side."""
+    (problem,) = audit(Rules([("kernel", P("fsdp")), ("biass", replicate("small"))]), {"kernel": (4, 4)})
+    assert "rule 1 ('biass'): matches no parameter" in problem
+
+
+def test_a_shadowed_rule_names_its_shadower():
+    """A rule that never wins says which rule takes its parameters."""
+    (problem,) = audit(Rules([("kernel", P("fsdp")), ("mlp/kernel", P("tensor"))]), {"mlp/kernel": (4, 4)})
+    assert "rule 1 ('mlp/kernel'): is shadowed by rule 0 ('kernel')" in problem
+    assert "e.g. mlp/kernel" in problem
+
+
+def test_more_entries_than_dimensions_is_a_problem():
+    """A matrix spec on a vector is a rank mismatch, not a crash inside JAX."""
+    (problem,) = audit(Rules([("bias", P("fsdp", "tensor"))]), {"bias": (4,)})
+    assert "2 entries for 1 dimensions" in problem
+
+
+def test_an_unknown_axis_is_named_once_with_a_suggestion():
+    """A misspelt axis is one problem of its rule, however many parameters the rule matches."""
+    (problem,) = audit(Rules([("kernel", P("fsd"))]), {f"{i}/kernel": (4, 4) for i in range(5)})
+    assert "names the unknown axis 'fsd'" in problem
+    assert 'did you mean "fsdp"?' in problem
+
+
+def test_an_axis_used_twice_is_a_problem():
+    """An axis can split one dimension only."""
+    (problem,) = audit(Rules([("kernel", P("fsdp", ("data", "fsdp")))]), {"kernel": (4, 4)})
+    assert "uses the axis 'fsdp' twice" in problem
+
+
+def test_an_indivisible_dimension_shows_the_arithmetic():
+    """JAX would drop such a constraint without a word."""
+    (problem,) = audit(Rules([("kernel", P(("data", "fsdp"), "tensor"))]), {"kernel": (6, 4)})
+    assert "dimension 0 of (6, 4)" in problem
+    assert "6 / (data=2 × fsdp=2) = 1.5" in problem
+
+
+def test_all_problems_come_at_once():
+    """Seven defects in one table and model are seven problems."""
+    rules = Rules(
+        [
+            ("a/kernel", P("fsdp")),
+            ("a/kernel", P("tensor")),  # shadowed
+            ("never", P("fsdp")),  # matches nothing
+            ("b/kernel", P("nope")),  # unknown axis
+            ("c/kernel", P("tensor", "tensor")),  # twice
+            ("d/kernel", P("fsdp", "tensor")),  # rank
+            ("e/kernel", P("fsdp")),  # indivisible
+        ]
+    )
+    shapes = {f"{x}/kernel": (4, 4) for x in "abc"} | {"d/kernel": (4,), "e/kernel": (3,), "unmatched": (4,)}
+    assert len(audit(rules, shapes)) == 7
+
+
+def test_a_clean_table_has_no_problems():
+    """The audit can pass."""
+    assert audit(Rules([("kernel", P("fsdp", "tensor"))]), {"layers/kernel": (3, 4, 4)}) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "complaint"),
+    [
+        ([(".*", P("fsdp"))], "there is no catch-all rule"),
+        ([(".+|x", P("fsdp"))], "there is no catch-all rule"),
+        ([("(", P("fsdp"))], "is not a regular expression"),
+        ([("kernel", "fsdp")], "a PartitionSpec, or replicate"),
+        ([("kernel", P())], "replicates silently"),
+        ([("kernel", P(None, None))], "replicates silently"),
+    ],
+)
+def test_a_table_that_cannot_be_meant_is_refused(params, complaint):
+    """Catch-alls, bad patterns, bad values and silent replication never become a table."""
+    with pytest.raises(RuleError, match=complaint):
+        Rules(params)
+
+
+def test_replication_needs_a_reason():
+    """`replicate("")` is as silent as P()."""
+    with pytest.raises(RuleError, match="has no reason"):
+        replicate("  ")
+
+
+def test_tables_compare_and_hash_by_value():
+    """Two tables written alike are one key of every cache."""
+    make = lambda: Rules([("kernel", P("fsdp"))], activations=[("h", P("data"))], stacked={"layers": "pipe"})  # noqa: E731
+    assert make() == make()
+    assert hash(make()) == hash(make())

@@ -1,0 +1,45 @@
+"""One tiny Llama and its plans, shared by the tests so that equal plans share compiled programs."""
+
+import dataclasses
+import functools
+
+import jax
+import optax
+
+from models.llama import PRESETS, LlamaConfig
+from partition_rules.llama import LLAMA, LLAMA_TIED
+from spmd import flax
+from spmd.loss import LossFn, next_token_loss
+from spmd.mesh import AnyMesh, make_mesh
+from spmd.plan import ShardingPlan, make_plan
+
+CONFIG = PRESETS["test"]
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95, weight_decay=0.1))
+
+
+@functools.cache
+def model(config: LlamaConfig = CONFIG) -> flax.Model:
+    return flax.from_nnx(config.build)
+
+
+@functools.cache
+def loss_fn(config: LlamaConfig = CONFIG) -> LossFn:
+    return next_token_loss(model(config).apply)
+
+
+def mesh(**sizes: int) -> AnyMesh:
+    """A mesh over as many of the eight devices as the sizes ask for."""
+    count = 1
+    for size in sizes.values():
+        count *= size
+    return make_mesh(devices=jax.devices()[:count], **sizes)
+
+
+@functools.cache
+def plan(config: LlamaConfig = CONFIG, optimizer=OPTIMIZER, options: tuple = (), **sizes: int) -> ShardingPlan:
+    rules = LLAMA_TIED if config.tied else LLAMA
+    return make_plan(mesh(**sizes), rules, model(config).init, optimizer, **dict(options))
+
+
+def replaced(**fields) -> LlamaConfig:
+    return dataclasses.replace(CONFIG, **fields)
