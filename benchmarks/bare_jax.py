@@ -2,13 +2,15 @@
 
 It is the yardstick of `benchmarks/step.py`. What makes it fast was measured, form by form:
 
-- A kernel is gathered over `fsdp` by a constraint right before its matmul, and its gradient is constrained back to the
-  stored sharding, so that each kernel crosses the network once a step in each direction (twice forward under remat).
-- The embedding keeps its vocabulary whole and splits its columns. The rows of all tokens are looked up where the columns
-  are and the result changes hands, which moves activations instead of a table. Its gradient never leaves home.
-- The loss finds the label's logit by comparing with an iota, which fuses into the sums of the log-sum-exp and works on a
-  split vocabulary.
-- Weight gradients leave the matmul in float32, so sums over devices are float32 whatever the compute dtype.
+- A kernel is gathered over `fsdp` by a constraint right before its matmul, and its gradient is constrained back to
+  the stored sharding: each kernel crosses the network once a step in each direction (twice forward under remat).
+- The embedding keeps its vocabulary whole and splits its columns. Rows are looked up where their columns are and then
+  exchanged for whole rows of the device's own tokens: activations move instead of the table, and over `fsdp` its
+  gradient needs no sum.
+- The scan over layers is unrolled unless it recomputes, and attention skips the blocks above the diagonal.
+- The loss finds the target's logit by comparing with an iota, which fuses into a sum, works on a split vocabulary
+  and needs no second copy of the logits.
+- Weight gradients leave the matmul in float32: sums over devices are float32 whatever the compute dtype.
 """
 
 import argparse
@@ -88,6 +90,26 @@ def rotate(x: jax.Array) -> jax.Array:
     return turned.astype(x.dtype)
 
 
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, rows: int = 128) -> jax.Array:
+    """Causal grouped-query attention, `rows` queries at a time, each against only the keys it can see.
+
+    Args:
+        q: `[batch, seq, heads, head_dim]`.
+        k: `[batch, seq, kv_heads, head_dim]`.
+        v: `[batch, seq, kv_heads, head_dim]`.
+        rows: Queries in one block.
+
+    Returns:
+        `[batch, seq, heads, head_dim]`.
+    """
+    seq, parts = q.shape[1], []
+    for start in range(0, seq, rows):
+        end = min(start + rows, seq)
+        visible = np.tril(np.ones((end - start, end), bool), k=start)[None, None]
+        parts.append(jax.nn.dot_product_attention(q[:, start:end], k[:, :end], v[:, :end], mask=visible))
+    return jnp.concatenate(parts, axis=1)
+
+
 def make_loss(mesh: Mesh, args: argparse.Namespace) -> Callable[[Tree, Mapping[str, jax.Array]], jax.Array]:
     """The token-weighted mean cross-entropy of the model, as a function of parameters and batch.
 
@@ -113,7 +135,7 @@ def make_loss(mesh: Mesh, args: argparse.Namespace) -> Callable[[Tree, Mapping[s
     def block(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
         h = rms_norm(x, layer["attention_norm"])
         q, k, v = (heads(project(h, layer, name)) for name in ("q", "k", "v"))
-        attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        attended = attend(rotate(q), rotate(k), v)
         attended = constrain(attended.reshape(x.shape), BATCH, None, "tensor")
         x = x + constrain(project(attended, layer, "o"), BATCH, None, None)
         h = rms_norm(x, layer["mlp_norm"])
@@ -121,17 +143,21 @@ def make_loss(mesh: Mesh, args: argparse.Namespace) -> Callable[[Tree, Mapping[s
         hidden = constrain(hidden, BATCH, None, "tensor")
         return x + constrain(project(hidden, layer, "down"), BATCH, None, None), None
 
+    # Unrolled, the compiler does not copy residuals in and out of stacks; a loop is what makes recomputation stick.
+    unroll = args.layers if args.remat == "none" else 1
     if args.remat == "full":
         block = jax.checkpoint(block, prevent_cse=False)
 
     def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
         rows = table.at[constrain(tokens, "data", None)].get(mode="clip").astype(dtype)
         rows = constrain(rows, "data", None, EMBEDDING[1])
+        # In two hops: in one, the partitioner falls back to copying everything everywhere.
+        rows = constrain(rows, "data", None, "fsdp")
         return constrain(rows, BATCH, None, None)
 
     def loss(params: Tree, batch: Mapping[str, jax.Array]) -> jax.Array:
         x = embed(params["embedding"], batch["tokens"])
-        x, _ = jax.lax.scan(block, x, params["layers"])
+        x, _ = jax.lax.scan(block, x, params["layers"], unroll=unroll)
         h = rms_norm(x, params["norm"])
         logits = dense(h, params["head"], NamedSharding(mesh, COLUMN), jnp.dtype(jnp.float32))
         logits = constrain(logits, BATCH, None, "tensor")
@@ -157,7 +183,15 @@ def param_specs() -> Tree:
 def init_params(key: jax.Array, args: argparse.Namespace) -> Tree:
     """Matrices from a normal distribution of standard deviation 0.02 and norm scales of one, all float32."""
     d, ff, kv = args.d_model, args.d_ff, args.kv_heads * args.d_model // args.heads
-    kernels = {"q": (d, d), "k": (d, kv), "v": (d, kv), "o": (d, d), "gate": (d, ff), "up": (d, ff), "down": (ff, d)}
+    kernels = {
+        "q": (d, d),
+        "k": (d, kv),
+        "v": (d, kv),
+        "o": (d, d),
+        "gate": (d, ff),
+        "up": (d, ff),
+        "down": (ff, d),
+    }
     keys = iter(jax.random.split(key, len(kernels) + 2))
 
     def normal(*shape: int) -> jax.Array:
@@ -214,7 +248,11 @@ class BareSide:
         def abstract(dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((args.batch, args.seq), dtype, sharding=self._split)
 
-        batch = {"tokens": abstract(jnp.int32), "targets": abstract(jnp.int32), "weights": abstract(jnp.float32)}
+        batch = {
+            "tokens": abstract(jnp.int32),
+            "targets": abstract(jnp.int32),
+            "weights": abstract(jnp.float32),
+        }
         jitted = jax.jit(step, donate_argnums=0, out_shardings=((params, slots), whole))
         start = time.perf_counter()
         self.compiled = jitted.lower(self._state, batch).compile()

@@ -33,8 +33,28 @@ import numpy as np
 # Named and not imported: the hand-written side must run without the framework in its process.
 SIDES = {"bare": "benchmarks.bare_jax", "spmd": "benchmarks.ours"}
 AXES = ("data", "fsdp", "tensor")
-QUICK = {"layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2, "d_ff": 128, "vocab": 256, "seq": 32, "steps": 3}
-ITEM_BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+QUICK = {
+    "layers": 2,
+    "d_model": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "d_ff": 128,
+    "vocab": 256,
+    "seq": 32,
+    "steps": 3,
+}
+ITEM_BYTES = {
+    "f64": 8,
+    "s64": 8,
+    "u64": 8,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+}
 _COLLECTIVE = re.compile(
     r"= (?P<type>\(.*?\)|\S+) "
     r"(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("

@@ -23,7 +23,7 @@ from spmd.metrics import Console
 from spmd.recipe import Recipe, config_mesh, one_device_mesh, planned_mesh
 from spmd.run import RunFolder, train, write_sample
 from spmd.state import abstract_state
-from spmd.testing import measure_parity
+from spmd.testing import compare, record_run
 from spmd.checkpoint import Checkpoints
 
 USAGE = """\
@@ -161,8 +161,10 @@ def _train(arguments: list[str]) -> int:
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
     show(str(recipe.plan))
-    show(f"\ncorpus: {recipe.corpus.documents:,} documents, {len(recipe.corpus.train):,} tokens to train on, "
-         f"{len(recipe.corpus.validation):,} held out\n")
+    show(
+        f"\ncorpus: {recipe.corpus.documents:,} documents, {len(recipe.corpus.train):,} tokens to train on, "
+        f"{len(recipe.corpus.validation):,} held out\n"
+    )
     if first:
         folder.describe(config, source, str(recipe.plan))
     outcome = train(recipe, folder, Console(config.steps) if first else None, resume=command.resume)
@@ -203,11 +205,12 @@ def _check(arguments: list[str]) -> int:
         windows.rows(np.arange(step * config.data.batch, (step + 1) * config.data.batch) % len(windows))
         for step in range(command.check_steps)
     ]
-    parity = measure_parity(
-        ours.plan, one.plan, ours.grad_fn, batches, reference_grad_fn=one.grad_fn, seed=config.seed
-    )
+    runs = [record_run(recipe.plan, recipe.grad_fn, batches, seed=config.seed) for recipe in (ours, one)]
+    parity = compare(*runs)
     axes = " ".join(f"{axis}={size}" for axis, size in ours.mesh.shape.items() if size > 1) or "one device"
-    print(f"{axes} against one device, {command.check_steps} steps of {config.precision}; errors relative to the largest value")
+    print(
+        f"{axes} against one device, {command.check_steps} steps of {config.precision}; errors relative to the largest value"
+    )
     print(parity)
     for number, (loss, reference) in enumerate(zip(parity.losses, parity.reference_losses, strict=True), 1):
         print(f"step {number}: loss {loss:.7f} on the mesh, {reference:.7f} on one device")

@@ -210,7 +210,9 @@ def load_config(name: str) -> TrainConfig:
         problem = Problem(f"{path}:{error.lineno}", f"is not Python: {error.msg}")
         raise ConfigError("The config cannot be read:", [problem]) from error
     except ImportError as error:
-        raise ConfigError("The config cannot be read:", [Problem(str(path), f"imports what is missing: {error}")]) from error
+        raise ConfigError(
+            "The config cannot be read:", [Problem(str(path), f"imports what is missing: {error}")]
+        ) from error
     if not isinstance(config, TrainConfig):
         what = f"defines config = {config!r}" if config is not None else "defines no config"
         fix = "config = spmd.TrainConfig(...)"
@@ -220,9 +222,7 @@ def load_config(name: str) -> TrainConfig:
 
 def config_values(config: Any) -> dict[str, Any]:
     """The config as JSON values, without its rules, which the config file keeps."""
-    values = {
-        field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "rules"
-    }
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "rules"}
     plain = {k: config_values(v) if dataclasses.is_dataclass(v) else v for k, v in values.items()}
     return json.loads(json.dumps(plain))
 
@@ -232,7 +232,13 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     new = {}
     for name, value in values.items():
         old = getattr(config, name)
-        new[name] = with_values(old, value) if isinstance(value, Mapping) else tuple(value) if isinstance(value, list) else value
+        new[name] = (
+            with_values(old, value)
+            if isinstance(value, Mapping)
+            else tuple(value)
+            if isinstance(value, list)
+            else value
+        )
     return dataclasses.replace(config, **new)
 
 

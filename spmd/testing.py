@@ -31,9 +31,10 @@ class Tolerance:
 
 TOLERANCES = {
     "float32": Tolerance(loss=1e-5, gradients=1e-4, params=1e-4),
-    "bf16": Tolerance(loss=1e-2, gradients=1e-1, params=2e-2),
+    "bf16": Tolerance(loss=1e-2, gradients=1e-1, params=1.0),
 }
-"""By precision policy. A bfloat16 rounding is 4e-3, so bf16 shows gross errors only: check in float32."""
+"""By precision policy. A bfloat16 rounding is 4e-3, and Adam turns the sign of a gradient near zero into a whole step,
+so bf16 shows gross errors only: check a layout in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,75 +82,89 @@ class Parity:
         )
 
 
-def measure_parity(
-    plan: ShardingPlan,
-    reference: ShardingPlan,
-    grad_fn: GradFn,
-    batches: Sequence[Any],
-    *,
-    reference_grad_fn: GradFn | None = None,
-    seed: int = 0,
-    tolerance: Tolerance | None = None,
-) -> Parity:
-    """Trains under both plans on the same batches and compares.
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a short training run produced, on the host: initial parameters, first gradients, losses, parameters."""
+
+    precision: str
+    values: dict[str, dict[str, np.ndarray]]
+
+
+def record_run(plan: ShardingPlan, grad_fn: GradFn, batches: Sequence[Any], *, seed: int = 0) -> Record:
+    """Trains under `plan` for one step on each batch.
 
     Args:
-        plan: The layout in question.
-        reference: The same model and optimizer on one device.
-        grad_fn: How a batch becomes gradients, under `plan`.
+        plan: The layout.
+        grad_fn: How a batch becomes gradients.
         batches: Host arrays, one batch for each step.
-        reference_grad_fn: The same for `reference`; `grad_fn` by default.
         seed: Of the parameters.
-        tolerance: By default that of the plan's precision.
-
-    Returns:
-        Rows `initial parameters`, `gradients` (of the first batch), `loss` (of each step) and `parameters` (after the
-        last).
     """
-    tolerance = tolerance or TOLERANCES[plan.precision.name]
-    ours = _record(plan, grad_fn, batches, seed)
-    theirs = _record(reference, reference_grad_fn or grad_fn, batches, seed)
-    rows = []
-    for kind, allowed in (
-        ("initial parameters", 0.0),
-        ("gradients", tolerance.gradients),
-        ("loss", tolerance.loss),
-        ("parameters", tolerance.params),
-    ):
-        rows += [Row(kind, path, _relative(x, theirs[kind][path]), allowed) for path, x in ours[kind].items()]
-    return Parity(tuple(map(float, ours["loss"].values())), tuple(map(float, theirs["loss"].values())), tuple(rows))
-
-
-def assert_parity(*args: Any, **kwargs: Any) -> Parity:
-    """`measure_parity` as an assertion.
-
-    Raises:
-        AssertionError: A leaf differs by more than is allowed; the message lists every such leaf.
-    """
-    parity = measure_parity(*args, **kwargs)
-    if not parity.ok:
-        raise AssertionError(f"The two layouts differ:\n{parity}")
-    return parity
-
-
-def _record(plan: ShardingPlan, grad_fn: GradFn, batches: Sequence[Any], seed: int) -> dict[str, dict[str, Any]]:
     state = init_state(plan, seed)
     placed = [jax.device_put(batch, batch_sharding(plan.mesh)) for batch in batches]
-    record = {"initial parameters": _on_host(state.params)}
+    initial = _on_host(state.params)
 
     def gradients(params: Any, batch: Any) -> Any:
         with within(plan):
             grads, sums = grad_fn(params, batch, jax.random.key(seed))
         return jax.tree.map(lambda g: g / sums["weight"], grads)
 
-    record["gradients"] = _on_host(jax.jit(gradients)(state.params, placed[0]))
+    first = _on_host(jax.jit(gradients)(state.params, placed[0]))
     step = make_train_step(plan, grad_fn=grad_fn)
-    record["loss"] = {}
+    losses = {}
     for number, batch in enumerate(placed, 1):
         state, metrics = step(state, batch)
-        record["loss"][f"step {number}"] = np.asarray(metrics["loss"])
-    record["parameters"] = _on_host(state.params)
-    return record
+        losses[f"step {number}"] = np.asarray(metrics["loss"])
+    values = {"initial parameters": initial, "gradients": first, "loss": losses, "parameters": _on_host(state.params)}
+    return Record(plan.precision.name, values)
+
+
+def compare(record: Record, reference: Record, tolerance: Tolerance | None = None) -> Parity:
+    """The two runs leaf by leaf.
+
+    Args:
+        record: The layout in question.
+        reference: The same model, optimizer and batches on one device.
+        tolerance: By default that of the record's precision.
+
+    Returns:
+        Rows `initial parameters`, `gradients` (of the first batch), `loss` (of each step) and `parameters` (after the
+        last).
+    """
+    tolerance = tolerance or TOLERANCES[record.precision]
+    allowed = {
+        "initial parameters": 0.0,
+        "gradients": tolerance.gradients,
+        "loss": tolerance.loss,
+        "parameters": tolerance.params,
+    }
+    rows = [
+        Row(kind, path, _relative(x, reference.values[kind][path]), allowed[kind])
+        for kind, leaves in record.values.items()
+        for path, x in leaves.items()
+    ]
+    losses = (tuple(map(float, r.values["loss"].values())) for r in (record, reference))
+    return Parity(*losses, tuple(rows))
+
+
+def assert_parity(
+    plan: ShardingPlan,
+    reference: ShardingPlan,
+    grad_fn: GradFn,
+    batches: Sequence[Any],
+    *,
+    seed: int = 0,
+    tolerance: Tolerance | None = None,
+) -> Parity:
+    """Trains under both plans on the same batches and asserts that they agree.
+
+    Raises:
+        AssertionError: A leaf differs by more than is allowed; the message lists every such leaf.
+    """
+    runs = (record_run(p, grad_fn, batches, seed=seed) for p in (plan, reference))
+    parity = compare(*runs, tolerance)  # type: ignore[misc, arg-type]
+    if not parity.ok:
+        raise AssertionError(f"The two layouts differ:\n{parity}")
+    return parity
 
 
 def _on_host(params: Any) -> dict[str, np.ndarray]:

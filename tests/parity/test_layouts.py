@@ -1,5 +1,7 @@
 """Every layout gives the same numbers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,32 @@ import pytest
 
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.testing import assert_parity, drop_weights, measure_parity, scale_gradients, token_batches
+from spmd.testing import assert_parity, compare, drop_weights, record_run, scale_gradients, token_batches
 from tests import tiny
 
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=5)
+UNPADDED = token_batches((8, 16), tiny.CONFIG.vocab, steps=5, padding=0.0)
 GRAD_FN = value_and_grad(tiny.loss_fn())
+
+
+@functools.cache
+def one_device(optimizer=tiny.OPTIMIZER, steps=5, padded=True):
+    """What every layout is compared with, computed once."""
+    return record_run(tiny.plan(optimizer=optimizer), GRAD_FN, (BATCHES if padded else UNPADDED)[:steps])
+
+
+def parity(grad_fn=GRAD_FN, optimizer=tiny.OPTIMIZER, steps=5, padded=True, **layout):
+    """The comparison of a layout with one device."""
+    ours = record_run(tiny.plan(optimizer=optimizer, **layout), grad_fn, (BATCHES if padded else UNPADDED)[:steps])
+    return compare(ours, one_device(optimizer, steps, padded))
+
+
+def assert_equal(**layout):
+    result = parity(**layout)
+    assert result.ok, f"\n{result}"
+    return result
+
+
 LAYOUTS = [
     {"data": 8},
     {"fsdp": 8},
@@ -27,21 +50,21 @@ LAYOUTS = [
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda s: "-".join(f"{a}{n}" for a, n in s.items()))
 def test_five_steps_equal_one_device(sizes):
     """Initial parameters are bitwise equal; losses agree to 1e-5, gradients and parameters to 1e-4."""
-    parity = assert_parity(tiny.plan(**sizes), tiny.plan(), GRAD_FN, BATCHES)
-    assert len(parity.losses) == 5
-    assert {row.what for row in parity.rows} == {"initial parameters", "gradients", "loss", "parameters"}
+    result = assert_equal(**sizes)
+    assert len(result.losses) == 5
+    assert {row.what for row in result.rows} == {"initial parameters", "gradients", "loss", "parameters"}
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"fsdp": 4}, {"data": 2}], ids=str)
 def test_smaller_meshes_equal_one_device(sizes):
     """The same holds on 2 and 4 devices."""
-    assert_parity(tiny.plan(**sizes), tiny.plan(), GRAD_FN, BATCHES[:2])
+    assert_equal(**sizes)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_stages_equal_one_device(stage):
     """Where the training state is split changes no number."""
-    assert_parity(tiny.plan(fsdp=4, tensor=2, options=(("zero", stage),)), tiny.plan(), GRAD_FN, BATCHES[:2])
+    assert_equal(fsdp=4, tensor=2, options=(("zero", stage),))
 
 
 @pytest.mark.parametrize(
@@ -54,10 +77,8 @@ def test_zero_stages_equal_one_device(stage):
 )
 def test_control_a_wrong_reduction_is_caught(name, bug):
     """The comparison that the other tests pass fails on a deliberate bug."""
-    parity = measure_parity(
-        tiny.plan(fsdp=8), tiny.plan(), bug(GRAD_FN), BATCHES[:2], reference_grad_fn=GRAD_FN
-    )
-    assert not parity.ok, f"{name} went unnoticed:\n{parity}"
+    result = parity(bug(GRAD_FN), fsdp=4)
+    assert not result.ok, f"{name} went unnoticed:\n{result}"
 
 
 def _mean_of_means(grad_fn):
@@ -79,36 +100,27 @@ def _mean_of_means(grad_fn):
 
 def test_the_control_is_right_without_padding():
     """The mean-of-means control differs by its padding alone: without padding it passes."""
-    whole = token_batches((8, 16), tiny.CONFIG.vocab, steps=2, padding=0.0)
-    assert_parity(tiny.plan(fsdp=8), tiny.plan(), _mean_of_means(GRAD_FN), whole, reference_grad_fn=GRAD_FN)
+    assert_equal(grad_fn=_mean_of_means(GRAD_FN), fsdp=4, padded=False)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
 @pytest.mark.parametrize("sizes", [{}, {"data": 2}], ids=str)
 def test_accumulation_equals_the_whole_batch(microbatches, sizes):
     """Gradients summed over microbatches equal those of the full batch, with padding in the data."""
-    assert_parity(
-        tiny.plan(**sizes),
-        tiny.plan(),
-        accumulate(GRAD_FN, microbatches),
-        BATCHES[:2],
-        reference_grad_fn=GRAD_FN,
-    )
+    assert_equal(grad_fn=accumulate(GRAD_FN, microbatches), **sizes)
 
 
 @pytest.mark.parametrize("remat", ["full", "save:attention_out", "save:attention_out,mlp_hidden"])
 def test_remat_changes_no_number(remat):
     """What is recomputed equals what would have been kept."""
-    assert_parity(tiny.plan(fsdp=4, options=(("remat", remat),)), tiny.plan(), GRAD_FN, BATCHES[:2])
+    assert_equal(fsdp=4, options=(("remat", remat),))
 
 
 def test_bf16_follows_float32():
     """bfloat16 compute with float32 parameters stays within bfloat16 rounding of float32, and is not it."""
-    parity = measure_parity(
-        tiny.plan(fsdp=4, options=(("precision", "bf16"),)), tiny.plan(), GRAD_FN, BATCHES[:2]
-    )
-    assert parity.ok, str(parity)
-    assert parity.losses != parity.reference_losses
+    result = parity(fsdp=4, options=(("precision", "bf16"),))
+    assert result.ok, f"\n{result}"
+    assert result.losses != result.reference_losses
 
 
 def test_unrolled_layers_equal_scanned_ones():
@@ -143,4 +155,4 @@ def test_tied_head_equals_one_device():
 def test_sgd_without_adam_also_agrees():
     """Adam divides gradients by their size and could hide a factor; plain SGD cannot."""
     sgd = optax.sgd(0.1)
-    assert_parity(tiny.plan(optimizer=sgd, data=2, fsdp=2, tensor=2), tiny.plan(optimizer=sgd), GRAD_FN, BATCHES[:3])
+    assert_equal(optimizer=sgd, data=2, fsdp=2, tensor=2)

@@ -1,0 +1,72 @@
+# The one task runner: continuous integration, pre-commit and people call the same targets.
+# Python 3.11 or newer and make are all a machine needs: every target makes the environment it runs in.
+
+PYTHON ?= python3
+PYTHON_NEWEST ?= python3.13
+ARGS ?=
+
+VENV := .venv
+NEWEST := .venv-newest
+BENCH_MESHES := data=1,fsdp=8,tensor=1 data=2,fsdp=2,tensor=2 data=1,fsdp=1,tensor=1
+
+# One stamp for each thing that was installed; pip runs again only when what it reads has changed.
+INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.installed-docs
+
+# make_venv(python, folder, name of the variable that chooses python): an environment, or a sentence on what is missing.
+define make_venv
+	@$(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "spmd needs Python 3.11 or newer; '$(1)' is $$($(1) --version 2>/dev/null || echo missing)." >&2; \
+	  echo "Name another, for example: make $(MAKECMDGOALS) $(3)=python3.12" >&2; exit 1; }
+	@$(1) -m venv $(2) || { \
+	  echo "'$(1) -m venv' failed; on Debian and Ubuntu, install the package python3-venv." >&2; exit 1; }
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test fast check bench docs newest
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## make .venv with the package (editable) and everything tests and checks need
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call make_venv,$(PYTHON),$(VENV),PYTHON)
+	@echo "installing into $(VENV)"
+	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,dev]'
+	@touch $@
+
+demo: install ## train a small Llama over 8 simulated devices, into runs/demo (about 4 minutes on 2 cores)
+	@if [ -e runs/demo ]; then echo "removing the previous runs/demo"; rm -rf runs/demo; fi
+	$(VENV)/bin/spmd train demo --out runs/demo
+
+test: install ## run the whole test suite (ARGS="-k mesh" chooses)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+fast: install ## run the test suite without its slow part
+	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+
+check: install ## lint, formatting, types, import floors, docs coverage
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest tests/architecture
+
+bench: install ## time the train step against hand-written JAX on three meshes (ARGS="--layers 2" passes options)
+	@set -e; for mesh in $(BENCH_MESHES); do \
+	  echo "$(VENV)/bin/python benchmarks/step.py --mesh $$mesh $(ARGS)"; \
+	  $(VENV)/bin/python benchmarks/step.py --mesh $$mesh $(ARGS); \
+	done
+
+docs: $(DOCS_INSTALLED) ## build the documentation into site/
+	$(VENV)/bin/mkdocs build --strict --site-dir site
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
+newest: ## run the fast part on PYTHON_NEWEST with the newest release of everything
+	$(call make_venv,$(PYTHON_NEWEST),$(NEWEST),PYTHON_NEWEST)
+	@echo "installing the newest releases into $(NEWEST)"
+	@$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
+	$(NEWEST)/bin/python -m pytest -m "not slow" $(ARGS)

@@ -1,0 +1,320 @@
+"""The house stands: imports run downwards, every dependency has its home, and no room grows too large.
+
+Nothing here runs the framework: each check reads source text, and each has a control, a small piece of source that
+breaks the rule and must be reported.
+"""
+
+import ast
+import dataclasses
+import functools
+import graphlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("spmd", "models", "partition_rules", "examples", "benchmarks")
+
+# Every module of spmd, from the bottom up: a module imports only what is listed before it.
+FLOORS = {
+    "words": ("errors", "tree"),
+    "describe": ("mesh", "rules", "precision", "remat"),
+    "decide": ("derive", "plan"),
+    "compute": ("annotate", "loss", "gradients.base", "gradients.accumulate"),
+    "run": ("flax", "optim", "state", "step", "corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
+    "edges": ("config", "recipe", "run", "launch", "testing", "cli"),
+}
+ROOMS = tuple(room for floor in FLOORS.values() for room in floor)
+
+# Where a dependency may be imported; one that is not named here may be imported anywhere.
+HOMES = {
+    "orbax": {"checkpoint"},
+    "grain": {"data"},
+    "tokenizers": {"corpus"},
+    "tensorboardX": {"metrics"},
+    "rich": {"cli", "config", "metrics"},
+    "tyro": {"cli", "config", "metrics"},
+}
+ENVIRONMENT_ROOMS = {"launch", "testing"}
+ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+
+# What the packages beside spmd may import, besides the standard library and themselves.
+MODELS_MAY_IMPORT = ("flax", "jax", "jaxtyping", "numpy", "spmd.annotate", "spmd.parallel")
+PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.mesh", "spmd.rules")
+
+# A library that raises plain `Exception` leaves no choice: one handler for each room named here.
+ONE_BROAD_EXCEPT = {"corpus": "tokenizers raises `Exception` for a file that is not a tokenizer"}
+
+EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "tools"}
+MAX_LINES = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One source file, by its dotted name; a package goes by its own name."""
+
+    name: str
+    source: str
+
+    @property
+    def room(self) -> str:
+        return self.name.removeprefix("spmd.")
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+
+def read_modules(*packages: str) -> dict[str, Module]:
+    modules = {}
+    for package in packages:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            modules[name] = Module(name, path.read_text(encoding="utf-8"))
+    return modules
+
+
+def names_of(node: ast.stmt) -> Iterator[str]:
+    """What an import statement names, in full: `from a.b import c` names `a.b.c`."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def imports(module: Module) -> list[str]:
+    return [name for node in ast.walk(module.tree) if isinstance(node, ast.stmt) for name in names_of(node)]
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def longest_prefix(name: str, known: set[str]) -> str | None:
+    """The module of `known` that an imported name is, or lives in."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in known), None)
+
+
+def check_floor(module: Module) -> Iterator[str]:
+    """A room imports only from rooms below it: not from above, not from the roof (`spmd` itself), not relatively."""
+    if module.room not in ROOMS:
+        yield f"{module.name} has no floor: give it a place in FLOORS"
+        return
+    below = set(ROOMS[: ROOMS.index(module.room)])
+    for name in imports(module):
+        if name.startswith("."):
+            yield f"{module.name} imports {name} relatively"
+        elif is_within(name, "spmd"):
+            room = longest_prefix(name.removeprefix("spmd."), set(ROOMS))
+            if room not in below:
+                yield f"{module.name} imports {name}, which is not below it"
+
+
+def check_inside_out(module: Module) -> Iterator[str]:
+    """The framework knows no model and no rule table, and nothing of what is built or tested with it."""
+    outside = (*PACKAGES[1:], "tests")
+    yield from (f"{module.name} imports {n}" for n in imports(module) if n.split(".")[0] in outside)
+
+
+def check_imports_on_top(module: Module) -> Iterator[str]:
+    """Imports stand at the top level of a module, where a circle cannot hide."""
+    top = {id(node) for node in module.tree.body}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in top:
+            yield f"{module.name}:{node.lineno} imports inside a block"
+
+
+def check_homes(module: Module) -> Iterator[str]:
+    """A dependency with a home is imported there and nowhere else."""
+    for name in imports(module):
+        homes = HOMES.get(name.split(".")[0])
+        if homes is not None and module.room not in homes:
+            yield f"{module.name} imports {name}, whose home is {', '.join(sorted(homes))}"
+
+
+def check_environment(module: Module) -> Iterator[str]:
+    """Only `launch` and `testing` read or write environment variables."""
+    if module.room in ENVIRONMENT_ROOMS:
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES and ast.unparse(node.value) == "os":
+            yield f"{module.name}:{node.lineno} uses os.{node.attr}"
+    yield from (f"{module.name} imports {n}" for n in imports(module) if n.removeprefix("os.") in ENVIRONMENT_NAMES)
+
+
+def check_private(module: Module) -> Iterator[str]:
+    """No private module or name of anyone is imported, and no `_src` reached through an attribute."""
+    for name in imports(module):
+        if any(part.startswith("_") and not part.endswith("__") for part in name.split(".")):
+            yield f"{module.name} imports {name}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr == "_src":
+            yield f"{module.name}:{node.lineno} reaches {ast.unparse(node)}"
+
+
+def check_excepts(module: Module) -> Iterator[str]:
+    """Every handler names what it expects."""
+    broad = [
+        node.lineno
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or {"Exception", "BaseException"} & {n.id for n in names_in(node.type)})
+    ]
+    allowed = 1 if module.room in ONE_BROAD_EXCEPT else 0
+    if len(broad) != allowed:
+        yield f"{module.name} catches everything in lines {broad}; {allowed} allowed"
+
+
+def names_in(node: ast.expr) -> Iterator[ast.Name]:
+    return (n for n in ast.walk(node) if isinstance(n, ast.Name))
+
+
+def check_length(module: Module) -> Iterator[str]:
+    """A room has one idea, and fits in 400 lines."""
+    lines = len(module.source.splitlines())
+    if lines > MAX_LINES:
+        yield f"{module.name} has {lines} lines"
+
+
+def check_name(module: Module) -> Iterator[str]:
+    """A room is named for what it holds."""
+    yield from (f"{module.name} says nothing" for part in module.name.split(".") if part.strip("_") in EMPTY_NAMES)
+
+
+def check_models(module: Module) -> Iterator[str]:
+    """A model sees Flax, JAX and the marks it is written with, never a mesh, a rule or a plan."""
+    yield from outside_of(module, ("models", *MODELS_MAY_IMPORT))
+
+
+def check_partition_rules(module: Module) -> Iterator[str]:
+    """A rule table is a table: it needs `PartitionSpec`, the names of the axes, and `Rules`."""
+    yield from outside_of(module, ("partition_rules", *PARTITION_RULES_MAY_IMPORT))
+
+
+def outside_of(module: Module, allowed: tuple[str, ...]) -> Iterator[str]:
+    for name in imports(module):
+        if name.split(".")[0] not in sys.stdlib_module_names and not any(is_within(name, a) for a in allowed):
+            yield f"{module.name} imports {name}"
+
+
+def find_circle(modules: Mapping[str, Module]) -> list[str]:
+    """The modules of one import circle, or nothing."""
+    graph: dict[str, set[str | None]] = {
+        name: {longest_prefix(n, set(modules)) for n in imports(module)} - {None} for name, module in modules.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+Check = Callable[[Module], Iterator[str]]
+ROOM_CHECKS: tuple[Check, ...] = (check_floor, check_inside_out, check_homes, check_environment)
+GENERAL_CHECKS: tuple[Check, ...] = (check_imports_on_top, check_private, check_excepts, check_length, check_name)
+
+# A check, the module that breaks its rule, and what the report must name.
+CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
+    (check_floor, "spmd.mesh", "from spmd.plan import make_plan", "spmd.plan.make_plan"),
+    (check_floor, "spmd.mesh", "from spmd import plan", "spmd.plan"),
+    (check_floor, "spmd.mesh", "from spmd import make_plan", "spmd.make_plan"),
+    (check_floor, "spmd.mesh", "import spmd", "imports spmd"),
+    (check_floor, "spmd.mesh", "from spmd.mesh import make_mesh", "spmd.mesh.make_mesh"),
+    (check_floor, "spmd.mesh", "from . import errors", "relatively"),
+    (check_floor, "spmd.gradients.base", "import spmd.gradients.accumulate", "gradients.accumulate"),
+    (check_floor, "spmd.attic", "", "no floor"),
+    (check_inside_out, "spmd.cli", "from models.llama import PRESETS", "models.llama"),
+    (check_inside_out, "spmd.cli", "import partition_rules.llama", "partition_rules.llama"),
+    (check_homes, "spmd.run", "import orbax.checkpoint as ocp", "orbax.checkpoint"),
+    (check_homes, "spmd.run", "from rich.text import Text", "rich.text.Text"),
+    (check_environment, "spmd.mesh", "import os\nos.environ['A'] = '1'", "mesh:2 uses os.environ"),
+    (check_environment, "spmd.mesh", "from os import getenv", "os.getenv"),
+    (check_imports_on_top, "spmd.plan", "import os\n\ndef f():\n    import json", "plan:4"),
+    (check_imports_on_top, "spmd.plan", "try:\n    import json\nfinally:\n    pass", "plan:2"),
+    (check_private, "spmd.plan", "from jax._src import core", "jax._src.core"),
+    (check_private, "spmd.plan", "import jax\njax._src.core", "plan:2"),
+    (check_private, "spmd.plan", "from spmd.rules import _match", "spmd.rules._match"),
+    (check_excepts, "spmd.plan", "try:\n    f()\nexcept:\n    pass", "[3]"),
+    (check_excepts, "spmd.plan", "try:\n    f()\nexcept (KeyError, Exception):\n    pass", "[3]"),
+    (check_excepts, "spmd.corpus", "try:\n    f()\nexcept KeyError:\n    pass", "[]"),
+    (check_length, "spmd.plan", "\n" * 401, "401"),
+    (check_name, "spmd.mesh_utils.utils", "", "says nothing"),
+    (check_models, "models.llama", "from spmd.mesh import make_mesh", "spmd.mesh"),
+    (check_models, "models.llama", "import optax", "optax"),
+    (check_partition_rules, "partition_rules.llama", "from models.llama import Llama", "models.llama"),
+)
+
+# The public surface imports everything, so it has no floor; a folder's own file has only its docstring.
+PUBLIC_SURFACE = "spmd"
+FOLDERS = ("spmd.gradients", "spmd.parallel", "spmd.foresight")
+
+
+def report(check: Check, modules: Mapping[str, Module]) -> list[str]:
+    return [problem for module in modules.values() for problem in check(module)]
+
+
+@pytest.mark.parametrize("check", ROOM_CHECKS, ids=lambda check: check.__name__)
+def test_rooms(check: Check) -> None:
+    """Every module of spmd has a floor and keeps to what its floor may know."""
+    modules = read_modules("spmd")
+    for name in (PUBLIC_SURFACE, *FOLDERS):
+        modules.pop(name)
+    assert not report(check, modules)
+    assert len(modules) == len(ROOMS), "FLOORS names a room that does not exist"
+
+
+@pytest.mark.parametrize("check", GENERAL_CHECKS, ids=lambda check: check.__name__)
+def test_every_package(check: Check) -> None:
+    """What holds for the framework holds for models, rule tables, examples and benchmarks."""
+    assert not report(check, read_modules(*PACKAGES))
+
+
+def test_folders_import_nothing() -> None:
+    """A folder's own file says what is in it, and imports nothing."""
+    modules = read_modules("spmd")
+    assert [imports(modules[name]) for name in FOLDERS] == [[]] * len(FOLDERS)
+
+
+def test_models() -> None:
+    """Models import Flax, JAX, NumPy and the marks of spmd, and each other."""
+    assert not report(check_models, read_modules("models"))
+
+
+def test_partition_rules() -> None:
+    """Rule tables import no model."""
+    assert not report(check_partition_rules, read_modules("partition_rules"))
+
+
+def test_no_circle() -> None:
+    """No chain of imports returns to where it began."""
+    assert not find_circle(read_modules(*PACKAGES))
+
+
+def test_no_circle_control() -> None:
+    """A circle of three modules is found, whichever way its imports are written."""
+    sources = {"a.x": "import a.y", "a.y": "from a import z", "a.z": "from a.x import f"}
+    assert set(find_circle({n: Module(n, s) for n, s in sources.items()})) == set(sources)
+    del sources["a.y"]
+    assert not find_circle({n: Module(n, s) for n, s in sources.items()})
+
+
+@pytest.mark.parametrize(("check", "name", "source", "expected"), CONTROLS)
+def test_controls(check: Check, name: str, source: str, expected: str) -> None:
+    """Each check reports source that breaks its rule, and has nothing to say about source that keeps it."""
+    problems = list(check(Module(name, source)))
+    assert len(problems) == 1
+    assert expected in problems[0]
+
+
+def test_every_check_has_a_control() -> None:
+    """A check without a control is not a check."""
+    assert {control[0] for control in CONTROLS} == {
+        *ROOM_CHECKS,
+        *GENERAL_CHECKS,
+        check_models,
+        check_partition_rules,
+    }

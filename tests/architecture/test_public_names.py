@@ -1,0 +1,78 @@
+"""The public surface: what `spmd` exports is listed, documented, and on the page that explains all of it."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spmd
+
+ROOT = Path(__file__).parents[2]
+ALL_OF_SPMD = ROOT / "docs" / "all-of-spmd.md"
+
+
+def is_mentioned(name: str, page: str) -> bool:
+    """Whether the page writes the name as code: `name`, or spmd.name."""
+    return re.search(rf"(`|\bspmd\.){name}\b", page) is not None
+
+
+def test_all_is_sorted() -> None:
+    """`__all__` has one order."""
+    assert spmd.__all__ == sorted(set(spmd.__all__))
+
+
+def test_all_is_what_is_imported() -> None:
+    """`__all__` is exactly what `spmd/__init__.py` imports: nothing is public by accident."""
+    tree = ast.parse(inspect.getsource(spmd))
+    names = [a.asname or a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names]
+    assert sorted(names) == spmd.__all__
+
+
+@pytest.mark.parametrize("name", spmd.__all__)
+def test_has_docstring(name: str) -> None:
+    """Every public name says what it is, in words that were written and not generated."""
+    text = getattr(spmd, name).__doc__
+    assert text, f"spmd.{name} has no docstring"
+    assert not text.startswith(f"{name}("), f"spmd.{name} has only the docstring that dataclasses make"
+
+
+def test_is_documented() -> None:
+    """Every public name is on the page that explains all of spmd."""
+    assert ALL_OF_SPMD.is_file(), "docs/all-of-spmd.md is missing: it mentions every public name"
+    page = ALL_OF_SPMD.read_text(encoding="utf-8")
+    assert not [name for name in spmd.__all__ if not is_mentioned(name, page)]
+
+
+def test_is_documented_control() -> None:
+    """A word of prose is not a mention."""
+    assert is_mentioned("fit", "call `fit(state)`")
+    assert is_mentioned("fit", "    spmd.fit(state)")
+    assert not is_mentioned("fit", "rules that fit; `fitted`; spmd.fitted")
+
+
+PROBE = """
+import os
+import jax
+before = dict(os.environ)
+{action}
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 3)
+assert jax.device_count() == 3
+assert dict(os.environ) == before
+"""
+
+
+@pytest.mark.parametrize(
+    ("action", "passes"),
+    [("import spmd", True), ("jax.devices()", False), ("os.environ['XLA_FLAGS'] = ''", False)],
+    ids=["import", "control-backend", "control-environment"],
+)
+def test_import_does_nothing(action: str, passes: bool) -> None:
+    """Importing spmd starts no JAX backend and changes no environment variable."""
+    probe = [sys.executable, "-c", PROBE.format(action=action)]
+    result = subprocess.run(probe, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode == 0) is passes, result.stderr

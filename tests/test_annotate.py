@@ -1,0 +1,91 @@
+"""One mark is a constraint and a name; nothing about it is silent."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from spmd.annotate import annotate, checkpoint_layer, to_compute, tokens_are_whole, within
+from spmd.errors import AnnotationError
+from spmd.mesh import make_mesh
+from spmd.plan import make_plan
+from spmd.rules import Rules
+from tests import tiny
+
+RULES = Rules([("w", P("fsdp"))], activations=[("hidden", P(("data", "fsdp"), "sequence", "tensor"))])
+
+
+def plan(**sizes):
+    return make_plan(make_mesh(**sizes), RULES, lambda key: {"w": jnp.zeros(8)}, optax.sgd(1.0))
+
+
+def test_outside_a_plan_it_is_the_identity():
+    """A model with marks runs by itself, whatever the names."""
+    x = jnp.ones((3, 5))
+    assert annotate(x, "no such name") is x
+    assert to_compute(x) is x
+    assert checkpoint_layer(abs, scanned=True) is abs
+
+
+def test_inside_a_plan_it_constrains_and_names():
+    """The traced program holds the sharding and the name."""
+    with within(plan(data=2, fsdp=2, tensor=2)):
+        text = str(jax.make_jaxpr(lambda x: annotate(x, "hidden"))(jnp.ones((8, 4, 4))))
+    assert "sharding_constraint" in text
+    assert "name=hidden" in text
+
+
+def test_an_unknown_name_is_an_error_with_a_suggestion():
+    """A typo in the model is found at the first trace."""
+    with within(plan(fsdp=8)), pytest.raises(AnnotationError, match='did you mean "hidden"'):
+        annotate(jnp.ones((8, 4, 4)), "hiden")
+
+
+def test_an_indivisible_activation_is_an_error():
+    """`with_sharding_constraint` alone would drop the spec."""
+    with within(plan(data=2, fsdp=2, tensor=2)), pytest.raises(AnnotationError, match=r"6 / \(tensor=2\)|7 / "):
+        annotate(jnp.ones((8, 4, 7)), "hidden")
+
+
+def test_inside_shard_map_the_manual_axes_are_left_out():
+    """A region that is manual over `data` splits what it holds over the other axes only."""
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+
+    def local(x):
+        return annotate(x * 2, "hidden")
+
+    with within(plan(data=2, fsdp=2, tensor=2)):
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        out = jax.jit(mapped)(jnp.ones((8, 4, 4)))
+    assert (out == 2).all()
+
+
+def test_two_plans_do_not_share_a_traced_function():
+    """An inner jitted function traced under one plan is traced again under another."""
+    traces = []
+
+    @jax.jit
+    def inner(x):
+        traces.append(1)
+        return annotate(x, "hidden")
+
+    x = jnp.ones((8, 4, 4))
+    for p in (plan(fsdp=8), plan(data=8), plan(fsdp=8)):
+        with within(p):
+            inner(x)
+    assert len(traces) == 2
+
+
+def test_compute_dtype_is_the_plans():
+    """bf16 plans compute in bfloat16."""
+    with within(tiny.plan(options=(("precision", "bf16"),))):
+        assert to_compute(jnp.ones(2)).dtype == jnp.bfloat16
+
+
+def test_tokens_are_whole_unless_the_sequence_is_split():
+    """Merging batch and sequence is free only where no activation splits the sequence."""
+    with within(plan(data=2, fsdp=2, tensor=2)):
+        assert tokens_are_whole()
+    with within(plan(sequence=8)):
+        assert not tokens_are_whole()

@@ -1,0 +1,148 @@
+"""The step is compiled once, donates its state, and nothing is ever whole on one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from models.llama import LlamaConfig
+from partition_rules.llama import LLAMA
+from spmd.mesh import batch_sharding
+from spmd.plan import make_plan
+from spmd.state import compile_init, init_state
+from spmd.step import make_train_step
+from spmd.testing import token_batches
+from tests import tiny
+
+BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=3)
+
+
+def placed(plan, batch):
+    return jax.device_put(batch, batch_sharding(plan.mesh))
+
+
+def test_initial_parameters_are_bitwise_equal_on_every_mesh():
+    """One seed, one set of parameters, on 1, 2, 4 and 8 devices; another seed gives another."""
+    reference = init_state(tiny.plan(), seed=7)
+    for sizes in ({"fsdp": 2}, {"tensor": 2}, {"fsdp": 4}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        state = init_state(tiny.plan(**sizes), seed=7)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), state.params, reference.params)
+    other = init_state(tiny.plan(), seed=8)
+    assert not np.array_equal(other.params["lm_head"]["kernel"], reference.params["lm_head"]["kernel"])
+
+
+def test_no_leaf_is_whole_on_one_device_while_it_is_created():
+    """On fsdp=8 the init program's outputs are an eighth, and it never holds the largest leaf besides."""
+    config = LlamaConfig(vocab=1024, d_model=128, layers=2, heads=4, kv_heads=4, d_ff=256)
+    plan = make_plan(tiny.mesh(fsdp=8), LLAMA, tiny.model(config).init, optax.adamw(1e-3))
+    memory = compile_init(plan).memory_analysis()
+    planned = sum(plan.bytes_per_device()[k] for k in ("params", "optimizer_state"))
+    largest = 1024 * 128 * 4
+    assert planned <= memory.output_size_in_bytes <= planned * 1.05
+    assert memory.temp_size_in_bytes < largest
+
+    # The control: the same parameters created whole do hold that leaf.
+    whole = jax.jit(plan.init_fn).lower(jax.random.key(0)).compile().memory_analysis()
+    assert whole.output_size_in_bytes > largest
+
+
+def test_the_state_is_donated():
+    """The step writes into the state's own memory, and the old state is gone."""
+    plan = tiny.plan(fsdp=8)
+    step = make_train_step(plan, tiny.loss_fn())
+    memory = step.compile(placed(plan, BATCHES[0])).memory_analysis()
+    held = sum(plan.bytes_per_device()[k] for k in ("params", "optimizer_state"))
+    assert memory.alias_size_in_bytes >= held
+    state = init_state(plan)
+    after, _ = step(state, placed(plan, BATCHES[0]))
+    assert state.params["lm_head"]["kernel"].is_deleted()
+    assert not after.params["lm_head"]["kernel"].is_deleted()
+
+
+def test_the_second_step_compiles_nothing_nor_does_an_equal_plan():
+    """One compilation for a plan and a batch shape, however often either is made again."""
+    plan = make_plan(tiny.mesh(fsdp=4), LLAMA, tiny.model().init, tiny.OPTIMIZER)
+    again = make_plan(tiny.mesh(fsdp=4), LLAMA, tiny.model().init, tiny.OPTIMIZER)
+    assert plan is not again
+    step = make_train_step(plan, tiny.loss_fn())
+    state, _ = step(init_state(plan), placed(plan, BATCHES[0]))
+    with _count_compilations() as compiled:
+        state, _ = step(state, placed(plan, BATCHES[1]))
+        state, _ = make_train_step(again, tiny.loss_fn())(state, placed(again, BATCHES[2]))
+        init_state(again)
+    assert compiled == []
+    with _count_compilations() as compiled:  # the control: the counter counts
+        jax.jit(lambda x: x + 41)(jnp.ones(3))
+    assert compiled
+
+
+class _count_compilations:  # noqa: N801
+    def __enter__(self):
+        self.seen = []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self.seen
+
+    def _listen(self, event, duration, **_):
+        if event.endswith("backend_compile_duration"):
+            self.seen.append(event)
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+
+def test_metrics_are_token_weighted_means():
+    """The loss is sum over sum, whatever the padding; the weight is the number of tokens."""
+    plan = tiny.plan(data=4, fsdp=2)
+    _, metrics = make_train_step(plan, tiny.loss_fn())(init_state(plan), placed(plan, BATCHES[0]))
+    params = init_state(tiny.plan()).params
+    sums = tiny.loss_fn()(params, jax.tree.map(jnp.asarray, BATCHES[0]), jax.random.key(0))
+    assert float(metrics["tokens"]) == BATCHES[0]["weights"].sum()
+    np.testing.assert_allclose(metrics["loss"], sums["loss"] / sums["weight"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["accuracy"], sums["accuracy"] / sums["weight"], rtol=1e-6)
+
+
+def test_a_watched_function_of_the_step_is_reported():
+    """`watch` adds a metric; it sees the number of steps taken before."""
+    plan = tiny.plan()
+    step = make_train_step(plan, tiny.loss_fn(), watch={"twice": _twice})
+    state = init_state(plan)
+    seen = []
+    for batch in BATCHES:
+        state, metrics = step(state, placed(plan, batch))
+        seen.append(float(metrics["twice"]))
+    assert seen == [0.0, 2.0, 4.0]
+    assert int(state.step) == 3
+
+
+def _twice(step):
+    return 2.0 * step
+
+
+def test_a_step_that_is_not_finite_can_be_left_out():
+    """With optax.apply_if_finite around the optimizer, NaN gradients change no parameter and no moment."""
+    optimizer = optax.apply_if_finite(tiny.OPTIMIZER, max_consecutive_errors=10)
+    plan = tiny.plan(optimizer=optimizer, fsdp=2)
+    state = init_state(plan)
+    before = jax.tree.map(np.asarray, state.params)
+    poisoned = {**BATCHES[0], "weights": BATCHES[0]["weights"] * np.nan}
+    state, metrics = make_train_step(plan, tiny.loss_fn())(state, placed(plan, poisoned))
+    assert np.isnan(float(metrics["loss"]))
+    jax.tree.map(np.testing.assert_array_equal, before, state.params)
+    assert int(state.optimizer_state.total_notfinite) == 1
+
+
+@pytest.mark.parametrize("field", ["loss_fn", "grad_fn"])
+def test_either_a_loss_or_a_gradient_function(field):
+    """Giving both or neither is a mistake of the caller."""
+    with pytest.raises(AssertionError):
+        make_train_step(tiny.plan(), **({} if field == "loss_fn" else {"loss_fn": abs, "grad_fn": abs}))
+
+
+def test_the_state_is_a_frozen_value():
+    """Nothing writes into a state by accident."""
+    state = init_state(tiny.plan())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.step = 3
