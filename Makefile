@@ -15,8 +15,9 @@ DOCS_INSTALLED := $(VENV)/.installed-docs
 
 # make_venv(python, folder, name of the variable that chooses python): an environment, or a sentence on what is missing.
 define make_venv
-	@$(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "spmd needs Python 3.11 or newer; '$(1)' is $$($(1) --version 2>/dev/null || echo missing)." >&2; \
+	@VERSION='import sys; sys.stdout.write("Python %d.%d" % sys.version_info[:2])'; \
+	$(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "spmd needs Python 3.11 or newer; '$(1)' is $$($(1) -c "$$VERSION" 2>/dev/null || echo missing)." >&2; \
 	  echo "Name another, for example: make $(MAKECMDGOALS) $(3)=python3.12" >&2; exit 1; }
 	@$(1) -m venv $(2) || { \
 	  echo "'$(1) -m venv' failed; on Debian and Ubuntu, install the package python3-venv." >&2; exit 1; }

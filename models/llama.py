@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from models.layers import Dense, RMSNorm, dense, make_layers, rotary_angles, rotate, run_layers
 from spmd.annotate import annotate, to_compute
+from spmd.errors import ConfigError, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,23 @@ class LlamaConfig:
     """Whether the output head is the embedding's transpose."""
     stacked: bool = True
     """Whether layers are stacked and scanned (one compiled layer), or unrolled."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(f"model.{name}", f"does not divide model.{of}", f"{whole} / {part} = {whole / part:.4g}", fix)
+            for of, whole, name, part, fix in (
+                ("d_model", self.d_model, "heads", self.heads, "change one of them"),
+                ("heads", self.heads, "kv_heads", self.kv_heads, "each key/value head serves equally many query heads"),
+            )
+            if part < 1 or whole % part
+        ]
+        if not problems and self.head_dim % 2:
+            arithmetic = f"d_model / heads = {self.head_dim}"
+            problems.append(
+                Problem("model.heads", "gives heads of odd width", arithmetic, "rotary positions need pairs")
+            )
+        if problems:
+            raise ConfigError("This Llama cannot be built:", problems)
 
     @property
     def head_dim(self) -> int:

@@ -16,7 +16,8 @@ import numpy as np
 import tyro
 
 from spmd import launch
-from spmd.config import M, TrainConfig, config_values, load_config, shipped
+from spmd.checkpoint import Checkpoints
+from spmd.config import M, TrainConfig, load_config, shipped
 from spmd.data import Windows, bigram_loss
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 from spmd.metrics import Console
@@ -24,7 +25,6 @@ from spmd.recipe import Recipe, config_mesh, one_device_mesh, planned_mesh
 from spmd.run import RunFolder, train, write_sample
 from spmd.state import abstract_state
 from spmd.testing import compare, record_run
-from spmd.checkpoint import Checkpoints
 
 USAGE = """\
 usage: spmd VERB …
@@ -157,7 +157,7 @@ def _train(arguments: list[str]) -> int:
     folder.claim(resume=command.resume)
     launch.start(launch.Launch(config.devices, command.coordinator, command.processes, command.process_id))
     recipe = Recipe(config, config_mesh(config))
-    recipe.check_batch()
+    recipe.audit()
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
     show(str(recipe.plan))
@@ -189,7 +189,7 @@ def _bigram(recipe: Recipe) -> float:
 def _plan(arguments: list[str]) -> int:
     command, _ = _parse(PlanCommand, arguments, "plan")
     recipe = Recipe(command.config, planned_mesh(command.config))
-    recipe.check_batch()
+    recipe.audit()
     print(json.dumps(recipe.plan.to_json(), indent=2) if command.json else recipe.plan)
     return 0
 
@@ -199,21 +199,20 @@ def _check(arguments: list[str]) -> int:
     config: TrainConfig = command.config
     launch.start(launch.Launch(config.devices))
     ours, one = Recipe(config, config_mesh(config)), Recipe(config, one_device_mesh())
-    ours.check_batch()
+    ours.audit()
     windows = Windows(ours.corpus.train, config.data.sequence)
     batches = [
         windows.rows(np.arange(step * config.data.batch, (step + 1) * config.data.batch) % len(windows))
         for step in range(command.check_steps)
     ]
-    runs = [record_run(recipe.plan, recipe.grad_fn, batches, seed=config.seed) for recipe in (ours, one)]
-    parity = compare(*runs)
+    record, reference = (record_run(r.plan, r.grad_fn, batches, seed=config.seed) for r in (ours, one))
+    parity = compare(record, reference)
     axes = " ".join(f"{axis}={size}" for axis, size in ours.mesh.shape.items() if size > 1) or "one device"
-    print(
-        f"{axes} against one device, {command.check_steps} steps of {config.precision}; errors relative to the largest value"
-    )
+    print(f"{axes} against one device, {command.check_steps} steps of {config.precision};")
+    print("differences relative to the largest value of each leaf:")
     print(parity)
-    for number, (loss, reference) in enumerate(zip(parity.losses, parity.reference_losses, strict=True), 1):
-        print(f"step {number}: loss {loss:.7f} on the mesh, {reference:.7f} on one device")
+    for number, (loss, alone) in enumerate(zip(parity.losses, parity.reference_losses, strict=True), 1):
+        print(f"step {number}: loss {loss:.7f} on the mesh, {alone:.7f} on one device")
     print("the layouts agree" if parity.ok else "THE LAYOUTS DIFFER")
     return 0 if parity.ok else 1
 
@@ -238,3 +237,7 @@ def _generate(arguments: list[str]) -> int:
         )
     )
     return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -156,14 +156,22 @@ def make_mesh(
     ]
     if unknown:
         raise MeshError("This mesh cannot be made:", unknown)
-    devices = list(jax.devices() if devices is None else devices)
-    shape = MeshShape(**sizes).resolve(len(devices)).sizes
+    return mesh_of(MeshShape(**sizes), jax.devices() if devices is None else devices, slices)
+
+
+def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str, int] | None = None) -> Mesh:
+    """`make_mesh` from a shape that is a value already.
+
+    Raises:
+        MeshError: The sizes do not multiply to the devices or the slices.
+    """
+    sizes = shape.resolve(len(devices)).sizes
     if slices:
-        grid = _hybrid(shape, slices, devices)
+        grid = _hybrid(sizes, slices, devices)
     elif devices[0].platform == "cpu":
-        grid = np.array(devices, dtype=object).reshape(tuple(shape.values()))
+        grid = np.array(devices, dtype=object).reshape(tuple(sizes.values()))
     else:
-        grid = mesh_utils.create_device_mesh(tuple(shape.values()), devices)
+        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -4,16 +4,18 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from spmd import flax
+from spmd.annotate import within
 from spmd.config import TrainConfig
 from spmd.data import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
 from spmd.errors import ConfigError, Problem, RuleError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.loss import LossFn, next_token_loss
-from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, make_mesh
+from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, mesh_of
 from spmd.metrics import Flops, transformer_flops
 from spmd.optim import check_no_decay, make_optimizer, make_schedule
 from spmd.plan import ShardingPlan, make_plan
@@ -84,7 +86,6 @@ class Recipe:
     @functools.cached_property
     def step(self) -> TrainStep:
         """The train step, not yet compiled."""
-        self.check_batch()
         return make_train_step(self.plan, grad_fn=self.grad_fn, watch={"learning_rate": self.schedule})
 
     @functools.cached_property
@@ -109,20 +110,30 @@ class Recipe:
         model = self.config.model
         return transformer_flops(model.matmul_params, model.layers, model.attention_width, self.config.data.sequence)
 
-    def check_batch(self) -> None:
-        """Raises `MeshError` unless the batch, or each microbatch of it, divides over the mesh."""
+    def audit(self) -> None:
+        """Finds what is wrong before anything is allocated or compiled: the batch, the table, every activation.
+
+        Raises:
+            SpmdError: The batch, or a microbatch of it, does not divide over the mesh; the rule table does not fit; the
+                model marks an activation that cannot be split as its table says.
+        """
         data = self.config.data
         check_batch(data.batch // self.config.accumulate, data.sequence, batch_sharding(self.mesh))
+        shape = (data.batch, data.sequence)
+        dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+        batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+        with within(self.plan):
+            jax.eval_shape(self.grad_fn, self.plan.abstract_params, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def config_mesh(config: TrainConfig) -> AnyMesh:
     """The config's mesh over the devices of this machine."""
-    return make_mesh(**config.mesh.sizes)
+    return mesh_of(config.mesh, jax.devices())
 
 
 def one_device_mesh() -> AnyMesh:
     """A mesh of the first device alone, which every layout is compared with."""
-    return make_mesh(devices=jax.devices()[:1])
+    return mesh_of(MeshShape(), jax.devices()[:1])
 
 
 def planned_mesh(config: TrainConfig) -> AnyMesh:

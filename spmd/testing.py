@@ -89,6 +89,11 @@ class Record:
     precision: str
     values: dict[str, dict[str, np.ndarray]]
 
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Nats per token of each step."""
+        return tuple(map(float, self.values["loss"].values()))
+
 
 def record_run(plan: ShardingPlan, grad_fn: GradFn, batches: Sequence[Any], *, seed: int = 0) -> Record:
     """Trains under `plan` for one step on each batch.
@@ -142,8 +147,7 @@ def compare(record: Record, reference: Record, tolerance: Tolerance | None = Non
         for kind, leaves in record.values.items()
         for path, x in leaves.items()
     ]
-    losses = (tuple(map(float, r.values["loss"].values())) for r in (record, reference))
-    return Parity(*losses, tuple(rows))
+    return Parity(record.losses, reference.losses, tuple(rows))
 
 
 def assert_parity(
@@ -160,8 +164,8 @@ def assert_parity(
     Raises:
         AssertionError: A leaf differs by more than is allowed; the message lists every such leaf.
     """
-    runs = (record_run(p, grad_fn, batches, seed=seed) for p in (plan, reference))
-    parity = compare(*runs, tolerance)  # type: ignore[misc, arg-type]
+    ours, theirs = (record_run(p, grad_fn, batches, seed=seed) for p in (plan, reference))
+    parity = compare(ours, theirs, tolerance)
     if not parity.ok:
         raise AssertionError(f"The two layouts differ:\n{parity}")
     return parity

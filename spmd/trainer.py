@@ -1,8 +1,8 @@
 """The training loop, one screen; everything that is not a step is a hook.
 
-The order of work: dispatch step *n*, then read the metrics of step *n − 1*, which finished meanwhile, so the loop never
-blocks on the step it has just dispatched. Where a hook wants the state (to evaluate, to save), step *n*'s own metrics are
-read first, so nothing is ever saved that was not seen to be finite.
+The order of work: dispatch step *n*, then read the metrics of step *n − 1*, which finished meanwhile, so the loop
+never blocks on the step it has just dispatched. Where a hook wants the state (to evaluate, to save), step *n*'s own
+metrics are read first, so nothing is ever saved that was not seen to be finite.
 """
 
 from collections.abc import Iterable, Sequence

@@ -47,7 +47,6 @@ def plan_of(optimizer=None, rules=RULES, init=two_layer, mesh=None, **options):
 def test_the_text_of_a_plan_is_as_reviewed(name, sizes):
     """A change of any sharding shows as a changed line of a golden file (SPMD_UPDATE_GOLDEN=1 rewrites them)."""
 
-
     plan = make_plan(abstract_mesh(MeshShape(**sizes)), LLAMA, tiny.model().init, tiny.OPTIMIZER)
     golden = GOLDEN / f"llama_test_{name}.txt"
     if os.environ.get("SPMD_UPDATE_GOLDEN"):
@@ -121,7 +120,9 @@ def test_state_that_no_parameter_explains_is_an_error():
 
 def test_all_problems_of_a_table_are_in_one_error():
     """An unmatched parameter, a useless rule and an indivisible dimension come together."""
-    rules = Rules([("up/kernel", P(None, ("data", "fsdp", "tensor"))), ("down/kernel", P("fsdp")), ("biases", P("fsdp"))])
+    rules = Rules(
+        [("up/kernel", P(None, ("data", "fsdp", "tensor"))), ("down/kernel", P("fsdp")), ("biases", P("fsdp"))]
+    )
     init = lambda key: {"up": {"kernel": jnp.zeros((4, 6))}, "down": {"kernel": jnp.zeros((4, 4))}, "x": jnp.zeros(1)}  # noqa: E731
     with pytest.raises(RuleError) as caught:
         plan_of(rules=rules, init=init)

@@ -27,7 +27,14 @@ def placed(plan, batch):
 def test_initial_parameters_are_bitwise_equal_on_every_mesh():
     """One seed, one set of parameters, on 1, 2, 4 and 8 devices; another seed gives another."""
     reference = init_state(tiny.plan(), seed=7)
-    for sizes in ({"fsdp": 2}, {"tensor": 2}, {"fsdp": 4}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
+    for sizes in (
+        {"fsdp": 2},
+        {"tensor": 2},
+        {"fsdp": 4},
+        {"data": 8},
+        {"fsdp": 8},
+        {"data": 2, "fsdp": 2, "tensor": 2},
+    ):
         state = init_state(tiny.plan(**sizes), seed=7)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), state.params, reference.params)
     other = init_state(tiny.plan(), seed=8)

@@ -1,0 +1,26 @@
+"""TinyLlama 1.1B on one host of eight accelerators.
+
+    spmd plan tinyllama-1b
+    spmd train tinyllama-1b --data.source 'corpus/**/*.jsonl' --data.tokenizer tokenizer.json
+
+The first command needs no accelerator. The second reads your text with your tokenizer, whose vocabulary must not exceed
+the model's.
+"""
+
+import spmd
+from models.llama import PRESETS
+from partition_rules.llama import LLAMA
+
+config = spmd.TrainConfig(
+    model=PRESETS["tinyllama-1b"],
+    rules=LLAMA,
+    mesh=spmd.MeshShape(fsdp=8),
+    remat="full",
+    precision="bf16",
+    data=spmd.DataConfig(source=("corpus/**/*.jsonl",), tokenizer="tokenizer.json", sequence=2048, batch=64),
+    optimizer=spmd.OptimizerConfig(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
+    steps=100_000,
+    log_every=10,
+    checkpoint_every=1000,
+    evaluate=spmd.EvaluationConfig(every=1000, tokens=1_048_576),
+)

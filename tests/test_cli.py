@@ -1,0 +1,242 @@
+"""The command line does what its help says, and bad input is an error with what, where, the arithmetic and the fix."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmd import testing
+from spmd.cli import main
+from spmd.config import shipped
+
+CONFIG = """
+import spmd
+from models.llama import PRESETS
+from partition_rules.llama import LLAMA
+
+config = spmd.TrainConfig(
+    model=PRESETS["test"],
+    rules=LLAMA,
+    mesh=spmd.MeshShape(data=2, fsdp=2, tensor=2),
+    data=spmd.DataConfig(source=({corpus!r},), sequence=16, batch=8, cache={cache!r}),
+    optimizer=spmd.OptimizerConfig(learning_rate=1e-2, schedule="constant"),
+    evaluate=spmd.EvaluationConfig(tokens=256),
+    steps=4,
+    log_every=1,
+)
+"""
+TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n" * 60
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config file of a tiny model on a small text."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(TEXT)
+    path = tmp_path / "tiny.py"
+    path.write_text(
+        CONFIG.format(corpus=str(corpus), cache=str(tmp_path / "cache")).replace(
+            'PRESETS["test"]',
+            'PRESETS["test"].__class__(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)',
+        )
+    )
+    return path
+
+
+def run(*arguments):
+    """The exit code of the command line in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(a) for a in arguments])
+    return caught.value.code
+
+
+def test_train_writes_what_it_says(config, tmp_path, capsys):
+    """A run shows the plan and its numbers, and leaves config, plan, metrics and a checkpoint."""
+    out = tmp_path / "run"
+    assert run("train", config, "--out", out, "--sample.prompt", "To be", "--sample.tokens", "8") == 0
+    printed = capsys.readouterr().out
+    for expected in (
+        "layers/attention/q_proj/kernel",
+        "P(pipe, fsdp, tensor)",
+        "step 4/4",
+        "validation loss",
+        "bigram count model",
+        f"{out}/checkpoints/4",
+        f"{out}/metrics.jsonl",
+        "sample at temperature",
+        "To be",
+    ):
+        assert expected in printed
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert {"step", "loss", "tokens_per_s", "step_s", "gradient_norm", "learning_rate"} <= steps[-1].keys()
+    assert [line["step"] for line in lines if "val_loss" in line] == [4]
+    assert json.loads((out / "config.json").read_text())["changed"]["out"] == ["", str(out)]
+    assert "q_proj" in (out / "plan.txt").read_text()
+
+    # generate goes on from it
+    assert run("generate", out, "--prompt", "To be", "--tokens", "6", "--temperature", "0") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("To be")
+    assert len(text.rstrip("\n")) >= 6
+    assert run("generate", out, "--prompt", "To be", "--tokens", "60") == 2
+    assert "5 prompt tokens + 60 new ones = 65 > 16" in capsys.readouterr().err
+
+    # the folder is taken
+    assert run("train", config, "--out", out) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert run("train", config, "--out", out, "--resume", "--seed", "3") == 2
+    assert "seed: was 0 and is 3" in capsys.readouterr().err
+
+    # another model does not fit, and the report is complete
+    assert run("train", config, "--out", out, "--resume", "--model.d-ff", "32") == 2
+    report = capsys.readouterr().err
+    assert report.count("down_proj/kernel") >= 3  # the parameter and its two moments
+    assert "up_proj/kernel" in report
+    assert "(2, 32, 32)" in report or "2×32×32" in report
+
+    # and the run is as it was
+    assert run("train", config, "--out", out, "--resume", "--steps", "6") == 0
+    assert [
+        line["step"] for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "loss" in line
+    ] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+
+
+def test_plan_needs_no_devices_and_speaks_json(config, capsys):
+    """405B parameters over 16,384 devices are planned here and now."""
+    assert run("plan", config) == 0
+    assert "lm_head/kernel" in capsys.readouterr().out
+    assert run("plan", config, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["devices"] == 8
+    assert plan["parameters"] == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 2 * 256 * 32 + 32
+    assert run("plan", "llama3-405b", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["parameters"] == 405_853_388_800
+    assert plan["bytes_per_device"]["params"] < 2**31
+
+
+def test_check_compares_with_one_device(config, capsys):
+    """The layouts agree, and the command says so with the errors and what is allowed."""
+    assert run("check", config, "--check-steps", "2") == 0
+    printed = capsys.readouterr().out
+    assert "the layouts agree" in printed
+    assert "gradients" in printed
+    assert "allowed" in printed
+
+
+def test_check_exits_with_1_when_layouts_differ(config, capsys, monkeypatch):
+    """The control: with a tolerance that rounding exceeds, the same command fails."""
+
+    strict = testing.Tolerance(loss=0.0, gradients=0.0, params=0.0)
+    monkeypatch.setitem(testing.TOLERANCES, "float32", strict)
+    assert run("check", config, "--check-steps", "2") == 1
+    assert "THE LAYOUTS DIFFER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--mesh.data", "3"], "data=3 × fsdp=2 × tensor=2 = 12, and there are 8 devices"),
+        (["--mesh.data", "-1", "--mesh.fsdp", "-1"], "data and fsdp are both -1"),
+        (["--data.batch", "6"], "6 / "),
+        (["--data.source", "/no/such/corpus.txt"], "/no/such/corpus.txt"),
+        (["--data.sequence", "100000"], "fewer tokens than one sequence"),
+        (["--mesh.pipe", "2"], "pipelines are planned and not built"),
+        (["--offload", "optimizer_state"], "is planned and not built"),
+        (["--pipeline.schedule", "1f1b", "--pipeline.microbatches", "8"], "is planned and not built"),
+        (["--precision", "fp16"], "is planned and not built"),
+        (["--remat", "ful"], 'did you mean "full"'),
+        (["--steps", "0"], "1 or more"),
+        (["--model.heads", "3"], "32 / 3 = 10.67"),
+        (["--model.kv-heads", "1"], "1 / (tensor=2) = 0.5"),
+        (["--model.vocab", "100"], "is smaller than the tokenizer's vocabulary"),
+        (["--optimizer.no-decay", "scales"], "matches no parameter"),
+    ],
+)
+def test_bad_input_is_an_error_that_says_how_to_mend_it(config, tmp_path, capsys, flags, complaint):
+    """Exit code 2, no traceback, and the message holds the arithmetic or the fix."""
+    assert run("train", config, "--out", tmp_path / "run", *flags) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert "Traceback" not in error
+
+
+def test_an_unknown_flag_is_answered_with_the_nearest(config, tmp_path, capsys):
+    """`--mesh.fsd` is a typo of `--mesh.fsdp`."""
+    assert run("train", config, "--mesh.fsd", "4") == 2
+    assert "--mesh.fsdp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["trian", "demo"], 'did you mean "train"'),
+        (["train"], "needs a config"),
+        (["train", "dmo"], 'did you mean "demo"'),
+        (["train", "/no/such/config.py"], "is no file"),
+        (["generate", "/no/such/run", "--prompt", "x"], "There is no run"),
+    ],
+)
+def test_what_is_not_there_is_named(arguments, complaint, capsys):
+    """Verbs, configs and runs."""
+    assert run(*arguments) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("x = 1", "defines no config"),
+        ("config = 1", "defines config = 1"),
+        ("config = (", "is not Python"),
+        ("import nothing_of_this_name", "imports what is missing"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_named(text, complaint, tmp_path, capsys):
+    """The file and the line are in the message."""
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    assert run("plan", path) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_shipped_config_has_a_plan(name, capsys):
+    """No shipped config has a problem in its table, and its docstring says how to run it."""
+    assert run("plan", name) == 0
+    assert "parameters   on each device" in capsys.readouterr().out
+    assert f"spmd train {name}" in shipped()[name].read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["plan", "--help"], ["check", "--help"], ["generate", "--help"]]
+)
+def test_help_is_there(arguments, capsys):
+    """Each verb explains itself."""
+    assert run(*arguments) == 0
+    assert len(capsys.readouterr().out) > 300
+
+
+def test_the_installed_command_runs_in_a_process_of_its_own(config, tmp_path):
+    """`python -m spmd.cli` with --devices simulates them and prints nothing on standard error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "spmd.cli", "plan", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path.cwd(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "lm_head" in done.stdout
