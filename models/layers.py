@@ -2,50 +2,47 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.annotate import checkpoint_layer, tokens_are_whole
+from spmd.annotate import checkpoint_layer
 
 Initializer = Callable[..., Array]
 
 
-@functools.partial(jax.custom_vjp)
-def matmul(x: Float[Array, "tokens in"], kernel: Float[Array, "in out"]) -> Float[Array, "tokens out"]:
-    """`x @ kernel` in the dtype of `x`, whose weight gradient leaves the matmul in the kernel's dtype.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dense(
+    x: Float[Array, "batch seq in"], kernel: Float[Array, "in out"], dtype: Any = None
+) -> Float[Array, "batch seq out"]:
+    """`x @ kernel` in the dtype of `x`, whose weight gradient leaves its matmul in the kernel's dtype.
 
     With bfloat16 activations and float32 kernels, gradients are therefore summed over devices in float32.
+
+    Args:
+        x: Activations.
+        kernel: Weights; cast to the dtype of `x`.
+        dtype: The product's dtype, that of `x` by default.
     """
-    return x @ kernel.astype(x.dtype)
+    return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=dtype or x.dtype)
 
 
-def _matmul_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return matmul(x, kernel), (x, kernel)
+def _dense_forward(x: Array, kernel: Array, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+    return dense(x, kernel, dtype), (x, kernel)
 
 
-def _matmul_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+def _dense_backward(dtype: Any, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, kernel = saved
-    leading = tuple(range(x.ndim - 1))
-    dx = dy @ kernel.astype(dy.dtype).T
-    dkernel = jax.lax.dot_general(x, dy, ((leading, leading), ((), ())), preferred_element_type=kernel.dtype)
-    return dx, dkernel
+    dy = dy.astype(x.dtype)
+    dkernel = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=kernel.dtype)
+    return jnp.einsum("...o,io->...i", dy, kernel.astype(x.dtype)), dkernel
 
 
-matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-def dense(x: Float[Array, "batch seq in"], kernel: Float[Array, "in out"]) -> Float[Array, "batch seq out"]:
-    """A dense layer on every token, as one matmul over `[batch·seq, in]` where the sequence is whole.
-
-    XLA:CPU runs that form about 18 % faster than a 3-D one; other backends do not care. Where the sequence is split
-    over devices, merging it with the batch would move it, so it stays 3-D.
-    """
-    if not tokens_are_whole():
-        return matmul(x, kernel)
-    return matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+dense.defvjp(_dense_forward, _dense_backward)
 
 
 class Dense(nnx.Module):
@@ -88,6 +85,26 @@ def rotate(x: Float[Array, "batch seq heads dim"], angles: tuple[Array, Array]) 
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def causal_attention(
+    query: Float[Array, "batch seq heads dim"],
+    key: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads dim"],
+    block: int = 128,
+) -> Float[Array, "batch seq heads dim"]:
+    """Each token attends to itself and those before it; softmax in float32.
+
+    Queries go `block` at a time against the keys that any of them can see, so nearly half of the scores are never
+    computed, and no buffer is sequence² in size. Query heads that share a key/value head are next to each other.
+    """
+    seq = query.shape[1]
+    blocks = []
+    for start in range(0, seq, block):
+        end = min(start + block, seq)
+        visible = np.tril(np.ones((end - start, end), bool), k=start)[None, None]
+        blocks.append(jax.nn.dot_product_attention(query[:, start:end], key[:, :end], value[:, :end], mask=visible))
+    return jnp.concatenate(blocks, axis=1)
+
+
 def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool) -> nnx.Module:
     """`count` equal layers: one module whose parameters have a leading layer dimension, or a list of modules.
 
@@ -100,8 +117,11 @@ def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, 
     return nnx.merge(graph, jax.vmap(lambda k: nnx.state(make(nnx.Rngs(k))))(keys))
 
 
-def run_layers(layers: nnx.Module, x: Array, *context: Array | tuple[Array, ...]) -> Array:
-    """Runs layers made by `make_layers` one after the other, each under the plan's remat policy."""
+def run_layers(layers: nnx.Module, x: Array, *context: Array | tuple[Array, ...], unroll: int = 1) -> Array:
+    """Runs layers made by `make_layers` one after the other, each under the plan's remat policy.
+
+    Stacked layers are scanned, `unroll` of them in each turn of the loop.
+    """
     if isinstance(layers, nnx.List):
         for layer in layers:
             graph, state = nnx.split(layer)
@@ -109,7 +129,7 @@ def run_layers(layers: nnx.Module, x: Array, *context: Array | tuple[Array, ...]
         return x
     graph, state = nnx.split(layers)
     body = checkpoint_layer(_call(graph), scanned=True)
-    return jax.lax.scan(lambda x, layer: (body(layer, x, *context), None), x, state)[0]
+    return jax.lax.scan(lambda x, layer: (body(layer, x, *context), None), x, state, unroll=unroll)[0]
 
 
 def _call(graph: nnx.GraphDef) -> Callable[..., Array]:

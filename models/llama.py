@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.layers import Dense, RMSNorm, dense, make_layers, rotary_angles, rotate, run_layers
+from models.layers import Dense, RMSNorm, causal_attention, dense, make_layers, rotary_angles, rotate, run_layers
 from spmd.annotate import annotate, to_compute
 from spmd.errors import ConfigError, Problem
 
@@ -41,7 +41,9 @@ class LlamaConfig:
     tied: bool = False
     """Whether the output head is the embedding's transpose."""
     stacked: bool = True
-    """Whether layers are stacked and scanned (one compiled layer), or unrolled."""
+    """Whether layers are stacked and scanned (one compiled layer), or a list."""
+    unroll: int = 1
+    """Stacked layers in one turn of the scan: more is faster and compiles longer."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -116,7 +118,7 @@ class Attention(nnx.Module):
         query = annotate(rotate(heads(self.q_proj(x), self.config.heads), angles), "attention_query")
         key = annotate(rotate(heads(self.k_proj(x), self.config.kv_heads), angles), "attention_key")
         value = annotate(heads(self.v_proj(x), self.config.kv_heads), "attention_value")
-        out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        out = causal_attention(query, key, value)
         return self.o_proj(annotate(out.reshape(batch, seq, -1), "attention_out"))
 
 
@@ -155,8 +157,13 @@ class Embedding(nnx.Module):
         self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (vocab, width), jnp.float32))
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
-        """One row for each token."""
-        return self.embedding[...][tokens]
+        """One row for each token.
+
+        The lookup is marked before and after, so that a table may say where rows are looked up and how they travel.
+        """
+        tokens = annotate(tokens, "embed_tokens")
+        rows = to_compute(self.embedding.at[tokens].get(mode="clip"))
+        return annotate(annotate(rows, "embed_rows"), "embed_exchange")
 
 
 class Llama(nnx.Module):
@@ -173,8 +180,8 @@ class Llama(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
         """Logits of the token that follows each position."""
-        x = annotate(to_compute(self.embed(tokens)), "residual")
+        x = annotate(self.embed(tokens), "residual")
         angles = rotary_angles(jnp.arange(tokens.shape[1]), self.config.head_dim, self.config.rope_theta)
-        x = self.norm(run_layers(self.layers, x, angles))
-        logits = self.lm_head(x) if self.lm_head else dense(x, self.embed.embedding[...].T)
-        return annotate(logits, "logits")
+        x = self.norm(run_layers(self.layers, x, angles, unroll=self.config.unroll))
+        head = self.lm_head.kernel[...] if self.lm_head else self.embed.embedding[...].T
+        return annotate(dense(x, head, jnp.float32), "logits")

@@ -1,4 +1,9 @@
-"""Llama, Megatron style: columns then rows over `tensor`, everything large over `fsdp`."""
+"""Llama, Megatron style: columns then rows over `tensor`, everything large over `fsdp`.
+
+The embedding keeps its vocabulary whole and splits its columns. Each device looks up its columns for all tokens of its
+`fsdp × tensor` group, and then columns are exchanged for tokens: activations travel instead of the table, and the table's
+gradient needs no sum over `fsdp`. A tied embedding is the head as well, so its vocabulary is split over `tensor`.
+"""
 
 from jax.sharding import PartitionSpec as P
 
@@ -6,15 +11,12 @@ from spmd.mesh import BATCH_AXES
 from spmd.rules import Rules, replicate
 
 _LAYERS = (
-    ("embed/embedding", P("tensor", "fsdp")),  # [vocab, d]
     ("attention/(q|k|v)_proj/kernel", P("fsdp", "tensor")),  # [d, heads·head_dim]: whole heads on each device
     ("attention/o_proj/kernel", P("tensor", "fsdp")),  # [heads·head_dim, d]
     ("mlp/(gate|up)_proj/kernel", P("fsdp", "tensor")),  # [d, d_ff]
     ("mlp/down_proj/kernel", P("tensor", "fsdp")),  # [d_ff, d]
     ("(attention_norm|mlp_norm|norm)/scale", replicate("norm scales are a few KiB")),
 )
-_HEAD = (("lm_head/kernel", P("fsdp", "tensor")),)  # [d, vocab]
-
 _ACTIVATIONS = (
     ("residual", P(BATCH_AXES, "sequence")),  # [batch, seq, d]
     ("attention_query", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, heads, head_dim]
@@ -25,5 +27,28 @@ _ACTIVATIONS = (
     ("logits", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, vocab]
 )
 
-LLAMA = Rules(params=(*_LAYERS, *_HEAD), activations=_ACTIVATIONS, stacked={"layers": "pipe"})
-LLAMA_TIED = Rules(params=_LAYERS, activations=_ACTIVATIONS, stacked={"layers": "pipe"})
+LLAMA = Rules(
+    params=(
+        ("embed/embedding", P(None, ("fsdp", "tensor"))),  # [vocab, d]
+        *_LAYERS,
+        ("lm_head/kernel", P("fsdp", "tensor")),  # [d, vocab]
+    ),
+    activations=(
+        ("embed_tokens", P(("data", "expert"), "sequence")),  # [batch, seq]: every column's owner sees all tokens
+        ("embed_rows", P(("data", "expert"), "sequence", ("fsdp", "tensor"))),  # [batch, seq, d]
+        ("embed_exchange", P(("data", "expert"), "sequence", "fsdp")),  # two short exchanges instead of a full copy
+        *_ACTIVATIONS,
+    ),
+    stacked={"layers": "pipe"},
+)
+
+LLAMA_TIED = Rules(
+    params=(("embed/embedding", P("tensor", "fsdp")), *_LAYERS),
+    activations=(
+        ("embed_tokens", P(BATCH_AXES, "sequence")),
+        ("embed_rows", P(BATCH_AXES, "sequence")),
+        ("embed_exchange", P(BATCH_AXES, "sequence")),
+        *_ACTIVATIONS,
+    ),
+    stacked={"layers": "pipe"},
+)

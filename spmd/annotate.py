@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.derive import drop_axis
 from spmd.errors import AnnotationError, Problem, did_you_mean
-from spmd.mesh import AnyMesh, entry_axes, shards_of
+from spmd.mesh import AnyMesh
 from spmd.plan import ShardingPlan
 from spmd.precision import Precision
 from spmd.remat import Remat
@@ -95,12 +95,3 @@ def checkpoint_layer(layer: F, *, scanned: bool) -> F:
     """One layer of the model, as a function of arrays, under the plan's remat policy."""
     scope = _SCOPE.value
     return layer if scope is None else scope.remat.apply(layer, scanned=scanned)
-
-
-def tokens_are_whole() -> bool:
-    """Whether no activation is split along its sequence, so that `[batch, sequence]` may be merged for free."""
-    scope = _SCOPE.value
-    if scope is None:
-        return True
-    entries = [spec[1] for _, spec in scope.activations if len(spec) > 2]
-    return all(shards_of(entry, scope.mesh.shape) == 1 for entry in entries if entry_axes(entry))

@@ -6,7 +6,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd.annotate import annotate, checkpoint_layer, to_compute, tokens_are_whole, within
+from spmd.annotate import annotate, checkpoint_layer, to_compute, within
 from spmd.errors import AnnotationError
 from spmd.mesh import make_mesh
 from spmd.plan import make_plan
@@ -81,11 +81,3 @@ def test_compute_dtype_is_the_plans():
     """bf16 plans compute in bfloat16."""
     with within(tiny.plan(options=(("precision", "bf16"),))):
         assert to_compute(jnp.ones(2)).dtype == jnp.bfloat16
-
-
-def test_tokens_are_whole_unless_the_sequence_is_split():
-    """Merging batch and sequence is free only where no activation splits the sequence."""
-    with within(plan(data=2, fsdp=2, tensor=2)):
-        assert tokens_are_whole()
-    with within(plan(sequence=8)):
-        assert not tokens_are_whole()

@@ -9,13 +9,15 @@ import dataclasses
 import functools
 import graphlib
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("spmd", "models", "partition_rules", "examples", "benchmarks")
+SHIPPED = ("spmd", "models", "partition_rules", "examples")
+PACKAGES = (*SHIPPED, "benchmarks")
 
 # Every module of spmd, from the bottom up: a module imports only what is listed before it.
 FLOORS = {
@@ -248,9 +250,11 @@ CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
     (check_partition_rules, "partition_rules.llama", "from models.llama import Llama", "models.llama"),
 )
 
-# The public surface imports everything, so it has no floor; a folder's own file has only its docstring.
-PUBLIC_SURFACE = "spmd"
-FOLDERS = ("spmd.gradients", "spmd.parallel", "spmd.foresight")
+
+def read_folders(*packages: str) -> set[str]:
+    """The packages and the packages inside them, by dotted name."""
+    files = (path for package in packages for path in (ROOT / package).rglob("__init__.py"))
+    return {".".join(path.parent.relative_to(ROOT).parts) for path in files}
 
 
 def report(check: Check, modules: Mapping[str, Module]) -> list[str]:
@@ -260,9 +264,8 @@ def report(check: Check, modules: Mapping[str, Module]) -> list[str]:
 @pytest.mark.parametrize("check", ROOM_CHECKS, ids=lambda check: check.__name__)
 def test_rooms(check: Check) -> None:
     """Every module of spmd has a floor and keeps to what its floor may know."""
-    modules = read_modules("spmd")
-    for name in (PUBLIC_SURFACE, *FOLDERS):
-        modules.pop(name)
+    folders = read_folders("spmd")
+    modules = {name: module for name, module in read_modules("spmd").items() if name not in folders}
     assert not report(check, modules)
     assert len(modules) == len(ROOMS), "FLOORS names a room that does not exist"
 
@@ -274,9 +277,16 @@ def test_every_package(check: Check) -> None:
 
 
 def test_folders_import_nothing() -> None:
-    """A folder's own file says what is in it, and imports nothing."""
+    """A folder of spmd says what is in it, and imports nothing; `spmd` itself is the public surface."""
     modules = read_modules("spmd")
-    assert [imports(modules[name]) for name in FOLDERS] == [[]] * len(FOLDERS)
+    folders = read_folders("spmd") - {"spmd"}
+    assert {name: imports(modules[name]) for name in folders} == {name: [] for name in folders}
+
+
+def test_every_folder_is_shipped() -> None:
+    """Every package is named in pyproject.toml, so an installed spmd has all of its modules."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(project["tool"]["setuptools"]["packages"]) == read_folders(*SHIPPED)
 
 
 def test_models() -> None:
