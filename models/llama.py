@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.layers import Dense, RMSNorm, causal_attention, dense, make_layers, rotary_angles, rotate, run_layers
+from models.layers import Angles, Dense, RMSNorm, causal_attention, make_layers, rotary_angles, rotate, run_layers
 from spmd.annotate import annotate, to_compute
 from spmd.errors import ConfigError, Problem
 
@@ -108,7 +108,7 @@ class Attention(nnx.Module):
         self.v_proj = Dense(config.d_model, kv_width, rngs=rngs)
         self.o_proj = Dense(width, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch seq d"], angles: tuple[Array, Array]) -> Float[Array, "batch seq d"]:
+    def __call__(self, x: Float[Array, "batch seq d"], angles: Angles) -> Float[Array, "batch seq d"]:
         """Every token looks at itself and those before it."""
         batch, seq, _ = x.shape
 
@@ -144,7 +144,7 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch seq d"], angles: tuple[Array, Array]) -> Float[Array, "batch seq d"]:
+    def __call__(self, x: Float[Array, "batch seq d"], angles: Angles) -> Float[Array, "batch seq d"]:
         """The residual stream after this layer."""
         x = annotate(x + self.attention(self.attention_norm(x), angles), "residual")
         return annotate(x + self.mlp(self.mlp_norm(x)), "residual")
@@ -165,6 +165,11 @@ class Embedding(nnx.Module):
         rows = to_compute(self.embedding.at[tokens].get(mode="clip"))
         return annotate(annotate(rows, "embed_rows"), "embed_exchange")
 
+    def attend(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"]:
+        """The tied head: how well each row of the table fits, in float32."""
+        table = self.embedding[...].astype(x.dtype)
+        return jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32)
+
 
 class Llama(nnx.Module):
     """Tokens in, next-token logits out."""
@@ -181,7 +186,6 @@ class Llama(nnx.Module):
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
         """Logits of the token that follows each position."""
         x = annotate(self.embed(tokens), "residual")
-        angles = rotary_angles(jnp.arange(tokens.shape[1]), self.config.head_dim, self.config.rope_theta)
+        angles = rotary_angles(tokens.shape[1], self.config.head_dim, self.config.rope_theta)
         x = self.norm(run_layers(self.layers, x, angles, unroll=self.config.unroll))
-        head = self.lm_head.kernel[...] if self.lm_head else self.embed.embedding[...].T
-        return annotate(dense(x, head, jnp.float32), "logits")
+        return annotate(self.lm_head(x, jnp.float32) if self.lm_head else self.embed.attend(x), "logits")

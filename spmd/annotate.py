@@ -17,13 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from spmd.derive import drop_axis
+from spmd.derive import ZERO_KEEPS, drop_axis
 from spmd.errors import AnnotationError, Problem, did_you_mean
 from spmd.mesh import AnyMesh
 from spmd.plan import ShardingPlan
 from spmd.precision import Precision
 from spmd.remat import Remat
-from spmd.rules import audit_spec, spec_text
+from spmd.rules import Replicate, Rules, audit_spec, spec_text
 
 F = TypeVar("F", bound=Callable)
 
@@ -31,9 +31,30 @@ F = TypeVar("F", bound=Callable)
 @dataclasses.dataclass(frozen=True)
 class _Scope:
     mesh: AnyMesh
-    activations: tuple[tuple[str, P], ...]
+    rules: Rules
+    zero: int
     remat: Remat
     precision: Precision
+
+    def constrain(self, x: jax.Array, spec: P) -> jax.Array:
+        """`x` under `spec`, without those axes that are manual here."""
+        manual = get_abstract_mesh().manual_axes
+        for axis in manual:
+            spec = drop_axis(spec, axis)
+        return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(self.mesh, spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """How one layer's parameter is placed while it is used, and how its gradient is afterwards.
+
+    Attributes:
+        used: Its spec in a matmul: as stored, but whole over `fsdp`.
+        gradient: The spec its gradient is reduced to, by the plan's ZeRO stage.
+    """
+
+    used: P
+    gradient: P
 
 
 _SCOPE = jax.make_user_context(default_value=None)
@@ -48,7 +69,7 @@ def within(plan: ShardingPlan) -> Iterator[None]:
         >>> annotate(jnp.ones(2), "any name: no plan is in scope").shape
         (2,)
     """
-    scope = _Scope(plan.mesh, tuple(plan.rules.activations), plan.remat, plan.precision)
+    scope = _Scope(plan.mesh, plan.rules, plan.zero, plan.remat, plan.precision)
     with _SCOPE(scope):
         yield
 
@@ -70,7 +91,7 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
     scope = _SCOPE.value
     if scope is None:
         return x
-    table = dict(scope.activations)
+    table = dict(scope.rules.activations)
     if name not in table:
         problem = Problem(f"activation {name!r}", "is not in the rule table", fix=did_you_mean(name, table))
         raise AnnotationError("The model marks an activation that the plan does not know:", [problem])
@@ -81,8 +102,32 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
     problems = audit_spec(f"activation {name!r}", x.shape, spec, scope.mesh.shape, f"its spec {spec_text(spec)}")
     if problems:
         raise AnnotationError("An activation cannot be split as the rule table says:", problems)
-    x = jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(scope.mesh, spec))
-    return checkpoint_name(x, name)
+    return checkpoint_name(scope.constrain(x, spec), name)
+
+
+def weight(path: str | None) -> Weight | None:
+    """What the plan in scope says of the parameter at `path` inside its layer; None outside a plan.
+
+    Args:
+        path: The path that `spmd.flax` gave to the parameter, if it did.
+    """
+    scope = _SCOPE.value
+    match = scope.rules.match(path) if scope and path else None
+    if match is None:
+        return None
+    spec = P() if isinstance(match.requested, Replicate) else match.requested
+    used = drop_axis(spec, "fsdp")
+    return Weight(used, spec if "gradients" in ZERO_KEEPS[scope.zero] else used)
+
+
+def gather(kernel: jax.Array, weight: Weight | None) -> jax.Array:
+    """A layer's parameter as it is used: whole over `fsdp`. What the backward pass keeps of it is up to remat."""
+    return kernel if weight is None else _SCOPE.value.constrain(kernel, weight.used)
+
+
+def scatter(gradient: jax.Array, weight: Weight | None) -> jax.Array:
+    """A layer's gradient, summed over devices into the place where the plan keeps it."""
+    return gradient if weight is None else _SCOPE.value.constrain(gradient, weight.gradient)
 
 
 def to_compute(x: jax.Array) -> jax.Array:

@@ -55,6 +55,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     def structure() -> tuple[Any, Any]:
         graph, params, others = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
         _refuse({path: type(leaf).__name__ for path, leaf in tree.flatten(nnx.to_pure_dict(others)).items()})
+        for path, param in nnx.to_flat_state(params):
+            param.set_metadata(path="/".join(map(str, path)))  # by its path a layer finds its parameter in the plan
         return graph, params
 
     def init(key: jax.Array) -> Any:

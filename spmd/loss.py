@@ -36,11 +36,9 @@ def cross_entropy(
     """
     logits = logits.astype(jnp.float32)
     vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
-    top = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    shifted = logits - top
-    target = jnp.where(vocabulary == targets[..., None], shifted, 0.0).sum(axis=-1)
-    losses = jnp.log(jnp.exp(shifted).sum(axis=-1)) - target
-    correct = (target >= 0.0).astype(jnp.float32)  # the target's logit is the greatest
+    target = jnp.where(vocabulary == targets[..., None], logits, 0.0).sum(axis=-1)
+    losses = jax.nn.logsumexp(logits, axis=-1) - target
+    correct = (target >= logits.max(axis=-1)).astype(jnp.float32)  # the maximum is one that logsumexp takes anyway
     return {
         "loss": (losses * weights).sum(),
         "weight": weights.sum(),
