@@ -85,7 +85,7 @@ class LlamaConfig:
 
 PRESETS = {
     "test": LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),
-    "demo": LlamaConfig(vocab=256, d_model=192, layers=4, heads=6, kv_heads=2, d_ff=512),
+    "demo": LlamaConfig(vocab=256, d_model=192, layers=4, heads=6, kv_heads=2, d_ff=512, unroll=4),
     "tinyllama-1b": LlamaConfig(32_000, 2048, 22, 32, 4, 5632),
     "llama2-7b": LlamaConfig(32_000, 4096, 32, 32, 32, 11_008),
     "llama2-13b": LlamaConfig(32_000, 5120, 40, 40, 40, 13_824),

@@ -43,7 +43,7 @@ ENVIRONMENT_ROOMS = {"launch", "testing"}
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
 # What the packages beside spmd may import, besides the standard library and themselves.
-MODELS_MAY_IMPORT = ("flax", "jax", "jaxtyping", "numpy", "spmd.annotate", "spmd.parallel")
+MODELS_MAY_IMPORT = ("flax", "jax", "jaxtyping", "numpy", "spmd.annotate", "spmd.errors", "spmd.parallel")
 PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.mesh", "spmd.rules")
 
 # A library that raises plain `Exception` leaves no choice: one handler for each room named here.
