@@ -1,8 +1,8 @@
 """Llama, Megatron style: columns then rows over `tensor`, everything large over `fsdp`.
 
 The embedding keeps its vocabulary whole and splits its columns. Each device looks up its columns for all tokens of its
-`fsdp × tensor` group, and then columns are exchanged for tokens: activations travel instead of the table, and the table's
-gradient needs no sum over `fsdp`. A tied embedding is the head as well, so its vocabulary is split over `tensor`.
+`fsdp × tensor` group, and then columns are exchanged for tokens: activations travel instead of the table, and the
+table's gradient needs no sum over `fsdp`. A tied embedding is the head as well: its vocabulary is split over `tensor`.
 """
 
 from jax.sharding import PartitionSpec as P

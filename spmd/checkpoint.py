@@ -33,6 +33,7 @@ import orbax.checkpoint as ocp
 
 from spmd import tree
 from spmd.errors import CheckpointError, Problem
+from spmd.tree import human_bytes
 
 PyTree = Any
 
@@ -66,6 +67,7 @@ class Checkpoints:
         keep: How many of the newest checkpoints stay, at least 1.
         keep_best: How many of the checkpoints with the lowest finite `best` stay besides, at least 0.
         best: The metric that ranks checkpoints, lower is better. One saved without it is never among the best.
+        read_only: Only look: nothing is made, saved or removed, so a run that is still training is safe.
 
     Attributes:
         directory: The absolute path of the run's checkpoints.
@@ -82,7 +84,15 @@ class Checkpoints:
         7 {'seed': 0}
     """
 
-    def __init__(self, directory: Path, *, keep: int = 3, keep_best: int = 1, best: str = "val_loss") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int = 3,
+        keep_best: int = 1,
+        best: str = "val_loss",
+        read_only: bool = False,
+    ) -> None:
         limits = {"keep": (keep, 1), "keep_best": (keep_best, 0)}
         if problems := [
             Problem(name, f"is {n}, and must be at least {least}", fix=f"{name}={least}")
@@ -94,9 +104,10 @@ class Checkpoints:
         self._policy = _Keep(keep, keep_best, best)
         self._writing: Path | None = None
         with _os_errors(self.directory, "opening the checkpoints", "choose a directory that can be written"):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if not read_only:
+                self.directory.mkdir(parents=True, exist_ok=True)
             # Listed before the manager is made, because it waits for all processes: each sees the same ones.
-            self.leftovers = _leftovers(self.directory)
+            self.leftovers = () if read_only else _leftovers(self.directory)
             self._manager = _make_manager(self.directory, self._policy)
             self._remove(self.leftovers)
 
@@ -147,9 +158,19 @@ class Checkpoints:
             raise CheckpointError("nothing was saved", [Problem("record", str(error), fix=fix)]) from error
         items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(frozen))
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        self._refuse_a_full_disk(arrays)
         self._writing = self.directory / str(step)
         with self._write_errors():
             self._manager.save(step, args=items, metrics=numbers, force=True)
+
+    def _refuse_a_full_disk(self, arrays: Mapping[str, jax.Array]) -> None:
+        shards = [shard.data for array in arrays.values() for shard in array.addressable_shards if not shard.replica_id]
+        needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(self.directory).free
+        if free < needed:
+            arithmetic = f"{human_bytes(needed)} to write, {human_bytes(free)} free"
+            fix = "make room, or keep fewer checkpoints; those that are there are as they were"
+            problem = Problem(str(self.directory), "has too little room for another checkpoint", arithmetic, fix)
+            raise CheckpointError("nothing was saved", [problem])
 
     def wait(self) -> None:
         """Returns when the save in progress is on disk.
@@ -287,6 +308,7 @@ def _make_manager(directory: Path, policy: _Keep) -> Any:
         registry.add(name, save, handler)
         registry.add(name, restore, handler)
     options = ocp.CheckpointManagerOptions(
+        create=False,  # the folder is there, or this only looks
         best_fn=policy.rank,  # without one Orbax does not write the metrics
         best_mode="min",
         preservation_policy=policy,

@@ -20,7 +20,7 @@ from spmd.checkpoint import Checkpoints
 from spmd.config import M, TrainConfig, load_config, shipped
 from spmd.data import Windows, bigram_loss
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
-from spmd.metrics import Console
+from spmd.metrics import Console, device_memory
 from spmd.recipe import Recipe, config_mesh, one_device_mesh, planned_mesh
 from spmd.run import RunFolder, train, write_sample
 from spmd.state import abstract_state
@@ -46,8 +46,8 @@ _Config = Annotated[TrainConfig[M], tyro.conf.arg(name="")]
 class TrainCommand(Generic[M]):
     """Trains a model and keeps everything about it in a run folder.
 
-    Each step is logged to the terminal and to DIR/metrics.jsonl; checkpoints are in DIR/checkpoints. A folder that holds
-    a run is refused without --resume, which goes on bitwise as if the run had never stopped.
+    Metrics go to the terminal and to DIR/metrics.jsonl, checkpoints to DIR/checkpoints. A folder that holds a run is
+    refused without --resume, which goes on bitwise as if the run had never stopped.
     """
 
     config: _Config
@@ -154,7 +154,7 @@ def _train(arguments: list[str]) -> int:
     command, source = _parse(TrainCommand, arguments, "train")
     config: TrainConfig = command.config
     folder = RunFolder(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
-    folder.claim(resume=command.resume)
+    folder.refuse_another_run(resume=command.resume)
     launch.start(launch.Launch(config.devices, command.coordinator, command.processes, command.process_id))
     recipe = Recipe(config, config_mesh(config))
     recipe.audit()
@@ -167,7 +167,19 @@ def _train(arguments: list[str]) -> int:
     )
     if first:
         folder.describe(config, source, str(recipe.plan))
-    outcome = train(recipe, folder, Console(config.steps) if first else None, resume=command.resume)
+    console = Console(config.steps) if first else None
+    outcome = train(recipe, folder, console, resume=command.resume)
+    if console and outcome.steps:
+        tokens = outcome.steps * config.data.batch * config.data.sequence
+        console.summary(
+            steps=outcome.steps,
+            seconds=outcome.seconds,
+            tokens=tokens,
+            loss=outcome.loss,
+            flops=recipe.flops,
+            mfu=outcome.mfu,
+            memory=device_memory(),
+        )
     if outcome.val_loss is not None:
         show(f"\nvalidation loss {outcome.val_loss:.3f} nats/token over {outcome.val_tokens:,} tokens")
         if recipe.tokenizer.vocab <= 256:
@@ -223,7 +235,7 @@ def _generate(arguments: list[str]) -> int:
     config = folder.config()
     launch.start(launch.Launch(config.devices))
     recipe = Recipe(config, config_mesh(config))
-    with Checkpoints(folder.checkpoints, keep=config.keep, keep_best=config.keep_best) as checkpoints:
+    with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         state, _ = checkpoints.restore(command.step, abstract_state(recipe.plan))
     print(
         write_sample(

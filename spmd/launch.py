@@ -4,6 +4,7 @@ Only this room and `testing` read or write environment variables.
 """
 
 import dataclasses
+import logging
 import os
 
 import jax
@@ -45,6 +46,8 @@ class Launch:
 
 def start(launch: Launch) -> None:
     """Prepares JAX as `launch` says; call it before the first use of a device."""
+    # Orbax logs its own tracebacks of errors that it also raises, and that we report.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     if launch.devices:
         flags = os.environ.get("XLA_FLAGS", "")
         if "xla_cpu_collective_call_terminate_timeout_seconds" not in flags:

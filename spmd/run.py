@@ -49,7 +49,7 @@ class RunFolder:
     """The files of one run.
 
     Args:
-        path: The folder; made by `claim`.
+        path: The folder; made by `describe`.
     """
 
     path: Path
@@ -64,8 +64,8 @@ class RunFolder:
         """Where the numbers are."""
         return self.path / "metrics.jsonl"
 
-    def claim(self, *, resume: bool) -> None:
-        """Makes the folder, or refuses one that holds another run.
+    def refuse_another_run(self, *, resume: bool) -> None:
+        """Call it before processes meet: afterwards the folder may hold this run's own files.
 
         Raises:
             CheckpointError: It holds a run and `resume` is false.
@@ -73,10 +73,10 @@ class RunFolder:
         if not resume and (self.checkpoints.exists() or self.metrics.exists()):
             fix = "--resume to go on with it, or another --out"
             raise CheckpointError("Nothing was started:", [Problem(str(self.path), "already holds a run", fix=fix)])
-        self.path.mkdir(parents=True, exist_ok=True)
 
     def describe(self, config: TrainConfig, source: Path, plan: str) -> None:
-        """Writes the config, as file and as values, and the plan."""
+        """Makes the folder, and writes the config, as file and as values, and the plan."""
+        self.path.mkdir(parents=True, exist_ok=True)
         before, after = config_values(load_config(str(source))), config_values(config)
         values = {"config": after, "changed": config_difference(before, after)}
         kept = self.path / "config.py"
@@ -108,7 +108,9 @@ class Outcome:
         val_loss: Nats per token on the validation half, None if it was not evaluated.
         val_tokens: How many tokens that is over.
         checkpoint: The step of the newest checkpoint.
-        seconds: Wall-clock time of the loop.
+        loss: The training loss of the last step that was logged, None if none was.
+        mfu: Model FLOPs utilization at that step, None where the chip's peak is not known.
+        seconds: Wall-clock time of the loop, with compilation, evaluation and checkpoints.
         steps: Steps taken by this process.
     """
 
@@ -116,6 +118,8 @@ class Outcome:
     val_loss: float | None
     val_tokens: int
     checkpoint: int | None
+    loss: float | None
+    mfu: float | None
     seconds: float
     steps: int
 
@@ -125,7 +129,7 @@ def train(recipe: Recipe, folder: RunFolder, console: Console | None, *, resume:
 
     Args:
         recipe: On a mesh with devices.
-        folder: Claimed and described.
+        folder: Described, and holding no other run.
         console: What a person sees; None for nothing.
         resume: Go on from the newest checkpoint in the folder.
     """
@@ -152,7 +156,8 @@ def train(recipe: Recipe, folder: RunFolder, console: Console | None, *, resume:
             guard: Hook = StopOnNonFinite(config.data.batch, checkpoints.latest)
         else:
             guard = CountNonFinite()
-        hooks = [guard, Log(recipe, writers, clock), evaluate, Save(recipe, checkpoints, evaluate, clock)]
+        log = Log(recipe, writers, clock)
+        hooks = [guard, log, evaluate, Save(recipe, checkpoints, evaluate, clock)]
         began = time.perf_counter()
         stream = batches(
             train_windows,
@@ -170,9 +175,15 @@ def train(recipe: Recipe, folder: RunFolder, console: Console | None, *, resume:
             checkpoints.wait()
         finally:
             writers.close()
-        seconds = time.perf_counter() - began
         return Outcome(
-            state, evaluate.last.get("val_loss"), evaluate.tokens, checkpoints.latest(), seconds, config.steps - start
+            state=state,
+            val_loss=evaluate.last.get("val_loss"),
+            val_tokens=evaluate.tokens,
+            checkpoint=checkpoints.latest(),
+            loss=log.last.get("loss"),
+            mfu=log.last.get("mfu"),
+            seconds=time.perf_counter() - began,
+            steps=config.steps - start,
         )
 
 
@@ -204,6 +215,7 @@ class Log(Hook):
     def __init__(self, recipe: Recipe, writers: Writers, clock: StepClock) -> None:
         self.recipe, self.writers, self.clock = recipe, writers, clock
         self.positions = recipe.config.data.batch * recipe.config.data.sequence
+        self.last: dict[str, Any] = {}
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Adds throughput and memory to what the step reports."""
@@ -211,7 +223,7 @@ class Log(Hook):
         config = self.recipe.config
         if step % config.log_every and step != config.steps:
             return
-        values: dict[str, float | int | str] = {**metrics, "tokens": int(metrics["tokens"])}
+        self.last = values = {**metrics, "tokens": int(metrics["tokens"])}
         median, p95 = self.clock.median, self.clock.p95
         if median is not None and p95 is not None:
             rate = self.positions / median

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -416,3 +417,18 @@ def test_versions_name_what_can_change_a_checkpoint() -> None:
     versions = library_versions()
     assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "spmd"} == set(versions)
     assert versions["jax"] == jax.__version__
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    """The message has the bytes that are needed and those that are free; what is there stays as it was."""
+    state = {"w": jnp.ones((16, 16))}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1023))
+        with pytest.raises(CheckpointError, match="1 KiB to write, 1023 B free"):
+            checkpoints.save(2, state, {})
+        assert checkpoints.steps() == (1,)
+        monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1024))
+        checkpoints.save(2, state, {})
+        assert checkpoints.steps() == (1, 2)

@@ -110,7 +110,7 @@ def naive_attention(query, key, value):
 def test_attention_in_blocks_equals_softmax_written_out(block):
     """Whether blocks divide the sequence or not; query heads next to each other share a key/value head."""
     query, key, value = random(2, 10, 4, 8), random(2, 10, 2, 8, seed=1), random(2, 10, 2, 8, seed=2)
-    out = causal_attention(query, key, value, block)
+    out = jax.jit(lambda *x: causal_attention(*x, block))(query, key, value)
     np.testing.assert_allclose(out, naive_attention(query, key, value), rtol=1e-5, atol=1e-5)
 
 
@@ -120,7 +120,7 @@ def test_attention_in_blocks_has_the_gradient_of_one_block():
     weights = random(1, 10, 4, 8, seed=3)
 
     def gradient(block):
-        return jax.grad(lambda x: (causal_attention(*x, block) * weights).sum())(inputs)
+        return jax.jit(jax.grad(lambda x: (causal_attention(*x, block) * weights).sum()))(inputs)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient(4), gradient(10))
 
@@ -248,7 +248,7 @@ def test_unrolling_the_scan_changes_no_logit():
 @pytest.mark.parametrize(
     ("fields", "wrong"),
     [
-        ({"heads": 3, "d_model": 32}, {"model.heads"}),
+        ({"heads": 3, "kv_heads": 3, "d_model": 32}, {"model.heads"}),
         ({"kv_heads": 3}, {"model.kv_heads"}),
         ({"d_model": 30, "heads": 4, "kv_heads": 3}, {"model.heads", "model.kv_heads"}),
         ({"d_model": 12, "heads": 4, "kv_heads": 2}, {"model.heads"}),

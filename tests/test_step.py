@@ -86,7 +86,7 @@ def test_the_second_step_compiles_nothing_nor_does_an_equal_plan():
     assert compiled
 
 
-class _count_compilations:  # noqa: N801
+class _count_compilations:
     def __enter__(self):
         self.seen = []
         jax.monitoring.register_event_duration_secs_listener(self._listen)

@@ -95,7 +95,7 @@ def test_an_implicit_transfer_inside_the_loop_is_an_error():
     def step(state, batch):
         return state, {"loss": f(np.ones(3)).sum()}
 
-    with pytest.raises(Exception, match="[Dd]isallowed host-to-device transfer"):
+    with pytest.raises(Exception, match=r"[Dd]isallowed host-to-device transfer"):
         fit(0, step, range(2), steps=2)
 
 

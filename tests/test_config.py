@@ -1,0 +1,192 @@
+"""A config is a value: it goes to JSON and back, its changes are named, and what cannot be used is refused at once."""
+
+import dataclasses
+import json
+
+import pytest
+
+import spmd
+from partition_rules.llama import LLAMA
+from spmd.config import config_difference, config_values, load_config, shipped, with_values
+from spmd.errors import ConfigError, MeshError, NotYetError
+from tests import tiny
+
+CONFIG = spmd.TrainConfig(model=tiny.CONFIG, rules=LLAMA)
+
+
+def wrong(error=ConfigError, **fields):
+    """The places of all problems of a config with these fields."""
+    with pytest.raises(error) as caught:
+        dataclasses.replace(CONFIG, **fields)
+    assert all(problem.fix for problem in caught.value.problems)
+    return [problem.where for problem in caught.value.problems]
+
+
+def test_the_shipped_configs_are_those_of_the_readme():
+    """By name, and no example that is not a config."""
+    assert set(shipped()) >= {"demo", "tinyllama-1b", "llama3-8b", "llama3-70b", "llama3-405b"}
+    assert "__init__" not in shipped()
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_a_shipped_config_goes_to_json_and_back(name):
+    """What is written beside a run gives the config again, whatever config the values are laid over."""
+    config = load_config(name)
+    values = json.loads(json.dumps(config_values(config)))
+    assert "rules" not in values
+    assert values.keys() | {"rules"} == {field.name for field in dataclasses.fields(config)}
+    assert with_values(config, values) == config
+    other = dataclasses.replace(
+        config, steps=7, seed=9, out="elsewhere", mesh=spmd.MeshShape(data=3), data=spmd.DataConfig(source=("x", "y"))
+    )
+    assert other != config
+    assert with_values(other, values) == config
+    assert config_difference(values, config_values(with_values(other, values))) == {}
+
+
+def test_configs_differ_from_one_another():
+    """The round trip above compares configs that are not all equal."""
+    values = [config_values(load_config(name)) for name in shipped()]
+    assert len({json.dumps(v, sort_keys=True) for v in values}) == len(values)
+
+
+def test_values_that_are_not_given_stay():
+    """A partial table changes what it names, however deep, and turns lists back into tuples."""
+    changed = with_values(CONFIG, {"data": {"batch": 3, "source": ["a", "b"]}, "model": {"d_ff": 96}, "zero": 1})
+    assert changed == dataclasses.replace(
+        CONFIG,
+        data=dataclasses.replace(CONFIG.data, batch=3, source=("a", "b")),
+        model=tiny.replaced(d_ff=96),
+        zero=1,
+    )
+    assert with_values(CONFIG, {}) == CONFIG
+
+
+def test_values_are_validated_like_fields():
+    """A config file by hand cannot bring in what the constructor refuses."""
+    with pytest.raises(ConfigError, match="steps: is 0"):
+        with_values(CONFIG, {"steps": 0})
+
+
+def test_a_difference_names_the_dotted_path_and_both_values():
+    """Nothing else is in it, and it has a direction."""
+    changed = with_values(CONFIG, {"steps": 5, "optimizer": {"learning_rate": 0.5}, "data": {"source": ["corpus"]}})
+    before, after = config_values(CONFIG), config_values(changed)
+    assert config_difference(before, after) == {
+        "steps": [CONFIG.steps, 5],
+        "optimizer.learning_rate": [CONFIG.optimizer.learning_rate, 0.5],
+        "data.source": [list(CONFIG.data.source), ["corpus"]],
+    }
+    assert config_difference(after, before) == {k: v[::-1] for k, v in config_difference(before, after).items()}
+    assert config_difference(before, before) == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "difference"),
+    [
+        ({"a": 1}, {}, {"a": [1, None]}),
+        ({}, {"b": 2}, {"b": [None, 2]}),
+        ({"a": {"x": 1}}, {"a": 3}, {"a": [{"x": 1}, 3]}),
+        ({"a": {"x": {"y": 1, "z": 2}}}, {"a": {"x": {"y": 1, "z": 3}}}, {"a.x.z": [2, 3]}),
+    ],
+)
+def test_a_difference_shows_fields_that_one_side_lacks(before, after, difference):
+    """A run of an older version has other fields."""
+    assert config_difference(before, after) == difference
+
+
+def test_all_fields_that_cannot_be_used_are_listed_at_once():
+    """One error for nine fields."""
+    fields = {
+        "steps": 0,
+        "accumulate": 0,
+        "log_every": 0,
+        "checkpoint_every": -1,
+        "keep": 0,
+        "keep_best": -1,
+        "devices": -8,
+        "seed": -1,
+    }
+    assert wrong(**fields, remat="ful") == sorted([*fields, "remat"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "places"),
+    [
+        ({"accumulate": 3, "data": spmd.DataConfig(batch=8)}, ["accumulate"]),
+        ({"accumulate": 0}, ["accumulate"]),
+        ({"evaluate": {"tokens": 0, "every": -1}}, ["evaluate.every", "evaluate.tokens"]),
+        ({"sample": {"tokens": -1, "temperature": -0.1, "top_k": -1}}, ["sample.temperature", "sample.tokens", "sample.top_k"]),
+        ({"zero": 4}, ["zero"]),
+        ({"on_nan": "ignore"}, ["on_nan"]),
+    ],
+    ids=str,
+)
+def test_each_field_has_its_range(fields, places):
+    """Also those of the parts that have no check of their own."""
+    parts = {"evaluate": spmd.EvaluationConfig, "sample": spmd.SampleConfig}
+    assert wrong(**{k: parts[k](**v) if isinstance(v, dict) else v for k, v in fields.items()}) == places
+
+
+def test_what_is_planned_is_a_not_yet_error_and_lists_everything():
+    """Each field that a later version will read is refused today, all of them in one error."""
+    fields = {
+        "offload": ("optimizer_state", "params"),
+        "pipeline": spmd.PipelineConfig("1f1b", 8),
+        "mesh": spmd.MeshShape(pipe=2),
+        "precision": "fp16",
+    }
+    assert wrong(NotYetError, **fields) == ["mesh.pipe", "offload", "offload", "pipeline", "precision"]
+
+
+def test_the_smallest_values_are_accepted():
+    """The ranges above begin where they say."""
+    least = {"steps": 1, "accumulate": 1, "log_every": 1, "checkpoint_every": 0, "keep": 1, "keep_best": 0, "seed": 0}
+    assert dataclasses.replace(CONFIG, **least, devices=0).steps == 1
+
+
+def test_a_config_is_frozen_and_equal_by_value():
+    """Nothing changes a run's config behind its back."""
+    assert dataclasses.replace(CONFIG) == CONFIG
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CONFIG.steps = 3
+
+
+SOURCE = "import spmd\nfrom models.llama import PRESETS\nfrom partition_rules.llama import LLAMA\n"
+
+
+def test_a_config_file_is_loaded_by_path(tmp_path):
+    """The value named `config` in it."""
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE + 'config = spmd.TrainConfig(model=PRESETS["test"], rules=LLAMA, steps=3)\n')
+    assert load_config(str(path)) == dataclasses.replace(CONFIG, steps=3)
+
+
+@pytest.mark.parametrize("name", ["dmo", "/no/such/config.py", "demo.py", ".", ""])
+def test_a_config_that_is_not_there_is_an_error(name):
+    """A wrong name, a wrong path, a folder, nothing."""
+    with pytest.raises(ConfigError, match="no such config"):
+        load_config(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "complaint"),
+    [
+        ("", ConfigError, "defines no config"),
+        ("config = 1", ConfigError, "defines config = 1"),
+        ("x = 1\nconfig = (", ConfigError, r"broken\.py:2: is not Python"),
+        ("import nothing_of_this_name", ConfigError, "imports what is missing"),
+        (SOURCE + "config = spmd.TrainConfig(model=PRESETS['test'], rules=LLAMA, stps=3)", ConfigError, "stps"),
+        (SOURCE + "config = spmd.TrainConfig(model=PRESETS['tset'], rules=LLAMA)", ConfigError, "tset"),
+        (SOURCE + "config = spmd.TrainConfig(model=PRESET['test'], rules=LLAMA)", ConfigError, "PRESET"),
+        (SOURCE + "config = spmd.TranConfig(model=PRESETS['test'], rules=LLAMA)", ConfigError, "TranConfig"),
+        (SOURCE + "config = spmd.TrainConfig(model=PRESETS['test'], rules=LLAMA, steps=0)", ConfigError, "steps: is 0"),
+        (SOURCE + "spmd.MeshShape(data=0)", MeshError, "mesh.data: is 0"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_an_error(text, error, complaint, tmp_path):
+    """A broken file is named with its reason; our own errors in it come through as they are."""
+    path = tmp_path / "broken.py"
+    path.write_text(text + "\n")
+    with pytest.raises(error, match=complaint):
+        load_config(str(path))
