@@ -100,18 +100,19 @@ def causal_attention(
     query: Float[Array, "batch seq heads dim"],
     key: Float[Array, "batch seq kv_heads dim"],
     value: Float[Array, "batch seq kv_heads dim"],
-    block: int = 128,
+    block: int | None = None,
 ) -> Float[Array, "batch seq heads dim"]:
     """Each token attends to itself and those before it; softmax in float32.
 
-    Queries go `block` at a time against the keys that any of them can see, so nearly half of the scores are never
-    computed, and no buffer is sequence² in size. Query heads that share a key/value head are next to each other.
+    Queries go `block` at a time (128, or an eighth of a long sequence) against the keys that any of them can see, so
+    nearly half of the scores are never computed. Query heads that share a key/value head are next to each other.
     """
     seq = query.shape[1]
+    block = block or max(128, -(-seq // 8))
     blocks = []
     for start in range(0, seq, block):
         end = min(start + block, seq)
-        visible = np.tril(np.ones((end - start, end), bool), k=start)[None, None]
+        visible = (jnp.arange(start, end)[:, None] >= jnp.arange(end)[None])[None, None]
         blocks.append(jax.nn.dot_product_attention(query[:, start:end], key[:, :end], value[:, :end], mask=visible))
     return jnp.concatenate(blocks, axis=1)
 

@@ -47,12 +47,17 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         problems = [
+            Problem(f"model.{name}", f"is {getattr(self, name)}", fix="1 or more")
+            for name in ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "unroll")
+            if getattr(self, name) < 1
+        ]
+        problems += [
             Problem(f"model.{name}", f"does not divide model.{of}", f"{whole} / {part} = {whole / part:.4g}", fix)
             for of, whole, name, part, fix in (
                 ("d_model", self.d_model, "heads", self.heads, "change one of them"),
                 ("heads", self.heads, "kv_heads", self.kv_heads, "each key/value head serves equally many query heads"),
             )
-            if part < 1 or whole % part
+            if part > 0 and whole % part
         ]
         if not problems and self.head_dim % 2:
             arithmetic = f"d_model / heads = {self.head_dim}"

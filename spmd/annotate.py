@@ -36,11 +36,14 @@ class _Scope:
     remat: Remat
     precision: Precision
 
-    def constrain(self, x: jax.Array, spec: P) -> jax.Array:
-        """`x` under `spec`, without those axes that are manual here."""
+    def constrain(self, x: jax.Array, spec: P, what: str) -> jax.Array:
+        """`x` under `spec`, without those axes that are manual here; what cannot be split is an error."""
         manual = get_abstract_mesh().manual_axes
         for axis in manual:
             spec = drop_axis(spec, axis)
+        problems = audit_spec(what, x.shape, spec, self.mesh.shape, f"its spec {spec_text(spec)}")
+        if problems:
+            raise AnnotationError("An array cannot be split as the rule table says:", problems)
         return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(self.mesh, spec))
 
 
@@ -95,14 +98,7 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
     if name not in table:
         problem = Problem(f"activation {name!r}", "is not in the rule table", fix=did_you_mean(name, table))
         raise AnnotationError("The model marks an activation that the plan does not know:", [problem])
-    manual = get_abstract_mesh().manual_axes
-    spec = table[name]
-    for axis in manual:
-        spec = drop_axis(spec, axis)
-    problems = audit_spec(f"activation {name!r}", x.shape, spec, scope.mesh.shape, f"its spec {spec_text(spec)}")
-    if problems:
-        raise AnnotationError("An activation cannot be split as the rule table says:", problems)
-    return checkpoint_name(scope.constrain(x, spec), name)
+    return checkpoint_name(scope.constrain(x, table[name], f"activation {name!r}"), name)
 
 
 def weight(path: str | None) -> Weight | None:
@@ -120,14 +116,14 @@ def weight(path: str | None) -> Weight | None:
     return Weight(used, spec if "gradients" in ZERO_KEEPS[scope.zero] else used)
 
 
-def gather(kernel: jax.Array, weight: Weight | None) -> jax.Array:
+def gather(kernel: jax.Array, placed: Weight | None) -> jax.Array:
     """A layer's parameter as it is used: whole over `fsdp`. What the backward pass keeps of it is up to remat."""
-    return kernel if weight is None else _SCOPE.value.constrain(kernel, weight.used)
+    return kernel if placed is None else _SCOPE.value.constrain(kernel, placed.used, "a layer's parameter")
 
 
-def scatter(gradient: jax.Array, weight: Weight | None) -> jax.Array:
+def scatter(gradient: jax.Array, placed: Weight | None) -> jax.Array:
     """A layer's gradient, summed over devices into the place where the plan keeps it."""
-    return gradient if weight is None else _SCOPE.value.constrain(gradient, weight.gradient)
+    return gradient if placed is None else _SCOPE.value.constrain(gradient, placed.gradient, "a layer's gradient")
 
 
 def to_compute(x: jax.Array) -> jax.Array:

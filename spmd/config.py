@@ -173,7 +173,7 @@ class TrainConfig(Generic[M]):
             )
             if getattr(self, field) < least
         ]
-        if self.data.batch % self.accumulate:
+        if self.accumulate > 0 and self.data.batch % self.accumulate:
             arithmetic = f"{self.data.batch} / {self.accumulate} = {self.data.batch / self.accumulate:.4g}"
             problems.append(Problem("accumulate", "does not divide data.batch", arithmetic, "change one of them"))
         if problems:

@@ -54,7 +54,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     @functools.cache
     def structure() -> tuple[Any, Any]:
         graph, params, others = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
-        _refuse({path: type(leaf).__name__ for path, leaf in tree.flatten(nnx.to_pure_dict(others)).items()})
+        _refuse({"/".join(map(str, path)): type(other).__name__ for path, other in nnx.to_flat_state(others)})
         for path, param in nnx.to_flat_state(params):
             param.set_metadata(path="/".join(map(str, path)))  # by its path a layer finds its parameter in the plan
         return graph, params

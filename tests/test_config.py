@@ -116,7 +116,10 @@ def test_all_fields_that_cannot_be_used_are_listed_at_once():
         ({"accumulate": 3, "data": spmd.DataConfig(batch=8)}, ["accumulate"]),
         ({"accumulate": 0}, ["accumulate"]),
         ({"evaluate": {"tokens": 0, "every": -1}}, ["evaluate.every", "evaluate.tokens"]),
-        ({"sample": {"tokens": -1, "temperature": -0.1, "top_k": -1}}, ["sample.temperature", "sample.tokens", "sample.top_k"]),
+        (
+            {"sample": {"tokens": -1, "temperature": -0.1, "top_k": -1}},
+            ["sample.temperature", "sample.tokens", "sample.top_k"],
+        ),
         ({"zero": 4}, ["zero"]),
         ({"on_nan": "ignore"}, ["on_nan"]),
     ],

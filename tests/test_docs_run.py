@@ -11,6 +11,7 @@ A block below `<!-- not run -->` is left alone.
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -35,7 +36,7 @@ def sequences(text: str) -> Iterator[tuple[Block, str | None]]:
     """The blocks of a page that run, each with what it is said to print, None where nothing is said."""
     found = list(blocks(text))
     lines = text.splitlines()
-    for block, after in zip(found, [*found[1:], None], strict=True):
+    for block, after in itertools.zip_longest(found, found[1:]):
         runs = block.language == "python" or (block.language == "sh" and commands(block.code))
         if not runs or block.is_marked:
             continue

@@ -52,7 +52,9 @@ def test_presets_have_the_published_parameter_counts(name):
     c = PRESETS[name]
     found = count(c)
     attention = 2 * c.d_model**2 * (1 + c.kv_heads / c.heads)
-    assert found == c.layers * (attention + 3 * c.d_model * c.d_ff + 2 * c.d_model) + 2 * c.vocab * c.d_model + c.d_model
+    assert (
+        found == c.layers * (attention + 3 * c.d_model * c.d_ff + 2 * c.d_model) + 2 * c.vocab * c.d_model + c.d_model
+    )
     assert found == PUBLISHED.get(name, found)
 
 
@@ -196,7 +198,7 @@ def test_dense_equals_a_matmul_and_its_gradient():
 
 
 def test_the_gradient_of_a_kernel_is_never_rounded_to_bfloat16():
-    """From bfloat16 activations dense's kernel gradient is float32; autodiff of a cast kernel is bfloat16 in disguise."""
+    """From bfloat16 activations it is float32; what autodiff makes of a cast kernel is bfloat16 in disguise."""
     x, kernel, weights = random(2, 5, 8).astype(jnp.bfloat16), random(8, 6, seed=1), random(2, 5, 6, seed=2)
 
     def gradient(product):
@@ -253,7 +255,10 @@ def test_unrolling_the_scan_changes_no_logit():
         ({"d_model": 30, "heads": 4, "kv_heads": 3}, {"model.heads", "model.kv_heads"}),
         ({"d_model": 12, "heads": 4, "kv_heads": 2}, {"model.heads"}),
         ({"heads": 0}, {"model.heads"}),
-        ({"heads": 0, "kv_heads": 0, "layers": 0, "vocab": -1}, {f"model.{f}" for f in ("heads", "kv_heads", "layers", "vocab")}),
+        (
+            {"heads": 0, "kv_heads": 0, "layers": 0, "vocab": -1},
+            {f"model.{f}" for f in ("heads", "kv_heads", "layers", "vocab")},
+        ),
         ({"d_model": 0, "d_ff": 0, "unroll": 0}, {f"model.{f}" for f in ("d_model", "d_ff", "unroll")}),
     ],
     ids=str,

@@ -100,7 +100,7 @@ def test_saving_an_activation_that_no_rule_names_is_an_error():
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["scanned", "unrolled"])
 def test_full_recomputes_each_layer_and_save_recomputes_less(stacked):
-    """Matmuls in the program: least with none, more with save, most with full, which runs nearly a second forward pass."""
+    """Matmuls in the program: least with none, most with full, which runs nearly a second forward pass."""
     programs = 1 if stacked else tiny.CONFIG.layers  # a scanned layer is in the program once
     none, save, full = (matmuls(remat, stacked) for remat in ("none", "save:attention_out", "full"))
     assert none < save < full
@@ -155,22 +155,73 @@ def test_compute_follows_the_precision():
         assert [aval.shape for aval in logits] == ([] if precision == "float32" else [(4, 10, tiny.CONFIG.vocab)])
 
 
+FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+
+
+def weight_gradient_dtypes(program):
+    """The dtypes in which sums over tokens leave: matmuls to a matrix, and the embedding's scatter."""
+    sums = [*outputs(program, "dot_general"), *outputs(program, "scatter-add")]
+    return [aval.dtype for aval in sums if aval.ndim == 2]
+
+
+def widened_matrices(program):
+    """Matrices that go from bfloat16 to float32: gradients of weights that have been rounded on their way."""
+    return [
+        equation.outvars[0].aval
+        for equation in equations(program)
+        if equation.primitive.name == "convert_element_type"
+        and equation.invars[0].aval.dtype == BFLOAT16
+        and equation.outvars[0].aval.dtype == FLOAT32
+        and equation.outvars[0].aval.ndim == 2
+    ]
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_in_bf16_weight_gradients_leave_their_matmul_in_float32(remat, tied):
-    """So what is summed over devices is float32: matmuls of activations alone are the only ones in bfloat16."""
-    config = tiny.replaced(tied=tied)
-    program = gradient_program(config, remat=remat, precision="bf16")
-    weight_gradients = [aval for aval in outputs(program, "dot_general") if aval.ndim == 2]
-    assert len(weight_gradients) == KERNELS + 1
-    assert {aval.dtype for aval in weight_gradients} == {jnp.dtype(jnp.float32)}
-    assert {aval.dtype for aval in outputs(program, "scatter-add")} == {jnp.dtype(jnp.float32)}
-    assert jnp.bfloat16 in {aval.dtype for aval in outputs(program, "dot_general")}
-    assert not rounded_weight_gradients(program)
+def test_in_bf16_weight_gradients_are_float32_from_matmul_to_optimizer(remat, tied):
+    """Each leaves its matmul in float32, is reduced over devices in it, and is never rounded on its way."""
+    program = gradient_program(tiny.replaced(tied=tied), remat=remat, precision="bf16")
+    assert weight_gradient_dtypes(program) == [FLOAT32] * (KERNELS + 2)  # the head and the embedding besides
+    assert widened_matrices(program) == []
+    assert BFLOAT16 in {aval.dtype for aval in outputs(program, "dot_general")}
+    gradients = program.out_avals[: len(jax.tree.leaves(tiny.plan().abstract_params))]
+    assert {aval.dtype for aval in gradients} == {FLOAT32}
+    reduced = [aval.dtype for aval in outputs(program, "sharding_constraint") if aval.ndim == 2]
+    assert reduced.count(FLOAT32) == KERNELS + (not tied)  # where the plan keeps gradients; bfloat16 are kernels in use
 
 
-def rounded_weight_gradients(program):
-    """Arrays with the shape of a weight that pass through bfloat16 where no activation has that shape."""
-    constraints = [aval for aval in outputs(program, "sharding_constraint") if aval.ndim == 2]
-    sums = [aval for name in ("add_any", "dot_general", "scatter-add") for aval in outputs(program, name)]
-    return [aval for aval in [*constraints, *sums] if aval.ndim == 2 and aval.dtype == jnp.bfloat16]
+def test_control_parameters_cast_beforehand_have_bfloat16_gradients():
+    """What the test above looks at does show gradients that are summed in bfloat16 and widened afterwards."""
+    ours = value_and_grad(tiny.loss_fn())
+
+    def cast_first(params, batch, key):
+        narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        grads, sums = ours(narrow, batch, key)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), grads), sums
+
+    program = gradient_program(grad_fn=cast_first, precision="bf16")
+    assert BFLOAT16 in weight_gradient_dtypes(program)
+    assert widened_matrices(program)
+
+
+def test_in_bf16_the_state_stays_float32():
+    """Parameters and optimizer state are the float32 master copies."""
+    state = init_state(tiny.plan(options=(("precision", "bf16"),)))
+    floats = [
+        x.dtype for x in jax.tree.leaves((state.params, state.optimizer_state)) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    assert set(floats) == {FLOAT32}
+
+
+def test_in_bf16_the_gradient_of_a_tied_embedding_has_float32_resolution():
+    """The program runs, and what both uses of the table add up to is not made of bfloat16 numbers."""
+    config = tiny.replaced(tied=True)
+    plan = tiny.plan(config, options=(("precision", "bf16"),))
+
+    def gradients(params):
+        with within(plan):
+            return value_and_grad(tiny.loss_fn(config))(params, BATCH, jax.random.key(0))[0]
+
+    gradient = jax.jit(gradients)(init_state(plan).params)["embed"]["embedding"]
+    rounded = gradient.astype(jnp.bfloat16).astype(jnp.float32)
+    assert (np.asarray(rounded) != np.asarray(gradient)).mean() > 0.9

@@ -206,7 +206,7 @@ def axis_twice(data, table, shapes, index):
 
 def indivisible(data, table, shapes, index):
     """A dimension one too large."""
-    pattern, spec = table[index]
+    spec = table[index][1]
     dim = data.draw(st.sampled_from([i for i, entry in enumerate(spec) if entry_axes(entry)]))
     expected = []
     for path in owned(table, index, shapes):
@@ -252,3 +252,19 @@ def test_defects_do_not_hide_each_other(data):
     expected = first(data, table, shapes, kernels[0]) + second(data, table, shapes, kernels[-1])
     problems = Rules(table).audit(shapes, mesh.shape)
     assert sorted(problem.where for problem in problems) == sorted(where for where, _ in expected)
+
+
+def test_an_unknown_axis_of_a_stack_is_a_problem_and_not_a_crash():
+    """It is named once, and the other parameters are audited all the same."""
+    rules = Rules([("a", P("fsdp")), ("b", P("tensor"))], stacked={"layers": "pip"})
+    shapes = {"layers/a": (2, 4), "b": (7,)}
+    problems = rules.audit(shapes, abstract_mesh(MeshShape(fsdp=2, tensor=2)).shape)
+    assert sorted(problem.where for problem in problems) == ["b", "stacked['layers']"]
+
+
+def test_an_axis_used_by_the_stack_and_the_layer_is_a_problem_of_the_parameter():
+    """The rule is right by itself, so the parameter is named with the spec that stacking makes."""
+    rules = Rules([("a", P("fsdp"))], stacked={"layers": "fsdp"})
+    (problem,) = rules.audit({"layers/a": (2, 4), "a": (4,)}, abstract_mesh(MeshShape(fsdp=2)).shape)
+    assert problem.where == "layers/a"
+    assert "uses the axis 'fsdp' twice" in problem.what
