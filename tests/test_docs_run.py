@@ -159,6 +159,9 @@ def test_page_control(page: str, wrong: str | None) -> None:
 if __name__ == "__main__":
     simulate_devices(8)
     jax.config.update("jax_disable_most_optimizations", True)
+    # Commands of one page compile the same programs: the second finds them in the page's own folder.
+    jax.config.update("jax_compilation_cache_dir", str(Path("compiled").absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     problems = run_page(Path(sys.argv[1]).read_text(encoding="utf-8"))
     print("\n".join(problems))
     sys.exit(bool(problems))

@@ -115,6 +115,15 @@ def test_draws_follow_the_distribution(temperature):
     assert (np.abs(np.bincount(drawn, minlength=4) / 20_000 - expected) < 4 * deviation).all()
 
 
+def test_every_draw_has_randomness_of_its_own():
+    """A model that finds all tokens equally likely writes neither one token over and over nor one text in all rows."""
+    written = generate(
+        tiny.plan(), lambda params, tokens: jnp.zeros((*tokens.shape, 64)), None, PROMPTS, tokens=9, window=12, top_k=0
+    )[:, 3:]
+    assert all(len(set(row)) > 3 for row in written)
+    assert len({tuple(row) for row in written}) == 4
+
+
 def test_bfloat16_logits_are_sampled_in_float32():
     """Near ties of a large vocabulary survive division by the temperature."""
     logits = jnp.asarray([[1.0, 1.0078125]], jnp.bfloat16)  # neighbours in bfloat16

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd import tree
 from spmd.annotate import within
 from spmd.errors import ConfigError, NotYetError, RuleError
 from spmd.gradients.base import value_and_grad
