@@ -10,7 +10,7 @@ keyed by it: an inner jitted function traced under one plan is traced again unde
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -136,3 +136,37 @@ def checkpoint_layer(layer: F, *, scanned: bool) -> F:
     """One layer of the model, as a function of arrays, under the plan's remat policy."""
     scope = _SCOPE.value
     return layer if scope is None else scope.remat.apply(layer, scanned=scanned)
+
+
+def check_marks(plan: ShardingPlan, jaxpr: Any) -> None:
+    """Whether a traced model marks every activation that the plan's table names.
+
+    Args:
+        plan: The plan it was traced under.
+        jaxpr: Its jaxpr, closed or not.
+
+    Raises:
+        AnnotationError: Names of the table that are marked nowhere, so that their specs mean nothing.
+    """
+    marked = set(_marks(jaxpr))
+    problems = [
+        Problem(f"activation {name!r}", "is marked nowhere in the model", fix=did_you_mean(name, sorted(marked)))
+        for name, _ in plan.rules.activations
+        if name not in marked
+    ]
+    if problems:
+        raise AnnotationError("The rule table names activations that the model does not have:", problems)
+
+
+def _marks(node: Any) -> Iterator[str]:
+    """Every checkpoint name in a jaxpr and in those inside its equations."""
+    if isinstance(node, list | tuple):
+        for part in node:
+            yield from _marks(part)
+    elif hasattr(node, "jaxpr"):
+        yield from _marks(node.jaxpr)
+    elif hasattr(node, "eqns"):
+        for equation in node.eqns:
+            if equation.primitive.name == "name":
+                yield equation.params["name"]
+            yield from _marks(list(equation.params.values()))

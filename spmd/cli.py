@@ -6,6 +6,7 @@ and exit with 2; a check that fails exits with 1.
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,6 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing may be flushed to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -160,15 +164,14 @@ def _train(arguments: list[str]) -> int:
     recipe.audit()
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
+    corpus = recipe.corpus
     show(str(recipe.plan))
     show(
-        f"\ncorpus: {recipe.corpus.documents:,} documents, {len(recipe.corpus.train):,} tokens to train on, "
-        f"{len(recipe.corpus.validation):,} held out\n"
+        f"\ncorpus: {corpus.documents:,} documents, {len(corpus.train):,} tokens to train on, "
+        f"{len(corpus.validation):,} held out\n"
     )
-    if first:
-        folder.describe(config, source, str(recipe.plan))
     console = Console(config.steps) if first else None
-    outcome = train(recipe, folder, console, resume=command.resume)
+    outcome = train(recipe, folder, source, console, resume=command.resume)
     if console and outcome.steps:
         tokens = outcome.steps * config.data.batch * config.data.sequence
         console.summary(

@@ -256,6 +256,11 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def batch_sharding(mesh: AnyMesh) -> NamedSharding:
-    """How a `[batch, sequence]` array of tokens lies on `mesh`."""
-    return NamedSharding(mesh, BATCH_SPEC)
+def batch_sharding(mesh: AnyMesh, ndim: int = 2) -> NamedSharding:
+    """How an array of a batch lies on `mesh`.
+
+    Args:
+        mesh: Any mesh of this framework.
+        ndim: The array's dimensions: `[batch]`, or `[batch, sequence, …]`.
+    """
+    return NamedSharding(mesh, P(*BATCH_SPEC[:ndim]))

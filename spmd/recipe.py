@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd import flax
-from spmd.annotate import within
+from spmd.annotate import check_marks, within
 from spmd.config import TrainConfig
 from spmd.data import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
 from spmd.errors import ConfigError, Problem, RuleError
@@ -122,8 +122,9 @@ class Recipe:
         shape = (data.batch, data.sequence)
         dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
         batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+        key = jax.eval_shape(lambda: jax.random.key(0))
         with within(self.plan):
-            jax.eval_shape(self.grad_fn, self.plan.abstract_params, batch, jax.eval_shape(lambda: jax.random.key(0)))
+            check_marks(self.plan, jax.make_jaxpr(self.loss_fn)(self.plan.abstract_params, batch, key))
 
 
 def config_mesh(config: TrainConfig) -> AnyMesh:

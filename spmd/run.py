@@ -124,12 +124,13 @@ class Outcome:
     steps: int
 
 
-def train(recipe: Recipe, folder: RunFolder, console: Console | None, *, resume: bool = False) -> Outcome:
+def train(recipe: Recipe, folder: RunFolder, source: Path, console: Console | None, *, resume: bool = False) -> Outcome:
     """Trains to the config's last step, from the beginning or from the newest checkpoint.
 
     Args:
         recipe: On a mesh with devices.
-        folder: Described, and holding no other run.
+        folder: Holds no other run, or the one to resume.
+        source: The config file.
         console: What a person sees; None for nothing.
         resume: Go on from the newest checkpoint in the folder.
     """
@@ -144,6 +145,8 @@ def train(recipe: Recipe, folder: RunFolder, console: Console | None, *, resume:
             state, record = checkpoints.restore(None, abstract_state(plan))
             start = _resumable(record, recipe, folder)
         state = state if state is not None else init_state(plan, config.seed)
+        if first:
+            folder.describe(config, source, str(plan))
         writers = Writers(
             [
                 *([JsonLines(folder.metrics, start), TensorBoard(folder.path / "tensorboard", start)] if first else []),

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from spmd.annotate import within
+from spmd.annotate import check_marks, within
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.loss import LossFn, Sums
 from spmd.mesh import batch_sharding
@@ -45,10 +45,18 @@ class TrainStep:
         return self._compiled[signature]
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
-        """The traced and lowered step, before XLA."""
-        sharding = batch_sharding(self.plan.mesh)
-        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
-        return self._jitted.lower(abstract_state(self.plan), inputs)
+        """The traced and lowered step, before XLA.
+
+        Raises:
+            AnnotationError: The rule table names an activation that the model never marks.
+        """
+
+        def place(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(self.plan.mesh, len(x.shape)))
+
+        traced = self._jitted.trace(abstract_state(self.plan), jax.tree.map(place, batch))
+        check_marks(self.plan, traced.jaxpr)
+        return traced.lower()
 
     @functools.cached_property
     def _jitted(self) -> Any:

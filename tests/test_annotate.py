@@ -8,9 +8,11 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.annotate import annotate, checkpoint_layer, to_compute, within
 from spmd.errors import AnnotationError
-from spmd.mesh import make_mesh
+from spmd.mesh import batch_sharding, make_mesh
 from spmd.plan import make_plan
 from spmd.rules import Rules
+from spmd.state import init_state
+from spmd.step import make_train_step
 from tests import tiny
 
 RULES = Rules([("w", P("fsdp"))], activations=[("hidden", P(("data", "fsdp"), "sequence", "tensor"))])
@@ -81,3 +83,31 @@ def test_compute_dtype_is_the_plans():
     """bf16 plans compute in bfloat16."""
     with within(tiny.plan(options=(("precision", "bf16"),))):
         assert to_compute(jnp.ones(2)).dtype == jnp.bfloat16
+
+
+def test_an_activation_that_is_marked_nowhere_is_an_error():
+    """A name in the table that the model lost would otherwise split nothing without a word."""
+    mesh = make_mesh(fsdp=8)
+    activations = [("hidden", P("fsdp")), ("lost", P("fsdp"))]
+    model = make_plan(mesh, Rules([("w", P("fsdp"))], activations), lambda key: {"w": jnp.zeros(8)}, optax.sgd(1.0))
+
+    def loss_fn(params, batch, key):
+        layer = jax.checkpoint(lambda x: annotate(x * params["w"], "hidden"))
+        return {"loss": jax.lax.scan(lambda c, x: (c + layer(x).sum(), None), 0.0, batch)[0], "weight": 1.0}
+
+    with pytest.raises(AnnotationError, match="'lost': is marked nowhere"):
+        make_train_step(model, loss_fn).lower(jnp.ones((8, 8)))
+
+
+def test_batches_of_any_rank_are_split_along_their_first_dimensions():
+    """Labels `[batch]` and images `[batch, height, width, channels]` go with tokens `[batch, sequence]`."""
+    model = make_plan(make_mesh(fsdp=8), Rules([("w", P("fsdp"))]), lambda key: {"w": jnp.zeros(8)}, optax.sgd(1.0))
+
+    def loss_fn(params, batch, key):
+        error = batch["images"].mean(axis=(1, 2, 3)) * params["w"].sum() - batch["labels"]
+        return {"loss": (error**2).sum(), "weight": jnp.float32(8)}
+
+    batch = {"images": jnp.ones((8, 4, 4, 3)), "labels": jnp.ones(8)}
+    placed = {name: jax.device_put(x, batch_sharding(model.mesh, x.ndim)) for name, x in batch.items()}
+    _, metrics = make_train_step(model, loss_fn)(init_state(model), placed)
+    assert metrics["loss"] == 1.0
