@@ -29,24 +29,36 @@ def dense(
         kernel: A parameter, which knows its path under a plan.
         dtype: The product's dtype, that of `x` by default.
     """
-    return _dense(x, kernel[...], weight(kernel.get_metadata("path", None)), dtype or x.dtype)
+    return _dense(x, kernel[...], "io", weight(kernel.get_metadata("path", None)), dtype or x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _dense(x: Array, kernel: Array, placed: Weight | None, dtype: Any) -> Array:
-    return _dense_forward(x, kernel, placed, dtype)[0]
+def tied_head(
+    x: Float[Array, "batch seq d"], table: nnx.Param[Float[Array, "vocab d"]], dtype: Any = None
+) -> Float[Array, "batch seq vocab"]:
+    """How well each row of an embedding table fits, `x @ table.T`, with gradients as those of `dense`."""
+    return _dense(x, table[...], "oi", None, dtype or x.dtype)
 
 
-def _dense_forward(x: Array, kernel: Array, placed: Weight | None, dtype: Any) -> tuple[Array, tuple[Array, ...]]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _dense(x: Array, kernel: Array, axes: str, placed: Weight | None, dtype: Any) -> Array:
+    return _dense_forward(x, kernel, axes, placed, dtype)[0]
+
+
+def _dense_forward(
+    x: Array, kernel: Array, axes: str, placed: Weight | None, dtype: Any
+) -> tuple[Array, tuple[Array, ...]]:
     whole = gather(kernel.astype(x.dtype), placed)
-    return jnp.matmul(x, whole, preferred_element_type=dtype), (x, whole, jnp.zeros((0,), kernel.dtype))
+    y = jnp.einsum(f"...i,{axes}->...o", x, whole, preferred_element_type=dtype)
+    return y, (x, whole, jnp.zeros((0,), kernel.dtype))
 
 
-def _dense_backward(placed: Weight | None, dtype: Any, saved: tuple[Array, ...], dy: Array) -> tuple[Array, Array]:
+def _dense_backward(
+    axes: str, placed: Weight | None, dtype: Any, saved: tuple[Array, ...], dy: Array
+) -> tuple[Array, Array]:
     x, whole, like_kernel = saved
     dy = dy.astype(x.dtype)
-    dkernel = jnp.einsum("...i,...o->io", x, dy, preferred_element_type=like_kernel.dtype)
-    return jnp.einsum("...o,io->...i", dy, whole), scatter(dkernel, placed)
+    dkernel = jnp.einsum(f"...i,...o->{axes}", x, dy, preferred_element_type=like_kernel.dtype)
+    return jnp.einsum(f"...o,{axes}->...i", dy, whole), scatter(dkernel, placed)
 
 
 _dense.defvjp(_dense_forward, _dense_backward)
@@ -140,7 +152,7 @@ def run_layers(layers: nnx.Module, x: Array, *context: Any, unroll: int = 1) -> 
             x = checkpoint_layer(_call(graph), scanned=False)(state, x, *context)
         return x
     graph, state = nnx.split(layers)
-    body = checkpoint_layer(_call(graph), scanned=True)
+    body = checkpoint_layer(_call(graph), scanned=unroll == 1)  # unrolled, XLA could merge recomputation and original
     return jax.lax.scan(lambda x, layer: (body(layer, x, *context), None), x, state, unroll=unroll)[0]
 
 

@@ -13,7 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.layers import Angles, Dense, RMSNorm, causal_attention, make_layers, rotary_angles, rotate, run_layers
+from models.layers import (
+    Angles,
+    Dense,
+    RMSNorm,
+    causal_attention,
+    make_layers,
+    rotary_angles,
+    rotate,
+    run_layers,
+    tied_head,
+)
 from spmd.annotate import annotate, to_compute
 from spmd.errors import ConfigError, Problem
 
@@ -172,8 +182,7 @@ class Embedding(nnx.Module):
 
     def attend(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"]:
         """The tied head: how well each row of the table fits, in float32."""
-        table = self.embedding[...].astype(x.dtype)
-        return jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32)
+        return tied_head(x, self.embedding, jnp.float32)
 
 
 class Llama(nnx.Module):

@@ -15,7 +15,9 @@ A CONFIG file is Python and runs as the user who starts it.
 
 import dataclasses
 import json
+import operator
 import runpy
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -27,6 +29,7 @@ from spmd.data import DataConfig
 from spmd.errors import ConfigError, NotYetError, Problem, did_you_mean
 from spmd.mesh import MeshShape
 from spmd.optim import OptimizerConfig
+from spmd.precision import make_precision
 from spmd.remat import make_remat
 from spmd.rules import Rules
 
@@ -94,6 +97,24 @@ class SampleConfig:
     """Draw among the k likeliest tokens; 0 for all."""
 
 
+_LEAST = {
+    "steps": 1,
+    "accumulate": 1,
+    "log_every": 1,
+    "checkpoint_every": 0,
+    "keep": 1,
+    "keep_best": 0,
+    "devices": 0,
+    "seed": 0,
+    "evaluate.every": 0,
+    "evaluate.tokens": 1,
+    "sample.tokens": 0,
+    "sample.temperature": 0,
+    "sample.top_k": 0,
+}
+"""Dotted field of `TrainConfig` → its least value."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Generic[M]):
     """Everything that makes a training run what it is.
@@ -158,21 +179,21 @@ class TrainConfig(Generic[M]):
             later.append(Problem("precision", f"{self.precision} is planned and not built", fix="float32 or bf16"))
         if later:
             raise NotYetError("Not yet:", later)
-        make_remat(self.remat)
         problems = [
-            Problem(field, f"is {getattr(self, field)}", fix=f"{least} or more")
-            for field, least in (
-                ("steps", 1),
-                ("accumulate", 1),
-                ("log_every", 1),
-                ("checkpoint_every", 0),
-                ("keep", 1),
-                ("keep_best", 0),
-                ("devices", 0),
-                ("seed", 0),
-            )
-            if getattr(self, field) < least
+            Problem(field, f"is {value}", fix=f"{least} or more")
+            for field, least in _LEAST.items()
+            if (value := operator.attrgetter(field)(self)) < least
         ]
+        problems += [
+            Problem(field, f"is {value!r}", fix=did_you_mean(str(value), map(str, choices)))
+            for field, choices in (("zero", (0, 1, 2, 3)), ("on_nan", ("stop", "skip")))
+            if (value := getattr(self, field)) not in choices
+        ]
+        for make, field in ((make_remat, self.remat), (make_precision, self.precision)):
+            try:
+                make(field)
+            except ConfigError as error:
+                problems += error.problems
         if self.accumulate > 0 and self.data.batch % self.accumulate:
             arithmetic = f"{self.data.batch} / {self.accumulate} = {self.data.batch / self.accumulate:.4g}"
             problems.append(Problem("accumulate", "does not divide data.batch", arithmetic, "change one of them"))
@@ -209,6 +230,9 @@ def load_config(name: str) -> TrainConfig:
     except SyntaxError as error:
         problem = Problem(f"{path}:{error.lineno}", f"is not Python: {error.msg}")
         raise ConfigError("The config cannot be read:", [problem]) from error
+    except (NameError, AttributeError, TypeError, LookupError) as error:
+        what = f"fails: {type(error).__name__}: {error}"
+        raise ConfigError("The config cannot be read:", [Problem(_line_of(error, path), what)]) from error
     except ImportError as error:
         raise ConfigError(
             "The config cannot be read:", [Problem(str(path), f"imports what is missing: {error}")]
@@ -218,6 +242,11 @@ def load_config(name: str) -> TrainConfig:
         fix = "config = spmd.TrainConfig(...)"
         raise ConfigError("The config cannot be read:", [Problem(str(path), what, fix=fix)])
     return config
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else str(path)
 
 
 def config_values(config: Any) -> dict[str, Any]:

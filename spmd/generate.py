@@ -31,8 +31,9 @@ def sample_token(
         return jnp.argmax(logits, axis=-1)
     logits = logits.astype(jnp.float32) / temperature
     if top_k:
-        least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+        likeliest, ids = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))
+        drawn = jax.random.categorical(key, likeliest)
+        return jnp.take_along_axis(ids, drawn[:, None], axis=-1)[:, 0]
     return jax.random.categorical(key, logits)
 
 
@@ -65,15 +66,21 @@ def generate(
         int32 `[batch, prompt + tokens]`.
 
     Raises:
-        ConfigError: An empty prompt, or more tokens than the window holds.
+        ConfigError: An empty prompt, more tokens than the window holds, a negative number; all at once.
     """
     batch, prompt = prompts.shape
+    problems = [
+        Problem(name, f"is {value}", fix="0 or more")
+        for name, value in (("tokens", tokens), ("temperature", temperature), ("top_k", top_k))
+        if value < 0
+    ]
     if prompt == 0:
-        raise ConfigError("Nothing can be generated:", [Problem("prompt", "is empty", fix="give at least one token")])
+        problems.append(Problem("prompt", "is empty", fix="give at least one token"))
     if prompt + tokens > window:
         arithmetic = f"{prompt} prompt tokens + {tokens} new ones = {prompt + tokens} > {window}"
-        problem = Problem("tokens", "is more than the model was trained on", arithmetic, "shorten one of them")
-        raise ConfigError("Nothing can be generated:", [problem])
+        problems.append(Problem("tokens", "is more than the model was trained on", arithmetic, "shorten one of them"))
+    if problems:
+        raise ConfigError("Nothing can be generated:", problems)
 
     def run(params: Any, buffer: Array, key: Array) -> Array:
         def step(position: Array, buffer: Array) -> Array:

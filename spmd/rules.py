@@ -182,12 +182,23 @@ class Rules:
                 problems.append(self._unmatched(path))
                 continue
             won[match.index].append(path)
-            if _rule(match.index, match.pattern) not in unusable:
-                problems += audit_spec(path, shape, match.spec, axes, f"rule {match.pattern!r}")
+            if _rule(match.index, match.pattern) in unusable or not axes.keys() >= set(self.layer_path(path)[1]):
+                continue
+            twice = self._audit_stacking(path, match)
+            problems += twice or audit_spec(path, shape, match.spec, axes, f"rule {match.pattern!r}")
         for index, paths in won.items():
             if not paths:
                 problems.append(self._useless(index, shapes))
         return problems
+
+    def _audit_stacking(self, path: str, match: Match) -> list[Problem]:
+        used = [axis for entry in match.spec for axis in entry_axes(entry)]
+        by = f"rule {match.pattern!r} and stacking give {spec_text(match.spec)}"
+        return [
+            Problem(path, f"{by}, which uses the axis {axis!r} twice", fix="split the stack or the layer over it")
+            for axis in dict.fromkeys(used)
+            if used.count(axis) > 1
+        ]
 
     def _audit_axes(self, axes: Mapping[str, int]) -> list[Problem]:
         problems = []
