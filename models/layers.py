@@ -33,10 +33,10 @@ def dense(
 
 
 def tied_head(
-    x: Float[Array, "batch seq d"], table: nnx.Param[Float[Array, "vocab d"]], dtype: Any = None
+    x: Float[Array, "batch seq d"], table: Float[Array, "vocab d"], dtype: Any = None
 ) -> Float[Array, "batch seq vocab"]:
     """How well each row of an embedding table fits, `x @ table.T`, with gradients as those of `dense`."""
-    return _dense(x, table[...], "oi", None, dtype or x.dtype)
+    return _dense(x, table, "oi", None, dtype or x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

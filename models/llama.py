@@ -182,7 +182,8 @@ class Embedding(nnx.Module):
 
     def attend(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"]:
         """The tied head: how well each row of the table fits, in float32."""
-        return tied_head(x, self.embedding, jnp.float32)
+        table = annotate(annotate(self.embedding[...], "tied_columns"), "tied_head")
+        return tied_head(x, table, jnp.float32)
 
 
 class Llama(nnx.Module):

@@ -2,7 +2,7 @@
 
 The embedding keeps its vocabulary whole and splits its columns. Each device looks up its columns for all tokens of its
 `fsdp × tensor` group, and then columns are exchanged for tokens: activations travel instead of the table, and the
-table's gradient needs no sum over `fsdp`. A tied embedding is the head as well: its vocabulary is split over `tensor`.
+table's gradient needs no sum over `fsdp`. Where it is the head as well (tied), that use of it is split by vocabulary.
 """
 
 from jax.sharding import PartitionSpec as P
@@ -27,28 +27,26 @@ _ACTIVATIONS = (
     ("logits", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, vocab]
 )
 
+_EMBEDDING = ("embed/embedding", P(None, ("fsdp", "tensor")))  # [vocab, d]
+_LOOKUP = (
+    ("embed_tokens", P(("data", "expert"), "sequence")),  # [batch, seq]: every column's owner sees all tokens
+    ("embed_rows", P(("data", "expert"), "sequence", ("fsdp", "tensor"))),  # [batch, seq, d]
+    ("embed_exchange", P(("data", "expert"), "sequence", "fsdp")),  # two short exchanges instead of a full copy
+)
+
 LLAMA = Rules(
-    params=(
-        ("embed/embedding", P(None, ("fsdp", "tensor"))),  # [vocab, d]
-        *_LAYERS,
-        ("lm_head/kernel", P("fsdp", "tensor")),  # [d, vocab]
-    ),
-    activations=(
-        ("embed_tokens", P(("data", "expert"), "sequence")),  # [batch, seq]: every column's owner sees all tokens
-        ("embed_rows", P(("data", "expert"), "sequence", ("fsdp", "tensor"))),  # [batch, seq, d]
-        ("embed_exchange", P(("data", "expert"), "sequence", "fsdp")),  # two short exchanges instead of a full copy
-        *_ACTIVATIONS,
-    ),
+    params=(_EMBEDDING, *_LAYERS, ("lm_head/kernel", P("fsdp", "tensor"))),  # the head is [d, vocab]
+    activations=(*_LOOKUP, *_ACTIVATIONS),
     stacked={"layers": "pipe"},
 )
 
 LLAMA_TIED = Rules(
-    params=(("embed/embedding", P("tensor", "fsdp")), *_LAYERS),
+    params=(_EMBEDDING, *_LAYERS),
     activations=(
-        ("embed_tokens", P(BATCH_AXES, "sequence")),
-        ("embed_rows", P(BATCH_AXES, "sequence")),
-        ("embed_exchange", P(BATCH_AXES, "sequence")),
+        *_LOOKUP,
         *_ACTIVATIONS,
+        ("tied_columns", P(None, "tensor")),  # [vocab, d]: gathered over fsdp, …
+        ("tied_head", P("tensor")),  # … then columns are exchanged for rows of the vocabulary
     ),
     stacked={"layers": "pipe"},
 )

@@ -163,9 +163,7 @@ def _marks(node: Any) -> Iterator[str]:
     if isinstance(node, list | tuple):
         for part in node:
             yield from _marks(part)
-    elif hasattr(node, "jaxpr"):
-        yield from _marks(node.jaxpr)
-    elif hasattr(node, "eqns"):
+    elif hasattr(node, "eqns"):  # a jaxpr, closed or not
         for equation in node.eqns:
             if equation.primitive.name == "name":
                 yield equation.params["name"]
