@@ -37,7 +37,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,dev]'
 	@touch $@
 
-demo: install ## train a small Llama over 8 simulated devices, into runs/demo (about 4 minutes on 2 cores)
+demo: install ## train a small Llama over 8 simulated devices, into runs/demo (about 3 minutes on 2 cores)
 	@if [ -e runs/demo ]; then echo "removing the previous runs/demo"; rm -rf runs/demo; fi
 	$(VENV)/bin/spmd train demo --out runs/demo
 

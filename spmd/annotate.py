@@ -36,15 +36,16 @@ class _Scope:
     remat: Remat
     precision: Precision
 
-    def constrain(self, x: jax.Array, spec: P, what: str) -> jax.Array:
-        """`x` under `spec`, without those axes that are manual here; what cannot be split is an error."""
-        manual = get_abstract_mesh().manual_axes
-        for axis in manual:
-            spec = drop_axis(spec, axis)
-        problems = audit_spec(what, x.shape, spec, self.mesh.shape, f"its spec {spec_text(spec)}")
-        if problems:
-            raise AnnotationError("An array cannot be split as the rule table says:", problems)
-        return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(self.mesh, spec))
+
+def _constrain(x: jax.Array, mesh: AnyMesh, spec: P, what: str) -> jax.Array:
+    """`x` under `spec`, without those axes that are manual here; what cannot be split is an error."""
+    manual = get_abstract_mesh().manual_axes
+    for axis in manual:
+        spec = drop_axis(spec, axis)
+    problems = audit_spec(what, x.shape, spec, mesh.shape, f"its spec {spec_text(spec)}")
+    if problems:
+        raise AnnotationError("An array cannot be split as the rule table says:", problems)
+    return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(mesh, spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +53,12 @@ class Weight:
     """How one layer's parameter is placed while it is used, and how its gradient is afterwards.
 
     Attributes:
+        mesh: The plan's mesh.
         used: Its spec in a matmul: as stored, but whole over `fsdp`.
         gradient: The spec its gradient is reduced to, by the plan's ZeRO stage.
     """
 
+    mesh: AnyMesh
     used: P
     gradient: P
 
@@ -98,7 +101,7 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
     if name not in table:
         problem = Problem(f"activation {name!r}", "is not in the rule table", fix=did_you_mean(name, table))
         raise AnnotationError("The model marks an activation that the plan does not know:", [problem])
-    return checkpoint_name(scope.constrain(x, table[name], f"activation {name!r}"), name)
+    return checkpoint_name(_constrain(x, scope.mesh, table[name], f"activation {name!r}"), name)
 
 
 def weight(path: str | None) -> Weight | None:
@@ -113,17 +116,17 @@ def weight(path: str | None) -> Weight | None:
         return None
     spec = P() if isinstance(match.requested, Replicate) else match.requested
     used = drop_axis(spec, "fsdp")
-    return Weight(used, spec if "gradients" in ZERO_KEEPS[scope.zero] else used)
+    return Weight(scope.mesh, used, spec if "gradients" in ZERO_KEEPS[scope.zero] else used)
 
 
 def gather(kernel: jax.Array, placed: Weight | None) -> jax.Array:
     """A layer's parameter as it is used: whole over `fsdp`. What the backward pass keeps of it is up to remat."""
-    return kernel if placed is None else _SCOPE.value.constrain(kernel, placed.used, "a layer's parameter")
+    return kernel if placed is None else _constrain(kernel, placed.mesh, placed.used, "a layer's parameter")
 
 
 def scatter(gradient: jax.Array, placed: Weight | None) -> jax.Array:
     """A layer's gradient, summed over devices into the place where the plan keeps it."""
-    return gradient if placed is None else _SCOPE.value.constrain(gradient, placed.gradient, "a layer's gradient")
+    return gradient if placed is None else _constrain(gradient, placed.mesh, placed.gradient, "a layer's gradient")
 
 
 def to_compute(x: jax.Array) -> jax.Array:

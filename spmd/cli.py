@@ -93,8 +93,8 @@ class GenerateCommand:
     """The run folder, such as runs/demo."""
     prompt: str
     """What to go on from."""
-    tokens: int = 200
-    """How many tokens to add."""
+    tokens: int | None = None
+    """How many tokens to add; by default 200, or as many as the model was trained to see."""
     temperature: float = 0.8
     """0 takes the likeliest token each time; 1 samples the model's own distribution."""
     top_k: int = 40
@@ -140,7 +140,7 @@ def _parse(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
     """The command with its config, and the config's file."""
     named = bool(arguments) and not arguments[0].startswith("-")
     if not named and not {"-h", "--help"} & set(arguments):
-        problem = Problem("CONFIG", "is missing", fix=f"a Python file, or one of: {', '.join(shipped())}")
+        problem = Problem("CONFIG", "comes first", fix=f"a Python file, or one of: {', '.join(shipped())}")
         raise ConfigError(f"spmd {verb} CONFIG needs a config:", [problem])
     name = arguments[0] if named else "demo"
     config = load_config(name)
@@ -158,7 +158,7 @@ def _train(arguments: list[str]) -> int:
     command, source = _parse(TrainCommand, arguments, "train")
     config: TrainConfig = command.config
     folder = RunFolder(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
-    folder.refuse_another_run(resume=command.resume)
+    folder.check_use(resume=command.resume)
     launch.start(launch.Launch(config.devices, command.coordinator, command.processes, command.process_id))
     recipe = Recipe(config, config_mesh(config))
     recipe.audit()
@@ -212,6 +212,8 @@ def _plan(arguments: list[str]) -> int:
 def _check(arguments: list[str]) -> int:
     command, _ = _parse(CheckCommand, arguments, "check")
     config: TrainConfig = command.config
+    if command.check_steps < 1:
+        raise ConfigError("Nothing to check:", [Problem("check-steps", f"is {command.check_steps}", fix="1 or more")])
     launch.start(launch.Launch(config.devices))
     ours, one = Recipe(config, config_mesh(config)), Recipe(config, one_device_mesh())
     ours.audit()
@@ -240,12 +242,13 @@ def _generate(arguments: list[str]) -> int:
     recipe = Recipe(config, config_mesh(config))
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
         state, _ = checkpoints.restore(command.step, abstract_state(recipe.plan))
+    room = config.data.sequence - len(recipe.tokenizer.encode(command.prompt))
     print(
         write_sample(
             recipe,
             state.params,
             command.prompt,
-            tokens=command.tokens,
+            tokens=max(min(200, room), 0) if command.tokens is None else command.tokens,
             temperature=command.temperature,
             top_k=command.top_k,
             seed=command.seed,

@@ -26,7 +26,7 @@ import tyro
 from flax import nnx
 
 from spmd.data import DataConfig
-from spmd.errors import ConfigError, NotYetError, Problem, did_you_mean
+from spmd.errors import ConfigError, NotYetError, Problem, SpmdError, did_you_mean
 from spmd.mesh import MeshShape
 from spmd.optim import OptimizerConfig
 from spmd.precision import make_precision
@@ -182,8 +182,10 @@ class TrainConfig(Generic[M]):
         problems = [
             Problem(field, f"is {value}", fix=f"{least} or more")
             for field, least in _LEAST.items()
-            if (value := operator.attrgetter(field)(self)) < least
+            if not (value := operator.attrgetter(field)(self)) >= least
         ]
+        if self.seed >= 2**32:
+            problems.append(Problem("seed", f"is {self.seed}", fix="below 2**32"))
         problems += [
             Problem(field, f"is {value!r}", fix=did_you_mean(str(value), map(str, choices)))
             for field, choices in (("zero", (0, 1, 2, 3)), ("on_nan", ("stop", "skip")))
@@ -227,10 +229,12 @@ def load_config(name: str) -> TrainConfig:
         raise ConfigError("There is no such config:", [Problem(name, "is no file and no shipped config", fix=fix)])
     try:
         config = runpy.run_path(str(path)).get("config")
+    except SpmdError:
+        raise
     except SyntaxError as error:
         problem = Problem(f"{path}:{error.lineno}", f"is not Python: {error.msg}")
         raise ConfigError("The config cannot be read:", [problem]) from error
-    except (NameError, AttributeError, TypeError, LookupError) as error:
+    except (NameError, AttributeError, TypeError, LookupError, ValueError, OSError, ArithmeticError) as error:
         what = f"fails: {type(error).__name__}: {error}"
         raise ConfigError("The config cannot be read:", [Problem(_line_of(error, path), what)]) from error
     except ImportError as error:
@@ -250,25 +254,37 @@ def _line_of(error: BaseException, path: Path) -> str:
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """The config as JSON values, without its rules, which the config file keeps."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "rules"}
-    plain = {k: config_values(v) if dataclasses.is_dataclass(v) else v for k, v in values.items()}
-    return json.loads(json.dumps(plain))
+    """The config as JSON values, without its rules, which the config file keeps.
+
+    Raises:
+        ConfigError: A field holds a value that JSON has no word for.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, Rules):
+            values[field.name] = config_values(value)
+        elif not isinstance(value, Rules):
+            try:
+                values[field.name] = json.loads(json.dumps(value))
+            except TypeError as error:
+                where = f"{type(config).__name__}.{field.name}"
+                problem = Problem(
+                    where, f"cannot be kept in the run folder: {error}", fix="a number, a word or a tuple"
+                )
+                raise ConfigError("This configuration cannot be used:", [problem]) from error
+    return values
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     """The config with the fields that `values`, from `config_values`, gives."""
-    new = {}
-    for name, value in values.items():
-        old = getattr(config, name)
-        new[name] = (
-            with_values(old, value)
-            if isinstance(value, Mapping)
-            else tuple(value)
-            if isinstance(value, list)
-            else value
-        )
-    return dataclasses.replace(config, **new)
+
+    def restore(old: Any, value: Any) -> Any:
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(old):
+            return with_values(old, value)
+        return tuple(restore(None, item) for item in value) if isinstance(value, list) else value
+
+    return dataclasses.replace(config, **{name: restore(getattr(config, name), v) for name, v in values.items()})
 
 
 def config_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:

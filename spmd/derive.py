@@ -68,7 +68,8 @@ def optimizer_specs(
     state = jax.eval_shape(init, params)
     probed = _followers(jax.eval_shape(init, _probe(params, leading)), shapes.keys())
     followed = _followers(state, shapes.keys())
-    layers = {shapes[path][0]: specs[path][0] for path, n in leading.items() if n}
+    stacks = {(shapes[path][0], specs[path][0]) for path, n in leading.items() if n}
+    layers = {length: axis for length, axis in stacks if sum(length == other for other, _ in stacks) == 1}
 
     table: dict[str, Derived] = {}
     problems: list[Problem] = []
@@ -104,7 +105,8 @@ def _followers(state: Any, params: Any) -> dict[str, tuple[tuple[int, ...], str]
     known = set(params)
 
     def like_params(node: Any) -> bool:
-        return isinstance(node, Mapping) and (paths := tree.flatten(node).keys()) and paths <= known  # type: ignore[return-value]
+        paths = tree.flatten(node).keys() if isinstance(node, Mapping) else ()
+        return bool(paths) and known.issuperset(paths)
 
     found = {}
     for prefix, node in tree.flatten(state, is_leaf=like_params).items():

@@ -74,11 +74,7 @@ def generate(
         for name, value in (("tokens", tokens), ("temperature", temperature), ("top_k", top_k))
         if value < 0
     ]
-    if prompt == 0:
-        problems.append(Problem("prompt", "is empty", fix="give at least one token"))
-    if prompt + tokens > window:
-        arithmetic = f"{prompt} prompt tokens + {tokens} new ones = {prompt + tokens} > {window}"
-        problems.append(Problem("tokens", "is more than the model was trained on", arithmetic, "shorten one of them"))
+    problems += _window_problems(prompt, tokens, window)
     if problems:
         raise ConfigError("Nothing can be generated:", problems)
 
@@ -97,3 +93,27 @@ def generate(
     whole = NamedSharding(plan.mesh, P())
     done = jax.jit(run, out_shardings=whole)(params, jax.device_put(buffer, sharding), jax.random.key(seed))
     return np.asarray(jax.device_get(done))[:, : prompt + tokens]
+
+
+def check_window(prompt: int, tokens: int, window: int) -> None:
+    """Whether a sample fits the sequences that a model is trained on.
+
+    Args:
+        prompt: Tokens to go on from.
+        tokens: Tokens to add.
+        window: The longest sequence.
+
+    Raises:
+        ConfigError: It does not, or the prompt is empty.
+    """
+    problems = _window_problems(prompt, tokens, window)
+    if problems:
+        raise ConfigError("The sample cannot be generated:", problems)
+
+
+def _window_problems(prompt: int, tokens: int, window: int) -> list[Problem]:
+    problems = [Problem("prompt", "is empty", fix="give at least one token")] if prompt == 0 else []
+    if prompt + tokens > window:
+        arithmetic = f"{prompt} prompt tokens + {tokens} new ones = {prompt + tokens} > {window}"
+        problems.append(Problem("tokens", "is more than the model was trained on", arithmetic, "ask for fewer tokens"))
+    return problems

@@ -25,6 +25,8 @@ def cross_entropy(
 ) -> Sums:
     """Next-token cross-entropy in nats, and how many tokens are predicted exactly, as weighted sums.
 
+    A target whose logit ties with the largest counts as predicted.
+
     Args:
         logits: Scores, in any float dtype; computed on in float32. The vocabulary may be split over devices: the
             target's logit is picked by a masked sum, which needs no gather.
@@ -38,7 +40,8 @@ def cross_entropy(
     vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
     target = jnp.where(vocabulary == targets[..., None], logits, 0.0).sum(axis=-1)
     losses = jax.nn.logsumexp(logits, axis=-1) - target
-    correct = (target >= logits.max(axis=-1)).astype(jnp.float32)  # the maximum is one that logsumexp takes anyway
+    # The maximum is one that logsumexp takes anyway; telling ties apart would need a second copy of the logits.
+    correct = (target >= logits.max(axis=-1)).astype(jnp.float32)
     return {
         "loss": (losses * weights).sum(),
         "weight": weights.sum(),

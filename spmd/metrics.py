@@ -314,7 +314,7 @@ class Console(Writer):
     ) -> None:
         self._total, self._columns = total_steps, columns
         self._stream = sys.stdout if stream is None else stream
-        self._print = functools.partial(print, file=self._stream, flush=True)
+        self.say = functools.partial(print, file=self._stream, flush=True)
         self._live: Live | None = None
         self._shown: Values = {}
         if self._stream.isatty() if interactive is None else interactive:
@@ -336,7 +336,7 @@ class Console(Writer):
             head = Columns([done, bar, f"{100 * step // self._total}%", left], padding=(0, 3))
             self._live.update(rich.console.Group(head, Text("   ".join(cells))), refresh=True)
         else:
-            self._print("   ".join([done, *cells, *([f"{left:>12}"] if left else [])]))
+            self.say("   ".join([done, *cells, *([f"{left:>12}"] if left else [])]))
 
     def summary(
         self,
@@ -360,9 +360,9 @@ class Console(Writer):
         cells += [f"loss {NOT_REPORTED if loss is None else format(loss, '.4f')}"]
         used = NOT_REPORTED if mfu is None else f"{mfu:.1%}"
         peak = NOT_REPORTED if memory is None else human_bytes(memory)
-        self._print("   ".join(cells))
-        self._print(f"MFU {used}: {flops.formula if flops else 'no FLOP count was given'}")
-        self._print(f"peak memory: device {peak}, host process {human_bytes(process_peak_rss())}")
+        self.say("   ".join(cells))
+        self.say(f"MFU {used}: {flops.formula if flops else 'no FLOP count was given'}")
+        self.say(f"peak memory: device {peak}, host process {human_bytes(process_peak_rss())}")
 
     def close(self) -> None:
         """Leaves the bar as it is and gives the terminal back."""

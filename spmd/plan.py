@@ -54,17 +54,20 @@ class Leaf:
     memory_kind: str
     bytes_per_device: int
 
-    def __str__(self) -> str:
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """Path, dtype and shape, spec in force, bytes of a shard, and the rule with its reason."""
         shape = "×".join(map(str, self.shape)) or "scalar"
-        return "  ".join(
-            (
-                self.path,
-                f"{self.dtype}[{shape}]",
-                spec_text(self.spec),
-                tree.human_bytes(self.bytes_per_device),
-                self.rule + (f" ({self.reason})" if self.reason else ""),
-            )
+        return (
+            self.path,
+            f"{self.dtype}[{shape}]",
+            spec_text(self.spec),
+            tree.human_bytes(self.bytes_per_device),
+            self.rule + (f" ({self.reason})" if self.reason else ""),
         )
+
+    def __str__(self) -> str:
+        return "  ".join(self.cells)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +133,13 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         """The plan as text: a heading, one line for each parameter, and the bytes on each device."""
-        rows = [(leaf.path, *str(leaf).split("  ")[1:]) for leaf in self.params]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        rows = [leaf.cells for leaf in self.params]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
         lines = [
             "  ".join(
-                cell.rjust(w) if i == 3 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))
+                (path.ljust(widths[0]), shape.ljust(widths[1]), spec.ljust(widths[2]), size.rjust(widths[3]), rule)
             )
-            + "  "
-            + row[4]
-            for row in rows
+            for path, shape, spec, size, rule in rows
         ]
         held = "   ".join(f"{name} {tree.human_bytes(n)}" for name, n in self.bytes_per_device().items())
         count = sum(math.prod(leaf.shape) for leaf in self.params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ import optax
 
 from spmd import flax
 from spmd.annotate import check_marks, within
-from spmd.config import TrainConfig
+from spmd.config import TrainConfig, config_values
 from spmd.data import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
 from spmd.errors import ConfigError, Problem, RuleError
+from spmd.generate import check_window
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.loss import LossFn, next_token_loss
@@ -19,6 +21,8 @@ from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, mesh_of
 from spmd.metrics import Flops, transformer_flops
 from spmd.optim import check_no_decay, make_optimizer, make_schedule
 from spmd.plan import ShardingPlan, make_plan
+from spmd.skip import skip_nonfinite
+from spmd.state import TrainState
 from spmd.step import TrainStep, make_train_step
 
 
@@ -50,7 +54,7 @@ class Recipe:
         stacked = tuple(name for name, _ in self.config.rules.stacked)
         optimizer = make_optimizer(self.config.optimizer, self.config.steps, stacked)
         if self.config.on_nan == "skip":
-            return optax.apply_if_finite(optimizer, max_consecutive_errors=self.config.steps)
+            return skip_nonfinite(optimizer)
         return optimizer
 
     @functools.cached_property
@@ -86,7 +90,17 @@ class Recipe:
     @functools.cached_property
     def step(self) -> TrainStep:
         """The train step, not yet compiled."""
-        return make_train_step(self.plan, grad_fn=self.grad_fn, watch={"learning_rate": self.schedule})
+        return make_train_step(self.plan, grad_fn=self.grad_fn, watch=self.watch)
+
+    @functools.cached_property
+    def watch(self) -> dict[str, Callable[[TrainState], jax.Array]]:
+        """What the step reports besides: the learning rate, and how many earlier steps were left out."""
+        if self.config.on_nan == "stop":
+            return {"learning_rate": lambda state: self.schedule(state.step)}
+        return {
+            "learning_rate": lambda state: self.schedule(state.step - state.optimizer_state.skipped),
+            "skipped_steps": lambda state: state.optimizer_state.skipped,
+        }
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -117,7 +131,10 @@ class Recipe:
             SpmdError: The batch, or a microbatch of it, does not divide over the mesh; the rule table does not fit; the
                 model marks an activation that cannot be split as its table says.
         """
-        data = self.config.data
+        data, sample = self.config.data, self.config.sample
+        config_values(self.config)
+        if sample.prompt:
+            check_window(len(self.tokenizer.encode(sample.prompt)), sample.tokens, data.sequence)
         check_batch(data.batch // self.config.accumulate, data.sequence, batch_sharding(self.mesh))
         shape = (data.batch, data.sequence)
         dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}

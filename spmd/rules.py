@@ -125,6 +125,8 @@ class Rules:
                 )
             if not isinstance(value, P | Replicate):
                 problems.append(Problem(where, f"has the value {value!r}", fix='a PartitionSpec, or replicate("why")'))
+            elif isinstance(value, P) and any(entry is P.UNCONSTRAINED for entry in value):
+                problems.append(Problem(where, "leaves a dimension to the compiler", fix="an axis, or None for whole"))
             elif isinstance(value, P) and not any(entry_axes(entry) for entry in value):
                 problems.append(Problem(where, f"{spec_text(value)} replicates silently", fix='write replicate("why")'))
         names = [name for name, _ in self.activations]

@@ -41,7 +41,7 @@ from spmd.metrics import (
 from spmd.recipe import Recipe
 from spmd.state import TrainState, abstract_state, init_state
 from spmd.step import make_eval_step
-from spmd.trainer import CountNonFinite, Hook, StopOnNonFinite, fit
+from spmd.trainer import Hook, StopOnNonFinite, fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +64,17 @@ class RunFolder:
         """Where the numbers are."""
         return self.path / "metrics.jsonl"
 
-    def refuse_another_run(self, *, resume: bool) -> None:
+    def check_use(self, *, resume: bool) -> None:
         """Call it before processes meet: afterwards the folder may hold this run's own files.
 
         Raises:
-            CheckpointError: It holds a run and `resume` is false.
+            CheckpointError: It holds a run and `resume` is false, or it holds none and `resume` is true.
         """
-        if not resume and (self.checkpoints.exists() or self.metrics.exists()):
+        holds_a_run = self.metrics.exists() or any(self.checkpoints.glob("*"))
+        if resume and not holds_a_run:
+            fix = "name the folder of the run, or leave out --resume to start one"
+            raise CheckpointError("Nothing was resumed:", [Problem(str(self.path), "holds no run", fix=fix)])
+        if not resume and holds_a_run:
             fix = "--resume to go on with it, or another --out"
             raise CheckpointError("Nothing was started:", [Problem(str(self.path), "already holds a run", fix=fix)])
 
@@ -144,6 +148,10 @@ def train(recipe: Recipe, folder: RunFolder, source: Path, console: Console | No
         if resume and checkpoints.latest() is not None:
             state, record = checkpoints.restore(None, abstract_state(plan))
             start = _resumable(record, recipe, folder)
+            if console and first:
+                console.say(f"resuming after step {start}")
+                for name, (old, new) in config_difference(record["config"], config_values(config)).items():
+                    console.say(f"  {name} was {old} and is {new} from here on")
         state = state if state is not None else init_state(plan, config.seed)
         if first:
             folder.describe(config, source, str(plan))
@@ -155,12 +163,10 @@ def train(recipe: Recipe, folder: RunFolder, source: Path, console: Console | No
         )
         clock = StepClock()
         evaluate = Evaluate(recipe, Windows(corpus.validation, config.data.sequence), writers, clock)
-        if config.on_nan == "stop":
-            guard: Hook = StopOnNonFinite(config.data.batch, checkpoints.latest)
-        else:
-            guard = CountNonFinite()
         log = Log(recipe, writers, clock)
-        hooks = [guard, log, evaluate, Save(recipe, checkpoints, evaluate, clock)]
+        hooks = [log, evaluate, Save(recipe, checkpoints, evaluate, clock)]
+        if config.on_nan == "stop":
+            hooks.insert(0, StopOnNonFinite(config.data.batch, checkpoints.latest))
         began = time.perf_counter()
         stream = batches(
             train_windows,

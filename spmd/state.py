@@ -11,6 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.plan import ShardingPlan, cast_floats
 
+PRNG = "threefry2x32"
+"""The generator of every key, whatever JAX's default is, so that a seed means the same everywhere."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ def compile_init(plan: ShardingPlan) -> jax.stages.Compiled:
     """The compiled program that creates the state of `plan` from a key's data, each device its own shards."""
 
     def create(key_data: jax.Array) -> TrainState:
-        key = jax.random.wrap_key_data(key_data)
+        key = jax.random.wrap_key_data(key_data, impl=PRNG)
         params = cast_floats(plan.init_fn(jax.random.fold_in(key, 0)), plan.precision.params_dtype)
         data = jax.random.key_data(jax.random.fold_in(key, 1))
         return TrainState(jnp.zeros((), jnp.int32), params, plan.optimizer.init(params), data)
@@ -70,5 +73,5 @@ def init_state(plan: ShardingPlan, seed: int = 0) -> TrainState:
         plan: From `make_plan`, on a mesh with devices.
         seed: Any integer below 2³².
     """
-    key = jax.device_put(jax.random.key_data(jax.random.key(seed)), NamedSharding(plan.mesh, P()))
+    key = jax.device_put(jax.random.key_data(jax.random.key(seed, impl=PRNG)), NamedSharding(plan.mesh, P()))
     return compile_init(plan)(key)

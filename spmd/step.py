@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from spmd.annotate import check_marks, within
@@ -12,7 +13,7 @@ from spmd.gradients.base import GradFn, value_and_grad
 from spmd.loss import LossFn, Sums
 from spmd.mesh import batch_sharding
 from spmd.plan import ShardingPlan
-from spmd.state import TrainState, abstract_state
+from spmd.state import PRNG, TrainState, abstract_state
 
 Metrics = dict[str, jax.Array]
 """Scalars of one step, still on the devices."""
@@ -25,7 +26,7 @@ class TrainStep:
     `gradient_norm` (before clipping) and what `watch` adds.
     """
 
-    def __init__(self, plan: ShardingPlan, grad_fn: GradFn, watch: Mapping[str, Callable[[jax.Array], Any]]) -> None:
+    def __init__(self, plan: ShardingPlan, grad_fn: GradFn, watch: Mapping[str, Callable[[TrainState], Any]]) -> None:
         self.plan, self.grad_fn, self.watch = plan, grad_fn, dict(watch)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
 
@@ -64,17 +65,18 @@ class TrainStep:
         return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=PRNG), state.step)
         with within(self.plan):
             gradients, sums = self.grad_fn(state.params, batch, key)
         weight = sums.pop("weight")
-        gradients = jax.tree.map(lambda g: g / weight, gradients)
+        divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
+        gradients = jax.tree.map(lambda g: g / divisor, gradients)
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
         updates, optimizer_state = self.plan.optimizer.update(gradients, state.optimizer_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {name: total / weight for name, total in sums.items()}
+        metrics = {name: total / divisor for name, total in sums.items()}
         metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
-        metrics |= {name: watched(state.step) for name, watched in self.watch.items()}
+        metrics |= {name: watched(state) for name, watched in self.watch.items()}
         return TrainState(state.step + 1, params, optimizer_state, state.key), metrics
 
 
@@ -93,7 +95,7 @@ def make_train_step(
     loss_fn: LossFn | None = None,
     *,
     grad_fn: GradFn | None = None,
-    watch: Mapping[str, Callable[[jax.Array], Any]] | None = None,
+    watch: Mapping[str, Callable[[TrainState], Any]] | None = None,
 ) -> TrainStep:
     """The train step of `plan`.
 
@@ -101,7 +103,7 @@ def make_train_step(
         plan: From `make_plan`.
         loss_fn: `(params, batch, key) -> Sums`.
         grad_fn: Instead of `loss_fn`: any composition of `spmd.gradients`.
-        watch: Name → a function of the step number, reported as a metric (`{"learning_rate": schedule}`).
+        watch: Name → a function of the state before the step, reported as a metric.
 
     Returns:
         A `TrainStep`. An equal plan with the same functions gives the same object, so nothing compiles twice.

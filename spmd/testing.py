@@ -1,7 +1,7 @@
 """Proof that a layout gives the same numbers: one run on a mesh, one on a single device, compared leaf by leaf."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -222,6 +222,3 @@ def token_batches(
         kept = rng.random(shape) >= padding * 2 * np.arange(batch)[:, None] / max(batch - 1, 1)
         out.append({"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": kept.astype(np.float32)})
     return out
-
-
-Checker = Callable[..., Parity]

@@ -113,18 +113,5 @@ class StopOnNonFinite(Hook):
             )
 
 
-class CountNonFinite(Hook):
-    """Counts the steps whose loss or gradient is not finite; the optimizer has left them out."""
-
-    def __init__(self) -> None:
-        self.skipped = 0
-
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds the running count to the metrics as `skipped_steps`, once there is one."""
-        self.skipped += bool(_non_finite(metrics))
-        if self.skipped:
-            metrics["skipped_steps"] = self.skipped
-
-
 def _non_finite(metrics: dict[str, float]) -> list[str]:
     return [name for name in ("loss", "gradient_norm") if not abs(metrics.get(name, 0.0)) < float("inf")]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 PyTree = Any
 
@@ -85,20 +84,10 @@ def size(tree: PyTree) -> int:
     """The number of elements in all leaves.
 
     Example:
-        >>> size({"a": np.zeros((2, 3)), "b": np.zeros(4)})
+        >>> size({"a": jax.ShapeDtypeStruct((2, 3), "float32"), "b": jax.ShapeDtypeStruct((4,), "float32")})
         10
     """
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-
-
-def nbytes(tree: PyTree) -> int:
-    """The bytes of all leaves, each counted once and whole (no sharding).
-
-    Example:
-        >>> nbytes({"a": np.zeros((2, 3), np.float32)})
-        24
-    """
-    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def human_bytes(n: float) -> str:

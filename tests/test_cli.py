@@ -100,6 +100,9 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
 
     # and the run is as it was
     assert run("train", config, "--out", out, "--resume", "--steps", "6") == 0
+    printed = capsys.readouterr().out
+    assert "resuming after step 4" in printed
+    assert "steps was 4 and is 6 from here on" in printed
     assert [
         line["step"] for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "loss" in line
     ] == [
@@ -183,6 +186,10 @@ def test_an_unknown_flag_is_answered_with_the_nearest(config, tmp_path, capsys):
     [
         (["trian", "demo"], 'did you mean "train"'),
         (["train"], "needs a config"),
+        (["train", "demo", "--resume", "--out", "/no/such/run"], "holds no run"),
+        (["train", "--steps", "5", "demo"], "comes first"),
+        (["plan", "demo", "--data.sequence", "64"], "16 prompt tokens + 200 new ones = 216 > 64"),
+        (["check", "demo", "--check-steps", "0"], "1 or more"),
         (["train", "dmo"], 'did you mean "demo"'),
         (["train", "/no/such/config.py"], "is no file"),
         (["generate", "/no/such/run", "--prompt", "x"], "There is no run"),

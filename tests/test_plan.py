@@ -111,6 +111,20 @@ def test_factored_statistics_of_stacked_layers_keep_the_layer_dimension():
     assert (col.shape, col.spec) == ((4, 128), P("pipe", "tensor"))
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        per_layer(optax.scale_by_factored_rms()),  # its stacked part is empty here
+        optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+        optax.masked(optax.adam(1e-3), lambda params: jax.tree.map(lambda _: False, params)),
+    ],
+    ids=["per_layer", "inject_hyperparams", "all masked"],
+)
+def test_parts_of_the_state_may_be_empty(optimizer):
+    """An optimizer that has nothing to say of some parameters is no problem."""
+    assert plan_of(optimizer).bytes_per_device()["params"] > 0
+
+
 def test_state_that_no_parameter_explains_is_an_error():
     """An optimizer with a matrix of its own cannot be split by rule."""
     odd = optax.GradientTransformation(lambda params: jnp.zeros((3, 5)), lambda u, s, p=None: (u, s))

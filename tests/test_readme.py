@@ -24,6 +24,8 @@ def test_quickstart_runs(tmp_path: Path) -> None:
         [sys.executable, quickstart], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr
+    shown = README.read_text(encoding="utf-8").split("It prints the plan", 1)[1].split("```\n")[1]
+    assert result.stdout == shown, "what the README shows is not what the quickstart prints"
 
 
 def test_quickstart_is_short() -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from models.llama import LlamaConfig
 from partition_rules.llama import LLAMA
+from spmd.loss import cross_entropy
 from spmd.mesh import batch_sharding
 from spmd.plan import make_plan
+from spmd.skip import skip_nonfinite
 from spmd.state import compile_init, init_state
 from spmd.step import make_train_step
 from spmd.testing import token_batches
@@ -111,8 +113,8 @@ def test_metrics_are_token_weighted_means():
     np.testing.assert_allclose(metrics["accuracy"], sums["accuracy"] / sums["weight"], rtol=1e-6)
 
 
-def test_a_watched_function_of_the_step_is_reported():
-    """`watch` adds a metric; it sees the number of steps taken before."""
+def test_a_watched_function_of_the_state_is_reported():
+    """`watch` adds a metric; it sees the state before the step."""
     plan = tiny.plan()
     step = make_train_step(plan, tiny.loss_fn(), watch={"twice": _twice})
     state = init_state(plan)
@@ -124,21 +126,52 @@ def test_a_watched_function_of_the_step_is_reported():
     assert int(state.step) == 3
 
 
-def _twice(step):
-    return 2.0 * step
+def _twice(state):
+    return 2.0 * state.step
 
 
 def test_a_step_that_is_not_finite_can_be_left_out():
-    """With optax.apply_if_finite around the optimizer, NaN gradients change no parameter and no moment."""
-    optimizer = optax.apply_if_finite(tiny.OPTIMIZER, max_consecutive_errors=10)
+    """NaN gradients change no parameter, no moment, and not the optimizer's step count."""
+    optimizer = skip_nonfinite(tiny.OPTIMIZER)
     plan = tiny.plan(optimizer=optimizer, fsdp=2)
+    step = make_train_step(plan, tiny.loss_fn())
     state = init_state(plan)
-    before = jax.tree.map(np.asarray, state.params)
-    poisoned = {**BATCHES[0], "weights": BATCHES[0]["weights"] * np.nan}
-    state, metrics = make_train_step(plan, tiny.loss_fn())(state, placed(plan, poisoned))
-    assert np.isnan(float(metrics["loss"]))
-    jax.tree.map(np.testing.assert_array_equal, before, state.params)
-    assert int(state.optimizer_state.total_notfinite) == 1
+    before = jax.tree.map(np.asarray, (state.params, state.optimizer_state.inner))
+    spoilt = {**BATCHES[0], "weights": BATCHES[0]["weights"] * np.nan}
+    state, _ = step(state, placed(plan, spoilt))
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.optimizer_state.inner))
+    assert int(state.optimizer_state.skipped) == 1
+    state, metrics = step(state, placed(plan, BATCHES[0]))  # and a good step is taken
+    assert np.isfinite(float(metrics["gradient_norm"]))
+    assert not np.array_equal(before[0]["norm"]["scale"], state.params["norm"]["scale"])
+
+
+def test_finite_gradients_whose_norm_overflows_are_left_out():
+    """Each element is finite, the sum of squares is not: Adam's second moment would stay infinite for good."""
+    optimizer = skip_nonfinite(optax.adam(1.0))
+    params = {"w": jnp.ones(4)}
+    state = optimizer.init(params)
+    updates, state = optimizer.update({"w": jnp.full(4, 1e25)}, state, params)
+    assert float(jnp.abs(updates["w"]).max()) == 0.0
+    assert int(state.skipped) == 1
+    assert int(state.inner[0].count) == 0
+    updates, state = optimizer.update({"w": jnp.ones(4)}, state, params)
+    assert float(updates["w"][0]) == pytest.approx(-1.0, rel=1e-3)
+
+
+def test_a_batch_of_padding_alone_changes_nothing_but_moments():
+    """No token counts, so the loss and the gradients are 0, not NaN."""
+    plan = tiny.plan(fsdp=2)
+    empty = {**BATCHES[0], "weights": np.zeros_like(BATCHES[0]["weights"])}
+    _, metrics = make_train_step(plan, tiny.loss_fn())(init_state(plan), placed(plan, empty))
+    assert float(metrics["loss"]) == float(metrics["gradient_norm"]) == float(metrics["tokens"]) == 0.0
+
+
+def test_accuracy_counts_the_tokens_with_the_largest_logit():
+    """Two of three targets have the largest logit of their position."""
+    ones = jnp.ones((1, 3))
+    sums = cross_entropy(jax.nn.one_hot(jnp.array([[0, 2, 3]]), 5), jnp.array([[0, 2, 4]]), ones)
+    assert float(sums["accuracy"]) == 2.0
 
 
 @pytest.mark.parametrize("field", ["loss_fn", "grad_fn"])

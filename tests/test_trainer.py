@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd.errors import NonFiniteError
-from spmd.trainer import CountNonFinite, Hook, StopOnNonFinite, fit
+from spmd.trainer import Hook, StopOnNonFinite, fit
 
 
 class Recorder(Hook):
@@ -110,19 +110,6 @@ def test_nan_stops_with_step_position_and_last_good_checkpoint():
     assert "sequences 32 … 47" in text
     assert "the last good checkpoint is of step 2" in text
     assert events[-1] == "dispatch 4"
-
-
-def test_skipped_steps_are_counted():
-    """`--on-nan skip` reports how many steps were left out so far."""
-    counter, seen = CountNonFinite(), []
-
-    class See(Hook):
-        def on_metrics(self, step, metrics):
-            seen.append(metrics.get("skipped_steps"))
-
-    step = fake_step([], loss=lambda n: float("inf") if n in (2, 4) else 1.0)
-    fit(0, step, range(9), steps=5, hooks=[counter, See()])
-    assert seen == [None, 1, 1, 2, 2]
 
 
 def test_hooks_do_nothing_by_default():

@@ -25,7 +25,7 @@ FLOORS = {
     "describe": ("mesh", "rules", "precision", "remat"),
     "decide": ("derive", "plan"),
     "compute": ("annotate", "loss", "gradients.base", "gradients.accumulate"),
-    "run": ("flax", "optim", "state", "step", "corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
+    "run": ("flax", "optim", "skip", "state", "step", "corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
     "edges": ("config", "recipe", "run", "launch", "testing", "cli"),
 }
 ROOMS = tuple(room for floor in FLOORS.values() for room in floor)
