@@ -144,8 +144,9 @@ def test_two_processes_train_the_same_as_one(folder, whole):
     for process, (_, error) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, error[-3000:]
     assert "step 30/30" in outputs[0][0]
-    printed = [line for line in outputs[1][0].splitlines() if line and not line.startswith("[Gloo]")]
-    assert printed == [], "process 0 alone prints"
+    # Gloo's threads print there too, over one another, so look for what the run itself says.
+    ours = [word for word in ("mesh", "q_proj", "corpus", "loss", "step", "checkpoint") if word in outputs[1][0]]
+    assert ours == [], "process 0 alone prints"
     ours, theirs = losses(out), losses(whole)
     assert ours.keys() == theirs.keys()
     np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-6)
