@@ -43,6 +43,11 @@ class Recipe:
         """The model as functions."""
         return flax.from_nnx(self.config.model.build)
 
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The path components whose parameters are stacked layers."""
+        return tuple(name for name, _ in self.config.rules.stacked)
+
     @functools.cached_property
     def schedule(self) -> optax.Schedule:
         """Step number → learning rate."""
@@ -51,8 +56,7 @@ class Recipe:
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The optimizer; with `on_nan="skip"` it leaves out updates that are not finite."""
-        stacked = tuple(name for name, _ in self.config.rules.stacked)
-        optimizer = make_optimizer(self.config.optimizer, self.config.steps, stacked)
+        optimizer = make_optimizer(self.config.optimizer, self.config.steps, self.stacked)
         if self.config.on_nan == "skip":
             return skip_nonfinite(optimizer)
         return optimizer
@@ -71,8 +75,7 @@ class Recipe:
             precision=config.precision,
             offload=config.offload,
         )
-        stacked = tuple(name for name, _ in config.rules.stacked)
-        problems = check_no_decay(config.optimizer, [leaf.path for leaf in plan.params], stacked)
+        problems = check_no_decay(config.optimizer, [leaf.path for leaf in plan.params], self.stacked)
         if problems:
             raise RuleError("The optimizer's table does not fit the model:", problems)
         return plan

@@ -65,7 +65,9 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def check_use(self, *, resume: bool) -> None:
-        """Call it before processes meet: afterwards the folder may hold this run's own files.
+        """Refuses a folder that holds another run, and to resume in one that holds none.
+
+        Call it before processes meet: afterwards the folder may hold this run's own files.
 
         Raises:
             CheckpointError: It holds a run and `resume` is false, or it holds none and `resume` is true.
