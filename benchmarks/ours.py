@@ -32,14 +32,14 @@ class Side:
             spmd.OptimizerConfig(learning_rate=3e-4, schedule="constant", b1=0.9, b2=0.95, weight_decay=0.1), steps=1
         )
         mesh = spmd.make_mesh(**args.mesh)
-        plan = spmd.make_plan(mesh, LLAMA, model.init, optimizer, remat=args.remat, precision=PRECISION[args.dtype])
+        plan = spmd.make_plan(mesh, LLAMA, model, optimizer, remat=args.remat, precision=PRECISION[args.dtype])
         self._state = spmd.init_state(plan)
         self.params = size(self._state.params)
         self._split = spmd.batch_sharding(mesh)
         shape = (args.batch, args.seq)
         dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
         batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
-        self._step = spmd.make_train_step(plan, spmd.next_token_loss(model.apply))
+        self._step = spmd.make_train_step(plan, spmd.next_token_loss(model))
         start = time.perf_counter()
         self.compiled = self._step.compile(batch)
         self.compile_s = time.perf_counter() - start

@@ -12,12 +12,9 @@ processor seconds over all threads stand beside it, because they suffer less fro
 """
 
 import argparse
-import collections
-import dataclasses
 import importlib
 import json
 import math
-import re
 import resource
 import statistics
 import subprocess
@@ -30,8 +27,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-# Named and not imported: the hand-written side must run without the framework in its process.
+# Named and not imported: the hand-written side must run without the framework in its process. The audit is part of the
+# framework, so it comes when all is measured.
 SIDES = {"bare": "benchmarks.bare_jax", "spmd": "benchmarks.ours"}
+AUDIT = "benchmarks.collectives"
 AXES = ("data", "fsdp", "tensor")
 QUICK = {
     "layers": 2,
@@ -43,22 +42,6 @@ QUICK = {
     "seq": 32,
     "steps": 3,
 }
-ITEM_BYTES = {
-    "f64": 8,
-    "s64": 8,
-    "u64": 8,
-    "f32": 4,
-    "s32": 4,
-    "u32": 4,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-}
-_COLLECTIVE = re.compile(
-    r"= (?P<type>\(.*?\)|\S+) "
-    r"(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
 
 
 class Side(Protocol):
@@ -77,63 +60,6 @@ class Side(Protocol):
     def run(self, batch: Mapping[str, np.ndarray]) -> jax.Array:
         """Take one step; the loss is ready when the step is."""
         ...
-
-
-@dataclasses.dataclass
-class Census:
-    """The collectives of one compiled program, by kind, as one device sees them.
-
-    Attributes:
-        instructions: How often each kind stands in the program text.
-        executions: How often it runs in a step; a loop's body counts as often as the loop is known to turn.
-        megabytes: Bytes of the results of those executions, in 10⁶.
-    """
-
-    instructions: collections.Counter[str]
-    executions: collections.Counter[str]
-    megabytes: dict[str, float]
-
-
-def take_census(program: str) -> Census:
-    """Count the collectives in the text of a compiled program.
-
-    Args:
-        program: `compiled.as_text()`. A loop without a known trip count is counted as turning once.
-    """
-    computations: dict[str, list[str]] = {}
-    entry = ""
-    for line in program.splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line):
-            lines = computations.setdefault(header[2], [])
-            entry = header[2] if header[1] else entry
-        elif line.startswith(" ") and computations:
-            lines.append(line)
-    census = Census(collections.Counter(), collections.Counter(), collections.defaultdict(float))
-    seen: set[str] = set()
-
-    def visit(name: str, turns: int) -> None:
-        for line in computations.get(name, ()):
-            if found := _COLLECTIVE.search(line):
-                kind = found["kind"]
-                census.instructions[kind] += name not in seen
-                census.executions[kind] += turns
-                census.megabytes[kind] += turns * _result_bytes(found["type"]) / 1e6
-                continue
-            known = re.search(r"known_trip_count\D*(\d+)", line)
-            inner = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", line)
-            for group in re.findall(r"(?:branch_computations|called_computations)=\{([^}]*)\}", line):
-                inner += re.findall(r"[\w.-]+", group)
-            for callee in inner:
-                visit(callee, turns * int(known[1]) if known else turns)
-        seen.add(name)
-
-    visit(entry, 1)
-    return census
-
-
-def _result_bytes(text: str) -> int:
-    shapes = re.findall(r"(\w+)\[([\d,]*)\]", text)
-    return sum(ITEM_BYTES.get(dtype, 1) * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in shapes)
 
 
 def make_batches(args: argparse.Namespace) -> Iterator[dict[str, np.ndarray]]:
@@ -168,7 +94,6 @@ def serve(name: str, args: argparse.Namespace) -> None:
         cpu_times.append(time.process_time() - cpu_start)
         losses.append(float(loss))
         print(times[-1], cpu_times[-1], flush=True)
-    census = take_census(side.compiled.as_text() or "")
     memory = side.compiled.memory_analysis()
     report = {
         "name": name,
@@ -181,10 +106,8 @@ def serve(name: str, args: argparse.Namespace) -> None:
         "losses": losses,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "temp_bytes_per_device": memory.temp_size_in_bytes if memory else "not reported",
-        "collectives": census.instructions,
-        "collective_executions": census.executions,
-        "collective_megabytes": {kind: round(mb, 3) for kind, mb in census.megabytes.items()},
     }
+    report |= importlib.import_module(AUDIT).describe(side.compiled.as_text() or "", args.mesh)
     print(json.dumps(report), flush=True)
 
 

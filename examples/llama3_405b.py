@@ -1,6 +1,6 @@
-"""Llama-3 405B on 4,096 accelerators: hybrid sharding and tensor parallelism.
+"""Llama-3 405B on 16,384 accelerators, in batches of 16 M tokens: hybrid sharding and tensor parallelism.
 
-    spmd plan llama3-405b
+    spmd plan llama3-405b --topology cpu:16384
     spmd train llama3-405b --data.source 'corpus/**/*.jsonl' --data.tokenizer tokenizer.json
 
 The first command needs no accelerator. The second reads your text with your tokenizer, whose vocabulary must not exceed
@@ -14,10 +14,10 @@ from partition_rules.llama import LLAMA
 config = spmd.TrainConfig(
     model=PRESETS["llama3-405b"],
     rules=LLAMA,
-    mesh=spmd.MeshShape(data=4, fsdp=128, tensor=8),
+    mesh=spmd.MeshShape(data=16, fsdp=128, tensor=8),
     remat="full",
     precision="bf16",
-    data=spmd.DataConfig(source=("corpus/**/*.jsonl",), tokenizer="tokenizer.json", sequence=8192, batch=512),
+    data=spmd.DataConfig(source=("corpus/**/*.jsonl",), tokenizer="tokenizer.json", sequence=8192, batch=2048),
     optimizer=spmd.OptimizerConfig(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
     steps=100_000,
     log_every=10,

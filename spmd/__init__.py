@@ -2,7 +2,7 @@
 
 ```python
 mesh = spmd.make_mesh(data=2, fsdp=2, tensor=2)
-plan = spmd.make_plan(mesh, LLAMA, model.init, optimizer)
+plan = spmd.make_plan(mesh, LLAMA, model, optimizer)
 print(plan)                                   # one line per parameter: path, shape, spec, bytes per device, rule
 state = spmd.init_state(plan, seed=0)
 step = spmd.make_train_step(plan, loss_fn)
@@ -14,12 +14,14 @@ from spmd.annotate import annotate
 from spmd.config import EvaluationConfig, PipelineConfig, SampleConfig, TrainConfig
 from spmd.data import DataConfig
 from spmd.errors import SpmdError
-from spmd.flax import Model, from_linen, from_nnx
+from spmd.flax import from_linen, from_nnx
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.loss import cross_entropy, next_token_loss
 from spmd.mesh import MeshShape, batch_sharding, make_mesh, simulate_devices
+from spmd.model import Model
 from spmd.optim import OptimizerConfig, make_optimizer
+from spmd.per_layer import per_layer
 from spmd.plan import ShardingPlan, make_plan
 from spmd.precision import Precision
 from spmd.remat import Remat
@@ -57,6 +59,7 @@ __all__ = [
     "make_plan",
     "make_train_step",
     "next_token_loss",
+    "per_layer",
     "replicate",
     "simulate_devices",
     "value_and_grad",

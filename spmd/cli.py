@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic
+from typing import Annotated, Any, Generic, Literal
 
 import jax
 import numpy as np
@@ -21,18 +21,23 @@ from spmd.checkpoint import Checkpoints
 from spmd.config import M, TrainConfig, load_config, shipped
 from spmd.data import Windows, bigram_loss
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
+from spmd.mesh import parse_topology
 from spmd.metrics import Console, device_memory
 from spmd.recipe import Recipe, config_mesh, one_device_mesh, planned_mesh
 from spmd.run import RunFolder, train, write_sample
 from spmd.state import abstract_state
-from spmd.testing import compare, record_run
+from spmd.testing import BUGS, compare, pad_unevenly, record_run
 
 USAGE = """\
 usage: spmd VERB …
 
   spmd train CONFIG [--out DIR] [--resume] [--FIELD VALUE …]   train, with checkpoints and metrics in DIR
-  spmd plan CONFIG [--json] [--FIELD VALUE …]                  how every parameter is split; needs no devices
-  spmd check CONFIG [--check-steps N] [--FIELD VALUE …]        the same steps on the mesh and on one device, compared
+  spmd plan CONFIG [--FIELD VALUE …]                           how every parameter is split; needs no devices
+       [--all] [--json] [--topology cpu:N]                     … and gradients and optimizer state; as JSON; for N chips
+       [--diff CONFIG]                                         what differs from another config's plan
+       [--compile]                                             what the compiled step sends over each axis
+  spmd check CONFIG [--FIELD VALUE …]                          the same steps on the mesh and on one device, compared
+       [--check-steps N] [--leaves] [--json] [--inject BUG]    … by leaf; as JSON; with a bug that must be found
   spmd generate RUN --prompt TEXT                              text from a trained model
 
 CONFIG is a Python file that defines `config = spmd.TrainConfig(...)`, or a shipped one: {names}.
@@ -70,8 +75,16 @@ class PlanCommand(Generic[M]):
     """
 
     config: _Config
+    all: bool = False
+    """Print a line for each gradient and each leaf of the optimizer's state, too."""
     json: bool = False
     """Print one JSON object with a record for each parameter, gradient and leaf of the optimizer's state."""
+    topology: str = ""
+    """The machine that is planned for: cpu:N for N devices."""
+    diff: str = ""
+    """Print what differs from the plan of another config: lines of this plan with -, of the other with +."""
+    compile: bool = False
+    """Compile the step for simulated devices and print what its collectives send, by axis and by source."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +96,13 @@ class CheckCommand(Generic[M]):
     config: _Config
     check_steps: int = 3
     """How many steps to take."""
+    leaves: bool = False
+    """Print a line for every leaf, not only for the worst of each kind."""
+    json: bool = False
+    """Print one JSON object with a record for every leaf."""
+    inject: Literal["", "reduction", "token-weight", "gradient-scale"] = ""
+    """Put a bug into the run on the mesh, which the check must find: gradients summed over half of the examples,
+    padding that counts, gradients 1 % too large."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +211,7 @@ def _train(arguments: list[str]) -> int:
     show(f"metrics         {folder.metrics}")
     if config.sample.prompt:
         options = dataclasses.asdict(config.sample)
-        text = write_sample(recipe, outcome.state.params, options.pop("prompt"), seed=config.seed, **options)
+        text = write_sample(recipe, outcome.state, options.pop("prompt"), seed=config.seed, **options)
         show(f"\nsample at temperature {config.sample.temperature}, top-k {config.sample.top_k}:\n{text}")
     return 0
 
@@ -203,9 +223,28 @@ def _bigram(recipe: Recipe) -> float:
 
 def _plan(arguments: list[str]) -> int:
     command, _ = _parse(PlanCommand, arguments, "plan")
-    recipe = Recipe(command.config, planned_mesh(command.config))
+    chosen = [name for name in ("all", "diff", "compile") if getattr(command, name)]
+    if len(chosen) > 1:
+        problems = [Problem(f"--{name}", "is one of several views", fix="ask for one of them") for name in chosen]
+        raise ConfigError("A plan has one view at a time:", problems)
+    config = command.config
+    if command.topology:
+        config = dataclasses.replace(config, devices=parse_topology(command.topology))
+    recipe = Recipe(config, planned_mesh(config))
     recipe.audit()
-    print(json.dumps(recipe.plan.to_json(), indent=2) if command.json else recipe.plan)
+    if command.compile:
+        launch.start(launch.Launch(recipe.mesh.size))
+        audit = Recipe(config, config_mesh(config)).collectives()
+        print(json.dumps(audit.to_json(), indent=2) if command.json else audit)
+    elif command.diff:
+        other = load_config(command.diff)
+        difference = recipe.plan.diff(Recipe(other, planned_mesh(other)).plan)
+        lines = difference.split("\n") if difference else []
+        print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
+    elif command.json:
+        print(json.dumps(recipe.plan.to_json(), indent=2))
+    else:
+        print(recipe.plan.text("params", "variables", "gradients", "optimizer_state") if command.all else recipe.plan)
     return 0
 
 
@@ -218,19 +257,30 @@ def _check(arguments: list[str]) -> int:
     ours, one = Recipe(config, config_mesh(config)), Recipe(config, one_device_mesh())
     ours.audit()
     windows = Windows(ours.corpus.train, config.data.sequence)
-    batches = [
-        windows.rows(np.arange(step * config.data.batch, (step + 1) * config.data.batch) % len(windows))
-        for step in range(command.check_steps)
-    ]
-    record, reference = (record_run(r.plan, r.grad_fn, batches, seed=config.seed) for r in (ours, one))
-    parity = compare(record, reference)
+    batches = []
+    for step in range(command.check_steps):
+        rows = np.arange(step * config.data.batch, (step + 1) * config.data.batch) % len(windows)
+        batches.append(pad_unevenly(windows.rows(rows), seed=step))
+    grad_fn = BUGS[command.inject](ours.grad_fn) if command.inject else ours.grad_fn
+    record = record_run(ours.plan, grad_fn, batches, seed=config.seed)
+    parity = compare(record, record_run(one.plan, one.grad_fn, batches, seed=config.seed))
+    if command.json:
+        about = {"mesh": dict(ours.mesh.shape), "steps": command.check_steps, "precision": config.precision}
+        print(json.dumps({**about, "injected": command.inject or None, **parity.to_json()}, indent=2))
+        return 0 if parity.ok else 1
     axes = " ".join(f"{axis}={size}" for axis, size in ours.mesh.shape.items() if size > 1) or "one device"
-    print(f"{axes} against one device, {command.check_steps} steps of {config.precision};")
+    steps = f"{command.check_steps} steps of {config.precision}, a quarter of the tokens masked as padding"
+    print(f"{axes} against one device, {steps};")
     print("differences relative to the largest value of each leaf:")
-    print(parity)
+    print(parity.lines(parity.rows) if command.leaves else parity)
+    print(f"allowed because {parity.tolerance.why}")
     for number, (loss, alone) in enumerate(zip(parity.losses, parity.reference_losses, strict=True), 1):
         print(f"step {number}: loss {loss:.7f} on the mesh, {alone:.7f} on one device")
-    print("the layouts agree" if parity.ok else "THE LAYOUTS DIFFER")
+    if command.inject:
+        found = "THE INJECTED BUG WENT UNNOTICED" if parity.ok else "the layouts differ: the injected bug was found"
+        print(f"{command.inject}: {found}")
+    else:
+        print("the layouts agree" if parity.ok else "THE LAYOUTS DIFFER")
     return 0 if parity.ok else 1
 
 
@@ -246,7 +296,7 @@ def _generate(arguments: list[str]) -> int:
     print(
         write_sample(
             recipe,
-            state.params,
+            state,
             command.prompt,
             tokens=max(min(200, room), 0) if command.tokens is None else command.tokens,
             temperature=command.temperature,

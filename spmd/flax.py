@@ -1,4 +1,4 @@
-"""Any Flax module as two functions, which is all the rest of this framework knows of a model.
+"""Any Flax module as pure functions, whether or not it knows of this framework.
 
 ```python
 model = from_nnx(lambda rngs: Llama(config, rngs=rngs))
@@ -7,42 +7,30 @@ logits = model.apply(params, tokens)
 ```
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from spmd import tree
-from spmd.errors import NotYetError, Problem
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model as two pure functions.
-
-    Attributes:
-        init: A key → the parameters, a nested dictionary.
-        apply: `(params, *inputs)` → the outputs.
-    """
-
-    init: Callable[[jax.Array], Any]
-    apply: Callable[..., Any]
+from spmd.errors import ConfigError, Problem
+from spmd.logical import linen_annotations, nnx_annotations
+from spmd.model import PRNG, Facts, Model
 
 
 def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
-    """The two functions of an NNX module.
+    """The functions of an NNX module.
+
+    Its parameters are its `nnx.Param`s; every other variable (batch statistics, the random state of dropout) is among
+    the model's variables, under its own path. `forward` runs it in the mode it was made in, or in `eval()` mode.
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so no array of
             it is ever made outside the plan.
-
-    Raises:
-        NotYetError: On first use, if the module holds variables that are not parameters (batch statistics, random
-            state).
 
     Example:
         >>> model = from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
@@ -51,36 +39,71 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         (['bias', 'kernel'], (4, 3))
     """
 
+    def build(key: jax.Array) -> nnx.Module:
+        with nnx.use_eager_sharding(False):  # metadata names axes, and the plan, not the module, splits arrays by them
+            return make(nnx.Rngs(key))
+
     @functools.cache
-    def structure() -> tuple[Any, Any]:
-        graph, params, others = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
-        _refuse({"/".join(map(str, path)): type(other).__name__ for path, other in nnx.to_flat_state(others)})
+    def structure() -> tuple[nnx.Module, Any, Any, Any]:
+        module = nnx.eval_shape(lambda: build(jax.random.key(0, impl=PRNG)))
+        graph, params, variables = nnx.split(module, nnx.Param, ...)
         for path, param in nnx.to_flat_state(params):
             param.set_metadata(path="/".join(map(str, path)))  # by its path a layer finds its parameter in the plan
-        return graph, params
+        return module, graph, params, variables
 
     def init(key: jax.Array) -> Any:
         structure()
-        return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(key)), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(build(key), nnx.Param))
+
+    def init_variables(key: jax.Array) -> Any:
+        return jax.tree.map(_as_data, nnx.to_pure_dict(nnx.split(build(key), nnx.Param, ...)[2]))
+
+    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+        del key  # an NNX module draws from its own random state
+        _, graph, *states = structure()
+        params_state, variables_state = (jax.tree.map(lambda leaf: leaf, state) for state in states)
+        nnx.replace_by_pure_dict(params_state, params)
+        nnx.replace_by_pure_dict(variables_state, jax.tree.map(_as_key, variables, nnx.to_pure_dict(states[1])))
+        module = nnx.merge(graph, params_state, variables_state, copy=True)
+        if not train:
+            module.eval()
+        outputs = module(*inputs)
+        after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+        return outputs, tree.map_with_path(lambda path, _: _as_data(tree.flatten(after)[path]), variables)
 
     def apply(params: Any, *inputs: Any) -> Any:
-        graph, state = structure()
-        state = jax.tree.map(lambda leaf: leaf, state)
-        nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)(*inputs)
+        _check_none(tree.flatten(nnx.to_pure_dict(structure()[3])))
+        return forward(params, {}, None, *inputs, train=False)[0]
 
-    return Model(init, apply)
+    def facts() -> Facts:
+        module, _, params, variables = structure()
+        paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
+        shared = [["/".join(map(str, path)) for path in group] for group in nnx.find_duplicates(module)]
+        random_state = ("/".join(map(str, p)) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.RngState))
+        tied = tuple(filter(None, (_aliases(path, shared) for path in paths)))
+        return Facts(tied, frozenset(random_state), nnx_annotations(params))
+
+    return Model(init, apply, init_variables, forward, facts)
 
 
-def from_linen(module: nn.Module, *inputs: Any) -> Model:
-    """The two functions of a Linen module.
+def from_linen(
+    module: nn.Module,
+    *inputs: Any,
+    rngs: tuple[str, ...] = ("dropout",),
+    train: Mapping[str, Any] | None = None,
+    evaluate: Mapping[str, Any] | None = None,
+) -> Model:
+    """The functions of a Linen module.
+
+    Its parameters are its `params` collection; every other collection that it has from the start (`batch_stats`) is
+    among the model's variables, under the collection's name.
 
     Args:
         module: The module.
         *inputs: What it is called on, as arrays or `jax.ShapeDtypeStruct`s; only shapes are used.
-
-    Raises:
-        NotYetError: At `init`, if the module has collections other than `params`.
+        rngs: The names of the random streams that it draws from in training.
+        train: Keyword arguments of a call in training, such as `{"train": True}` or `{"deterministic": False}`.
+        evaluate: Keyword arguments of a call in evaluation and at initialisation.
 
     Example:
         >>> model = from_linen(nn.Dense(3), jax.ShapeDtypeStruct((4, 2), "float32"))
@@ -89,22 +112,66 @@ def from_linen(module: nn.Module, *inputs: Any) -> Model:
         (['bias', 'kernel'], (4, 3))
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    training, evaluation = dict(train or {}), dict(evaluate or {})
+
+    def create(key: jax.Array) -> dict[str, Any]:
+        return dict(module.lazy_init(key, *shapes, **evaluation))
 
     def init(key: jax.Array) -> Any:
-        variables = dict(module.lazy_init(key, *shapes))
-        params = variables.pop("params", {})
-        _refuse({path: "collection" for path in tree.flatten(variables)})
-        return params
+        return nn.meta.unbox(create(key).get("params", {}))
+
+    def init_variables(key: jax.Array) -> Any:
+        return nn.meta.unbox({name: variables for name, variables in create(key).items() if name != "params"})
+
+    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+        everything = {"params": params, **variables}
+        if not train:
+            return module.apply(everything, *inputs, **evaluation), variables
+        keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(rngs)}
+        outputs, after = module.apply(everything, *inputs, rngs=keys, mutable=list(variables), **training)
+        return outputs, {**variables, **after}
 
     def apply(params: Any, *inputs: Any) -> Any:
-        return module.apply({"params": params}, *inputs)
+        _check_none(tree.flatten({name: part for name, part in abstract().items() if name != "params"}))
+        return module.apply({"params": params}, *inputs, **evaluation)
 
-    return Model(init, apply)
+    @functools.cache
+    def abstract() -> dict[str, Any]:
+        return jax.eval_shape(lambda: create(jax.random.key(0, impl=PRNG)))
+
+    def facts() -> Facts:
+        return Facts(annotations=linen_annotations(abstract().get("params", {})))
+
+    return Model(init, apply, init_variables, forward, facts)
 
 
-def _refuse(others: dict[str, str]) -> None:
-    if others:
-        raise NotYetError(
-            "Not yet: a model with variables that are not parameters.",
-            [Problem(path, f"is a {kind}", fix="only parameters are trained so far") for path, kind in others.items()],
+def _as_data(leaf: jax.Array) -> jax.Array:
+    """A random key as numbers, which is how the training state holds it; any other array as it is."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _as_key(leaf: jax.Array, like: Any) -> jax.Array:
+    """What `_as_data` was made from."""
+    return jax.random.wrap_key_data(leaf, impl=PRNG) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _aliases(path: str, shared: list[list[str]]) -> tuple[str, ...]:
+    """The path and all others that lead to the same array, through nodes that have several; empty if there are none."""
+    found = [path]
+    for known in found:  # grows while it is walked
+        for group in shared:
+            for prefix in group:
+                if f"{known}/".startswith(f"{prefix}/"):
+                    others = [other for other in group if not other.startswith(f"{prefix}/")]  # not round a cycle
+                    paths = [other + known.removeprefix(prefix) for other in others]
+                    found += [path for path in paths if path not in found]
+    return tuple(found) if len(found) > 1 else ()
+
+
+def _check_none(variables: Mapping[str, Any]) -> None:
+    if variables:
+        fix = "call model.forward(params, variables, key, *inputs, train=False)"
+        raise ConfigError(
+            "This model cannot be applied to parameters alone:",
+            [Problem(path, "is a variable that is no parameter", fix=fix) for path in variables],
         )

@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spmd.model import Model
+
 Sums = dict[str, jax.Array]
 """Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name."""
 
-LossFn = Callable[[Any, Any, jax.Array], Sums]
-"""`(params, batch, key) -> Sums`; `loss` is what is differentiated."""
+LossFn = Callable[[Any, Any, Any, jax.Array], tuple[Sums, Any]]
+"""`(params, variables, batch, key) -> (Sums, variables afterwards)`; the sum `loss` is what is differentiated. A model
+without variables passes them on."""
 
 
 def cross_entropy(
@@ -49,13 +52,16 @@ def cross_entropy(
     }
 
 
-def next_token_loss(
-    apply: Callable[[Any, Int[Array, "batch seq"]], Float[Array, "batch seq vocab"]],
-) -> LossFn:
-    """The loss of a language model on batches of `tokens`, `targets` and `weights`, each `[batch, sequence]`."""
+def next_token_loss(model: Model, *, train: bool = True) -> LossFn:
+    """The loss of a language model on batches of `tokens`, `targets` and `weights`, each `[batch, sequence]`.
 
-    def loss_fn(params: Any, batch: Any, key: jax.Array) -> Sums:
-        del key
-        return cross_entropy(apply(params, batch["tokens"]), batch["targets"], batch["weights"])
+    Args:
+        model: Tokens in, logits `[batch, sequence, vocab]` out.
+        train: Whether the model runs as in training (dropout drops, batch statistics are updated) or in evaluation.
+    """
+
+    def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
+        logits, variables = model.forward(params, variables, key, batch["tokens"], train=train)
+        return cross_entropy(logits, batch["targets"], batch["weights"]), variables
 
     return loss_fn

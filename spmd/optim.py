@@ -5,31 +5,31 @@ config = OptimizerConfig(name="adamw", learning_rate=3e-4, schedule="wsd", warmu
 optimizer = make_optimizer(config, steps=10_000)
 ```
 
-All four optimizers are written in one way, `step = -learning_rate * (direction + weight_decay * parameter)`,
+All optimizers are written in one way, `step = -learning_rate * (direction + weight_decay * parameter)`,
 and differ only in the direction: weight decay is decoupled from the gradient and goes with the learning rate
 (Loshchilov and Hutter, arXiv:1711.05101), also for SGD and Adafactor. Which parameters decay goes by path.
 
-An optimizer here sees layers, not stacks: a direction that looks at a whole array (Adafactor) runs once per
+An optimizer here sees layers, not stacks: a direction that looks at a whole array (Adafactor, Muon) runs once per
 layer of a stacked parameter (`per_layer`), so scanned and unrolled layers train alike.
 """
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from optax import contrib
 
 from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.per_layer import per_layer
 from spmd.rules import compile_pattern
-from spmd.tree import PyTree, flatten, map_with_path, merge, select
+from spmd.tree import PyTree, map_with_path
 
-OptimizerName = Literal["adamw", "adafactor", "lion", "sgd"]
+OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
 ScheduleName = Literal["constant", "cosine", "wsd"]
 
 NO_DECAY = ("[^/]*norm[^/]*/[^/]+", "bias")
@@ -66,13 +66,13 @@ class OptimizerConfig:
     final_fraction: float = 0.1
     """The learning rate of the last step as a part of the peak (cosine, wsd)."""
     b1: float = 0.9
-    """Decay of the mean of gradients (adamw), or its weight in the direction (lion)."""
+    """Decay of the mean of gradients (adamw, and muon for what is no matrix), or its weight in the direction (lion)."""
     b2: float = 0.95
-    """Decay of the mean of squared gradients (adamw), or of the mean of gradients (lion)."""
+    """Decay of the mean of squared gradients (adamw, muon), or of the mean of gradients (lion)."""
     eps: float = 1e-8
     """Added to the denominator of adamw."""
     momentum: float = 0.9
-    """Momentum of sgd; 0 keeps no state."""
+    """Momentum of sgd and of muon's matrices; with 0, sgd keeps no state."""
     weight_decay: float = 0.1
     """Decay towards zero, decoupled and multiplied by the learning rate; 0 turns it off."""
     no_decay: tuple[str, ...] = NO_DECAY
@@ -179,8 +179,8 @@ def make_optimizer(
     Example:
         >>> config = OptimizerConfig(name="sgd", learning_rate=0.5, schedule="constant")
         >>> optimizer = make_optimizer(config, steps=1)
-        >>> params = {"kernel": np.float32([2.0])}
-        >>> updates, _ = optimizer.update({"kernel": np.float32([8.0])}, optimizer.init(params), params)
+        >>> params = {"kernel": jnp.array([2.0])}
+        >>> updates, _ = optimizer.update({"kernel": jnp.array([8.0])}, optimizer.init(params), params)
         >>> updates["kernel"]  # the gradient is clipped to 1, the weight decays by 0.1 * 2
         Array([-0.6], dtype=float32)
     """
@@ -197,7 +197,10 @@ def make_update_rule(
 
     Adafactor (Shazeer and Stern, arXiv:1804.04235) runs without momentum and without multiplying by the
     parameter's scale, so that `learning_rate` is an absolute step size as for the others; its direction is
-    clipped to a root mean square of 1. AdamW, Lion (Chen et al., arXiv:2302.06675) and SGD look at one
+    clipped to a root mean square of 1. Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/)
+    orthogonalises the momentum of the matrices inside layers, and leaves embeddings, heads, norms and biases to
+    AdamW; its direction has the root mean square of AdamW's, 0.2, so that both share one learning rate and one
+    decay (Liu et al., arXiv:2502.16982). AdamW, Lion (Chen et al., arXiv:2302.06675) and SGD look at one
     element at a time: on a stack they do what they do on its layers, and their state stays plain.
 
     Args:
@@ -217,6 +220,8 @@ def make_update_rule(
         case "adafactor":
             factored = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
             direction = per_layer(factored, stacked)
+        case "muon":
+            direction = per_layer(_muon(config, stacked), stacked)
         case "lion":
             direction = optax.scale_by_lion(config.b1, config.b2)
         case "sgd":
@@ -233,6 +238,36 @@ def make_update_rule(
     decay = [optax.add_decayed_weights(config.weight_decay, mask)] if config.weight_decay else []
     learning_rate = optax.scale_by_learning_rate(make_schedule(config, steps))
     return _standard_promotion(optax.chain(direction, *decay, learning_rate))
+
+
+MUON_RMS = 0.2
+"""The root mean square of AdamW's direction as Liu et al. measured it (arXiv:2502.16982, section 2.2)."""
+
+
+def _muon(config: OptimizerConfig, stacked: Sequence[str]) -> optax.GradientTransformation:
+    """Muon for the matrices of a layer, AdamW for the rest; sees single layers."""
+
+    def matrices(params: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
+
+    def scale(updates: PyTree, _: PyTree) -> PyTree:
+        # An orthogonal matrix of this shape has a root mean square of 1 / √(its longer side).
+        return jax.tree.map(lambda x: x * (MUON_RMS * math.sqrt(max(x.shape))), updates)
+
+    def labels(params: PyTree) -> PyTree:
+        def label(path: str, x: Any) -> str:
+            return "muon" if x.ndim == 2 and not set(path.split("/")).isdisjoint(stacked) else "adamw"
+
+        return map_with_path(label, params)
+
+    orthogonal = contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=matrices)
+    return optax.partition(
+        {
+            "muon": optax.chain(orthogonal, optax.stateless(scale)),
+            "adamw": optax.scale_by_adam(config.b1, config.b2, config.eps),
+        },
+        labels,
+    )
 
 
 def check_no_decay(
@@ -262,117 +297,6 @@ def check_no_decay(
         for pattern in config.no_decay
         if pattern not in NO_DECAY and not any(map(compile_pattern(pattern).fullmatch, names))
     ]
-
-
-class PerLayerState(NamedTuple):
-    """The state of `per_layer`.
-
-    Attributes:
-        rest: The transform's state for the parameters that are not stacked.
-        stacked: One state for each stack, by its path with dots (`"decoder.layers"`); every array in it,
-            also a counter, has the stack's leading dimensions in front.
-    """
-
-    rest: PyTree
-    stacked: dict[str, PyTree]
-
-
-def per_layer(
-    transform: optax.GradientTransformation, stacked: Sequence[str] = ("layers",)
-) -> optax.GradientTransformationExtraArgs:
-    """The transform applied to every layer of a stack as if the layer were a parameter of its own.
-
-    A parameter is stacked where its path has a component in `stacked` that is not followed by a number: the
-    leading dimension of `layers/mlp/kernel` counts layers, while `layers/0/mlp/kernel` is one layer and is
-    taken as it is. A path with two such components has two leading dimensions. The transform sees whole
-    paths, but never two layers at once: one that mixes parameters (a global norm) belongs outside.
-
-    Args:
-        transform: Any transform of nested dictionaries that has no random state.
-        stacked: Path components whose parameters are stacked.
-
-    Returns:
-        A transform whose state is a `PerLayerState`. `params` may be None where `transform` allows it.
-
-    Raises:
-        ConfigError: From `init`: the transform's state has a random key, which all layers would share.
-
-    Example:
-        >>> clip = per_layer(optax.clip_by_block_rms(1.0))
-        >>> gradients = {"layers": {"kernel": np.float32([[0.5, 0.5], [4.0, 4.0]])}}
-        >>> clip.update(gradients, clip.init(gradients))[0]["layers"]["kernel"]
-        Array([[0.5, 0.5],
-               [1. , 1. ]], dtype=float32)
-    """
-    inner = optax.with_extra_args_support(transform)
-
-    def init(params: PyTree) -> PerLayerState:
-        parts = _split(params, stacked).items()
-        states = {stack.name: _over_layers(inner.init, stack)(part) for stack, part in parts}
-        rest = states.pop(_REST.name)
-        _check_no_keys(states)
-        return PerLayerState(rest, states)
-
-    def update(
-        updates: PyTree, state: PerLayerState, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, PerLayerState]:
-        def update_layer(updates: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            return inner.update(updates, state, params, **extra)
-
-        params_parts = {} if params is None else _split(params, stacked)
-        states = {_REST.name: state.rest, **state.stacked}
-        done: PyTree = {}
-        for stack, part in _split(updates, stacked).items():
-            step = _over_layers(update_layer, stack)
-            part, states[stack.name] = step(part, states[stack.name], params_parts.get(stack))
-            done = merge(done, part)
-        return done, PerLayerState(states.pop(_REST.name), states)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-class _Stack(NamedTuple):
-    """A stack's path with dots, and how many leading dimensions count its layers."""
-
-    name: str
-    depth: int
-
-
-_REST = _Stack("", 0)
-
-
-def _split(tree: PyTree, stacked: Sequence[str]) -> dict[_Stack, PyTree]:
-    """The leaves of each stack, and of none (always first), in nested dictionaries with their whole paths."""
-    stacks = sorted({_REST, *(_stack_of(path, stacked) for path in flatten(tree))})
-
-    def part(stack: _Stack) -> PyTree:
-        return select(tree, lambda path: _stack_of(path, stacked) == stack)
-
-    return {stack: part(stack) for stack in stacks}
-
-
-def _stack_of(path: str, stacked: Sequence[str]) -> _Stack:
-    parts = path.split("/")
-    pairs = enumerate(itertools.pairwise(parts), start=1)
-    ends = [end for end, (part, after) in pairs if part in stacked and not after.isdigit()]
-    return _Stack(".".join(parts[: ends[-1]]), len(ends)) if ends else _REST
-
-
-def _over_layers(f: Callable[..., Any], stack: _Stack) -> Callable[..., Any]:
-    for _ in range(stack.depth):
-        f = jax.vmap(f)
-    return f
-
-
-def _check_no_keys(states: dict[str, PyTree]) -> None:
-    problems = [
-        Problem(path, "is a random key, which every layer of the stack would share", fix="run it outside")
-        for path, leaf in flatten(states).items()
-        # A raw key is an array of uint32, a dtype that no other optimizer state has.
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or leaf.dtype == np.uint32
-    ]
-    if problems:
-        raise ConfigError("This transform cannot run per layer:", problems)
 
 
 def _without_numbers(path: str, stacked: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,13 +19,15 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.derive import ZERO_KEEPS, drop_axis, optimizer_specs
 from spmd.errors import ConfigError, NotYetError, Problem, RuleError
+from spmd.layerwise import check_layerwise
 from spmd.mesh import AnyMesh, shards_of
+from spmd.model import PRNG, Model
 from spmd.precision import Precision, make_precision
 from spmd.remat import Remat, make_remat
-from spmd.rules import Match, Rules, audit_spec, spec_text
+from spmd.rules import Match, Rules, audit_spec, replicate, spec_text
 
-InitFn = Callable[[jax.Array], Any]
-"""A key → the parameters, a nested dictionary of arrays."""
+_SAME_DRAWS = replicate("every device draws the same numbers")
+_RANDOM_STATE = Match(-1, "random state", _SAME_DRAWS, P(), _SAME_DRAWS.reason)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +84,9 @@ class ShardingPlan:
         precision: Which dtype is where.
         params: One record for each parameter.
         gradients: One record for each gradient, as it leaves the reduction.
+        variables: One record for each variable that the model changes by itself; none for most models.
         optimizer_state: One record for each leaf of the optimizer's state.
-        init_fn: A key → the parameters.
+        model: The model as functions.
         optimizer: The optax transformation.
     """
 
@@ -94,25 +97,31 @@ class ShardingPlan:
     precision: Precision
     params: tuple[Leaf, ...]
     gradients: tuple[Leaf, ...]
+    variables: tuple[Leaf, ...]
     optimizer_state: tuple[Leaf, ...]
-    init_fn: InitFn = dataclasses.field(repr=False)
+    model: Model = dataclasses.field(repr=False)
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
 
     @functools.cached_property
     def abstract_params(self) -> Any:
         """The parameters as `jax.ShapeDtypeStruct`s with shardings."""
-        return self._abstract(_abstract_params(self.init_fn, self.precision), self.params)
+        return self._abstract(_abstract_params(self.model, self.precision), self.params)
+
+    @functools.cached_property
+    def abstract_variables(self) -> Any:
+        """The model's variables as `jax.ShapeDtypeStruct`s with shardings."""
+        return self._abstract(_abstract_variables(self.model), self.variables)
 
     @functools.cached_property
     def abstract_optimizer_state(self) -> Any:
         """The optimizer's state as `jax.ShapeDtypeStruct`s with shardings."""
-        state = jax.eval_shape(self.optimizer.init, _abstract_params(self.init_fn, self.precision))
+        state = jax.eval_shape(self.optimizer.init, _abstract_params(self.model, self.precision))
         return self._abstract(state, self.optimizer_state)
 
     @functools.cached_property
     def gradient_shardings(self) -> Any:
         """The gradients' shardings, a tree like the parameters."""
-        tree_of = self._abstract(_abstract_params(self.init_fn, self.precision), self.gradients)
+        tree_of = self._abstract(_abstract_params(self.model, self.precision), self.gradients)
         return jax.tree.map(lambda leaf: leaf.sharding, tree_of)
 
     def _abstract(self, shapes: Any, leaves: tuple[Leaf, ...]) -> Any:
@@ -125,15 +134,24 @@ class ShardingPlan:
         return tree.map_with_path(place, shapes)
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Category → bytes on each device: `params`, `gradients`, `optimizer_state`."""
-        return {
-            name: sum(leaf.bytes_per_device for leaf in getattr(self, name))
-            for name in ("params", "gradients", "optimizer_state")
-        }
+        """Category → bytes on each device: `params`, `gradients`, `optimizer_state`, and `variables` if any."""
+        names = ["params", "gradients", "optimizer_state", *(["variables"] if self.variables else [])]
+        return {name: sum(leaf.bytes_per_device for leaf in getattr(self, name)) for name in names}
 
     def __str__(self) -> str:
-        """The plan as text: a heading, one line for each parameter, and the bytes on each device."""
-        rows = [leaf.cells for leaf in self.params]
+        """The plan as text: a heading, one line for each parameter and variable, and the bytes on each device."""
+        return self.text("params", "variables")
+
+    def text(self, *tables: str) -> str:
+        """The plan as text, with the leaves of some of its tables.
+
+        Args:
+            *tables: Of `params`, `variables`, `gradients` and `optimizer_state`. Lines of the last two begin with it.
+        """
+        rows = []
+        for table in tables:
+            head = "" if table in ("params", "variables") else f"{table.removesuffix('_state')}: "
+            rows += [(head + path, *cells) for path, *cells in (leaf.cells for leaf in getattr(self, table))]
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
         lines = [
             "  ".join(
@@ -169,6 +187,7 @@ class ShardingPlan:
             "bytes_per_device": self.bytes_per_device(),
             "params": [record(leaf) for leaf in self.params],
             "gradients": [record(leaf) for leaf in self.gradients],
+            "variables": [record(leaf) for leaf in self.variables],
             "optimizer_state": [record(leaf) for leaf in self.optimizer_state],
         }
 
@@ -176,7 +195,7 @@ class ShardingPlan:
 def make_plan(
     mesh: AnyMesh,
     rules: Rules,
-    init_fn: InitFn,
+    model: Model,
     optimizer: optax.GradientTransformation,
     *,
     zero: int = 3,
@@ -189,7 +208,7 @@ def make_plan(
     Args:
         mesh: From `make_mesh` or `abstract_mesh`.
         rules: The partition rule table of the model.
-        init_fn: A key → the parameters, a nested dictionary. Only its shapes are looked at here.
+        model: From `spmd.from_nnx`, `spmd.from_linen`, or `Model(init, apply)`. Only shapes are looked at here.
         optimizer: Any optax transformation whose state is laid out like the parameters.
         zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) keep the `fsdp` axis.
         remat: What the backward pass keeps: `"none"`, `"full"`, or `Remat(save=("attention_out",))`.
@@ -208,9 +227,11 @@ def make_plan(
             [Problem("offload", f"{', '.join(offload)}: is planned and not built", fix="leave it empty")],
         )
     precision, remat = make_precision(precision), make_remat(remat)
-    params = _abstract_params(init_fn, precision)
-    shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
-    problems = rules.audit(shapes, mesh.shape)
+    params, facts = _abstract_params(model, precision), model.facts()
+    variables = tree.flatten(_abstract_variables(model))
+    ruled = {path: leaf for path, leaf in variables.items() if path not in facts.random_state}
+    shapes = {path: tuple(leaf.shape) for path, leaf in (tree.flatten(params) | ruled).items()}
+    problems = rules.audit(shapes, mesh.shape, tied=facts.tied)
     problems += [
         Problem(f"remat save:{name}", "is no activation of the rule table", fix=f"one of: {', '.join(known)}")
         for known in [[name for name, _ in rules.activations]]
@@ -221,6 +242,7 @@ def make_plan(
         raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
 
     matches = {path: match for path in shapes if (match := rules.match(path))}
+    matches |= {path: _RANDOM_STATE for path in facts.random_state}
     tables = {
         table: {
             path: match.spec if table in ZERO_KEEPS[zero] else drop_axis(match.spec, "fsdp")
@@ -228,20 +250,18 @@ def make_plan(
         }
         for table in ("params", "gradients", "optimizer")
     }
-    leading = {path: len(rules.layer_path(path)[1]) for path in shapes}
+    leading = {path: len(rules.layer_path(path)[1]) for path in tree.flatten(params)}
     state, problems = optimizer_specs(optimizer.init, params, tables["optimizer"], leading)
     for path, derived in state.items():
         by = f"the parameter's rule ({derived.source})"
         problems += audit_spec(f"optimizer state {path}", derived.shape, derived.spec, mesh.shape, by)
+    problems += check_layerwise(optimizer, params, tuple(name for name, _ in rules.stacked))
     if problems:
-        raise RuleError(f"The optimizer's state cannot be split: {_count(problems)}.", problems)
+        raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 
-    dtypes = {path: str(leaf.dtype) for path, leaf in tree.flatten(params).items()}
-
-    def table(name: str) -> tuple[Leaf, ...]:
+    def table(name: str, leaves: Mapping[str, Any]) -> tuple[Leaf, ...]:
         return tuple(
-            _leaf(path, shapes[path], dtypes[path], match, tables[name][path], zero, mesh.shape)
-            for path, match in matches.items()
+            _leaf(path, leaf, matches[path], tables[name][path], zero, mesh.shape) for path, leaf in leaves.items()
         )
 
     optimizer_leaves = tuple(
@@ -264,17 +284,17 @@ def make_plan(
         zero,
         remat,
         precision,
-        table("params"),
-        table("gradients"),
+        table("params", tree.flatten(params)),
+        table("gradients", tree.flatten(params)),
+        table("params", variables),
         optimizer_leaves,
-        init_fn,
+        model,
         optimizer,
     )
 
 
-def _leaf(
-    path: str, shape: tuple[int, ...], dtype: str, match: Match, spec: P, zero: int, axes: Mapping[str, int]
-) -> Leaf:
+def _leaf(path: str, array: Any, match: Match, spec: P, zero: int, axes: Mapping[str, int]) -> Leaf:
+    shape, dtype = tuple(array.shape), str(array.dtype)
     dropped = "" if spec == match.spec else f"zero={zero}: whole over fsdp"
     return Leaf(
         path=path,
@@ -289,8 +309,12 @@ def _leaf(
     )
 
 
-def _abstract_params(init_fn: InitFn, precision: Precision) -> Any:
-    return jax.eval_shape(lambda key: cast_floats(init_fn(key), precision.params_dtype), jax.random.key(0))
+def _abstract_params(model: Model, precision: Precision) -> Any:
+    return jax.eval_shape(lambda: cast_floats(model.init(jax.random.key(0, impl=PRNG)), precision.params_dtype))
+
+
+def _abstract_variables(model: Model) -> Any:
+    return jax.eval_shape(lambda: model.init_variables(jax.random.key(0, impl=PRNG)))
 
 
 def cast_floats(params: Any, dtype: Any) -> Any:
@@ -306,7 +330,10 @@ def shard_bytes(shape: tuple[int, ...], dtype: Any, spec: P, axes: Mapping[str, 
         48
     """
     parts = math.prod(shards_of(entry, axes) for entry in spec)
-    return math.prod(shape) * jnp.dtype(dtype).itemsize // parts
+    itemsize = (
+        dtype.itemsize if hasattr(dtype, "itemsize") else jnp.dtype(dtype).itemsize
+    )  # random keys have dtypes too
+    return math.prod(shape) * itemsize // parts
 
 
 def _condense(line: str) -> str:

@@ -13,12 +13,14 @@ from spmd.annotate import check_marks, within
 from spmd.config import TrainConfig, config_values
 from spmd.data import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
 from spmd.errors import ConfigError, Problem, RuleError
+from spmd.foresight.collectives import CollectiveAudit, audit_collectives, compiler_log
 from spmd.generate import check_window
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.loss import LossFn, next_token_loss
 from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, mesh_of
 from spmd.metrics import Flops, transformer_flops
+from spmd.model import Model
 from spmd.optim import check_no_decay, make_optimizer, make_schedule
 from spmd.plan import ShardingPlan, make_plan
 from spmd.skip import skip_nonfinite
@@ -39,7 +41,7 @@ class Recipe:
     mesh: AnyMesh
 
     @functools.cached_property
-    def model(self) -> flax.Model:
+    def model(self) -> Model:
         """The model as functions."""
         return flax.from_nnx(self.config.model.build)
 
@@ -68,7 +70,7 @@ class Recipe:
         plan = make_plan(
             self.mesh,
             config.rules,
-            self.model.init,
+            self.model,
             self.optimizer,
             zero=config.zero,
             remat=config.remat,
@@ -83,7 +85,7 @@ class Recipe:
     @functools.cached_property
     def loss_fn(self) -> LossFn:
         """Next-token cross-entropy of the model."""
-        return next_token_loss(self.model.apply)
+        return next_token_loss(self.model)
 
     @functools.cached_property
     def grad_fn(self) -> GradFn:
@@ -127,6 +129,18 @@ class Recipe:
         model = self.config.model
         return transformer_flops(model.matmul_params, model.layers, model.attention_width, self.config.data.sequence)
 
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch's shapes and dtypes."""
+        shape = (self.config.data.batch, self.config.data.sequence)
+        dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+    def collectives(self) -> CollectiveAudit:
+        """What the compiled step sends between devices; compiles it."""
+        with compiler_log() as log:
+            compiled = self.step.compile(self.abstract_batch())
+        return audit_collectives(compiled, self.mesh, log=log)
+
     def audit(self) -> None:
         """Finds what is wrong before anything is allocated or compiled: the batch, the table, every activation.
 
@@ -139,12 +153,13 @@ class Recipe:
         if sample.prompt:
             check_window(len(self.tokenizer.encode(sample.prompt)), sample.tokens, data.sequence)
         check_batch(data.batch // self.config.accumulate, data.sequence, batch_sharding(self.mesh))
-        shape = (data.batch, data.sequence)
-        dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-        batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
         key = jax.eval_shape(lambda: jax.random.key(0))
-        with within(self.plan):
-            check_marks(self.plan, jax.make_jaxpr(self.loss_fn)(self.plan.abstract_params, batch, key))
+        plan = self.plan
+        with within(plan):
+            check_marks(
+                plan,
+                jax.make_jaxpr(self.loss_fn)(plan.abstract_params, plan.abstract_variables, self.abstract_batch(), key),
+            )
 
 
 def config_mesh(config: TrainConfig) -> AnyMesh:

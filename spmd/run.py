@@ -27,6 +27,7 @@ from spmd.config import TrainConfig, config_difference, config_values, load_conf
 from spmd.data import Windows, batches, evaluation_batches
 from spmd.errors import CheckpointError, Problem
 from spmd.generate import generate
+from spmd.loss import next_token_loss
 from spmd.mesh import batch_sharding, shards_of
 from spmd.metrics import (
     Console,
@@ -252,7 +253,7 @@ class Evaluate(Hook):
 
     def __init__(self, recipe: Recipe, windows: Windows, writers: Writers, clock: StepClock) -> None:
         self.recipe, self.windows, self.writers, self.clock = recipe, windows, writers, clock
-        self.step = make_eval_step(recipe.plan, recipe.loss_fn)
+        self.step = make_eval_step(recipe.plan, next_token_loss(recipe.model, train=False))
         self.last: dict[str, float] = {}
         self.last_step, self.tokens = -1, 0
 
@@ -270,7 +271,7 @@ class Evaluate(Hook):
             sharding=batch_sharding(self.recipe.mesh),
             tokens_at_most=config.evaluate.tokens,
         )
-        parts = [jax.device_get(self.step(state.params, batch)) for batch in stream]
+        parts = [jax.device_get(self.step(state.params, state.variables, batch)) for batch in stream]
         sums = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
         self.tokens, self.last_step = int(sums["weight"]), step
         self.last = {f"val_{name}": total / sums["weight"] for name, total in sums.items() if name != "weight"}
@@ -309,12 +310,12 @@ class Save(Hook):
         self.clock.restart()
 
 
-def write_sample(recipe: Recipe, params: Any, prompt: str, **options: Any) -> str:
+def write_sample(recipe: Recipe, state: TrainState, prompt: str, **options: Any) -> str:
     """A text that goes on from `prompt`, generated on the recipe's mesh.
 
     Args:
         recipe: The run.
-        params: Its parameters.
+        state: Its training state.
         prompt: What to go on from.
         **options: As for `generate`: `tokens`, `temperature`, `top_k`, `seed`.
     """
@@ -322,5 +323,9 @@ def write_sample(recipe: Recipe, params: Any, prompt: str, **options: Any) -> st
     ids = np.asarray(tokenizer.encode(prompt), np.int32)
     rows = shards_of(batch_sharding(recipe.mesh).spec[0], recipe.mesh.shape)
     window = recipe.config.data.sequence
-    done = generate(recipe.plan, recipe.model.apply, params, np.tile(ids, (rows, 1)), window=window, **options)
+
+    def apply(params: Any, ids: Any) -> Any:
+        return recipe.model.forward(params, state.variables, None, ids, train=False)[0]
+
+    done = generate(recipe.plan, apply, state.params, np.tile(ids, (rows, 1)), window=window, **options)
     return tokenizer.decode(done[0].tolist())

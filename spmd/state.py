@@ -9,10 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmd.model import PRNG
 from spmd.plan import ShardingPlan, cast_floats
-
-PRNG = "threefry2x32"
-"""The generator of every key, whatever JAX's default is, so that a seed means the same everywhere."""
 
 
 @jax.tree_util.register_dataclass
@@ -23,12 +21,14 @@ class TrainState:
     Attributes:
         step: int32 scalar: how many steps have been taken.
         params: The parameters, a nested dictionary.
+        variables: What else the model keeps and changes by itself, a nested dictionary; empty for most models.
         optimizer_state: The optax state.
         key: uint32[2]: the data of the key from which every step's key is derived.
     """
 
     step: Any
     params: Any
+    variables: Any
     optimizer_state: Any
     key: Any
 
@@ -39,6 +39,7 @@ def abstract_state(plan: ShardingPlan) -> TrainState:
     return TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
         params=plan.abstract_params,
+        variables=plan.abstract_variables,
         optimizer_state=plan.abstract_optimizer_state,
         key=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=whole),
     )
@@ -50,9 +51,11 @@ def compile_init(plan: ShardingPlan) -> jax.stages.Compiled:
 
     def create(key_data: jax.Array) -> TrainState:
         key = jax.random.wrap_key_data(key_data, impl=PRNG)
-        params = cast_floats(plan.init_fn(jax.random.fold_in(key, 0)), plan.precision.params_dtype)
+        model_key = jax.random.fold_in(key, 0)
+        params = cast_floats(plan.model.init(model_key), plan.precision.params_dtype)
+        variables = plan.model.init_variables(model_key)
         data = jax.random.key_data(jax.random.fold_in(key, 1))
-        return TrainState(jnp.zeros((), jnp.int32), params, plan.optimizer.init(params), data)
+        return TrainState(jnp.zeros((), jnp.int32), params, variables, plan.optimizer.init(params), data)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(plan))
     whole = NamedSharding(plan.mesh, P())

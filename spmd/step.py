@@ -12,8 +12,9 @@ from spmd.annotate import check_marks, within
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.loss import LossFn, Sums
 from spmd.mesh import batch_sharding
+from spmd.model import PRNG
 from spmd.plan import ShardingPlan
-from spmd.state import PRNG, TrainState, abstract_state
+from spmd.state import TrainState, abstract_state
 
 Metrics = dict[str, jax.Array]
 """Scalars of one step, still on the devices."""
@@ -45,6 +46,11 @@ class TrainStep:
             self._compiled[signature] = self.lower(batch).compile()
         return self._compiled[signature]
 
+    @property
+    def programs(self) -> tuple[jax.stages.Compiled, ...]:
+        """What has been compiled so far, one program for each shape of batch."""
+        return tuple(self._compiled.values())
+
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The traced and lowered step, before XLA.
 
@@ -67,7 +73,7 @@ class TrainStep:
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=PRNG), state.step)
         with within(self.plan):
-            gradients, sums = self.grad_fn(state.params, batch, key)
+            gradients, sums, variables = self.grad_fn(state.params, state.variables, batch, key)
         weight = sums.pop("weight")
         divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
@@ -77,15 +83,15 @@ class TrainStep:
         metrics = {name: total / divisor for name, total in sums.items()}
         metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
         metrics |= {name: watched(state) for name, watched in self.watch.items()}
-        return TrainState(state.step + 1, params, optimizer_state, state.key), metrics
+        return TrainState(state.step + 1, params, variables, optimizer_state, state.key), metrics
 
 
-def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any], Sums]:
-    """`(params, batch) -> Sums`, compiled under `plan`; nothing is donated."""
+def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, Any], Sums]:
+    """`(params, variables, batch) -> Sums`, compiled under `plan`; nothing is donated, no variable changes."""
 
-    def evaluate(params: Any, batch: Any) -> Sums:
+    def evaluate(params: Any, variables: Any, batch: Any) -> Sums:
         with within(plan):
-            return loss_fn(params, batch, jax.random.key(0))
+            return loss_fn(params, variables, batch, jax.random.key(0, impl=PRNG))[0]
 
     return jax.jit(evaluate)
 
@@ -101,7 +107,7 @@ def make_train_step(
 
     Args:
         plan: From `make_plan`.
-        loss_fn: `(params, batch, key) -> Sums`.
+        loss_fn: `(params, variables, batch, key) -> (Sums, variables)`.
         grad_fn: Instead of `loss_fn`: any composition of `spmd.gradients`.
         watch: Name → a function of the state before the step, reported as a metric.
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.annotate import annotate, checkpoint_layer, to_compute, within
 from spmd.errors import AnnotationError
 from spmd.mesh import batch_sharding, make_mesh
+from spmd.model import Model
 from spmd.plan import make_plan
 from spmd.rules import Rules
 from spmd.state import init_state
@@ -17,9 +18,11 @@ from tests import tiny
 
 RULES = Rules([("w", P("fsdp"))], activations=[("hidden", P(("data", "fsdp"), "sequence", "tensor"))])
 
+EIGHT = Model(lambda key: {"w": jnp.zeros(8)}, lambda params, x: params["w"] * x)
+
 
 def plan(**sizes):
-    return make_plan(make_mesh(**sizes), RULES, lambda key: {"w": jnp.zeros(8)}, optax.sgd(1.0))
+    return make_plan(make_mesh(**sizes), RULES, EIGHT, optax.sgd(1.0))
 
 
 def test_outside_a_plan_it_is_the_identity():
@@ -89,25 +92,26 @@ def test_an_activation_that_is_marked_nowhere_is_an_error():
     """A name in the table that the model lost would otherwise split nothing without a word."""
     mesh = make_mesh(fsdp=8)
     activations = [("hidden", P("fsdp")), ("lost", P("fsdp"))]
-    model = make_plan(mesh, Rules([("w", P("fsdp"))], activations), lambda key: {"w": jnp.zeros(8)}, optax.sgd(1.0))
+    plan = make_plan(mesh, Rules([("w", P("fsdp"))], activations), EIGHT, optax.sgd(1.0))
 
-    def loss_fn(params, batch, key):
+    def loss_fn(params, variables, batch, key):
         layer = jax.checkpoint(lambda x: annotate(x * params["w"], "hidden"))
-        return {"loss": jax.lax.scan(lambda c, x: (c + layer(x).sum(), None), 0.0, batch)[0], "weight": 1.0}
+        loss, _ = jax.lax.scan(lambda c, x: (c + layer(x).sum(), None), 0.0, batch)
+        return {"loss": loss, "weight": 1.0}, variables
 
     with pytest.raises(AnnotationError, match="'lost': is marked nowhere"):
-        make_train_step(model, loss_fn).lower(jnp.ones((8, 8)))
+        make_train_step(plan, loss_fn).lower(jnp.ones((8, 8)))
 
 
 def test_batches_of_any_rank_are_split_along_their_first_dimensions():
     """Labels `[batch]` and images `[batch, height, width, channels]` go with tokens `[batch, sequence]`."""
-    model = make_plan(make_mesh(fsdp=8), Rules([("w", P("fsdp"))]), lambda key: {"w": jnp.zeros(8)}, optax.sgd(1.0))
+    plan = make_plan(make_mesh(fsdp=8), Rules([("w", P("fsdp"))]), EIGHT, optax.sgd(1.0))
 
-    def loss_fn(params, batch, key):
+    def loss_fn(params, variables, batch, key):
         error = batch["images"].mean(axis=(1, 2, 3)) * params["w"].sum() - batch["labels"]
-        return {"loss": (error**2).sum(), "weight": jnp.float32(8)}
+        return {"loss": (error**2).sum(), "weight": jnp.float32(8)}, variables
 
     batch = {"images": jnp.ones((8, 4, 4, 3)), "labels": jnp.ones(8)}
-    placed = {name: jax.device_put(x, batch_sharding(model.mesh, x.ndim)) for name, x in batch.items()}
-    _, metrics = make_train_step(model, loss_fn)(init_state(model), placed)
+    placed = {name: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)) for name, x in batch.items()}
+    _, metrics = make_train_step(plan, loss_fn)(init_state(plan), placed)
     assert metrics["loss"] == 1.0

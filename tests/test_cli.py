@@ -123,7 +123,7 @@ def test_plan_needs_no_devices_and_speaks_json(config, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["devices"] == 8
     assert plan["parameters"] == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 2 * 256 * 32 + 32
-    assert run("plan", "llama3-405b", "--json") == 0
+    assert run("plan", "llama3-405b", "--topology", "cpu:16384", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["parameters"] == 405_853_388_800
     assert plan["bytes_per_device"]["params"] < 2**31
@@ -145,6 +145,78 @@ def test_check_exits_with_1_when_layouts_differ(config, capsys, monkeypatch):
     monkeypatch.setitem(testing.TOLERANCES, "float32", strict)
     assert run("check", config, "--check-steps", "2") == 1
     assert "THE LAYOUTS DIFFER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bug", ["reduction", "token-weight", "gradient-scale"])
+def test_check_finds_an_injected_bug(config, capsys, bug):
+    """Each control makes the same command fail."""
+    assert run("check", config, "--check-steps", "1", "--inject", bug) == 1
+    assert f"{bug}: the layouts differ: the injected bug was found" in capsys.readouterr().out
+
+
+def test_check_speaks_json_and_shows_every_leaf(config, capsys):
+    """Each leaf has its error, what is allowed, and the verdict; the reason stands beside."""
+    assert run("check", config, "--check-steps", "1", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    assert report["injected"] is None
+    assert report["mesh"]["tensor"] == 2
+    assert "float32 rounding" in report["tolerance"]["why"]
+    paths = {row["path"] for row in report["rows"] if row["what"] == "gradients"}
+    assert "layers/mlp/up_proj/kernel" in paths
+    assert run("check", config, "--check-steps", "1", "--leaves") == 0
+    printed = capsys.readouterr().out
+    assert all(f"gradients          {path} " in printed for path in paths)
+
+
+def test_plan_shows_what_differs_from_another(config, capsys):
+    """Lines of the one with -, of the other with +; nothing where nothing does."""
+    assert run("plan", config, "--zero", "2", "--diff", config) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [(line[:6], "zero 2" in line, "zero 3" in line) for line in lines[:2]] == [
+        ("- mesh", True, False),
+        ("+ mesh", False, True),
+    ]
+    assert run("plan", config, "--diff", config) == 0
+    assert capsys.readouterr().out == "the plans are the same\n"
+    assert run("plan", config, "--zero", "2", "--diff", config, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == lines
+
+
+def test_plan_shows_what_the_compiled_step_sends(config, capsys):
+    """`--compile` prints kinds, axes and sources, and the same as records."""
+    assert run("plan", config, "--compile") == 0
+    printed = capsys.readouterr().out
+    assert "reduce-scatter  fsdp" in printed
+    assert "mlp/down_proj/kernel" in printed
+    assert run("plan", config, "--compile", "--json") == 0
+    audit = json.loads(capsys.readouterr().out)
+    assert {"all-gather", "all-reduce", "reduce-scatter"} <= {record["kind"] for record in audit["collectives"]}
+
+
+def test_plan_shows_gradients_and_optimizer_state(config, capsys):
+    """`--all` has a line for each of them."""
+    assert run("plan", config, "--all") == 0
+    printed = capsys.readouterr().out
+    assert "gradients: lm_head/kernel" in printed
+    assert "optimizer: 1/0/mu/lm_head/kernel" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--topology", "v5e:16x16"], "other machines than cpu are planned and not built"),
+        (["--topology", "cpu"], "is 'cpu'"),
+        (["--topology", "cpu:0"], "is 'cpu:0'"),
+        (["--topology", "cpu:12"], "and there are 12 devices"),
+        (["--all", "--compile"], "one view at a time"),
+        (["--diff", "no-such-config"], "no-such-config"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_show(config, capsys, flags, complaint):
+    """Exit code 2, and what to do about it."""
+    assert run("plan", config, *flags) == 2
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from models.llama import Llama
 from spmd import flax, tree
-from spmd.errors import NotYetError
 from spmd.gradients.base import value_and_grad
 from spmd.loss import next_token_loss
 from spmd.plan import make_plan
@@ -66,11 +65,11 @@ def model(kind):
 
 @functools.cache
 def grad_fn(kind):
-    return value_and_grad(next_token_loss(model(kind).apply))
+    return value_and_grad(next_token_loss(model(kind)))
 
 
 def plan(kind, **sizes):
-    return make_plan(tiny.mesh(**sizes), RULES, model(kind).init, optax.adamw(1e-2))
+    return make_plan(tiny.mesh(**sizes), RULES, model(kind), optax.adamw(1e-2))
 
 
 def test_both_kinds_have_one_interface():
@@ -120,53 +119,6 @@ def test_control_a_wrong_gradient_of_it_is_caught():
     """The comparison of the test above can fail."""
     wrong = record_run(plan("linen", fsdp=4, tensor=2), scale_gradients(grad_fn("linen"), 1.01), BATCHES)
     assert not compare(wrong, record_run(plan("linen"), grad_fn("linen"), BATCHES)).ok
-
-
-class NnxWithState(nnx.Module):
-    """Holds batch statistics and random state."""
-
-    def __init__(self, rngs):
-        self.hidden = nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(self.norm(self.hidden(x)))
-
-
-class LinenWithState(nn.Module):
-    """Holds batch statistics."""
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.BatchNorm(use_running_average=True, name="norm")(nn.Dense(4)(x))
-
-
-@pytest.mark.parametrize(
-    ("stateful", "variables"),
-    [
-        (
-            lambda: flax.from_nnx(NnxWithState),
-            ["dropout/rngs/count", "dropout/rngs/key", "norm/mean", "norm/var"],
-        ),
-        (
-            lambda: flax.from_linen(LinenWithState(), jax.ShapeDtypeStruct((2, 4), jnp.float32)),
-            ["batch_stats/norm/mean", "batch_stats/norm/var"],
-        ),
-    ],
-    ids=["nnx", "linen"],
-)
-def test_variables_that_are_not_parameters_are_refused_by_name(stateful, variables):
-    """Batch statistics and random state would be dropped silently; the error names each of them, and no parameter."""
-    with pytest.raises(NotYetError) as caught:
-        jax.eval_shape(stateful().init, jax.random.key(0))
-    assert [problem.where for problem in caught.value.problems] == variables
-
-
-def test_applying_a_stateful_nnx_module_is_refused_as_well():
-    """`apply` does not depend on `init` having been asked first."""
-    with pytest.raises(NotYetError, match="norm/mean: is a BatchStat"):
-        flax.from_nnx(NnxWithState).apply({}, jnp.ones((2, 4)))
 
 
 def test_paths_of_unrolled_layers_are_digits():

@@ -21,6 +21,12 @@ BATCHES = {
 }
 
 
+def plain(sums_fn):
+    """The loss function of a model without variables."""
+    return lambda params, variables, batch, key: (sums_fn(params, batch, key), variables)
+
+
+@plain
 def quadratic(params, batch, key):
     """Sums over examples of something that uses every leaf of the batch and every parameter, with padding."""
     del key
@@ -33,18 +39,18 @@ def quadratic(params, batch, key):
 
 def test_value_and_grad_returns_the_gradient_of_the_sum_and_the_sums():
     """Nothing is divided: that is the step's one division."""
-    grads, sums = value_and_grad(quadratic)(PARAMS, X, KEY)
-    expected = jax.grad(lambda p: quadratic(p, X, KEY)["loss"])(PARAMS)
+    grads, sums, _ = value_and_grad(quadratic)(PARAMS, {}, X, KEY)
+    expected = jax.grad(lambda p: quadratic(p, {}, X, KEY)[0]["loss"])(PARAMS)
     jax.tree.map(np.testing.assert_array_equal, grads, expected)
-    jax.tree.map(np.testing.assert_array_equal, sums, quadratic(PARAMS, X, KEY))
+    jax.tree.map(np.testing.assert_array_equal, sums, quadratic(PARAMS, {}, X, KEY)[0])
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 12])
 def test_accumulation_equals_the_whole_batch(batch, microbatches):
     """For any tree of arrays, gradients and every sum are those of the whole batch."""
-    whole_grads, whole = value_and_grad(quadratic)(PARAMS, batch, KEY)
-    grads, sums = jax.jit(accumulate(value_and_grad(quadratic), microbatches))(PARAMS, batch, KEY)
+    whole_grads, whole, _ = value_and_grad(quadratic)(PARAMS, {}, batch, KEY)
+    grads, sums, _ = jax.jit(accumulate(value_and_grad(quadratic), microbatches))(PARAMS, {}, batch, KEY)
     assert jax.tree.structure(grads) == jax.tree.structure(PARAMS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (grads, sums), (whole_grads, whole))
     assert sums["examples"] == 12
@@ -53,8 +59,8 @@ def test_accumulation_equals_the_whole_batch(batch, microbatches):
 
 def test_accumulation_composes_with_itself():
     """A GradFn in, a GradFn out: 2 × 3 microbatches are the whole batch too."""
-    whole = value_and_grad(quadratic)(PARAMS, X, KEY)
-    nested = accumulate(accumulate(value_and_grad(quadratic), 3), 2)(PARAMS, X, KEY)
+    whole = value_and_grad(quadratic)(PARAMS, {}, X, KEY)
+    nested = accumulate(accumulate(value_and_grad(quadratic), 3), 2)(PARAMS, {}, X, KEY)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), nested, whole)
 
 
@@ -69,10 +75,11 @@ def test_a_microbatch_takes_every_kth_example(microbatches):
     """A sum of squares of sums shows which examples were together: those that lie k apart."""
     x = RNG.integers(0, 100, 12).astype(np.float32)
 
+    @plain
     def square_of_sum(w, x, key):
         return {"loss": w * x.sum() ** 2, "weight": jnp.float32(x.size)}
 
-    grads, sums = accumulate(value_and_grad(square_of_sum), microbatches)(jnp.float32(1), x, KEY)
+    grads, sums, _ = accumulate(value_and_grad(square_of_sum), microbatches)(jnp.float32(1), {}, x, KEY)
     parts = [x[i::microbatches].sum() ** 2 for i in range(microbatches)]
     assert float(grads) == float(sums["loss"]) == sum(parts)
     assert sum(parts) != sum(part.sum() ** 2 for part in np.split(x, microbatches))
@@ -81,18 +88,19 @@ def test_a_microbatch_takes_every_kth_example(microbatches):
 def test_every_microbatch_has_a_key_of_its_own():
     """Draws differ between microbatches, so dropout would not repeat itself, and follow from the step's key."""
 
+    @plain
     def draws(w, x, key):
         draw = jax.random.uniform(key)
         return {"loss": w * draw, "weight": jnp.float32(1), "squares": draw**2}
 
     microbatches = 4
-    grads, sums = accumulate(value_and_grad(draws), microbatches)(jnp.float32(1), X, KEY)
+    grads, sums, _ = accumulate(value_and_grad(draws), microbatches)(jnp.float32(1), {}, X, KEY)
     total = float(sums["loss"])
     assert float(grads) == pytest.approx(total)
     # By Cauchy and Schwarz the two sides are equal where all draws are, and only there.
     assert float(sums["squares"]) > 1.05 * total**2 / microbatches
-    again = accumulate(value_and_grad(draws), microbatches)(jnp.float32(1), X, KEY)[1]
-    other = accumulate(value_and_grad(draws), microbatches)(jnp.float32(1), X, jax.random.key(1))[1]
+    again = accumulate(value_and_grad(draws), microbatches)(jnp.float32(1), {}, X, KEY)[1]
+    other = accumulate(value_and_grad(draws), microbatches)(jnp.float32(1), {}, X, jax.random.key(1))[1]
     assert float(again["loss"]) == total != float(other["loss"])
 
 
@@ -100,10 +108,11 @@ def test_gradients_keep_their_dtypes():
     """Each leaf is accumulated in the dtype that the gradient function gives it."""
     params = {"a": jnp.ones(3, jnp.float32), "b": jnp.ones(3, jnp.bfloat16)}
 
+    @plain
     def loss_fn(params, x, key):
         return {"loss": (x @ (params["a"] + params["b"].astype(jnp.float32))).sum(), "weight": jnp.float32(x.size)}
 
-    grads, sums = accumulate(value_and_grad(loss_fn), 3)(params, X, KEY)
+    grads, sums, _ = accumulate(value_and_grad(loss_fn), 3)(params, {}, X, KEY)
     assert {name: leaf.dtype for name, leaf in grads.items()} == {"a": jnp.float32, "b": jnp.bfloat16}
     assert sums["loss"].dtype == jnp.float32
 
@@ -112,12 +121,13 @@ def test_memory_of_activations_shrinks_with_microbatches():
     """What is large for the whole batch is never that large in the accumulated program."""
     width = 64
 
+    @plain
     def loss_fn(w, x, key):
         wide = jnp.tanh(x[:, :, None] * w[None, None])  # [batch, 3, width]
         return {"loss": wide.sum(), "weight": jnp.float32(x.size)}
 
     def shapes(grad_fn):
-        return str(jax.make_jaxpr(grad_fn)(jnp.ones(width), X, KEY))
+        return str(jax.make_jaxpr(grad_fn)(jnp.ones(width), {}, X, KEY))
 
     assert "f32[12,3,64]" in shapes(value_and_grad(loss_fn))
     accumulated = shapes(accumulate(value_and_grad(loss_fn), 4))
@@ -137,4 +147,4 @@ def test_memory_of_activations_shrinks_with_microbatches():
 def test_a_batch_that_cannot_be_cut_is_an_error(microbatches, batch, complaint):
     """With the arithmetic, whichever leaf it is."""
     with pytest.raises(ConfigError, match=complaint):
-        accumulate(value_and_grad(quadratic), microbatches)(PARAMS, batch, KEY)
+        accumulate(value_and_grad(quadratic), microbatches)(PARAMS, {}, batch, KEY)

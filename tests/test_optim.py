@@ -9,17 +9,17 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax import contrib
 
 from spmd.errors import ConfigError
 from spmd.optim import (
     OptimizerConfig,
-    PerLayerState,
     check_no_decay,
     make_optimizer,
     make_schedule,
     make_update_rule,
-    per_layer,
 )
+from spmd.per_layer import PerLayerState, per_layer
 from spmd.tree import flatten, map_with_path
 
 LAYERS = 3
@@ -138,7 +138,7 @@ def test_config_lists_every_problem() -> None:
     assert 'did you mean "adamw"?' in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])
 def test_decay_goes_by_path(name: Any) -> None:
     """With zero gradients a kernel shrinks by rate times decay; norms, biases and named parameters stay."""
     config = OptimizerConfig(
@@ -237,6 +237,51 @@ def test_control_adafactor_on_a_stack_differs() -> None:
     assert results[1] < 1e-6
 
 
+def test_muon_is_for_the_matrices_of_layers() -> None:
+    """A layer's kernel goes by Muon as optax has it, and everything else by AdamW, stacked or not."""
+    config = OptimizerConfig(name="muon", learning_rate=0.1, schedule="constant", weight_decay=0.0, clip_norm=0.0)
+    params, gradients = make_params(0), make_params(1)
+    for tree, given in ((params, gradients), (unroll(params), unroll(gradients))):
+        optimizer = make_optimizer(config, 1)
+        updates = flatten(optimizer.update(given, optimizer.init(tree), tree)[0])
+        adam = optax.adam(0.1, config.b1, config.b2, config.eps)
+        expected = flatten(adam.update(given, adam.init(tree))[0])
+        for path, update in updates.items():
+            if "mlp/kernel" not in path:
+                np.testing.assert_allclose(update, expected[path], rtol=1e-6, err_msg=path)
+    muon = contrib.muon(0.1, beta=config.momentum, consistent_rms=0.2)
+    for i in range(LAYERS):
+        kernel = {"kernel": gradients["layers"]["mlp"]["kernel"][i]}
+        np.testing.assert_allclose(
+            updates[f"layers/{i}/mlp/kernel"], muon.update(kernel, muon.init(kernel), kernel)[0]["kernel"], rtol=1e-5
+        )
+
+
+def test_muon_steps_are_as_long_as_those_of_adamw() -> None:
+    """Its direction has the root mean square that AdamW's has in training, whatever the shape."""
+    rng = np.random.default_rng(0)
+    for shape in ((16, 64), (64, 16), (32, 32)):
+        params = {"layers": {"0": {"kernel": rng.normal(size=shape).astype(np.float32)}}}
+        config = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", weight_decay=0.0)
+        optimizer = make_optimizer(config, 1)
+        update = optimizer.update(params, optimizer.init(params), params)[0]["layers"]["0"]["kernel"]
+        assert float(jnp.sqrt(jnp.mean(update**2))) == pytest.approx(0.2, rel=0.25)
+
+
+def test_per_layer_may_be_masked() -> None:
+    """Parameters that a mask takes away, all of a stack or some, come out as they went in."""
+    params = make_params(0)
+    for kept in ("embedding/kernel", "layers/mlp/kernel"):
+
+        def mask(params: Any, kept: str = kept) -> Any:
+            return map_with_path(lambda path, _: path == kept, params)
+
+        clip = optax.masked(per_layer(optax.clip_by_block_rms(0.001)), mask)
+        updates, _ = clip.update(params, clip.init(params), params)
+        changed = {p for p, x in flatten(updates).items() if not np.array_equal(x, flatten(params)[p])}
+        assert changed == {kept}
+
+
 def test_stacks_of_different_lengths_and_nested_stacks() -> None:
     """Each stack has its own vmap, a stack in a stack has two leading dimensions, a number ends a stack."""
     params = {
@@ -305,7 +350,7 @@ def test_stack_with_two_lengths_is_refused() -> None:
         per_layer(optax.identity()).init({"layers": {"a": np.ones((2, 3)), "b": np.ones((4, 3))}})
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])
 def test_optimizer_runs_under_strict_promotion_and_keeps_dtypes(name: Any) -> None:
     """Callers may make dtype promotion strict; bfloat16 gradients of float32 parameters still update them."""
     params = make_params(0, width=128)

@@ -11,10 +11,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from partition_rules.llama import LLAMA
+from partition_rules.llama import LLAMA, LLAMA_TIED
 from spmd.errors import ConfigError, NotYetError, RuleError
 from spmd.mesh import MeshShape, abstract_mesh, make_mesh
-from spmd.optim import per_layer
+from spmd.model import Model
+from spmd.per_layer import per_layer
 from spmd.plan import make_plan
 from spmd.rules import Rules, replicate
 from spmd.state import init_state
@@ -32,26 +33,44 @@ RULES = Rules(
 )
 
 
+def apply(params):
+    return params
+
+
 def plan_of(optimizer=None, rules=RULES, init=two_layer, mesh=None, **options):
     mesh = mesh or abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))
-    return make_plan(mesh, rules, init, optimizer or optax.adamw(1e-3), **options)
+    return make_plan(mesh, rules, Model(init, apply), optimizer or optax.adamw(1e-3), **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("fsdp8", {"fsdp": 8}),
-        ("data2_fsdp2_tensor2", {"data": 2, "fsdp": 2, "tensor": 2}),
-    ],
-)
-def test_the_text_of_a_plan_is_as_reviewed(name, sizes):
+FAMILIES = {
+    "llama": tiny.CONFIG,
+    "llama_tied": tiny.replaced(tied=True),
+    "llama_unrolled": tiny.replaced(stacked=False),
+}
+STRATEGIES = {
+    "ddp": ({"data": 8}, 0),
+    "zero1": ({"fsdp": 8}, 1),
+    "zero2": ({"fsdp": 8}, 2),
+    "zero3": ({"fsdp": 8}, 3),
+    "hybrid": ({"data": 2, "fsdp": 4}, 3),
+    "tensor": ({"data": 4, "tensor": 2}, 0),
+    "fsdp_tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 3),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_of_a_plan_is_as_reviewed(family, strategy):
     """A change of any sharding shows as a changed line of a golden file (SPMD_UPDATE_GOLDEN=1 rewrites them)."""
-
-    plan = make_plan(abstract_mesh(MeshShape(**sizes)), LLAMA, tiny.model().init, tiny.OPTIMIZER)
-    golden = GOLDEN / f"llama_test_{name}.txt"
+    sizes, zero = STRATEGIES[strategy]
+    config = FAMILIES[family]
+    rules = LLAMA_TIED if config.tied else LLAMA
+    plan = make_plan(abstract_mesh(MeshShape(**sizes)), rules, tiny.model(config), tiny.OPTIMIZER, zero=zero)
+    text = plan.text("params", "variables", "gradients", "optimizer_state") + "\n"
+    golden = GOLDEN / f"{family}_{strategy}.txt"
     if os.environ.get("SPMD_UPDATE_GOLDEN"):
-        golden.write_text(f"{plan}\n", encoding="utf-8")
-    assert f"{plan}\n" == golden.read_text(encoding="utf-8")
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
 
 
 def test_bytes_per_device_are_those_of_the_shards():
@@ -127,7 +146,7 @@ def test_parts_of_the_state_may_be_empty(optimizer):
 
 def test_state_that_no_parameter_explains_is_an_error():
     """An optimizer with a matrix of its own cannot be split by rule."""
-    odd = optax.GradientTransformation(lambda params: jnp.zeros((3, 5)), lambda u, s, p=None: (u, s))
+    odd = optax.GradientTransformation(lambda params: jnp.zeros((300, 500)), lambda u, s, p=None: (u, s))
     with pytest.raises(RuleError, match="has a structure that no parameter explains"):
         plan_of(odd)
 
@@ -188,3 +207,18 @@ def test_a_plan_for_absent_devices_equals_the_one_for_present_ones():
     present = plan_of(mesh=make_mesh(data=2, fsdp=2, tensor=2))
     assert str(present) == str(plan_of())
     assert json.dumps(present.to_json()) == json.dumps(plan_of().to_json())
+
+
+def test_an_optimizer_that_mixes_layers_is_refused():
+    """On stacks it would train other than on separate layers; in `per_layer` it is welcome."""
+    lamb = optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3))
+    with pytest.raises(RuleError, match="over all layers of the stack"):
+        tiny.plan(optimizer=lamb)
+    assert tiny.plan(optimizer=optax.chain(optax.clip_by_global_norm(1.0), per_layer(optax.lamb(1e-3)))).params
+
+
+def test_random_state_of_an_optimizer_is_replicated():
+    """Typed keys have bytes too, and noise on parameters that are not stacked is the same on every device."""
+    leaves = {leaf.path: leaf for leaf in plan_of(optax.noisy_sgd(1e-3, key=jax.random.key(0))).optimizer_state}
+    keys = [leaf for leaf in leaves.values() if leaf.rule == "a random key"]
+    assert [leaf.bytes_per_device for leaf in keys] == [8]

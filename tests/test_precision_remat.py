@@ -26,7 +26,7 @@ def gradient_program(config=tiny.CONFIG, grad_fn=None, **options):
     plan = tiny.plan(config, options=tuple(options.items()), fsdp=2)
     with within(plan):
         return jax.make_jaxpr(grad_fn or value_and_grad(tiny.loss_fn(config)))(
-            plan.abstract_params, BATCH, jax.random.key(0)
+            plan.abstract_params, {}, BATCH, jax.random.key(0)
         )
 
 
@@ -194,10 +194,10 @@ def test_control_parameters_cast_beforehand_have_bfloat16_gradients():
     """What the test above looks at does show gradients that are summed in bfloat16 and widened afterwards."""
     ours = value_and_grad(tiny.loss_fn())
 
-    def cast_first(params, batch, key):
+    def cast_first(params, variables, batch, key):
         narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-        grads, sums = ours(narrow, batch, key)
-        return jax.tree.map(lambda x: x.astype(jnp.float32), grads), sums
+        grads, sums, variables = ours(narrow, variables, batch, key)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), grads), sums, variables
 
     program = gradient_program(grad_fn=cast_first, precision="bf16")
     assert BFLOAT16 in weight_gradient_dtypes(program)
@@ -220,7 +220,7 @@ def test_in_bf16_the_gradient_of_a_tied_embedding_has_float32_resolution():
 
     def gradients(params):
         with within(plan):
-            return value_and_grad(tiny.loss_fn(config))(params, BATCH, jax.random.key(0))[0]
+            return value_and_grad(tiny.loss_fn(config))(params, {}, BATCH, jax.random.key(0))[0]
 
     gradient = jax.jit(gradients)(init_state(plan).params)["embed"]["embedding"]
     rounded = gradient.astype(jnp.bfloat16).astype(jnp.float32)

@@ -144,3 +144,61 @@ def test_tables_compare_and_hash_by_value():
     make = lambda: Rules([("kernel", P("fsdp"))], activations=[("h", P("data"))], stacked={"layers": "pipe"})  # noqa: E731
     assert make() == make()
     assert hash(make()) == hash(make())
+
+
+EMBED_AND_HEAD = (("embed/embedding", "head/embedding"),)
+
+
+def test_a_tied_array_with_two_specs_is_a_problem_that_names_both():
+    """One array has one placement, whichever of its paths a rule was written for."""
+    rules = Rules([("embed/embedding", P("fsdp")), ("head/embedding", P("tensor"))])
+    (problem,) = rules.audit({"embed/embedding": (4, 4)}, AXES, tied=EMBED_AND_HEAD)
+    assert str(problem) == (
+        "embed/embedding = head/embedding: is one array and gets 2 specs\n"
+        "    embed/embedding: rule 0 ('embed/embedding') says P(fsdp); "
+        "head/embedding: rule 1 ('head/embedding') says P(tensor)\n"
+        "    fix: give its paths one spec"
+    )
+
+
+@pytest.mark.parametrize("head", [P("fsdp"), P("fsdp", None), P(("fsdp",))])
+def test_a_tied_array_with_one_placement_is_fine_however_it_is_written(head):
+    """A rule for another path of a tied array is not useless, and trailing Nones split nothing."""
+    rules = Rules([("embed/embedding", P("fsdp")), ("head/embedding", head)])
+    assert rules.audit({"embed/embedding": (4, 4)}, AXES, tied=EMBED_AND_HEAD) == []
+    (problem,) = audit(rules, {"embed/embedding": (4, 4)})
+    assert "rule 1 ('head/embedding'): matches no parameter" in problem
+
+
+def test_a_rule_for_an_alias_alone_leaves_the_parameter_unmatched():
+    """Parameters go by their first path, and the rule must be found from there."""
+    rules = Rules([("head/embedding", P("fsdp"))])
+    (problem,) = rules.audit({"embed/embedding": (4, 4)}, AXES, tied=EMBED_AND_HEAD)
+    assert str(problem).startswith(
+        "embed/embedding: no rule matches this parameter\n    fix: the nearest rule is 'head/emb"
+    )
+
+
+def test_a_rule_that_is_shadowed_on_an_alias_is_a_problem():
+    """An alias shows who takes it."""
+    rules = Rules([("embedding", P("fsdp")), ("head/embedding", P("fsdp"))])
+    (problem,) = rules.audit({"embed/embedding": (4, 4)}, AXES, tied=EMBED_AND_HEAD)
+    assert "is shadowed by rule 0 ('embedding')" in str(problem)
+    assert "e.g. head/embedding" in str(problem)
+
+
+def test_a_spec_for_a_leaf_that_is_gone_names_what_is_left():
+    """A transformation that merges or removes a parameter leaves its rule behind."""
+    rules = Rules([("q_proj/kernel", P("fsdp")), ("q_proj/lora_a", P("tensor"))])
+    (problem,) = audit(rules, {"layers/q_proj/kernel": (1, 4, 4)})
+    assert problem == (
+        "rule 1 ('q_proj/lora_a'): matches no parameter\n"
+        "    fix: the nearest parameter is layers/q_proj/kernel; correct it or delete it"
+    )
+
+
+def test_a_stack_may_be_whole():
+    """`None` gives the stacked dimension an entry and no axis."""
+    rules = Rules([("kernel", P("fsdp"))], stacked={"layers": None})
+    assert rules.match("layers/kernel").spec == P(None, "fsdp")
+    assert audit(rules, {"layers/kernel": (3, 4)}) == []

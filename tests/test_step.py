@@ -46,7 +46,7 @@ def test_initial_parameters_are_bitwise_equal_on_every_mesh():
 def test_no_leaf_is_whole_on_one_device_while_it_is_created():
     """On fsdp=8 the init program's outputs are an eighth, and it never holds the largest leaf besides."""
     config = LlamaConfig(vocab=1024, d_model=128, layers=2, heads=4, kv_heads=4, d_ff=256)
-    plan = make_plan(tiny.mesh(fsdp=8), LLAMA, tiny.model(config).init, optax.adamw(1e-3))
+    plan = make_plan(tiny.mesh(fsdp=8), LLAMA, tiny.model(config), optax.adamw(1e-3))
     memory = compile_init(plan).memory_analysis()
     planned = sum(plan.bytes_per_device()[k] for k in ("params", "optimizer_state"))
     largest = 1024 * 128 * 4
@@ -54,7 +54,7 @@ def test_no_leaf_is_whole_on_one_device_while_it_is_created():
     assert memory.temp_size_in_bytes < largest
 
     # The control: the same parameters created whole do hold that leaf.
-    whole = jax.jit(plan.init_fn).lower(jax.random.key(0)).compile().memory_analysis()
+    whole = jax.jit(plan.model.init).lower(jax.random.key(0)).compile().memory_analysis()
     assert whole.output_size_in_bytes > largest
 
 
@@ -73,8 +73,8 @@ def test_the_state_is_donated():
 
 def test_the_second_step_compiles_nothing_nor_does_an_equal_plan():
     """One compilation for a plan and a batch shape, however often either is made again."""
-    plan = make_plan(tiny.mesh(fsdp=4), LLAMA, tiny.model().init, tiny.OPTIMIZER)
-    again = make_plan(tiny.mesh(fsdp=4), LLAMA, tiny.model().init, tiny.OPTIMIZER)
+    plan = make_plan(tiny.mesh(fsdp=4), LLAMA, tiny.model(), tiny.OPTIMIZER)
+    again = make_plan(tiny.mesh(fsdp=4), LLAMA, tiny.model(), tiny.OPTIMIZER)
     assert plan is not again
     step = make_train_step(plan, tiny.loss_fn())
     state, _ = step(init_state(plan), placed(plan, BATCHES[0]))
@@ -107,7 +107,7 @@ def test_metrics_are_token_weighted_means():
     plan = tiny.plan(data=4, fsdp=2)
     _, metrics = make_train_step(plan, tiny.loss_fn())(init_state(plan), placed(plan, BATCHES[0]))
     params = init_state(tiny.plan()).params
-    sums = tiny.loss_fn()(params, jax.tree.map(jnp.asarray, BATCHES[0]), jax.random.key(0))
+    sums, _ = tiny.loss_fn()(params, {}, jax.tree.map(jnp.asarray, BATCHES[0]), jax.random.key(0))
     assert float(metrics["tokens"]) == BATCHES[0]["weights"].sum()
     np.testing.assert_allclose(metrics["loss"], sums["loss"] / sums["weight"], rtol=1e-6)
     np.testing.assert_allclose(metrics["accuracy"], sums["accuracy"] / sums["weight"], rtol=1e-6)

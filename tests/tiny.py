@@ -24,7 +24,7 @@ def model(config: LlamaConfig = CONFIG) -> flax.Model:
 
 @functools.cache
 def loss_fn(config: LlamaConfig = CONFIG) -> LossFn:
-    return next_token_loss(model(config).apply)
+    return next_token_loss(model(config))
 
 
 def mesh(**sizes: int) -> AnyMesh:
@@ -38,7 +38,7 @@ def mesh(**sizes: int) -> AnyMesh:
 @functools.cache
 def plan(config: LlamaConfig = CONFIG, optimizer=OPTIMIZER, options: tuple = (), **sizes: int) -> ShardingPlan:
     rules = LLAMA_TIED if config.tied else LLAMA
-    return make_plan(mesh(**sizes), rules, model(config).init, optimizer, **dict(options))
+    return make_plan(mesh(**sizes), rules, model(config), optimizer, **dict(options))
 
 
 def replaced(**fields) -> LlamaConfig:

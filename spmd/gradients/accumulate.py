@@ -19,7 +19,8 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
             `microbatches`-th example, so it stays spread over the devices that hold the batch.
 
     Returns:
-        A gradient function of the whole batch. Since a `GradFn` returns sums, padding makes no difference.
+        A gradient function of the whole batch. Since a `GradFn` returns sums, padding makes no difference. Variables
+        go from one microbatch to the next.
 
     Raises:
         ConfigError: At trace time, a batch that does not divide.
@@ -42,13 +43,16 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
             )
         return jnp.swapaxes(x.reshape(examples // microbatches, microbatches, *x.shape[1:]), 0, 1)
 
-    def accumulated(params: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums]:
-        def add(total: tuple[Any, Sums], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Sums], None]:
-            return jax.tree.map(jnp.add, total, grad_fn(params, *part)), None
+    def accumulated(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
+        def add(carry: tuple[Any, Any], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
+            total, variables = carry
+            *more, variables = grad_fn(params, variables, *part)
+            return (jax.tree.map(jnp.add, total, more), variables), None
 
         parts = (jax.tree.map(cut, batch), jax.random.split(key, microbatches))
-        shapes = jax.eval_shape(grad_fn, params, *jax.tree.map(lambda x: x[0], parts))
+        *shapes, _ = jax.eval_shape(grad_fn, params, variables, *jax.tree.map(lambda x: x[0], parts))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return jax.lax.scan(add, zeros, parts)[0]
+        ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), parts)
+        return gradients, sums, variables
 
     return accumulated

@@ -22,10 +22,11 @@ PACKAGES = (*SHIPPED, "benchmarks")
 # Every module of spmd, from the bottom up: a module imports only what is listed before it.
 FLOORS = {
     "words": ("errors", "tree"),
-    "describe": ("mesh", "rules", "precision", "remat"),
-    "decide": ("derive", "plan"),
+    "describe": ("mesh", "model", "search_tables", "logical", "rules", "precision", "remat"),
+    "decide": ("derive", "per_layer", "layerwise", "plan"),
     "compute": ("annotate", "loss", "gradients.base", "gradients.accumulate"),
     "run": ("flax", "optim", "skip", "state", "step", "corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
+    "look": ("foresight.hlo", "foresight.groups", "foresight.census", "foresight.collectives"),
     "edges": ("config", "recipe", "run", "launch", "testing", "cli"),
 }
 ROOMS = tuple(room for floor in FLOORS.values() for room in floor)

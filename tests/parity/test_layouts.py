@@ -84,16 +84,16 @@ def test_control_a_wrong_reduction_is_caught(name, bug):
 def _mean_of_means(grad_fn):
     """Each half of the batch is averaged by itself: right without padding, wrong with it."""
 
-    def wrong(params, batch, key):
+    def wrong(params, variables, batch, key):
         halves = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]
-        parts = [grad_fn(params, half, key) for half in halves]
-        weight = sum(sums["weight"] for _, sums in parts)
+        parts = [grad_fn(params, variables, half, key) for half in halves]
+        weight = sum(sums["weight"] for _, sums, _ in parts)
         means = [
             jax.tree.map(lambda x, s=sums: x / s["weight"] * weight / 2, (grads, {**sums, "weight": sums["weight"]}))
-            for grads, sums in parts
+            for grads, sums, _ in parts
         ]
         grads, sums = jax.tree.map(jnp.add, *means)
-        return grads, {**sums, "weight": weight}
+        return grads, {**sums, "weight": weight}, variables
 
     return wrong
 
@@ -134,15 +134,15 @@ def test_unrolled_layers_equal_scanned_ones():
     """A list of layers starts bitwise equal to stacked layers and trains the same."""
     unrolled = tiny.replaced(stacked=False)
     stacked_plan, list_plan = tiny.plan(), tiny.plan(unrolled)
-    from_stack, from_list = (p.init_fn(jax.random.key(3)) for p in (stacked_plan, list_plan))
+    from_stack, from_list = (p.model.init(jax.random.key(3)) for p in (stacked_plan, list_plan))
     for i in range(tiny.CONFIG.layers):
         jax.tree.map(
             lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), from_stack["layers"], from_list["layers"][i]
         )
     batch = jax.tree.map(jnp.asarray, BATCHES[0])
     key = jax.random.key(0)
-    stacked_grads, sums = GRAD_FN(from_stack, batch, key)
-    list_grads, list_sums = value_and_grad(tiny.loss_fn(unrolled))(from_list, batch, key)
+    stacked_grads, sums, _ = GRAD_FN(from_stack, {}, batch, key)
+    list_grads, list_sums, _ = value_and_grad(tiny.loss_fn(unrolled))(from_list, {}, batch, key)
     np.testing.assert_allclose(sums["loss"], list_sums["loss"], rtol=1e-6)
     for i in range(tiny.CONFIG.layers):
         jax.tree.map(

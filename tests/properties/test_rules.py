@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.derive import drop_axis
+from spmd.errors import RuleError
+from spmd.logical import Annotation
 from spmd.mesh import AXES, MeshShape, abstract_mesh, entry_axes, shards_of
 from spmd.plan import shard_bytes
 from spmd.rules import Rules, replicate
@@ -252,6 +254,62 @@ def test_defects_do_not_hide_each_other(data):
     expected = first(data, table, shapes, kernels[0]) + second(data, table, shapes, kernels[-1])
     problems = Rules(table).audit(shapes, mesh.shape)
     assert sorted(problem.where for problem in problems) == sorted(where for where, _ in expected)
+
+
+def whole(spec, shape):
+    """A spec with an entry for each dimension."""
+    return (*spec, *(None,) * (len(shape) - len(spec)))
+
+
+def other_spec(data, spec):
+    """A spec that splits otherwise than `spec`, in as many entries."""
+    axes = [axis for axis in AXES[1:] if axis not in [axis for entry in spec for axis in entry_axes(entry)]]
+    return P(data.draw(st.sampled_from(axes or [None])), *list(spec)[1:])
+
+
+@settings(SHORT, max_examples=30)
+@given(st.data())
+def test_tied_arrays_are_found_exactly_where_two_specs_meet(data):
+    """Rules for an alias are no problem while they agree, and name the array as soon as one of them does not."""
+    mesh, table, shapes = data.draw(clean())
+    kernels = [(pattern, spec) for pattern, spec in table if isinstance(spec, P)]
+    tied = tuple((pattern, f"alias{i}/w", f"alias{i}/v") for i, (pattern, _) in enumerate(kernels))
+    aliases = [(f"alias{i}/(v|w)", spec) for i, (_, spec) in enumerate(kernels)]
+    assert Rules([*table, *aliases]).audit(shapes, mesh.shape, tied=tied) == []
+
+    at = data.draw(st.integers(0, len(kernels) - 1))
+    aliases[at] = aliases[at][0], other_spec(data, kernels[at][1])
+    (problem,) = Rules([*table, *aliases]).audit(shapes, mesh.shape, tied=tied)
+    assert problem.where == " = ".join(tied[at])
+    for pattern in (kernels[at][0], aliases[at][0]):
+        assert f"({pattern!r}) says" in problem.arithmetic
+
+
+@settings(SHORT, max_examples=30)
+@given(st.data())
+def test_annotations_are_contradicted_exactly_where_two_specs_meet(data):
+    """A table and its own specs as annotations agree; each one that is changed is named, and nothing else."""
+    mesh, table, shapes = data.draw(clean())
+    rules = Rules(table)
+    specs = {path: whole(rules.match(path).spec, shape) for path, shape in shapes.items()}
+    annotations = {path: Annotation(specs[path], shape) for path, shape in shapes.items()}
+    annotated = {path: annotation for path, annotation in annotations.items() if data.draw(st.booleans())}
+    if annotated:
+        assert Rules.from_annotations(annotated, table=rules) == rules
+        alone = Rules.from_annotations(annotated)
+        assert alone.audit({path: shapes[path] for path in annotated}, mesh.shape) == []
+        assert all(whole(alone.match(path).spec, shapes[path]) == specs[path] for path in annotated)
+
+    wrong = data.draw(st.lists(st.sampled_from(sorted(shapes)), min_size=1, unique=True))
+    for path in wrong:
+        leading = rules.layer_path(path)[1]
+        annotated[path] = Annotation((*leading, *other_spec(data, specs[path][len(leading) :])), shapes[path])
+    with pytest.raises(RuleError) as caught:
+        Rules.from_annotations(annotated, table=rules)
+    told_apart = {p.where for p in caught.value.problems if "otherwise than" in p.what}
+    contradicted = {p.where for p in caught.value.problems if "and rule" in p.what}
+    assert contradicted == set(wrong)
+    assert contradicted | told_apart == {p.where for p in caught.value.problems}
 
 
 def test_an_unknown_axis_of_a_stack_is_a_problem_and_not_a_crash():

@@ -1,0 +1,1 @@
+"""What a training run will do, read from its compiled program before it runs."""

@@ -1,0 +1,362 @@
+"""Does an optimizer treat a stack of layers as it would treat the layers one by one?
+
+`check_layerwise` reads the program of the update, on shapes alone. `assert_layerwise` runs the update both ways and
+compares the numbers: it is slower, needs a device, and is never wrong about the case it runs.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from spmd import tree
+from spmd.derive import followed_params, is_random_key
+from spmd.errors import Problem
+from spmd.per_layer import stack_ends
+
+_FIX = "wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
+_TOTALS = {"add", "and", "max", "min", "or"}
+_LINEAR_ALGEBRA = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd", "triangular_solve"}
+
+
+def check_layerwise(
+    optimizer: optax.GradientTransformation, params: Any, stacked: Sequence[str] = ("layers",)
+) -> list[Problem]:
+    """What the optimizer does to stacked layers and would not do to separate ones, as far as its program shows.
+
+    The update is traced on shapes, and three things are looked for:
+
+    - numbers taken over all layers of one stack, such as LAMB's norms. Scalars that several parameters went
+      into, such as the norm of the whole gradient, are the same for separate layers and are let through;
+    - another choice for a layer than for the stack: another state, a mean over other dimensions, a decay of
+      other parameters;
+    - random numbers, which are drawn for the stack as a whole.
+
+    What it cannot see is arithmetic that differs without any of these: `assert_layerwise` can. A reshape that
+    merges the layers with another dimension counts as a number over all layers.
+
+    Args:
+        optimizer: Any optax transformation.
+        params: The parameters, or their abstract values: a nested dictionary.
+        stacked: Path components whose parameters are stacked, as for `per_layer`.
+
+    Returns:
+        One problem for each parameter; none where nothing is stacked.
+
+    Example:
+        >>> params = {"layers": {"kernel": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 8))}
+        >>> print(*check_layerwise(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3)), params))
+        layers/kernel: the optimizer takes a number over all layers of the stack
+            3 layers are one array of the shape (3, 4, 4)
+            fix: wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank
+    """
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    depths = {path: len(stack_ends(path, stacked)) for path in tree.flatten(params)}
+    if not any(depths.values()):
+        return []
+    whole = _trace(optimizer, _with_rare_lengths(params, depths), depths)
+    try:
+        separate = _trace(optimizer, _separate(params, stacked, first_only=True), {})
+    except (AttributeError, KeyError, TypeError, ValueError):  # it is bound to one tree of parameters, such as a mask
+        separate = None
+
+    problems = []
+    for path, depth in depths.items():
+        if not depth:
+            continue
+        ours, theirs = whole[path], separate and separate[_numbered(path, (0,) * depth, stacked)]
+        shape = tuple(tree.flatten(params)[path].shape)
+        what = ""
+        if ours.random:
+            what = "the optimizer draws random numbers for the stack as a whole"
+        elif ours.mixed:
+            what = "the optimizer takes a number over all layers of the stack"
+        elif theirs and ours.state != theirs.state:
+            what = "the optimizer keeps another state for the stack than for its layers"
+        elif theirs and ours.reduced != theirs.reduced:
+            what = "the optimizer reduces other dimensions of the stack than of its layers"
+        elif theirs and ours.reads != theirs.reads:
+            what = f"the update of the stack reads {_words(ours.reads)}, and that of a layer {_words(theirs.reads)}"
+        if what:
+            count = " × ".join(map(str, shape[:depth]))
+            fix = "mask it to parameters that are not stacked" if ours.random else _FIX
+            problems.append(Problem(path, what, f"{count} layers are one array of the shape {shape}", fix))
+    return problems
+
+
+def assert_layerwise(
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    stacked: Sequence[str] = ("layers",),
+    *,
+    steps: int = 2,
+    tolerance: float = 1e-5,
+) -> None:
+    """Updates random parameters as stacks and as separate layers, and asserts that both move alike.
+
+    Args:
+        optimizer: Any optax transformation that can be built for both trees: it must not hold a tree itself.
+        params: Arrays or abstract values, of which only the shapes are taken; small, for they are allocated.
+        stacked: Path components whose parameters are stacked, as for `per_layer`.
+        steps: How many updates.
+        tolerance: The largest difference allowed, relative to the largest change of the layer's parameter.
+
+    Raises:
+        AssertionError: A parameter differs by more; the message lists every such parameter.
+
+    Example:
+        >>> params = {"layers": {"kernel": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 8))}
+        >>> assert_layerwise(optax.adamw(1e-3), params)
+    """
+    draws = [_draw(params, seed, stacked) for seed in range(steps + 1)]
+    ours = _movement(optimizer, draws)
+    theirs = _movement(optimizer, [_separate(draw, stacked) for draw in draws])
+    wrong = []
+    for path, change in tree.flatten(_separate(ours, stacked)).items():
+        reference = tree.flatten(theirs)[path]
+        scale = np.abs(reference).max(initial=0.0) or 1.0
+        if not (error := float(np.abs(change - reference).max(initial=0.0) / scale)) <= tolerance:
+            wrong.append(f"  {path}: differs by {error:.1e}, allowed {tolerance:.0e}")
+    if wrong:
+        raise AssertionError("\n".join(["The optimizer treats a stack not as its layers:", *wrong, f"  fix: {_FIX}"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """What the update of one parameter looks at.
+
+    Attributes:
+        mixed: Whether a number over all layers of its stack goes into it.
+        random: Whether a random key goes into it.
+        reads: Which of its own gradient and value go into it.
+        reduced: The reductions it takes, with the dimensions counted from the last, stacked ones left out.
+        state: How often each shape is in its state, without stacked dimensions.
+    """
+
+    mixed: bool
+    random: bool
+    reads: frozenset[str]
+    reduced: frozenset[tuple[str, tuple[int, ...]]]
+    state: Counter[tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What went into a value.
+
+    Attributes:
+        inputs: Inputs of the update, as (kind, path of the parameter).
+        mixed: Stacks whose layers were mixed.
+        reduced: The reductions on the way.
+        is_total: Whether it is a scalar of several parameters, whose parts are of no more interest.
+    """
+
+    inputs: frozenset[tuple[str, str]] = frozenset()
+    mixed: frozenset[str] = frozenset()
+    reduced: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+    is_total: bool = False
+
+    @property
+    def params(self) -> set[str]:
+        return {path for _, path in self.inputs if path}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tracer:
+    """Follows inputs through a jaxpr.
+
+    Attributes:
+        lengths: Stack → its lengths, which no other dimension has.
+        whole: How many parameters have to go into a scalar that is taken for one of the whole gradient.
+    """
+
+    lengths: Mapping[str, tuple[int, ...]]
+    whole: int
+
+    def run(self, jaxpr: Any, inputs: Sequence[_Seen]) -> list[_Seen]:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        seen: dict[Any, _Seen] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> _Seen:
+            return _Seen() if hasattr(atom, "val") else seen.get(atom, _Seen())
+
+        for equation in jaxpr.eqns:
+            outputs = self.equation(equation, [read(atom) for atom in equation.invars])
+            seen.update(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, equation: Any, inputs: list[_Seen]) -> list[_Seen]:
+        name, inner = equation.primitive.name, _inner_jaxprs(equation)
+        if name == "cond":
+            branches = [self.run(branch, inputs[1:]) for branch in inner]
+            return [_union((inputs[0], *outputs)) for outputs in zip(*branches, strict=True)]
+        if name not in ("scan", "while") and len(inner) == 1:
+            body = getattr(inner[0], "jaxpr", inner[0])
+            if len(body.invars) == len(inputs) and len(body.outvars) == len(equation.outvars):
+                return self.run(body, inputs)
+        return [self.output(equation, inputs, tuple(out.aval.shape)) for out in equation.outvars]
+
+    def output(self, equation: Any, inputs: list[_Seen], shape: tuple[int, ...]) -> _Seen:
+        seen = _union(inputs)
+        mixed, reduced = set(seen.mixed), set(seen.reduced)
+        for atom, part in zip(equation.invars, inputs, strict=True):
+            before = tuple(getattr(atom.aval, "shape", ()))
+            for path in part.params & self.lengths.keys():
+                lengths = self.lengths[path]
+                lost = any(n in before and n not in shape for n in lengths)
+                if lost or any(before[i] in lengths for i in _crossed(equation, atom, len(before))):
+                    mixed.add(path)
+            if equation.primitive.name.startswith("reduce_"):
+                layers = {n for path in part.params for n in self.lengths.get(path, ())}
+                axes = (axis for axis in equation.params.get("axes", ()) if before[axis] not in layers)
+                reduced.add((equation.primitive.name, tuple(axis - len(before) for axis in axes)))
+        grows = equation.primitive.name in _TOTALS and any(part.is_total for part in inputs)
+        if shape == () and (grows or len(seen.params) >= self.whole):
+            return _Seen(frozenset(item for item in seen.inputs if not item[1]), is_total=True)
+        return _Seen(seen.inputs, frozenset(mixed), frozenset(reduced))
+
+
+def _trace(optimizer: optax.GradientTransformation, params: Any, depths: Mapping[str, int]) -> dict[str, _Update]:
+    """Parameter path → what its update looks at."""
+    flat = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
+    lengths = {path: flat[path][:depth] for path, depth in depths.items() if depth}
+    state = jax.eval_shape(optimizer.init, params)
+    followed = followed_params(state, flat)
+    leaves = tree.flatten(state)
+
+    def seen(path: str, leaf: Any) -> _Seen:
+        if is_random_key(leaf):
+            return _Seen(frozenset({("random", "")}))
+        param = followed.get(path, "")
+        whole = param in lengths and not set(lengths[param]) <= set(leaf.shape)
+        return _Seen(frozenset({("state", param)}), frozenset({param} if whole and leaf.size > 1 else ()))
+
+    # Strict promotion is what its own callers see to.
+    with jax.numpy_dtype_promotion("standard"):
+        closed = jax.make_jaxpr(lambda g, s, p: optimizer.update(g, s, p)[0])(params, state, params)
+    inputs = [_Seen(frozenset({("gradient", path)})) for path in flat]
+    inputs += [seen(path, leaf) for path, leaf in leaves.items()]
+    inputs += [_Seen(frozenset({("parameter", path)})) for path in flat]
+    outputs = _Tracer(lengths, min(2, len(flat))).run(closed, inputs)
+
+    def inner(path: str, param: str) -> tuple[int, ...]:
+        return tuple(size for size in leaves[path].shape if size not in lengths.get(param, ()))
+
+    updates = {}
+    for param, output in zip(flat, outputs, strict=True):
+        updates[param] = _Update(
+            mixed=param in output.mixed,
+            random=("random", "") in output.inputs,
+            reads=frozenset(kind for kind, path in output.inputs if path == param and kind != "state"),
+            reduced=output.reduced,
+            state=Counter(inner(path, param) for path, follows in followed.items() if follows == param),
+        )
+    return updates
+
+
+def _union(parts: Iterable[_Seen]) -> _Seen:
+    inputs, mixed, reduced = (
+        frozenset[Any]().union(*sets) for sets in zip(*map(_sets, [_Seen(), *parts]), strict=True)
+    )
+    return _Seen(inputs, mixed, reduced)
+
+
+def _sets(seen: _Seen) -> tuple[frozenset[Any], ...]:
+    return seen.inputs, seen.mixed, seen.reduced
+
+
+def _inner_jaxprs(equation: Any) -> list[Any]:
+    values = itertools.chain.from_iterable(
+        value if isinstance(value, tuple | list) else [value] for value in equation.params.values()
+    )
+    return [value for value in values if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
+
+
+def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:
+    """The dimensions of an operand along which an operation mixes elements and keeps the size."""
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        left, right = params["dimension_numbers"][0]
+        return [*(left if atom is equation.invars[0] else ()), *(right if atom is equation.invars[1] else ())]
+    if name in _LINEAR_ALGEBRA:
+        return range(max(rank - 2, 0), rank)
+    if name == "sort":
+        return [params["dimension"]]
+    return [params["axis"]] if name.startswith("cum") else []
+
+
+def _with_rare_lengths(params: Any, depths: Mapping[str, int]) -> Any:
+    """The parameters with lengths of stacks that no other dimension has, near the real ones."""
+    shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
+    taken = {size for path, shape in shapes.items() for size in shape[depths[path] :]}
+    rare: dict[tuple[int, int], int] = {}
+    for length, i in sorted({(shapes[path][i], i) for path, depth in depths.items() for i in range(depth)}):
+        rare[length, i] = next(n for n in itertools.count(max(length, 2)) if n not in taken)
+        taken.add(rare[length, i])
+
+    def lengthen(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        depth = depths[path]
+        lengths = (rare[length, i] for i, length in enumerate(leaf.shape[:depth]))
+        return jax.ShapeDtypeStruct((*lengths, *leaf.shape[depth:]), leaf.dtype)
+
+    return tree.map_with_path(lengthen, params)
+
+
+def _numbered(path: str, numbers: Sequence[int], stacked: Sequence[str]) -> str:
+    """The path of one layer: `layers/kernel` → `layers/0/kernel`."""
+    parts = path.split("/")
+    for end, number in reversed(list(zip(stack_ends(path, stacked), numbers, strict=True))):
+        parts.insert(end, str(number))
+    return "/".join(parts)
+
+
+def _separate(params: Any, stacked: Sequence[str], *, first_only: bool = False) -> Any:
+    """The parameters with every layer, or only the first of each stack, as a parameter of its own."""
+    out: dict[str, Any] = {}
+    for path, leaf in tree.flatten(params).items():
+        depth = len(stack_ends(path, stacked))
+        for numbers in itertools.product(*(range(1 if first_only else n) for n in leaf.shape[:depth])):
+            *parents, last = _numbered(path, numbers, stacked).split("/")
+            node = out
+            for part in parents:
+                node = node.setdefault(part, {})
+            node[last] = jax.ShapeDtypeStruct(leaf.shape[depth:], leaf.dtype) if first_only else leaf[numbers]
+    return out
+
+
+def _draw(params: Any, seed: int, stacked: Sequence[str]) -> Any:
+    """Random arrays like the parameters, each layer four times as large as the one before."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path: str, leaf: Any) -> np.ndarray:
+        depth = len(stack_ends(path, stacked))
+        layers = np.arange(int(np.prod(leaf.shape[:depth]))).reshape(leaf.shape[:depth])
+        scale = 4.0 ** layers.reshape(layers.shape + (1,) * (len(leaf.shape) - depth))
+        return (rng.normal(size=leaf.shape) * scale).astype(np.float32)
+
+    return tree.map_with_path(draw, params)
+
+
+def _movement(optimizer: optax.GradientTransformation, draws: Sequence[Any]) -> Any:
+    """The sum of the updates of the first of the draws, with the others as gradients, one after another."""
+
+    @jax.jit
+    def step(moved: Any, state: Any, gradients: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(gradients, state, optax.apply_updates(draws[0], moved))
+            return jax.tree.map(jnp.add, moved, updates), state
+
+    moved, state = jax.tree.map(np.zeros_like, draws[0]), jax.jit(optimizer.init)(draws[0])
+    for gradients in draws[1:]:
+        moved, state = step(moved, state, gradients)
+    return jax.tree.map(np.asarray, moved)
+
+
+def _words(reads: frozenset[str]) -> str:
+    return " and ".join(f"its {kind}" for kind in sorted(reads)) or "nothing of its own"

@@ -1,0 +1,329 @@
+"""Flax metadata read as specs: which names a parameter's dimensions carry, and which mesh axes they mean.
+
+```python
+class MLP(nn.Module):                               # Linen
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        return nn.Dense(128, kernel_init=init)(x)
+
+logical = [("embed", "fsdp"), ("mlp", "tensor")]
+```
+
+`spmd.Rules.from_annotations` is the way in. Flax has several resolvers, which differ; here there is one meaning. A name
+that has a rule is a logical name. Rules are tried in their order, and one applies where none of its mesh axes is used
+in the array already. Any other name is a mesh axis. A name that ends up without a meaning is an error.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd import tree
+from spmd.errors import Problem, RuleError, did_you_mean
+from spmd.mesh import AXES, entry_axes
+
+LogicalRules = tuple[tuple[str, tuple[str, ...]], ...]
+"""Logical name → mesh axes, in order of precedence; no axes is a dimension left whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Annotation:
+    """The names that metadata gives to the dimensions of one parameter.
+
+    Args:
+        names: For each dimension from the first on a name, a tuple of mesh axes, or None for whole. Flax's own forms
+            (a list, a `PartitionSpec`, a `NamedSharding`) are taken as well.
+        shape: The parameter's shape as stored.
+        rules: `(logical name, mesh axis or tuple or None)` pairs that belong to this parameter alone.
+        is_logical: Whether the metadata says that a name is never a mesh axis, as `nn.with_logical_partitioning` does.
+
+    Raises:
+        RuleError: The names are not names.
+
+    Example:
+        >>> Annotation(P("embed", ("data", "fsdp")), (8, 4), rules=[("embed", "tensor")])
+        Annotation(names=('embed', ('data', 'fsdp')), shape=(8, 4), rules=(('embed', ('tensor',)),), is_logical=False)
+    """
+
+    names: Any
+    shape: tuple[int, ...]
+    rules: Any = ()
+    is_logical: bool = False
+
+    def __post_init__(self) -> None:
+        names = self.names.spec if isinstance(self.names, NamedSharding) else self.names
+        if not isinstance(names, tuple | list | P):
+            raise RuleError("This annotation cannot be read:", [_not_names(names)])
+        names = tuple(tuple(name) if isinstance(name, list) else name for name in names)
+        wrong = [name for name in names if not (name is None or _is_word(name) or _is_words(name))]
+        if wrong:
+            raise RuleError("This annotation cannot be read:", map(_not_names, wrong))
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "rules", logical_rules(self.rules))
+
+
+def _is_word(name: Any) -> bool:
+    return isinstance(name, str)
+
+
+def _is_words(name: Any) -> bool:
+    return isinstance(name, tuple) and all(map(_is_word, name))
+
+
+def _not_names(value: Any) -> Problem:
+    return Problem(f"annotation {value!r}", "is no name of a dimension", fix="a tuple of names, one for each dimension")
+
+
+def logical_rules(pairs: Any) -> LogicalRules:
+    """Logical rules in one form.
+
+    Raises:
+        RuleError: A rule is no pair of a name and mesh axes.
+
+    Example:
+        >>> logical_rules([("embed", "fsdp"), ("mlp", ["fsdp", "tensor"]), ("norm", None)])
+        (('embed', ('fsdp',)), ('mlp', ('fsdp', 'tensor')), ('norm', ()))
+    """
+    rules: list[tuple[str, tuple[str, ...]]] = []
+    problems = []
+    for index, (name, axes) in enumerate(pairs.items() if isinstance(pairs, Mapping) else pairs):
+        axes = tuple(axes) if isinstance(axes, list) else axes
+        if _is_word(name) and (axes is None or _is_word(axes) or _is_words(axes)):
+            rules.append((name, entry_axes(axes)))
+        else:
+            fix = "a mesh axis, a tuple of them, or None for whole"
+            problems.append(Problem(f"logical rule {index} ({name!r})", f"has the value {axes!r}", fix=fix))
+    if problems:
+        raise RuleError("These logical rules cannot be read:", problems)
+    return tuple(rules)
+
+
+def nnx_annotations(state: Any) -> dict[str, Annotation]:
+    """The annotations in the metadata of NNX variables: `out_sharding`, and `sharding_rules` with it.
+
+    Args:
+        state: An `nnx.State`, of abstract arrays or of real ones.
+
+    Raises:
+        RuleError: All metadata that cannot be read.
+
+    Example:
+        >>> init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        >>> with nnx.use_eager_sharding(False):
+        ...     layer = nnx.eval_shape(lambda: nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0)))
+        >>> {path: annotation.names for path, annotation in nnx_annotations(nnx.state(layer)).items()}
+        {'kernel': ('embed', 'mlp')}
+    """
+    found = {}
+    for path, variable in nnx.to_flat_state(state):
+        metadata = variable.get_metadata()
+        if metadata.get("out_sharding") is not None:
+            rules = metadata.get("sharding_rules") or ()
+            found["/".join(map(str, path))] = (metadata["out_sharding"], variable.get_value().shape, rules, False)
+    return _annotations(found)
+
+
+def linen_annotations(variables: Any) -> dict[str, Annotation]:
+    """The annotations in the boxes around Linen variables: `nn.Partitioned`, `nn.LogicallyPartitioned`, `nnx.bridge`'s.
+
+    Args:
+        variables: What `module.init` returns, or one collection of it, with its boxes.
+
+    Raises:
+        RuleError: All boxes that cannot be read.
+
+    Example:
+        >>> init = nn.with_partitioning(nn.initializers.ones, ("fsdp", "tensor"))
+        >>> import jax
+        >>> dense = nn.Dense(8, use_bias=False, kernel_init=init)
+        >>> variables = jax.eval_shape(dense.init, jax.random.key(0), jax.numpy.ones((1, 4)))
+        >>> linen_annotations(variables["params"])
+        {'kernel': Annotation(names=('fsdp', 'tensor'), shape=(4, 8), rules=(), is_logical=False)}
+    """
+    found = {}
+    for path, box in tree.flatten(variables, is_leaf=nn.meta.is_axis_metadata).items():
+        if isinstance(box, nn.Partitioned):
+            is_logical = isinstance(box, nn.LogicallyPartitioned)
+            rules = (box.rules if is_logical else None) or ()
+            found[path] = (box.names, box.value.shape, rules, is_logical)
+        elif isinstance(box, nnx.bridge.NNXMeta) and box.metadata.get("out_sharding") is not None:
+            rules = box.metadata.get("sharding_rules") or ()
+            found[path] = (box.metadata["out_sharding"], box.value.shape, rules, False)
+    return _annotations(found)
+
+
+def _annotations(found: Mapping[str, tuple[Any, ...]]) -> dict[str, Annotation]:
+    annotations, problems = {}, []
+    for path, fields in found.items():
+        try:
+            annotations[path] = Annotation(*fields)
+        except RuleError as error:
+            problems += [dataclasses.replace(problem, where=f"{path}, {problem.where}") for problem in error.problems]
+    if problems:
+        raise RuleError("These annotations cannot be read:", problems)
+    return annotations
+
+
+def resolve_annotations(
+    annotations: Mapping[str, Annotation],
+    logical: Any,
+    layer_paths: Mapping[str, tuple[str, tuple[str | None, ...]]],
+) -> tuple[dict[str, P | str], list[Problem]]:
+    """What each annotation means for one layer of its parameter, and everything that has no meaning.
+
+    Args:
+        annotations: Parameter path → annotation.
+        logical: `(logical name, mesh axis or tuple or None)` pairs, in order of precedence.
+        layer_paths: Parameter path → path without layer numbers, and the axes of its stacked dimensions.
+
+    Returns:
+        Parameter path → a spec for one layer, or why it is replicated; and the problems.
+    """
+    rules = logical_rules(logical)
+    problems = _audit_rules(rules, annotations)
+    unknown: dict[tuple[Any, bool], list[str]] = {}
+    values: dict[str, P | str] = {}
+    for path, annotation in annotations.items():
+        leading = layer_paths[path][1]
+        names, wrong = _layer_names(path, annotation, leading, rules)
+        table, clashes = _rules_of(path, annotation, rules)
+        missing = [name for name in names if _is_unknown(name, annotation, table)]
+        for name in missing:
+            unknown.setdefault((name, annotation.is_logical), []).append(path)
+        problems += (*wrong, *clashes)
+        if not (wrong or clashes or missing):
+            found = _resolve(path, names, table, leading)
+            if isinstance(found, list):
+                problems += found
+            else:
+                values[path] = found
+    for (name, is_logical), paths in unknown.items():
+        problems.append(_unknown(name, is_logical, paths, annotations, rules))
+    return values, problems + _told_apart(values, layer_paths)
+
+
+def _audit_rules(rules: LogicalRules, annotations: Mapping[str, Annotation]) -> list[Problem]:
+    """Axes of rules in use that no mesh has; a table for several models may have others."""
+    named = {name for annotation in annotations.values() for name in annotation.names}
+    tables = {"logical rule": rules}
+    tables |= {f"{path}, its rule": annotation.rules for path, annotation in annotations.items()}
+    return [
+        Problem(f"{where} {index} ({name!r})", f"names the unknown axis {axis!r}", fix=did_you_mean(axis, AXES))
+        for where, table in tables.items()
+        for index, (name, axes) in enumerate(table)
+        for axis in axes
+        if name in named and axis not in AXES
+    ]
+
+
+def _layer_names(
+    path: str, annotation: Annotation, leading: tuple[str | None, ...], rules: LogicalRules
+) -> tuple[tuple[Any, ...], list[Problem]]:
+    """The names of one layer's dimensions; those in front of them, which a transformation added, must fit `stacked`."""
+    names, rank, stack = annotation.names, len(annotation.shape), len(leading)
+    said = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
+    if len(names) > rank:
+        fix = "a transformation that removes a dimension removes its name too, if it is told the name (partition_name)"
+        return names, [Problem(path, said, f"{len(names)} names for {rank} dimensions", fix)]
+    if not stack or len(names) == rank - stack or not any(names):
+        return names[: rank - stack], []
+    if len(names) != rank:
+        fix = f"name all {rank}, or the {rank - stack} of one layer"
+        return names, [
+            Problem(path, f"{said}, of which {stack} is stacked", f"{len(names)} names for {rank} dimensions", fix)
+        ]
+    problems = []
+    for name, axis in zip(names, leading, strict=False):
+        choices = [axes for rule, axes in (*annotation.rules, *rules) if rule == name]
+        if not choices and _is_word(name) and name not in AXES:
+            continue  # the name that nnx.vmap or nn.scan gives to a stack: `stacked` alone says what it means
+        choices = choices or [entry_axes(name)]
+        if not {(), entry_axes(axis)} & set(choices):
+            what = f"its stacked dimension is {name!r}, which means {choices[0]}; stacked= says {axis!r}"
+            problems.append(Problem(path, what, fix="make them agree"))
+    return names[stack:], problems
+
+
+def _rules_of(path: str, annotation: Annotation, rules: LogicalRules) -> tuple[LogicalRules, list[Problem]]:
+    """The parameter's own rules, then those of the others for names that it has none for."""
+    own = {name for name, _ in annotation.rules}
+    clashes = []
+    for name in dict.fromkeys(name for name in annotation.names if name in own):
+        mine, theirs = ([axes for rule, axes in table if rule == name] for table in (annotation.rules, rules))
+        if theirs and mine != theirs:
+            what = f"its metadata says {name!r} → {mine}, and the logical rules say {theirs}"
+            clashes.append(Problem(path, what, fix="keep one of them"))
+    return (*annotation.rules, *(rule for rule in rules if rule[0] not in own)), clashes
+
+
+def _is_unknown(name: Any, annotation: Annotation, table: LogicalRules) -> bool:
+    if _is_word(name) and any(rule == name for rule, _ in table):
+        return False
+    return any(axis not in AXES for axis in entry_axes(name)) or (_is_word(name) and annotation.is_logical)
+
+
+def _unknown(
+    name: Any, is_logical: bool, paths: Sequence[str], annotations: Mapping[str, Annotation], rules: LogicalRules
+) -> Problem:
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    choices = dict.fromkeys([rule for rule, _ in rules] + ([] if is_logical else list(AXES)))
+    guess = did_you_mean(name, choices) if _is_word(name) else "a tuple holds mesh axes"
+    return Problem(
+        f"name {name!r}",
+        "has no logical rule" + ("" if is_logical else " and is no mesh axis"),
+        f"{paths[0]} {annotations[paths[0]].names}{more}",
+        f"{guess}; add ({name!r}, …) to the logical rules, or ({name!r}, None) to leave it whole",
+    )
+
+
+def _resolve(
+    path: str, names: Sequence[Any], table: LogicalRules, leading: Iterable[str | None]
+) -> P | str | list[Problem]:
+    """Rule by rule, each dimension that has its name and no axes yet, if the rule's axes are free."""
+    with_rule = {rule for rule, _ in table}
+    entries = [None if _is_word(name) and name in with_rule else entry_axes(name) for name in names]
+    used = [axis for axis in (*leading, *(axis for entry in entries for axis in entry or ())) if axis]
+    said = f"its annotation {tuple(names)}"
+    if twice := [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]:
+        return [Problem(path, f"{said} uses the axis {axis!r} twice", fix="keep one of them") for axis in twice]
+    for rule, axes in table:
+        for dim, name in enumerate(names):
+            if name == rule and entries[dim] is None and not set(axes) & set(used):
+                entries[dim] = axes
+                used += axes
+    if taken := dict.fromkeys(name for name, entry in zip(names, entries, strict=True) if entry is None):
+        return [
+            Problem(
+                path,
+                f"{said}: each rule for {name!r} asks for an axis that is taken",
+                fix=f"add ({name!r}, None) behind them if it is to be whole then",
+            )
+            for name in taken
+        ]
+    if not any(entries):
+        return f"annotated {tuple(names)}: no mesh axis"
+    return P(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries))
+
+
+def _told_apart(
+    values: Mapping[str, P | str], layer_paths: Mapping[str, tuple[str, tuple[str | None, ...]]]
+) -> list[Problem]:
+    """Layers of one stack whose annotations differ, which no rule for a path without numbers can say."""
+    first: dict[str, str] = {}
+    return [
+        Problem(
+            path,
+            f"is annotated otherwise than {other}: layers of one stack are split alike",
+            fix="take their name out of stacked=",
+        )
+        for path, value in values.items()
+        for other in [first.setdefault(layer_paths[path][0], path)]
+        if value != values[other] and not (isinstance(value, str) and isinstance(values[other], str))
+    ]

@@ -1,0 +1,68 @@
+"""A model as pure functions, which is all that the rest of this framework knows of it.
+
+`spmd.flax` makes one from any NNX or Linen module. Hand-written functions do as well: `Model(init, apply)`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+PRNG = "threefry2x32"
+"""The generator of every key, whatever JAX's default is, so that a seed means the same everywhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a module's source says of its arrays, besides their shapes.
+
+    Attributes:
+        tied: Groups of paths that are one array; the first is the one that the parameters go by.
+        random_state: Paths of variables that are random keys or counters of draws: the same on every device.
+        annotations: Parameter path → the names that its metadata give to its dimensions, for
+            `Rules.from_annotations`.
+    """
+
+    tied: tuple[tuple[str, ...], ...] = ()
+    random_state: frozenset[str] = frozenset()
+    annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model as pure functions of its parameters and variables.
+
+    Parameters are what an optimizer changes. Variables are what else the model keeps from one step to the next and
+    changes by itself: batch statistics, the state of dropout's random generator. Most models have none.
+
+    Attributes:
+        init: A key → the parameters, a nested dictionary of arrays.
+        apply: `(params, *inputs)` → the outputs, of a model without variables.
+        init_variables: A key → the variables, a nested dictionary; empty by default.
+        forward: `(params, variables, key, *inputs, train)` → `(outputs, variables afterwards)`; by default `apply`,
+            which leaves the variables as they are. In evaluation (`train=False`) nothing is dropped, statistics are
+            used and not updated, and the key may be None.
+        facts: What the module's source says besides; nothing by default.
+
+    Example:
+        >>> model = Model(lambda key: {"w": jax.numpy.ones(3)}, lambda params, x: params["w"] * x)
+        >>> outputs, variables = model.forward({"w": 2.0}, {}, None, 3.0, train=True)
+        >>> outputs, variables
+        (6.0, {})
+    """
+
+    init: Callable[[jax.Array], Any]
+    apply: Callable[..., Any]
+    init_variables: Callable[[jax.Array], Any] = dataclasses.field(default=lambda key: {}, compare=False)
+    forward: Callable[..., tuple[Any, Any]] = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
+    facts: Callable[[], Facts] = dataclasses.field(default=Facts, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.forward is None:
+
+            def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+                del key, train
+                return self.apply(params, *inputs), variables
+
+            object.__setattr__(self, "forward", forward)

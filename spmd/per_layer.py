@@ -1,0 +1,138 @@
+"""Optimizers see layers, not stacks: a transform that looks at whole arrays runs once for each layer of a stack.
+
+```python
+optimizer = per_layer(optax.lamb(1e-3))
+```
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from spmd.derive import is_random_key
+from spmd.errors import ConfigError, Problem
+from spmd.tree import PyTree, flatten, merge, select
+
+
+class PerLayerState(NamedTuple):
+    """The state of `per_layer`.
+
+    Attributes:
+        rest: The transform's state for the parameters that are not stacked.
+        stacked: One state for each stack, by its path with dots (`"decoder.layers"`); every array in it,
+            also a counter, has the stack's leading dimensions in front.
+    """
+
+    rest: PyTree
+    stacked: dict[str, PyTree]
+
+
+def per_layer(
+    transform: optax.GradientTransformation, stacked: Sequence[str] = ("layers",)
+) -> optax.GradientTransformationExtraArgs:
+    """The transform applied to every layer of a stack as if the layer were a parameter of its own.
+
+    A parameter is stacked where its path has a component in `stacked` that is not followed by a number: the
+    leading dimension of `layers/mlp/kernel` counts layers, while `layers/0/mlp/kernel` is one layer and is
+    taken as it is. A path with two such components has two leading dimensions. The transform sees whole
+    paths, but never two layers at once: one that mixes parameters (a global norm) belongs outside.
+
+    Args:
+        transform: Any transform of nested dictionaries that has no random state.
+        stacked: Path components whose parameters are stacked.
+
+    Returns:
+        A transform whose state is a `PerLayerState`. `params` may be None where `transform` allows it.
+
+    Raises:
+        ConfigError: From `init`: the transform's state has a random key, which all layers would share.
+
+    Example:
+        >>> clip = per_layer(optax.clip_by_block_rms(1.0))
+        >>> gradients = {"layers": {"kernel": jax.numpy.array([[0.5, 0.5], [4.0, 4.0]])}}
+        >>> clip.update(gradients, clip.init(gradients))[0]["layers"]["kernel"]
+        Array([[0.5, 0.5],
+               [1. , 1. ]], dtype=float32)
+    """
+    inner = optax.with_extra_args_support(transform)
+
+    def init(params: PyTree) -> PerLayerState:
+        parts = _split(params, stacked).items()
+        states = {stack.name: _over_layers(inner.init, stack, part)(part) for stack, part in parts}
+        rest = states.pop(_REST.name)
+        _check_no_keys(states)
+        return PerLayerState(rest, states)
+
+    def update(
+        updates: PyTree, state: PerLayerState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PerLayerState]:
+        def update_layer(updates: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            return inner.update(updates, state, params, **extra)
+
+        params_parts = {} if params is None else _split(params, stacked)
+        states = {_REST.name: state.rest, **state.stacked}
+        done: PyTree = {}
+        for stack, part in _split(updates, stacked).items():
+            step = _over_layers(update_layer, stack, part)
+            part, states[stack.name] = step(part, states[stack.name], params_parts.get(stack))
+            done = merge(done, part)
+        return done, PerLayerState(states.pop(_REST.name), states)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def stack_ends(path: str, stacked: Sequence[str]) -> list[int]:
+    """Where in a path the numbers of layers would stand, were they not stacked: one for each leading dimension.
+
+    Example:
+        >>> stack_ends("decoder/layers/kernel", ["layers"]), stack_ends("layers/0/kernel", ["layers"])
+        ([2], [])
+    """
+    pairs = enumerate(itertools.pairwise(path.split("/")), start=1)
+    return [end for end, (part, after) in pairs if part in stacked and not after.isdigit()]
+
+
+class _Stack(NamedTuple):
+    """A stack's path with dots, and how many leading dimensions count its layers."""
+
+    name: str
+    depth: int
+
+
+_REST = _Stack("", 0)
+
+
+def _split(tree: PyTree, stacked: Sequence[str]) -> dict[_Stack, PyTree]:
+    """The leaves of each stack, and of none (always first), in nested dictionaries with their whole paths."""
+    paths = flatten(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    stacks = sorted({_REST, *(_stack_of(path, stacked) for path in paths)})
+
+    def part(stack: _Stack) -> PyTree:
+        return select(tree, lambda path: _stack_of(path, stacked) == stack)
+
+    return {stack: part(stack) for stack in stacks}
+
+
+def _stack_of(path: str, stacked: Sequence[str]) -> _Stack:
+    ends = stack_ends(path, stacked)
+    return _Stack(".".join(path.split("/")[: ends[-1]]), len(ends)) if ends else _REST
+
+
+def _over_layers(f: Callable[..., Any], stack: _Stack, part: PyTree) -> Callable[..., Any]:
+    """`f` over the leading dimensions; as it is where all of the stack is masked."""
+    for _ in range(stack.depth if jax.tree.leaves(part) else 0):
+        f = jax.vmap(f)
+    return f
+
+
+def _check_no_keys(states: dict[str, PyTree]) -> None:
+    problems = [
+        Problem(path, "is a random key, which every layer of the stack would share", fix="run it outside")
+        for path, leaf in flatten(states).items()
+        if is_random_key(leaf)
+    ]
+    if problems:
+        raise ConfigError("This transform cannot run per layer:", problems)

@@ -1,0 +1,400 @@
+"""Flax metadata has one meaning here, and it is Flax's own wherever its resolvers agree."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax.core import spmd as flax_spmd
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd.errors import RuleError
+from spmd.logical import Annotation, linen_annotations, nnx_annotations
+from spmd.mesh import AXES, MeshShape, abstract_mesh, entry_axes, make_mesh
+from spmd.rules import Rules, replicate
+
+MESH = abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))
+LOGICAL = (("embed", "fsdp"), ("mlp", "tensor"), ("heads", ("fsdp", "tensor")), ("norm", None))
+INIT = nnx.initializers.lecun_normal()
+
+
+def linear(names, din=4, dout=8, **metadata):
+    """An NNX layer whose kernel has these names."""
+    init = nnx.with_partitioning(INIT, names, **metadata)
+    with nnx.use_eager_sharding(False):
+        return nnx.eval_shape(lambda: nnx.Linear(din, dout, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0)))
+
+
+def placement(spec):
+    entries = [entry_axes(entry) for entry in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return entries
+
+
+def resolve(names, logical, *, shape=None, path="w", **kwargs):
+    """Our spec for one parameter, or None where it is an error."""
+    annotation = Annotation(names, shape or (24,) * len(names), **kwargs)
+    try:
+        return Rules.from_annotations({path: annotation}, logical=logical).match(path).spec
+    except RuleError:
+        return None
+
+
+def problems(annotations, **kwargs):
+    with pytest.raises(RuleError) as caught:
+        Rules.from_annotations(annotations, **kwargs)
+    return [str(problem) for problem in caught.value.problems]
+
+
+class Dense(nn.Module):
+    """A Linen layer whose parameters have boxes of both kinds."""
+
+    @nn.compact
+    def __call__(self, x):
+        mesh_axes = nn.with_partitioning(nn.initializers.ones, ("fsdp", "tensor"))
+        x = nn.Dense(8, use_bias=False, kernel_init=mesh_axes, name="axes")(x)
+        logical = nn.with_logical_partitioning(nn.initializers.ones, ("mlp", "embed"), rules=(("mlp", "data"),))
+        return nn.Dense(4, kernel_init=logical, name="names")(x)
+
+
+def scanned(metadata_params):
+    """Three `Dense` under `nn.scan`."""
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(
+                lambda module, x, _: (Dense(name="layers")(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=3,
+                metadata_params=metadata_params,
+            )
+            return scan(self, x, None)[0]
+
+    return jax.eval_shape(Scanned().init, jax.random.key(0), jnp.ones((1, 4)))["params"]
+
+
+def stacked(transform_metadata):
+    """Three NNX layers under `nnx.vmap`."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata=transform_metadata)
+    def make(rngs):
+        return nnx.Linear(4, 8, kernel_init=nnx.with_partitioning(INIT, ("embed", "mlp")), rngs=rngs)
+
+    with nnx.use_eager_sharding(False):
+        return nnx.state({"layers": nnx.eval_shape(lambda: make(nnx.Rngs(0)))})
+
+
+def test_nnx_metadata_is_read_with_its_rules():
+    """Names, shape and the parameter's own rules are found under its path; a parameter without metadata is not."""
+    init = nnx.with_partitioning(INIT, ["embed", "mlp"], sharding_rules=(("embed", "fsdp"),))
+    with nnx.use_eager_sharding(False):
+        layer = nnx.eval_shape(lambda: nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0)))
+    found = nnx_annotations(nnx.state({"a": [layer]}))
+    assert found == {"a/0/kernel": Annotation(("embed", "mlp"), (4, 8), (("embed", "fsdp"),))}
+
+
+def test_every_form_of_nnx_metadata_is_read():
+    """A PartitionSpec, a sharding, nested axes and `kernel_metadata` are names too."""
+    forms = (P("fsdp", ("data", "tensor")), NamedSharding(MESH, P("fsdp", ("data", "tensor"))))
+    for form in forms:
+        assert nnx_annotations(nnx.state(linear(form)))["kernel"].names == ("fsdp", ("data", "tensor"))
+    with nnx.use_eager_sharding(False):
+        layer = nnx.Linear(4, 8, kernel_metadata={"out_sharding": ("embed", None)}, rngs=nnx.Rngs(0))
+    assert nnx_annotations(nnx.state(layer)) == {"kernel": Annotation(("embed", None), (4, 8))}
+
+
+def test_linen_boxes_are_read_with_their_kind():
+    """`Partitioned` may name mesh axes, `LogicallyPartitioned` never does, and its rules come with it."""
+    params = jax.eval_shape(Dense().init, jax.random.key(0), jnp.ones((1, 4)))["params"]
+    assert linen_annotations(params) == {
+        "axes/kernel": Annotation(("fsdp", "tensor"), (4, 8)),
+        "names/kernel": Annotation(("mlp", "embed"), (8, 4), (("mlp", "data"),), is_logical=True),
+    }
+
+
+def test_a_bridged_nnx_layer_is_read_through_its_box():
+    """An NNX layer inside a Linen module keeps its names."""
+    init = nnx.with_partitioning(INIT, ("embed", "mlp"))
+    module = nnx.bridge.ToLinen(nnx.Linear, args=(4, 8), kwargs={"kernel_init": init, "use_bias": False})
+    with nnx.use_eager_sharding(False):
+        variables = jax.eval_shape(module.init, jax.random.key(0), jnp.ones((1, 4)))
+    assert linen_annotations(variables["params"]) == {"kernel": Annotation(("embed", "mlp"), (4, 8))}
+
+
+def test_metadata_that_is_no_names_is_an_error_that_lists_all():
+    """A string would be split into letters by Flax; here it is refused with the path."""
+    with pytest.raises(RuleError) as caught:
+        nnx_annotations(nnx.state({"a": linear("xy"), "b": linear(("x", 3))}))
+    assert [problem.where for problem in caught.value.problems] == [
+        "a/kernel, annotation 'xy'",
+        "b/kernel, annotation 3",
+    ]
+    with pytest.raises(RuleError, match="no name of a dimension"):
+        Annotation((P.UNCONSTRAINED,), (4,))
+
+
+NAMES = st.sampled_from(("embed", "mlp", "heads", "norm", "fsdp", "tensor", None, ("data", "fsdp")))
+TARGETS = st.sampled_from(("fsdp", "tensor", "data", None, ("fsdp", "tensor"), ("data",), ()))
+KEYS = ("embed", "mlp", "heads", "norm", "fsdp")
+MANY = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+@MANY
+@given(st.lists(NAMES, min_size=1, max_size=3), st.lists(st.tuples(st.sampled_from(KEYS), TARGETS), max_size=6))
+def test_logical_names_mean_what_linen_resolves(names, rules):
+    """Where each name gets a rule the spec is Linen's; where Linen leaves one whole without a word, it is an error."""
+    names = [name for i, name in enumerate(names) if not isinstance(name, str) or name not in names[:i]]
+    ours = resolve(names, rules, is_logical=True)
+    last = [(name, f"nothing for {name}") for name in names if isinstance(name, str)]
+    theirs = nn.logical_to_mesh_axes(names, [*rules, *last])
+    silent = any("nothing for" in axis for entry in theirs for axis in entry_axes(entry))
+    twice = len({axis for e in theirs for axis in entry_axes(e)}) < sum(len(entry_axes(e)) for e in theirs)
+    assert (ours is None) == (silent or twice), theirs
+    if ours is not None:
+        assert placement(ours) == placement(nn.logical_to_mesh_axes(names, rules))
+        (spec,) = jax.tree.leaves(nn.logical_to_mesh({"w": P(*names)}, rules), is_leaf=lambda x: isinstance(x, P))
+        assert placement(ours) == placement(spec)
+
+
+@MANY
+@given(st.lists(NAMES, min_size=2, max_size=2), st.dictionaries(st.sampled_from(KEYS), TARGETS), st.booleans())
+def test_names_mean_what_nnx_resolves_if_it_can(names, rules, in_metadata):
+    """With one rule a name, our spec is NNX's; what is an error here is a spec that no mesh takes there."""
+    rules = tuple(rules.items())
+    metadata = {"sharding_rules": rules} if in_metadata and rules else {}
+    state = nnx.state(linear(names, 24, 24, **metadata))
+    with flax_spmd.logical_axis_rules(() if in_metadata else rules):
+        theirs = nnx.get_partition_spec(state)["kernel"].get_value()
+        used = [axis for entry in theirs for axis in entry_axes(entry)]
+        fits = set(used) <= set(AXES) and len(set(used)) == len(used)
+        placed = nnx.get_named_sharding(state, MESH)["kernel"].get_value() if fits else None
+    ours = resolve(names, () if metadata else rules, rules=rules if metadata else ())
+    assert (ours is not None) == fits, theirs
+    if placed is not None:
+        assert placement(ours) == placement(theirs)
+        assert placed.is_equivalent_to(NamedSharding(MESH, ours), 2)
+
+
+def test_the_comparison_sees_another_meaning():
+    """Control: with two rules for a name NNX's answer is not ours, and the comparison above would say so."""
+    rules = (("embed", "fsdp"), ("embed", "data"))
+    with flax_spmd.logical_axis_rules(rules):
+        theirs = nnx.get_partition_spec(nnx.state(linear(("embed", None))))["kernel"].get_value()
+    assert placement(resolve(("embed", None), rules)) != placement(theirs)
+
+
+def test_nnx_places_parameters_as_our_table_says():
+    """An array that NNX shards as it is made, for which it needs a mesh, lies where our spec puts it."""
+    mesh = make_mesh(fsdp=4, tensor=2)
+    init = nnx.with_partitioning(INIT, ("embed", "mlp"))
+    with pytest.raises(ValueError, match="mesh"):
+        nnx.Linear(8, 8, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh), flax_spmd.logical_axis_rules(LOGICAL):
+        layer = nnx.Linear(8, 8, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+    rules = Rules.from_annotations(nnx_annotations(nnx.state(layer)), logical=LOGICAL)
+    ours = NamedSharding(mesh, rules.match("kernel").spec)
+    assert layer.kernel.get_value().sharding.is_equivalent_to(ours, 2)
+    assert rules.match("kernel").spec == P("fsdp", "tensor")
+
+
+def test_linen_shards_parameters_as_our_table_says():
+    """Linen's shardings for both kinds of box are ours."""
+    params = jax.eval_shape(Dense().init, jax.random.key(0), jnp.ones((1, 4)))["params"]
+    logical = (("mlp", "data"), ("embed", "fsdp"))
+    rules = Rules.from_annotations(linen_annotations(params), logical=logical)
+    assert nn.get_partition_spec(params["names"])["bias"] == P(), "Linen replicates what has no annotation"
+    assert rules.match("names/bias") is None
+    axes = nn.get_sharding(params["axes"], MESH)["kernel"]
+    assert axes == NamedSharding(MESH, rules.match("axes/kernel").spec)
+    names = nn.logical_to_mesh_sharding(nn.get_partition_spec(params["names"]), MESH, logical)["kernel"]
+    assert names == NamedSharding(MESH, rules.match("names/kernel").spec)
+
+
+def nnx_spec(names, rules=(), **metadata):
+    with flax_spmd.logical_axis_rules(rules):
+        return nnx.get_partition_spec(nnx.state(linear(names, **metadata)))["kernel"].get_value()
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "linen", "in_nnx", "ours"),
+    [
+        (("embed",), (("embed", "fsdp"), ("embed", "data")), P("fsdp"), P("data"), P("fsdp")),
+        (("embed", "mlp"), (("embed", "fsdp"), ("mlp", "fsdp")), P("fsdp", None), P("fsdp", "fsdp"), None),
+        (("mlp", "embed"), (("embed", "fsdp"), ("mlp", "fsdp")), P(None, "fsdp"), P("fsdp", "fsdp"), None),
+        (
+            ("embed", "mlp"),
+            (("embed", "fsdp"), ("mlp", "fsdp"), ("mlp", None)),
+            P("fsdp", None),
+            P("fsdp", None),
+            P("fsdp", None),
+        ),
+        (("embed", "mpl"), (("embed", "fsdp"), ("mlp", "tensor")), P("fsdp", None), P("fsdp", "mpl"), None),
+        (("fsdp", "mlp"), (("mlp", "tensor"),), P(None, "tensor"), P("fsdp", "tensor"), P("fsdp", "tensor")),
+        (("mlp", "mlp"), (("mlp", None),), ValueError, P(None, None), P()),
+    ],
+    ids=["two-rules", "taken", "order-of-rules", "taken-and-said", "unknown", "mesh-axis", "name-twice"],
+)
+def test_where_flax_differs_from_itself(names, rules, linen, in_nnx, ours):
+    """Each line of the table in docs/how-to/annotations.md: Linen's answer, NNX's, and ours (None: an error)."""
+    if linen is ValueError:
+        with pytest.raises(ValueError, match="occur more than once"):
+            nn.logical_to_mesh_axes(names, rules)
+    else:
+        assert nn.logical_to_mesh_axes(names, rules) == linen
+    assert nnx_spec(names, rules) == in_nnx
+    found = resolve(names, rules)
+    assert found is None if ours is None else placement(found) == placement(ours)
+
+
+def test_linen_never_takes_a_logical_name_for_an_axis_and_neither_do_we():
+    """A name in a `LogicallyPartitioned` box that only a mesh axis is called is an error that says so."""
+    (problem,) = problems({"w": Annotation(("fsdp",), (4,), is_logical=True)}, logical=LOGICAL)
+    assert "name 'fsdp': has no logical rule\n" in problem
+
+
+def test_rules_of_a_parameter_that_contradict_the_others_are_an_error():
+    """NNX refuses them too; in Linen it depends on who resolves; a name in only one of them is fine."""
+    own, others = (("embed", "fsdp"),), (("embed", "data"),)
+    with pytest.raises(ValueError, match="Inconsistent"):
+        nnx_spec(("embed",), others, sharding_rules=own)
+    box = nn.LogicallyPartitioned(jnp.ones(8), ("embed",), rules=own)
+    assert nn.logical_to_mesh(nn.get_partition_spec(box), others) == P("data")
+    with jax.set_mesh(make_mesh(data=4, fsdp=2)), flax_spmd.logical_axis_rules(others):
+        assert jax.jit(lambda box: box.unbox())(box).sharding.spec == P("fsdp")
+    (problem,) = problems({"w": Annotation(("embed",), (4,), own)}, logical=others)
+    assert "its metadata says 'embed' → [('fsdp',)], and the logical rules say [('data',)]" in problem
+    assert resolve(("embed", "mlp"), LOGICAL, rules=own) == P("fsdp", "tensor")
+
+
+def test_an_unknown_name_is_named_once_with_its_parameters():
+    """Every unknown name is listed, not every parameter that has it."""
+    annotations = {f"{i}/w": Annotation(("embed", "mpl"), (4, 4)) for i in range(3)} | {"v": Annotation(("x",), (4,))}
+    found = problems(annotations, logical=LOGICAL)
+    assert [problem.split(":")[0] for problem in found] == ["name 'mpl'", "name 'x'"]
+    assert "0/w ('embed', 'mpl') and 2 more" in found[0]
+    assert 'did you mean "mlp"?' in found[0]
+
+
+def test_a_rule_that_names_no_mesh_axis_is_an_error_if_a_parameter_has_its_name():
+    """A table for many models may name other meshes' axes where this model has nothing."""
+    annotations = {"w": Annotation(("embed",), (4,))}
+    (problem,) = problems(annotations, logical=[("embed", "fdsp"), ("stage", "stages")])
+    assert problem.startswith("logical rule 0 ('embed'): names the unknown axis 'fdsp'")
+    assert 'did you mean "fsdp"?' in problem
+    (problem,) = problems(annotations, logical=[("embed", 3)])
+    assert "logical rule 0 ('embed'): has the value 3" in problem
+
+
+def test_names_without_an_axis_are_written_replication():
+    """The plan shows which names came to nothing."""
+    rules = Rules.from_annotations({"scale": Annotation(("norm",), (4,))}, logical=LOGICAL)
+    assert rules.params == (("^scale", replicate("annotated ('norm',): no mesh axis")),)
+
+
+def test_the_name_of_a_stack_is_what_stacked_says():
+    """`nnx.vmap` and `nn.scan` put the name in front; no logical rule is needed for it."""
+    for annotations, path in (
+        (nnx_annotations(stacked({nnx.PARTITION_NAME: "layers"})), "layers/kernel"),
+        (linen_annotations(scanned({nn.meta.PARTITION_NAME: "layers"})), "layers/names/kernel"),
+    ):
+        assert annotations[path].names[0] == "layers"
+        spec = Rules.from_annotations(annotations, logical=[("embed", "fsdp"), ("mlp", "data")]).match(path).spec
+        assert spec in (P("pipe", "fsdp", "data"), P("pipe", "data", "fsdp"))
+
+
+@pytest.mark.parametrize("metadata", [{}, {nnx.PARTITION_NAME: None}], ids=["unnamed", "None"])
+def test_a_stack_without_a_name_keeps_the_names_of_one_layer_in_place(metadata):
+    """`nnx.vmap` without a name leaves ('embed', 'mlp') on [layers, embed, mlp]: NNX splits the wrong dimensions."""
+    state = stacked(metadata)
+    rules = Rules.from_annotations(nnx_annotations(state), logical=LOGICAL)
+    assert rules.match("layers/kernel").spec == P("pipe", "fsdp", "tensor")
+    with flax_spmd.logical_axis_rules(LOGICAL):
+        theirs = nnx.get_partition_spec(state)["layers"]["kernel"].get_value()
+    assert theirs == (P("fsdp", "tensor") if not metadata else P(None, "fsdp", "tensor"))
+
+
+def test_linen_does_not_stack_without_a_name():
+    """Only NNX shifts names without a word."""
+    with pytest.raises(Exception, match="partition_name"):
+        scanned({})
+
+
+def test_a_stack_whose_name_means_another_axis_is_an_error():
+    """Both the logical rules and `stacked` speak for the dimension, and must agree."""
+    annotations = nnx_annotations(stacked({nnx.PARTITION_NAME: "layers"}))
+    (problem,) = problems(annotations, logical=(*LOGICAL, ("layers", "data")))
+    assert "its stacked dimension is 'layers', which means ('data',); stacked= says 'pipe'" in problem
+    for axis in ("pipe", None):
+        assert Rules.from_annotations(annotations, logical=(*LOGICAL, ("layers", axis)))
+    (problem,) = problems({"layers/w": Annotation(("fsdp", None, "tensor"), (2, 4, 4))})
+    assert "'fsdp'" in problem
+
+
+def test_names_that_fit_neither_the_stack_nor_the_layer_are_an_error():
+    """One name on [layers, embed, mlp] could be any dimension's; too many names are a removed dimension's."""
+    found = problems({"layers/w": Annotation(("fsdp",), (2, 4, 4)), "w": Annotation(("fsdp", None), (4,))})
+    assert "1 names for 3 dimensions" in found[0]
+    assert "name all 3, or the 2 of one layer" in found[0]
+    assert "2 names for 1 dimensions" in found[1]
+    assert "removes its name too" in found[1]
+
+
+def test_layers_of_one_stack_are_annotated_alike():
+    """One rule serves all unrolled layers, so two meanings are an error."""
+    alike = {f"layers/{i}/w": Annotation(("fsdp",), (4,)) for i in range(3)}
+    assert len(Rules.from_annotations(alike).params) == 1
+    (problem,) = problems(alike | {"layers/1/w": Annotation(("tensor",), (4,))})
+    assert "layers/1/w: is annotated otherwise than layers/0/w" in problem
+    assert len(Rules.from_annotations(alike | {"layers/1/w": Annotation(("tensor",), (4,))}, stacked={}).params) == 3
+
+
+def test_a_table_speaks_for_what_has_no_annotation():
+    """Each parameter has one source, agreement is no problem, and no rule is shadowed by it."""
+    table = Rules([("bias", replicate("small")), ("up/kernel", P("fsdp", "tensor"))], activations=[("h", P("data"))])
+    annotations = {"up/kernel": Annotation(("embed", "mlp"), (4, 8)), "down/kernel": Annotation(("mlp",), (8, 4))}
+    rules = Rules.from_annotations(annotations, logical=LOGICAL, table=table, activations=[("logits", P("fsdp"))])
+    assert [pattern for pattern, _ in rules.params] == ["bias", "up/kernel", "^down/kernel"]
+    assert [name for name, _ in rules.activations] == ["h", "logits"]
+    shapes = {"up/kernel": (4, 8), "down/kernel": (8, 4), "up/bias": (8,), "down/bias": (4,)}
+    assert rules.audit(shapes, MESH.shape) == []
+    (problem,) = rules.audit(shapes | {"norm/scale": (4,)}, MESH.shape)
+    assert str(problem).startswith("norm/scale: no rule matches this parameter")
+
+
+def test_every_disagreement_between_table_and_annotation_names_both():
+    """One error lists them all."""
+    table = Rules([("kernel", P("tensor")), ("scale", replicate("small"))])
+    annotations = {
+        "a/kernel": Annotation(("embed", "mlp"), (4, 8)),
+        "b/kernel": Annotation(("mlp", None), (8, 4)),
+        "layers/c/scale": Annotation(("embed",), (2, 4)),
+        "d/scale": Annotation(("norm",), (4,)),
+    }
+    assert problems(annotations, logical=LOGICAL, table=table) == [
+        "a/kernel: its annotation ('embed', 'mlp') means P(fsdp, tensor), and rule 0 ('kernel') says P(tensor)\n"
+        "    fix: correct one of them",
+        "layers/c/scale: its annotation ('embed',) means P(pipe, fsdp), and rule 1 ('scale') says P(pipe)\n"
+        "    fix: correct one of them",
+    ]
+
+
+def test_a_table_and_its_annotations_are_stacked_alike():
+    """Two meanings of `stacked` are one problem more."""
+    found = problems({"w": Annotation(("fsdp",), (4,))}, table=Rules([]), stacked={"blocks": "pipe"})
+    assert found[0].startswith("stacked: is (('blocks', 'pipe'),), and in the table (('layers', 'pipe'),)")
+
+
+def test_an_annotation_speaks_for_its_own_parameter_only():
+    """A path that ends alike needs its own rule, and an annotation of a parameter that is gone is a useless rule."""
+    rules = Rules.from_annotations({"mlp/kernel": Annotation(("fsdp",), (4,)), "gone/w": Annotation(("fsdp",), (4,))})
+    assert rules.match("mlp/kernel") is not None
+    assert rules.match("x/mlp/kernel") is None
+    (problem,) = rules.audit({"mlp/kernel": (4,)}, MESH.shape)
+    assert str(problem).startswith("rule 1 ('^gone/w'): matches no parameter")

@@ -1,0 +1,285 @@
+"""The text of compiled programs is read as XLA means it: shapes, groups in every written form, loops, source lines."""
+
+import math
+import textwrap
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd.foresight.groups import mesh_axes, per_device, read_groups
+from spmd.foresight.hlo import Array, Frame, Value, integer, parse, trip_count
+
+AXES = {"pipe": 1, "data": 2, "fsdp": 2, "tensor": 2}
+
+
+def program(text: str):
+    return parse(textwrap.dedent(text).lstrip("\n"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "size"),
+    [
+        ("f32", (2, 3), 24),
+        ("bf16", (5,), 10),
+        ("pred", (3,), 3),
+        ("s4", (3,), 2),
+        ("f8e4m3fn", (4,), 4),
+        ("c64", (), 8),
+        ("token", (), 0),
+    ],
+)
+def test_bytes(dtype, dims, size) -> None:
+    """An array's bytes follow from the name of its type; types below a byte are packed."""
+    assert Array(dtype, dims).bytes == size
+
+
+def test_instructions() -> None:
+    """Operands are found with and without their types, behind layouts, tiles, comments and nested tuples."""
+    p = program("""
+        HloModule m, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }, num_partitions=8
+
+        %inner (p: f32[2]) -> f32[2] {
+          ROOT %p = f32[2]{0:T(128)S(1)} parameter(0)
+        }
+
+        ENTRY main {
+          a = f32[2]{0} parameter(0), metadata={op_name="params[\\'w\\']"}
+          %b = (f32[2]{0:T(8,128)(2,1)}, /*index=1*/(s32[], u32[])) tuple(f32[2]{0} a, /*index=1*/(f32[], s32[2]{0}) %a)
+          ROOT %c.1 = f32[2]{0} fusion(%a), kind=kLoop, calls=%inner
+        }
+    """)
+    assert (p.entry, p.partitions, p.replicas, p.aliases) == ("main", 8, 1, {0: 1, 2: 0})
+    body = p.computations["main"]
+    assert body.root == "c.1"
+    assert body.instructions["b"].operands == ("a", "a")
+    assert body.instructions["b"].arrays == (Array("f32", (2,)), Array("s32", ()), Array("u32", ()))
+    assert [(user.name, position) for user, position in body.users["a"]] == [("b", 0), ("b", 1), ("c.1", 0)]
+    assert p.producer(Value("main", "c.1")) == Value("main", "a")
+
+
+FORMS = [
+    ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
+    ("replica_groups={{0,4},{1,5},{2,6},{3,7}}, use_global_device_ids=true", ("data",)),
+    ("replica_groups=[2,4]<=[8]", ("fsdp", "tensor")),
+    ("channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", ("data",)),
+    ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", ("data", "tensor")),
+    ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",)),
+    ("channel_id=3, replica_groups={}", ("data", "fsdp", "tensor")),
+    ("channel_id=3, replica_groups={{0}}", ("data", "fsdp", "tensor")),
+    ("replica_groups={{0}}", ()),
+    ("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}", ()),
+    ("replica_groups=mesh['a'=2,'b'=4] {'a'}, use_global_device_ids=true", ("data",)),
+    ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1':(1)2}", ("fsdp",)),
+    ("replica_groups=mesh['axis_0'=8] {'axis_0':(1)2,'axis_0':(4)2}", ("data", "tensor")),
+    ("replica_groups=mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}, dimensions={0}", ("fsdp", "tensor")),
+    ("replica_groups=mesh['a'=2,'b'=4], device_ids=(0,1,4,5,2,3,6,7) {'a'}", ("fsdp",)),
+    ("replica_groups=mesh[a=2,b=4] {b:(2)2}", ("tensor",)),
+    ("replica_groups=@mesh<a=2,b=2,c=2> {c,a}", ("data", "tensor")),
+    ("replica_groups=mesh['a'=8] {}", ()),
+    ("replica_groups={{0,3},{1,2},{4,7},{5,6}}", None),
+    ("replica_groups={{0,1,2},{3,4,5,6,7}}", None),
+    ("replica_groups={{0,1},{2,3}}", None),
+    ("channel_id=1, source_target_pairs={{0,1},{1,0},{2,3},{3,2}}", ("tensor",)),
+    ("source_target_pairs={{0,6},{6,0}}", ("data", "fsdp")),
+    ("source_target_pairs={{0,0},{1,1}}", ()),
+    ("source_target_pairs={}", ()),
+]
+
+
+@pytest.mark.parametrize(("attributes", "axes"), FORMS)
+def test_groups(attributes, axes) -> None:
+    """Each written form names the axes that vary inside a group, or none where groups are no product of axes."""
+    groups, pairs = read_groups(attributes, 8)
+    assert mesh_axes(groups, AXES, pairs=pairs) == axes
+
+
+@st.composite
+def meshes(draw):
+    """Axis sizes, and some of the axes."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    names = [f"a{i}" for i in range(len(sizes))]
+    return dict(zip(names, sizes, strict=True)), draw(st.sets(st.sampled_from(names)))
+
+
+def written_forms(axes: dict[str, int], chosen: set[str]) -> list[str]:
+    """The groups over some axes in every form that XLA has for them."""
+    sizes, names = list(axes.values()), list(axes)
+    order = [i for i, name in enumerate(names) if name not in chosen] + [
+        i for i, name in enumerate(names) if name in chosen
+    ]
+    members = math.prod(axes[name] for name in chosen)
+    groups = np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, members)
+    listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
+    shape, dims, perm = f"[{len(groups)},{members}]", ",".join(map(str, sizes)), ",".join(map(str, order))
+    mesh = ",".join(f"'{name}'={size}" for name, size in axes.items())
+    flat = math.prod(sizes)
+    behind = {name: math.prod(sizes[i + 1 :]) for i, name in enumerate(names)}
+    parts = ",".join(f"'x':({flat // behind[n] // axes[n]}){axes[n]}" for n in names if n in chosen and axes[n] > 1)
+    ids = ",".join(map(str, np.arange(flat).reshape(sizes).transpose().ravel()))
+    turned = ",".join(f"'{name}'={axes[name]}" for name in reversed(names))
+    used = ",".join(f"'{name}'" for name in names if name in chosen)
+    back = ",".join(str(i) for i in reversed(range(len(sizes))))
+    return [
+        f"channel_id=1, replica_groups={{{listed}}}",
+        f"replica_groups={shape}<=[{dims}]T({perm}), dimensions={{0}}",
+        f"replica_groups=mesh[{mesh}] {{{used}}}",
+        f"replica_groups=mesh['x'={flat}] {{{parts}}}",
+        f"replica_groups=mesh[{turned}], device_ids=({ids}) {{{used}}}",
+        f"replica_groups=mesh[{turned}], device_ids=([{dims}]T({back})) {{{used}}}",
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes())
+def test_every_form_names_the_same_axes(case) -> None:
+    """For any mesh and any of its axes, every written form is read as those axes (of more than one device)."""
+    axes, chosen = case
+    expected = tuple(name for name, size in axes.items() if name in chosen and size > 1)
+    for text in written_forms(axes, chosen):
+        groups, pairs = read_groups(text, math.prod(axes.values()))
+        if len(groups) == 1 and len(groups[0]) == 1:
+            continue
+        assert mesh_axes(groups, axes, pairs=pairs) == expected, text
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes(), st.randoms())
+def test_control_shuffled_groups_have_other_axes(case, random) -> None:
+    """Groups over shuffled devices are named only if they are a product of axes after all: members never lie."""
+    axes, chosen = case
+    groups, _ = read_groups(written_forms(axes, chosen)[0], math.prod(axes.values()))
+    places = list(range(math.prod(axes.values())))
+    random.shuffle(places)
+    shuffled = [[places[device] for device in group] for group in groups]
+    named = mesh_axes(shuffled, axes)
+    if named is not None:
+        again, _ = read_groups(written_forms(axes, set(named))[0], len(places))
+        assert {frozenset(group) for group in again} == {frozenset(group) for group in shuffled}
+
+
+LOOP = """
+    HloModule m, num_partitions=8
+
+    body {{
+      p = (s32[], f32[2]) parameter(0)
+      i = s32[] get-tuple-element(p), index=0
+      x = f32[2] get-tuple-element(p), index=1
+      one = s32[] constant({step})
+      i.copy = s32[] copy(i)
+      next = s32[] add(i.copy, one)
+      ROOT t = (s32[], f32[2]) tuple(next, x)
+    }}
+
+    compared {{
+      a = s32[] parameter(0)
+      b = s32[] parameter(1)
+      ROOT c = pred[] compare(a, b), direction={direction}
+    }}
+
+    condition {{
+      p = (s32[], f32[2]) parameter(0)
+      i = s32[] get-tuple-element(p), index=0
+      n = s32[] constant({stop})
+      ROOT c = pred[] fusion(i, n), kind=kLoop, calls=compared
+    }}
+
+    ENTRY main {{
+      x = f32[2] parameter(0)
+      zero = s32[] {start}
+      zero.copy = s32[] copy(zero)
+      t = (s32[], f32[2]) tuple(zero.copy, x)
+      ROOT w = (s32[], f32[2]) while(t), condition=condition, body=body{known}
+    }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "turns"),
+    [
+        ({}, 7),
+        ({"direction": "LE"}, 8),
+        ({"step": 2}, 4),
+        ({"start": "constant(3)"}, 4),
+        ({"start": "constant(9)"}, 0),
+        ({"start": "partition-id()"}, None),
+        ({"step": -1}, None),
+        ({"direction": "GT"}, None),
+        ({"known": ', backend_config={"known_trip_count":{"n":"5"},"known_init_step":{"init":"0","step":"1"}}'}, 5),
+        ({"known": ", backend_config={known_trip_count={n=4}}"}, 4),
+    ],
+)
+def test_trip_count(changes, turns) -> None:
+    """A loop's length is what the compiler says, else what start, step and limit give, else unknown."""
+    values = {"step": 1, "direction": "LT", "stop": 7, "start": "constant(0)", "known": ""} | changes
+    p = program(LOOP.format(**values))
+    assert trip_count(p, "main", p.computations["main"].instructions["w"]) == turns
+
+
+def test_values_pass_through_loops() -> None:
+    """What a loop hands on unchanged comes from before it, and what it changes does not."""
+    p = program(LOOP.format(step=1, direction="LT", stop=7, start="constant(0)", known=""))
+    assert p.producer(Value("main", "w", 1)) == Value("main", "x")
+    assert p.producer(Value("main", "w", 0)) == Value("main", "w", 0)
+    assert p.producer(Value("body", "x")) == Value("main", "x")
+    assert integer(p, Value("condition", "n")) == 7
+    assert [use.instruction for use in p.uses(Value("main", "x"))] == [None]
+
+
+def test_per_device() -> None:
+    """Offsets that devices compute from their number are computed for each, from tables too; others are not known."""
+    p = program("""
+        HloModule m, num_partitions=4
+
+        ENTRY main {
+          x = u32[] parameter(0)
+          id = u32[] partition-id()
+          table = u32[4]{0} constant({0, 0, 1, 1})
+          row = u32[1]{0} dynamic-slice(table, id), dynamic_slice_sizes={1}
+          low = u32[1]{0} constant({0})
+          high = u32[1]{0} constant({1})
+          bounded = u32[1]{0} clamp(low, row, high)
+          eight = u32[1]{0} constant({8})
+          offset = u32[1]{0} multiply(bounded, eight)
+          scalar = u32[] bitcast(offset)
+          ROOT odd = u32[] add(scalar, x)
+        }
+    """)
+    offset = per_device(p, Value("main", "scalar"), 4)
+    assert offset is not None
+    assert offset.tolist() == [[0], [0], [8], [8]]
+    assert per_device(p, Value("main", "odd"), 4) is None
+
+
+def test_frames() -> None:
+    """Source lines come from the tables above the program, parents' numbers being one too high, or from metadata."""
+    p = program("""
+        HloModule m
+
+        FileNames
+        1 "/src/train.py"
+        2 "/src/model.py"
+
+        FunctionNames
+        1 "<module>"
+
+        FileLocations
+        1 {file_name_id=1 function_name_id=1 line=20 end_line=20 column=2 end_column=2}
+        2 {file_name_id=2 function_name_id=1 line=6 end_line=6 column=6 end_column=6}
+
+        StackFrames
+        1 {file_location_id=1 parent_frame_id=1}
+        2 {file_location_id=2 parent_frame_id=2}
+
+
+        ENTRY main {
+          a = f32[] parameter(0), metadata={op_name="a" stack_frame_id=2}
+          b = f32[] negate(a), metadata={op_name="b" source_file="/src/old.py" source_line=3}
+          ROOT c = f32[] negate(b)
+        }
+    """)
+    body = p.computations["main"].instructions
+    assert p.frames(body["a"]) == [Frame("/src/model.py", 6), Frame("/src/train.py", 20)]
+    assert p.frames(body["b"]) == [Frame("/src/old.py", 3)]
+    assert p.frames(body["c"]) == []
