@@ -34,7 +34,7 @@ install: $(INSTALLED) ## make .venv with the package (editable) and everything t
 $(INSTALLED): pyproject.toml constraints.txt
 	$(call make_venv,$(PYTHON),$(VENV),PYTHON)
 	@echo "installing into $(VENV)"
-	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,dev]'
+	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,dev,tpu]'
 	@touch $@
 
 demo: install ## train a small Llama over 8 simulated devices, into runs/demo (about 3 minutes on 2 cores)

@@ -10,10 +10,20 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.annotate import Weight, checkpoint_layer, gather, scatter, weight
+from spmd.annotate import (
+    Weight,
+    checkpoint_core,
+    checkpoint_layer,
+    gather,
+    remat_interval,
+    scatter,
+    weight,
+)
 
 Angles = tuple[np.ndarray, np.ndarray]
 """Cosines and sines of each position, `[seq, head_dim / 2]` each."""
+
+_UNSEEN = -1e30
 
 
 def dense(
@@ -49,13 +59,17 @@ def _dense_forward(
 ) -> tuple[Array, tuple[Array, ...]]:
     whole = gather(kernel.astype(x.dtype), placed)
     y = jnp.einsum(f"...i,{axes}->...o", x, whole, preferred_element_type=dtype)
-    return y, (x, whole, jnp.zeros((0,), kernel.dtype))
+    kept = whole if placed is None or placed.is_kept else kernel
+    return y, (x, kept, jnp.zeros((0,), kernel.dtype))
 
 
 def _dense_backward(
     axes: str, placed: Weight | None, dtype: Any, saved: tuple[Array, ...], dy: Array
 ) -> tuple[Array, Array]:
-    x, whole, like_kernel = saved
+    x, kept, like_kernel = saved
+    again = not (placed is None or placed.is_kept)
+    # The barrier keeps XLA from taking the copy that the forward pass gathered, and from keeping that until now.
+    whole = gather(jax.lax.optimization_barrier(kept).astype(x.dtype), placed) if again else kept
     dy = dy.astype(x.dtype)
     dkernel = jnp.einsum(f"...i,...o->{axes}", x, dy, preferred_element_type=like_kernel.dtype)
     return jnp.einsum(f"...o,{axes}->...i", dy, whole), scatter(dkernel, placed)
@@ -69,7 +83,7 @@ class Dense(nnx.Module):
 
     def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
-        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32))
+        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32), gathered_by_layer=True)
 
     def __call__(self, x: Float[Array, "batch seq in"], dtype: Any = None) -> Float[Array, "batch seq out"]:
         """`x @ kernel` on every token, in the dtype of `x` unless another is given."""
@@ -80,14 +94,25 @@ class RMSNorm(nnx.Module):
     """Root-mean-square normalisation in float32 (Zhang & Sennrich, arXiv:1910.07467)."""
 
     def __init__(self, width: int, *, eps: float) -> None:
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), gathered_by_layer=True)
         self.eps = eps
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """`x / rms(x) · scale`, in the dtype of `x`."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...][None, None]).astype(x.dtype)
+        return _rms_norm(x, self.scale[...], self.eps)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale[None, None]).astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
+    """`silu(gate) · up`; the backward pass keeps the two, and computes the rest again."""
+    return jax.nn.silu(gate) * up
 
 
 def rotary_angles(seq: int, head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
@@ -121,12 +146,22 @@ def causal_attention(
     """
     seq = query.shape[1]
     block = block or max(128, -(-seq // 8))
-    blocks = []
-    for start in range(0, seq, block):
-        end = min(start + block, seq)
-        visible = (jnp.arange(start, end)[:, None] >= jnp.arange(end)[None])[None, None]
-        blocks.append(jax.nn.dot_product_attention(query[:, start:end], key[:, :end], value[:, :end], mask=visible))
-    return jnp.concatenate(blocks, axis=1)
+
+    dtype = query.dtype
+    wide = jnp.float32 if dtype == jnp.float16 else dtype  # JAX sums float16 products in a way that only GPUs have
+
+    def core(query: Array, key: Array, value: Array) -> Array:
+        query, key, value = (x.astype(wide) for x in (query, key, value))
+        blocks = []
+        for start in range(0, seq, block):
+            end = min(start + block, seq)
+            # Added, not chosen by: a mask would be kept for the backward pass, with a byte for each score.
+            unseen = jnp.where(jnp.arange(start, end)[:, None] >= jnp.arange(end)[None], 0.0, _UNSEEN)
+            visible = key[:, :end], value[:, :end]
+            blocks.append(jax.nn.dot_product_attention(query[:, start:end], *visible, bias=unseen[None, None]))
+        return jnp.concatenate(blocks, axis=1).astype(dtype)
+
+    return checkpoint_core(core)(query, key, value)
 
 
 def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool) -> nnx.Module:
@@ -144,16 +179,39 @@ def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, 
 def run_layers(layers: nnx.Module, x: Array, *context: Any, unroll: int = 1) -> Array:
     """Runs layers made by `make_layers` one after the other, each under the plan's remat policy.
 
-    Stacked layers are scanned, `unroll` of them in each turn of the loop.
+    Stacked layers are scanned, `unroll` of them in each turn of the loop. Under a policy with an interval, a turn is at
+    least as many layers as that.
     """
     if isinstance(layers, nnx.List):
-        for layer in layers:
+        for number, layer in enumerate(layers):
             graph, state = nnx.split(layer)
-            x = checkpoint_layer(_call(graph), scanned=False)(state, x, *context)
+            x = checkpoint_layer(_call(graph), scanned=False, number=number)(state, x, *context)
         return x
     graph, state = nnx.split(layers)
-    body = checkpoint_layer(_call(graph), scanned=unroll == 1)  # unrolled, XLA could merge recomputation and original
-    return jax.lax.scan(lambda x, layer: (body(layer, x, *context), None), x, state, unroll=unroll)[0]
+    size = remat_interval()
+    turns, left = divmod(jax.tree.leaves(state)[0].shape[0], size)
+    unroll = max(1, unroll // size)
+    scanned = unroll == 1 and turns > 1  # in one program, XLA could merge recomputation and original
+
+    def run(x: Array, states: list[Any], scanned: bool) -> Array:
+        for number, state in enumerate(states):
+            x = checkpoint_layer(_call(graph), scanned=scanned, number=number)(state, x, *context)
+        return x
+
+    if size == 1:
+        return jax.lax.scan(lambda x, layer: (run(x, [layer], scanned), None), x, state, unroll=unroll)[0]
+    groups = jax.tree.map(lambda w: w[: turns * size].reshape(turns, size, *w.shape[1:]), state)
+    x = jax.lax.scan(lambda x, group: (run(x, _unstack(group), scanned), None), x, groups, unroll=unroll)[0]
+    return run(x, _unstack(jax.tree.map(lambda w: w[turns * size :], state)) if left else [], False)
+
+
+def _unstack(group: Any) -> list[Any]:
+    """The layers of a stack; what comes back in the backward pass is put together once, not added up."""
+    leaves, structure = jax.tree.flatten(group)
+    parts = [jax.lax.split(w, [1] * w.shape[0]) for w in leaves]
+    return [
+        jax.tree.unflatten(structure, [w.reshape(w.shape[1:]) for w in layer]) for layer in zip(*parts, strict=True)
+    ]
 
 
 def _call(graph: nnx.GraphDef) -> Callable[..., Array]:

@@ -8,7 +8,6 @@ model = spmd.flax.from_nnx(lambda rngs: Llama(config, rngs=rngs))
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -18,6 +17,7 @@ from models.layers import (
     Dense,
     RMSNorm,
     causal_attention,
+    gated,
     make_layers,
     rotary_angles,
     rotate,
@@ -147,7 +147,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """Token by token."""
-        return self.down_proj(annotate(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x), "mlp_hidden"))
+        gate, up = annotate(self.gate_proj(x), "mlp_gate"), annotate(self.up_proj(x), "mlp_up")
+        return self.down_proj(annotate(gated(gate, up), "mlp_hidden"))
 
 
 class Block(nnx.Module):
@@ -160,7 +161,11 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch seq d"], angles: Angles) -> Float[Array, "batch seq d"]:
-        """The residual stream after this layer."""
+        """The residual stream after this layer.
+
+        It is marked on its way in too, so that a remat policy may say where a layer's input is kept.
+        """
+        x = annotate(x, "residual")
         x = annotate(x + self.attention(self.attention_norm(x), angles), "residual")
         return annotate(x + self.mlp(self.mlp_norm(x)), "residual")
 
@@ -169,7 +174,8 @@ class Embedding(nnx.Module):
     """Token embeddings `[vocab, d]`."""
 
     def __init__(self, vocab: int, width: int, *, rngs: nnx.Rngs) -> None:
-        self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (vocab, width), jnp.float32))
+        table = nnx.initializers.normal(0.02)(rngs.params(), (vocab, width), jnp.float32)
+        self.embedding = nnx.Param(table, gathered_by_layer=True)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
         """One row for each token.

@@ -23,7 +23,9 @@ _ACTIVATIONS = (
     ("attention_key", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, kv_heads, head_dim]
     ("attention_value", P(BATCH_AXES, "sequence", "tensor")),
     ("attention_out", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, heads·head_dim]
-    ("mlp_hidden", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, d_ff]
+    ("mlp_gate", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, d_ff], as are the next two
+    ("mlp_up", P(BATCH_AXES, "sequence", "tensor")),
+    ("mlp_hidden", P(BATCH_AXES, "sequence", "tensor")),
     ("logits", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, vocab]
 )
 

@@ -9,18 +9,21 @@ keyed by it: an inner jitted function traced under one plan is traced again unde
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from spmd import tree
 from spmd.derive import ZERO_KEEPS, drop_axis
 from spmd.errors import AnnotationError, Problem, did_you_mean
 from spmd.mesh import AnyMesh
-from spmd.plan import ShardingPlan
+from spmd.plan import ShardingPlan, cast_floats
 from spmd.precision import Precision
 from spmd.remat import Remat
 from spmd.rules import Replicate, Rules, audit_spec, spec_text
@@ -35,6 +38,7 @@ class _Scope:
     zero: int
     remat: Remat
     precision: Precision
+    gathers_again: bool = False  # kernels in the backward pass, where no jax.checkpoint around the layer does
 
 
 def _constrain(x: jax.Array, mesh: AnyMesh, spec: P, what: str) -> jax.Array:
@@ -56,14 +60,19 @@ class Weight:
         mesh: The plan's mesh.
         used: Its spec in a matmul: as stored, but whole over `fsdp`.
         gradient: The spec its gradient is reduced to, by the plan's ZeRO stage.
+        is_kept: Whether a derivative keeps it as it is used; else as it is stored, to be gathered again.
     """
 
     mesh: AnyMesh
     used: P
     gradient: P
+    is_kept: bool = True
 
 
 _SCOPE = jax.make_user_context(default_value=None)
+_NONE = Remat("none")
+REMAT_MARK = "what the remat policy acts on"
+_NUMBERED = "checkpoint_layer(layer, scanned=…, number=i), or a policy without an interval"
 
 
 @contextlib.contextmanager
@@ -116,7 +125,8 @@ def weight(path: str | None) -> Weight | None:
         return None
     spec = P() if isinstance(match.requested, Replicate) else match.requested
     used = drop_axis(spec, "fsdp")
-    return Weight(scope.mesh, used, spec if "gradients" in ZERO_KEEPS[scope.zero] else used)
+    gradient = spec if "gradients" in ZERO_KEEPS[scope.zero] else used
+    return Weight(scope.mesh, used, gradient, not scope.gathers_again)
 
 
 def gather(kernel: jax.Array, placed: Weight | None) -> jax.Array:
@@ -129,16 +139,132 @@ def scatter(gradient: jax.Array, placed: Weight | None) -> jax.Array:
     return gradient if placed is None else _constrain(gradient, placed.mesh, placed.gradient, "a layer's gradient")
 
 
+def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda path: False) -> Any:
+    """All parameters as a model that knows of no plan takes them: whole over `fsdp`, gradients as the plan keeps them.
+
+    Left to itself, XLA computes some matmuls of kernels that are split over `fsdp` wrongly where activations are split
+    over it as well (decision 0011).
+
+    Args:
+        params: A nested dictionary.
+        gathered_later: Whether the layer that uses the parameter at a path gathers it itself.
+    """
+    scope = _SCOPE.value
+    if scope is None:
+        return params
+
+    def place(path: str, param: jax.Array) -> jax.Array:
+        match = scope.rules.match(path)
+        if match is None or gathered_later(path) or not jnp.issubdtype(param.dtype, jnp.floating):
+            return param
+        used = drop_axis(match.spec, "fsdp")
+        gradient = match.spec if "gradients" in ZERO_KEEPS[scope.zero] else used
+        return _gathered(param, Weight(scope.mesh, used, gradient, is_kept=True))
+
+    return tree.map_with_path(place, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(param: jax.Array, placed: Weight) -> jax.Array:
+    return gather(param, placed)
+
+
+_gathered.defvjp(
+    lambda param, placed: (gather(param, placed), None),
+    lambda placed, _, gradient: (scatter(gradient, placed),),
+)
+
+
 def to_compute(x: jax.Array) -> jax.Array:
     """`x` in the plan's compute dtype; call it where activations begin, and let the rest follow their dtype."""
     scope = _SCOPE.value
     return x if scope is None else x.astype(scope.precision.compute_dtype)
 
 
-def checkpoint_layer(layer: F, *, scanned: bool) -> F:
-    """One layer of the model, as a function of arrays, under the plan's remat policy."""
+def gradient_view(params: Any) -> Any:
+    """The parameters in the dtype in which the plan sums gradients: gradients with respect to this view are in it."""
     scope = _SCOPE.value
-    return layer if scope is None else scope.remat.apply(layer, scanned=scanned)
+    return params if scope is None else cast_floats(params, scope.precision.gradients_dtype)
+
+
+def accumulation_dtype(dtype: Any) -> Any:
+    """The dtype in which gradients of `dtype` are added up over microbatches; `dtype` itself outside a plan."""
+    scope = _SCOPE.value
+    return dtype if scope is None else jnp.dtype(scope.precision.accumulation)
+
+
+def remat_interval() -> int:
+    """Of this many layers in a row the plan's remat policy is about the first; 1 outside a plan."""
+    scope = _SCOPE.value
+    return 1 if scope is None else scope.remat.every
+
+
+def checkpoint_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
+    """One layer of the model, as a function of arrays, under the plan's remat policy.
+
+    Args:
+        layer: The layer.
+        scanned: Whether it is the body of a `lax.scan` with more than one turn; then nothing needs to keep XLA from
+            merging the recomputation with the original.
+        number: Which layer it is, counted from 0; in a scan of groups of layers, which of its group. A policy with an
+            interval needs it.
+
+    Raises:
+        AnnotationError: The policy has an interval and the layer no number; or, when the layer runs, the policy names
+            activations that the layer does not mark.
+    """
+    scope = _SCOPE.value
+    if scope is None or scope.remat.kind == "none":
+        return layer
+    if number is None and scope.remat.every > 1:
+        problem = Problem(f"remat {scope.remat}", "has an interval, and the layers have no numbers", fix=_NUMBERED)
+        raise AnnotationError("This model does not say which of its layers is which:", [problem])
+    if (number or 0) % scope.remat.every:
+        return _in_scope(dataclasses.replace(scope, remat=_NONE, gathers_again=True), layer)
+    if scope.remat.kind == "selective":
+        return _in_scope(dataclasses.replace(scope, gathers_again=True), layer)
+    checkpointed = _marked(scope.remat.apply(layer, scanned=scanned))
+
+    def run(*arrays: Any) -> Any:
+        if scope.remat.names and not number:
+            _check_names(scope.remat, layer, arrays)
+        return checkpointed(*arrays)
+
+    return run  # type: ignore[return-value]
+
+
+def checkpoint_core(core: F) -> F:
+    """The core of attention, as a function of queries, keys and values: all that `selective` recomputes."""
+    scope = _SCOPE.value
+    if scope is None or scope.remat.kind != "selective":
+        return core
+    return _marked(jax.checkpoint(core))  # type: ignore[return-value]
+
+
+def _in_scope(scope: _Scope, layer: F) -> F:
+    def run(*arrays: Any) -> Any:
+        with _SCOPE(scope):
+            return layer(*arrays)
+
+    return run  # type: ignore[return-value]
+
+
+def _marked(layer: Callable) -> Callable:
+    """`layer`, with a trace of its own in the jaxpr, so that a policy that acts on nothing is seen."""
+    return lambda *arrays: jax.tree.map(lambda x: checkpoint_name(x, REMAT_MARK), layer(*arrays))
+
+
+def _check_names(remat: Remat, layer: Callable, arrays: tuple[Any, ...]) -> None:
+    """Whether a layer marks every name of a policy; JAX would keep nothing for one that it does not, without a word."""
+    marked = sorted(set(_marks(jax.make_jaxpr(layer)(*arrays))))
+    problems = [
+        Problem(f"remat {word}:{name}", "is marked in no layer", fix=f"one of: {', '.join(marked)}")
+        for word, names in (("save", remat.save), ("offload", remat.offload))
+        for name in names
+        if name not in marked
+    ]
+    if problems:
+        raise AnnotationError("The remat policy names activations that the model's layers do not have:", problems)
 
 
 def check_marks(plan: ShardingPlan, jaxpr: Any) -> None:
@@ -149,16 +275,22 @@ def check_marks(plan: ShardingPlan, jaxpr: Any) -> None:
         jaxpr: Its jaxpr, closed or not.
 
     Raises:
-        AnnotationError: Names of the table that are marked nowhere, so that their specs mean nothing.
+        AnnotationError: Names of the table that are marked nowhere, so that their specs mean nothing; a remat policy
+            that acts on nothing.
     """
     marked = set(_marks(jaxpr))
+    known = sorted(marked - {REMAT_MARK})
     problems = [
-        Problem(f"activation {name!r}", "is marked nowhere in the model", fix=did_you_mean(name, sorted(marked)))
+        Problem(f"activation {name!r}", "is marked nowhere in the model", fix=did_you_mean(name, known))
         for name, _ in plan.rules.activations
         if name not in marked
     ]
     if problems:
         raise AnnotationError("The rule table names activations that the model does not have:", problems)
+    if plan.remat.kind != "none" and REMAT_MARK not in marked:
+        call = "checkpoint_core" if plan.remat.kind == "selective" else "checkpoint_layer"
+        problem = Problem(f"remat {plan.remat}", f"the model never calls spmd.annotate.{call}", fix="call it, or none")
+        raise AnnotationError("The remat policy acts on nothing:", [problem])
 
 
 def _marks(node: Any) -> Iterator[str]:

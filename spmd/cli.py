@@ -1,7 +1,7 @@
 """The command line: `spmd train | plan | check | generate`.
 
 Every field of a `TrainConfig` is a flag by its dotted path. Errors that a user can mend are printed without a traceback
-and exit with 2; a check that fails exits with 1.
+and exit with 2; a check that fails exits with 1, and a plan that does not fit its chips with 3.
 """
 
 import dataclasses
@@ -21,21 +21,25 @@ from spmd.checkpoint import Checkpoints
 from spmd.config import M, TrainConfig, load_config, shipped
 from spmd.data import Windows, bigram_loss
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
-from spmd.mesh import parse_topology
+from spmd.foresight.collectives import CollectiveAudit
+from spmd.foresight.memory import CATEGORIES, Ledger
+from spmd.foresight.topology import missing_extra, parse_topology
 from spmd.metrics import Console, device_memory
-from spmd.recipe import Recipe, config_mesh, one_device_mesh, planned_mesh
+from spmd.recipe import Recipe, config_mesh, one_device_mesh, planned_mesh, topology_mesh
 from spmd.run import RunFolder, train, write_sample
 from spmd.state import abstract_state
 from spmd.testing import BUGS, compare, pad_unevenly, record_run
+from spmd.tree import human_bytes
 
 USAGE = """\
 usage: spmd VERB …
 
   spmd train CONFIG [--out DIR] [--resume] [--FIELD VALUE …]   train, with checkpoints and metrics in DIR
-  spmd plan CONFIG [--FIELD VALUE …]                           how every parameter is split; needs no devices
-       [--all] [--json] [--topology cpu:N]                     … and gradients and optimizer state; as JSON; for N chips
+  spmd plan CONFIG [--FIELD VALUE …]                           how every parameter is split, and what a device holds
+       [--all] [--json]                                        … and gradients and optimizer state; as JSON
+       [--topology v5e:16x16]                                  for a machine that need not be here; 3 if it does not fit
+       [--compile]                                             what the compiled step holds and sends over each axis
        [--diff CONFIG]                                         what differs from another config's plan
-       [--compile]                                             what the compiled step sends over each axis
   spmd check CONFIG [--FIELD VALUE …]                          the same steps on the mesh and on one device, compared
        [--check-steps N] [--leaves] [--json] [--inject BUG]    … by leaf; as JSON; with a bug that must be found
   spmd generate RUN --prompt TEXT                              text from a trained model
@@ -69,7 +73,7 @@ class TrainCommand(Generic[M]):
 
 @dataclasses.dataclass(frozen=True)
 class PlanCommand(Generic[M]):
-    """Shows how every parameter is split and what each device holds, one line for each parameter.
+    """Shows how every parameter is split, one line for each parameter, and what each device holds during a step.
 
     Nothing is allocated and no device is needed: a plan for 16,384 chips takes seconds on a laptop.
     """
@@ -80,11 +84,11 @@ class PlanCommand(Generic[M]):
     json: bool = False
     """Print one JSON object with a record for each parameter, gradient and leaf of the optimizer's state."""
     topology: str = ""
-    """The machine that is planned for: cpu:N for N devices."""
+    """The machine that is planned for, such as v5e:16x16, h100:16x8 or cpu:8; it need not be here."""
     diff: str = ""
     """Print what differs from the plan of another config: lines of this plan with -, of the other with +."""
     compile: bool = False
-    """Compile the step for simulated devices and print what its collectives send, by axis and by source."""
+    """Compile the step, print what its collectives send, by axis and by source, and its memory as compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,23 +233,58 @@ def _plan(arguments: list[str]) -> int:
         raise ConfigError("A plan has one view at a time:", problems)
     config = command.config
     if command.topology:
-        config = dataclasses.replace(config, devices=parse_topology(command.topology))
+        topology = parse_topology(command.topology)
+        config = dataclasses.replace(config, devices=topology.devices)
     recipe = Recipe(config, planned_mesh(config))
+    topology = topology if command.topology else parse_topology(f"cpu:{recipe.mesh.size}")
     recipe.audit()
-    if command.compile:
-        launch.start(launch.Launch(recipe.mesh.size))
-        audit = Recipe(config, config_mesh(config)).collectives()
-        print(json.dumps(audit.to_json(), indent=2) if command.json else audit)
-    elif command.diff:
+    if command.diff:
         other = load_config(command.diff)
         difference = recipe.plan.diff(Recipe(other, planned_mesh(other)).plan)
         lines = difference.split("\n") if difference else []
         print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
-    elif command.json:
-        print(json.dumps(recipe.plan.to_json(), indent=2))
-    else:
-        print(recipe.plan.text("params", "variables", "gradients", "optimizer_state") if command.all else recipe.plan)
-    return 0
+        return 0
+    ledger, audit, refused = Ledger(topology, recipe.memory(topology.platform)), None, ""
+    absent = missing_extra(topology) if command.compile else None
+    if command.compile and not absent:
+        simulated = topology.devices if topology.platform == "cpu" else 0
+        launch.start(launch.Launch(simulated, absent="" if simulated else topology.platform))
+        try:
+            audit, compiled = Recipe(config, topology_mesh(config, topology)).compile()
+            ledger = dataclasses.replace(ledger, compiled=compiled)
+        except MemoryError as error:
+            refused = str(error)
+    _print_plan(command, recipe, ledger, audit, refused)
+    if absent:
+        print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
+        return 2
+    return 3 if refused or ledger.fits is False else 0
+
+
+def _print_plan(
+    command: PlanCommand, recipe: Recipe, ledger: Ledger, audit: CollectiveAudit | None, refused: str
+) -> None:
+    """The plan and its ledger, or what is sent and the ledger; and what would fit, where it does not."""
+    fits = False if refused else ledger.fits
+    settings = recipe.fitting(ledger.topology) if fits is False else []
+    if command.json:
+        memory = {**ledger.to_json(), "fits": fits}
+        if fits is False:
+            memory |= {"blame": ledger.blame, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
+        record = {**recipe.plan.to_json(), "topology": str(ledger.topology), "memory": memory, "fits": fits}
+        print(json.dumps(record | (audit.to_json() if audit else {}), indent=2))
+        return
+    tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
+    print(audit if audit else recipe.plan.text(*tables))
+    print(f"\nmemory of one device, {ledger.topology}\n{ledger}")
+    if refused:
+        print(f"\nthe compiler refuses: {refused}")
+    if fits is False:
+        print(f"\nDOES NOT FIT: most of it is {CATEGORIES[ledger.blame]}")
+        for flags, total in settings:
+            print(f"  {human_bytes(total)} with {flags}")
+        if not settings:
+            print("  nothing was found that fits: more devices, or a smaller batch")
 
 
 def _check(arguments: list[str]) -> int:

@@ -134,8 +134,9 @@ class TrainConfig(Generic[M]):
     """ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) are split over fsdp."""
     remat: str = "none"
     """What the backward pass keeps of each layer: none (all of it), full (its input), save:NAME,NAME."""
-    precision: Literal["float32", "bf16", "bf16-params", "fp16"] = "float32"
-    """float32, or bf16: bfloat16 compute with float32 parameters and gradient sums."""
+    precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = "float32"
+    """float32; bf16 or fp16: compute in it; bf16-params: parameters are stored in it too, with float32 master weights,
+    or rounded stochastically. Gradients are summed in float32. fp16 scales the loss."""
     offload: tuple[str, ...] = ()
     """What lives in host memory: optimizer_state, params (not yet)."""
     pipeline: PipelineConfig = PipelineConfig()
@@ -151,7 +152,8 @@ class TrainConfig(Generic[M]):
     accumulate: int = 1
     """Microbatches that a batch is cut into, to need less memory; the numbers stay the same."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """What a non-finite loss or gradient does: stop the run, or skip that step and count it."""
+    """What a non-finite loss or gradient does: stop the run, or skip that step and count it. fp16 always skips, and
+    stops only where the loss scale cannot get any lower."""
     evaluate: EvaluationConfig = EvaluationConfig()
     """Validation."""
     sample: SampleConfig = SampleConfig()
@@ -170,13 +172,13 @@ class TrainConfig(Generic[M]):
     """Simulate this many CPU devices (0: use the real ones)."""
 
     def __post_init__(self) -> None:
-        later = [Problem("offload", f"{name} is planned and not built", fix="leave it out") for name in self.offload]
+        later = []
+        if "params" in self.offload:
+            later.append(Problem("offload", "params is planned and not built", fix="leave it out"))
         if self.pipeline != PipelineConfig():
             later.append(Problem("pipeline", f"{self.pipeline.schedule} is planned and not built", fix="leave it out"))
         if self.mesh.pipe != 1:
             later.append(Problem("mesh.pipe", f"is {self.mesh.pipe}: pipelines are planned and not built", fix="1"))
-        if self.precision in ("bf16-params", "fp16"):
-            later.append(Problem("precision", f"{self.precision} is planned and not built", fix="float32 or bf16"))
         if later:
             raise NotYetError("Not yet:", later)
         problems = [

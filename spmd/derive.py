@@ -4,7 +4,8 @@ Optimizer state is mapped by structure. Whatever part of the state is laid out l
 them) follows them: an equal shape takes the parameter's spec, and a statistic takes the entries of the dimensions it
 has. Which those are is asked of the optimizer: its `init` runs a second time, on shapes alone, with every dimension of
 every parameter a little larger and no two alike. A dimension of the state that grew as a dimension of the parameter did
-is that dimension; one that did not grow is the optimizer's own. What cannot be told apart is an error.
+is that dimension; one that did not grow is the optimizer's own. A second probe grows by whole blocks, for statistics of
+blocks, such as the scales of 8-bit moments. What cannot be told apart is an error.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.mesh import entry_axes
+from spmd.mesh import entry_axes, shards_of
 
 ZERO_KEEPS = {
     0: (),
@@ -31,17 +32,33 @@ ZERO_KEEPS = {
 MAX_CONSTANT_BYTES = 64 * 1024
 """Up to this size an array that depends on no parameter's shape is replicated without a word."""
 
+BLOCKS = 256
+"""The second probe grows by multiples of this, so it sees statistics of blocks whose size divides it."""
+
 Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Derived:
-    """The spec of a derived leaf and where it comes from."""
+    """The spec of a derived leaf, where it comes from, and how many elements of the parameter share one of its own."""
 
     shape: Shape
     dtype: Any
     spec: P
     source: str
+    block: int = 1
+
+
+def shard_bytes(shape: Shape, dtype: Any, spec: P, axes: Mapping[str, int]) -> int:
+    """The bytes of one device's shard of an array.
+
+    Example:
+        >>> shard_bytes((8, 6), "float32", P("fsdp"), {"fsdp": 4})
+        48
+    """
+    parts = math.prod(shards_of(entry, axes) for entry in spec)
+    itemsize = getattr(dtype, "itemsize", None) or jnp.dtype(dtype).itemsize  # a random key's dtype is JAX's own
+    return math.prod(shape) * itemsize // parts
 
 
 def drop_axis(spec: P, axis: str) -> P:
@@ -61,9 +78,10 @@ def drop_axis(spec: P, axis: str) -> P:
 def is_random_key(leaf: Any) -> bool:
     """Whether a leaf of an optimizer's state is a random key.
 
-    A raw key is an array of uint32, a dtype that no other state in optax has.
+    A raw key is a pair of uint32, a dtype that no other state in optax has.
     """
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or leaf.dtype == jnp.uint32
+    raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] == (2,)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or raw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +117,10 @@ def optimizer_specs(
     flat = tree.flatten(params)
     shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
     dims = _probe(shapes, specs, leading)
-    probe = tree.map_with_path(
-        lambda path, p: jax.ShapeDtypeStruct(tuple(d.probed for d in dims[path]), p.dtype), params
-    )
-    try:
-        probed = {path: tuple(leaf.shape) for path, leaf in tree.flatten(jax.eval_shape(init, probe)).items()}
-    except (TypeError, ValueError):  # an `init` that holds arrays of its own takes no other shapes than theirs
-        probed = {}
     layers = tuple(dict.fromkeys(d for path, n in leading.items() for d in dims[path][:n]))
+    probed = _ask(init, params, dims)
+    dims_by_block = _probe(shapes, specs, leading, unit=BLOCKS)
+    probed_by_block = _ask(init, params, dims_by_block)
 
     table: dict[str, Derived] = {}
     problems: list[Problem] = []
@@ -115,11 +129,18 @@ def optimizer_specs(
     for path, leaf in tree.flatten(state).items():
         shape, param = tuple(leaf.shape), followed.get(path)
         known = layers if param is None else dims[param]
-        found = _find(shape, probed.get(path), known, by_size=param is not None)
-        if is_random_key(leaf):
-            spec, source = P(), "a random key"
-        elif param is not None and (found == known or (found is None and shape == shapes[param])):
+        found = _find(shape, probed.get(path), known)
+        if found is None and param is not None:
+            blocks = _find(shape, probed_by_block.get(path), dims_by_block[param], in_blocks=True)
+            block = math.prod(d.size // size if d else 0 for d, size in zip(blocks or (), shape, strict=False))
+            if blocks and block > 1:
+                table[path] = Derived(shape, leaf.dtype, _spec(blocks), f"blocks of {block} of {param}", block)
+                continue
+            found = _find_by_size(shape, known)
+        if param is not None and (found == known or (found is None and shape == shapes[param])):
             spec, source = specs[param], f"as {param}"
+        elif is_random_key(leaf):
+            spec, source = P(), "a random key"
         elif not shape:
             spec, source = P(), "a scalar"
         elif found is None or (not any(found) and math.prod(shape) * leaf.dtype.itemsize > MAX_CONSTANT_BYTES):
@@ -154,10 +175,23 @@ def followed_params(state: Any, params: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def _ask(init: Callable[[Any], Any], params: Any, dims: Mapping[str, tuple[_Dim, ...]]) -> dict[str, Shape]:
+    """State path → its shape for the parameters of a probe; empty where `init` takes no other shapes than its own."""
+
+    def grow(path: str, p: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(d.probed for d in dims[path]), p.dtype)
+
+    try:
+        state = jax.eval_shape(init, tree.map_with_path(grow, params))
+    except (TypeError, ValueError):
+        return {}
+    return {path: tuple(leaf.shape) for path, leaf in tree.flatten(state).items()}
+
+
 def _probe(
-    shapes: Mapping[str, Shape], specs: Mapping[str, P], leading: Mapping[str, int]
+    shapes: Mapping[str, Shape], specs: Mapping[str, P], leading: Mapping[str, int], unit: int = 1
 ) -> dict[str, tuple[_Dim, ...]]:
-    """The dimensions of every parameter, each a little larger in the probe.
+    """The dimensions of every parameter, each larger in the probe by some multiple of `unit`.
 
     Within a parameter no two are alike and their order is unchanged, ties included, because optimizers choose
     dimensions by size. Stacks of one length that are split alike grow alike, as the layers of one stack must.
@@ -167,34 +201,48 @@ def _probe(
         {(shapes[path][i], i, str(padded[path][i])) for path, n in leading.items() for i in range(n)},
     )
     margin = 1 + max(map(len, shapes.values()), default=0)
-    grown = {stack: stack[0] + margin * rank for rank, stack in enumerate(stacks, start=1)}
+    grown = {stack: stack[0] + unit * margin * rank for rank, stack in enumerate(stacks, start=1)}
 
     dims = {}
     for path, shape in shapes.items():
         probed, last = dict.fromkeys(range(len(shape)), 0), 0
         for i in sorted(probed, key=lambda i, shape=shape: (shape[i], i)):  # type: ignore[misc]
             stack = (shape[i], i, str(padded[path][i]))
-            last = grown[stack] if i < leading[path] else max(shape[i], last) + 1
+            steps = max(1, (last - shape[i]) // unit + 1)
+            last = grown[stack] if i < leading[path] else shape[i] + unit * steps
             probed[i] = last
         dims[path] = tuple(map(_Dim, shape, probed.values(), padded[path]))
     return dims
 
 
 def _find(
-    shape: Shape, probed: Shape | None, known: tuple[_Dim, ...], *, by_size: bool
+    shape: Shape, probed: Shape | None, known: tuple[_Dim, ...], *, in_blocks: bool = False
 ) -> tuple[_Dim | None, ...] | None:
     """For each dimension of a state's leaf the dimension it is, None for one of the optimizer's own.
 
-    None altogether where that cannot be told. If the probe went another way than the parameters, such as over
-    the size from which Adafactor factors, sizes that occur once tell (`by_size`).
+    None altogether where that cannot be told. `in_blocks`: it may also be a dimension's blocks, of one size before and
+    after.
     """
-    if probed is not None and len(probed) == len(shape):
-        pairs = list(zip(shape, probed, strict=True))
-        found = [next((d for d in known if (d.size, d.probed) == pair), None) for pair in pairs]
-        if all(d is not None or size == after for d, (size, after) in zip(found, pairs, strict=True)):
-            return tuple(found)
-    if not by_size:
+    if probed is None or len(probed) != len(shape):
         return None
+
+    found = []
+    for size, after in zip(shape, probed, strict=True):
+        if in_blocks and size:
+            fits = [d for d in known if d.size % size == 0 and d.size * after == d.probed * size]
+        else:
+            fits = [d for d in known if (d.size, d.probed) == (size, after)]
+        if len(fits) > 1 if in_blocks else not fits and size != after:
+            return None
+        found.append(fits[0] if fits else None)
+    return tuple(found)
+
+
+def _find_by_size(shape: Shape, known: tuple[_Dim, ...]) -> tuple[_Dim | None, ...] | None:
+    """The same by sizes that occur once, where the probes went another way than the parameters.
+
+    So it is on either side of the size from which Adafactor factors.
+    """
     candidates = [[d for d in known if d.size == size] for size in shape]
     if any(len(c) != 1 and size > 1 for c, size in zip(candidates, shape, strict=True)):
         return None

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd import tree
+from spmd.annotate import gather_params
 from spmd.errors import ConfigError, Problem
 from spmd.logical import linen_annotations, nnx_annotations
 from spmd.model import PRNG, Facts, Model
@@ -26,7 +27,10 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     """The functions of an NNX module.
 
     Its parameters are its `nnx.Param`s; every other variable (batch statistics, the random state of dropout) is among
-    the model's variables, under its own path. `forward` runs it in the mode it was made in, or in `eval()` mode.
+    the model's variables, under its own path. `forward` runs it in the mode of its `train()` or `eval()`.
+
+    A parameter is gathered over `fsdp` as the module takes it, unless its metadata say `gathered_by_layer=True`: then
+    the layer does so where it uses it (`spmd.annotate.gather`).
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so no array of
@@ -51,6 +55,11 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
             param.set_metadata(path="/".join(map(str, path)))  # by its path a layer finds its parameter in the plan
         return module, graph, params, variables
 
+    @functools.cache
+    def gathered_by_layer() -> Callable[[str], bool]:
+        params = nnx.to_flat_state(structure()[2])
+        return {"/".join(map(str, p)) for p, v in params if v.get_metadata("gathered_by_layer", False)}.__contains__
+
     def init(key: jax.Array) -> Any:
         structure()
         return nnx.to_pure_dict(nnx.state(build(key), nnx.Param))
@@ -62,14 +71,13 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         del key  # an NNX module draws from its own random state
         _, graph, *states = structure()
         params_state, variables_state = (jax.tree.map(lambda leaf: leaf, state) for state in states)
-        nnx.replace_by_pure_dict(params_state, params)
+        nnx.replace_by_pure_dict(params_state, gather_params(params, gathered_by_layer()))
         nnx.replace_by_pure_dict(variables_state, jax.tree.map(_as_key, variables, nnx.to_pure_dict(states[1])))
         module = nnx.merge(graph, params_state, variables_state, copy=True)
-        if not train:
-            module.eval()
+        module.train() if train else module.eval()
         outputs = module(*inputs)
-        after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
-        return outputs, tree.map_with_path(lambda path, _: _as_data(tree.flatten(after)[path]), variables)
+        after = tree.flatten(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))))
+        return outputs, tree.map_with_path(lambda path, _: _as_data(after[path]), variables)
 
     def apply(params: Any, *inputs: Any) -> Any:
         _check_none(tree.flatten(nnx.to_pure_dict(structure()[3])))
@@ -124,7 +132,7 @@ def from_linen(
         return nn.meta.unbox({name: variables for name, variables in create(key).items() if name != "params"})
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
-        everything = {"params": params, **variables}
+        everything = {"params": gather_params(params), **variables}
         if not train:
             return module.apply(everything, *inputs, **evaluation), variables
         keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(rngs)}
@@ -133,7 +141,7 @@ def from_linen(
 
     def apply(params: Any, *inputs: Any) -> Any:
         _check_none(tree.flatten({name: part for name, part in abstract().items() if name != "params"}))
-        return module.apply({"params": params}, *inputs, **evaluation)
+        return module.apply({"params": gather_params(params)}, *inputs, **evaluation)
 
     @functools.cache
     def abstract() -> dict[str, Any]:

@@ -15,6 +15,12 @@ from spmd.mesh import simulate_devices
 _CPU_FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 """Simulated devices share cores, so one of them may be long in coming to a collective."""
 
+_ABSENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+"""The TPU compiler without a TPU: it asks no metadata server, and several processes may use it at once."""
+
+_NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
+"""The GPU compiler tries out kernels on a GPU unless told not to."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -28,6 +34,8 @@ class Launch:
     """How many processes train together."""
     process_id: int = 0
     """The number of this process, from 0."""
+    absent: str = ""
+    """Compile for this platform, `tpu` or `cuda`, of which nothing is here."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -48,6 +56,11 @@ def start(launch: Launch) -> None:
     """Prepares JAX as `launch` says; call it before the first use of a device."""
     # Orbax logs its own tracebacks of errors that it also raises, and that we report.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    if launch.absent:
+        jax.config.update("jax_platforms", "cpu")
+        for name, value in _ABSENT.items():
+            os.environ.setdefault(name, value)
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_AUTOTUNING}".strip()
     if launch.devices:
         flags = os.environ.get("XLA_FLAGS", "")
         if "xla_cpu_collective_call_terminate_timeout_seconds" not in flags:

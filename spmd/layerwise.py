@@ -6,6 +6,7 @@ compares the numbers: it is slower, needs a device, and is never wrong about the
 
 import dataclasses
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from spmd.errors import Problem
 from spmd.per_layer import stack_ends
 
 _FIX = "wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
+_PER_LAYER = re.compile(r"(?:^|(?<=/))(rest|stacked/[^/]+)/")  # where `per_layer` keeps the state of its transform
 _TOTALS = {"add", "and", "max", "min", "or"}
 _LINEAR_ALGEBRA = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd", "triangular_solve"}
 
@@ -60,9 +62,9 @@ def check_layerwise(
     depths = {path: len(stack_ends(path, stacked)) for path in tree.flatten(params)}
     if not any(depths.values()):
         return []
-    whole = _trace(optimizer, _with_rare_lengths(params, depths), depths)
+    whole = trace_update(optimizer, params, depths)
     try:
-        separate = _trace(optimizer, _separate(params, stacked, first_only=True), {})
+        separate = trace_update(optimizer, _separate(params, stacked, first_only=True), {})
     except (AttributeError, KeyError, TypeError, ValueError):  # it is bound to one tree of parameters, such as a mask
         separate = None
 
@@ -128,22 +130,24 @@ def assert_layerwise(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Update:
+class Traced:
     """What the update of one parameter looks at.
 
     Attributes:
         mixed: Whether a number over all layers of its stack goes into it.
         random: Whether a random key goes into it.
         reads: Which of its own gradient and value go into it.
+        others: Which other parameters go into it.
         reduced: The reductions it takes, with the dimensions counted from the last, stacked ones left out.
-        state: How often each shape is in its state, without stacked dimensions.
+        state: How often each kind of state, by what the optimizer calls it and its shape without stacked dimensions.
     """
 
     mixed: bool
     random: bool
     reads: frozenset[str]
+    others: frozenset[str]
     reduced: frozenset[tuple[str, tuple[int, ...]]]
-    state: Counter[tuple[int, ...]]
+    state: Counter[tuple[str, tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,8 +226,18 @@ class _Tracer:
         return _Seen(seen.inputs, frozenset(mixed), frozenset(reduced))
 
 
-def _trace(optimizer: optax.GradientTransformation, params: Any, depths: Mapping[str, int]) -> dict[str, _Update]:
-    """Parameter path → what its update looks at."""
+def trace_update(
+    optimizer: optax.GradientTransformation, params: Any, depths: Mapping[str, int], *, totals: bool = True
+) -> dict[str, Traced]:
+    """Parameter path → what its update looks at, read from the program that the update is.
+
+    Args:
+        optimizer: Any optax transformation.
+        params: The parameters' abstract values: a nested dictionary.
+        depths: Parameter path → how many of its first dimensions are asked about: is a number taken over them?
+        totals: Whether scalars of several parameters, such as a global norm, are let through without a word.
+    """
+    params = _with_rare_lengths(params, {path: depths.get(path, 0) for path in tree.flatten(params)})
     flat = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
     lengths = {path: flat[path][:depth] for path, depth in depths.items() if depth}
     state = jax.eval_shape(optimizer.init, params)
@@ -243,17 +257,22 @@ def _trace(optimizer: optax.GradientTransformation, params: Any, depths: Mapping
     inputs = [_Seen(frozenset({("gradient", path)})) for path in flat]
     inputs += [seen(path, leaf) for path, leaf in leaves.items()]
     inputs += [_Seen(frozenset({("parameter", path)})) for path in flat]
-    outputs = _Tracer(lengths, min(2, len(flat))).run(closed, inputs)
+    outputs = _Tracer(lengths, min(2, len(flat)) if totals else len(flat) + 1).run(closed, inputs)
 
-    def inner(path: str, param: str) -> tuple[int, ...]:
-        return tuple(size for size in leaves[path].shape if size not in lengths.get(param, ()))
+    def inner(path: str, param: str) -> tuple[str, tuple[int, ...]]:
+        name = _PER_LAYER.sub("", path.rpartition(param)[0])
+        shape, stack = leaves[path].shape, lengths.get(param, ())
+        if shape[: len(stack)] == stack:
+            return name, shape[len(stack) :]
+        return name, tuple(size for size in shape if size not in stack)
 
     updates = {}
     for param, output in zip(flat, outputs, strict=True):
-        updates[param] = _Update(
+        updates[param] = Traced(
             mixed=param in output.mixed,
             random=("random", "") in output.inputs,
             reads=frozenset(kind for kind, path in output.inputs if path == param and kind != "state"),
+            others=frozenset(output.params - {param}),
             reduced=output.reduced,
             state=Counter(inner(path, param) for path, follows in followed.items() if follows == param),
         )

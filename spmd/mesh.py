@@ -25,7 +25,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.errors import MeshError, NotYetError, Problem, did_you_mean
+from spmd.errors import MeshError, Problem, did_you_mean
 
 AXES = ("pipe", "data", "fsdp", "expert", "sequence", "tensor")
 """Every axis of every mesh, outermost first."""
@@ -171,7 +171,7 @@ def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str
     elif devices[0].platform == "cpu":
         grid = np.array(devices, dtype=object).reshape(tuple(sizes.values()))
     else:
-        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices)
+        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -201,29 +201,6 @@ def _hybrid(shape: dict[str, int], slices: Mapping[str, int], devices: Sequence[
         devices,
         process_is_granule=not by_slice,
     )
-
-
-def parse_topology(text: str) -> int:
-    """The number of devices of a machine that need not be there.
-
-    Args:
-        text: `cpu:N`.
-
-    Raises:
-        MeshError: It is no such text.
-        NotYetError: It names TPU or GPU chips.
-
-    Example:
-        >>> parse_topology("cpu:16384")
-        16384
-    """
-    kind, _, count = text.partition(":")
-    if kind != "cpu" and count:
-        problem = Problem("topology", f"{text!r}: other machines than cpu are planned and not built", fix="cpu:N")
-        raise NotYetError("Not yet:", [problem])
-    if kind != "cpu" or not count.isdigit() or int(count) < 1:
-        raise MeshError("This is no topology:", [Problem("topology", f"is {text!r}", fix="cpu:N, for N devices")])
-    return int(count)
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:

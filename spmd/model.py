@@ -22,11 +22,13 @@ class Facts:
         random_state: Paths of variables that are random keys or counters of draws: the same on every device.
         annotations: Parameter path → the names that its metadata give to its dimensions, for
             `Rules.from_annotations`.
+        replicated: Path of any other variable that no rule is asked for → why it is whole on every device.
     """
 
     tied: tuple[tuple[str, ...], ...] = ()
     random_state: frozenset[str] = frozenset()
     annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    replicated: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +56,9 @@ class Model:
 
     init: Callable[[jax.Array], Any]
     apply: Callable[..., Any]
-    init_variables: Callable[[jax.Array], Any] = dataclasses.field(default=lambda key: {}, compare=False)
+    init_variables: Callable[[jax.Array], Any] = lambda key: {}
     forward: Callable[..., tuple[Any, Any]] = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
-    facts: Callable[[], Facts] = dataclasses.field(default=Facts, compare=False)
+    facts: Callable[[], Facts] = Facts
 
     def __post_init__(self) -> None:
         if self.forward is None:

@@ -25,8 +25,10 @@ import optax
 from optax import contrib
 
 from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.moments import BLOCK, Kind, compact
 from spmd.per_layer import per_layer
 from spmd.rules import compile_pattern
+from spmd.staged import Staged, staged
 from spmd.tree import PyTree, map_with_path
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
@@ -77,18 +79,29 @@ class OptimizerConfig:
     """Decay towards zero, decoupled and multiplied by the learning rate; 0 turns it off."""
     no_decay: tuple[str, ...] = NO_DECAY
     """Patterns of parameter paths that do not decay, each for whole components up to the path's end."""
+    moments: Kind = "float32"
+    """How the averages of adamw, lion and sgd are stored: float32, bfloat16, or 8bit with a scale for each block."""
+    moments_block: int = BLOCK
+    """The largest block of 8bit moments, a power of two; one shard of a last dimension must hold whole blocks."""
     clip_norm: float = 1.0
     """Largest norm of the whole gradient, which is scaled down to it; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
         problems = []
-        for field, choices in (("name", get_args(OptimizerName)), ("schedule", get_args(ScheduleName))):
+        for field, choices in (
+            ("name", get_args(OptimizerName)),
+            ("schedule", get_args(ScheduleName)),
+            ("moments", get_args(Kind)),
+        ):
             if (value := getattr(self, field)) not in choices:
                 problems.append(Problem(field, f"is {value!r}", fix=did_you_mean(str(value), choices)))
         for field, fits, fix in _RANGES:
             value = getattr(self, field)
             if not (math.isfinite(value) and fits(value)):
                 problems.append(Problem(field, f"is {value}", fix=fix))
+        if self.moments != "float32" and self.name in ("adafactor", "muon"):
+            what = f"is {self.moments}, and {self.name} keeps its state in float32"
+            problems.append(Problem("moments", what, fix="float32, or name adamw, lion or sgd"))
         for index, pattern in enumerate(self.no_decay):
             try:
                 compile_pattern(pattern)
@@ -106,6 +119,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("b1", lambda x: 0 <= x < 1, "at least 0 and below 1"),
     ("b2", lambda x: 0 <= x < 1, "at least 0 and below 1"),
     ("eps", lambda x: x > 0, "above 0"),
+    ("moments_block", lambda x: x >= 1 and not int(x) & (int(x) - 1), "a power of two"),
     ("momentum", lambda x: 0 <= x < 1, "at least 0 and below 1"),
     ("weight_decay", lambda x: x >= 0, "at least 0; 0 turns it off"),
     ("clip_norm", lambda x: x >= 0, "at least 0; 0 turns clipping off"),
@@ -160,9 +174,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return schedule
 
 
-def make_optimizer(
-    config: OptimizerConfig, steps: int, stacked: Sequence[str] = ("layers",)
-) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] = ("layers",)) -> Staged:
     """The optimizer that `config` describes, behind one clip of the whole gradient.
 
     Args:
@@ -171,7 +183,7 @@ def make_optimizer(
         stacked: Path components whose parameters are stacked on leading dimensions.
 
     Returns:
-        `chain(clip of the global norm, make_update_rule(...))`. Its update needs `params`.
+        The clip of the global norm, and then `make_update_rule(...)`. Its update needs `params`.
 
     Raises:
         ConfigError: Warmup and decay do not fit into `steps`.
@@ -184,8 +196,13 @@ def make_optimizer(
         >>> updates["kernel"]  # the gradient is clipped to 1, the weight decays by 0.1 * 2
         Array([-0.6], dtype=float32)
     """
-    clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
-    return _standard_promotion(optax.chain(*clip, make_update_rule(config, steps, stacked)))
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+
+    def whole(gradients: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
+        with jax.numpy_dtype_promotion("standard"):
+            return clip.update(gradients, clip.init(gradients))[0], {}
+
+    return staged(whole, make_update_rule(config, steps, stacked))
 
 
 def make_update_rule(
@@ -216,16 +233,17 @@ def make_update_rule(
     """
     match config.name:
         case "adamw":
-            direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
+            direction = _compact(optax.scale_by_adam(config.b1, config.b2, config.eps), config, stacked)
         case "adafactor":
             factored = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
             direction = per_layer(factored, stacked)
         case "muon":
             direction = per_layer(_muon(config, stacked), stacked)
         case "lion":
-            direction = optax.scale_by_lion(config.b1, config.b2)
+            direction = _compact(optax.scale_by_lion(config.b1, config.b2), config, stacked)
         case "sgd":
-            direction = optax.trace(config.momentum) if config.momentum else optax.identity()
+            momentum = _compact(optax.trace(config.momentum), config, stacked)
+            direction = momentum if config.momentum else optax.identity()
     patterns = [compile_pattern(pattern) for pattern in config.no_decay]
 
     def decays(path: str) -> bool:
@@ -238,6 +256,13 @@ def make_update_rule(
     decay = [optax.add_decayed_weights(config.weight_decay, mask)] if config.weight_decay else []
     learning_rate = optax.scale_by_learning_rate(make_schedule(config, steps))
     return _standard_promotion(optax.chain(direction, *decay, learning_rate))
+
+
+def _compact(
+    transform: optax.GradientTransformation, config: OptimizerConfig, stacked: Sequence[str]
+) -> optax.GradientTransformation:
+    """The transform with its moments stored as `config` says."""
+    return compact(transform, config.moments, config.moments_block, stacked)
 
 
 MUON_RMS = 0.2

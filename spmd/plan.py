@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 from collections.abc import Mapping
@@ -13,18 +12,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.derive import ZERO_KEEPS, drop_axis, optimizer_specs
-from spmd.errors import ConfigError, NotYetError, Problem, RuleError
+from spmd.cuts import Cut, make_cuts
+from spmd.derive import ZERO_KEEPS, drop_axis, optimizer_specs, shard_bytes
+from spmd.errors import ConfigError, Problem, RuleError, did_you_mean
 from spmd.layerwise import check_layerwise
-from spmd.mesh import AnyMesh, shards_of
+from spmd.mesh import AnyMesh
 from spmd.model import PRNG, Model
-from spmd.precision import Precision, make_precision
+from spmd.narrow import at_precision
+from spmd.precision import Precision, make_precision, with_loss_scale
 from spmd.remat import Remat, make_remat
 from spmd.rules import Match, Rules, audit_spec, replicate, spec_text
+from spmd.staged import stages
+
+OFFLOADABLE = ("optimizer_state",)
+"""What can live in host memory."""
 
 _SAME_DRAWS = replicate("every device draws the same numbers")
 _RANDOM_STATE = Match(-1, "random state", _SAME_DRAWS, P(), _SAME_DRAWS.reason)
@@ -65,7 +70,9 @@ class Leaf:
             f"{self.dtype}[{shape}]",
             spec_text(self.spec),
             tree.human_bytes(self.bytes_per_device),
-            self.rule + (f" ({self.reason})" if self.reason else ""),
+            self.rule
+            + (f" ({self.reason})" if self.reason else "")
+            + ("" if self.memory_kind == "device" else f"  in {self.memory_kind}"),
         )
 
     def __str__(self) -> str:
@@ -86,6 +93,8 @@ class ShardingPlan:
         gradients: One record for each gradient, as it leaves the reduction.
         variables: One record for each variable that the model changes by itself; none for most models.
         optimizer_state: One record for each leaf of the optimizer's state.
+        offload: What lives in host memory.
+        cuts: How the update of offloaded state goes piece by piece; empty where nothing is offloaded.
         model: The model as functions.
         optimizer: The optax transformation.
     """
@@ -99,6 +108,8 @@ class ShardingPlan:
     gradients: tuple[Leaf, ...]
     variables: tuple[Leaf, ...]
     optimizer_state: tuple[Leaf, ...]
+    offload: tuple[str, ...]
+    cuts: tuple[Cut, ...]
     model: Model = dataclasses.field(repr=False)
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
 
@@ -125,11 +136,13 @@ class ShardingPlan:
         return jax.tree.map(lambda leaf: leaf.sharding, tree_of)
 
     def _abstract(self, shapes: Any, leaves: tuple[Leaf, ...]) -> Any:
-        specs = {leaf.path: leaf.spec for leaf in leaves}
+        records = {leaf.path: leaf for leaf in leaves}
 
-        def place(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self.mesh, specs[path])
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        def place(path: str, array: Any) -> jax.ShapeDtypeStruct:
+            leaf = records[path]
+            kind = None if leaf.memory_kind == "device" else leaf.memory_kind
+            sharding = NamedSharding(self.mesh, leaf.spec, memory_kind=kind)
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
         return tree.map_with_path(place, shapes)
 
@@ -167,9 +180,20 @@ class ShardingPlan:
         return "\n".join([head, *lines, foot])
 
     def diff(self, other: "ShardingPlan") -> str:
-        """The lines that differ between this plan's text (`-`) and another's (`+`); empty when none does."""
-        mine, theirs = ([_condense(line) for line in str(plan).split("\n")] for plan in (self, other))
-        return "\n".join(line for line in difflib.ndiff(mine, theirs) if line[0] in "+-")
+        """The lines that differ between this plan's text (`-`) and another's (`+`), with those of gradients and of the
+        optimizer's state; empty when none does."""
+        mine, theirs = (plan._lines() for plan in (self, other))
+        changed = []
+        for name in dict.fromkeys([*mine, *theirs]):
+            if mine.get(name) != theirs.get(name):
+                changed += [f"{sign} {lines[name]}" for sign, lines in (("-", mine), ("+", theirs)) if name in lines]
+        return "\n".join(changed)
+
+    def _lines(self) -> dict[str, str]:
+        """The lines of the text by what they are about, without the padding of columns."""
+        first, *rows, last = self.text("params", "variables", "gradients", "optimizer_state").split("\n")
+        by_name = {row.split("  ")[0]: " ".join(row.split()) for row in rows}
+        return {"": " ".join(first.split()), **by_name, "\n": " ".join(last.split())}
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values: the mesh, the decisions, and one record for each leaf."""
@@ -209,11 +233,11 @@ def make_plan(
         mesh: From `make_mesh` or `abstract_mesh`.
         rules: The partition rule table of the model.
         model: From `spmd.from_nnx`, `spmd.from_linen`, or `Model(init, apply)`. Only shapes are looked at here.
-        optimizer: Any optax transformation whose state is laid out like the parameters.
+        optimizer: Any optax transformation; what its state is laid out like is asked of it.
         zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) keep the `fsdp` axis.
         remat: What the backward pass keeps: `"none"`, `"full"`, or `Remat(save=("attention_out",))`.
-        precision: `"float32"` or `"bf16"`.
-        offload: What lives in host memory: nothing yet.
+        precision: Which dtype is where: the name of a policy, such as `"bf16"`, or a `Precision`.
+        offload: What lives in host memory: `("optimizer_state",)`, or nothing.
 
     Raises:
         RuleError: All problems of the table, the specs and the optimizer's state, at once.
@@ -221,28 +245,33 @@ def make_plan(
     """
     if zero not in ZERO_KEEPS:
         raise ConfigError("This plan cannot be made:", [Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3")])
-    if offload:
-        raise NotYetError(
-            "Not yet:",
-            [Problem("offload", f"{', '.join(offload)}: is planned and not built", fix="leave it empty")],
-        )
     precision, remat = make_precision(precision), make_remat(remat)
+    offload = _check_offload(mesh, offload, remat)
+    model, optimizer = with_loss_scale(model, precision.loss_scale), at_precision(optimizer, precision)
     params, facts = _abstract_params(model, precision), model.facts()
     variables = tree.flatten(_abstract_variables(model))
-    ruled = {path: leaf for path, leaf in variables.items() if path not in facts.random_state}
+    unruled = {path: _RANDOM_STATE for path in facts.random_state}
+    unruled |= {path: Match(-1, "whole", replicate(why), P(), why) for path, why in facts.replicated.items()}
+    ruled = {path: leaf for path, leaf in variables.items() if path not in unruled}
     shapes = {path: tuple(leaf.shape) for path, leaf in (tree.flatten(params) | ruled).items()}
     problems = rules.audit(shapes, mesh.shape, tied=facts.tied)
     problems += [
-        Problem(f"remat save:{name}", "is no activation of the rule table", fix=f"one of: {', '.join(known)}")
+        Problem(f"remat {word}:{name}", "is no activation of the rule table", fix=f"one of: {', '.join(known)}")
         for known in [[name for name, _ in rules.activations]]
-        for name in remat.save
+        for word, names in (("save", remat.save), ("offload", remat.offload))
+        for name in names
         if name not in known
     ]
+    leading = {path: min(len(rules.layer_path(path)[1]), p.ndim) for path, p in tree.flatten(params).items()}
+    stacked = tuple(name for name, _ in rules.stacked)
+    mixed = check_layerwise(optimizer, params, stacked)
     if problems:
+        unsplit = dict.fromkeys(leading, P())
+        problems += optimizer_specs(optimizer.init, params, unsplit, leading)[1] + mixed
         raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
 
     matches = {path: match for path in shapes if (match := rules.match(path))}
-    matches |= {path: _RANDOM_STATE for path in facts.random_state}
+    matches |= unruled
     tables = {
         table: {
             path: match.spec if table in ZERO_KEEPS[zero] else drop_axis(match.spec, "fsdp")
@@ -250,12 +279,16 @@ def make_plan(
         }
         for table in ("params", "gradients", "optimizer")
     }
-    leading = {path: len(rules.layer_path(path)[1]) for path in tree.flatten(params)}
     state, problems = optimizer_specs(optimizer.init, params, tables["optimizer"], leading)
     for path, derived in state.items():
         by = f"the parameter's rule ({derived.source})"
-        problems += audit_spec(f"optimizer state {path}", derived.shape, derived.spec, mesh.shape, by)
-    problems += check_layerwise(optimizer, params, tuple(name for name, _ in rules.stacked))
+        found = audit_spec(f"optimizer state {path}", derived.shape, derived.spec, mesh.shape, by)
+        smaller = f"smaller blocks than {derived.block} (OptimizerConfig.moments_block), so each shard has whole ones"
+        problems += [dataclasses.replace(p, fix=smaller) for p in found] if derived.block > 1 else found
+    problems += mixed
+    cuts: tuple[Cut, ...] = ()
+    if offload and not problems:
+        cuts, problems = make_cuts(stages(optimizer)[1], params, state, tables["optimizer"], mesh.shape, stacked)
     if problems:
         raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 
@@ -273,7 +306,7 @@ def make_plan(
             requested=spec_text(d.spec),
             spec=d.spec,
             reason="",
-            memory_kind="device",
+            memory_kind="pinned_host" if any(path in cut.host for cut in cuts) else "device",
             bytes_per_device=shard_bytes(d.shape, d.dtype, d.spec, mesh.shape),
         )
         for path, d in state.items()
@@ -285,12 +318,34 @@ def make_plan(
         remat,
         precision,
         table("params", tree.flatten(params)),
-        table("gradients", tree.flatten(params)),
+        table("gradients", tree.flatten(_cast_abstract(params, precision.gradients_dtype))),
         table("params", variables),
         optimizer_leaves,
+        offload,
+        cuts,
         model,
         optimizer,
     )
+
+
+def _check_offload(mesh: AnyMesh, offload: tuple[str, ...], remat: Remat) -> tuple[str, ...]:
+    problems = [
+        Problem(f"offload {name!r}", "is nothing that can be in host memory", fix=did_you_mean(name, OFFLOADABLE))
+        for name in offload
+        if name not in OFFLOADABLE
+    ]
+    if mesh.shape["pipe"] > 1 and offload:
+        problems.append(Problem("offload", "does not go with pipe yet", f"pipe={mesh.shape['pipe']}", "pipe=1"))
+    devices = () if isinstance(mesh, AbstractMesh) else mesh.devices.flat[:1]
+    for where in (*(["offload"] if offload else []), *([f"remat {remat}"] if remat.offload else [])):
+        for device in devices:
+            kinds = [memory.kind for memory in device.addressable_memories()]
+            if "pinned_host" not in kinds:
+                what = f"{device.platform} has no memory of the kind pinned_host"
+                problems.append(Problem(where, what, f"it has {', '.join(kinds) or 'none'}", "offload nothing"))
+    if problems:
+        raise ConfigError("This cannot be offloaded:", problems)
+    return tuple(dict.fromkeys(offload))
 
 
 def _leaf(path: str, array: Any, match: Match, spec: P, zero: int, axes: Mapping[str, int]) -> Leaf:
@@ -313,6 +368,10 @@ def _abstract_params(model: Model, precision: Precision) -> Any:
     return jax.eval_shape(lambda: cast_floats(model.init(jax.random.key(0, impl=PRNG)), precision.params_dtype))
 
 
+def _cast_abstract(params: Any, dtype: Any) -> Any:
+    return jax.eval_shape(lambda: cast_floats(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), dtype))
+
+
 def _abstract_variables(model: Model) -> Any:
     return jax.eval_shape(lambda: model.init_variables(jax.random.key(0, impl=PRNG)))
 
@@ -320,24 +379,6 @@ def _abstract_variables(model: Model) -> Any:
 def cast_floats(params: Any, dtype: Any) -> Any:
     """The tree with its floating-point leaves in `dtype`."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
-
-
-def shard_bytes(shape: tuple[int, ...], dtype: Any, spec: P, axes: Mapping[str, int]) -> int:
-    """The bytes of one device's shard of an array.
-
-    Example:
-        >>> shard_bytes((8, 6), "float32", P("fsdp"), {"fsdp": 4})
-        48
-    """
-    parts = math.prod(shards_of(entry, axes) for entry in spec)
-    itemsize = (
-        dtype.itemsize if hasattr(dtype, "itemsize") else jnp.dtype(dtype).itemsize
-    )  # random keys have dtypes too
-    return math.prod(shape) * itemsize // parts
-
-
-def _condense(line: str) -> str:
-    return " ".join(line.split())
 
 
 def _count(problems: list[Problem]) -> str:

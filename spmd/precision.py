@@ -1,19 +1,125 @@
-"""Which dtype is where: one frozen value that the model, the optimizer and the memory ledger all read.
+"""Which dtype is where: one frozen value that the model, the gradients, the optimizer and the memory ledger all read.
 
-| name | parameters | compute | gradients and their sums over devices | optimizer state |
-|---|---|---|---|---|
-| `float32` | float32 | float32 | float32 | float32 |
-| `bf16` | float32 | bfloat16 | float32 | float32 |
+| name | parameters | compute | gradients | master weights | rounding of the update | loss scale |
+|---|---|---|---|---|---|---|
+| `float32` | float32 | float32 | float32 | | nearest | |
+| `bf16` | float32 | bfloat16 | float32 | | nearest | |
+| `bf16-params` | bfloat16 | bfloat16 | float32 | float32 | nearest | |
+| `bf16-params-stochastic` | bfloat16 | bfloat16 | float32 | | stochastic | |
+| `fp16` | float32 | float16 | float32 | | nearest | dynamic |
 
-In `bf16` the parameters are the float32 master weights; each is cast where it is used. Norms, softmax and the loss
-are computed in float32, and weight gradients leave their matmul in float32, so they are summed in it.
+In `bf16` and `fp16` the stored parameters are the float32 master weights; each is cast where it is used. Norms, softmax
+and the loss are computed in float32, and weight gradients leave their matmul in the dtype in which they are summed.
 """
 
 import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from spmd.errors import ConfigError, NotYetError, Problem, did_you_mean
+from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.model import Model
+
+LOSS_SCALE = "loss_scale"
+"""Where the state of loss scaling is among the model's variables."""
+
+_REASON = "every device scales by the same number"
+_LARGEST = 2.0**100
+"""A scale stays below this, or a model whose gradients are all zero would drive it to infinity for good."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling: the loss is multiplied before the backward pass, so that float16 holds small gradients.
+
+    A step whose gradients are not finite is left out, and counts against the hysteresis; once that is used up, each
+    of them lowers the scale. After `growth_interval` finite steps in a row the scale grows and the hysteresis is new
+    (Micikevicius et al., arXiv:1710.03740, section 3.2; the hysteresis is `delayed_shift` of DeepSpeed's loss scaler).
+
+    The loss here is a sum over tokens, not their mean: scales are smaller by the number of tokens of a microbatch than
+    those of trainers that scale the mean.
+
+    Attributes:
+        initial: The first scale.
+        growth_interval: Finite steps in a row after which the scale grows.
+        growth_factor: By what it is multiplied then.
+        backoff_factor: By what it is multiplied when it is lowered.
+        hysteresis: The how manyth step that is not finite lowers the scale.
+        floor: The least scale.
+
+    Raises:
+        ConfigError: A value is outside its range; the error lists every one that is.
+
+    Example:
+        >>> scaling = LossScale(initial=16, growth_interval=2, hysteresis=1)
+        >>> state = scaling.after(scaling.init(), finite=jnp.array(False))
+        >>> float(state["scale"])
+        8.0
+    """
+
+    initial: float = 2.0**10
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 2
+    floor: float = 1.0
+
+    def __post_init__(self) -> None:
+        rows: tuple[tuple[str, bool, str], ...] = (
+            ("initial", self.floor <= self.initial < _LARGEST, "at least `floor`, and finite"),
+            ("growth_interval", self.growth_interval >= 1, "1 or more"),
+            ("growth_factor", 1 < self.growth_factor < math.inf, "above 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1, "above 0 and below 1"),
+            ("hysteresis", self.hysteresis >= 1, "1 or more"),
+            ("floor", 0 < self.floor < math.inf, "above 0"),
+        )
+        problems = [
+            Problem(f"loss_scale.{name}", f"is {getattr(self, name)}", fix=fix) for name, fits, fix in rows if not fits
+        ]
+        if problems:
+            raise ConfigError("This loss scaling cannot be used:", problems)
+
+    def init(self) -> dict[str, jax.Array]:
+        """Its state before the first step: `scale`, `good_steps` in a row, and what is left of `hysteresis`."""
+        return {
+            "scale": jnp.float32(self.initial),
+            "good_steps": jnp.int32(0),
+            "hysteresis": jnp.int32(self.hysteresis),
+        }
+
+    def after(self, state: Mapping[str, jax.Array], finite: jax.Array) -> dict[str, jax.Array]:
+        """Its state after a step.
+
+        Args:
+            state: The state in that step.
+            finite: Whether its gradients were finite, a boolean scalar.
+        """
+        scale, hysteresis = state["scale"], state["hysteresis"]
+        good = jnp.where(finite, state["good_steps"] + 1, 0)
+        grows = good >= self.growth_interval
+        lowers = ~finite & (hysteresis <= 1)
+        grown = jnp.minimum(scale * self.growth_factor, _LARGEST)
+        lowered = jnp.maximum(scale * self.backoff_factor, self.floor)
+        return {
+            "scale": jnp.where(grows, grown, jnp.where(lowers, lowered, scale)),
+            "good_steps": jnp.where(grows, 0, good),
+            "hysteresis": jnp.where(grows, self.hysteresis, hysteresis - (~finite & ~lowers)),
+        }
+
+
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "params": ("float32", "bfloat16"),
+    "compute": ("float32", "bfloat16", "float16"),
+    "gradients": ("float32", "bfloat16"),
+    "accumulation": ("float32", "bfloat16"),
+    "master": (None, "float32"),
+    "moments": (None, "float32", "bfloat16", "8bit"),
+    "rounding": ("nearest", "stochastic"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +128,58 @@ class Precision:
 
     Attributes:
         name: How it is asked for.
-        params: The dtype of stored parameters (and of gradients, their reductions and accumulation).
+        params: The dtype of stored parameters.
         compute: The dtype of activations and of the operands of matmuls.
+        gradients: The dtype in which gradients leave their matmul and are summed over devices.
+        accumulation: The dtype in which the gradients of microbatches are added up.
+        master: The dtype of a second, exact copy of the parameters in the optimizer's state; None for none.
+        moments: How the optimizer keeps its moments; None where that is up to the optimizer.
+        rounding: How an updated parameter is rounded to `params`: to the nearest, or up or down at random so that the
+            mean is exact.
+        loss_scale: How the loss is scaled before the backward pass; None for not at all.
+
+    Raises:
+        ConfigError: Values that cannot be used, alone or together; the error lists all of them.
+
+    Example:
+        >>> Precision("half", params="float32", compute="float16")
+        Traceback (most recent call last):
+        spmd.errors.ConfigError: This precision cannot be used:
+          compute: is float16, whose small gradients vanish without loss scaling
+              float16 ends at 6e-08, float32 at 1e-45
+              fix: loss_scale=LossScale(), or bfloat16
     """
 
     name: str
     params: str
     compute: str
+    gradients: str = "float32"
+    accumulation: str = "float32"
+    master: str | None = None
+    moments: str | None = None
+    rounding: str = "nearest"
+    loss_scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(field, f"is {value!r}", fix=f"one of: {', '.join(map(str, choices))}")
+            for field, choices in _CHOICES.items()
+            if (value := getattr(self, field)) not in choices
+        ]
+        if self.compute == "float16" and self.loss_scale is None:
+            what = "is float16, whose small gradients vanish without loss scaling"
+            sizes = "float16 ends at 6e-08, float32 at 1e-45"
+            problems.append(Problem("compute", what, sizes, "loss_scale=LossScale(), or bfloat16"))
+        if (self.gradients, self.accumulation) == ("float32", "bfloat16"):
+            problems.append(Problem("accumulation", "rounds what was summed in float32", fix="float32"))
+        if self.master and self.params == self.master:
+            problems.append(Problem("master", f"is {self.master}, as the parameters are", fix="None"))
+        if self.rounding == "stochastic" and self.params != "bfloat16":
+            problems.append(Problem("rounding", f"is stochastic, for {self.params} parameters", fix="nearest"))
+        if self.rounding == "stochastic" and self.master:
+            problems.append(Problem("rounding", "is stochastic, besides exact master weights", fix="one of the two"))
+        if problems:
+            raise ConfigError("This precision cannot be used:", problems)
 
     @property
     def params_dtype(self) -> jnp.dtype:
@@ -40,12 +191,24 @@ class Precision:
         """The activations' dtype as JAX's."""
         return jnp.dtype(self.compute)
 
+    @property
+    def gradients_dtype(self) -> jnp.dtype:
+        """The gradients' dtype as JAX's."""
+        return jnp.dtype(self.gradients)
 
-_PRECISIONS = {
-    "float32": Precision("float32", params="float32", compute="float32"),
-    "bf16": Precision("bf16", params="float32", compute="bfloat16"),
+
+_BF16_PARAMS = Precision("bf16-params", params="bfloat16", compute="bfloat16", master="float32")
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Precision("float32", params="float32", compute="float32"),
+        Precision("bf16", params="float32", compute="bfloat16"),
+        _BF16_PARAMS,
+        dataclasses.replace(_BF16_PARAMS, name="bf16-params-stochastic", master=None, rounding="stochastic"),
+        Precision("fp16", params="float32", compute="float16", loss_scale=LossScale()),
+    )
 }
-_LATER = ("bf16-params", "fp16")
+"""The policies by name."""
 
 
 def make_precision(name: str | Precision) -> Precision:
@@ -53,7 +216,6 @@ def make_precision(name: str | Precision) -> Precision:
 
     Raises:
         ConfigError: There is no such policy.
-        NotYetError: It is planned and not built.
 
     Example:
         >>> make_precision("bf16").compute
@@ -61,10 +223,54 @@ def make_precision(name: str | Precision) -> Precision:
     """
     if isinstance(name, Precision):
         return name
-    if name in _LATER:
-        fix = f"until then one of: {', '.join(_PRECISIONS)}"
-        raise NotYetError("Not yet:", [Problem("precision", f"{name!r} is planned and not built", fix=fix)])
-    if name not in _PRECISIONS:
-        problem = Problem("precision", f"{name!r} does not exist", fix=did_you_mean(name, _PRECISIONS))
+    if name not in POLICIES:
+        problem = Problem("precision", f"{name!r} does not exist", fix=did_you_mean(name, POLICIES))
         raise ConfigError("This precision cannot be used:", [problem])
-    return _PRECISIONS[name]
+    return POLICIES[name]
+
+
+@functools.lru_cache(maxsize=64)
+def with_loss_scale(model: Model, loss_scale: LossScale | None) -> Model:
+    """The model with the state of loss scaling among its variables; as it is where there is no loss scaling.
+
+    The same object for the same arguments, so that equal plans stay equal.
+
+    Example:
+        >>> model = with_loss_scale(Model(lambda key: {}, lambda params, x: x), LossScale())
+        >>> sorted(model.init_variables(None)["loss_scale"])
+        ['good_steps', 'hysteresis', 'scale']
+    """
+    if loss_scale is None:
+        return model
+
+    def init_variables(key: jax.Array) -> Any:
+        return {**model.init_variables(key), LOSS_SCALE: loss_scale.init()}
+
+    def forward(params: Any, variables: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+        own, scaling = split_loss_scale(variables)
+        outputs, after = model.forward(params, own, *inputs, train=train)
+        return outputs, {**after, **scaling}
+
+    def facts() -> Any:
+        known = model.facts()
+        paths = (f"{LOSS_SCALE}/{name}" for name in loss_scale.init())
+        return dataclasses.replace(known, replicated={**known.replicated, **dict.fromkeys(paths, _REASON)})
+
+    return dataclasses.replace(model, init_variables=init_variables, forward=forward, facts=facts)
+
+
+def split_loss_scale(variables: Any) -> tuple[Any, dict[str, Any]]:
+    """The variables that the model knows of, and those of loss scaling under their own name; `{}` where there are none.
+
+    Example:
+        >>> split_loss_scale({"loss_scale": {"scale": 2.0}, "mean": 1.0})
+        ({'mean': 1.0}, {'loss_scale': {'scale': 2.0}})
+    """
+    if not isinstance(variables, Mapping) or LOSS_SCALE not in variables:
+        return variables, {}
+    return {name: value for name, value in variables.items() if name != LOSS_SCALE}, {LOSS_SCALE: variables[LOSS_SCALE]}
+
+
+def scale_loss(loss: jax.Array, scaling: Mapping[str, Any]) -> jax.Array:
+    """The loss to differentiate, in its own dtype: times the scale, where `scaling` of `split_loss_scale` has one."""
+    return loss * scaling[LOSS_SCALE]["scale"].astype(loss.dtype) if scaling else loss

@@ -3,27 +3,31 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from spmd import flax
-from spmd.annotate import check_marks, within
 from spmd.config import TrainConfig, config_values
 from spmd.data import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
-from spmd.errors import ConfigError, Problem, RuleError
+from spmd.errors import ConfigError, Problem, RuleError, SpmdError
 from spmd.foresight.collectives import CollectiveAudit, audit_collectives, compiler_log
+from spmd.foresight.memory import Compiled, Estimate, estimate_memory, read_memory
+from spmd.foresight.topology import Topology, topology_devices
 from spmd.generate import check_window
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
+from spmd.gradients.loss_scale import keep_variables
 from spmd.loss import LossFn, next_token_loss
 from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, mesh_of
 from spmd.metrics import Flops, transformer_flops
 from spmd.model import Model
 from spmd.optim import check_no_decay, make_optimizer, make_schedule
 from spmd.plan import ShardingPlan, make_plan
-from spmd.skip import skip_nonfinite
+from spmd.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
+from spmd.skip import skip_nonfinite, skipped_steps
 from spmd.state import TrainState
 from spmd.step import TrainStep, make_train_step
 
@@ -42,8 +46,13 @@ class Recipe:
 
     @functools.cached_property
     def model(self) -> Model:
-        """The model as functions."""
-        return flax.from_nnx(self.config.model.build)
+        """The model as functions; with loss scaling, its state is among the variables."""
+        return with_loss_scale(flax.from_nnx(self.config.model.build), self.precision.loss_scale)
+
+    @functools.cached_property
+    def precision(self) -> Precision:
+        """Which dtype is where: the policy, with the moments as the optimizer keeps them."""
+        return dataclasses.replace(make_precision(self.config.precision), moments=self.config.optimizer.moments)
 
     @property
     def stacked(self) -> tuple[str, ...]:
@@ -57,11 +66,14 @@ class Recipe:
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """The optimizer; with `on_nan="skip"` it leaves out updates that are not finite."""
+        """The optimizer; with `on_nan="skip"` it leaves out updates that are not finite (plans for fp16 always do)."""
         optimizer = make_optimizer(self.config.optimizer, self.config.steps, self.stacked)
-        if self.config.on_nan == "skip":
-            return skip_nonfinite(optimizer)
-        return optimizer
+        return skip_nonfinite(optimizer) if self.skips and not self.precision.loss_scale else optimizer
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps that are not finite are left out and counted."""
+        return self.config.on_nan == "skip" or self.precision.loss_scale is not None
 
     @functools.cached_property
     def plan(self) -> ShardingPlan:
@@ -74,7 +86,7 @@ class Recipe:
             self.optimizer,
             zero=config.zero,
             remat=config.remat,
-            precision=config.precision,
+            precision=self.precision,
             offload=config.offload,
         )
         problems = check_no_decay(config.optimizer, [leaf.path for leaf in plan.params], self.stacked)
@@ -90,7 +102,8 @@ class Recipe:
     @functools.cached_property
     def grad_fn(self) -> GradFn:
         """How a batch becomes gradients."""
-        return accumulate(value_and_grad(self.loss_fn), self.config.accumulate)
+        grad_fn = accumulate(value_and_grad(self.loss_fn), self.config.accumulate)
+        return keep_variables(grad_fn) if self.skips and not self.precision.loss_scale else grad_fn
 
     @functools.cached_property
     def step(self) -> TrainStep:
@@ -99,13 +112,16 @@ class Recipe:
 
     @functools.cached_property
     def watch(self) -> dict[str, Callable[[TrainState], jax.Array]]:
-        """What the step reports besides: the learning rate, and how many earlier steps were left out."""
-        if self.config.on_nan == "stop":
+        """What the step reports besides: the learning rate, how many steps were left out before, and the loss scale."""
+        if not self.skips:
             return {"learning_rate": lambda state: self.schedule(state.step)}
-        return {
-            "learning_rate": lambda state: self.schedule(state.step - state.optimizer_state.skipped),
-            "skipped_steps": lambda state: state.optimizer_state.skipped,
+        watch: dict[str, Callable[[TrainState], jax.Array]] = {
+            "learning_rate": lambda state: self.schedule(state.step - skipped_steps(state.optimizer_state)),
+            "skipped_steps": lambda state: skipped_steps(state.optimizer_state),
         }
+        if self.precision.loss_scale:
+            watch["loss_scale"] = lambda state: state.variables[LOSS_SCALE]["scale"]
+        return watch
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -135,11 +151,20 @@ class Recipe:
         dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
-    def collectives(self) -> CollectiveAudit:
-        """What the compiled step sends between devices; compiles it."""
+    def compile(self) -> tuple[CollectiveAudit, Compiled | None]:
+        """What the compiled step sends between devices and what it holds; compiles it.
+
+        Raises:
+            MemoryError: The compiler says that the step does not fit the chip.
+        """
         with compiler_log() as log:
-            compiled = self.step.compile(self.abstract_batch())
-        return audit_collectives(compiled, self.mesh, log=log)
+            try:
+                compiled = self.step.compile(self.abstract_batch())
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                raise MemoryError(str(error).partition("\n")[0]) from None
+        return audit_collectives(compiled, self.mesh, log=log), read_memory(compiled)
 
     def audit(self) -> None:
         """Finds what is wrong before anything is allocated or compiled: the batch, the table, every activation.
@@ -152,14 +177,70 @@ class Recipe:
         config_values(self.config)
         if sample.prompt:
             check_window(len(self.tokenizer.encode(sample.prompt)), sample.tokens, data.sequence)
+        self.check_batch()
+        self.step.trace(self.abstract_batch())
+
+    def memory(self, platform: str = "cpu") -> Estimate:
+        """What the step holds on each device by category, from its trace.
+
+        Args:
+            platform: Whose compiler it will be.
+        """
+        return estimate_memory(self.step, self.abstract_batch(), platform)
+
+    def fitting(self, topology: Topology) -> list[tuple[str, int]]:
+        """Settings under which the step fits where it does not, by the estimate: the flags and the bytes of a device.
+
+        Tried are what costs the least first: sharding more, recomputing, moving optimizer state to the host, and
+        smaller microbatches; alone, and each with those before it.
+
+        Args:
+            topology: The machine.
+        """
+        config, together = self.config, dict[str, Any]()
+        smaller = [("accumulate", config.accumulate * parts) for parts in (2, 4, 8)]
+        for name, value in (("zero", 3), ("remat", "full"), ("offload", ("optimizer_state",)), *smaller):
+            if getattr(config, name) == value:
+                continue
+            found: list[tuple[str, int]] = []
+            for settings in [{name: value}] + [{**together, name: value}] * bool(together):
+                try:
+                    other = Recipe(dataclasses.replace(config, **settings), self.mesh)
+                    other.check_batch()
+                    total = other.memory(topology.platform).total
+                except SpmdError:  # such as a batch that does not divide into so many microbatches
+                    continue
+                if topology.memory is None or total <= topology.memory:
+                    found.append((" ".join(_flag(*setting) for setting in settings.items()), total))
+                if len(settings) > len(together):
+                    together = settings
+            if found:
+                return found
+        return []
+
+    def check_batch(self) -> None:
+        """Whether a microbatch divides over the mesh.
+
+        Raises:
+            SpmdError: It does not.
+        """
+        data = self.config.data
         check_batch(data.batch // self.config.accumulate, data.sequence, batch_sharding(self.mesh))
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        plan = self.plan
-        with within(plan):
-            check_marks(
-                plan,
-                jax.make_jaxpr(self.loss_fn)(plan.abstract_params, plan.abstract_variables, self.abstract_batch(), key),
-            )
+
+
+def _flag(name: str, value: Any) -> str:
+    text = " ".join(value) if isinstance(value, tuple) else value
+    return f"--{name} {text}"
+
+
+def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
+    """The config's mesh over the devices of a machine that is not here.
+
+    Raises:
+        ConfigError: The extra with its compiler is not installed.
+        MeshError: The mesh does not fit the machine.
+    """
+    return mesh_of(config.mesh, topology_devices(topology))
 
 
 def config_mesh(config: TrainConfig) -> AnyMesh:

@@ -169,7 +169,9 @@ def train(recipe: Recipe, folder: RunFolder, source: Path, console: Console | No
         log = Log(recipe, writers, clock)
         hooks = [log, evaluate, Save(recipe, checkpoints, evaluate, clock)]
         if config.on_nan == "stop":
-            hooks.insert(0, StopOnNonFinite(config.data.batch, checkpoints.latest))
+            scaling = recipe.precision.loss_scale
+            floor = scaling.floor if scaling else 0.0
+            hooks.insert(0, StopOnNonFinite(config.data.batch, checkpoints.latest, floor))
         began = time.perf_counter()
         stream = batches(
             train_windows,

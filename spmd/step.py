@@ -10,10 +10,13 @@ import optax
 
 from spmd.annotate import check_marks, within
 from spmd.gradients.base import GradFn, value_and_grad
+from spmd.gradients.loss_scale import unscale
 from spmd.loss import LossFn, Sums
 from spmd.mesh import batch_sharding
 from spmd.model import PRNG
+from spmd.offload import make_update
 from spmd.plan import ShardingPlan
+from spmd.precision import split_loss_scale
 from spmd.state import TrainState, abstract_state
 
 Metrics = dict[str, jax.Array]
@@ -51,19 +54,31 @@ class TrainStep:
         """What has been compiled so far, one program for each shape of batch."""
         return tuple(self._compiled.values())
 
+    def arguments(self, batch: Any) -> tuple[TrainState, Any]:
+        """The training state and a batch of this shape as `jax.ShapeDtypeStruct`s with shardings."""
+
+        def place(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(self.plan.mesh, len(x.shape)))
+
+        return abstract_state(self.plan), jax.tree.map(place, batch)
+
+    def trace(self, batch: Any) -> jax.stages.Traced:
+        """The traced step; the plan's mesh needs no devices.
+
+        Raises:
+            AnnotationError: The rule table names an activation that the model never marks.
+        """
+        traced = self._jitted.trace(*self.arguments(batch))
+        check_marks(self.plan, traced.jaxpr)
+        return traced
+
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The traced and lowered step, before XLA.
 
         Raises:
             AnnotationError: The rule table names an activation that the model never marks.
         """
-
-        def place(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(self.plan.mesh, len(x.shape)))
-
-        traced = self._jitted.trace(abstract_state(self.plan), jax.tree.map(place, batch))
-        check_marks(self.plan, traced.jaxpr)
-        return traced.lower()
+        return self.trace(batch).lower()
 
     @functools.cached_property
     def _jitted(self) -> Any:
@@ -78,8 +93,7 @@ class TrainStep:
         divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
-        updates, optimizer_state = self.plan.optimizer.update(gradients, state.optimizer_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params, optimizer_state = make_update(self.plan)(gradients, state.optimizer_state, state.params)
         metrics = {name: total / divisor for name, total in sums.items()}
         metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
         metrics |= {name: watched(state) for name, watched in self.watch.items()}
@@ -91,7 +105,7 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, A
 
     def evaluate(params: Any, variables: Any, batch: Any) -> Sums:
         with within(plan):
-            return loss_fn(params, variables, batch, jax.random.key(0, impl=PRNG))[0]
+            return loss_fn(params, split_loss_scale(variables)[0], batch, jax.random.key(0, impl=PRNG))[0]
 
     return jax.jit(evaluate)
 
@@ -122,4 +136,5 @@ def make_train_step(
 def _train_step(
     plan: ShardingPlan, loss_fn: LossFn | None, grad_fn: GradFn | None, watch: tuple[tuple[str, Any], ...]
 ) -> TrainStep:
-    return TrainStep(plan, grad_fn or value_and_grad(loss_fn), dict(watch))  # type: ignore[arg-type]
+    grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
+    return TrainStep(plan, unscale(grad_fn, plan.precision.loss_scale), dict(watch))

@@ -88,15 +88,16 @@ class StopOnNonFinite(Hook):
     Args:
         batch: Sequences in a global batch, to name the batch's position in the data.
         last_good: Says where training can go on from.
+        floor: A step with a larger `loss_scale` is let through: it was left out, and the scale is lowered.
     """
 
-    def __init__(self, batch: int, last_good: Any = lambda: None) -> None:
-        self.batch, self.last_good = batch, last_good
+    def __init__(self, batch: int, last_good: Any = lambda: None, floor: float = 0.0) -> None:
+        self.batch, self.last_good, self.floor = batch, last_good, floor
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Raises `NonFiniteError` with the step, the batch's position and the last good checkpoint."""
         bad = _non_finite(metrics)
-        if bad:
+        if bad and metrics.get("loss_scale", self.floor) <= self.floor:
             good = self.last_good()
             kept = f"the last good checkpoint is of step {good}" if good is not None else "there is no checkpoint yet"
             first = (step - 1) * self.batch

@@ -10,6 +10,7 @@ import pytest
 from spmd import testing
 from spmd.cli import main
 from spmd.config import shipped
+from spmd.foresight import topology
 
 CONFIG = """
 import spmd
@@ -127,6 +128,47 @@ def test_plan_needs_no_devices_and_speaks_json(config, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["parameters"] == 405_853_388_800
     assert plan["bytes_per_device"]["params"] < 2**31
+    assert plan["memory"]["estimated"]["params"] == plan["bytes_per_device"]["params"]
+
+
+def test_plan_has_a_ledger(config, capsys):
+    """It stands beneath the plan; in JSON its categories add up to its total, beside what the compiler says."""
+    assert run("plan", config) == 0
+    printed = capsys.readouterr().out
+    assert "memory of one device, cpu:8" in printed
+    assert "estimated on each device" in printed
+    assert run("plan", config, "--compile", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    estimated, compiled = plan["memory"]["estimated"], plan["memory"]["compiled"]
+    assert {"params", "grads", "optimizer", "master", "activations", "logits", "total"} <= estimated.keys()
+    assert sum(estimated["at_peak"].values()) == estimated["total"]
+    assert compiled["arguments"] == sum(estimated[name] for name in ("params", "optimizer", "batch", "variables")) + 12
+    assert compiled["total"] == compiled["arguments"] + compiled["temporaries"] > compiled["aliased"] > 0
+    assert (plan["memory"]["limit"], plan["fits"]) == (None, None)
+
+
+def test_plan_that_does_not_fit_exits_with_3(config, capsys):
+    """The category to blame is named, and settings that would fit; with those it fits."""
+    large = ["--topology", "v5e:2x4", "--data.batch", "2048", "--data.sequence", "2048"]
+    assert run("plan", config, *large, "--json") == 3
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] is False
+    assert plan["memory"]["limit"] == 15.75 * 2**30 < plan["memory"]["estimated"]["total"]
+    flags = plan["memory"]["would_fit"][0]["flags"].split()
+    assert run("plan", config, *large, *flags) == 0
+    assert run("plan", config, *large) == 3
+    assert "DOES NOT FIT: most of it is " in capsys.readouterr().out
+
+
+def test_an_absent_extra_leaves_the_estimate(config, capsys, monkeypatch):
+    """Without the compiler the estimate still prints, and the message has the command that installs it."""
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    assert run("plan", config, "--topology", "v5e:2x4", "--compile") == 2
+    printed = capsys.readouterr()
+    assert "estimated on each device" in printed.out
+    assert "pip install 'spmd[tpu]'" in printed.err
+    assert run("plan", config, "--topology", "h100:1x8", "--compile") == 2
+    assert "pip install 'spmd[cuda]'" in capsys.readouterr().err
 
 
 def test_check_compares_with_one_device(config, capsys):
@@ -199,13 +241,14 @@ def test_plan_shows_gradients_and_optimizer_state(config, capsys):
     assert run("plan", config, "--all") == 0
     printed = capsys.readouterr().out
     assert "gradients: lm_head/kernel" in printed
-    assert "optimizer: 1/0/mu/lm_head/kernel" in printed
+    assert "optimizer: 0/mu/lm_head/kernel" in printed
 
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--topology", "v5e:16x16"], "other machines than cpu are planned and not built"),
+        (["--topology", "v9:16x16"], "there is no chip 'v9'"),
+        (["--topology", "v5e:4x4"], "and there are 16 devices"),
         (["--topology", "cpu"], "is 'cpu'"),
         (["--topology", "cpu:0"], "is 'cpu:0'"),
         (["--topology", "cpu:12"], "and there are 12 devices"),
@@ -228,9 +271,10 @@ def test_plan_refuses_what_it_cannot_show(config, capsys, flags, complaint):
         (["--data.source", "/no/such/corpus.txt"], "/no/such/corpus.txt"),
         (["--data.sequence", "100000"], "fewer tokens than one sequence"),
         (["--mesh.pipe", "2"], "pipelines are planned and not built"),
-        (["--offload", "optimizer_state"], "is planned and not built"),
+        (["--offload", "params"], "is planned and not built"),
+        (["--offload", "optimiser_state"], 'did you mean "optimizer_state"'),
         (["--pipeline.schedule", "1f1b", "--pipeline.microbatches", "8"], "is planned and not built"),
-        (["--precision", "fp16"], "is planned and not built"),
+        (["--precision", "fp8"], "invalid choice"),
         (["--remat", "ful"], 'did you mean "full"'),
         (["--steps", "0"], "1 or more"),
         (["--model.heads", "3"], "32 / 3 = 10.67"),

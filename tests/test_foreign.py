@@ -231,6 +231,88 @@ def test_tied_paths_are_told():
     assert "head/embedding" not in {leaf.path for leaf in plan("nnx").params}
 
 
+class LinenPair(nn.Module):
+    """Two layers between an embedding and a head, to be split all alike."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens)
+        return nn.Dense(VOCAB, name="head")(nn.relu(nn.Dense(4 * WIDTH, name="up")(x)))
+
+
+class NnxPair(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.head = nnx.Linear(4 * WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(nn.relu(self.up(self.embed(tokens))))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_kernels_that_are_all_split_alike_equal_one_device(kind, stage):
+    """XLA alone gets this table wrong on this mesh (decision 0011), the embedding by its own size."""
+    pair = spmd.from_nnx(NnxPair) if kind == "nnx" else spmd.from_linen(LinenPair(), jnp.zeros((8, 8), jnp.int32))
+    rules = Rules([("embed/embedding", P("tensor", "fsdp")), ("kernel", P("fsdp", "tensor")), ("bias", P("tensor"))])
+    sharded, alone = (
+        make_plan(tiny.mesh(**sizes), rules, pair, OPTIMIZER, zero=stage)
+        for sizes in ({"data": 2, "fsdp": 2, "tensor": 2}, {})
+    )
+    assert_parity(sharded, alone, spmd.value_and_grad(spmd.next_token_loss(pair)), BATCHES[:2])
+
+
+class Stacked(nnx.Module):
+    """Scanned layers with dropout and batch statistics of their own, made by `nnx.vmap`."""
+
+    class Layer(nnx.Module):
+        """One of them."""
+
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+            self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=rngs)
+            self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.dropout(jax.nn.gelu(self.norm(self.linear(x))))
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs):
+            return Stacked.Layer(rngs)
+
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.layers = make(rngs)
+
+    def __call__(self, tokens):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def run(layer, x):
+            return layer(x)
+
+        return self.embed.attend(run(self.layers, self.embed(tokens)))
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_stacked_layers_with_state_of_their_own_equal_one_device(sizes):
+    """Each layer of a stack has its own statistics and its own random state, with a leading dimension."""
+    stacked = spmd.from_nnx(Stacked)
+    rules = Rules(
+        [
+            ("embed/embedding", P("tensor", "fsdp")),
+            ("linear/kernel", P("fsdp", "tensor")),
+            ("norm/(mean|var|scale|bias)", P("tensor")),
+        ]
+    )
+    sharded, alone = (make_plan(tiny.mesh(**s), rules, stacked, OPTIMIZER) for s in (sizes, {}))
+    parity = assert_parity(sharded, alone, spmd.value_and_grad(spmd.next_token_loss(stacked)), BATCHES[:2])
+    assert {leaf.path: leaf.shape for leaf in sharded.variables}["layers/norm/mean"] == (3, WIDTH)
+    assert "layers/dropout/rngs/count" in {row.path for row in parity.rows if row.what == "variables"}
+
+
 class Annotated(nnx.Module):
     """Names its dimensions for other frameworks."""
 

@@ -139,3 +139,13 @@ def test_the_assertion_lists_every_layer_that_differs() -> None:
         f"  layers/{i}/{name}" for i in range(3) for name in ("kernel", "scale")
     ]
     assert "per_layer" in lines[-1]
+
+
+def test_a_choice_between_optimizers_by_rank_is_found():
+    """A stacked scale has two dimensions and would go by the optimizer of matrices."""
+    by_rank = lambda params: jax.tree.map(lambda p: "matrix" if p.ndim >= 2 else "vector", params)  # noqa: E731
+    both = optax.partition({"matrix": optax.adam(1e-3), "vector": optax.adam(1e-5)}, by_rank)
+    params = {"layers": {"kernel": jnp.ones((3, 4, 4)), "scale": jnp.ones((3, 4))}}
+    assert [problem.where for problem in check_layerwise(both, params)] == ["layers/scale"]
+    with pytest.raises(AssertionError, match="scale"):
+        assert_layerwise(both, params)

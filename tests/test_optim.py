@@ -130,6 +130,8 @@ def test_config_lists_every_problem() -> None:
             momentum=1.0,
             weight_decay=-1.0,
             no_decay=("bias", "("),
+            moments="4bit",  # type: ignore[arg-type]
+            moments_block=48,
             clip_norm=-1.0,
         )
     wrong = {problem.where for problem in caught.value.problems}

@@ -20,9 +20,11 @@ from spmd.errors import RuleError
 from spmd.layerwise import assert_layerwise, check_layerwise
 from spmd.mesh import make_mesh
 from spmd.model import Model
+from spmd.narrow import at_precision
 from spmd.optim import OptimizerConfig, make_optimizer
 from spmd.per_layer import per_layer
 from spmd.plan import Leaf, ShardingPlan, make_plan
+from spmd.precision import POLICIES
 from spmd.rules import Rules, replicate
 from spmd.tree import flatten, map_with_path
 
@@ -96,8 +98,8 @@ def muon_or_adamw(params: Any) -> Any:
     return map_with_path(lambda path, _: "muon" if "layers" in path and path.endswith("kernel") else "adamw", params)
 
 
-def config(name: Any) -> optax.GradientTransformation:
-    return make_optimizer(OptimizerConfig(name=name, learning_rate=0.1, schedule="constant"), steps=10)
+def config(name: Any, **fields: Any) -> optax.GradientTransformation:
+    return make_optimizer(OptimizerConfig(name=name, learning_rate=0.1, schedule="constant", **fields), steps=10)
 
 
 FACTORED = dict(learning_rate=0.1, min_dim_size_to_factor=8)
@@ -123,6 +125,11 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "own chain": optax.chain(optax.clip_by_global_norm(1.0), scale_by_row_rms(), optax.scale(-0.1)),
     "config adafactor": config("adafactor"),
     "config muon": config("muon"),
+    "config adamw in 8 bits": config("adamw", moments="8bit", moments_block=2),
+    "config adamw in bfloat16": config("adamw", moments="bfloat16"),
+    "config lion in 8 bits": config("lion", moments="8bit", moments_block=2),
+    "config sgd in bfloat16": config("sgd", moments="bfloat16"),
+    "master weights": at_precision(optax.adamw(0.1), POLICIES["bf16-params"]),
 }
 RAW = {
     "adafactor": optax.adafactor(**FACTORED),
@@ -220,7 +227,7 @@ def test_state_lies_as_planned_and_stays(name: str, zero: int) -> None:
 def test_no_matrix_of_the_state_is_whole(name: str) -> None:
     """Every array of the state as large as a matrix of parameters is split over all eight devices, in ZeRO-1 too."""
     matrices = [leaf for leaf in plan_of(OPTIMIZERS[name], zero=1).optimizer_state if np.prod(leaf.shape) >= 64]
-    assert all(leaf.bytes_per_device * 8 == np.prod(leaf.shape) * 4 for leaf in matrices)
+    assert all(leaf.bytes_per_device * 8 == np.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in matrices)
     assert matrices or "adafactor" in name
 
 

@@ -16,7 +16,7 @@ from spmd.precision import Precision
 from spmd.rules import Rules
 
 GB = 1e9
-HALF = Precision("half with a float32 master", params="bfloat16", compute="bfloat16")
+HALF = Precision("half, and a float32 master of its own", params="bfloat16", compute="bfloat16", gradients="bfloat16")
 
 
 class MasterAdam(NamedTuple):

@@ -167,8 +167,10 @@ class CompilerLog(list[str]):
 
 
 @contextlib.contextmanager
-def compiler_log() -> Iterator[CompilerLog]:
+def compiler_log(*, pass_on: bool = True) -> Iterator[CompilerLog]:
     """Collects what XLA writes to the process's standard error inside the block, and passes it on at its end.
+
+    With `pass_on=False` it is passed on only if the block fails.
 
     The partitioner speaks of an involuntary full rematerialization there and nowhere else. JAX 0.10 prints such lines;
     with JAX 0.12 the same programs have not been seen to, and the copies then show as gathered activations. A program
@@ -185,8 +187,10 @@ def compiler_log() -> Iterator[CompilerLog]:
     with tempfile.TemporaryFile() as caught:
         before = os.dup(2)
         os.dup2(caught.fileno(), 2)
+        failed = True
         try:
             yield log
+            failed = False
         finally:
             sys.stderr.flush()
             os.dup2(before, 2)
@@ -194,7 +198,7 @@ def compiler_log() -> Iterator[CompilerLog]:
             caught.seek(0)
             said = caught.read()
             log.extend(said.decode(errors="replace").splitlines())
-            while said:
+            while said and (pass_on or failed):
                 said = said[os.write(2, said) :]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd.annotate import accumulation_dtype
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.loss import Sums
@@ -46,12 +47,16 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
     def accumulated(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         def add(carry: tuple[Any, Any], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
             total, variables = carry
-            *more, variables = grad_fn(params, variables, *part)
-            return (jax.tree.map(jnp.add, total, more), variables), None
+            gradients, sums, variables = grad_fn(params, variables, *part)
+            total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (gradients, sums))
+            return (total, variables), None
 
         parts = (jax.tree.map(cut, batch), jax.random.split(key, microbatches))
-        *shapes, _ = jax.eval_shape(grad_fn, params, variables, *jax.tree.map(lambda x: x[0], parts))
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        gradients, sums, _ = jax.eval_shape(grad_fn, params, variables, *jax.tree.map(lambda x: x[0], parts))
+        zeros = (
+            jax.tree.map(lambda g: jnp.zeros(g.shape, accumulation_dtype(g.dtype)), gradients),
+            jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
+        )
         ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), parts)
         return gradients, sums, variables
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 
+from spmd.annotate import gradient_view
 from spmd.loss import LossFn, Sums
+from spmd.precision import scale_loss, split_loss_scale
 
 GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
 """`(params, variables, batch, key) -> (gradients of sums["loss"], sums, variables afterwards)`."""
@@ -17,6 +19,9 @@ GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
 
 def value_and_grad(loss_fn: LossFn) -> GradFn:
     """Gradients of the whole batch at once, by reverse-mode differentiation.
+
+    Under a plan they are in the dtype that its precision sums gradients in, whatever the parameters are stored in. If
+    the variables hold a loss scale, they are gradients of the scaled loss, for `unscale` to scale back.
 
     Example:
         >>> import jax.numpy as jnp
@@ -26,12 +31,14 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         (3.0, 6.0)
     """
 
-    def objective(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[Sums, Any]]:
-        sums, variables = loss_fn(params, variables, batch, key)
-        return sums["loss"], (sums, variables)
-
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        gradients, (sums, variables) = jax.grad(objective, has_aux=True)(params, variables, batch, key)
-        return gradients, sums, variables
+        own, scaling = split_loss_scale(variables)
+
+        def objective(params: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
+            sums, after = loss_fn(params, own, batch, key)
+            return scale_loss(sums["loss"], scaling), (sums, after)
+
+        gradients, (sums, after) = jax.grad(objective, has_aux=True)(gradient_view(params))
+        return gradients, sums, {**after, **scaling} if scaling else after
 
     return grad_fn

@@ -23,10 +23,25 @@ PACKAGES = (*SHIPPED, "benchmarks")
 FLOORS = {
     "words": ("errors", "tree"),
     "describe": ("mesh", "model", "search_tables", "logical", "rules", "precision", "remat"),
-    "decide": ("derive", "per_layer", "layerwise", "plan"),
-    "compute": ("annotate", "loss", "gradients.base", "gradients.accumulate"),
-    "run": ("flax", "optim", "skip", "state", "step", "corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
-    "look": ("foresight.hlo", "foresight.groups", "foresight.census", "foresight.collectives"),
+    "decide": ("derive", "per_layer", "layerwise", "staged", "skip", "rounding", "narrow", "cuts", "plan"),
+    "compute": ("annotate", "loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
+    "run": (
+        *("flax", "moments", "optim", "state", "offload", "step"),
+        *("corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
+    ),
+    "look": (
+        "foresight.hlo",
+        "foresight.groups",
+        "foresight.census",
+        "foresight.collectives",
+        "foresight.chips",
+        "foresight.topology",
+        "foresight.closed_forms",
+        "foresight.traced",
+        "foresight.liveness",
+        "foresight.memory",
+        "foresight.recompute",
+    ),
     "edges": ("config", "recipe", "run", "launch", "testing", "cli"),
 }
 ROOMS = tuple(room for floor in FLOORS.values() for room in floor)

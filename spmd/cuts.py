@@ -1,0 +1,150 @@
+"""How an update is cut into pieces that fit beside the model: a layer at a time, or a part of a large array.
+
+It is decided here, from shapes alone, which optimizer state can live in host memory, and checked that the optimizer can
+be run piece by piece at all.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from spmd import tree
+from spmd.derive import Derived, shard_bytes
+from spmd.errors import Problem
+from spmd.layerwise import trace_update
+from spmd.mesh import shards_of
+from spmd.per_layer import stack_ends
+
+PIECE_BYTES = 4 * 2**20
+"""The largest piece of an array outside a stack on one device, in float32, where its shape allows."""
+
+SMALL_BYTES = 2**20
+"""State of fewer bytes on each device stays there, if it cannot be cut: moving it would save nothing."""
+
+TILE = (8, 128)
+"""A slice of an array in host memory is made of whole tiles of its last two dimensions, or a TPU cannot copy it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How the arrays of some parameters are cut into equal pieces.
+
+    Attributes:
+        paths: The parameters that are updated together.
+        dim: The dimension that is cut: 0 for the layers of a stack.
+        pieces: Into how many pieces; 1 leaves them whole.
+        shards: Over how many devices that dimension is split; each device cuts its own shard.
+        host: The paths of the optimizer state that lives in host memory.
+    """
+
+    paths: tuple[str, ...]
+    dim: int = 0
+    pieces: int = 1
+    shards: int = 1
+    host: frozenset[str] = frozenset()
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one piece of an array."""
+        return tuple(size // self.pieces if dim == self.dim else size for dim, size in enumerate(shape))
+
+    def piece(self, params: Any) -> Any:
+        """The abstract values of one piece of the parameters."""
+        chosen = tree.select(params, lambda path: path in self.paths)
+        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(self.shape(tuple(p.shape)), p.dtype), chosen)
+
+
+def make_cuts(
+    rule: optax.GradientTransformation,
+    params: Any,
+    state: Mapping[str, Derived],
+    specs: Mapping[str, Any],
+    axes: Mapping[str, int],
+    stacked: Sequence[str],
+) -> tuple[tuple[Cut, ...], list[Problem]]:
+    """Cuts the update of all parameters into pieces.
+
+    Args:
+        rule: The optimizer without what it does to the whole gradient.
+        params: The parameters' abstract values: a nested dictionary.
+        state: Path of the optimizer's state → how it is split.
+        specs: Parameter path → the spec that optimizer state of its shape has.
+        axes: Mesh axis → size.
+        stacked: Path components whose parameters are stacked.
+
+    Returns:
+        The cuts, each parameter in one of them, and why the optimizer cannot be run by pieces.
+    """
+    flat = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in tree.flatten(params).items()}
+    abstract = tree.map_with_path(lambda path, _: flat[path], params)
+    problems = [
+        Problem(
+            path,
+            f"its update depends on {sorted(seen.others)[0]}, and on {len(seen.others) - 1} other parameters",
+            fix="let spmd.staged compute what needs the whole gradient, such as a global norm",
+        )
+        for path, seen in trace_update(rule, abstract, {}, totals=False).items()
+        if seen.others
+    ]
+    if problems:
+        return (), problems
+
+    stacks: dict[tuple[str, int], list[str]] = {}
+    single = []
+    for path, leaf in flat.items():
+        if ends := stack_ends(path, stacked):
+            stacks.setdefault(("/".join(path.split("/")[: ends[0]]), leaf.shape[0]), []).append(path)
+        else:
+            single.append(path)
+    cuts = [Cut(tuple(paths), 0, length) for (_, length), paths in stacks.items()]
+    ranks = {path: len(flat[path].shape) for path in single}
+    elementwise = {
+        path
+        for path, seen in trace_update(rule, abstract, ranks).items()
+        if path in ranks and not seen.mixed and not seen.random and {shape for _, shape in seen.state} <= {()}
+    }
+    parts = [(path, _cut_one(path, flat[path], specs[path], axes) if path in elementwise else None) for path in single]
+    cuts += [cut for _, cut in parts if cut]
+    if whole := tuple(path for path, cut in parts if not cut):
+        cuts.append(Cut(whole))
+    return tuple(dataclasses.replace(cut, host=_host(cut, rule, abstract, state, axes)) for cut in cuts), []
+
+
+def _cut_one(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> Cut | None:
+    """The cut of one large array into pieces of whole tiles; None for one that is small or has no such cut."""
+    shape = tuple(leaf.shape)
+    shards = [shards_of(entry, axes) for entry in (*spec, *(None,) * (len(shape) - len(spec)))]
+    local = [size // n for size, n in zip(shape, shards, strict=True)]
+    total = 4
+    for size in local:
+        total *= size
+    if total <= PIECE_BYTES or len(shape) < 2:
+        return None
+    for dim, tile in ((len(shape) - 2, TILE[0]), (len(shape) - 1, TILE[1])):
+        tiles = local[dim] // tile
+        if local[dim] % tile == 0:
+            for pieces in range(2, tiles + 1):
+                if tiles % pieces == 0 and total // pieces <= PIECE_BYTES:
+                    return Cut((path,), dim, pieces, shards[dim])
+    return None
+
+
+def _host(
+    cut: Cut,
+    rule: optax.GradientTransformation,
+    params: Any,
+    state: Mapping[str, Derived],
+    axes: Mapping[str, int],
+) -> frozenset[str]:
+    """Which state of a cut lives in host memory: pieces of at least two dimensions, and whole arrays that are large."""
+    found = set()
+    for path, piece in tree.flatten(jax.eval_shape(rule.init, cut.piece(params))).items():
+        whole, rank = state[path], len(piece.shape)
+        if piece.shape == whole.shape:
+            fits = shard_bytes(whole.shape, whole.dtype, whole.spec, axes) >= SMALL_BYTES
+        else:
+            fits = cut.dim < rank - 2 or piece.shape[cut.dim] // cut.shards % TILE[cut.dim - rank] == 0
+        found |= {path} if fits else set()
+    return frozenset(found)

@@ -1,0 +1,162 @@
+"""Machines that need not be there: their size and memory by name, and their devices to compile for.
+
+`v5e:16x16` is a slice of 256 TPU chips, `h100:16x8` is 16 hosts with 8 GPUs each, `cpu:8` is 8 simulated devices. XLA
+compiles for all of them on any machine, so the memory and the collectives of a step are known before a pod is rented.
+"""
+
+import dataclasses
+import importlib.util
+import math
+
+import jax
+from jax.experimental import topologies
+
+from spmd.errors import ConfigError, MeshError, Problem, did_you_mean
+from spmd.foresight.chips import CHIPS, Chip
+from spmd.foresight.collectives import compiler_log
+
+EXAMPLES = "v4:4x4x4, v5e:16x16, v5p:4x4x8, v6e:16x16, tpu7x:4x4x4, a100:16x8, h100:16x8, h200:16x8, b200:16x8, cpu:8"
+"""One topology of each kind."""
+
+EXTRAS = {"tpu": ("tpu", ("libtpu",)), "cuda": ("cuda", ("jax_cuda13_plugin", "jax_cuda12_plugin"))}
+"""Platform → the extra of this package that has its compiler, and the modules of which one is then there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A machine by its name; knows nothing of JAX.
+
+    Attributes:
+        name: As it was written, such as `"v5e:16x16"`.
+        chip: Its kind of chip.
+        shape: The chips along each dimension of the slice, or hosts and GPUs of each, or the number of devices.
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        """The kind of chip, such as `"v5e"`."""
+        return self.chip.kind
+
+    @property
+    def platform(self) -> str:
+        """`"tpu"`, `"cuda"` or `"cpu"`."""
+        return self.chip.platform
+
+    @property
+    def chips(self) -> int:
+        """The number of chips."""
+        return math.prod(self.shape)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that JAX sees."""
+        return self.chips * self.chip.devices
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts; of a TPU slice, with four chips each."""
+        if self.platform == "tpu":
+            return self.chips // math.prod(self.host_bounds)
+        return self.shape[0] if len(self.shape) > 1 else 1
+
+    @property
+    def host_bounds(self) -> tuple[int, int, int]:
+        """The chips of one TPU host along each of three dimensions."""
+        x, y, _ = (*self.shape, 1, 1)[:3]
+        return min(x, 2), min(y, 2), 1
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that a program may use on one device; None for simulated devices, which have no memory of their own."""
+        return self.chip.memory
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse_topology(text: str) -> Topology:
+    """A machine from its name.
+
+    Args:
+        text: `cpu:N`; a TPU and the shape of its slice, `v5e:16x16`; a GPU and `HOSTSxGPUS`, `h100:16x8`.
+
+    Raises:
+        MeshError: There is no such chip, or no such slice of it.
+
+    Example:
+        >>> parse_topology("v5p:4x4x8").devices, parse_topology("cpu:16384").devices
+        (128, 16384)
+        >>> parse_topology("h100:16x8").hosts
+        16
+    """
+    kind, _, size = text.partition(":")
+    if kind not in CHIPS:
+        fix = f"{did_you_mean(kind, CHIPS)} (such as {EXAMPLES})" if kind else f"one of: {EXAMPLES}"
+        problem = Problem("topology", f"is {text!r}, and there is no chip {kind!r}", f"known: {', '.join(CHIPS)}", fix)
+        raise MeshError("This is no topology:", [problem])
+    chip = CHIPS[kind]
+    parts = size.split("x")
+    shape = tuple(int(part) for part in parts if part.isdigit() and int(part))
+    wanted = {"tpu": chip.dims, "cuda": 2, "cpu": 1}[chip.platform]
+    written = {"tpu": "x".join("ABC"[: chip.dims]), "cuda": "HOSTSxGPUS", "cpu": "N"}[chip.platform]
+    example = next(name for name in EXAMPLES.split(", ") if name.startswith(f"{kind}:"))
+    if len(parts) != wanted or len(shape) != wanted:
+        problem = Problem("topology", f"is {text!r}", fix=f"{kind}:{written}, such as {example}")
+        raise MeshError("This is no topology:", [problem])
+    topology = Topology(text, chip, shape)
+    problems = []
+    if chip.largest and topology.chips > chip.largest:
+        arithmetic = f"{' × '.join(map(str, shape))} = {topology.chips} > {chip.largest}"
+        problems.append(Problem("topology", f"no slice of {kind} is so large", arithmetic, f"such as {example}"))
+    for i, (chips, bound) in enumerate(zip((*shape, 1, 1), topology.host_bounds, strict=False)):
+        if chip.platform == "tpu" and chips % bound:
+            arithmetic = f"dimension {i}: {chips} / {bound} = {chips / bound:.4g}"
+            problems.append(Problem("topology", "does not divide into hosts of 2 × 2 chips", arithmetic, "even sizes"))
+    if problems:
+        raise MeshError("There is no such machine:", problems)
+    return topology
+
+
+def missing_extra(topology: Topology) -> Problem | None:
+    """What must be installed to compile for a machine; None where it is there."""
+    if topology.platform not in EXTRAS:
+        return None
+    extra, modules = EXTRAS[topology.platform]
+    if any(importlib.util.find_spec(module) for module in modules):
+        return None
+    what = f"needs {topology.platform.upper()}'s compiler, which is not installed; no {topology.kind} is needed"
+    return Problem(f"compiling for {topology}", what, fix=f"pip install 'spmd[{extra}]'")
+
+
+def topology_devices(topology: Topology) -> list[jax.Device]:
+    """The devices of a machine that is not here, to compile for and nothing else.
+
+    Call `spmd.launch.start` with the topology's platform before JAX starts.
+
+    Raises:
+        ConfigError: The extra with the compiler is not installed.
+    """
+    absent = missing_extra(topology)
+    if absent:
+        raise ConfigError("The compiler is missing:", [absent])
+    if topology.platform == "cpu":
+        return jax.devices()[: topology.devices]
+    with compiler_log(pass_on=False):  # libtpu looks for the cloud machine it is not on, and says so at length
+        if topology.chip.gpu:
+            hosts, gpus = topology.shape
+            described = topologies.get_topology_desc(
+                platform="cuda",
+                topology_name=topology.name,
+                target_config=topology.chip.gpu.describe(topology.chip.device_kind),
+                topology=f"1x{hosts}x{gpus}",
+            )
+        else:
+            options = dict(topology.chip.options)
+            described = topologies.get_topology_desc(
+                topology.name, "tpu", chips_per_host_bounds=topology.host_bounds, **options
+            )
+    return list(described.devices)

@@ -1,0 +1,111 @@
+"""Optimizer state in host memory, and an update that never has more than a piece of it on the device.
+
+The state of an offloaded leaf lives in `pinned_host`. The update runs piece by piece: one layer of a stack, or a
+bounded part of a large array, is copied to the device, updated, and written back into the donated host buffer. Moving
+the whole state in and out instead needs more device memory than no offload at all.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from spmd import tree
+from spmd.cuts import Cut
+from spmd.plan import ShardingPlan
+from spmd.staged import stages
+
+Update = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""`(gradients, optimizer state, params) -> (params, optimizer state)`."""
+
+
+def make_update(plan: ShardingPlan) -> Update:
+    """How gradients change the parameters and the optimizer's state under `plan`."""
+    whole, rule = stages(plan.optimizer)
+    if not plan.cuts:
+
+        def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            updates, state = plan.optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return update
+    pieces = [_piecewise(plan, rule, cut) for cut in plan.cuts]
+
+    def streamed(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        gradients, scalars = whole(gradients)
+        before = tree.flatten(state)
+        moved: dict[str, Any] = {}
+        after: dict[str, Any] = {}
+        for piece in pieces:
+            part, changed = piece(gradients, before, params, scalars)
+            moved = tree.merge(moved, part)
+            after |= changed
+        return moved, tree.map_with_path(lambda path, _: after[path], state)
+
+    return streamed
+
+
+def _piecewise(plan: ShardingPlan, rule: optax.GradientTransformationExtraArgs, cut: Cut) -> Callable[..., Any]:
+    """The update of the parameters of one cut."""
+    mesh = plan.mesh
+    like = jax.eval_shape(rule.init, cut.piece(plan.abstract_params))
+    leaves = {leaf.path: leaf for leaf in plan.optimizer_state}
+    cut_paths = [path for path, leaf in tree.flatten(like).items() if leaf.shape != leaves[path].shape]
+
+    def place(path: str, x: jax.Array, *, memory_kind: str) -> jax.Array:
+        if leaves[path].memory_kind == "device":
+            return x
+        return jax.device_put(x, NamedSharding(mesh, leaves[path].spec, memory_kind=memory_kind))
+
+    def one(gradients: Any, state: Mapping[str, Any], params: Any, scalars: Any) -> tuple[Any, dict[str, Any]]:
+        part = {path: place(path, x, memory_kind="device") for path, x in state.items()}
+        updates, after = rule.update(gradients, tree.map_with_path(lambda path, _: part[path], like), params, **scalars)
+        kept = {path: place(path, x, memory_kind=leaves[path].memory_kind) for path, x in tree.flatten(after).items()}
+        return optax.apply_updates(params, updates), kept
+
+    def run(gradients: Any, state: Mapping[str, Any], params: Any, scalars: Any) -> tuple[Any, dict[str, Any]]:
+        gradients, params = (tree.select(x, lambda path: path in cut.paths) for x in (gradients, params))
+        known = {path: state[path] for path in tree.flatten(like)}
+        if cut.pieces == 1:
+            return one(gradients, known, params, scalars)
+        shared = {path: x for path, x in known.items() if path not in cut_paths}
+
+        def body(index: jax.Array, carry: Any) -> Any:
+            params, streams, _ = carry
+            take = functools.partial(_take, cut, index=index)
+            held = {path: take(x) for path, x in streams.items()}
+            moved, after = one(jax.tree.map(take, gradients), held | shared, jax.tree.map(take, params), scalars)
+            params = jax.tree.map(lambda x, new: _put(cut, x, new, index), params, moved)
+            streams = {path: _put(cut, x, after[path], index) for path, x in streams.items()}
+            return params, streams, {path: after[path] for path in shared}
+
+        streams = {path: known[path] for path in cut_paths}
+        params, streams, after = jax.lax.fori_loop(0, cut.pieces, body, (params, streams, shared))
+        return params, streams | after
+
+    return run
+
+
+def _take(cut: Cut, x: jax.Array, index: jax.Array) -> jax.Array:
+    """One piece of an array."""
+    local, axis, size = _local(cut, x)
+    return jax.lax.dynamic_slice_in_dim(local, index * size, size, axis).reshape(cut.shape(x.shape))
+
+
+def _put(cut: Cut, x: jax.Array, piece: jax.Array, index: jax.Array) -> jax.Array:
+    """The array with one piece replaced."""
+    local, axis, size = _local(cut, x)
+    piece = piece.reshape(*local.shape[:axis], size, *local.shape[axis + 1 :])
+    return jax.lax.dynamic_update_slice_in_dim(local, piece, index * size, axis).reshape(x.shape)
+
+
+def _local(cut: Cut, x: jax.Array) -> tuple[jax.Array, int, int]:
+    """The array with its shards along the cut in a dimension of their own, the dimension to cut, and a piece's size."""
+    size = x.shape[cut.dim] // cut.shards
+    if cut.shards == 1:
+        return x, cut.dim, size // cut.pieces
+    shape = (*x.shape[: cut.dim], cut.shards, size, *x.shape[cut.dim + 1 :])
+    return x.reshape(shape), cut.dim + 1, size // cut.pieces

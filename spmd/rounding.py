@@ -1,0 +1,77 @@
+"""Rounding at random so that the mean is exact: what lets a sum of small updates survive in a narrow dtype.
+
+The random bits are made of a seed, the place in the last dimension, and the number that would be rounded down to. So
+they are the same on every mesh, for stacked and for separate layers, and for one layer at a time; and numbers that
+differ by an error of float32 arithmetic are rounded alike.
+"""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_GOLDEN = np.uint32(0x9E3779B9)
+
+
+def random_bits(below: jax.Array, seed: jax.Array) -> jax.Array:
+    """uint32 of the shape of `below`, each a hash of the seed, the place in the last dimension and the number there.
+
+    The mixing is the finalizer of MurmurHash3 (Appleby), in which each bit of the result depends on every bit.
+
+    Args:
+        below: uint32 of any shape: the number that is rounded down to.
+        seed: A uint32 scalar, another in each step.
+    """
+
+    def mix(bits: jax.Array) -> jax.Array:
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+        bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+        return bits ^ (bits >> 16)
+
+    places = jnp.arange(below.shape[-1] if below.ndim else 1, dtype=jnp.uint32)
+    salt = mix(places * _GOLDEN + seed).reshape((1,) * (below.ndim - 1) + (-1,) * min(below.ndim, 1))
+    return mix(below ^ salt)
+
+
+def salt_of(path: str) -> int:
+    """A number that tells arrays apart; layers of one stack have the same, whether they are stacked or separate.
+
+    Example:
+        >>> salt_of("mu/layers/3/kernel") == salt_of("mu/layers/kernel") != salt_of("nu/layers/kernel")
+        True
+    """
+    return zlib.crc32("/".join(part for part in path.split("/") if not part.isdigit()).encode())
+
+
+def seed_of(count: jax.Array, salt: int) -> jax.Array:
+    """The seed of a step, a uint32 scalar.
+
+    Args:
+        count: How many steps there were before, an integer scalar.
+        salt: Tells apart what is rounded in one step.
+    """
+    steps = count.astype(jnp.uint32) * jnp.uint32(0x27D4EB2F)
+    return (steps ^ (steps >> 15)) * jnp.uint32(0x165667B1) + jnp.uint32(salt)
+
+
+def round_stochastically(x: jax.Array, seed: jax.Array) -> jax.Array:
+    """float32 as bfloat16: up with the probability that makes the mean exact, else down.
+
+    A number that bfloat16 has stays as it is, and so do infinities and NaN (Gupta et al., arXiv:1502.02551,
+    section 3.1).
+
+    Args:
+        x: float32 of any shape.
+        seed: A uint32 scalar, another in each step.
+
+    Example:
+        >>> rounded = round_stochastically(jnp.float32(1 + 2**-8), jnp.uint32(3))
+        >>> float(rounded) in (1.0, 1.0078125)
+        True
+    """
+    dropped = jnp.uint32(0xFFFF)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    raised = (bits + (random_bits(bits & ~dropped, seed) & dropped)) & ~dropped
+    rounded = jax.lax.bitcast_convert_type(raised, jnp.float32).astype(jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

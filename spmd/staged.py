@@ -1,0 +1,54 @@
+"""An optimizer in two stages: what is decided from the whole gradient, and what is done to each parameter.
+
+Clipping by the global norm and leaving out steps that are not finite look at every gradient; Adam looks at one
+parameter at a time. An optimizer that keeps the two apart can be run on one part of the parameters after another
+(`spmd.offload`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+Whole = Callable[[Any], tuple[Any, dict[str, jax.Array]]]
+"""The whole gradient → the gradient to go on with, and scalars that the rule takes as extra arguments."""
+
+
+class Staged(optax.GradientTransformationExtraArgs):
+    """An optax transformation that knows its two stages; made by `staged`.
+
+    Attributes:
+        whole: The first stage, which keeps no state.
+        rule: The second stage, an optax transformation whose update of one parameter depends on no other.
+    """
+
+    whole: Whole
+    rule: optax.GradientTransformationExtraArgs
+
+
+def staged(whole: Whole, rule: optax.GradientTransformation) -> Staged:
+    """The optimizer that runs `rule` on what `whole` makes of the gradient; its state is the rule's.
+
+    Example:
+        >>> clip = optax.clip_by_global_norm(1.0)
+        >>> optimizer = staged(lambda gradients: (clip.update(gradients, clip.init(None))[0], {}), optax.sgd(0.5))
+        >>> optimizer.update({"w": jax.numpy.array([8.0])}, optimizer.init({"w": 0.0}))[0]["w"]
+        Array([-0.5], dtype=float32)
+    """
+    inner = optax.with_extra_args_support(rule)
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        gradients, scalars = whole(gradients)
+        return inner.update(gradients, state, params, **extra, **scalars)
+
+    optimizer = Staged(inner.init, update)
+    optimizer.whole, optimizer.rule = whole, inner
+    return optimizer
+
+
+def stages(optimizer: optax.GradientTransformation) -> tuple[Whole, optax.GradientTransformationExtraArgs]:
+    """The two stages of an optimizer; any that is not `Staged` is all rule."""
+    if isinstance(optimizer, Staged):
+        return optimizer.whole, optimizer.rule
+    return lambda gradients: (gradients, {}), optax.with_extra_args_support(optimizer)

@@ -1,0 +1,230 @@
+"""The loss scale moves as it does elsewhere, changes no number that fits, and leaves out steps that do not."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.errors import ConfigError
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import value_and_grad
+from spmd.gradients.loss_scale import keep_variables, unscale
+from spmd.mesh import make_mesh
+from spmd.model import Model
+from spmd.plan import make_plan
+from spmd.precision import LOSS_SCALE, POLICIES, LossScale, Precision, split_loss_scale, with_loss_scale
+from spmd.rules import Rules
+from spmd.skip import skip_nonfinite, skipped_steps
+from spmd.state import init_state
+from spmd.step import make_eval_step, make_train_step
+
+BAD, GOOD = False, True
+
+
+def trajectory(scaling, finite):
+    """The scale after each step."""
+    scales, state = [], scaling.init()
+    for flag in finite:
+        state = scaling.after(state, jnp.array(flag))
+        scales.append(float(state["scale"]))
+    return scales
+
+
+# `delayed_shift` is the hysteresis of DeepSpeed's DynamicLossScaler.
+@pytest.mark.parametrize(
+    ("fields", "finite", "expected"),
+    [
+        # Published: the unit tests of DeepSpeed (deepspeedai/DeepSpeed, tests/unit/runtime/half_precision).
+        ({"initial": 16, "growth_interval": 2}, [BAD] * 8, [8, 4, 2, 1, 1, 1, 1, 1]),
+        ({"initial": 256, "growth_interval": 2}, [BAD, BAD], [128, 64]),
+        ({"initial": 256, "growth_interval": 2}, [BAD, BAD, GOOD, GOOD, GOOD], [128, 64, 64, 128, 128]),
+        ({"initial": 256, "growth_interval": 2}, [BAD, BAD, GOOD, GOOD, GOOD, BAD], [128, 64, 64, 128, 128, 64]),
+        # By its rules: hysteresis is used up by steps that need not be in a row, and renewed when the scale grows.
+        ({"hysteresis": 2}, [BAD, BAD, BAD], [16, 8, 4]),
+        ({"hysteresis": 2, "growth_interval": 3}, [BAD, GOOD, BAD], [16, 16, 8]),
+        ({"hysteresis": 2, "growth_interval": 2}, [BAD, GOOD, GOOD, BAD, BAD], [16, 16, 32, 32, 16]),
+        ({"growth_interval": 2, "growth_factor": 4.0, "backoff_factor": 0.25}, [GOOD, GOOD, BAD], [16, 64, 16]),
+        ({"floor": 8.0}, [BAD, BAD], [8, 8]),
+        ({"initial": 2.0**99, "growth_interval": 1}, [GOOD, GOOD], [2.0**100, 2.0**100]),
+    ],
+)
+def test_the_scale_moves_as_published(fields, finite, expected):
+    """Backoff to the floor, growth after so many good steps in a row, and hysteresis."""
+    assert trajectory(LossScale(**{"initial": 16, "hysteresis": 1, **fields}), finite) == expected
+
+
+def test_what_is_out_of_range_is_listed():
+    """One error has every field that cannot be used."""
+    with pytest.raises(ConfigError) as caught:
+        LossScale(initial=0.5, growth_interval=0, growth_factor=1.0, backoff_factor=1.0, hysteresis=0)
+    names = ("backoff_factor", "growth_factor", "growth_interval", "hysteresis", "initial")
+    assert [problem.where for problem in caught.value.problems] == [f"loss_scale.{name}" for name in names]
+
+
+WIDTH = 8
+RULES = Rules([("kernel", P("fsdp", "tensor")), ("mean", P("tensor"))])
+SCALING = LossScale(initial=4.0, growth_interval=2, hysteresis=1)
+PRECISION = Precision("scaled float32", params="float32", compute="float32", loss_scale=SCALING)
+
+
+def forward(params, variables, key, x, *, train):
+    """A layer that keeps a mean of what it has seen."""
+    del key
+    y = x @ params["kernel"]
+    return y, {"mean": 0.9 * variables["mean"] + 0.1 * y.mean(axis=0)} if train else variables
+
+
+MODEL = Model(
+    lambda key: {"kernel": jax.random.normal(key, (WIDTH, WIDTH))},
+    lambda params, x: x @ params["kernel"],
+    lambda key: {"mean": jnp.zeros(WIDTH)},
+    forward,
+)
+OPTIMIZER = optax.adam(0.1)
+
+
+def loss_fn(params, variables, batch, key):
+    """Knows nothing of scaling."""
+    y, variables = MODEL.forward(params, variables, key, batch["x"], train=True)
+    losses = ((y - 1) ** 2).mean(axis=-1)
+    return {"loss": (losses * batch["weights"]).sum(), "weight": batch["weights"].sum()}, variables
+
+
+GRAD_FN = value_and_grad(loss_fn)
+
+
+def batch(seed, spoilt=False):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(8, WIDTH)).astype(np.float32)
+    x[3, 2] = np.inf if spoilt else x[3, 2]
+    return {"x": x, "weights": (rng.random(8) > 0.3).astype(np.float32)}
+
+
+@functools.cache
+def plan(precision=PRECISION, optimizer=OPTIMIZER, **sizes):
+    return make_plan(
+        make_mesh(devices=jax.devices()[: 8 if sizes else 1], **sizes), RULES, MODEL, optimizer, precision=precision
+    )
+
+
+def train(layout, batches, grad_fn=GRAD_FN):
+    step, state, metrics = make_train_step(layout, grad_fn=grad_fn), init_state(layout), []
+    for one in batches:
+        one = jax.tree.map(lambda x: jax.device_put(x, spmd.batch_sharding(layout.mesh, x.ndim)), one)
+        state, more = step(state, one)
+        metrics.append(jax.device_get(more))
+    return jax.device_get(state), metrics
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_scaling_changes_no_number_that_fits(microbatches):
+    """Losses, gradients' norms and parameters are those without scaling, whatever the scale does meanwhile."""
+    grad_fn, batches = accumulate(GRAD_FN, microbatches), [batch(seed) for seed in range(5)]
+    scaled, scaled_metrics = train(plan(), batches, grad_fn)
+    plain, metrics = train(plan(POLICIES["float32"]), batches, grad_fn)
+    for ours, theirs in (
+        (scaled.params, plain.params),
+        (scaled_metrics, metrics),
+        (scaled.variables["mean"], plain.variables["mean"]),
+    ):  # equal but for the order in which the compiler fuses arithmetic
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, theirs)
+    assert float(scaled.variables[LOSS_SCALE]["scale"]) == 16.0  # grew after 2 and 4 steps, not with each microbatch
+
+
+def test_gradients_inside_are_scaled():
+    """What is differentiated is the scaled loss, and what is reported is not: the control of the test above."""
+    params, variables = {"kernel": jnp.eye(WIDTH)}, {"mean": jnp.zeros(WIDTH)}
+    key = jax.random.key(0)
+    plain, sums, _ = GRAD_FN(params, variables, batch(0), key)
+    inside, scaled_sums, after = GRAD_FN(params, {**variables, LOSS_SCALE: SCALING.init()}, batch(0), key)
+    np.testing.assert_array_equal(inside["kernel"], 4 * plain["kernel"])
+    assert float(sums["loss"]) == float(scaled_sums["loss"])
+    assert sorted(after) == [LOSS_SCALE, "mean"]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 4, "tensor": 2}, {"data": 8}], ids=str)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_that_overflows_changes_nothing_but_the_scale(sizes, microbatches):
+    """Parameters, moments and statistics stay, on every device, the step is counted, and the next step is taken."""
+    grad_fn, layout = accumulate(GRAD_FN, microbatches), plan(**sizes)
+    before, _ = train(layout, [batch(0)], grad_fn)
+    skipped, metrics = train(layout, [batch(0), batch(1, spoilt=True)], grad_fn)
+    assert not np.isfinite(metrics[1]["gradient_norm"])
+    assert int(skipped_steps(skipped.optimizer_state)) == 1
+    assert int(skipped.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, before.params, skipped.params)
+    jax.tree.map(np.testing.assert_array_equal, before.optimizer_state.inner, skipped.optimizer_state.inner)
+    np.testing.assert_array_equal(before.variables["mean"], skipped.variables["mean"])
+    assert float(skipped.variables[LOSS_SCALE]["scale"]) == 2.0
+    after, _ = train(layout, [batch(0), batch(1, spoilt=True), batch(2)], grad_fn)
+    assert np.isfinite(after.variables["mean"]).all()
+    assert not np.array_equal(before.params["kernel"], after.params["kernel"])
+
+
+def test_every_device_holds_the_same_scale():
+    """It is whole everywhere, and the plan says why."""
+    layout = plan(fsdp=4, tensor=2)
+    lines = [str(leaf) for leaf in layout.variables if leaf.path.startswith(LOSS_SCALE)]
+    assert len(lines) == 3
+    assert all("every device scales by the same number" in line for line in lines)
+    step = make_train_step(layout, grad_fn=GRAD_FN)
+    one = jax.tree.map(lambda x: jax.device_put(x, spmd.batch_sharding(layout.mesh, x.ndim)), batch(0, spoilt=True))
+    state, _ = step(init_state(layout), one)
+    held = {float(shard.data) for shard in state.variables[LOSS_SCALE]["scale"].addressable_shards}
+    assert held == {2.0}
+
+
+def test_statistics_survive_a_skipped_step_without_scaling():
+    """`keep_variables` is to variables what `skip_nonfinite` is to parameters; without it they are lost for good."""
+    layout = plan(POLICIES["float32"], skip_nonfinite(OPTIMIZER))
+    kept, _ = train(layout, [batch(0), batch(1, spoilt=True)], keep_variables(GRAD_FN))
+    assert np.isfinite(kept.variables["mean"]).all()
+    assert int(skipped_steps(kept.optimizer_state)) == 1
+    lost, _ = train(layout, [batch(0), batch(1, spoilt=True)])
+    assert not np.isfinite(lost.variables["mean"]).all()  # control
+
+
+def test_evaluation_and_the_model_do_not_mind_the_scale():
+    """A loss function that knows nothing of it evaluates, and so does the plan's own model."""
+    layout = plan()
+    state = init_state(layout)
+    sums = make_eval_step(layout, loss_fn)(state.params, state.variables, batch(0))
+    assert np.isfinite(float(sums["loss"]))
+    outputs, after = layout.model.forward(state.params, state.variables, None, batch(0)["x"], train=True)
+    assert outputs.shape == (8, WIDTH)
+    assert sorted(after) == [LOSS_SCALE, "mean"]
+    assert with_loss_scale(MODEL, None) is MODEL
+    assert unscale(GRAD_FN, None) is GRAD_FN
+    assert split_loss_scale({}) == ({}, {})
+
+
+def test_float16_gradients_vanish_without_a_scale():
+    """A gradient below what float16 holds is zero without scaling and right with it."""
+
+    def small(params, variables, batch, key):
+        y = (batch["x"].astype(jnp.float16) * params["w"].astype(jnp.float16)).astype(jnp.float32)
+        return {"loss": (y * 1e-9).sum(), "weight": jnp.float32(1)}, variables
+
+    args = ({"w": jnp.ones(4)}, {"x": jnp.ones(4)}, jax.random.key(0))
+    scaling = LossScale(initial=2.0**15)
+    gradients = [
+        unscale(value_and_grad(small), scaling if variables else None)(args[0], variables, *args[1:])[0]["w"]
+        for variables in ({}, {LOSS_SCALE: scaling.init()})
+    ]
+    assert float(jnp.abs(gradients[0]).max()) == 0.0
+    np.testing.assert_allclose(gradients[1], 1e-9, rtol=1e-3)
+
+
+def test_equal_plans_have_equal_optimizers():
+    """Wrapping the optimizer for a precision gives the same object again, so nothing compiles twice."""
+    ours, again = (
+        make_plan(make_mesh(fsdp=8), RULES, MODEL, OPTIMIZER, precision=dataclasses.replace(PRECISION)) for _ in "ab"
+    )
+    assert ours == again
+    assert make_train_step(ours, loss_fn) is make_train_step(again, loss_fn)

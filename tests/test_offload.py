@@ -1,0 +1,196 @@
+"""Optimizer state in host memory, updated a piece at a time, trains as state on the device does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from spmd import cuts, tree
+from spmd.errors import ConfigError, RuleError
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import value_and_grad
+from spmd.mesh import MeshShape, abstract_mesh
+from spmd.model import Model
+from spmd.offload import make_update
+from spmd.optim import OptimizerConfig, make_optimizer
+from spmd.per_layer import per_layer
+from spmd.plan import make_plan
+from spmd.rules import Rules
+from spmd.skip import skip_nonfinite
+from spmd.state import init_state
+from spmd.testing import compare, record_run, token_batches
+from tests import tiny
+
+BIG = tiny.replaced(vocab=512)
+BATCHES = token_batches((8, 16), BIG.vocab, steps=2)
+GRAD_FN = value_and_grad(tiny.loss_fn(BIG))
+OFFLOAD = ("offload", ("optimizer_state",))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pieces():
+    """Arrays of this size are cut, as large ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "PIECE_BYTES", 4096)
+        patch.setattr(cuts, "SMALL_BYTES", 256)
+        yield
+
+
+def plan(optimizer, zero=3, offload=True, **sizes):
+    options = (("zero", zero), *([OFFLOAD] if offload else []))
+    return tiny.plan(BIG, optimizer, options, **sizes)
+
+
+def config(name, **fields):
+    return make_optimizer(OptimizerConfig(name=name, learning_rate=1e-2, schedule="constant", **fields), steps=3)
+
+
+def _no_norms(params):
+    return tree.map_with_path(lambda path, _: "norm" not in path, params)
+
+
+OPTIMIZERS = {
+    "adamw with a clip": config("adamw", clip_norm=0.1),
+    "adafactor": config("adafactor"),
+    "lion": config("lion"),
+    "sgd": config("sgd"),
+    "muon": config("muon"),
+    "raw adamw": optax.adamw(1e-2),
+    "lamb per layer": per_layer(optax.lamb(1e-2)),
+    "adafactor, factored": per_layer(optax.adafactor(1e-2, min_dim_size_to_factor=16)),
+    "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "steps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "masked": optax.masked(optax.adam(1e-2), _no_norms),
+    "an average": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+    "skipping": skip_nonfinite(config("adamw")),
+}
+
+
+def gradients_of(layout, step):
+    """Random gradients, where the plan keeps them."""
+
+    def draw(path, leaf, sharding):
+        rng = np.random.default_rng([step, len(path)])
+        return jax.device_put(rng.normal(size=leaf.shape).astype(np.float32), sharding)
+
+    return tree.map_with_path(draw, layout.abstract_params, layout.gradient_shardings)
+
+
+@functools.cache
+def updated(name, zero=3, offload=True):
+    """Parameters and state after three updates on a mesh, on the host."""
+    layout = plan(OPTIMIZERS[name], zero, offload, fsdp=4, tensor=2)
+    state = init_state(layout)
+    params, held = state.params, state.optimizer_state
+    shardings = jax.tree.map(lambda x: x.sharding, (params, held))
+    update = jax.jit(make_update(layout), out_shardings=shardings)
+    for step in range(3):
+        params, held = update(gradients_of(layout, step), held, params)
+    return tree.flatten(jax.device_get(params)), tree.flatten(jax.device_get(held))
+
+
+def largest_difference(ours, theirs):
+    """Over all leaves, relative to the largest value of each."""
+    assert ours.keys() == theirs.keys()
+    return max(
+        np.abs(x.astype(np.float64) - theirs[path]).max() / (np.abs(theirs[path]).max() or 1.0)
+        for path, x in ours.items()
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_update_equals_that_without_offload(name):
+    """Every kind of optimizer of the conformance suite, over three updates on a mesh, to 1e-6."""
+    (params, state), (expected, expected_state) = updated(name), updated(name, offload=False)
+    assert largest_difference(params, expected) < 1e-6
+    assert largest_difference(state, expected_state) < 1e-6
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_it_goes_with_every_zero_stage(zero):
+    """Where parameters and gradients are whole over fsdp, so are the pieces of them."""
+    params, _ = updated("adamw with a clip", zero)
+    assert largest_difference(params, updated("adamw with a clip", 3, False)[0]) < 1e-6
+
+
+def test_of_one_gradient_adamw_makes_the_same_moments_bit_for_bit():
+    """And parameters to one rounding: inside a loop XLA turns the division by a scalar into a product."""
+    (_, state), (_, expected) = updated("raw adamw"), updated("raw adamw", offload=False)
+    assert largest_difference(state, expected) == 0
+
+
+def test_control_another_optimizer_is_seen():
+    """The comparison of the tests above can fail."""
+    assert largest_difference(updated("raw adamw")[0], updated("hyperparameters")[0]) > 1e-6
+
+
+def test_training_equals_that_without_offload():
+    """The whole step, with accumulation and a clip, and a step that is not finite, which changes nothing."""
+    grad_fn = accumulate(GRAD_FN, 2)
+    ours, theirs = (
+        record_run(plan(OPTIMIZERS["skipping"], offload=offload, fsdp=4, tensor=2), grad_fn, BATCHES)
+        for offload in (True, False)
+    )
+    result = compare(ours, theirs)
+    assert result.ok, f"\n{result}"
+
+
+def test_large_state_lives_in_host_memory_and_small_state_does_not():
+    """Layers and pieces of large arrays are on the host; scalars and norms stay; the plan says which."""
+    layout = plan(OPTIMIZERS["raw adamw"], fsdp=8)
+    kinds = {leaf.path: leaf.memory_kind for leaf in layout.optimizer_state}
+    assert kinds["0/mu/layers/mlp/up_proj/kernel"] == kinds["0/nu/embed/embedding"] == "pinned_host"
+    assert kinds["0/count"] == kinds["0/mu/layers/mlp_norm/scale"] == kinds["0/mu/norm/scale"] == "device"
+    held = {path: x.sharding.memory_kind for path, x in tree.flatten(init_state(layout).optimizer_state).items()}
+    assert held == kinds
+    assert "pinned_host" in layout.text("optimizer_state")
+
+
+def test_each_parameter_is_in_one_cut():
+    """Layers go one at a time, large arrays in pieces of bounded size, the rest together."""
+    layout = plan(OPTIMIZERS["raw adamw"], fsdp=8)
+    assert sorted(path for cut in layout.cuts for path in cut.paths) == sorted(leaf.path for leaf in layout.params)
+    pieces = {cut.paths[0]: (cut.dim, cut.pieces, cut.shards) for cut in layout.cuts}
+    assert pieces["layers/attention/k_proj/kernel"] == (0, BIG.layers, 1)
+    assert pieces["embed/embedding"] == (0, 2, 1)
+    assert pieces["norm/scale"] == (0, 1, 1)
+
+
+def test_a_split_dimension_is_cut_inside_the_shards():
+    """Where every dimension is split, each device cuts its own part, and nothing is sent."""
+    model = Model(lambda key: {"w": jnp.ones((128, 256))}, lambda params: params)
+    layout = make_plan(
+        tiny.mesh(fsdp=4, tensor=2),
+        Rules([("w", P("fsdp", "tensor"))]),
+        model,
+        optax.adam(1e-2),
+        offload=("optimizer_state",),
+    )
+    assert [(cut.dim, cut.pieces, cut.shards) for cut in layout.cuts] == [(0, 4, 4)]
+    state = init_state(layout)
+    program = jax.jit(make_update(layout)).lower(state.params, state.optimizer_state, state.params).compile().as_text()
+    assert not any(kind in program for kind in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
+
+
+def test_an_optimizer_that_looks_at_all_parameters_is_refused():
+    """A norm of the whole gradient cannot be taken piece by piece; the error says where it belongs."""
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    with pytest.raises(RuleError, match=r"depends on .*\n.*staged"):
+        plan(clipped, fsdp=8)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "offload", "complaint"),
+    [
+        (MeshShape(fsdp=8), ("optimizer-state",), 'did you mean "optimizer_state"'),
+        (MeshShape(pipe=2, fsdp=4), ("optimizer_state",), "does not go with pipe yet"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(mesh, offload, complaint):
+    """An unknown name, and layers that are split over stages."""
+    with pytest.raises(ConfigError, match=complaint):
+        make_plan(abstract_mesh(mesh), tiny.plan().rules, tiny.model(BIG), optax.adam(1e-2), offload=offload)

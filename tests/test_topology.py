@@ -1,0 +1,126 @@
+"""Machines are known by name without JAX, and what is no machine is an error with the arithmetic."""
+
+import json
+import math
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from spmd.errors import MeshError
+from spmd.foresight import topology as room
+from spmd.foresight.chips import CHIPS
+from spmd.foresight.topology import EXAMPLES, EXTRAS, missing_extra, parse_topology
+from spmd.metrics import peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "devices", "hosts", "gib"),
+    [
+        ("v5e:16x16", 256, 256, 64, 15.75),
+        ("v5e:1x1", 1, 1, 1, 15.75),
+        ("v5e:2x4", 8, 8, 2, 15.75),
+        ("v5p:4x4x8", 128, 128, 32, 95.74),
+        ("v4:2x2x2", 8, 8, 2, 30.75),
+        ("v6e:16x16", 256, 256, 64, 31.25),
+        ("tpu7x:4x4x4", 64, 128, 16, 94.75),
+        ("h100:16x8", 128, 128, 16, 80),
+        ("a100:2x8", 16, 16, 2, 80),
+    ],
+)
+def test_sizes(name, chips, devices, hosts, gib):
+    """Chips, devices, hosts and usable memory, in GiB, as the compilers have them."""
+    topology = parse_topology(name)
+    assert (topology.chips, topology.devices, topology.hosts) == (chips, devices, hosts)
+    assert topology.memory == int(gib * 2**30)
+    assert str(topology) == name
+
+
+def test_simulated_devices_have_no_memory_of_their_own():
+    """So nothing can be said to fit or not."""
+    assert parse_topology("cpu:16384").devices == 16384
+    assert parse_topology("cpu:8").memory is None
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("v9:16x16", "known: cpu, v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200"),
+        ("v5:4x4", 'did you mean "v5'),
+        ("", "one of: v4:4x4x4"),
+        ("v5e:256", "v5e:AxB"),
+        ("v5p:16x16", "v5p:AxBxC"),
+        ("v5e:0x4", "v5e:AxB"),
+        ("h100:8", "h100:HOSTSxGPUS"),
+        ("cpu", "cpu:N"),
+        ("cpu:-1", "cpu:N"),
+        ("v5e:32x16", "32 × 16 = 512 > 256"),
+        ("v5e:3x4", "dimension 0: 3 / 2 = 1.5"),
+        ("v5p:4x5x8", "dimension 1: 5 / 2 = 2.5"),
+    ],
+)
+def test_what_is_no_machine(text, complaint):
+    """The message has what there is, the form, or the arithmetic."""
+    with pytest.raises(MeshError, match=r".") as caught:
+        parse_topology(text)
+    assert complaint in str(caught.value)
+
+
+def test_every_kind_has_an_example_and_a_peak():
+    """The list of examples is complete, and the utilization of each chip can be computed."""
+    examples = [parse_topology(name) for name in EXAMPLES.split(", ")]
+    assert {example.kind for example in examples} == set(CHIPS)
+    assert all(peak_flops(chip.device_kind) for chip in CHIPS.values() if chip.platform != "cpu")
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    """Each platform but the CPU has its extra; one that is there is not asked for."""
+    for platform, (extra, modules) in EXTRAS.items():
+        topology = next(t for t in map(parse_topology, EXAMPLES.split(", ")) if t.platform == platform)
+        monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
+        assert missing_extra(topology).fix == f"pip install 'spmd[{extra}]'"
+        monkeypatch.setattr(room.importlib.util, "find_spec", lambda name, there=modules[0]: name == there or None)
+        assert missing_extra(topology) is None
+    assert missing_extra(parse_topology("cpu:8")) is None
+
+
+PROBE = """
+    import json, sys
+    from spmd import launch
+    from spmd.foresight.topology import missing_extra, parse_topology, topology_devices
+    from spmd.mesh import MeshShape, mesh_of
+    launch.start(launch.Launch(absent="tpu"))
+    found = []
+    for name in sys.argv[1:]:
+        topology = parse_topology(name)
+        if missing_extra(topology):
+            found.append(name)
+            continue
+        devices = topology_devices(topology)
+        mesh = mesh_of(MeshShape(fsdp=-1, tensor=4), devices)
+        hosts = len({device.process_index for device in devices})
+        tensor = [device.coords for device in mesh.devices[0, 0, 0, 0, 0]]
+        found.append([len(devices), hosts, devices[0].device_kind, tensor, str(mesh.axis_types[0])])
+    print(json.dumps(found))
+"""
+
+
+def test_the_compiler_knows_the_same_machines():
+    """With the TPU extra, devices, hosts and kinds are the compiler's, neighbours on `tensor` are neighbours in the
+    network, and nothing is printed; without it, the extra is asked for by name.
+    """
+    names = ["v4:2x2x2", "v5e:16x16", "v5p:4x4x8", "v6e:2x4", "tpu7x:2x2x2"]
+    command = [sys.executable, "-c", textwrap.dedent(PROBE), *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for name, found in zip(names, json.loads(done.stdout), strict=True):
+        topology = parse_topology(name)
+        if missing_extra(topology):
+            assert found == name
+            continue
+        devices, hosts, kind, tensor, axis_type = found
+        assert (devices, hosts, kind) == (topology.devices, topology.hosts, topology.chip.device_kind)
+        assert math.prod(max(side) - min(side) + 1 for side in zip(*tensor, strict=True)) <= 4  # chips in their box
+        assert axis_type == "Auto"
