@@ -4,6 +4,8 @@
 PYTHON ?= python3
 PYTHON_NEWEST ?= python3.13
 ARGS ?=
+# Two processes and more, each with whole files: the models and compiled steps that a file shares are made once.
+PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 VENV := .venv
 NEWEST := .venv-newest
@@ -42,10 +44,10 @@ demo: install ## train a small Llama over 8 simulated devices, into runs/demo (a
 	$(VENV)/bin/spmd train demo --out runs/demo
 
 test: install ## run the whole test suite (ARGS="-k mesh" chooses)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python $(PYTEST) $(ARGS)
 
 fast: install ## run the test suite without its slow part
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(VENV)/bin/python $(PYTEST) -m "not slow" $(ARGS)
 
 check: install ## lint, formatting, types, import floors, docs coverage
 	$(VENV)/bin/ruff check .
@@ -70,4 +72,4 @@ newest: ## run the fast part on PYTHON_NEWEST with the newest release of everyth
 	$(call make_venv,$(PYTHON_NEWEST),$(NEWEST),PYTHON_NEWEST)
 	@echo "installing the newest releases into $(NEWEST)"
 	@$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
-	$(NEWEST)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(NEWEST)/bin/python $(PYTEST) -m "not slow" $(ARGS)
