@@ -22,9 +22,10 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.derive import ZERO_KEEPS, drop_axis
 from spmd.errors import AnnotationError, Problem, did_you_mean
+from spmd.hosted import Hosted, fetch, is_hosted, misplaced
 from spmd.mesh import AnyMesh
-from spmd.plan import ShardingPlan, cast_floats
-from spmd.precision import Precision
+from spmd.plan import ShardingPlan
+from spmd.precision import Precision, cast_floats
 from spmd.remat import Remat
 from spmd.rules import Replicate, Rules, audit_spec, spec_text
 
@@ -38,6 +39,7 @@ class _Scope:
     zero: int
     remat: Remat
     precision: Precision
+    hosted: frozenset[str] = frozenset()
     gathers_again: bool = False  # kernels in the backward pass, where no jax.checkpoint around the layer does
 
 
@@ -84,7 +86,7 @@ def within(plan: ShardingPlan) -> Iterator[None]:
         >>> annotate(jnp.ones(2), "any name: no plan is in scope").shape
         (2,)
     """
-    scope = _Scope(plan.mesh, plan.rules, plan.zero, plan.remat, plan.precision)
+    scope = _Scope(plan.mesh, plan.rules, plan.zero, plan.remat, plan.precision, plan.hosted_params)
     with _SCOPE(scope):
         yield
 
@@ -148,12 +150,17 @@ def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda pa
     Args:
         params: A nested dictionary.
         gathered_later: Whether the layer that uses the parameter at a path gathers it itself.
+
+    Raises:
+        AnnotationError: A parameter is in host memory and not gathered by its layer.
     """
     scope = _SCOPE.value
     if scope is None:
         return params
+    if wrong := [misplaced(path) for path in sorted(scope.hosted) if not gathered_later(path)]:
+        raise AnnotationError("This model takes its parameters all at once:", wrong)
 
-    def place(path: str, param: jax.Array) -> jax.Array:
+    def place(path: str, param: Any) -> Any:
         match = scope.rules.match(path)
         if match is None or gathered_later(path) or not jnp.issubdtype(param.dtype, jnp.floating):
             return param
@@ -161,7 +168,7 @@ def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda pa
         gradient = match.spec if "gradients" in ZERO_KEEPS[scope.zero] else used
         return _gathered(param, Weight(scope.mesh, used, gradient, is_kept=True))
 
-    return tree.map_with_path(place, params)
+    return tree.map_with_path(place, params, is_leaf=is_hosted)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -182,9 +189,41 @@ def to_compute(x: jax.Array) -> jax.Array:
 
 
 def gradient_view(params: Any) -> Any:
-    """The parameters in the dtype in which the plan sums gradients: gradients with respect to this view are in it."""
+    """What gradients are taken with respect to: the parameters in the dtype in which the plan sums gradients.
+
+    For a parameter in host memory it is a stand-in on the device.
+    """
     scope = _SCOPE.value
-    return params if scope is None else cast_floats(params, scope.precision.gradients_dtype)
+    if scope is None:
+        return params
+
+    def view(path: str, param: jax.Array) -> jax.Array:
+        hosted = path in scope.hosted
+        return cast_floats(jnp.zeros(param.shape, param.dtype) if hosted else param, scope.precision.gradients_dtype)
+
+    return tree.map_with_path(view, params)
+
+
+def as_taken(params: Any, view: Any = None) -> Any:
+    """The parameters as a model takes them: of those in host memory, each layer brings its own to the device.
+
+    Args:
+        params: A nested dictionary.
+        view: What `gradient_view` made of them, to differentiate with respect to it; None to differentiate nothing.
+    """
+    scope = _SCOPE.value
+    seen = params if view is None else view
+    if scope is None or not scope.hosted:
+        return seen
+    views = {} if view is None else tree.flatten(view)
+
+    def take(path: str, param: jax.Array, seen: jax.Array) -> Any:
+        if path not in scope.hosted:
+            return seen
+        rest = scope.rules.match(path).spec[len(scope.rules.layer_path(path)[1]) :]
+        return Hosted(param, views.get(path), NamedSharding(scope.mesh, P(*rest)))
+
+    return tree.map_with_path(take, params, seen)
 
 
 def accumulation_dtype(dtype: Any) -> Any:
@@ -216,6 +255,8 @@ def checkpoint_layer(layer: F, *, scanned: bool, number: int | None = None) -> F
     scope = _SCOPE.value
     if scope is None or scope.remat.kind == "none":
         return layer
+    if scope.hosted:
+        layer = _fetching(layer)
     if number is None and scope.remat.every > 1:
         problem = Problem(f"remat {scope.remat}", "has an interval, and the layers have no numbers", fix=_NUMBERED)
         raise AnnotationError("This model does not say which of its layers is which:", [problem])
@@ -239,6 +280,10 @@ def checkpoint_core(core: F) -> F:
     if scope is None or scope.remat.kind != "selective":
         return core
     return _marked(jax.checkpoint(core))  # type: ignore[return-value]
+
+
+def _fetching(layer: F) -> F:
+    return lambda *arrays: layer(*fetch(arrays))  # type: ignore[return-value]
 
 
 def _in_scope(scope: _Scope, layer: F) -> F:

@@ -138,7 +138,7 @@ class TrainConfig(Generic[M]):
     """float32; bf16 or fp16: compute in it; bf16-params: parameters are stored in it too, with float32 master weights,
     or rounded stochastically. Gradients are summed in float32. fp16 scales the loss."""
     offload: tuple[str, ...] = ()
-    """What lives in host memory: optimizer_state, params (not yet)."""
+    """What lives in host memory: optimizer_state, params (those of stacked layers)."""
     pipeline: PipelineConfig = PipelineConfig()
     """Pipeline parallelism (not yet)."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -173,8 +173,6 @@ class TrainConfig(Generic[M]):
 
     def __post_init__(self) -> None:
         later = []
-        if "params" in self.offload:
-            later.append(Problem("offload", "params is planned and not built", fix="leave it out"))
         if self.pipeline != PipelineConfig():
             later.append(Problem("pipeline", f"{self.pipeline.schedule} is planned and not built", fix="leave it out"))
         if self.mesh.pipe != 1:

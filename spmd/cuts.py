@@ -38,6 +38,7 @@ class Cut:
         pieces: Into how many pieces; 1 leaves them whole.
         shards: Over how many devices that dimension is split; each device cuts its own shard.
         host: The paths of the optimizer state that lives in host memory.
+        host_params: The paths of the parameters that do.
     """
 
     paths: tuple[str, ...]
@@ -45,6 +46,7 @@ class Cut:
     pieces: int = 1
     shards: int = 1
     host: frozenset[str] = frozenset()
+    host_params: frozenset[str] = frozenset()
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one piece of an array."""
@@ -63,6 +65,7 @@ def make_cuts(
     specs: Mapping[str, Any],
     axes: Mapping[str, int],
     stacked: Sequence[str],
+    offload: Sequence[str],
 ) -> tuple[tuple[Cut, ...], list[Problem]]:
     """Cuts the update of all parameters into pieces.
 
@@ -73,6 +76,7 @@ def make_cuts(
         specs: Parameter path → the spec that optimizer state of its shape has.
         axes: Mesh axis → size.
         stacked: Path components whose parameters are stacked.
+        offload: What is to live in host memory: `optimizer_state`, `params`.
 
     Returns:
         The cuts, each parameter in one of them, and why the optimizer cannot be run by pieces.
@@ -109,7 +113,15 @@ def make_cuts(
     cuts += [cut for _, cut in parts if cut]
     if whole := tuple(path for path, cut in parts if not cut):
         cuts.append(Cut(whole))
-    return tuple(dataclasses.replace(cut, host=_host(cut, rule, abstract, state, axes)) for cut in cuts), []
+    if "optimizer_state" in offload:
+        cuts = [dataclasses.replace(cut, host=_host(cut, rule, abstract, state, axes)) for cut in cuts]
+    if "params" in offload:
+        layers = len(stacks)
+        cuts[:layers] = [dataclasses.replace(cut, host_params=_host_params(cut, flat)) for cut in cuts[:layers]]
+        if not any(cut.host_params for cut in cuts):
+            what = "there is no stack of layers with parameters of two dimensions"
+            problems.append(Problem("offload params", what, fix="stack the layers, and name them in Rules(stacked=…)"))
+    return tuple(cuts), problems
 
 
 def _cut_one(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> Cut | None:
@@ -129,6 +141,11 @@ def _cut_one(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> Cut | 
                 if tiles % pieces == 0 and total // pieces <= PIECE_BYTES:
                     return Cut((path,), dim, pieces, shards[dim])
     return None
+
+
+def _host_params(cut: Cut, params: Mapping[str, Any]) -> frozenset[str]:
+    """Which parameters of a stack live in host memory: those of which one layer is made of whole tiles."""
+    return frozenset(path for path in cut.paths if len(params[path].shape) > 2)
 
 
 def _host(

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from spmd.annotate import within
+from spmd.annotate import as_taken, within
 from spmd.errors import ConfigError, Problem
 from spmd.mesh import batch_sharding
 from spmd.plan import ShardingPlan
@@ -85,6 +85,7 @@ def generate(
             return jax.lax.dynamic_update_index_in_dim(buffer, token.astype(buffer.dtype), position, axis=1)
 
         with within(plan):
+            params = as_taken(params)
             return jax.lax.fori_loop(prompt, prompt + tokens, step, buffer)
 
     buffer = np.zeros((batch, window), np.int32)

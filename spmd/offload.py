@@ -1,8 +1,8 @@
-"""Optimizer state in host memory, and an update that never has more than a piece of it on the device.
+"""Optimizer state and parameters in host memory, and an update that has no more than a piece of them on the device.
 
-The state of an offloaded leaf lives in `pinned_host`. The update runs piece by piece: one layer of a stack, or a
-bounded part of a large array, is copied to the device, updated, and written back into the donated host buffer. Moving
-the whole state in and out instead needs more device memory than no offload at all.
+An offloaded leaf lives in `pinned_host`. The update runs piece by piece: one layer of a stack, or a bounded part of a
+large array, is copied to the device, updated, and written back into the donated host buffer. Moving all of it in and
+out instead needs more device memory than no offload at all.
 """
 
 import functools
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from spmd import tree
 from spmd.cuts import Cut
+from spmd.leaf import Leaf
 from spmd.plan import ShardingPlan
 from spmd.staged import stages
 
@@ -53,18 +54,23 @@ def _piecewise(plan: ShardingPlan, rule: optax.GradientTransformationExtraArgs, 
     mesh = plan.mesh
     like = jax.eval_shape(rule.init, cut.piece(plan.abstract_params))
     leaves = {leaf.path: leaf for leaf in plan.optimizer_state}
+    weights = {leaf.path: leaf for leaf in plan.params}
     cut_paths = [path for path, leaf in tree.flatten(like).items() if leaf.shape != leaves[path].shape]
 
-    def place(path: str, x: jax.Array, *, memory_kind: str) -> jax.Array:
-        if leaves[path].memory_kind == "device":
+    def place(leaf: Leaf, x: jax.Array, memory_kind: str = "device") -> jax.Array:
+        if leaf.memory_kind == "device":
             return x
-        return jax.device_put(x, NamedSharding(mesh, leaves[path].spec, memory_kind=memory_kind))
+        return jax.device_put(x, NamedSharding(mesh, leaf.spec, memory_kind=memory_kind))
 
     def one(gradients: Any, state: Mapping[str, Any], params: Any, scalars: Any) -> tuple[Any, dict[str, Any]]:
-        part = {path: place(path, x, memory_kind="device") for path, x in state.items()}
+        part = {path: place(leaves[path], x) for path, x in state.items()}
+        params = tree.map_with_path(lambda path, x: place(weights[path], x), params)
         updates, after = rule.update(gradients, tree.map_with_path(lambda path, _: part[path], like), params, **scalars)
-        kept = {path: place(path, x, memory_kind=leaves[path].memory_kind) for path, x in tree.flatten(after).items()}
-        return optax.apply_updates(params, updates), kept
+        moved = optax.apply_updates(params, updates)
+        moved = tree.map_with_path(lambda path, x: place(weights[path], x, weights[path].memory_kind), moved)
+        return moved, {
+            path: place(leaves[path], x, leaves[path].memory_kind) for path, x in tree.flatten(after).items()
+        }
 
     def run(gradients: Any, state: Mapping[str, Any], params: Any, scalars: Any) -> tuple[Any, dict[str, Any]]:
         gradients, params = (tree.select(x, lambda path: path in cut.paths) for x in (gradients, params))

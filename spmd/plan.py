@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -20,63 +20,20 @@ from spmd.cuts import Cut, make_cuts
 from spmd.derive import ZERO_KEEPS, drop_axis, optimizer_specs, shard_bytes
 from spmd.errors import ConfigError, Problem, RuleError, did_you_mean
 from spmd.layerwise import check_layerwise
+from spmd.leaf import Leaf, aligned, make_leaf
 from spmd.mesh import AnyMesh
 from spmd.model import PRNG, Model
 from spmd.narrow import at_precision
-from spmd.precision import Precision, make_precision, with_loss_scale
+from spmd.precision import Precision, cast_floats, make_precision, with_loss_scale
 from spmd.remat import Remat, make_remat
 from spmd.rules import Match, Rules, audit_spec, replicate, spec_text
 from spmd.staged import stages
 
-OFFLOADABLE = ("optimizer_state",)
+OFFLOADABLE = ("optimizer_state", "params")
 """What can live in host memory."""
 
 _SAME_DRAWS = replicate("every device draws the same numbers")
 _RANDOM_STATE = Match(-1, "random state", _SAME_DRAWS, P(), _SAME_DRAWS.reason)
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One array of the training state and what was decided about it.
-
-    Attributes:
-        path: Its name, `layers/attention/q_proj/kernel`.
-        shape: Its global shape.
-        dtype: Its dtype's name.
-        rule: The pattern that matched, or what it follows.
-        requested: What the rule says, as written.
-        spec: The spec in force, with stacked dimensions, after the ZeRO stage.
-        reason: Why it is replicated or differs from what was requested; may be empty.
-        memory_kind: Where it lives.
-        bytes_per_device: The bytes of one shard.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    rule: str
-    requested: str
-    spec: P
-    reason: str
-    memory_kind: str
-    bytes_per_device: int
-
-    @property
-    def cells(self) -> tuple[str, str, str, str, str]:
-        """Path, dtype and shape, spec in force, bytes of a shard, and the rule with its reason."""
-        shape = "×".join(map(str, self.shape)) or "scalar"
-        return (
-            self.path,
-            f"{self.dtype}[{shape}]",
-            spec_text(self.spec),
-            tree.human_bytes(self.bytes_per_device),
-            self.rule
-            + (f" ({self.reason})" if self.reason else "")
-            + ("" if self.memory_kind == "device" else f"  in {self.memory_kind}"),
-        )
-
-    def __str__(self) -> str:
-        return "  ".join(self.cells)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +87,11 @@ class ShardingPlan:
         return self._abstract(state, self.optimizer_state)
 
     @functools.cached_property
+    def hosted_params(self) -> frozenset[str]:
+        """The paths of the parameters that live in host memory."""
+        return frozenset(path for cut in self.cuts for path in cut.host_params)
+
+    @functools.cached_property
     def gradient_shardings(self) -> Any:
         """The gradients' shardings, a tree like the parameters."""
         tree_of = self._abstract(_abstract_params(self.model, self.precision), self.gradients)
@@ -165,13 +127,7 @@ class ShardingPlan:
         for table in tables:
             head = "" if table in ("params", "variables") else f"{table.removesuffix('_state')}: "
             rows += [(head + path, *cells) for path, *cells in (leaf.cells for leaf in getattr(self, table))]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
-        lines = [
-            "  ".join(
-                (path.ljust(widths[0]), shape.ljust(widths[1]), spec.ljust(widths[2]), size.rjust(widths[3]), rule)
-            )
-            for path, shape, spec, size, rule in rows
-        ]
+        lines = aligned(rows)
         held = "   ".join(f"{name} {tree.human_bytes(n)}" for name, n in self.bytes_per_device().items())
         count = sum(math.prod(leaf.shape) for leaf in self.params)
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
@@ -237,7 +193,7 @@ def make_plan(
         zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) keep the `fsdp` axis.
         remat: What the backward pass keeps: `"none"`, `"full"`, or `Remat(save=("attention_out",))`.
         precision: Which dtype is where: the name of a policy, such as `"bf16"`, or a `Precision`.
-        offload: What lives in host memory: `("optimizer_state",)`, or nothing.
+        offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or nothing.
 
     Raises:
         RuleError: All problems of the table, the specs and the optimizer's state, at once.
@@ -288,13 +244,17 @@ def make_plan(
     problems += mixed
     cuts: tuple[Cut, ...] = ()
     if offload and not problems:
-        cuts, problems = make_cuts(stages(optimizer)[1], params, state, tables["optimizer"], mesh.shape, stacked)
+        rule = stages(optimizer)[1]
+        cuts, problems = make_cuts(rule, params, state, tables["optimizer"], mesh.shape, stacked, offload)
     if problems:
         raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 
-    def table(name: str, leaves: Mapping[str, Any]) -> tuple[Leaf, ...]:
+    hosted = {path for cut in cuts for path in cut.host_params}
+
+    def table(name: str, leaves: Mapping[str, Any], on_host: Container[str] = ()) -> tuple[Leaf, ...]:
         return tuple(
-            _leaf(path, leaf, matches[path], tables[name][path], zero, mesh.shape) for path, leaf in leaves.items()
+            make_leaf(path, leaf, matches[path], tables[name][path], zero, mesh.shape, path in on_host)
+            for path, leaf in leaves.items()
         )
 
     optimizer_leaves = tuple(
@@ -317,7 +277,7 @@ def make_plan(
         zero,
         remat,
         precision,
-        table("params", tree.flatten(params)),
+        table("params", tree.flatten(params), hosted),
         table("gradients", tree.flatten(_cast_abstract(params, precision.gradients_dtype))),
         table("params", variables),
         optimizer_leaves,
@@ -336,6 +296,10 @@ def _check_offload(mesh: AnyMesh, offload: tuple[str, ...], remat: Remat) -> tup
     ]
     if mesh.shape["pipe"] > 1 and offload:
         problems.append(Problem("offload", "does not go with pipe yet", f"pipe={mesh.shape['pipe']}", "pipe=1"))
+    if "params" in offload and (remat.kind in ("none", "selective") or remat.every > 1):
+        what = f"needs every layer to be recomputed, and remat is {remat}"
+        why = "a layer that is not would keep its parameters on the device until the backward pass"
+        problems.append(Problem("offload params", what, why, "remat full, dots, save:NAME or offload:NAME"))
     devices = () if isinstance(mesh, AbstractMesh) else mesh.devices.flat[:1]
     for where in (*(["offload"] if offload else []), *([f"remat {remat}"] if remat.offload else [])):
         for device in devices:
@@ -348,22 +312,6 @@ def _check_offload(mesh: AnyMesh, offload: tuple[str, ...], remat: Remat) -> tup
     return tuple(dict.fromkeys(offload))
 
 
-def _leaf(path: str, array: Any, match: Match, spec: P, zero: int, axes: Mapping[str, int]) -> Leaf:
-    shape, dtype = tuple(array.shape), str(array.dtype)
-    dropped = "" if spec == match.spec else f"zero={zero}: whole over fsdp"
-    return Leaf(
-        path=path,
-        shape=shape,
-        dtype=dtype,
-        rule=match.pattern,
-        requested=spec_text(match.requested) if isinstance(match.requested, P) else str(match.requested),
-        spec=spec,
-        reason=match.reason or dropped,
-        memory_kind="device",
-        bytes_per_device=shard_bytes(shape, dtype, spec, axes),
-    )
-
-
 def _abstract_params(model: Model, precision: Precision) -> Any:
     return jax.eval_shape(lambda: cast_floats(model.init(jax.random.key(0, impl=PRNG)), precision.params_dtype))
 
@@ -374,11 +322,6 @@ def _cast_abstract(params: Any, dtype: Any) -> Any:
 
 def _abstract_variables(model: Model) -> Any:
     return jax.eval_shape(lambda: model.init_variables(jax.random.key(0, impl=PRNG)))
-
-
-def cast_floats(params: Any, dtype: Any) -> Any:
-    """The tree with its floating-point leaves in `dtype`."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
 
 
 def _count(problems: list[Problem]) -> str:

@@ -274,3 +274,8 @@ def split_loss_scale(variables: Any) -> tuple[Any, dict[str, Any]]:
 def scale_loss(loss: jax.Array, scaling: Mapping[str, Any]) -> jax.Array:
     """The loss to differentiate, in its own dtype: times the scale, where `scaling` of `split_loss_scale` has one."""
     return loss * scaling[LOSS_SCALE]["scale"].astype(loss.dtype) if scaling else loss
+
+
+def cast_floats(params: Any, dtype: Any) -> Any:
+    """The tree with its floating-point leaves in `dtype`."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)

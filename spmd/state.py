@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.model import PRNG
-from spmd.plan import ShardingPlan, cast_floats
+from spmd.plan import ShardingPlan
+from spmd.precision import cast_floats
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.annotate import check_marks, within
+from spmd.annotate import as_taken, check_marks, within
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.loss_scale import unscale
 from spmd.loss import LossFn, Sums
@@ -105,7 +105,8 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, A
 
     def evaluate(params: Any, variables: Any, batch: Any) -> Sums:
         with within(plan):
-            return loss_fn(params, split_loss_scale(variables)[0], batch, jax.random.key(0, impl=PRNG))[0]
+            own, _ = split_loss_scale(variables)
+            return loss_fn(as_taken(params), own, batch, jax.random.key(0, impl=PRNG))[0]
 
     return jax.jit(evaluate)
 

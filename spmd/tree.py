@@ -33,14 +33,16 @@ def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[
     return {path_of(k): leaf for k, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]}
 
 
-def map_with_path(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+def map_with_path(
+    f: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> PyTree:
     """`jax.tree.map` whose function takes the leaf's path first.
 
     Example:
         >>> map_with_path(lambda path, x: f"{path}={x}", {"a": {"b": 1}})
         {'a': {'b': 'a/b=1'}}
     """
-    return jax.tree_util.tree_map_with_path(lambda k, *leaves: f(path_of(k), *leaves), tree, *rest)
+    return jax.tree_util.tree_map_with_path(lambda k, *leaves: f(path_of(k), *leaves), tree, *rest, is_leaf=is_leaf)
 
 
 def select(tree: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:

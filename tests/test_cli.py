@@ -271,7 +271,7 @@ def test_plan_refuses_what_it_cannot_show(config, capsys, flags, complaint):
         (["--data.source", "/no/such/corpus.txt"], "/no/such/corpus.txt"),
         (["--data.sequence", "100000"], "fewer tokens than one sequence"),
         (["--mesh.pipe", "2"], "pipelines are planned and not built"),
-        (["--offload", "params"], "is planned and not built"),
+        (["--offload", "params"], "needs every layer to be recomputed, and remat is none"),
         (["--offload", "optimiser_state"], 'did you mean "optimizer_state"'),
         (["--pipeline.schedule", "1f1b", "--pipeline.microbatches", "8"], "is planned and not built"),
         (["--precision", "fp8"], "invalid choice"),

@@ -19,7 +19,8 @@ import jax
 from spmd.foresight.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
 from spmd.foresight.topology import Topology
 from spmd.foresight.traced import Program, Value, place, propagate, read_program
-from spmd.plan import Leaf, ShardingPlan
+from spmd.leaf import Leaf
+from spmd.plan import ShardingPlan
 from spmd.step import TrainStep
 from spmd.tree import human_bytes
 

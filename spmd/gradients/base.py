@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from spmd.annotate import gradient_view
+from spmd.annotate import as_taken, gradient_view
 from spmd.loss import LossFn, Sums
 from spmd.precision import scale_loss, split_loss_scale
 
@@ -34,8 +34,8 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_loss_scale(variables)
 
-        def objective(params: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
-            sums, after = loss_fn(params, own, batch, key)
+        def objective(view: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
+            sums, after = loss_fn(as_taken(params, view), own, batch, key)
             return scale_loss(sums["loss"], scaling), (sums, after)
 
         gradients, (sums, after) = jax.grad(objective, has_aux=True)(gradient_view(params))

@@ -23,8 +23,8 @@ PACKAGES = (*SHIPPED, "benchmarks")
 FLOORS = {
     "words": ("errors", "tree"),
     "describe": ("mesh", "model", "search_tables", "logical", "rules", "precision", "remat"),
-    "decide": ("derive", "per_layer", "layerwise", "staged", "skip", "rounding", "narrow", "cuts", "plan"),
-    "compute": ("annotate", "loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
+    "decide": ("derive", "per_layer", "layerwise", "staged", "skip", "rounding", "narrow", "cuts", "leaf", "plan"),
+    "compute": ("hosted", "annotate", "loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
     "run": (
         *("flax", "moments", "optim", "state", "offload", "step"),
         *("corpus", "data", "checkpoint", "metrics", "trainer", "generate"),

@@ -1,0 +1,74 @@
+"""Parameters that live in host memory, as a model sees them: brought to the device where a layer begins.
+
+A derivative with respect to an array in host memory would be in host memory too, and the step could not compute with
+it. So what is differentiated is a stand-in on the device, of which only the gradient is ever made.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from spmd.errors import AnnotationError, Problem
+
+
+@jax.tree_util.register_pytree_node_class
+class Hosted:
+    """A parameter in host memory, one layer's or a stack of them.
+
+    Attributes:
+        array: The parameter.
+        view: Zeros like it on the device, whose gradient is the parameter's, in the dtype that gradients have; None
+            where nothing is differentiated.
+        sharding: Where one layer of it goes on the device.
+    """
+
+    def __init__(self, array: Any, view: Any, sharding: NamedSharding) -> None:
+        self.array, self.view, self.sharding = array, view, sharding
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], NamedSharding]:
+        """The arrays, and what is static."""
+        return (self.array, self.view), self.sharding
+
+    @classmethod
+    def tree_unflatten(cls, sharding: NamedSharding, arrays: tuple[Any, Any]) -> "Hosted":
+        """The inverse of `tree_flatten`."""
+        return cls(*arrays, sharding)
+
+    def fetch(self) -> jax.Array:
+        """The parameter of one layer on the device."""
+        if self.view is None:
+            return jax.device_put(self.array, self.sharding)
+        return _fetch(self.array, self.view, self.sharding)
+
+    def __jax_array__(self) -> jax.Array:
+        """It is no array where a layer has not begun."""
+        raise AnnotationError("A parameter is used where it is in host memory:", [misplaced("a parameter")])
+
+
+def misplaced(path: str) -> Problem:
+    """What is wrong with a model that takes a parameter otherwise than layer by layer."""
+    fix = "run the layers as functions of their parameters through spmd.annotate.checkpoint_layer, or do not offload it"
+    return Problem(path, "is in host memory, and the model does not take it one layer at a time", fix=fix)
+
+
+def is_hosted(x: Any) -> bool:
+    """Whether a node of a tree is a `Hosted` parameter; for `is_leaf`."""
+    return isinstance(x, Hosted)
+
+
+def fetch(tree: Any) -> Any:
+    """A tree with what is in host memory brought to the device."""
+    return jax.tree.map(lambda x: x.fetch() if is_hosted(x) else x, tree, is_leaf=is_hosted)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _fetch(array: jax.Array, view: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.device_put(array, sharding).astype(view.dtype)
+
+
+_fetch.defvjp(
+    lambda array, view, sharding: (_fetch(array, view, sharding), None),
+    lambda sharding, _, gradient: (None, gradient),
+)
