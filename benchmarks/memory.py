@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--zero", type=int, nargs="+", default=[3])
     parser.add_argument("--remat", nargs="+", default=["full"])
-    parser.add_argument("--offload", nargs="+", default=["none"], help="none, optimizer_state")
+    parser.add_argument("--offload", nargs="+", default=["none"], help="none, optimizer_state, optimizer_state,params")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     topology = parse_topology(options.topology)
@@ -70,7 +70,7 @@ def main() -> None:
     for zero in options.zero:
         for remat in options.remat:
             for offload in options.offload:
-                held = () if offload == "none" else (offload,)
+                held = () if offload == "none" else tuple(offload.split(","))
                 print(json.dumps(measure(options, zero, remat, held) | {"versions": versions()}), flush=True)
 
 

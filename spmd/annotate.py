@@ -221,7 +221,7 @@ def as_taken(params: Any, view: Any = None) -> Any:
         if path not in scope.hosted:
             return seen
         rest = scope.rules.match(path).spec[len(scope.rules.layer_path(path)[1]) :]
-        return Hosted(param, views.get(path), NamedSharding(scope.mesh, P(*rest)))
+        return Hosted(param, views.get(path), NamedSharding(scope.mesh, P(*rest), memory_kind="device"))
 
     return tree.map_with_path(take, params, seen)
 

@@ -191,15 +191,16 @@ class Recipe:
     def fitting(self, topology: Topology) -> list[tuple[str, int]]:
         """Settings under which the step fits where it does not, by the estimate: the flags and the bytes of a device.
 
-        Tried are what costs the least first: sharding more, recomputing, moving optimizer state to the host, and
-        smaller microbatches; alone, and each with those before it.
+        Tried are what costs the least first: sharding more, recomputing, moving optimizer state and then parameters to
+        the host, and smaller microbatches; alone, and each with those before it.
 
         Args:
             topology: The machine.
         """
         config, together = self.config, dict[str, Any]()
         smaller = [("accumulate", config.accumulate * parts) for parts in (2, 4, 8)]
-        for name, value in (("zero", 3), ("remat", "full"), ("offload", ("optimizer_state",)), *smaller):
+        offload = [("offload", ("optimizer_state",)), ("offload", ("optimizer_state", "params"))]
+        for name, value in (("zero", 3), ("remat", "full"), *offload, *smaller):
             if getattr(config, name) == value:
                 continue
             found: list[tuple[str, int]] = []

@@ -243,6 +243,8 @@ def test_per_device() -> None:
           eight = u32[1]{0} constant({8})
           offset = u32[1]{0} multiply(bounded, eight)
           scalar = u32[] bitcast(offset)
+          long = u32[256]{0} constant({...})
+          place = u32[1]{0} dynamic-slice(long, id), dynamic_slice_sizes={1}
           ROOT odd = u32[] add(scalar, x)
         }
     """)
@@ -250,6 +252,9 @@ def test_per_device() -> None:
     assert offset is not None
     assert offset.tolist() == [[0], [0], [8], [8]]
     assert per_device(p, Value("main", "odd"), 4) is None
+    place = per_device(p, Value("main", "place"), 4)  # of a table too long for the program's text
+    assert place is not None
+    assert len({*place[:, 0]}) == 4
 
 
 def test_frames() -> None:

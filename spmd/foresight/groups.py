@@ -140,7 +140,7 @@ def per_device(program: Program, value: Value, devices: int) -> np.ndarray | Non
 
     Args:
         program: The program.
-        value: A scalar, or a constant table.
+        value: A scalar, or a constant table; one that the program's text leaves out is taken for different numbers.
         devices: How many partitions there are.
 
     Returns:
@@ -155,7 +155,10 @@ def per_device(program: Program, value: Value, devices: int) -> np.ndarray | Non
         and instruction.arrays[0].dtype[0] in "su"
         and len(instruction.arrays[0].dims) < 2
     ):
-        return np.broadcast_to(np.array(_numbers(instruction.literal)), (devices, instruction.arrays[0].size))
+        size = instruction.arrays[0].size
+        # A long table is left out of the program's text. The compiler makes them of the places of devices' parts.
+        numbers = np.arange(size) if instruction.literal == "{...}" else np.array(_numbers(instruction.literal))
+        return np.broadcast_to(numbers, (devices, size))
     operands = []
     if instruction.is_move or instruction.opcode in (*_INTEGERS, "dynamic-slice"):
         for name in instruction.operands:
