@@ -24,8 +24,8 @@ PIECE_BYTES = 4 * 2**20
 SMALL_BYTES = 2**20
 """State of fewer bytes on each device stays there, if it cannot be cut: moving it would save nothing."""
 
-TILE = (8, 128)
-"""A slice of an array in host memory is made of whole tiles of its last two dimensions, or a TPU cannot copy it."""
+ROWS, LANES = 8, 128
+"""The tile of an array in a TPU's memory. A slice of one in host memory is made of whole rows of tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,22 +125,38 @@ def make_cuts(
 
 
 def _cut_one(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> Cut | None:
-    """The cut of one large array into pieces of whole tiles; None for one that is small or has no such cut."""
+    """The cut of one large array into pieces of whole rows of tiles, the finest if none is small enough; None for one
+    that is small or has no such cut."""
     shape = tuple(leaf.shape)
-    shards = [shards_of(entry, axes) for entry in (*spec, *(None,) * (len(shape) - len(spec)))]
+    shards = _shards(shape, spec, axes)
     local = [size // n for size, n in zip(shape, shards, strict=True)]
     total = 4
     for size in local:
         total *= size
     if total <= PIECE_BYTES or len(shape) < 2:
         return None
-    for dim, tile in ((len(shape) - 2, TILE[0]), (len(shape) - 1, TILE[1])):
-        tiles = local[dim] // tile
-        if local[dim] % tile == 0:
-            for pieces in range(2, tiles + 1):
-                if tiles % pieces == 0 and total // pieces <= PIECE_BYTES:
-                    return Cut((path,), dim, pieces, shards[dim])
-    return None
+    dim = len(shape) + _row_dim(local)
+    rows, left = divmod(local[dim], ROWS)
+    counts = [] if left else [pieces for pieces in range(2, rows + 1) if rows % pieces == 0]
+    small = (pieces for pieces in counts if total // pieces <= PIECE_BYTES)
+    return Cut((path,), dim, next(small, counts[-1]), shards[dim]) if counts else None
+
+
+def _shards(shape: Sequence[int], spec: Any, axes: Mapping[str, int]) -> list[int]:
+    """Over how many devices each dimension is split."""
+    return [shards_of(entry, axes) for entry in (*spec, *(None,) * (len(shape) - len(spec)))]
+
+
+def _row_dim(local: Sequence[int]) -> int:
+    """Which of the last two dimensions of an array on one device runs along the rows of tiles, as -2 or -1.
+
+    A TPU lays an array out the other way round where that pads less.
+    """
+
+    def padded(rows: int, columns: int) -> int:
+        return -(-rows // ROWS) * ROWS * (-(-columns // LANES)) * LANES
+
+    return -2 if padded(*local[-2:]) <= padded(*local[:-3:-1]) else -1
 
 
 def _host_params(cut: Cut, params: Mapping[str, Any]) -> frozenset[str]:
@@ -161,7 +177,11 @@ def _host(
         whole, rank = state[path], len(piece.shape)
         if piece.shape == whole.shape:
             fits = shard_bytes(whole.shape, whole.dtype, whole.spec, axes) >= SMALL_BYTES
+        elif cut.dim < rank - 2:
+            fits = True
         else:
-            fits = cut.dim < rank - 2 or piece.shape[cut.dim] // cut.shards % TILE[cut.dim - rank] == 0
+            local = [size // n for size, n in zip(whole.shape, _shards(whole.shape, whole.spec, axes), strict=True)]
+            rows = piece.shape[cut.dim] // cut.shards
+            fits = rank > 1 and cut.dim == rank + _row_dim(local) and rows % ROWS == 0
         found |= {path} if fits else set()
     return frozenset(found)

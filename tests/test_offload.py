@@ -19,7 +19,7 @@ from spmd.offload import make_update
 from spmd.optim import OptimizerConfig, make_optimizer
 from spmd.per_layer import per_layer
 from spmd.plan import make_plan
-from spmd.rules import Rules
+from spmd.rules import Rules, replicate
 from spmd.skip import skip_nonfinite
 from spmd.state import init_state
 from spmd.testing import compare, record_run, token_batches
@@ -152,11 +152,11 @@ def test_large_state_lives_in_host_memory_and_small_state_does_not():
 
 def test_each_parameter_is_in_one_cut():
     """Layers go one at a time, large arrays in pieces of bounded size, the rest together."""
-    layout = plan(OPTIMIZERS["raw adamw"], fsdp=8)
+    layout = plan(OPTIMIZERS["raw adamw"], fsdp=2)
     assert sorted(path for cut in layout.cuts for path in cut.paths) == sorted(leaf.path for leaf in layout.params)
     pieces = {cut.paths[0]: (cut.dim, cut.pieces, cut.shards) for cut in layout.cuts}
     assert pieces["layers/attention/k_proj/kernel"] == (0, BIG.layers, 1)
-    assert pieces["embed/embedding"] == (0, 2, 1)
+    assert pieces["embed/embedding"] == (1, 2, 2)
     assert pieces["norm/scale"] == (0, 1, 1)
 
 
@@ -174,6 +174,23 @@ def test_a_split_dimension_is_cut_inside_the_shards():
     state = init_state(layout)
     program = jax.jit(make_update(layout)).lower(state.params, state.optimizer_state, state.params).compile().as_text()
     assert not any(kind in program for kind in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "dim"),
+    [
+        ((4096, 128_256), P("fsdp", "tensor"), 1),
+        ((128_256, 4096), P(None, ("fsdp", "tensor")), 1),
+        ((8192, 8192), P(), 0),
+    ],
+)
+def test_thin_shards_are_cut_along_their_rows_of_tiles(shape, spec, dim):
+    """[128, 16032] and [128256, 16] pad less the other way round, so a TPU lays them out so; [8192, 8192] does not."""
+    model = Model(lambda key: {"w": jnp.ones(shape)}, lambda params: params)
+    rules = Rules([("w", spec if spec else replicate("to cut it whole"))])
+    layout = make_plan(abstract_mesh(MeshShape(fsdp=32, tensor=8)), rules, model, optax.adam(1e-2), offload=OFFLOAD[1])
+    assert [cut.dim for cut in layout.cuts] == [dim]
+    assert all(leaf.memory_kind == "pinned_host" for leaf in layout.optimizer_state if leaf.shape == shape)
 
 
 def test_an_optimizer_that_looks_at_all_parameters_is_refused():
