@@ -26,7 +26,7 @@ KERNELS = {"xla": "", "chunked": "", "cudnn": "gpu", "splash": "tpu"}
 CONTEXTS = ("ring", "all-to-all")
 """What a sequence that is split over devices does."""
 
-CHUNKED_FROM = 4096
+CHUNKED_FROM = 2048
 """Tokens from which the scores that `xla` keeps for the backward pass are not worth their memory."""
 
 SPLASH_BLOCK = 128

@@ -19,8 +19,7 @@ from jaxtyping import Array, Float
 
 from spmd.annotate import attention, checkpoint_core
 from spmd.kernels import SPLASH_BLOCK
-from spmd.mesh import BATCH_AXES
-from spmd.parallel.context import Ring, Segments, exchanged, online_attention
+from spmd.parallel.context import Ring, Segments, by_heads, online_attention
 from spmd.parallel.online import LARGEST_CHUNK, UNSEEN
 from spmd.parallel.order import is_balanced
 
@@ -58,9 +57,9 @@ def attend(
     if choice.is_ring:
         ring = Ring(choice.mesh, choice.sequence, is_balanced(), window)
         run = functools.partial(_online, ring=ring)
-    elif choice.sequence > 1 or (kernel == "splash" and choice.mesh is not None and choice.mesh.size > 1):
-        # The compiler does not know how to split a Pallas kernel: it sees what one device holds.
-        run = functools.partial(exchanged, run, choice.mesh, BATCH_AXES if kernel == "splash" else ())
+    elif choice.mesh is not None and (choice.sequence > 1 or kernel == "splash"):
+        # The compiler does not know how to split a Pallas kernel: it gets what one device holds.
+        run = functools.partial(by_heads, run, choice.mesh)
     return checkpoint_core(run, keeps_scores=kernel == "xla")(query, key, value, segments)
 
 

@@ -16,6 +16,7 @@ the heads with any kernel, and exchange back: four all-to-alls forward and four 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from spmd.annotate import manual_over
 from spmd.errors import ConfigError, Problem
-from spmd.mesh import AnyMesh
+from spmd.mesh import BATCH_AXES, AnyMesh
 from spmd.parallel.online import Backward, Visit, chunk_of, give_back, nothing_seen, result, see, visible_pairs
 from spmd.parallel.order import zigzag
 
@@ -160,53 +161,51 @@ def _backward(ring: Ring, saved: tuple[Any, ...], dout: Array) -> tuple[Array | 
 _attend.defvjp(_forward, _backward)
 
 
-def exchanged(
+def by_heads(
     kernel: Callable[..., Array],
     mesh: AnyMesh,
-    axes: tuple[str, ...],
     query: Float[Array, "batch seq heads dim"],
     key: Float[Array, "batch seq kv_heads dim"],
     value: Float[Array, "batch seq kv_heads dim"],
     segments: Segments,
 ) -> Float[Array, "batch seq heads dim"]:
-    """A kernel on whole sequences of some of the heads, where sequences are split over `sequence` and heads over `tensor`.
+    """A kernel on whole sequences of those heads that a device has: its own of `tensor`, and its part of them where
+    sequences are split over `sequence`.
 
     Args:
         kernel: `(query, key, value, segments)` → the output, on what one device holds.
         mesh: The mesh.
-        axes: The axes that the kernel cannot leave to the compiler, besides those two.
         query: The queries of all heads.
         key: The keys.
         value: The values.
-        segments: The document of each token, or None; every device gets those of all its tokens.
+        segments: The document of each token, or None; every device gets those of all its examples' tokens.
 
     Raises:
         ConfigError: Heads do not divide over the devices.
     """
-    parts = mesh.shape["tensor"] * mesh.shape["sequence"]
+    parts = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if mesh.shape[axis] > 1}
+    product, count = " × ".join(f"{axis}={size}" for axis, size in parts.items()), math.prod(parts.values())
     problems = [
         Problem(
             what,
             "do not divide over the devices of one sequence",
-            f"{count} / (tensor={mesh.shape['tensor']} × sequence={mesh.shape['sequence']}) = {count / parts:.4g}",
-            'context "ring", which splits no heads over sequence',
+            f"{heads} / ({product}) = {heads / count:.4g}",
+            'context "ring", which splits no heads over sequence' if "sequence" in parts else "fewer along tensor",
         )
-        for what, count in (("query heads", query.shape[2]), ("key/value heads", key.shape[2]))
-        if count % parts
+        for what, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2]))
+        if heads % count
     ]
     if problems:
-        raise ConfigError("Heads cannot be exchanged for tokens:", problems)
+        raise ConfigError("Heads cannot be split over devices:", problems)
 
     def swap(x: Array, split: int, join: int) -> Array:
-        if mesh.shape["sequence"] == 1:
-            return x
-        return jax.lax.all_to_all(x, "sequence", split, join, tiled=True)
+        return jax.lax.all_to_all(x, "sequence", split, join, tiled=True) if "sequence" in parts else x
 
     def local(query: Array, key: Array, value: Array, segments: Segments) -> Array:
-        out = kernel(*(swap(x, 2, 1) for x in (query, key, value)), segments)
-        return swap(out, 1, 2)
+        return swap(kernel(*(swap(x, 2, 1) for x in (query, key, value)), segments), 1, 2)
 
-    batch = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-    named = tuple(axis for axis in (*axes, "sequence", "tensor") if mesh.shape[axis] > 1)
-    heads = P(batch or None, *(axis if axis in named else None for axis in ("sequence", "tensor")))
-    return manual_over(mesh, named, local, (heads, heads, heads, P(batch or None)), heads)(query, key, value, segments)
+    # Batch axes too: left to the compiler, it gathers the batch around an all-to-all.
+    batch = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    held = P(batch or None, *(axis if axis in parts else None for axis in ("sequence", "tensor")))
+    specs = (held, held, held, P(batch or None))
+    return manual_over(mesh, (*batch, *parts), local, specs, held)(query, key, value, segments)
