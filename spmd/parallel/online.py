@@ -93,11 +93,13 @@ class Visit(NamedTuple):
     def walk(self, visit: Callable, state: tuple) -> tuple:
         """`visit(first query, first key, which are seen, state)` for each pair, one after the other."""
 
-        def turn(number: Int[Array, ""], state: tuple) -> tuple:
+        def turn(carry: tuple) -> tuple:
+            number, state = carry
             i, j, behind = (self.pairs[number, column] for column in range(3))
-            return visit(i * self.chunk, j * self.chunk, self._seen(i, j, behind), state)
+            return number + 1, visit(i * self.chunk, j * self.chunk, self._seen(i, j, behind), state)
 
-        return jax.lax.fori_loop(0, self.count, turn, state)
+        # No scan: where a model's layers are scanned, JAX takes from one what depends on no data, the masks of all turns.
+        return jax.lax.while_loop(lambda carry: carry[0] < self.count, turn, (0, state))[1]
 
     def _seen(self, i: Array, j: Array, behind: Array) -> Array:
         """Which keys of a chunk the queries of a chunk see: `[1 or batch, 1, chunk, 1, chunk]`."""
