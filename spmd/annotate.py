@@ -199,6 +199,8 @@ def attention() -> Attention:
 def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
     """`f` on what one device holds along some axes of size above 1; the others are left to the compiler.
 
+    Where no other is larger than 1, nothing is left to it: a Pallas kernel asks for that.
+
     Args:
         mesh: The plan's mesh.
         axes: The axes; without any, `f` as it is.
@@ -208,9 +210,16 @@ def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_s
     """
     if not axes:
         return f
-    where = None if get_abstract_mesh().manual_axes else mesh  # inside of another such region, that one's mesh
+    around = get_abstract_mesh().manual_axes
+    left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*axes, *around)]
+    names = set(axes) if left else set(mesh.axis_names) - set(around)
     return jax.shard_map(  # type: ignore[return-value]
-        f, mesh=where, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
+        f,
+        mesh=None if around else mesh,  # inside of another such region, that one's mesh
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=names,
+        check_vma=False,
     )
 
 
