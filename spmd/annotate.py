@@ -213,7 +213,7 @@ def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_s
     around = get_abstract_mesh().manual_axes
     left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*axes, *around)]
     names = set(axes) if left else set(mesh.axis_names) - set(around)
-    return jax.shard_map(  # type: ignore[return-value]
+    return jax.shard_map(
         f,
         mesh=None if around else mesh,  # inside of another such region, that one's mesh
         in_specs=in_specs,

@@ -77,8 +77,8 @@ class Attention:
             ConfigError: The kernel that the plan names cannot do it.
 
         Example:
-            >>> Attention().choose(1024, 64, "float32", packed=False), Attention().choose(8192, 64, "float32", packed=False)
-            ('xla', 'chunked')
+            >>> [Attention().choose(seq, 64, "float32", packed=False) for seq in (1024, 8192)]
+            ['xla', 'chunked']
         """
         if self.is_ring:
             return "chunked"

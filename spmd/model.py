@@ -23,8 +23,8 @@ class Facts:
         annotations: Parameter path → the names that its metadata give to its dimensions, for
             `Rules.from_annotations`.
         replicated: Path of any other variable that no rule is asked for → why it is whole on every device.
-        takes_any_order: Whether the model asks for the positions of its tokens (`spmd.parallel.order`), so that they may
-            come in another order.
+        takes_any_order: Whether the model asks for the positions of its tokens (`spmd.parallel.order`), so that they
+            may come in another order.
     """
 
     tied: tuple[tuple[str, ...], ...] = ()

@@ -4,8 +4,8 @@
 out = attend(query, key, value, window=4096, segments=document_ids)
 ```
 
-Which kernel runs is up to the plan in scope (`spmd.kernels`), and so is what happens where mesh axis `sequence` is larger
-than 1. Every kernel takes the softmax in float32.
+Which kernel runs is up to the plan in scope (`spmd.kernels`), and so is what happens where mesh axis `sequence` is
+larger than 1. Every kernel takes the softmax in float32.
 """
 
 import functools
@@ -103,11 +103,12 @@ def chunked_attention(
 
 
 def _online(query: Array, key: Array, value: Array, segments: Segments, *, ring: Ring) -> Array:
-    return online_attention(*_widened(query, key, value), segments, ring).astype(query.dtype)
+    wide = _widened(query, key, value)
+    return online_attention(wide[0], wide[1], wide[2], segments, ring).astype(query.dtype)
 
 
 def cudnn_attention(query: Array, key: Array, value: Array, segments: Segments, *, window: int | None = None) -> Array:
-    """cuDNN's fused attention."""
+    """The fused attention of cuDNN."""
     assert segments is None, "spmd.kernels refuses it"
     reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
@@ -155,8 +156,14 @@ def splash_attention_tpu(
 
 def _splash_blocks(seq: int) -> splash_attention.BlockSizes:
     block = next(size for size in (512, 256, SPLASH_BLOCK) if seq % size == 0)
-    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    return splash_attention.BlockSizes(**dict.fromkeys(names, block))
+    return splash_attention.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
 
 
 def _widened(*arrays: Array) -> tuple[Array, ...]:

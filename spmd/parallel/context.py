@@ -10,8 +10,8 @@ come home. With n = `sequence`, one layer takes
 | forward | n − 1 each | | n − 1 |
 | backward | n − 1 each | n − 1 each | n − 1 |
 
-**All-to-all** (Jacobs et al., arXiv:2309.14509). Devices exchange heads for tokens, attend to whole sequences of some of
-the heads with any kernel, and exchange back: four all-to-alls forward and four backward.
+**All-to-all** (Jacobs et al., arXiv:2309.14509). Devices exchange heads for tokens, attend to whole sequences of some
+of the heads with any kernel, and exchange back: four all-to-alls forward and four backward.
 """
 
 import dataclasses
@@ -123,7 +123,8 @@ def _forward(query: Array, key: Array, value: Array, segments: Segments, ring: R
             is_last = turn == ring.devices - 1
             coming = None if is_last else ring.pass_on(here)
             softmax = see(ring.visit(turn, query, segments, here[2]), softmax, query, *here[:2])
-            if not is_last:  # Without the barrier, all keys may be sent before the first are used, and be there at once.
+            if not is_last:
+                # Without a barrier, all keys may be sent before the first are used, and be there at once.
                 here, softmax = jax.lax.optimization_barrier((coming, softmax))
         out, log_total = result(softmax)
         return out.astype(query.dtype), log_total

@@ -10,6 +10,7 @@ first: queries `[batch, kv_heads, seq, group, dim]`, keys and values `[batch, kv
 heads share a key/value head.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -35,9 +36,7 @@ def chunk_of(length: int) -> int:
     return next(size for size in range(min(length, LARGEST_CHUNK), 0, -1) if length % size == 0)
 
 
-def visible_pairs(
-    query_starts: Sequence[int], key_starts: Sequence[int], chunk: int, window: int | None
-) -> np.ndarray:
+def visible_pairs(query_starts: Sequence[int], key_starts: Sequence[int], chunk: int, window: int | None) -> np.ndarray:
     """Those pairs of chunks of which some query sees some key.
 
     Args:
@@ -71,7 +70,8 @@ class Softmax(NamedTuple):
     total: Float[Array, "batch kv_heads seq group"]
 
 
-class Visit(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Visit:
     """The chunks of one device against those of one device's keys.
 
     Attributes:
@@ -98,7 +98,7 @@ class Visit(NamedTuple):
             i, j, behind = (self.pairs[number, column] for column in range(3))
             return number + 1, visit(i * self.chunk, j * self.chunk, self._seen(i, j, behind), state)
 
-        # No scan: where a model's layers are scanned, JAX takes from one what depends on no data, the masks of all turns.
+        # No scan: where layers are scanned, JAX takes out of it what depends on no data, the masks of all turns.
         return jax.lax.while_loop(lambda carry: carry[0] < self.count, turn, (0, state))[1]
 
     def _seen(self, i: Array, j: Array, behind: Array) -> Array:
@@ -174,7 +174,7 @@ def give_back(
             for x, part, place in zip(gradients, parts, places, strict=True)
         )
 
-    return visit.walk(add, gradients)  # type: ignore[return-value]
+    return visit.walk(add, gradients)
 
 
 def _part(x: Array, start: Array, size: int, axis: int = 2) -> Array:
@@ -196,7 +196,9 @@ def _scores(query: Array, key: Array) -> Array:
 def _rows(weights: Array, x: Array) -> Array:
     batch, heads, chunk, group, keys = weights.shape
     rows = weights.reshape(batch, heads, chunk * group, keys)
-    return jnp.einsum("bhrk,bhkd->bhrd", rows, x, preferred_element_type=jnp.float32).reshape(batch, heads, chunk, group, -1)
+    return jnp.einsum("bhrk,bhkd->bhrd", rows, x, preferred_element_type=jnp.float32).reshape(
+        batch, heads, chunk, group, -1
+    )
 
 
 def _columns(weights: Array, x: Array) -> Array:

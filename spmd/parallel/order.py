@@ -73,7 +73,7 @@ def balanced(batch: Any, *, takes_any_order: bool) -> Iterator[Any]:
         ConfigError: The sequence does not divide into two blocks for each device.
     """
     ring = attention()
-    if not (ring.is_ring and takes_any_order):
+    if ring.mesh is None or not (ring.is_ring and takes_any_order):
         yield batch
         return
     seq, blocks = batch["tokens"].shape[1], 2 * ring.sequence
