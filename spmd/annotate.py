@@ -199,7 +199,8 @@ def attention() -> Attention:
 def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
     """`f` on what one device holds along some axes of size above 1; the others are left to the compiler.
 
-    Where no other is larger than 1, nothing is left to it: a Pallas kernel asks for that.
+    Where no other is larger than 1, nothing is left to it: a Pallas kernel asks for that. It does not check what varies
+    over which axes, so a region around it must not either (`check_vma=False`), or its derivative is refused.
 
     Args:
         mesh: The plan's mesh.

@@ -87,9 +87,8 @@ def test_control_wrong_positions_are_caught(monkeypatch):
     assert not parity(gradients=fresh, sequence=2).ok
 
 
-def split_attention(mask, *, is_balanced, **layout):
+def split_attention(window, packed, *, is_balanced, **layout):
     """Output and gradients of attention on a mesh, in the order of the sequence."""
-    window, packed = MASKS[mask]
     *inputs, segments = arrays(128)
     context = layout.pop("context", "ring")
     plan = tiny.plan(options=(("context", context),), **layout)
@@ -108,9 +107,8 @@ def split_attention(mask, *, is_balanced, **layout):
 
 
 @functools.cache
-def whole_attention(mask):
+def whole_attention(window, packed):
     """The same by the formula, computed once."""
-    window, packed = MASKS[mask]
     *inputs, segments = arrays(128)
     return with_gradients(functools.partial(reference, window=window), *inputs, segments if packed else None)
 
@@ -129,8 +127,16 @@ def whole_attention(mask):
 def test_split_attention_is_attention(is_balanced, layout, mask, monkeypatch):
     """In zigzag order and in the sequence's own, in several chunks on each device, under every mask, with gradients."""
     monkeypatch.setattr(online, "LARGEST_CHUNK", 8)
-    found = split_attention(mask, is_balanced=is_balanced, **layout)
-    for ours, expected in zip(found, whole_attention(mask), strict=True):
+    found = split_attention(*MASKS[mask], is_balanced=is_balanced, **layout)
+    for ours, expected in zip(found, whole_attention(*MASKS[mask]), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("is_balanced", [True, False])
+def test_a_window_may_leave_nothing_to_do_at_a_turn(is_balanced):
+    """Where no query sees any of the keys that are there, nothing is computed, and they are passed on."""
+    found = split_attention(3, False, is_balanced=is_balanced, sequence=4)
+    for ours, expected in zip(found, whole_attention(3, False), strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
 
 
@@ -139,7 +145,7 @@ def test_control_the_order_matters():
     order = zigzag(128, 4)
     query, key, value, *_ = arrays(128)
     wrong = reference(*(x[:, order] for x in (query, key, value)), None)[:, np.argsort(order)]
-    assert float(jnp.abs(wrong - whole_attention("causal")[0]).max()) > 0.1
+    assert float(jnp.abs(wrong - whole_attention(None, False)[0]).max()) > 0.1
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

@@ -92,6 +92,8 @@ class Visit:
 
     def walk(self, visit: Callable, state: tuple) -> tuple:
         """`visit(first query, first key, which are seen, state)` for each pair, one after the other."""
+        if not len(self.pairs):
+            return state
 
         def turn(carry: tuple) -> tuple:
             number, state = carry
