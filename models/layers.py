@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 from spmd.annotate import (
     Weight,
-    checkpoint_core,
     checkpoint_layer,
     gather,
     remat_interval,
@@ -22,8 +21,6 @@ from spmd.annotate import (
 
 Angles = tuple[np.ndarray, np.ndarray]
 """Cosines and sines of each position, `[seq, head_dim / 2]` each."""
-
-_UNSEEN = -1e30
 
 
 def dense(
@@ -115,14 +112,14 @@ def gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]) ->
     return jax.nn.silu(gate) * up
 
 
-def rotary_angles(seq: int, head_dim: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+def rotary_angles(positions: np.ndarray, head_dim: int, theta: float) -> Angles:
     """Cosines and sines `[seq, head_dim / 2]` of rotary embeddings (Su et al., arXiv:2104.09864), in float32.
 
     They are constants of the program: computed in it, XLA would fuse them into every use and compute them again in each
     layer, forward and backward (2 % of a step of a small model on XLA:CPU).
     """
     frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    angles = np.arange(seq)[:, None] * frequencies[None]
+    angles = positions[:, None] * frequencies[None]
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
@@ -131,37 +128,6 @@ def rotate(x: Float[Array, "batch seq heads dim"], angles: Angles) -> Float[Arra
     cos, sin = (jnp.asarray(a)[None, :, None] for a in angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def causal_attention(
-    query: Float[Array, "batch seq heads dim"],
-    key: Float[Array, "batch seq kv_heads dim"],
-    value: Float[Array, "batch seq kv_heads dim"],
-    block: int | None = None,
-) -> Float[Array, "batch seq heads dim"]:
-    """Each token attends to itself and those before it; softmax in float32.
-
-    Queries go `block` at a time (128, or an eighth of a long sequence) against the keys that any of them can see, so
-    nearly half of the scores are never computed. Query heads that share a key/value head are next to each other.
-    """
-    seq = query.shape[1]
-    block = block or max(128, -(-seq // 8))
-
-    dtype = query.dtype
-    wide = jnp.float32 if dtype == jnp.float16 else dtype  # JAX sums float16 products in a way that only GPUs have
-
-    def core(query: Array, key: Array, value: Array) -> Array:
-        query, key, value = (x.astype(wide) for x in (query, key, value))
-        blocks = []
-        for start in range(0, seq, block):
-            end = min(start + block, seq)
-            # Added, not chosen by: a mask would be kept for the backward pass, with a byte for each score.
-            unseen = jnp.where(jnp.arange(start, end)[:, None] >= jnp.arange(end)[None], 0.0, _UNSEEN)
-            visible = key[:, :end], value[:, :end]
-            blocks.append(jax.nn.dot_product_attention(query[:, start:end], *visible, bias=unseen[None, None]))
-        return jnp.concatenate(blocks, axis=1).astype(dtype)
-
-    return checkpoint_core(core)(query, key, value)
 
 
 def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool) -> nnx.Module:

@@ -16,7 +16,6 @@ from models.layers import (
     Angles,
     Dense,
     RMSNorm,
-    causal_attention,
     gated,
     make_layers,
     rotary_angles,
@@ -26,6 +25,9 @@ from models.layers import (
 )
 from spmd.annotate import annotate, to_compute
 from spmd.errors import ConfigError, Problem
+from spmd.parallel.attention import attend
+from spmd.parallel.context import Segments
+from spmd.parallel.order import positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,8 @@ class LlamaConfig:
     """Whether layers are stacked and scanned (one compiled layer), or a list."""
     unroll: int = 1
     """Stacked layers in one turn of the scan: more is faster and compiles longer."""
+    window: int = 0
+    """How many tokens each one sees, itself included (sliding window); 0 for all before it."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -69,6 +73,8 @@ class LlamaConfig:
             )
             if part > 0 and whole % part
         ]
+        if self.window < 0:
+            problems.append(Problem("model.window", f"is {self.window}", fix="0 for none, or 1 and more"))
         if not problems and self.head_dim % 2:
             arithmetic = f"d_model / heads = {self.head_dim}"
             problems.append(
@@ -123,8 +129,10 @@ class Attention(nnx.Module):
         self.v_proj = Dense(config.d_model, kv_width, rngs=rngs)
         self.o_proj = Dense(width, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch seq d"], angles: Angles) -> Float[Array, "batch seq d"]:
-        """Every token looks at itself and those before it."""
+    def __call__(
+        self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
+    ) -> Float[Array, "batch seq d"]:
+        """Every token looks at itself and those before it, of its own document and within the window."""
         batch, seq, _ = x.shape
 
         def heads(y: Array, count: int) -> Float[Array, "batch seq heads dim"]:
@@ -133,7 +141,7 @@ class Attention(nnx.Module):
         query = annotate(rotate(heads(self.q_proj(x), self.config.heads), angles), "attention_query")
         key = annotate(rotate(heads(self.k_proj(x), self.config.kv_heads), angles), "attention_key")
         value = annotate(heads(self.v_proj(x), self.config.kv_heads), "attention_value")
-        out = causal_attention(query, key, value)
+        out = attend(query, key, value, window=self.config.window or None, segments=segments)
         return self.o_proj(annotate(out.reshape(batch, seq, -1), "attention_out"))
 
 
@@ -160,13 +168,15 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch seq d"], angles: Angles) -> Float[Array, "batch seq d"]:
+    def __call__(
+        self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
+    ) -> Float[Array, "batch seq d"]:
         """The residual stream after this layer.
 
         It is marked on its way in too, so that a remat policy may say where a layer's input is kept.
         """
         x = annotate(x, "residual")
-        x = annotate(x + self.attention(self.attention_norm(x), angles), "residual")
+        x = annotate(x + self.attention(self.attention_norm(x), angles, segments), "residual")
         return annotate(x + self.mlp(self.mlp_norm(x)), "residual")
 
 
@@ -195,6 +205,8 @@ class Embedding(nnx.Module):
 class Llama(nnx.Module):
     """Tokens in, next-token logits out."""
 
+    takes_any_order = True
+
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
@@ -204,9 +216,14 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = None if config.tied else Dense(config.d_model, config.vocab, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq vocab"]:
-        """Logits of the token that follows each position."""
+    def __call__(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token that follows each position.
+
+        Args:
+            tokens: Token ids.
+            segments: The document of each token, where several share a sequence.
+        """
         x = annotate(self.embed(tokens), "residual")
-        angles = rotary_angles(tokens.shape[1], self.config.head_dim, self.config.rope_theta)
-        x = self.norm(run_layers(self.layers, x, angles, unroll=self.config.unroll))
+        angles = rotary_angles(positions(tokens.shape[1]), self.config.head_dim, self.config.rope_theta)
+        x = self.norm(run_layers(self.layers, x, angles, segments, unroll=self.config.unroll))
         return annotate(self.lm_head(x, jnp.float32) if self.lm_head else self.embed.attend(x), "logits")

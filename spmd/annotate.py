@@ -23,6 +23,7 @@ from spmd import tree
 from spmd.derive import ZERO_KEEPS, drop_axis
 from spmd.errors import AnnotationError, Problem, did_you_mean
 from spmd.hosted import Hosted, fetch, is_hosted, misplaced
+from spmd.kernels import Attention
 from spmd.mesh import AnyMesh
 from spmd.plan import ShardingPlan
 from spmd.precision import Precision, cast_floats
@@ -39,6 +40,7 @@ class _Scope:
     zero: int
     remat: Remat
     precision: Precision
+    attention: Attention
     hosted: frozenset[str] = frozenset()
     gathers_again: bool = False  # kernels in the backward pass, where no jax.checkpoint around the layer does
 
@@ -86,7 +88,7 @@ def within(plan: ShardingPlan) -> Iterator[None]:
         >>> annotate(jnp.ones(2), "any name: no plan is in scope").shape
         (2,)
     """
-    scope = _Scope(plan.mesh, plan.rules, plan.zero, plan.remat, plan.precision, plan.hosted_params)
+    scope = _Scope(plan.mesh, plan.rules, plan.zero, plan.remat, plan.precision, plan.attention, plan.hosted_params)
     with _SCOPE(scope):
         yield
 
@@ -188,6 +190,40 @@ def to_compute(x: jax.Array) -> jax.Array:
     return x if scope is None else x.astype(scope.precision.compute_dtype)
 
 
+def attention() -> Attention:
+    """How the plan in scope computes attention; what works everywhere, outside a plan."""
+    scope = _SCOPE.value
+    return Attention() if scope is None else scope.attention
+
+
+def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
+    """`f` on what one device holds along some axes of size above 1; the others are left to the compiler.
+
+    Where no other is larger than 1, nothing is left to it: a Pallas kernel asks for that. It does not check what varies
+    over which axes, so a region around it must not either (`check_vma=False`), or its derivative is refused.
+
+    Args:
+        mesh: The plan's mesh.
+        axes: The axes; without any, `f` as it is.
+        f: A function of arrays, which may name the axes in collectives.
+        in_specs: As of `jax.shard_map`.
+        out_specs: As of `jax.shard_map`.
+    """
+    if not axes:
+        return f
+    around = get_abstract_mesh().manual_axes
+    left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*axes, *around)]
+    names = set(axes) if left else set(mesh.axis_names) - set(around)
+    return jax.shard_map(
+        f,
+        mesh=None if around else mesh,  # inside of another such region, that one's mesh
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=names,
+        check_vma=False,
+    )
+
+
 def gradient_view(params: Any) -> Any:
     """What gradients are taken with respect to: the parameters in the dtype in which the plan sums gradients.
 
@@ -274,12 +310,18 @@ def checkpoint_layer(layer: F, *, scanned: bool, number: int | None = None) -> F
     return run  # type: ignore[return-value]
 
 
-def checkpoint_core(core: F) -> F:
-    """The core of attention, as a function of queries, keys and values: all that `selective` recomputes."""
+def checkpoint_core(core: F, *, keeps_scores: bool = True) -> F:
+    """The core of attention, as a function of queries, keys and values: all that `selective` recomputes.
+
+    Args:
+        core: The core.
+        keeps_scores: Whether its derivative keeps what grows with the square of the sequence. If not, it computes its
+            scores again by itself, and there is nothing else to recompute.
+    """
     scope = _SCOPE.value
     if scope is None or scope.remat.kind != "selective":
         return core
-    return _marked(jax.checkpoint(core))  # type: ignore[return-value]
+    return _marked(jax.checkpoint(core) if keeps_scores else core)  # type: ignore[return-value]
 
 
 def _fetching(layer: F) -> F:

@@ -27,6 +27,7 @@ from flax import nnx
 
 from spmd.data import DataConfig
 from spmd.errors import ConfigError, NotYetError, Problem, SpmdError, did_you_mean
+from spmd.kernels import name_problems
 from spmd.mesh import MeshShape
 from spmd.optim import OptimizerConfig
 from spmd.precision import make_precision
@@ -137,6 +138,12 @@ class TrainConfig(Generic[M]):
     precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = "float32"
     """float32; bf16 or fp16: compute in it; bf16-params: parameters are stored in it too, with float32 master weights,
     or rounded stochastically. Gradients are summed in float32. fp16 scales the loss."""
+    attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
+    """The kernel of attention: auto (by the devices and the sequence), xla, chunked (long sequences, anywhere), cudnn
+    (GPUs, 16-bit floats), splash (TPUs)."""
+    context: Literal["ring", "all-to-all"] = "ring"
+    """How a sequence split over mesh.sequence attends to itself: ring (keys and values travel), all-to-all (heads are
+    exchanged for tokens)."""
     offload: tuple[str, ...] = ()
     """What lives in host memory: optimizer_state, params (those of stacked layers)."""
     pipeline: PipelineConfig = PipelineConfig()
@@ -191,6 +198,7 @@ class TrainConfig(Generic[M]):
             for field, choices in (("zero", (0, 1, 2, 3)), ("on_nan", ("stop", "skip")))
             if (value := getattr(self, field)) not in choices
         ]
+        problems += name_problems(self.attention, self.context)
         for make, field in ((make_remat, self.remat), (make_precision, self.precision)):
             try:
                 make(field)

@@ -30,7 +30,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     the model's variables, under its own path. `forward` runs it in the mode of its `train()` or `eval()`.
 
     A parameter is gathered over `fsdp` as the module takes it, unless its metadata say `gathered_by_layer=True`: then
-    the layer does so where it uses it (`spmd.annotate.gather`).
+    the layer does so where it uses it (`spmd.annotate.gather`). A module whose attribute `takes_any_order` is true gets
+    its tokens in the order that suits ring attention (`spmd.parallel.order`).
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so no array of
@@ -89,7 +90,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         shared = [["/".join(map(str, path)) for path in group] for group in nnx.find_duplicates(module)]
         random_state = ("/".join(map(str, p)) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.RngState))
         tied = tuple(filter(None, (_aliases(path, shared) for path in paths)))
-        return Facts(tied, frozenset(random_state), nnx_annotations(params))
+        any_order = getattr(module, "takes_any_order", False)
+        return Facts(tied, frozenset(random_state), nnx_annotations(params), takes_any_order=any_order)
 
     return Model(init, apply, init_variables, forward, facts)
 

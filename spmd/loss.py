@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spmd.model import Model
+from spmd.parallel.order import balanced
 
 Sums = dict[str, jax.Array]
 """Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name."""
@@ -55,13 +56,17 @@ def cross_entropy(
 def next_token_loss(model: Model, *, train: bool = True) -> LossFn:
     """The loss of a language model on batches of `tokens`, `targets` and `weights`, each `[batch, sequence]`.
 
+    A batch may have `segments` too, the document of each token, which the model then takes behind the tokens.
+
     Args:
         model: Tokens in, logits `[batch, sequence, vocab]` out.
         train: Whether the model runs as in training (dropout drops, batch statistics are updated) or in evaluation.
     """
 
     def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        logits, variables = model.forward(params, variables, key, batch["tokens"], train=train)
-        return cross_entropy(logits, batch["targets"], batch["weights"]), variables
+        with balanced(batch, takes_any_order=model.facts().takes_any_order) as batch:
+            inputs = [batch[name] for name in ("tokens", "segments") if name in batch]
+            logits, variables = model.forward(params, variables, key, *inputs, train=train)
+            return cross_entropy(logits, batch["targets"], batch["weights"]), variables
 
     return loss_fn

@@ -23,12 +23,15 @@ class Facts:
         annotations: Parameter path → the names that its metadata give to its dimensions, for
             `Rules.from_annotations`.
         replicated: Path of any other variable that no rule is asked for → why it is whole on every device.
+        takes_any_order: Whether the model asks for the positions of its tokens (`spmd.parallel.order`), so that they
+            may come in another order.
     """
 
     tied: tuple[tuple[str, ...], ...] = ()
     random_state: frozenset[str] = frozenset()
     annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     replicated: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    takes_any_order: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

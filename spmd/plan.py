@@ -19,6 +19,7 @@ from spmd import tree
 from spmd.cuts import Cut, make_cuts
 from spmd.derive import ZERO_KEEPS, drop_axis, optimizer_specs, shard_bytes
 from spmd.errors import ConfigError, Problem, RuleError, did_you_mean
+from spmd.kernels import Attention, make_attention
 from spmd.layerwise import check_layerwise
 from spmd.leaf import Leaf, aligned, make_leaf
 from spmd.mesh import AnyMesh
@@ -46,6 +47,7 @@ class ShardingPlan:
         zero: The ZeRO stage, 0 to 3.
         remat: What the backward pass keeps.
         precision: Which dtype is where.
+        attention: Which kernel computes attention, and how a split sequence attends to itself.
         params: One record for each parameter.
         gradients: One record for each gradient, as it leaves the reduction.
         variables: One record for each variable that the model changes by itself; none for most models.
@@ -61,6 +63,7 @@ class ShardingPlan:
     zero: int
     remat: Remat
     precision: Precision
+    attention: Attention
     params: tuple[Leaf, ...]
     gradients: tuple[Leaf, ...]
     variables: tuple[Leaf, ...]
@@ -131,7 +134,8 @@ class ShardingPlan:
         held = "   ".join(f"{name} {tree.human_bytes(n)}" for name, n in self.bytes_per_device().items())
         count = sum(math.prod(leaf.shape) for leaf in self.params)
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
-        head = f"mesh {axes}   zero {self.zero}   remat {self.remat}   precision {self.precision.name}"
+        decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}"
+        head = f"mesh {axes}   {decisions}   attention {self.attention}"
         foot = f"{count:,} parameters   on each device: {held}"
         return "\n".join([head, *lines, foot])
 
@@ -163,6 +167,7 @@ class ShardingPlan:
             "zero": self.zero,
             "remat": str(self.remat),
             "precision": dataclasses.asdict(self.precision),
+            "attention": str(self.attention),
             "parameters": sum(math.prod(leaf.shape) for leaf in self.params),
             "bytes_per_device": self.bytes_per_device(),
             "params": [record(leaf) for leaf in self.params],
@@ -182,6 +187,8 @@ def make_plan(
     remat: str | Remat = "none",
     precision: str | Precision = "float32",
     offload: tuple[str, ...] = (),
+    attention: str = "auto",
+    context: str = "ring",
 ) -> ShardingPlan:
     """Resolves every decision, or lists all that is wrong.
 
@@ -194,15 +201,18 @@ def make_plan(
         remat: What the backward pass keeps: `"none"`, `"full"`, or `Remat(save=("attention_out",))`.
         precision: Which dtype is where: the name of a policy, such as `"bf16"`, or a `Precision`.
         offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or nothing.
+        attention: The kernel: `"auto"`, or one of `spmd.kernels.KERNELS`.
+        context: How a sequence that is split over `sequence` attends to itself: `"ring"` or `"all-to-all"`.
 
     Raises:
         RuleError: All problems of the table, the specs and the optimizer's state, at once.
-        ConfigError: An unknown precision, remat policy or ZeRO stage.
+        ConfigError: An unknown precision, remat policy, ZeRO stage or kernel.
     """
     if zero not in ZERO_KEEPS:
         raise ConfigError("This plan cannot be made:", [Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3")])
     precision, remat = make_precision(precision), make_remat(remat)
     offload = _check_offload(mesh, offload, remat)
+    core = make_attention(mesh, attention, context)
     model, optimizer = with_loss_scale(model, precision.loss_scale), at_precision(optimizer, precision)
     params, facts = _abstract_params(model, precision), model.facts()
     variables = tree.flatten(_abstract_variables(model))
@@ -277,6 +287,7 @@ def make_plan(
         zero,
         remat,
         precision,
+        core,
         table("params", tree.flatten(params), hosted),
         table("gradients", tree.flatten(_cast_abstract(params, precision.gradients_dtype))),
         table("params", variables),

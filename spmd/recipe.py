@@ -88,6 +88,8 @@ class Recipe:
             remat=config.remat,
             precision=self.precision,
             offload=config.offload,
+            attention=config.attention,
+            context=config.context,
         )
         problems = check_no_decay(config.optimizer, [leaf.path for leaf in plan.params], self.stacked)
         if problems:

@@ -149,7 +149,7 @@ def test_plan_has_a_ledger(config, capsys):
 
 def test_plan_that_does_not_fit_exits_with_3(config, capsys):
     """The category to blame is named, and settings that would fit; with those it fits."""
-    large = ["--topology", "v5e:2x4", "--data.batch", "2048", "--data.sequence", "2048"]
+    large = ["--topology", "v5e:2x4", "--data.batch", "2048", "--data.sequence", "2048", "--attention", "xla"]
     assert run("plan", config, *large, "--json") == 3
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] is False

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.layers import RMSNorm, causal_attention, dense, rotary_angles, rotate
+from models.layers import RMSNorm, dense, rotary_angles, rotate
 from models.llama import PRESETS, LlamaConfig
 from spmd import flax, tree
 from spmd.errors import ConfigError
+from spmd.parallel.attention import xla_attention
 from tests import tiny
 
 # Number of elements in the published checkpoints' tensors, without the rotary frequencies that some of them store.
@@ -112,7 +113,7 @@ def naive_attention(query, key, value):
 def test_attention_in_blocks_equals_softmax_written_out(block):
     """Whether blocks divide the sequence or not; query heads next to each other share a key/value head."""
     query, key, value = random(2, 10, 4, 8), random(2, 10, 2, 8, seed=1), random(2, 10, 2, 8, seed=2)
-    out = jax.jit(lambda *x: causal_attention(*x, block))(query, key, value)
+    out = jax.jit(lambda *x: xla_attention(*x, None, block=block))(query, key, value)
     np.testing.assert_allclose(out, naive_attention(query, key, value), rtol=1e-5, atol=1e-5)
 
 
@@ -122,7 +123,7 @@ def test_attention_in_blocks_has_the_gradient_of_one_block():
     weights = random(1, 10, 4, 8, seed=3)
 
     def gradient(block):
-        return jax.jit(jax.grad(lambda x: (causal_attention(*x, block) * weights).sum()))(inputs)
+        return jax.jit(jax.grad(lambda x: (xla_attention(*x, None, block=block) * weights).sum()))(inputs)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradient(4), gradient(10))
 
@@ -150,7 +151,7 @@ def test_grouped_query_attention_is_attention_with_repeated_heads():
 
 def test_rotation_keeps_norms_and_sees_only_distances():
     """The product of a rotated query and key is a function of how far apart they are, and not a constant."""
-    angles = rotary_angles(12, 8, 10_000.0)
+    angles = rotary_angles(np.arange(12), 8, 10_000.0)
     query, key = (jnp.broadcast_to(random(8, seed=seed), (1, 12, 1, 8)) for seed in (0, 1))
     rotated_query, rotated_key = (np.asarray(rotate(x, angles))[0, :, 0] for x in (query, key))
     norms = np.linalg.norm(rotated_query, axis=-1)
@@ -164,7 +165,7 @@ def test_rotation_keeps_norms_and_sees_only_distances():
 
 def test_rotation_turns_the_first_pair_by_one_radian_a_token():
     """Frequencies go from 1 down to nearly 1 / theta; pairs are (i, i + dim/2)."""
-    cos, sin = rotary_angles(5, 4, 100.0)
+    cos, sin = rotary_angles(np.arange(5), 4, 100.0)
     np.testing.assert_allclose(np.arctan2(sin, cos)[1], [1.0, 0.1], rtol=1e-6)
     x = jnp.zeros((1, 5, 1, 4)).at[..., 0].set(1.0)
     expected = [math.cos(2), 0.0, math.sin(2), 0.0]

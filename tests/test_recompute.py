@@ -32,7 +32,7 @@ def llama_layer(config, remat, dtype):
     angles = (jnp.ones((SEQ, config.head_dim // 2)),) * 2
 
     def layer(state, x):
-        with within(tiny.plan(options=(("remat", remat),))):
+        with within(tiny.plan(options=(("remat", remat), ("attention", "xla")))):
             return checkpoint_layer(lambda s, x: nnx.merge(graph, s)(x, angles), scanned=False, number=0)(state, x)
 
     return layer, nnx.to_pure_dict(state), jax.ShapeDtypeStruct((BATCH, SEQ, config.d_model), dtype)
@@ -122,7 +122,7 @@ def megatron(remat):
     params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
 
     def layer(params, x):
-        with within(tiny.plan(options=(("remat", remat),))):
+        with within(tiny.plan(options=(("remat", remat), ("attention", "xla")))):
             return megatron_layer(params, x, jax.random.key(0))
 
     return layer, params, jax.ShapeDtypeStruct((BATCH, SEQ, h), jnp.bfloat16)

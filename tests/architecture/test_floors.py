@@ -22,10 +22,12 @@ PACKAGES = (*SHIPPED, "benchmarks")
 # Every module of spmd, from the bottom up: a module imports only what is listed before it.
 FLOORS = {
     "words": ("errors", "tree"),
-    "describe": ("mesh", "model", "search_tables", "logical", "rules", "precision", "remat"),
+    "describe": ("mesh", "model", "search_tables", "logical", "rules", "precision", "remat", "kernels"),
     "decide": ("derive", "per_layer", "layerwise", "staged", "skip", "rounding", "narrow", "cuts", "leaf", "plan"),
-    "compute": ("hosted", "annotate", "loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
+    "compute": ("hosted", "annotate"),
+    "parallel": ("parallel.online", "parallel.order", "parallel.context", "parallel.attention"),
     "run": (
+        *("loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
         *("flax", "moments", "optim", "state", "offload", "step"),
         *("corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
     ),

@@ -1,0 +1,179 @@
+"""Causal attention for models to call, whatever the kernel and however the sequence is split.
+
+```python
+out = attend(query, key, value, window=4096, segments=document_ids)
+```
+
+Which kernel runs is up to the plan in scope (`spmd.kernels`), and so is what happens where mesh axis `sequence` is
+larger than 1. Every kernel takes the softmax in float32.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention
+from jaxtyping import Array, Float
+
+from spmd.annotate import attention, checkpoint_core
+from spmd.kernels import SPLASH_BLOCK
+from spmd.parallel.context import Ring, Segments, by_heads, online_attention
+from spmd.parallel.online import LARGEST_CHUNK, UNSEEN
+from spmd.parallel.order import is_balanced
+
+_CHUNK_UNIT = 128
+
+
+def attend(
+    query: Float[Array, "batch seq heads dim"],
+    key: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads dim"],
+    *,
+    window: int | None = None,
+    segments: Segments = None,
+) -> Float[Array, "batch seq heads dim"]:
+    """Each token attends to itself and those before it; softmax in float32.
+
+    Args:
+        query: Query heads that share a key/value head are neighbours.
+        key: As many heads as divide those of the queries (grouped-query attention, Ainslie et al., arXiv:2305.13245).
+        value: Like the keys.
+        window: How many tokens each one sees, itself included; None for all before it.
+        segments: The document of each token; those of other documents are not seen. None for one document.
+
+    Raises:
+        ConfigError: The plan's kernel or its split does not fit the shapes.
+
+    Example:
+        >>> x = jnp.ones((1, 4, 2, 8))
+        >>> attend(x, x[:, :, :1], x[:, :, :1], window=2).shape
+        (1, 4, 2, 8)
+    """
+    choice = attention()
+    kernel = choice.choose(query.shape[1], query.shape[-1], query.dtype, packed=segments is not None)
+    run = functools.partial(_KERNELS[kernel], window=window)
+    if choice.is_ring:
+        ring = Ring(choice.mesh, choice.sequence, is_balanced(), window)
+        run = functools.partial(_online, ring=ring)
+    elif choice.mesh is not None and (choice.sequence > 1 or kernel == "splash"):
+        # The compiler does not know how to split a Pallas kernel: it gets what one device holds.
+        run = functools.partial(by_heads, run, choice.mesh)
+    return checkpoint_core(run, keeps_scores=kernel == "xla")(query, key, value, segments)
+
+
+def xla_attention(
+    query: Array, key: Array, value: Array, segments: Segments, *, window: int | None = None, block: int | None = None
+) -> Array:
+    """`jax.nn.dot_product_attention`, `block` queries at a time: 128, or an eighth of a long sequence.
+
+    Queries go against the keys that any of them can see, so nearly half of the scores are never computed.
+    """
+    seq, dtype = query.shape[1], query.dtype
+    block = block or max(128, -(-seq // 8))
+    query, key, value = _widened(query, key, value)
+    blocks = []
+    for start in range(0, seq, block):
+        end, first = min(start + block, seq), 0 if window is None else max(0, start - window + 1)
+        distance = jnp.arange(start, end)[:, None] - jnp.arange(first, end)[None]
+        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        seen = seen[None, None]
+        if segments is not None:
+            seen = seen & (segments[:, start:end, None] == segments[:, None, first:end])[:, None]
+        # Added, not chosen by: a mask would be kept for the backward pass, with a byte for each score.
+        bias = jnp.where(seen, 0.0, UNSEEN)
+        visible = key[:, first:end], value[:, first:end]
+        blocks.append(jax.nn.dot_product_attention(query[:, start:end], *visible, bias=bias))
+    return jnp.concatenate(blocks, axis=1).astype(dtype)
+
+
+def chunked_attention(
+    query: Array, key: Array, value: Array, segments: Segments, *, window: int | None = None
+) -> Array:
+    """Softmax taken online over chunks of keys; see `spmd.parallel.online`."""
+    seq = query.shape[1]
+    padding = -seq % _CHUNK_UNIT if seq > LARGEST_CHUNK else 0  # behind the last token, where no one sees it
+
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
+
+    padded = jax.tree.map(pad, (query, key, value, segments)) if padding else (query, key, value, segments)
+    return _online(*padded, ring=Ring(window=window))[:, :seq]
+
+
+def _online(query: Array, key: Array, value: Array, segments: Segments, *, ring: Ring) -> Array:
+    wide = _widened(query, key, value)
+    return online_attention(wide[0], wide[1], wide[2], segments, ring).astype(query.dtype)
+
+
+def cudnn_attention(query: Array, key: Array, value: Array, segments: Segments, *, window: int | None = None) -> Array:
+    """The fused attention of cuDNN."""
+    assert segments is None, "spmd.kernels refuses it"
+    reach = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, local_window_size=reach, implementation="cudnn"
+    )
+
+
+def splash_attention_tpu(
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    *,
+    window: int | None = None,
+    interpret: bool = False,
+) -> Array:
+    """JAX's splash attention for TPUs, on what one device holds.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        segments: The document of each token, or None.
+        window: How many tokens each one sees; None for all before it.
+        interpret: Whether to run it without a TPU, slowly, for tests.
+    """
+    (_, seq, heads, dim), dtype = query.shape, query.dtype
+    query, key, value = _widened(query, key, value)
+    if window is None:
+        mask: Any = splash_attention.CausalMask((seq, seq))
+    else:
+        mask = splash_attention.LocalMask((seq, seq), (window - 1, 0), 0)
+    kernel = splash_attention.make_splash_mha(
+        splash_attention.MultiHeadMask([mask] * heads),
+        block_sizes=_splash_blocks(seq),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    scaled = (query.astype(jnp.float32) * dim**-0.5).astype(query.dtype)
+    ids = None if segments is None else splash_attention.SegmentIds(segments, segments)
+    arrays = (jnp.moveaxis(x, 1, 2) for x in (scaled, key, value))
+    return jnp.moveaxis(jax.vmap(kernel)(*arrays, ids), 1, 2).astype(dtype)
+
+
+def _splash_blocks(seq: int) -> splash_attention.BlockSizes:
+    block = next(size for size in (512, 256, SPLASH_BLOCK) if seq % size == 0)
+    return splash_attention.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+
+
+def _widened(*arrays: Array) -> tuple[Array, ...]:
+    """float16 as float32: JAX sums float16 products in a way that only GPUs have."""
+    return tuple(x.astype(jnp.float32) if x.dtype == np.float16 else x for x in arrays)
+
+
+_KERNELS = {
+    "xla": xla_attention,
+    "chunked": chunked_attention,
+    "cudnn": cudnn_attention,
+    "splash": splash_attention_tpu,
+}
