@@ -5,9 +5,9 @@ config = dataclasses.replace(PRESETS["mixtral-8x7b"], layers=4)
 model = spmd.from_nnx(config.build)       # returns spmd.model.Outputs: logits, auxiliary losses, metrics
 ```
 
-The router is a field, so Switch, GShard, Qwen and DeepSeek-V3 are presets of the same model. What is theirs and not here:
-the encoders of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert, DeepSeek's latent
-attention and its prediction of several tokens.
+The router is a field, so Switch, GShard, Qwen and DeepSeek-V3 are presets of the same model. What is theirs and not
+here: the encoders of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert, DeepSeek's
+latent attention and its prediction of several tokens.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class MixtralConfig(LlamaConfig):
     """A factor of the variance that router and experts start with (Switch: 0.1)."""
 
     def __post_init__(self) -> None:
-        problems = []
+        problems: list[Problem] = []
         try:
             super().__post_init__()
         except ConfigError as error:
@@ -171,8 +171,8 @@ PRESETS = {
 }
 """Published shapes by name, and small ones for tests and the demo.
 
-`switch-c` and `gshard-600b` are decoders with the experts of these models: all 30 layers of the one, and of the other the
-18 that have experts. `deepseek-v3` has grouped-query attention, everything else of it is as published.
+`switch-c` and `gshard-600b` are decoders with the experts of these models: all 30 layers of the one, and of the other
+the 18 that have experts. `deepseek-v3` has grouped-query attention, everything else of it is as published.
 """
 
 

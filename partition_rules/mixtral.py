@@ -1,7 +1,7 @@
 """Mixtral and its relatives: Llama's table, with experts split over `expert` and, inside, like an MLP.
 
-Tokens go to the experts and back in one program that is manual over the mesh (`spmd.parallel.expert`), so the table says
-how they are split where it begins and ends, and how kernels are stored.
+Tokens go to the experts and back in one program that is manual over the mesh (`spmd.parallel.expert`), so the table
+says how they are split where it begins and ends, and how kernels are stored.
 """
 
 from jax.sharding import PartitionSpec as P

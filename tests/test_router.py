@@ -183,7 +183,7 @@ def test_experts_choose_their_tokens():
 
 
 def test_load_and_balance_loss_are_those_of_the_choices():
-    """f from hand-counted choices, P from the mean of probabilities; in GShard's form f is of first choices."""
+    """Parts f from hand-counted choices, P from the mean of probabilities; in GShard's form f is of first choices."""
     for form, choices in (("switch", 2), ("gshard", 1)):
         config = RouterConfig(balance=0.3, balance_form=form)
         routing, report = route(LOGITS, config)

@@ -13,8 +13,8 @@ That is two all-to-alls forward and two backward. Sums over `tensor` are of toke
 their copies for each expert.
 
 Dispatch is by **capacity**, where each expert has so many places for each example and a token that finds none is
-dropped, or **dropless**, where rows are sorted by expert and multiplied group by group (`jax.lax.ragged_dot`; MegaBlocks,
-arXiv:2211.15841).
+dropped, or **dropless**, where rows are sorted by expert and multiplied group by group (`jax.lax.ragged_dot`;
+MegaBlocks, arXiv:2211.15841).
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class _Layout:
     """How the manual program lies on the devices; the empty one is for one device.
 
     Attributes:
-        manual: The axes that the program is manual over: all of size above 1.
+        split: The axes of size above 1 that the program is manual over; collectives are over these alone.
         expert: The axis that experts are split over, and into how many parts.
         tensor: The axes that hidden units are split over.
         gathers: For each kernel, the axes that each of its dimensions is gathered over when it is used.
@@ -64,7 +64,7 @@ class _Layout:
         ragged: Whether an all-to-all of rows sends only those that are filled, which XLA:CPU cannot.
     """
 
-    manual: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
     expert: tuple[str, int] | None = None
     tensor: tuple[str, ...] = ()
     gathers: tuple[tuple[tuple[str, ...], ...], ...] = ()
@@ -116,17 +116,20 @@ def mixture(
         return _sum(mixed.astype(x.dtype), layout.tensor).reshape(x.shape)
 
     arrays = (x, where, routing.weights, *(kernel.array for kernel in kernels))
-    if scope is None or not layout.manual:
+    if scope is None or not layout.split:
         return local(*arrays), dropped
-    mesh, tokens = scope[0], _only(scope[1], layout.manual)
-    stored = [_only(kernel.placed.stored, layout.manual) for kernel in kernels if kernel.placed]
-    return jax.shard_map(
+    mesh, tokens = scope[0], _only(scope[1], layout.split)
+    stored = [_only(kernel.placed.stored, layout.split) for kernel in kernels if kernel.placed]
+    already = get_abstract_mesh().manual_axes
+    manual = jax.shard_map(
         local,
-        mesh=None if get_abstract_mesh().manual_axes else mesh,
+        mesh=None if already else mesh,
         in_specs=(tokens, tokens, tokens, *stored),
         out_specs=tokens,
-        axis_names=set(layout.manual),
-    )(*arrays), dropped
+        # Every axis, of size 1 too: where some are not manual, XLA:CPU dies of a sum of bfloat16.
+        axis_names=set(mesh.axis_names) - set(already),
+    )
+    return manual(*arrays), dropped
 
 
 def _layout(mesh: AnyMesh, tokens: P, kernels: Sequence[Kernel]) -> _Layout:
@@ -135,10 +138,10 @@ def _layout(mesh: AnyMesh, tokens: P, kernels: Sequence[Kernel]) -> _Layout:
     Raises:
         AnnotationError: There are no collectives for it.
     """
-    manual = tuple(a for a, n in mesh.shape.items() if n > 1 and a not in get_abstract_mesh().manual_axes)
+    split = tuple(a for a, n in mesh.shape.items() if n > 1 and a not in get_abstract_mesh().manual_axes)
 
     def dims(spec: P, count: int) -> list[tuple[str, ...]]:
-        return [entry_axes(entry) for entry in (*_only(spec, manual), *(None,) * count)][:count]
+        return [entry_axes(entry) for entry in (*_only(spec, split), *(None,) * count)][:count]
 
     used = [dims(kernel.placed.used, 3) for kernel in kernels if kernel.placed]
     stored = [dims(kernel.placed.stored, 3) for kernel in kernels if kernel.placed]
@@ -157,7 +160,7 @@ def _layout(mesh: AnyMesh, tokens: P, kernels: Sequence[Kernel]) -> _Layout:
     if problems:
         raise AnnotationError("The expert layer has no collectives for this rule table:", problems)
     return _Layout(
-        manual=manual,
+        split=split,
         expert=(expert[0], mesh.shape[expert[0]]) if expert else None,
         tensor=tensor,
         gathers=tuple(
@@ -302,9 +305,9 @@ def _exchange(
     starts = n * jnp.arange(parts, dtype=jnp.int32)
     there = jnp.full_like(starts, n) * jax.lax.axis_index(axis)
     flat = rows.reshape(parts * n, d)
-    return jax.lax.ragged_all_to_all(
-        flat, jnp.zeros_like(flat), starts, sent, there, received, axis_name=axis
-    ).reshape(rows.shape)
+    return jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), starts, sent, there, received, axis_name=axis).reshape(
+        rows.shape
+    )
 
 
 _exchange.defvjp(
@@ -313,9 +316,7 @@ _exchange.defvjp(
 )
 
 
-def _mlp(
-    x: Array, sizes: Array | None, *, kernels: Sequence[Array], activation: Activation, layout: _Layout
-) -> Array:
+def _mlp(x: Array, sizes: Array | None, *, kernels: Sequence[Array], activation: Activation, layout: _Layout) -> Array:
     """Each row through its expert: rows `[expert, row, d]`, or `[row, d]` sorted by expert, with `sizes` of each."""
     *into, out = zip(kernels, layout.gathers or ((),) * len(kernels), strict=True)
     hidden = activation(*(_grouped(x, kernel, sizes, gathers, layout.is_kept) for kernel, gathers in into))

@@ -60,7 +60,7 @@ class RouterConfig:
     """Its normalisation: switch is N·Σ f·P, which is 1 for even load; gshard is the mean of f·P over experts, with f of
     first choices, which is 1/N² for even load."""
     balance_over: Literal["batch", "example"] = "batch"
-    """What f and P are means over: all tokens of a (micro)batch, or those of each example, whose losses are averaged."""
+    """What f and P are means over: all tokens of a (micro)batch, or those of each example; then losses are averaged."""
     z_loss: float = 0.0
     """Weight of the router's z-loss, the mean squared log-sum-exp of logits (ST-MoE, arXiv:2202.08906: 0.001)."""
     dispatch: Literal["capacity", "dropless"] = "dropless"
@@ -97,12 +97,19 @@ class RouterConfig:
             arithmetic = f"top_k {self.top_k} > experts {self.experts}"
             problems.append(Problem("router.top_k", "is more than there are experts", arithmetic, "fewer choices"))
         if self.random_second and self.top_k != 2:
-            problems.append(Problem("router.random_second", f"goes with top_k=2, and it is {self.top_k}", fix="top_k=2"))
+            problems.append(
+                Problem("router.random_second", f"goes with top_k=2, and it is {self.top_k}", fix="top_k=2")
+            )
         if self.choice == "expert":
             problems += [
                 Problem(f"router.{name}", "does not go with choice=expert", why, fix)
                 for name, wrong, why, fix in (
-                    ("dispatch", self.dispatch == "dropless", "an expert takes as many tokens as it has room", "capacity"),
+                    (
+                        "dispatch",
+                        self.dispatch == "dropless",
+                        "an expert takes as many tokens as it has room",
+                        "capacity",
+                    ),
                     ("balance", self.balance > 0, "load is even", "0"),
                     ("bias_rate", self.bias_rate > 0, "load is even", "0"),
                     ("random_second", self.random_second, "tokens have no second choice", "false"),
@@ -205,13 +212,11 @@ def route(
         return routing, RouterReport(nothing, z_loss(logits, config), _load(routing.experts, config.experts))
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
     ranking = jax.lax.stop_gradient(scores if bias is None else scores + bias[None, None])
-    experts = jax.lax.top_k(_limit(ranking, config), config.top_k)[1]
+    experts = _best(_limit(ranking, config), config.top_k)[0]
     weights = jnp.stack([_pick(scores, experts[..., i]) for i in range(config.top_k)], axis=-1)
     if config.normalise:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    report = RouterReport(
-        balance_loss(scores, experts, config), z_loss(logits, config), _load(experts, config.experts)
-    )
+    report = RouterReport(balance_loss(scores, experts, config), z_loss(logits, config), _load(experts, config.experts))
     if config.random_second and key is not None:
         uniform = jax.random.uniform(key, weights.shape[:-1])
         followed = second_probability(jax.lax.stop_gradient(weights[..., 1])) > uniform
@@ -307,10 +312,24 @@ def _limit(ranking: Float[Array, "example token expert"], config: RouterConfig) 
     if config.top_groups == config.groups:
         return ranking
     grouped = ranking.reshape(*ranking.shape[:-1], config.groups, -1)
-    best = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
-    allowed = jax.lax.top_k(best, config.top_groups)[1]
+    best = _best(grouped, min(2, grouped.shape[-1]))[1].sum(axis=-1)
+    allowed = _best(best, config.top_groups)[0]
     is_allowed = jax.nn.one_hot(allowed, config.groups, dtype=jnp.bool_).any(axis=-2)
     return jnp.where(is_allowed[..., None], grouped, -jnp.inf).reshape(ranking.shape)
+
+
+def _best(scores: Float[Array, "... expert"], count: int) -> tuple[Int[Array, "... count"], Float[Array, "... count"]]:
+    """The positions and values of the largest scores, best first.
+
+    One maximum after the other: `jax.lax.top_k` would make XLA gather the scores of all devices.
+    """
+    positions, values = [], []
+    for _ in range(count):
+        position = jnp.argmax(scores, axis=-1)
+        positions.append(position)
+        values.append(scores.max(axis=-1))
+        scores = jnp.where(jax.nn.one_hot(position, scores.shape[-1], dtype=jnp.bool_), -jnp.inf, scores)
+    return jnp.stack(positions, axis=-1), jnp.stack(values, axis=-1)
 
 
 def _pick(scores: Float[Array, "... expert"], expert: Int[Array, "..."]) -> Float[Array, "..."]:
