@@ -225,6 +225,12 @@ def test_tables_that_the_layer_has_no_collectives_for(changed, wrong):
     assert all(p.fix for p in caught.value.problems)
 
 
+def test_kernels_that_the_table_does_not_know():
+    """A hand-written model must say which rules its kernels go by."""
+    with within(plan("dropless")), pytest.raises(AnnotationError, match="not all in the rule table"):
+        mixed(X, LOGITS, KERNELS, DROPLESS)
+
+
 def test_experts_that_are_not_split_send_nothing():
     """With experts whole on every device the layer has no all-to-all, and an abstract mesh is enough to see it."""
     for sizes, expected in (({"fsdp": 4}, False), ({"expert": 4}, True)):

@@ -143,6 +143,10 @@ def _layout(mesh: AnyMesh, tokens: P, kernels: Sequence[Kernel]) -> _Layout:
     def dims(spec: P, count: int) -> list[tuple[str, ...]]:
         return [entry_axes(entry) for entry in (*_only(spec, split), *(None,) * count)][:count]
 
+    if not all(kernel.placed for kernel in kernels):
+        fix = "make the model by spmd.from_nnx, and give the table a rule for each of them"
+        problem = Problem("the experts' kernels", "are not all in the rule table", fix=fix)
+        raise AnnotationError("The expert layer does not know how it is split:", [problem])
     used = [dims(kernel.placed.used, 3) for kernel in kernels if kernel.placed]
     stored = [dims(kernel.placed.stored, 3) for kernel in kernels if kernel.placed]
     expert, tensor, _ = used[-1]
@@ -192,7 +196,6 @@ def _by_place(
     first = room * jax.lax.broadcasted_iota(jnp.int32, place.shape, 0)
     slot = jnp.where(place < room, place + first, examples * room).reshape(-1, k)
     source = _inverse(slot, examples * room)
-    experts_first = (layout.parts, examples, config.experts // layout.parts, capacity, d)
 
     def exchange(parts: Float[Array, "part example expert place d"]) -> Float[Array, "part example expert place d"]:
         return jax.lax.all_to_all(parts, layout.expert[0], 0, 0, tiled=True) if layout.expert else parts
@@ -200,7 +203,7 @@ def _by_place(
     # Where experts choose, a token has a choice for each of them, nearly all of them empty: then rows are added up.
     sparse = config.choice == "expert"
     sent = _rows(rows, source // k) if sparse else _take(rows, source // k, slot)
-    parts = exchange(sent.reshape(examples, *experts_first[:1], *experts_first[2:]).swapaxes(0, 1))
+    parts = exchange(sent.reshape(examples, layout.parts, -1, capacity, d).swapaxes(0, 1))
     own = jnp.moveaxis(parts, 2, 0)
     own = mlp(own.reshape(own.shape[0], -1, d), None).reshape(own.shape)
     found = exchange(jnp.moveaxis(own, 0, 2)).swapaxes(0, 1).reshape(-1, d)
