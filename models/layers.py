@@ -1,7 +1,7 @@
 """The layers that the model families share."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -148,27 +148,54 @@ def run_layers(layers: nnx.Module, x: Array, *context: Any, unroll: int = 1) -> 
     Stacked layers are scanned, `unroll` of them in each turn of the loop. Under a policy with an interval, a turn is at
     least as many layers as that.
     """
+    return _run(layers, x, None, lambda layer, x, state, _: (layer(state, x, *context), None), unroll)[0]
+
+
+def collect_layers(layers: nnx.Module, x: Array, each: Any, *context: Any, unroll: int = 1) -> tuple[Array, Any]:
+    """`run_layers`, for layers that take something of their own and return something besides `x`.
+
+    Args:
+        layers: Layers `(x, own, *context) -> (x, value)`.
+        x: What goes from layer to layer.
+        each: A tree of arrays with a leading layer dimension; each layer takes its own slice of it.
+        *context: What every layer takes.
+        unroll: As for `run_layers`.
+
+    Returns:
+        `x` after the last layer, and the values of all layers, stacked.
+    """
+    return _run(layers, x, each, lambda layer, x, state, own: layer(state, x, own, *context), unroll)
+
+
+def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Array, Any]], unroll: int) -> Any:
+    def run(x: Array, states: list[Any], graphs: Sequence[nnx.GraphDef], scanned: bool) -> tuple[Array, Any]:
+        values = []
+        for number, (graph, state) in enumerate(zip(graphs, states, strict=True)):
+            x, value = step(checkpoint_layer(_call(graph), scanned=scanned, number=number), x, *state)
+            values.append(value)
+        return x, jax.tree.map(lambda *values: jnp.stack(values), *values)
+
     if isinstance(layers, nnx.List):
-        for number, layer in enumerate(layers):
-            graph, state = nnx.split(layer)
-            x = checkpoint_layer(_call(graph), scanned=False, number=number)(state, x, *context)
-        return x
+        graphs, states = zip(*map(nnx.split, layers), strict=True)
+        owns = [jax.tree.map(lambda own: own[number], each) for number in range(len(states))]  # noqa: B023
+        return run(x, list(zip(states, owns, strict=True)), graphs, False)
     graph, state = nnx.split(layers)
     size = remat_interval()
     turns, left = divmod(jax.tree.leaves(state)[0].shape[0], size)
     unroll = max(1, unroll // size)
     scanned = unroll == 1 and turns > 1  # in one program, XLA could merge recomputation and original
-
-    def run(x: Array, states: list[Any], scanned: bool) -> Array:
-        for number, state in enumerate(states):
-            x = checkpoint_layer(_call(graph), scanned=scanned, number=number)(state, x, *context)
-        return x
-
     if size == 1:
-        return jax.lax.scan(lambda x, layer: (run(x, [layer], scanned), None), x, state, unroll=unroll)[0]
-    groups = jax.tree.map(lambda w: w[: turns * size].reshape(turns, size, *w.shape[1:]), state)
-    x = jax.lax.scan(lambda x, group: (run(x, _unstack(group), scanned), None), x, groups, unroll=unroll)[0]
-    return run(x, _unstack(jax.tree.map(lambda w: w[turns * size :], state)) if left else [], False)
+        call = checkpoint_layer(_call(graph), scanned=scanned, number=0)
+        return jax.lax.scan(lambda x, layer: step(call, x, *layer), x, (state, each), unroll=unroll)
+    groups = jax.tree.map(lambda w: w[: turns * size].reshape(turns, size, *w.shape[1:]), (state, each))
+    x, values = jax.lax.scan(
+        lambda x, group: run(x, _unstack(group), (graph,) * size, scanned), x, groups, unroll=unroll
+    )
+    values = jax.tree.map(lambda v: v.reshape(turns * size, *v.shape[2:]), values)
+    if not left:
+        return x, values
+    x, rest = run(x, _unstack(jax.tree.map(lambda w: w[turns * size :], (state, each))), (graph,) * left, False)
+    return x, jax.tree.map(lambda v, r: jnp.concatenate([v, r]), values, rest)
 
 
 def _unstack(group: Any) -> list[Any]:

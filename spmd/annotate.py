@@ -62,12 +62,14 @@ class Weight:
 
     Attributes:
         mesh: The plan's mesh.
+        stored: Its spec in the training state.
         used: Its spec in a matmul: as stored, but whole over `fsdp`.
         gradient: The spec its gradient is reduced to, by the plan's ZeRO stage.
         is_kept: Whether a derivative keeps it as it is used; else as it is stored, to be gathered again.
     """
 
     mesh: AnyMesh
+    stored: P
     used: P
     gradient: P
     is_kept: bool = True
@@ -110,11 +112,7 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
     scope = _SCOPE.value
     if scope is None:
         return x
-    table = dict(scope.rules.activations)
-    if name not in table:
-        problem = Problem(f"activation {name!r}", "is not in the rule table", fix=did_you_mean(name, table))
-        raise AnnotationError("The model marks an activation that the plan does not know:", [problem])
-    return checkpoint_name(_constrain(x, scope.mesh, table[name], f"activation {name!r}"), name)
+    return checkpoint_name(_constrain(x, scope.mesh, _spec_of(scope, name), f"activation {name!r}"), name)
 
 
 def weight(path: str | None) -> Weight | None:
@@ -128,9 +126,34 @@ def weight(path: str | None) -> Weight | None:
     if match is None:
         return None
     spec = P() if isinstance(match.requested, Replicate) else match.requested
+    return _placed(scope, spec, not scope.gathers_again)
+
+
+def _placed(scope: _Scope, spec: P, is_kept: bool) -> Weight:
     used = drop_axis(spec, "fsdp")
-    gradient = spec if "gradients" in ZERO_KEEPS[scope.zero] else used
-    return Weight(scope.mesh, used, gradient, not scope.gathers_again)
+    stored, gradient = (spec if table in ZERO_KEEPS[scope.zero] else used for table in ("params", "gradients"))
+    return Weight(scope.mesh, stored, used, gradient, is_kept)
+
+
+def placement(name: str) -> tuple[AnyMesh, P] | None:
+    """The mesh of the plan in scope and the spec of an activation, for code that is manual over the mesh; else None.
+
+    Args:
+        name: The activation's name.
+
+    Raises:
+        AnnotationError: The plan has no such name.
+    """
+    scope = _SCOPE.value
+    return None if scope is None else (scope.mesh, _spec_of(scope, name))
+
+
+def _spec_of(scope: _Scope, name: str) -> P:
+    table = dict(scope.rules.activations)
+    if name not in table:
+        problem = Problem(f"activation {name!r}", "is not in the rule table", fix=did_you_mean(name, table))
+        raise AnnotationError("The model marks an activation that the plan does not know:", [problem])
+    return table[name]
 
 
 def gather(kernel: jax.Array, placed: Weight | None) -> jax.Array:
@@ -166,9 +189,7 @@ def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda pa
         match = scope.rules.match(path)
         if match is None or gathered_later(path) or not jnp.issubdtype(param.dtype, jnp.floating):
             return param
-        used = drop_axis(match.spec, "fsdp")
-        gradient = match.spec if "gradients" in ZERO_KEEPS[scope.zero] else used
-        return _gathered(param, Weight(scope.mesh, used, gradient, is_kept=True))
+        return _gathered(param, _placed(scope, match.spec, is_kept=True))
 
     return tree.map_with_path(place, params, is_leaf=is_hosted)
 

@@ -58,7 +58,7 @@ class ModelConfig(Protocol):
         """Parameters that each token is multiplied with, for the FLOP count."""
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The model, called on tokens `[batch, seq]`, returns logits `[batch, seq, vocab]`."""
+        """The model: tokens `[batch, seq]` in, logits `[batch, seq, vocab]` or `spmd.model.Outputs` out."""
 
 
 M = TypeVar("M", bound=ModelConfig)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spmd.model import Model
+from spmd.model import Model, as_outputs
 from spmd.parallel.order import balanced
 
 Sums = dict[str, jax.Array]
@@ -59,14 +59,20 @@ def next_token_loss(model: Model, *, train: bool = True) -> LossFn:
     A batch may have `segments` too, the document of each token, which the model then takes behind the tokens.
 
     Args:
-        model: Tokens in, logits `[batch, sequence, vocab]` out.
-        train: Whether the model runs as in training (dropout drops, batch statistics are updated) or in evaluation.
+        model: Tokens in, logits `[batch, sequence, vocab]` or `spmd.model.Outputs` out.
+        train: Whether the model runs as in training (dropout drops, batch statistics are updated, auxiliary losses are
+            a part of the loss) or in evaluation.
     """
 
     def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
         with balanced(batch, takes_any_order=model.facts().takes_any_order) as batch:
             inputs = [batch[name] for name in ("tokens", "segments") if name in batch]
-            logits, variables = model.forward(params, variables, key, *inputs, train=train)
-            return cross_entropy(logits, batch["targets"], batch["weights"]), variables
+            returned, variables = model.forward(params, variables, key, *inputs, train=train)
+            outputs = as_outputs(returned)
+            sums = cross_entropy(outputs.logits, batch["targets"], batch["weights"])
+        # The step divides by the weight, so a batch's value enters with its weight, and zero where all is padding.
+        others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
+        loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])
+        return {**sums, **others, "loss": loss}, variables
 
     return loss_fn

@@ -282,6 +282,7 @@ COLUMNS: Mapping[str, Callable[[Any], str]] = {
     "loss": lambda x: f"loss {x:7.4f}",
     "val_loss": lambda x: f"val loss {x:7.4f}",
     "gradient_norm": lambda x: f"grad norm {x:<8.3g}",
+    "dropped": lambda x: f"dropped {x:5.1%}",
     "learning_rate": lambda x: f"lr {x:.2e}",
     "tokens_per_s": lambda x: f"{human_count(x):>5} tokens/s",
     "mfu": lambda x: f"MFU {x:5.1%}",
@@ -357,10 +358,9 @@ class Console(Writer):
         self.close()
         cells = [f"done: {steps:,} steps in {human_duration(seconds)}", f"{human_count(tokens)} tokens"]
         cells += [f"{human_count(tokens / seconds)} tokens/s"] if seconds > 0 else []
-        cells += [f"loss {NOT_REPORTED if loss is None else format(loss, '.4f')}"]
-        used = NOT_REPORTED if mfu is None else f"{mfu:.1%}"
+        last, used = (NOT_REPORTED if x is None else f"{x:{form}}" for x, form in ((loss, ".4f"), (mfu, ".1%")))
         peak = NOT_REPORTED if memory is None else human_bytes(memory)
-        self.say("   ".join(cells))
+        self.say("   ".join([*cells, f"loss {last}"]))
         self.say(f"MFU {used}: {flops.formula if flops else 'no FLOP count was given'}")
         self.say(f"peak memory: device {peak}, host process {human_bytes(process_peak_rss())}")
 

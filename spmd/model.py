@@ -34,6 +34,35 @@ class Facts:
     takes_any_order: bool = False
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """What a model returns that has more to say than its logits.
+
+    Values are float32 scalars of the whole (micro)batch, padding included. Each is reported as a metric by its name, as
+    a mean over microbatches that is weighted by their tokens.
+
+    Attributes:
+        logits: `[batch, sequence, vocab]`.
+        losses: Name → an auxiliary loss, with its weight, which training adds to the mean loss of a token.
+        metrics: Name → anything else.
+    """
+
+    logits: Any
+    losses: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+def as_outputs(returned: Any) -> Outputs:
+    """What a model returned, whether that is `Outputs` or logits alone.
+
+    Example:
+        >>> as_outputs(jax.numpy.ones(3)).logits.shape
+        (3,)
+    """
+    return returned if isinstance(returned, Outputs) else Outputs(returned)
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model as pure functions of its parameters and variables.

@@ -22,7 +22,7 @@ from spmd.errors import ConfigError, Problem, RuleError, did_you_mean
 from spmd.kernels import Attention, make_attention
 from spmd.layerwise import check_layerwise
 from spmd.leaf import Leaf, aligned, make_leaf
-from spmd.mesh import AnyMesh
+from spmd.mesh import AnyMesh, entry_axes
 from spmd.model import PRNG, Model
 from spmd.narrow import at_precision
 from spmd.precision import Precision, cast_floats, make_precision, with_loss_scale
@@ -228,6 +228,10 @@ def make_plan(
         for name in names
         if name not in known
     ]
+    specs = [match.spec for path in shapes if (match := rules.match(path))]
+    if mesh.shape["expert"] > 1 and not any("expert" in entry_axes(entry) for spec in specs for entry in spec):
+        what, fix = "splits no parameter: this model has no experts", "expert=1; data and fsdp split the batch, too"
+        problems.append(Problem("mesh.expert", what, f"expert={mesh.shape['expert']}", fix))
     leading = {path: min(len(rules.layer_path(path)[1]), p.ndim) for path, p in tree.flatten(params).items()}
     stacked = tuple(name for name, _ in rules.stacked)
     mixed = check_layerwise(optimizer, params, stacked)

@@ -39,6 +39,7 @@ from spmd.metrics import (
     process_peak_rss,
     utilization,
 )
+from spmd.model import as_outputs
 from spmd.recipe import Recipe
 from spmd.state import TrainState, abstract_state, init_state
 from spmd.step import make_eval_step
@@ -327,7 +328,7 @@ def write_sample(recipe: Recipe, state: TrainState, prompt: str, **options: Any)
     window = recipe.config.data.sequence
 
     def apply(params: Any, ids: Any) -> Any:
-        return recipe.model.forward(params, state.variables, None, ids, train=False)[0]
+        return as_outputs(recipe.model.forward(params, state.variables, None, ids, train=False)[0]).logits
 
     done = generate(recipe.plan, apply, state.params, np.tile(ids, (rows, 1)), window=window, **options)
     return tokenizer.decode(done[0].tolist())

@@ -24,7 +24,15 @@ def wrong(error=ConfigError, **fields):
 
 def test_the_shipped_configs_are_those_of_the_readme():
     """By name, and no example that is not a config."""
-    assert set(shipped()) >= {"demo", "tinyllama-1b", "llama3-8b", "llama3-70b", "llama3-405b"}
+    assert set(shipped()) >= {
+        "demo",
+        "tinyllama-1b",
+        "llama3-8b",
+        "llama3-70b",
+        "llama3-405b",
+        "mixtral-tiny",
+        "mixtral-8x7b",
+    }
     assert "__init__" not in shipped()
 
 

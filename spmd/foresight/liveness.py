@@ -68,7 +68,7 @@ def saved_activations(program: Program, axes: Mapping[str, int]) -> list[Buffer]
     """What the loops of a program save for others that run backwards, wherever it is used."""
     saved = []
     for operation in program.operations:
-        if operation.primitive in ("scan", "stack") and not operation.params["reverse"]:
+        if operation.primitive in ("scan", "stack_turns") and not operation.params["reverse"]:
             stacks = operation.outputs[operation.params.get("num_carry", 0) :]
             saved += [_buffer(value, operation, axes, saved=True) for value in stacks]
         for body in operation.bodies:
@@ -161,7 +161,7 @@ class _Lives:
                 self.written[id(value)] = (value, None, now)  # what was fused so far is written, to be read here
                 self.last.update((id(root), now) for root in known)
                 self.roots[id(value)] = known = frozenset([value])
-            if operation.primitive == "stack" and not operation.params["reverse"]:
+            if operation.primitive == "stack_turns" and not operation.params["reverse"]:
                 self.saved.update(map(id, known))
             self.last.update((id(root), now) for root in known)
 

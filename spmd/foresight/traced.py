@@ -161,7 +161,7 @@ def _unroll(params: Mapping[str, Any], operands: list[Value], stacks: Stacks, ea
     for slices in map(list, zip(*(reversed(turns) if params["reverse"] else turns), strict=True)):
         stack = Value((length, *slices[0].shape), slices[0].itemsize, name=slices[0].name)
         stacks[id(stack)] = slices
-        program.operations.append(Operation("stack", slices, [stack], {"reverse": params["reverse"]}))
+        program.operations.append(Operation("stack_turns", slices, [stack], {"reverse": params["reverse"]}))
         program.outputs.append(stack)
     program.outputs = [*carry, *program.outputs]
     return program
@@ -380,7 +380,7 @@ def _stack(operation: Operation) -> list[Dims | None]:
 
 
 _RULES = {
-    "stack": _stack,
+    "stack_turns": _stack,
     "sharding_constraint": _constraint,
     "device_put": _device_put,
     "name": _name,

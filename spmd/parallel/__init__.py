@@ -1,1 +1,1 @@
-"""What one layer does on several devices: attention over a split sequence, and the kernels underneath."""
+"""What a layer does over several devices by itself: the forms of parallelism that a sharding constraint cannot say."""

@@ -25,7 +25,10 @@ FLOORS = {
     "describe": ("mesh", "model", "search_tables", "logical", "rules", "precision", "remat", "kernels"),
     "decide": ("derive", "per_layer", "layerwise", "staged", "skip", "rounding", "narrow", "cuts", "leaf", "plan"),
     "compute": ("hosted", "annotate"),
-    "parallel": ("parallel.online", "parallel.order", "parallel.context", "parallel.attention"),
+    "parallel": (
+        *("parallel.online", "parallel.order", "parallel.context", "parallel.attention"),
+        *("parallel.router", "parallel.expert"),
+    ),
     "run": (
         *("loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
         *("flax", "moments", "optim", "state", "offload", "step"),
@@ -61,7 +64,7 @@ ENVIRONMENT_ROOMS = {"launch", "testing"}
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
 # What the packages beside spmd may import, besides the standard library and themselves.
-MODELS_MAY_IMPORT = ("flax", "jax", "jaxtyping", "numpy", "spmd.annotate", "spmd.errors", "spmd.parallel")
+MODELS_MAY_IMPORT = ("flax", "jax", "jaxtyping", "numpy", "spmd.annotate", "spmd.errors", "spmd.model", "spmd.parallel")
 PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.mesh", "spmd.rules")
 
 # A library that raises plain `Exception` leaves no choice: one handler for each room named here.

@@ -1,0 +1,343 @@
+"""Mixtral: a Llama whose MLPs are mixtures of experts (Jiang et al., arXiv:2401.04088), and its relatives.
+
+```python
+config = dataclasses.replace(PRESETS["mixtral-8x7b"], layers=4)
+model = spmd.from_nnx(config.build)       # returns spmd.model.Outputs: logits, auxiliary losses, metrics
+```
+
+The router is a field, so Switch, GShard, Qwen and DeepSeek-V3 are presets of the same model. What is theirs and not
+here: the encoders of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert, DeepSeek's
+latent attention and its prediction of several tokens.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from models.layers import (
+    Angles,
+    Dense,
+    RMSNorm,
+    collect_layers,
+    dense,
+    gated,
+    make_layers,
+    rotary_angles,
+    run_layers,
+)
+from models.llama import MLP, Attention, Block, Embedding, LlamaConfig
+from spmd.annotate import annotate, weight
+from spmd.errors import ConfigError, Problem
+from spmd.model import Outputs
+from spmd.parallel.context import Segments
+from spmd.parallel.expert import Kernel, mixture
+from spmd.parallel.order import positions
+from spmd.parallel.router import RouterConfig, balanced_bias, jittered, route
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtralConfig(LlamaConfig):
+    """The shape of a mixture of experts; d_ff is the hidden width of one expert."""
+
+    router: RouterConfig = RouterConfig()
+    """How tokens choose experts and are sent to them."""
+    shared_d_ff: int = 0
+    """Hidden width of the expert that every token goes to, beside those it chooses; 0: none."""
+    dense_layers: int = 0
+    """How many of the first layers have an MLP instead of experts."""
+    dense_d_ff: int = 0
+    """Hidden width of these MLPs."""
+    gated: bool = True
+    """Whether experts are SwiGLU, with three kernels, or ReLU, with two."""
+    init_scale: float = 1.0
+    """A factor of the variance that router and experts start with (Switch: 0.1)."""
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        try:
+            super().__post_init__()
+        except ConfigError as error:
+            problems += error.problems
+        problems += [
+            Problem(f"model.{name}", f"is {getattr(self, name)}", fix="0 or more")
+            for name in ("shared_d_ff", "dense_layers", "dense_d_ff")
+            if getattr(self, name) < 0
+        ]
+        if not self.init_scale > 0:
+            problems.append(Problem("model.init_scale", f"is {self.init_scale}", fix="above 0"))
+        if self.dense_layers >= self.layers >= 1:
+            arithmetic = f"dense_layers {self.dense_layers} ≥ layers {self.layers}"
+            problems.append(Problem("model.dense_layers", "leaves no layer with experts", arithmetic, "fewer of them"))
+        if (self.dense_layers > 0) != (self.dense_d_ff > 0):
+            arithmetic = f"dense_layers {self.dense_layers}, dense_d_ff {self.dense_d_ff}"
+            problems.append(Problem("model.dense_d_ff", "goes with dense_layers", arithmetic, "give both or neither"))
+        if problems:
+            raise ConfigError("This mixture of experts cannot be built:", problems)
+
+    def _params(self, experts: int) -> int:
+        """Parameters with so many experts in each layer, without norms and embedding."""
+        attention = 2 * self.d_model * self.attention_width + 2 * self.d_model * self.kv_heads * self.head_dim
+        one = (3 if self.gated else 2) * self.d_model * self.d_ff
+        mixture = experts * one + self.d_model * (self.router.experts + 3 * self.shared_d_ff)
+        mlps = 3 * self.d_model * self.dense_d_ff * self.dense_layers
+        return self.layers * attention + mlps + (self.layers - self.dense_layers) * mixture + self.d_model * self.vocab
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that each token is multiplied with: those of the experts that it chooses, not of the others."""
+        return self._params(self.router.top_k)
+
+    @property
+    def total_params(self) -> int:
+        """All parameters."""
+        return self._params(self.router.experts) + self._rest
+
+    @property
+    def active_params(self) -> int:
+        """Parameters without those of the experts that a token does not choose."""
+        return self._params(self.router.top_k) + self._rest
+
+    @property
+    def _rest(self) -> int:
+        """Norms, and the embedding where it is not the head."""
+        return (2 * self.layers + 1) * self.d_model + (0 if self.tied else self.vocab * self.d_model)
+
+    def build(self, rngs: nnx.Rngs) -> "Mixtral":
+        """The model of this shape."""
+        return Mixtral(self, rngs=rngs)
+
+
+SWITCH = RouterConfig(experts=8, top_k=1, normalise=False, jitter=0.01, balance=0.01, dispatch="capacity")
+"""Switch Transformers, section 2: one expert, capacity factor 1.25, α = 0.01."""
+GSHARD = RouterConfig(
+    experts=8, top_k=2, random_second=True, balance_form="gshard", dispatch="capacity", capacity_factor=1.0
+)
+"""GShard, section 2.2: two experts, the second one at random, room for 2N / E tokens."""
+DEEPSEEK_V3 = RouterConfig(
+    experts=256,
+    top_k=8,
+    score="sigmoid",
+    groups=8,
+    top_groups=4,
+    scale=2.5,
+    bias_rate=1e-3,
+    balance=1e-4,
+    balance_over="example",
+)
+"""DeepSeek-V3, section 2.1.2 and 4.2: balanced by biases, with a loss for each sequence that hardly weighs."""
+
+PRESETS = {
+    "test": MixtralConfig(
+        vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=16, router=RouterConfig(experts=8, z_loss=1e-3)
+    ),
+    "mixtral-tiny": MixtralConfig(
+        vocab=256,
+        d_model=192,
+        layers=4,
+        heads=6,
+        kv_heads=2,
+        d_ff=256,
+        unroll=4,
+        router=RouterConfig(experts=8, dispatch="capacity", z_loss=1e-3),
+    ),
+    "mixtral-8x7b": MixtralConfig(32_000, 4096, 32, 32, 8, 14_336, rope_theta=1e6, router=RouterConfig(balance=0.02)),
+    "mixtral-8x22b": MixtralConfig(32_000, 6144, 56, 48, 8, 16_384, rope_theta=1e6, router=RouterConfig(balance=0.02)),
+    "switch-c": MixtralConfig(
+        *(32_128, 2080, 30, 40, 40, 6144),
+        gated=False,
+        init_scale=0.1,
+        router=dataclasses.replace(SWITCH, experts=2048),
+    ),
+    "gshard-600b": MixtralConfig(
+        32_000, 1024, 18, 16, 16, 8192, gated=False, router=dataclasses.replace(GSHARD, experts=2048)
+    ),
+    "qwen1.5-moe": MixtralConfig(
+        *(151_936, 2048, 24, 16, 16, 1408),
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        shared_d_ff=5632,
+        router=RouterConfig(experts=60, top_k=4, normalise=False, balance=0.001),
+    ),
+    "deepseek-v3": MixtralConfig(
+        *(129_280, 7168, 61, 64, 32, 2048),
+        norm_eps=1e-6,
+        shared_d_ff=2048,
+        dense_layers=3,
+        dense_d_ff=18_432,
+        router=DEEPSEEK_V3,
+    ),
+}
+"""Published shapes by name, and small ones for tests and the demo.
+
+`switch-c` and `gshard-600b` are decoders with the experts of these models: all 30 layers of the one, and of the other
+the 18 that have experts. `deepseek-v3` has grouped-query attention, everything else of it is as published.
+"""
+
+
+class RouterBias(nnx.Variable):
+    """Biases of the choice of experts, which are moved by load and not by a gradient."""
+
+
+class Router(nnx.Module):
+    """Scores of all experts for each token, in float32."""
+
+    def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config.router
+        width, experts = config.d_model, config.router.experts
+        init = nnx.initializers.normal(math.sqrt(config.init_scale / width))
+        self.kernel = nnx.Param(init(rngs.params(), (width, experts), jnp.float32), gathered_by_layer=True)
+        self.bias = RouterBias(jnp.zeros((experts,), jnp.float32)) if self.config.bias_rate else None
+
+    def __call__(self, x: Float[Array, "batch seq d"], key: Array | None) -> Float[Array, "batch seq expert"]:
+        """Logits; with a key and jitter, of a noisy input."""
+        x = x.astype(jnp.float32)
+        if key is not None and self.config.jitter:
+            x = jittered(x, self.config.jitter, key)
+        with jax.default_matmul_precision("highest"):
+            return annotate(dense(x, self.kernel), "router_logits")
+
+
+class ExpertDense(nnx.Module):
+    """A linear layer for each expert; its `kernel` is `[expert, in, out]`, drawn with variance scale² / in."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.normal(scale * inputs**-0.5)
+        self.kernel = nnx.Param(init(rngs.params(), (experts, inputs, outputs), jnp.float32), gathered_by_layer=True)
+
+    def placed(self) -> Kernel:
+        """The kernels, and where the plan in scope has them."""
+        return Kernel(self.kernel[...], weight(self.kernel.get_metadata("path", None)))
+
+
+class Experts(nnx.Module):
+    """The MLPs of all experts."""
+
+    def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
+        shape = (config.router.experts, config.d_model, config.d_ff)
+        scale = math.sqrt(config.init_scale)
+        self.gate_proj = ExpertDense(*shape, scale=scale, rngs=rngs) if config.gated else None
+        self.up_proj = ExpertDense(*shape, scale=scale, rngs=rngs)
+        self.down_proj = ExpertDense(
+            *(shape[0], shape[2], shape[1]), scale=scale * (2 * config.layers) ** -0.5, rngs=rngs
+        )
+
+
+class MixtureOfExperts(nnx.Module):
+    """A router, its experts, and a shared expert where there is one."""
+
+    def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config.router
+        self.router = Router(config, rngs=rngs)
+        self.experts = Experts(config, rngs=rngs)
+        shared = dataclasses.replace(config, d_ff=config.shared_d_ff or 1)
+        self.shared = MLP(shared, rngs=rngs) if config.shared_d_ff else None
+
+    def __call__(
+        self, x: Float[Array, "batch seq d"], key: Array | None
+    ) -> tuple[Float[Array, "batch seq d"], dict[str, Array]]:
+        """What the experts make of each token, and what the router reports: its losses, load and dropped part."""
+        noise, second = jax.random.split(key) if key is not None else (None, None)
+        logits = self.router(x, noise)
+        bias = self.router.bias[...] if self.router.bias is not None else None
+        routing, report = route(logits, self.config, key=second, bias=bias)
+        experts = self.experts
+        into = [proj.placed() for proj in (experts.gate_proj, experts.up_proj) if proj is not None]
+        y, dropped = mixture(
+            x, routing, self.config, into, experts.down_proj.placed(), gated if experts.gate_proj else jax.nn.relu
+        )
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, {
+            "balance_loss": report.balance,
+            "z_loss": report.z_loss,
+            "load": report.load,
+            "dropped": dropped / report.load.sum(),
+        }
+
+
+class ExpertBlock(nnx.Module):
+    """One decoder layer: attention and a mixture of experts."""
+
+    def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.moe = MixtureOfExperts(config, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "batch seq d"], key: Array | None, angles: Angles, segments: Segments = None
+    ) -> tuple[Float[Array, "batch seq d"], dict[str, Array]]:
+        """The residual stream after this layer, and what its router reports."""
+        x = annotate(x, "residual")
+        x = annotate(x + self.attention(self.attention_norm(x), angles, segments), "residual")
+        y, report = self.moe(self.mlp_norm(x), key)
+        return annotate(x + y, "residual"), report
+
+
+class Mixtral(nnx.Module):
+    """Tokens in, next-token logits and the routers' losses and metrics out."""
+
+    def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.deterministic = False  # set by Flax's `train()` and `eval()`
+        self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
+        first = dataclasses.replace(config, d_ff=config.dense_d_ff or 1)
+        self.dense_layers = (
+            make_layers(
+                lambda rngs: Block(first, rngs=rngs), config.dense_layers, rngs.params(), stacked=config.stacked
+            )
+            if config.dense_layers
+            else None
+        )
+        count = config.layers - config.dense_layers
+        self.layers = make_layers(
+            lambda rngs: ExpertBlock(config, rngs=rngs), count, rngs.params(), stacked=config.stacked
+        )
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.lm_head = None if config.tied else Dense(config.d_model, config.vocab, rngs=rngs)
+        self.noise = nnx.Rngs(rngs.params()) if config.router.is_random else None
+
+    @property
+    def takes_any_order(self) -> bool:
+        """Whether no token has a place or a draw by its position: not with capacities, nor with random routing."""
+        return self.config.router.dispatch == "dropless" and not self.config.router.is_random
+
+    def __call__(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> Outputs:
+        """Logits of the token that follows each position.
+
+        Losses are added up over layers. `dropped` is the part of the tokens' choices that found no room, and
+        `load_spread` the load of the busiest expert relative to the mean; both are means over layers.
+        """
+        config, training = self.config, not self.deterministic
+        x = annotate(self.embed(tokens), "residual")
+        angles = rotary_angles(positions(tokens.shape[1]), config.head_dim, config.rope_theta)
+        if self.dense_layers is not None:
+            x = run_layers(self.dense_layers, x, angles, segments, unroll=config.unroll)
+        count = config.layers - config.dense_layers
+        keys = jax.random.split(self.noise(), count) if self.noise is not None and training else None
+        x, reports = collect_layers(self.layers, x, keys, angles, segments, unroll=config.unroll)
+        if config.router.bias_rate and training:
+            self._move_biases(reports["load"])
+        x = self.norm(x)
+        logits = annotate(self.lm_head(x, jnp.float32) if self.lm_head else self.embed.attend(x), "logits")
+        weights = {"balance_loss": config.router.balance, "z_loss": config.router.z_loss}
+        load = reports["load"]
+        metrics = {"load_spread": (load.max(axis=-1) / load.mean(axis=-1)).mean()}
+        if config.router.dispatch == "capacity":
+            metrics["dropped"] = reports["dropped"].mean()
+        return Outputs(logits, {name: reports[name].sum() for name, w in weights.items() if w}, metrics)
+
+    def _move_biases(self, load: Float[Array, "layer expert"]) -> None:
+        """Once for each (micro)batch, towards even load."""
+        rate = self.config.router.bias_rate
+        if isinstance(self.layers, nnx.List):
+            for layer, its_load in zip(self.layers, load, strict=True):
+                bias = layer.moe.router.bias
+                bias[...] = balanced_bias(bias[...], its_load, rate)
+        else:
+            bias = self.layers.moe.router.bias
+            bias[...] = balanced_bias(bias[...], load, rate)

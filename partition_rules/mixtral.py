@@ -1,0 +1,43 @@
+"""Mixtral and its relatives: Llama's table, with experts split over `expert` and, inside, like an MLP.
+
+Tokens go to the experts and back in one program that is manual over the mesh (`spmd.parallel.expert`), so the table
+says how they are split where it begins and ends, and how kernels are stored.
+"""
+
+from jax.sharding import PartitionSpec as P
+
+from partition_rules.llama import LLAMA
+from spmd.mesh import BATCH_AXES
+from spmd.rules import Rules, replicate
+
+_EXPERTS = (
+    ("experts/(gate|up)_proj/kernel", P("expert", "fsdp", "tensor")),  # [expert, d, d_ff]
+    ("experts/down_proj/kernel", P("expert", "tensor", "fsdp")),  # [expert, d_ff, d]
+    ("router/(kernel|bias)", replicate("a router is a few hundred KiB, and every token needs all of it")),
+)
+_ROUTED = (
+    ("router_logits", P(BATCH_AXES, "sequence")),  # [batch, seq, expert]
+    ("expert_tokens", P(BATCH_AXES, "sequence")),  # [batch, seq, d]
+    ("expert_hidden", P(BATCH_AXES)),  # rows of tokens, inside the manual program
+)
+_MLP = ("mlp_gate", "mlp_up", "mlp_hidden")
+_PLAIN = tuple(rule for rule in LLAMA.params if not rule[0].startswith("mlp/"))
+
+MIXTRAL = Rules(
+    params=(*_PLAIN, *_EXPERTS),
+    activations=(*(mark for mark in LLAMA.activations if mark[0] not in _MLP), *_ROUTED),
+    stacked={"layers": "pipe"},
+)
+"""Models whose layers have experts and nothing beside them."""
+
+MIXTRAL_SHARED = Rules(
+    params=(
+        *_PLAIN,
+        *_EXPERTS,
+        ("(mlp|shared)/(gate|up)_proj/kernel", P("fsdp", "tensor")),
+        ("(mlp|shared)/down_proj/kernel", P("tensor", "fsdp")),
+    ),
+    activations=(*LLAMA.activations, *_ROUTED),
+    stacked={"layers": "pipe", "dense_layers": "pipe"},
+)
+"""Models with a shared expert, or with layers that have an MLP instead."""

@@ -1,0 +1,341 @@
+"""Which experts a token goes to, with what weights, and what that costs: pure functions of the router's logits.
+
+| router | fields of `RouterConfig` |
+|---|---|
+| Switch (arXiv:2101.03961) | `top_k=1, normalise=False, dispatch="capacity"` |
+| GShard (arXiv:2006.16668) | `top_k=2, random_second=True, balance_form="gshard", dispatch="capacity"` |
+| Mixtral (arXiv:2401.04088): softmax after the choice | `top_k=2`, the default |
+| softmax before the choice | `normalise=False` |
+| DeepSeek-V3 (arXiv:2412.19437) | `score="sigmoid", bias_rate=1e-3, groups=8, top_groups=4, scale=2.5` |
+| expert choice (arXiv:2202.09368) | `choice="expert", balance=0, dispatch="capacity"` |
+
+Logits are float32 `[example, token, expert]`. Every number here is of all tokens that are passed in, padding included;
+under a plan those are the tokens of all devices, so it is the same on every mesh.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spmd.errors import ConfigError, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """How tokens choose experts, or experts tokens, and how they are sent.
+
+    Raises:
+        ConfigError: Fields that cannot be used, all at once.
+    """
+
+    experts: int = 8
+    """Experts in a layer."""
+    top_k: int = 2
+    """Experts that each token goes to; with choice=expert, on average and for capacity_factor=1."""
+    choice: Literal["token", "expert"] = "token"
+    """Whether tokens choose experts, or experts tokens (which looks at later tokens of the example, too)."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What logits become before the choice."""
+    normalise: bool = True
+    """Whether the weights of a token's choices add up to 1; of softmax scores that is a softmax after the choice."""
+    random_second: bool = False
+    """Whether the second choice is followed at random, with probability min(1, 2 · its weight) (GShard)."""
+    groups: int = 1
+    """Groups that experts are chosen from (DeepSeek-V3: one for each node)."""
+    top_groups: int = 1
+    """Groups that a token may choose from: those with the largest sums of their two best scores."""
+    scale: float = 1.0
+    """A factor of all weights (DeepSeek-V3: 2.5)."""
+    jitter: float = 0.0
+    """In training, the router's input is multiplied by noise between 1 - jitter and 1 + jitter (Switch: 0.01)."""
+    bias_rate: float = 0.0
+    """How far each (micro)batch moves the biases that balance load without a loss (DeepSeek-V3: 0.001); 0: none."""
+    balance: float = 0.01
+    """Weight of the load-balance loss of each layer."""
+    balance_form: Literal["switch", "gshard"] = "switch"
+    """Its normalisation: switch is N·Σ f·P, which is 1 for even load; gshard is the mean of f·P over experts, with f of
+    first choices, which is 1/N² for even load."""
+    balance_over: Literal["batch", "example"] = "batch"
+    """What f and P are means over: all tokens of a (micro)batch, or those of each example; then losses are averaged."""
+    z_loss: float = 0.0
+    """Weight of the router's z-loss, the mean squared log-sum-exp of logits (ST-MoE, arXiv:2202.08906: 0.001)."""
+    dispatch: Literal["capacity", "dropless"] = "dropless"
+    """capacity: an expert takes so many tokens of an example and the rest are dropped; dropless: all of them."""
+    capacity_factor: float = 1.25
+    """Room of an expert in an example with dispatch=capacity, relative to even load; inf drops nothing."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(f"router.{name}", f"is {getattr(self, name)}", fix="1 or more")
+            for name in ("experts", "top_k", "groups", "top_groups")
+            if getattr(self, name) < 1
+        ]
+        problems += [
+            Problem(f"router.{name}", f"is {getattr(self, name)}", fix="0 or more")
+            for name in ("jitter", "bias_rate", "balance", "z_loss")
+            if not getattr(self, name) >= 0
+        ]
+        problems += [
+            Problem(f"router.{name}", f"is {getattr(self, name)}", fix="above 0")
+            for name in ("scale", "capacity_factor")
+            if not getattr(self, name) > 0
+        ]
+        if self.jitter >= 1:
+            problems.append(Problem("router.jitter", f"is {self.jitter}", fix="below 1"))
+        if not problems:
+            problems = [*self._audit_choice(), *self._audit_groups()]
+        if problems:
+            raise ConfigError("This router cannot be built:", problems)
+
+    def _audit_choice(self) -> list[Problem]:
+        problems = []
+        if self.top_k > self.experts:
+            arithmetic = f"top_k {self.top_k} > experts {self.experts}"
+            problems.append(Problem("router.top_k", "is more than there are experts", arithmetic, "fewer choices"))
+        if self.random_second and self.top_k != 2:
+            problems.append(
+                Problem("router.random_second", f"goes with top_k=2, and it is {self.top_k}", fix="top_k=2")
+            )
+        if self.choice == "expert":
+            problems += [
+                Problem(f"router.{name}", "does not go with choice=expert", why, fix)
+                for name, wrong, why, fix in (
+                    (
+                        "dispatch",
+                        self.dispatch == "dropless",
+                        "an expert takes as many tokens as it has room",
+                        "capacity",
+                    ),
+                    ("balance", self.balance > 0, "load is even", "0"),
+                    ("bias_rate", self.bias_rate > 0, "load is even", "0"),
+                    ("random_second", self.random_second, "tokens have no second choice", "false"),
+                    ("groups", self.groups > 1, "tokens do not choose", "1"),
+                )
+                if wrong
+            ]
+        return problems
+
+    def _audit_groups(self) -> list[Problem]:
+        arithmetic = f"{self.experts} / {self.groups} = {self.experts / self.groups:.4g}"
+        if self.experts % self.groups:
+            return [Problem("router.groups", "does not divide router.experts", arithmetic, "change one of them")]
+        if self.top_groups > self.groups:
+            arithmetic = f"top_groups {self.top_groups} > groups {self.groups}"
+            return [Problem("router.top_groups", "is more than there are groups", arithmetic, "fewer")]
+        within = self.top_groups * self.experts // self.groups
+        if within < self.top_k <= self.experts:
+            arithmetic = f"{self.top_groups} groups of {self.experts // self.groups} = {within} < top_k {self.top_k}"
+            return [Problem("router.top_groups", "hold fewer experts than a token chooses", arithmetic, "more groups")]
+        return []
+
+    @property
+    def is_random(self) -> bool:
+        """Whether routing in training draws random numbers."""
+        return self.random_second or self.jitter > 0
+
+    @property
+    def choices(self) -> int:
+        """Places in a token's list of experts: top_k, or one for each expert where experts choose."""
+        return self.top_k if self.choice == "token" else self.experts
+
+    def capacity(self, tokens: int) -> int:
+        """The tokens of one example that an expert has room for: ⌈capacity_factor · top_k · tokens / experts⌉.
+
+        Example:
+            >>> RouterConfig(experts=64, top_k=1, capacity_factor=1.25).capacity(4096)
+            80
+        """
+        room = self.capacity_factor * self.top_k * tokens / self.experts
+        return tokens if room >= tokens else math.ceil(room)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Where tokens go.
+
+    Attributes:
+        experts: int32 `[example, token, choice]`: the expert of each choice; the number of experts for a choice that
+            is not followed.
+        weights: float32 of the same shape; 0 for a choice that is not followed. Gradients go through these alone.
+    """
+
+    experts: Array
+    weights: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RouterReport:
+    """What one router's choices amount to, over all tokens of a (micro)batch.
+
+    Attributes:
+        balance: The load-balance loss, weighted.
+        z_loss: The z-loss, weighted.
+        load: float32 `[expert]`: how many tokens chose each expert.
+    """
+
+    balance: Array
+    z_loss: Array
+    load: Array
+
+
+def route(
+    logits: Float[Array, "example token expert"],
+    config: RouterConfig,
+    *,
+    key: Array | None = None,
+    bias: Float[Array, "expert"] | None = None,
+) -> tuple[Routing, RouterReport]:
+    """The choices that follow from a router's logits.
+
+    Args:
+        logits: Scores before the softmax, float32.
+        config: The kind of router.
+        key: Randomness in training; None in evaluation, where every second choice is followed.
+        bias: Added to scores for the choice, not for the weights (DeepSeek-V3).
+
+    Example:
+        >>> logits = jnp.array([[[0.0, 1.0, 2.0]]])
+        >>> routing, _ = route(logits, RouterConfig(experts=3, top_k=2))
+        >>> routing.experts.tolist(), [round(float(w), 3) for w in routing.weights[0, 0]]
+        ([[[2, 1]]], [0.731, 0.269])
+    """
+    assert logits.dtype == jnp.float32, "a router computes in float32"
+    if config.choice == "expert":
+        routing = _experts_choose(logits, config)
+        nothing = jnp.zeros((), jnp.float32)
+        return routing, RouterReport(nothing, z_loss(logits, config), _load(routing.experts, config.experts))
+    scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
+    ranking = jax.lax.stop_gradient(scores if bias is None else scores + bias[None, None])
+    experts = _best(_limit(ranking, config), config.top_k)[0]
+    weights = jnp.stack([_pick(scores, experts[..., i]) for i in range(config.top_k)], axis=-1)
+    if config.normalise:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    report = RouterReport(balance_loss(scores, experts, config), z_loss(logits, config), _load(experts, config.experts))
+    if config.random_second and key is not None:
+        uniform = jax.random.uniform(key, weights.shape[:-1])
+        followed = second_probability(jax.lax.stop_gradient(weights[..., 1])) > uniform
+        experts = experts.at[..., 1].set(jnp.where(followed, experts[..., 1], config.experts))
+        weights = weights.at[..., 1].multiply(followed)
+    return Routing(experts, weights * config.scale), report
+
+
+def second_probability(weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The probability with which GShard follows a second choice, min(1, 2 · weight), of weights that add up to 1."""
+    return jnp.minimum(1.0, 2.0 * weight)
+
+
+def jittered(x: Float[Array, "..."], jitter: float, key: Array) -> Float[Array, "..."]:
+    """A router's input with multiplicative noise (Switch, section 2.2)."""
+    return x * jax.random.uniform(key, x.shape, x.dtype, 1 - jitter, 1 + jitter)
+
+
+def balance_loss(
+    scores: Float[Array, "example token expert"], experts: Int[Array, "example token choice"], config: RouterConfig
+) -> Float[Array, ""]:
+    """The load-balance loss, α·N·Σᵢ fᵢ·Pᵢ (Switch, equation 4) or α·Σᵢ fᵢ·Pᵢ/N (GShard, algorithm 1).
+
+    f is the part of the tokens' choices that is expert i, P its mean score, where a token's scores add up to 1.
+    """
+    shares = scores / scores.sum(axis=-1, keepdims=True) if config.score == "sigmoid" else scores
+    over = (0, 1) if config.balance_over == "batch" else (1,)
+    counted = experts[..., :1] if config.balance_form == "gshard" else experts
+    chosen = jax.nn.one_hot(counted, config.experts).mean(axis=-2)
+    return weighted_balance(chosen.mean(axis=over), shares.mean(axis=over), config).mean()
+
+
+def weighted_balance(
+    parts: Float[Array, "... expert"], shares: Float[Array, "... expert"], config: RouterConfig
+) -> Float[Array, "..."]:
+    """The load-balance loss of given f (`parts`) and P (`shares`).
+
+    Example:
+        >>> even = jnp.full(8, 1 / 8)
+        >>> float(weighted_balance(even, even, RouterConfig(balance=0.5)))
+        0.5
+    """
+    products = jax.lax.stop_gradient(parts) * shares
+    if config.balance_form == "gshard":
+        return config.balance * products.mean(axis=-1)
+    return config.balance * config.experts * products.sum(axis=-1)
+
+
+def z_loss(logits: Float[Array, "example token expert"], config: RouterConfig) -> Float[Array, ""]:
+    """The router's z-loss (ST-MoE, equation 5), which keeps logits small."""
+    return config.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean()
+
+
+def balanced_bias(
+    bias: Float[Array, "... expert"], load: Float[Array, "... expert"], rate: float
+) -> Float[Array, "... expert"]:
+    """The biases after a (micro)batch: up by `rate` for experts with less than the mean load, down for those with more.
+
+    DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
+    """
+    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+
+
+def places(
+    experts: Int[Array, "example token choice"], count: int, capacity: int
+) -> tuple[Int[Array, "example token choice"], Float[Array, ""]]:
+    """Each choice's place among `count · capacity` of its example, by expert, and how many found none.
+
+    First choices come before second ones, and earlier tokens before later ones. A choice without a place has the number
+    `count · capacity`.
+    """
+    examples, tokens, choices = experts.shape
+    queue = experts.swapaxes(1, 2).reshape(examples, choices * tokens)
+    mine = jax.nn.one_hot(queue, count, dtype=jnp.bool_)
+    position = jnp.where(mine, jnp.cumsum(mine, axis=1, dtype=jnp.int32) - 1, 0).sum(axis=-1)
+    full = (position >= capacity) & (queue < count)
+    place = jnp.where(full | (queue >= count), count * capacity, queue * capacity + position)
+    return place.reshape(examples, choices, tokens).swapaxes(1, 2), full.sum(dtype=jnp.float32)
+
+
+def _experts_choose(logits: Float[Array, "example token expert"], config: RouterConfig) -> Routing:
+    """Each expert takes the tokens of an example that have the best scores for it."""
+    scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
+    best_first = jnp.argsort(-jax.lax.stop_gradient(scores), axis=1)
+    rank = jnp.argsort(best_first, axis=1)  # the inverse permutation
+    taken = rank < config.capacity(logits.shape[1])
+    experts = jnp.where(taken, jax.lax.broadcasted_iota(jnp.int32, taken.shape, 2), config.experts)
+    return Routing(experts, jnp.where(taken, scores, 0.0) * config.scale)
+
+
+def _limit(ranking: Float[Array, "example token expert"], config: RouterConfig) -> Float[Array, "example token expert"]:
+    """The ranking without the groups that a token may not choose from."""
+    if config.top_groups == config.groups:
+        return ranking
+    grouped = ranking.reshape(*ranking.shape[:-1], config.groups, -1)
+    best = _best(grouped, min(2, grouped.shape[-1]))[1].sum(axis=-1)
+    allowed = _best(best, config.top_groups)[0]
+    is_allowed = jax.nn.one_hot(allowed, config.groups, dtype=jnp.bool_).any(axis=-2)
+    return jnp.where(is_allowed[..., None], grouped, -jnp.inf).reshape(ranking.shape)
+
+
+def _best(scores: Float[Array, "... expert"], count: int) -> tuple[Int[Array, "... count"], Float[Array, "... count"]]:
+    """The positions and values of the largest scores, best first.
+
+    One maximum after the other: `jax.lax.top_k` would make XLA gather the scores of all devices.
+    """
+    positions, values = [], []
+    for _ in range(count):
+        position = jnp.argmax(scores, axis=-1)
+        positions.append(position)
+        values.append(scores.max(axis=-1))
+        scores = jnp.where(jax.nn.one_hot(position, scores.shape[-1], dtype=jnp.bool_), -jnp.inf, scores)
+    return jnp.stack(positions, axis=-1), jnp.stack(values, axis=-1)
+
+
+def _pick(scores: Float[Array, "... expert"], expert: Int[Array, "..."]) -> Float[Array, "..."]:
+    """One score of each token, by a masked sum, which needs no gather."""
+    return jnp.where(jax.nn.one_hot(expert, scores.shape[-1], dtype=jnp.bool_), scores, 0.0).sum(axis=-1)
+
+
+def _load(experts: Int[Array, "example token choice"], count: int) -> Float[Array, "expert"]:
+    return jax.nn.one_hot(experts, count).sum(axis=(0, 1, 2))
