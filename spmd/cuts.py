@@ -171,12 +171,15 @@ def _host(
     state: Mapping[str, Derived],
     axes: Mapping[str, int],
 ) -> frozenset[str]:
-    """Which state of a cut lives in host memory: pieces of at least two dimensions, and whole arrays that are large."""
+    """Which state of a cut lives in host memory: pieces of at least two dimensions, and arrays no larger than a piece.
+
+    What is larger and cannot be cut stays on the device: moved whole, it was seen to cost more than it saves.
+    """
     found = set()
     for path, piece in tree.flatten(jax.eval_shape(rule.init, cut.piece(params))).items():
         whole, rank = state[path], len(piece.shape)
         if piece.shape == whole.shape:
-            fits = shard_bytes(whole.shape, whole.dtype, whole.spec, axes) >= SMALL_BYTES
+            fits = SMALL_BYTES <= shard_bytes(whole.shape, whole.dtype, whole.spec, axes) <= PIECE_BYTES
         elif cut.dim < rank - 2:
             fits = True
         else:

@@ -44,7 +44,7 @@ STATE = """
     adafactor = staged(lambda gradients: (clip.update(gradients, clip.init(gradients))[0], {}), adafactor)
     held = {}
     for name, optimizer in {"adamw": adamw, "adafactor": adafactor}.items():
-        for offload in ("", "optimizer_state", *(["params", "optimizer_state params"] if name == "adamw" else [])):
+        for offload in ("", "optimizer_state", *(["optimizer_state params"] if name == "adamw" else [])):
             options = {"remat": "full", "precision": "bf16", "offload": tuple(offload.split())}
             held[f"{name} {offload}".strip()] = measure(config, (8, 512), optimizer, **options)
     print(json.dumps(held))
@@ -53,15 +53,9 @@ LAYERS, D_FF, WIDTH, SEQUENCES, LENGTH = 4, 1408, 512, 512, 128
 ACTIVATIONS = f"""
     config = LlamaConfig(512, {WIDTH}, {LAYERS}, 4, 4, {D_FF})
     held = {{}}
-    for precision, remat in (
-        ("bf16", "save:mlp_hidden"),
-        ("bf16", "offload:mlp_hidden"),
-        ("bf16", "offload:residual,mlp_hidden"),
-        ("float32", "save:mlp_hidden"),
-        ("float32", "offload:mlp_hidden"),
-    ):
-        options = {{"remat": remat, "precision": precision}}
-        held[f"{{precision}} {{remat}}"] = measure(config, ({SEQUENCES}, {LENGTH}), optax.sgd(0.1), **options)
+    for remat in ("save:mlp_hidden", "offload:mlp_hidden"):
+        options = {{"remat": remat, "precision": "bf16"}}
+        held[remat] = measure(config, ({SEQUENCES}, {LENGTH}), optax.sgd(0.1), **options)
     print(json.dumps(held))
 """
 
@@ -108,11 +102,10 @@ def test_what_optimizer_state_takes_on_the_host_it_takes_no_more_on_the_device(o
     assert before["device"] - after["device"] >= 0.97 * after["host"]
 
 
-@pytest.mark.parametrize("others", ["", "optimizer_state "])
-def test_what_parameters_take_on_the_host_they_take_no_more_on_the_device(others):
-    """Those of the layers, alone or beside the optimizer's state: no more than two layers of them are on their way."""
+def test_what_parameters_take_on_the_host_they_take_no_more_on_the_device():
+    """Those of the layers, beside the optimizer's state: no more than two layers of them are on their way."""
     held = compiled(STATE)
-    before, after = held[f"adamw {others}".strip()], held[f"adamw {others}params"]
+    before, after = held["adamw optimizer_state"], held["adamw optimizer_state params"]
     moved = after["host"] - before["host"]
     assert after["host_temporaries"] == 0
     layer = 4 * (1024 * (2 * 1024 + 2 * 512) + 3 * 1024 * 2816) // 8  # float32, on each of 8 chips
@@ -127,36 +120,20 @@ def test_thin_shards_are_cut_where_the_chip_can_cut_them():
     assert held["host_temporaries"] == 0
 
 
-HIDDEN = LAYERS * SEQUENCES * LENGTH * D_FF // 8  # elements of all layers' mlp_hidden on one chip
-RESIDUAL = 2 * LAYERS * SEQUENCES * LENGTH * WIDTH // 8  # marked twice in a layer
+HIDDEN = 2 * LAYERS * SEQUENCES * LENGTH * D_FF // 8  # bytes of all layers' mlp_hidden on one chip, in bfloat16
 
 
 def test_exactly_the_offloaded_activations_are_on_the_host():
     """Of what is named, each layer's on each chip, and nothing else."""
-    held = compiled(ACTIVATIONS)
-    assert held["bf16 offload:mlp_hidden"]["host_temporaries"] == 2 * HIDDEN
-    assert held["bf16 offload:residual,mlp_hidden"]["host_temporaries"] == 2 * (HIDDEN + RESIDUAL)
-    assert held["float32 offload:mlp_hidden"]["host_temporaries"] == 4 * HIDDEN
+    assert compiled(ACTIVATIONS)["offload:mlp_hidden"]["host_temporaries"] == HIDDEN
 
 
 def test_control_a_saved_activation_is_not_on_the_host():
-    """The same names, saved, take no byte of the host."""
-    held = compiled(ACTIVATIONS)
-    assert {held[f"{precision} save:mlp_hidden"]["host_temporaries"] for precision in ("bf16", "float32")} == {0}
+    """The same name, saved, takes no byte of the host."""
+    assert compiled(ACTIVATIONS)["save:mlp_hidden"]["host_temporaries"] == 0
 
 
 def test_offloaded_activations_leave_the_device():
-    """In bfloat16 nine tenths of them at least.
-
-    In float32 it is half of them: an activation that goes into matmuls alone is kept in bfloat16 by the TPU compiler,
-    which multiplies in bfloat16 anyway, while on the host it is float32.
-    """
+    """Nine tenths of them at least; in float32 it is half, because a TPU keeps bfloat16 of what it multiplies."""
     held = {name: sizes["device"] for name, sizes in compiled(ACTIVATIONS).items()}
-    assert held["bf16 save:mlp_hidden"] - held["bf16 offload:mlp_hidden"] >= 0.9 * 2 * HIDDEN
-    assert held["float32 save:mlp_hidden"] - held["float32 offload:mlp_hidden"] >= 0.4 * 4 * HIDDEN
-
-
-def test_a_layers_input_can_leave_the_device_too():
-    """Its bytes come off the device on top of those of what is inside of the layer."""
-    held = {name: sizes["device"] for name, sizes in compiled(ACTIVATIONS).items()}
-    assert held["bf16 offload:mlp_hidden"] - held["bf16 offload:residual,mlp_hidden"] >= 0.45 * 2 * RESIDUAL
+    assert held["save:mlp_hidden"] - held["offload:mlp_hidden"] >= 0.9 * HIDDEN
