@@ -10,14 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.annotate import (
-    Weight,
-    checkpoint_layer,
-    gather,
-    remat_interval,
-    scatter,
-    weight,
-)
+from spmd.annotate import checkpoint_layer, remat_interval
+from spmd.weights import Weight, gather, scatter, weight
 
 Angles = tuple[np.ndarray, np.ndarray]
 """Cosines and sines of each position, `[seq, head_dim / 2]` each."""

@@ -30,13 +30,14 @@ from models.layers import (
     run_layers,
 )
 from models.llama import MLP, Attention, Block, Embedding, LlamaConfig
-from spmd.annotate import annotate, weight
+from spmd.annotate import annotate
 from spmd.errors import ConfigError, Problem
 from spmd.model import Outputs
 from spmd.parallel.context import Segments
 from spmd.parallel.expert import Kernel, mixture
 from spmd.parallel.order import positions
 from spmd.parallel.router import RouterConfig, balanced_bias, jittered, route
+from spmd.weights import weight
 
 
 @dataclasses.dataclass(frozen=True)

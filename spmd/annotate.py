@@ -2,97 +2,30 @@
 
 One mark, `x = annotate(x, "mlp_hidden")`, is a sharding constraint, a remat checkpoint name and an offload name.
 Outside a plan every function here is the identity, so a model that uses them runs by itself.
-
-The plan is in scope only while a step is traced. It is held by `jax.make_user_context`, so JAX's own caches are
-keyed by it: an inner jitted function traced under one plan is traced again under another.
 """
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh
 
-from spmd import tree
-from spmd.derive import ZERO_KEEPS, drop_axis
 from spmd.errors import AnnotationError, Problem, did_you_mean
-from spmd.hosted import Hosted, fetch, is_hosted, misplaced
+from spmd.hosted import fetch
 from spmd.kernels import Attention
 from spmd.mesh import AnyMesh
 from spmd.plan import ShardingPlan
-from spmd.precision import Precision, cast_floats
 from spmd.remat import Remat
-from spmd.rules import Replicate, Rules, audit_spec, spec_text
+from spmd.scope import Scope, constrain, current, scope_of
 
 F = TypeVar("F", bound=Callable)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Scope:
-    mesh: AnyMesh
-    rules: Rules
-    zero: int
-    remat: Remat
-    precision: Precision
-    attention: Attention
-    hosted: frozenset[str] = frozenset()
-    gathers_again: bool = False  # kernels in the backward pass, where no jax.checkpoint around the layer does
-
-
-def _constrain(x: jax.Array, mesh: AnyMesh, spec: P, what: str) -> jax.Array:
-    """`x` under `spec`, without those axes that are manual here; what cannot be split is an error."""
-    manual = get_abstract_mesh().manual_axes
-    for axis in manual:
-        spec = drop_axis(spec, axis)
-    problems = audit_spec(what, x.shape, spec, mesh.shape, f"its spec {spec_text(spec)}")
-    if problems:
-        raise AnnotationError("An array cannot be split as the rule table says:", problems)
-    return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(mesh, spec))
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """How one layer's parameter is placed while it is used, and how its gradient is afterwards.
-
-    Attributes:
-        mesh: The plan's mesh.
-        stored: Its spec in the training state.
-        used: Its spec in a matmul: as stored, but whole over `fsdp`.
-        gradient: The spec its gradient is reduced to, by the plan's ZeRO stage.
-        is_kept: Whether a derivative keeps it as it is used; else as it is stored, to be gathered again.
-    """
-
-    mesh: AnyMesh
-    stored: P
-    used: P
-    gradient: P
-    is_kept: bool = True
-
-
-_SCOPE = jax.make_user_context(default_value=None)
 _NONE = Remat("none")
 REMAT_MARK = "what the remat policy acts on"
 _NUMBERED = "checkpoint_layer(layer, scanned=…, number=i), or a policy without an interval"
-
-
-@contextlib.contextmanager
-def within(plan: ShardingPlan) -> Iterator[None]:
-    """Puts `plan` in scope for the model code that is traced inside.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> annotate(jnp.ones(2), "any name: no plan is in scope").shape
-        (2,)
-    """
-    scope = _Scope(plan.mesh, plan.rules, plan.zero, plan.remat, plan.precision, plan.attention, plan.hosted_params)
-    with _SCOPE(scope):
-        yield
 
 
 def annotate(x: jax.Array, name: str) -> jax.Array:
@@ -109,30 +42,10 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
         AnnotationError: The plan in scope has no such name, or its spec cannot split `x`. (JAX itself would drop
             an indivisible constraint without a word.)
     """
-    scope = _SCOPE.value
+    scope = current()
     if scope is None:
         return x
-    return checkpoint_name(_constrain(x, scope.mesh, _spec_of(scope, name), f"activation {name!r}"), name)
-
-
-def weight(path: str | None) -> Weight | None:
-    """What the plan in scope says of the parameter at `path` inside its layer; None outside a plan.
-
-    Args:
-        path: The path that `spmd.flax` gave to the parameter, if it did.
-    """
-    scope = _SCOPE.value
-    match = scope.rules.match(path) if scope and path else None
-    if match is None:
-        return None
-    spec = P() if isinstance(match.requested, Replicate) else match.requested
-    return _placed(scope, spec, not scope.gathers_again)
-
-
-def _placed(scope: _Scope, spec: P, is_kept: bool) -> Weight:
-    used = drop_axis(spec, "fsdp")
-    stored, gradient = (spec if table in ZERO_KEEPS[scope.zero] else used for table in ("params", "gradients"))
-    return Weight(scope.mesh, stored, used, gradient, is_kept)
+    return checkpoint_name(constrain(x, scope.mesh, _spec_of(scope, name), f"activation {name!r}"), name)
 
 
 def placement(name: str) -> tuple[AnyMesh, P] | None:
@@ -144,11 +57,11 @@ def placement(name: str) -> tuple[AnyMesh, P] | None:
     Raises:
         AnnotationError: The plan has no such name.
     """
-    scope = _SCOPE.value
+    scope = current()
     return None if scope is None else (scope.mesh, _spec_of(scope, name))
 
 
-def _spec_of(scope: _Scope, name: str) -> P:
+def _spec_of(scope: Scope, name: str) -> P:
     table = dict(scope.rules.activations)
     if name not in table:
         problem = Problem(f"activation {name!r}", "is not in the rule table", fix=did_you_mean(name, table))
@@ -156,64 +69,15 @@ def _spec_of(scope: _Scope, name: str) -> P:
     return table[name]
 
 
-def gather(kernel: jax.Array, placed: Weight | None) -> jax.Array:
-    """A layer's parameter as it is used: whole over `fsdp`. What the backward pass keeps of it is up to remat."""
-    return kernel if placed is None else _constrain(kernel, placed.mesh, placed.used, "a layer's parameter")
-
-
-def scatter(gradient: jax.Array, placed: Weight | None) -> jax.Array:
-    """A layer's gradient, summed over devices into the place where the plan keeps it."""
-    return gradient if placed is None else _constrain(gradient, placed.mesh, placed.gradient, "a layer's gradient")
-
-
-def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda path: False) -> Any:
-    """All parameters as a model that knows of no plan takes them: whole over `fsdp`, gradients as the plan keeps them.
-
-    Left to itself, XLA computes some matmuls of kernels that are split over `fsdp` wrongly where activations are split
-    over it as well (decision 0011).
-
-    Args:
-        params: A nested dictionary.
-        gathered_later: Whether the layer that uses the parameter at a path gathers it itself.
-
-    Raises:
-        AnnotationError: A parameter is in host memory and not gathered by its layer.
-    """
-    scope = _SCOPE.value
-    if scope is None:
-        return params
-    if wrong := [misplaced(path) for path in sorted(scope.hosted) if not gathered_later(path)]:
-        raise AnnotationError("This model takes its parameters all at once:", wrong)
-
-    def place(path: str, param: Any) -> Any:
-        match = scope.rules.match(path)
-        if match is None or gathered_later(path) or not jnp.issubdtype(param.dtype, jnp.floating):
-            return param
-        return _gathered(param, _placed(scope, match.spec, is_kept=True))
-
-    return tree.map_with_path(place, params, is_leaf=is_hosted)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gathered(param: jax.Array, placed: Weight) -> jax.Array:
-    return gather(param, placed)
-
-
-_gathered.defvjp(
-    lambda param, placed: (gather(param, placed), None),
-    lambda placed, _, gradient: (scatter(gradient, placed),),
-)
-
-
 def to_compute(x: jax.Array) -> jax.Array:
     """`x` in the plan's compute dtype; call it where activations begin, and let the rest follow their dtype."""
-    scope = _SCOPE.value
+    scope = current()
     return x if scope is None else x.astype(scope.precision.compute_dtype)
 
 
 def attention() -> Attention:
     """How the plan in scope computes attention; what works everywhere, outside a plan."""
-    scope = _SCOPE.value
+    scope = current()
     return Attention() if scope is None else scope.attention
 
 
@@ -245,53 +109,9 @@ def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_s
     )
 
 
-def gradient_view(params: Any) -> Any:
-    """What gradients are taken with respect to: the parameters in the dtype in which the plan sums gradients.
-
-    For a parameter in host memory it is a stand-in on the device.
-    """
-    scope = _SCOPE.value
-    if scope is None:
-        return params
-
-    def view(path: str, param: jax.Array) -> jax.Array:
-        hosted = path in scope.hosted
-        return cast_floats(jnp.zeros(param.shape, param.dtype) if hosted else param, scope.precision.gradients_dtype)
-
-    return tree.map_with_path(view, params)
-
-
-def as_taken(params: Any, view: Any = None) -> Any:
-    """The parameters as a model takes them: of those in host memory, each layer brings its own to the device.
-
-    Args:
-        params: A nested dictionary.
-        view: What `gradient_view` made of them, to differentiate with respect to it; None to differentiate nothing.
-    """
-    scope = _SCOPE.value
-    seen = params if view is None else view
-    if scope is None or not scope.hosted:
-        return seen
-    views = {} if view is None else tree.flatten(view)
-
-    def take(path: str, param: jax.Array, seen: jax.Array) -> Any:
-        if path not in scope.hosted:
-            return seen
-        rest = scope.rules.match(path).spec[len(scope.rules.layer_path(path)[1]) :]
-        return Hosted(param, views.get(path), NamedSharding(scope.mesh, P(*rest), memory_kind="device"))
-
-    return tree.map_with_path(take, params, seen)
-
-
-def accumulation_dtype(dtype: Any) -> Any:
-    """The dtype in which gradients of `dtype` are added up over microbatches; `dtype` itself outside a plan."""
-    scope = _SCOPE.value
-    return dtype if scope is None else jnp.dtype(scope.precision.accumulation)
-
-
 def remat_interval() -> int:
     """Of this many layers in a row the plan's remat policy is about the first; 1 outside a plan."""
-    scope = _SCOPE.value
+    scope = current()
     return 1 if scope is None else scope.remat.every
 
 
@@ -309,7 +129,7 @@ def checkpoint_layer(layer: F, *, scanned: bool, number: int | None = None) -> F
         AnnotationError: The policy has an interval and the layer no number; or, when the layer runs, the policy names
             activations that the layer does not mark.
     """
-    scope = _SCOPE.value
+    scope = current()
     if scope is None or scope.remat.kind == "none":
         return layer
     if scope.hosted:
@@ -339,7 +159,7 @@ def checkpoint_core(core: F, *, keeps_scores: bool = True) -> F:
         keeps_scores: Whether its derivative keeps what grows with the square of the sequence. If not, it computes its
             scores again by itself, and there is nothing else to recompute.
     """
-    scope = _SCOPE.value
+    scope = current()
     if scope is None or scope.remat.kind != "selective":
         return core
     return _marked(jax.checkpoint(core) if keeps_scores else core)  # type: ignore[return-value]
@@ -349,9 +169,9 @@ def _fetching(layer: F) -> F:
     return lambda *arrays: layer(*fetch(arrays))  # type: ignore[return-value]
 
 
-def _in_scope(scope: _Scope, layer: F) -> F:
+def _in_scope(scope: Scope, layer: F) -> F:
     def run(*arrays: Any) -> Any:
-        with _SCOPE(scope):
+        with scope_of(scope):
             return layer(*arrays)
 
     return run  # type: ignore[return-value]

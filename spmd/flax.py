@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd import tree
-from spmd.annotate import gather_params
 from spmd.errors import ConfigError, Problem
 from spmd.logical import linen_annotations, nnx_annotations
 from spmd.model import PRNG, Facts, Model
+from spmd.weights import gather_params
 
 
 def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
@@ -30,7 +30,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     the model's variables, under its own path. `forward` runs it in the mode of its `train()` or `eval()`.
 
     A parameter is gathered over `fsdp` as the module takes it, unless its metadata say `gathered_by_layer=True`: then
-    the layer does so where it uses it (`spmd.annotate.gather`). A module whose attribute `takes_any_order` is true gets
+    the layer does so where it uses it (`spmd.weights.gather`). A module whose attribute `takes_any_order` is true gets
     its tokens in the order that suits ring attention (`spmd.parallel.order`).
 
     Args:

@@ -10,10 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from spmd.annotate import as_taken, within
 from spmd.errors import ConfigError, Problem
 from spmd.mesh import batch_sharding
 from spmd.plan import ShardingPlan
+from spmd.scope import within
+from spmd.weights import as_taken
 
 
 def sample_token(

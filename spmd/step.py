@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.annotate import as_taken, check_marks, within
+from spmd.annotate import check_marks
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.loss_scale import unscale
 from spmd.loss import LossFn, Sums
@@ -17,7 +17,9 @@ from spmd.model import PRNG
 from spmd.offload import make_update
 from spmd.plan import ShardingPlan
 from spmd.precision import split_loss_scale
+from spmd.scope import within
 from spmd.state import TrainState, abstract_state
+from spmd.weights import as_taken
 
 Metrics = dict[str, jax.Array]
 """Scalars of one step, still on the devices."""

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from spmd import tree
-from spmd.annotate import within
 from spmd.foresight.collectives import expect_collectives as expect_collectives
 from spmd.gradients.base import GradFn
 from spmd.layerwise import assert_layerwise as assert_layerwise
 from spmd.mesh import batch_sharding
 from spmd.model import PRNG
 from spmd.plan import ShardingPlan
+from spmd.scope import within
 from spmd.state import init_state
 from spmd.step import make_train_step
 

@@ -6,12 +6,13 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd.annotate import annotate, checkpoint_layer, to_compute, within
+from spmd.annotate import annotate, checkpoint_layer, to_compute
 from spmd.errors import AnnotationError
 from spmd.mesh import batch_sharding, make_mesh
 from spmd.model import Model
 from spmd.plan import make_plan
 from spmd.rules import Rules
+from spmd.scope import within
 from spmd.state import init_state
 from spmd.step import make_train_step
 from tests import tiny

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from partition_rules.llama import LLAMA
-from spmd.annotate import within
 from spmd.config import TrainConfig
 from spmd.errors import ConfigError
 from spmd.kernels import CHUNKED_FROM, KERNELS, Attention, make_attention
@@ -17,6 +16,7 @@ from spmd.mesh import MeshShape, abstract_mesh
 from spmd.parallel import online
 from spmd.parallel.attention import attend, chunked_attention, splash_attention_tpu, xla_attention
 from spmd.parallel.online import chunk_of, visible_pairs
+from spmd.scope import within
 from spmd.step import make_train_step
 from tests import tiny
 

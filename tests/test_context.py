@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import models.llama
 from spmd import flax
-from spmd.annotate import within
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.loss import next_token_loss
@@ -28,6 +27,7 @@ from spmd.parallel import online
 from spmd.parallel.attention import attend
 from spmd.parallel.online import visible_pairs
 from spmd.parallel.order import balanced, positions, zigzag
+from spmd.scope import within
 from spmd.step import make_train_step
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
@@ -315,7 +315,7 @@ ON_TPU = """
     import jax, jax.numpy as jnp, spmd
     from jax.sharding import NamedSharding, PartitionSpec as P
     from spmd import launch
-    from spmd.annotate import within
+    from spmd.scope import within
     from spmd.foresight.topology import parse_topology, topology_devices
     from spmd.parallel.attention import attend
     from tests import tiny

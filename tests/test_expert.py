@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from models.mixtral import PRESETS
 from partition_rules.mixtral import MIXTRAL
 from spmd import flax
-from spmd.annotate import within
 from spmd.errors import AnnotationError, RuleError
 from spmd.foresight.topology import missing_extra, parse_topology
 from spmd.gradients.base import value_and_grad
@@ -28,6 +27,7 @@ from spmd.mesh import MeshShape, abstract_mesh
 from spmd.parallel.expert import Kernel, mixture
 from spmd.parallel.router import RouterConfig, Routing, route
 from spmd.plan import make_plan
+from spmd.scope import within
 from spmd.step import make_train_step
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny

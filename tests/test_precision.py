@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.annotate import within
 from spmd.checkpoint import Checkpoints
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
@@ -19,6 +18,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.narrow import MasterState, RoundedState, at_precision
 from spmd.precision import POLICIES, LossScale, Precision, make_precision
 from spmd.rounding import round_stochastically
+from spmd.scope import within
 from spmd.state import abstract_state, init_state
 from spmd.step import make_train_step
 from spmd.testing import BUGS, compare, record_run, token_batches

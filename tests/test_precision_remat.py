@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.annotate import within
 from spmd.gradients.base import value_and_grad
+from spmd.scope import within
 from spmd.state import init_state
 from spmd.testing import token_batches
 from tests import tiny

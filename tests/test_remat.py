@@ -11,11 +11,12 @@ import pytest
 
 import spmd
 from spmd import tree
-from spmd.annotate import annotate, checkpoint_core, checkpoint_layer, within
+from spmd.annotate import annotate, checkpoint_core, checkpoint_layer
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.gradients.base import value_and_grad
 from spmd.mesh import abstract_mesh
 from spmd.remat import Remat, make_remat
+from spmd.scope import within
 from spmd.state import init_state
 from spmd.step import make_train_step
 from spmd.testing import token_batches

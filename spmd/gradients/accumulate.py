@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.annotate import accumulation_dtype
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.loss import Sums
+from spmd.weights import accumulation_dtype
 
 
 def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:

@@ -28,11 +28,12 @@ from jax.sharding import Mesh, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from spmd.annotate import Weight, annotate, placement
+from spmd.annotate import annotate, placement
 from spmd.errors import AnnotationError, Problem
 from spmd.mesh import AnyMesh, entry_axes
 from spmd.parallel.router import RouterConfig, Routing, places
 from spmd.rules import spec_text
+from spmd.weights import Weight
 
 Activation = Callable[..., Array]
 """What is between an expert's matmuls: of one array, or of a gate and what it gates."""
@@ -44,7 +45,7 @@ class Kernel:
 
     Attributes:
         array: The kernels.
-        placed: From `spmd.annotate.weight`; None outside a plan.
+        placed: From `spmd.weights.weight`; None outside a plan.
     """
 
     array: Float[Array, "expert in out"]

@@ -24,7 +24,7 @@ FLOORS = {
     "words": ("errors", "tree"),
     "describe": ("mesh", "model", "search_tables", "logical", "rules", "precision", "remat", "kernels"),
     "decide": ("derive", "per_layer", "layerwise", "staged", "skip", "rounding", "narrow", "cuts", "leaf", "plan"),
-    "compute": ("hosted", "annotate"),
+    "compute": ("scope", "hosted", "weights", "annotate"),
     "parallel": (
         *("parallel.online", "parallel.order", "parallel.context", "parallel.attention"),
         *("parallel.router", "parallel.expert"),
@@ -64,7 +64,10 @@ ENVIRONMENT_ROOMS = {"launch", "testing"}
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
 # What the packages beside spmd may import, besides the standard library and themselves.
-MODELS_MAY_IMPORT = ("flax", "jax", "jaxtyping", "numpy", "spmd.annotate", "spmd.errors", "spmd.model", "spmd.parallel")
+MODELS_MAY_IMPORT = (
+    *("flax", "jax", "jaxtyping", "numpy"),
+    *("spmd.annotate", "spmd.errors", "spmd.model", "spmd.parallel", "spmd.weights"),
+)
 PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.mesh", "spmd.rules")
 
 # A library that raises plain `Exception` leaves no choice: one handler for each room named here.
