@@ -60,12 +60,14 @@ class Weight:
 
     Attributes:
         mesh: The plan's mesh.
+        stored: Its spec in the training state.
         used: Its spec in a matmul: as stored, but whole over `fsdp`.
         gradient: The spec its gradient is reduced to, by the plan's ZeRO stage.
         is_kept: Whether a derivative keeps it as it is used; else as it is stored, to be gathered again.
     """
 
     mesh: AnyMesh
+    stored: P
     used: P
     gradient: P
     is_kept: bool = True
@@ -126,9 +128,13 @@ def weight(path: str | None) -> Weight | None:
     if match is None:
         return None
     spec = P() if isinstance(match.requested, Replicate) else match.requested
+    return _placed(scope, spec, not scope.gathers_again)
+
+
+def _placed(scope: _Scope, spec: P, is_kept: bool) -> Weight:
     used = drop_axis(spec, "fsdp")
-    gradient = spec if "gradients" in ZERO_KEEPS[scope.zero] else used
-    return Weight(scope.mesh, used, gradient, not scope.gathers_again)
+    stored, gradient = (spec if table in ZERO_KEEPS[scope.zero] else used for table in ("params", "gradients"))
+    return Weight(scope.mesh, stored, used, gradient, is_kept)
 
 
 def gather(kernel: jax.Array, placed: Weight | None) -> jax.Array:
@@ -164,9 +170,7 @@ def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda pa
         match = scope.rules.match(path)
         if match is None or gathered_later(path) or not jnp.issubdtype(param.dtype, jnp.floating):
             return param
-        used = drop_axis(match.spec, "fsdp")
-        gradient = match.spec if "gradients" in ZERO_KEEPS[scope.zero] else used
-        return _gathered(param, Weight(scope.mesh, used, gradient, is_kept=True))
+        return _gathered(param, _placed(scope, match.spec, is_kept=True))
 
     return tree.map_with_path(place, params, is_leaf=is_hosted)
 
@@ -218,10 +222,10 @@ def as_taken(params: Any, view: Any = None) -> Any:
     views = {} if view is None else tree.flatten(view)
 
     def take(path: str, param: jax.Array, seen: jax.Array) -> Any:
-        if path not in scope.hosted:
+        placed = weight(path) if path in scope.hosted else None
+        if placed is None:
             return seen
-        rest = scope.rules.match(path).spec[len(scope.rules.layer_path(path)[1]) :]
-        return Hosted(param, views.get(path), NamedSharding(scope.mesh, P(*rest), memory_kind="device"))
+        return Hosted(param, views.get(path), NamedSharding(scope.mesh, placed.stored, memory_kind="device"))
 
     return tree.map_with_path(take, params, seen)
 
