@@ -4,8 +4,9 @@
 PYTHON ?= python3
 PYTHON_NEWEST ?= python3.13
 ARGS ?=
-# Two processes and more, each with whole files: the models and compiled steps that a file shares are made once.
-PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile
+# Two processes and more, each with whole files: the models and compiled steps that a file shares are made once. In
+# order: the files with the fewest tests, which would come last, have the longest.
+PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 NEWEST := .venv-newest

@@ -113,8 +113,20 @@ class ShardingPlan:
 
     def bytes_per_device(self) -> dict[str, int]:
         """Category → bytes on each device: `params`, `gradients`, `optimizer_state`, and `variables` if any."""
+        return self._bytes(on_host=False)
+
+    def bytes_on_host(self) -> dict[str, int]:
+        """Category → bytes in host memory for each device, of those categories that have some."""
+        return {name: size for name, size in self._bytes(on_host=True).items() if size}
+
+    def _bytes(self, *, on_host: bool) -> dict[str, int]:
         names = ["params", "gradients", "optimizer_state", *(["variables"] if self.variables else [])]
-        return {name: sum(leaf.bytes_per_device for leaf in getattr(self, name)) for name in names}
+        return {
+            name: sum(
+                leaf.bytes_per_device for leaf in getattr(self, name) if (leaf.memory_kind != "device") == on_host
+            )
+            for name in names
+        }
 
     def __str__(self) -> str:
         """The plan as text: a heading, one line for each parameter and variable, and the bytes on each device."""
@@ -131,12 +143,16 @@ class ShardingPlan:
             head = "" if table in ("params", "variables") else f"{table.removesuffix('_state')}: "
             rows += [(head + path, *cells) for path, *cells in (leaf.cells for leaf in getattr(self, table))]
         lines = aligned(rows)
-        held = "   ".join(f"{name} {tree.human_bytes(n)}" for name, n in self.bytes_per_device().items())
+        held, hosted = (
+            "   ".join(f"{name} {tree.human_bytes(size)}" for name, size in sizes.items())
+            for sizes in (self.bytes_per_device(), self.bytes_on_host())
+        )
         count = sum(math.prod(leaf.shape) for leaf in self.params)
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
         decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}"
         head = f"mesh {axes}   {decisions}   attention {self.attention}"
         foot = f"{count:,} parameters   on each device: {held}"
+        foot += f"   in host memory for each: {hosted}" if hosted else ""
         return "\n".join([head, *lines, foot])
 
     def diff(self, other: "ShardingPlan") -> str:
@@ -170,6 +186,7 @@ class ShardingPlan:
             "attention": str(self.attention),
             "parameters": sum(math.prod(leaf.shape) for leaf in self.params),
             "bytes_per_device": self.bytes_per_device(),
+            "bytes_on_host": self.bytes_on_host(),
             "params": [record(leaf) for leaf in self.params],
             "gradients": [record(leaf) for leaf in self.gradients],
             "variables": [record(leaf) for leaf in self.variables],

@@ -84,7 +84,7 @@ def run_page(text: str) -> list[str]:
     for block, said in sequences(text):
         try:
             printed = run_block(block, namespace)
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001 (a page may fail in any way; the report says which of its lines did)
             return [*wrong, f"line {block.line} fails:\n{traceback.format_exc()}"]
         if said is not None and not is_as_said(printed, said):
             wrong.append(f"line {block.line} is said to print\n{said}\nand prints\n{printed}")

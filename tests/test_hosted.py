@@ -23,6 +23,7 @@ from spmd.state import init_state
 from spmd.step import make_eval_step, make_train_step
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
+from tests.jaxprs import equations
 
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2, schedule="constant", clip_norm=0.1), steps=3)
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
@@ -56,6 +57,15 @@ def test_it_goes_with_narrow_parameters(precision):
     assert result.ok, f"\n{result}"
 
 
+def test_stochastic_rounding_draws_the_same_bits():
+    """A piece of an update is rounded as it would be in the whole: parameters in bfloat16 are bitwise the same."""
+    precision = "bf16-params-stochastic"
+    ours, theirs = (trained(offload, 3, "full", precision).values["parameters"] for offload in (BOTH, ()))
+    other = trained((), 3, "full", "bf16-params").values["parameters"]
+    assert all(np.array_equal(x, theirs[path]) for path, x in ours.items())
+    assert not all(np.array_equal(x, theirs[path]) for path, x in other.items())  # the control: nearest rounding
+
+
 def test_it_goes_with_accumulation_and_saved_names():
     """The layers are fetched once more in each microbatch."""
     remat = "save:attention_out"
@@ -82,10 +92,16 @@ def test_kernels_of_layers_live_in_host_memory():
         state, _ = step(state, BATCHES[0])
 
 
-def test_gradients_are_on_the_device():
-    """The update and the clip compute with them."""
-    layout = plan(PARAMS)
-    assert {leaf.memory_kind for leaf in layout.gradients} == {"device"}
+def test_the_plan_tells_host_and_device_apart():
+    """Gradients are on the device; what is in host memory is not among a device's bytes, and all is somewhere."""
+    offloaded, usual = plan(BOTH), plan()
+    assert {leaf.memory_kind for leaf in offloaded.gradients} == {"device"}
+    here, there = offloaded.bytes_per_device(), offloaded.bytes_on_host()
+    assert there.keys() == {"params", "optimizer_state"}
+    assert {name: size + there.get(name, 0) for name, size in here.items()} == usual.bytes_per_device()
+    assert "in host memory for each: params" in str(offloaded)
+    assert usual.bytes_on_host() == {}
+    assert "host memory" not in str(usual)
 
 
 def test_one_layer_is_fetched_at_a_time():
@@ -102,18 +118,14 @@ def test_one_layer_is_fetched_at_a_time():
 
 def _fetched(jaxpr):
     """The shapes of all that is brought from host memory to the device."""
-    for equation in jaxpr.eqns:
+    for equation in equations(jaxpr):
         if equation.primitive.name == "device_put":
             for source, result in zip(equation.invars, equation.outvars, strict=True):
-                if (
-                    "host" in str(source.aval.memory_space).lower()
-                    and "host" not in str(result.aval.memory_space).lower()
+                if (source.aval.memory_space, result.aval.memory_space) == (
+                    jax.memory.Space.Host,
+                    jax.memory.Space.Device,
                 ):
                     yield result.aval.shape
-        for value in equation.params.values():
-            for inner in jax.tree.leaves(value, is_leaf=lambda x: hasattr(x, "eqns")):
-                if hasattr(inner, "eqns"):
-                    yield from _fetched(inner)
 
 
 def test_evaluation_and_samples_are_the_same():

@@ -1,7 +1,5 @@
 """Precision and rematerialisation do what their names say, seen in the traced program."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from spmd.scope import within
 from spmd.state import init_state
 from spmd.testing import token_batches
 from tests import tiny
+from tests.jaxprs import equations
 
 BATCH = token_batches((4, 10), tiny.CONFIG.vocab, steps=1)[0]
 KERNELS = 7  # of one layer: four of attention and three of the MLP
@@ -24,16 +23,6 @@ def gradient_program(config=tiny.CONFIG, grad_fn=None, **options):
         return jax.make_jaxpr(grad_fn or value_and_grad(tiny.loss_fn(config)))(
             plan.abstract_params, {}, BATCH, jax.random.key(0)
         )
-
-
-def equations(jaxpr) -> Iterator:
-    """Every equation of a program, those inside loops, calls and checkpoints too."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from equations(inner)
 
 
 def outputs(jaxpr, primitive):

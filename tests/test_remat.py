@@ -1,7 +1,6 @@
 """Rematerialisation does what its policies say, seen in the traced program, and changes no number."""
 
 import functools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from spmd.state import init_state
 from spmd.step import make_train_step
 from spmd.testing import token_batches
 from tests import tiny
+from tests.jaxprs import equations
 
 BATCH = token_batches((4, 10), tiny.CONFIG.vocab, steps=1)[0]
 KERNELS = 7  # of one layer: four of attention and three of the MLP
@@ -43,16 +43,6 @@ def gradient_program(config=tiny.CONFIG, **options):
     plan = tiny.plan(config, options=tuple(options.items()), fsdp=2)
     with within(plan):
         return jax.make_jaxpr(value_and_grad(tiny.loss_fn(config)))(plan.abstract_params, {}, BATCH, jax.random.key(0))
-
-
-def equations(jaxpr) -> Iterator:
-    """Every equation of a program, those inside loops, calls and checkpoints too."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from equations(inner)
 
 
 @functools.cache
