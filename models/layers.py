@@ -10,16 +10,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.annotate import checkpoint_layer, remat_interval
+from spmd.annotate import annotate, checkpoint_layer, remat_interval
+from spmd.parallel.vocabulary import Unembedded, is_deferred
 from spmd.weights import Weight, gather, scatter, weight
 
 Angles = tuple[np.ndarray, np.ndarray]
 """Cosines and sines of each position, `[seq, head_dim / 2]` each."""
 
 
-def dense(
-    x: Float[Array, "batch seq in"], kernel: nnx.Param[Float[Array, "in out"]], dtype: Any = None
-) -> Float[Array, "batch seq out"]:
+def dense(x: Float[Array, "batch seq in"], kernel: nnx.Param[Float[Array, "in out"]]) -> Float[Array, "batch seq out"]:
     """`x @ kernel` on every token, with the kernel gathered over `fsdp` for as long as it is used.
 
     The kernel is cast to the dtype of `x` and then gathered, so bfloat16 travels. Its gradient leaves the matmul in the
@@ -28,16 +27,25 @@ def dense(
     Args:
         x: Activations.
         kernel: A parameter, which knows its path under a plan.
-        dtype: The product's dtype, that of `x` by default.
     """
-    return _dense(x, kernel[...], "io", weight(kernel.get_metadata("path", None)), dtype or x.dtype)
+    return _dense(x, kernel[...], "io", weight(kernel.get_metadata("path", None)), x.dtype)
 
 
-def tied_head(
-    x: Float[Array, "batch seq d"], table: Float[Array, "vocab d"], dtype: Any = None
-) -> Float[Array, "batch seq vocab"]:
-    """How well each row of an embedding table fits, `x @ table.T`, with gradients as those of `dense`."""
-    return _dense(x, table, "oi", None, dtype or x.dtype)
+def unembed(
+    x: Float[Array, "batch seq d"], kernel: Float[Array, "..."], placed: Weight | None, axes: str
+) -> Float[Array, "batch seq vocab"] | Unembedded:
+    """How well each word fits each token, in float32; where a loss asks for it, that product still to be taken.
+
+    Args:
+        x: The residual stream, normalised.
+        kernel: `[d, vocab]`, or `[vocab, d]`.
+        placed: How the plan in scope places the kernel.
+        axes: `"io"` for the one, `"oi"` for the other.
+    """
+    x = annotate(x, "residual")
+    if is_deferred():
+        return Unembedded(x, kernel, axes, placed)
+    return annotate(_dense(x, kernel, axes, placed, jnp.float32), "logits")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -76,9 +84,20 @@ class Dense(nnx.Module):
         init = nnx.initializers.normal(scale * inputs**-0.5)
         self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32), gathered_by_layer=True)
 
-    def __call__(self, x: Float[Array, "batch seq in"], dtype: Any = None) -> Float[Array, "batch seq out"]:
-        """`x @ kernel` on every token, in the dtype of `x` unless another is given."""
-        return dense(x, self.kernel, dtype)
+    def __call__(self, x: Float[Array, "batch seq in"]) -> Float[Array, "batch seq out"]:
+        """`x @ kernel` on every token, in the dtype of `x`."""
+        return dense(x, self.kernel)
+
+
+class Head(nnx.Module):
+    """The output head; its `kernel` is `[d, vocab]`, drawn with variance 1 / d."""
+
+    def __init__(self, width: int, vocab: int, *, rngs: nnx.Rngs) -> None:
+        self.kernel = Dense(width, vocab, rngs=rngs).kernel
+
+    def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | Unembedded:
+        """The logits of each token, or what they are the product of."""
+        return unembed(x, self.kernel[...], weight(self.kernel.get_metadata("path", None)), "io")
 
 
 class RMSNorm(nnx.Module):

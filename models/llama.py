@@ -15,19 +15,21 @@ from jaxtyping import Array, Float, Int
 from models.layers import (
     Angles,
     Dense,
+    Head,
     RMSNorm,
     gated,
     make_layers,
     rotary_angles,
     rotate,
     run_layers,
-    tied_head,
+    unembed,
 )
-from spmd.annotate import annotate, to_compute
+from spmd.annotate import annotate, as_annotated, to_compute
 from spmd.errors import ConfigError, Problem
 from spmd.parallel.attention import attend
 from spmd.parallel.context import Segments
 from spmd.parallel.order import positions
+from spmd.parallel.vocabulary import Unembedded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +198,10 @@ class Embedding(nnx.Module):
         rows = to_compute(self.embedding.at[tokens].get(mode="clip"))
         return annotate(annotate(rows, "embed_rows"), "embed_exchange")
 
-    def attend(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"]:
-        """The tied head: how well each row of the table fits, in float32."""
+    def attend(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | Unembedded:
+        """The tied head: how well each row of the table fits each token."""
         table = annotate(annotate(self.embedding[...], "tied_columns"), "tied_head")
-        return tied_head(x, table, jnp.float32)
+        return unembed(x, table, as_annotated("tied_head"), "oi")
 
 
 class Llama(nnx.Module):
@@ -214,10 +216,12 @@ class Llama(nnx.Module):
             lambda rngs: Block(config, rngs=rngs), config.layers, rngs.params(), stacked=config.stacked
         )
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = None if config.tied else Dense(config.d_model, config.vocab, rngs=rngs)
+        self.lm_head = None if config.tied else Head(config.d_model, config.vocab, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> Float[Array, "batch seq vocab"]:
-        """Logits of the token that follows each position.
+    def __call__(
+        self, tokens: Int[Array, "batch seq"], segments: Segments = None
+    ) -> Float[Array, "batch seq vocab"] | Unembedded:
+        """Logits of the token that follows each position; to a loss, what they are the product of.
 
         Args:
             tokens: Token ids.
@@ -226,4 +230,4 @@ class Llama(nnx.Module):
         x = annotate(self.embed(tokens), "residual")
         angles = rotary_angles(positions(tokens.shape[1]), self.config.head_dim, self.config.rope_theta)
         x = self.norm(run_layers(self.layers, x, angles, segments, unroll=self.config.unroll))
-        return annotate(self.lm_head(x, jnp.float32) if self.lm_head else self.embed.attend(x), "logits")
+        return self.lm_head(x) if self.lm_head else self.embed.attend(x)

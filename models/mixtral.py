@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from models.layers import (
     Angles,
-    Dense,
+    Head,
     RMSNorm,
     collect_layers,
     dense,
@@ -299,7 +299,7 @@ class Mixtral(nnx.Module):
             lambda rngs: ExpertBlock(config, rngs=rngs), count, rngs.params(), stacked=config.stacked
         )
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = None if config.tied else Dense(config.d_model, config.vocab, rngs=rngs)
+        self.lm_head = None if config.tied else Head(config.d_model, config.vocab, rngs=rngs)
         self.noise = nnx.Rngs(rngs.params()) if config.router.is_random else None
 
     @property
@@ -324,7 +324,7 @@ class Mixtral(nnx.Module):
         if config.router.bias_rate and training:
             self._move_biases(reports["load"])
         x = self.norm(x)
-        logits = annotate(self.lm_head(x, jnp.float32) if self.lm_head else self.embed.attend(x), "logits")
+        logits = self.lm_head(x) if self.lm_head else self.embed.attend(x)
         weights = {"balance_loss": config.router.balance, "z_loss": config.router.z_loss}
         load = reports["load"]
         metrics = {"load_spread": (load.max(axis=-1) / load.mean(axis=-1)).mean()}

@@ -20,6 +20,7 @@ from spmd.mesh import AnyMesh
 from spmd.plan import ShardingPlan
 from spmd.remat import Remat
 from spmd.scope import Scope, constrain, current, scope_of
+from spmd.weights import Weight
 
 F = TypeVar("F", bound=Callable)
 
@@ -59,6 +60,12 @@ def placement(name: str) -> tuple[AnyMesh, P] | None:
     """
     scope = current()
     return None if scope is None else (scope.mesh, _spec_of(scope, name))
+
+
+def as_annotated(name: str) -> Weight | None:
+    """A parameter that lies as the activation `name` does, in use and as its gradient; None outside a plan."""
+    found = placement(name)
+    return None if found is None else Weight(found[0], found[1], found[1], found[1])
 
 
 def _spec_of(scope: Scope, name: str) -> P:

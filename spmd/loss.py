@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from spmd.model import Model, as_outputs
 from spmd.parallel.order import balanced
+from spmd.parallel.vocabulary import CHUNK, Unembedded, chunked_cross_entropy, deferred
 
 Sums = dict[str, jax.Array]
 """Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name."""
@@ -23,9 +24,11 @@ without variables passes them on."""
 
 
 def cross_entropy(
-    logits: Float[Array, "batch seq vocab"],
+    logits: Float[Array, "batch seq vocab"] | Unembedded,
     targets: Int[Array, "batch seq"],
     weights: Float[Array, "batch seq"],
+    *,
+    chunk: int = CHUNK,
 ) -> Sums:
     """Next-token cross-entropy in nats, and how many tokens are predicted exactly, as weighted sums.
 
@@ -33,13 +36,18 @@ def cross_entropy(
 
     Args:
         logits: Scores, in any float dtype; computed on in float32. The vocabulary may be split over devices: the
-            target's logit is picked by a masked sum, which needs no gather.
+            target's logit is picked by a masked sum, which needs no gather. Or a head that is not multiplied out, whose
+            logits are then never all there.
         targets: The token that follows each position.
         weights: 0 for padding, 1 for a token that counts.
+        chunk: Of a head that is not multiplied out, how many tokens of a device there are logits of at once.
 
     Returns:
         Sums `loss`, `weight` and `accuracy`.
     """
+    if isinstance(logits, Unembedded):
+        loss, correct = chunked_cross_entropy(logits, targets, weights, chunk)
+        return {"loss": loss, "weight": weights.sum(), "accuracy": correct}
     logits = logits.astype(jnp.float32)
     vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
     target = jnp.where(vocabulary == targets[..., None], logits, 0.0).sum(axis=-1)
@@ -53,7 +61,7 @@ def cross_entropy(
     }
 
 
-def next_token_loss(model: Model, *, train: bool = True) -> LossFn:
+def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> LossFn:
     """The loss of a language model on batches of `tokens`, `targets` and `weights`, each `[batch, sequence]`.
 
     A batch may have `segments` too, the document of each token, which the model then takes behind the tokens.
@@ -62,14 +70,16 @@ def next_token_loss(model: Model, *, train: bool = True) -> LossFn:
         model: Tokens in, logits `[batch, sequence, vocab]` or `spmd.model.Outputs` out.
         train: Whether the model runs as in training (dropout drops, batch statistics are updated, auxiliary losses are
             a part of the loss) or in evaluation.
+        chunk: Of how many tokens of a device there are logits at once, if the model leaves its head to the loss
+            (`spmd.parallel.vocabulary`).
     """
 
     def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        with balanced(batch, takes_any_order=model.facts().takes_any_order) as batch:
+        with balanced(batch, takes_any_order=model.facts().takes_any_order) as batch, deferred():
             inputs = [batch[name] for name in ("tokens", "segments") if name in batch]
             returned, variables = model.forward(params, variables, key, *inputs, train=train)
             outputs = as_outputs(returned)
-            sums = cross_entropy(outputs.logits, batch["targets"], batch["weights"])
+            sums = cross_entropy(outputs.logits, batch["targets"], batch["weights"], chunk=chunk)
         # The step divides by the weight, so a batch's value enters with its weight, and zero where all is padding.
         others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
         loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])

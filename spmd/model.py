@@ -43,7 +43,7 @@ class Outputs:
     a mean over microbatches that is weighted by their tokens.
 
     Attributes:
-        logits: `[batch, sequence, vocab]`.
+        logits: `[batch, sequence, vocab]`, or a head that is not multiplied out (`spmd.parallel.vocabulary`).
         losses: Name → an auxiliary loss, with its weight, which training adds to the mean loss of a token.
         metrics: Name → anything else.
     """

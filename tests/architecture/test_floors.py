@@ -27,7 +27,7 @@ FLOORS = {
     "compute": ("scope", "hosted", "weights", "annotate"),
     "parallel": (
         *("parallel.online", "parallel.order", "parallel.context", "parallel.attention"),
-        *("parallel.router", "parallel.expert"),
+        *("parallel.router", "parallel.expert", "parallel.vocabulary"),
     ),
     "run": (
         *("loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),

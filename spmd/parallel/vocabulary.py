@@ -1,0 +1,291 @@
+"""The head of a language model and its loss, without the logits of all tokens ever being there.
+
+A head multiplies each token with a table of the vocabulary. For 8,192 tokens and 128,256 words that is 4 GiB in
+float32, and as much again for their gradient: more than all else. So a model that is asked for its loss returns its
+head `Unembedded`, and the loss takes some tokens at a time: their logits, their softmax, their gradients, the next
+tokens.
+
+Under a plan that is one manual program over the mesh. Each device has its part of the tokens and, over `tensor`, its
+part of the vocabulary (Megatron-LM, Shoeybi et al., arXiv:1909.08053, section 3):
+
+```
+tokens of this device ──▶ logits of this device's words ──▶ largest, sum, target: three numbers for each token
+                                                             │  summed over tensor
+gradient of the tokens, summed over tensor ◀── gradient of the logits ──▶ gradient of the table, summed once, at the end
+```
+
+Gradients are computed where the logits are, in the forward pass, so no logit is computed twice. The backward pass only
+scales them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh
+from jaxtyping import Array, Float, Int
+
+from spmd.annotate import annotate, manual_over, placement
+from spmd.errors import AnnotationError, Problem
+from spmd.mesh import AnyMesh, entry_axes
+from spmd.weights import Weight
+
+CHUNK = 1024
+"""Tokens whose logits are there at once: so many that the products take longer than reading the table does."""
+
+_WHOLE = P()
+
+_DEFERRED = jax.make_user_context(default_value=False)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unembedded:
+    """Logits that are not multiplied out, for `spmd.loss.cross_entropy` to take some tokens at a time.
+
+    Attributes:
+        x: `[batch, seq, d]`, marked as the activation `tokens`.
+        kernel: The head, `[d, vocab]` or `[vocab, d]`.
+        axes: `"io"` for the one, `"oi"` for the other.
+        placed: How the plan in scope places the kernel; None outside a plan.
+        tokens: The activation that `x` is marked as.
+        logits: The activation that logits are marked as.
+    """
+
+    x: Float[Array, "batch seq d"]
+    kernel: Float[Array, "..."]
+    axes: str = dataclasses.field(default="io", metadata={"static": True})
+    placed: Weight | None = dataclasses.field(default=None, metadata={"static": True})
+    tokens: str = dataclasses.field(default="residual", metadata={"static": True})
+    logits: str = dataclasses.field(default="logits", metadata={"static": True})
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Asks the models that run inside for `Unembedded` logits; those that do not know of it return them as ever."""
+    with _DEFERRED(True):
+        yield
+
+
+def is_deferred() -> bool:
+    """Whether a model may return its logits `Unembedded`."""
+    return _DEFERRED.value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How the manual program lies on the devices; the empty one is for one device.
+
+    Attributes:
+        mesh: The plan's; None without devices to split over.
+        split: The axes of size above 1.
+        tokens: How `x` is split.
+        kernel: How the kernel comes.
+        gradient: How its gradient goes.
+        vocabulary: The axes that the vocabulary is split over.
+        gathers: For each dimension of the kernel, the axes it is gathered over when it is used.
+        scatters: The same for its gradient.
+    """
+
+    mesh: AnyMesh | None = None
+    split: tuple[str, ...] = ()
+    tokens: P = _WHOLE
+    kernel: P = _WHOLE
+    gradient: P = _WHOLE
+    vocabulary: tuple[str, ...] = ()
+    gathers: tuple[tuple[str, ...], ...] = ((), ())
+    scatters: tuple[tuple[str, ...], ...] = ((), ())
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes that tokens are split over."""
+        return tuple(axis for entry in self.tokens for axis in entry_axes(entry))
+
+    @property
+    def joined(self) -> tuple[str, ...]:
+        """The axes that tokens and vocabulary are both split over: there tokens are gathered (sequence parallel)."""
+        return tuple(axis for axis in self.over if axis in self.vocabulary)
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The axes along which devices have other tokens, and the same words."""
+        return tuple(axis for axis in self.over if axis not in self.vocabulary)
+
+
+def chunked_cross_entropy(
+    head: Unembedded, targets: Int[Array, "batch seq"], weights: Float[Array, "batch seq"], chunk: int = CHUNK
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The summed cross-entropy in nats, and the sum of tokens predicted exactly; see `spmd.loss.cross_entropy`.
+
+    Args:
+        head: From a model.
+        targets: The token that follows each position.
+        weights: Of each position. They have no gradient.
+        chunk: How many tokens of a device there are logits of at once.
+
+    Example:
+        >>> head = Unembedded(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)))
+        >>> loss, correct = chunked_cross_entropy(head, jnp.zeros((1, 2), int), jnp.ones((1, 2)), chunk=1)
+        >>> round(float(loss), 4), float(correct)  # 2 ln 8
+        (4.1589, 2.0)
+    """
+    layout = _layout(head)
+    return _sums(head.x, head.kernel, targets, weights, (head.axes, head.logits, layout, chunk))
+
+
+def _layout(head: Unembedded) -> _Layout:
+    scope = placement(head.tokens)
+    if scope is None:
+        return _Layout()
+    if head.placed is None:
+        fix = "make the model by spmd.from_nnx, and give the table a rule for it"
+        problem = Problem("the head's kernel", "is not in the rule table", fix=fix)
+        raise AnnotationError("The loss does not know how the head is split:", [problem])
+    mesh, tokens = scope
+    split = tuple(a for a, n in mesh.shape.items() if n > 1 and a not in get_abstract_mesh().manual_axes)
+
+    def dims(spec: P) -> list[tuple[str, ...]]:
+        entries = [tuple(a for a in entry_axes(entry) if a in split) for entry in spec]
+        return [*entries, (), ()][:2]
+
+    stored, used, gradient = map(dims, (head.placed.stored, head.placed.used, head.placed.gradient))
+    word = head.axes.index("o")
+    vocabulary = used[word]
+    whole = [vocabulary if dim == word else () for dim in range(2)]
+
+    def beyond(spec: list[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(a for a in axes if a not in kept) for axes, kept in zip(spec, whole, strict=True))
+
+    def spec(dims: list[tuple[str, ...]]) -> P:
+        return P(*(axes or None for axes in dims))
+
+    return _Layout(
+        mesh=mesh,
+        split=split,
+        tokens=spec(dims(tokens)),
+        kernel=spec(stored),
+        gradient=spec(gradient),
+        vocabulary=vocabulary,
+        gathers=beyond(stored),
+        scatters=beyond(gradient),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _sums(x: Array, kernel: Array, targets: Array, weights: Array, static: tuple[Any, ...]) -> tuple[Array, Array]:
+    layout = static[2]
+    specs = (layout.tokens, layout.kernel, layout.tokens, layout.tokens)
+    run = functools.partial(_local, static=static, differentiate=False)
+    return _manual(layout, run, specs, (P(), P()))(x, kernel, targets, weights)
+
+
+def _forward(x: Array, kernel: Array, targets: Array, weights: Array, static: tuple[Any, ...]) -> tuple[Any, Any]:
+    layout = static[2]
+    specs = (layout.tokens, layout.kernel, layout.tokens, layout.tokens)
+    run = functools.partial(_local, static=static, differentiate=True)
+    results = (P(), P(), layout.tokens, layout.gradient)
+    loss, correct, dx, dkernel = _manual(layout, run, specs, results)(x, kernel, targets, weights)
+    return (loss, correct), (dx, dkernel)
+
+
+def _backward(static: tuple[Any, ...], saved: tuple[Array, Array], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+    scaled = (g.astype(jnp.float32) * cotangents[0] for g in saved)
+    return *(new.astype(g.dtype) for new, g in zip(scaled, saved, strict=True)), None, None
+
+
+_sums.defvjp(_forward, _backward)
+
+
+def _manual(layout: _Layout, run: Any, in_specs: Any, out_specs: Any) -> Any:
+    return run if layout.mesh is None else manual_over(layout.mesh, layout.split, run, in_specs, out_specs)
+
+
+def _local(
+    x: Array, kernel: Array, targets: Array, weights: Array, *, static: tuple[Any, ...], differentiate: bool
+) -> tuple[Array, ...]:
+    """What one device does: sums over its tokens and, to differentiate, what `x` and the kernel get of them."""
+    axes, name, layout, chunk = static
+    whole = _each_dim(jax.lax.all_gather, kernel.astype(x.dtype), layout.gathers)
+    count = x.shape[0] * x.shape[1]
+    chunks = -(-count * (jax.lax.axis_size(layout.joined) if layout.joined else 1) // chunk)
+    padding = -count % chunks  # with tokens that weigh nothing
+
+    def cut(a: Array) -> Array:
+        flat = a.reshape(count, *a.shape[2:])
+        return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, -1, *flat.shape[1:])
+
+    one = functools.partial(
+        _of_chunk, kernel=whole, axes=axes, name=name, layout=layout, gradient=kernel.dtype if differentiate else None
+    )
+    parts = tuple(cut(a) for a in (x, targets, weights))
+    first = tuple(a[0] for a in parts)
+    if chunks == 1:
+        sums, dx = one(*first)
+    else:
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, *first)[0])
+
+        def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array | None]:
+            sums, dx = one(*part)
+            return jax.tree.map(jnp.add, total, sums), dx
+
+        sums, dx = jax.lax.scan(add, zeros, parts)
+    totals = tuple(_sum(s, layout.summed) for s in sums[:2])
+    if dx is None:
+        return totals
+    dx = dx.reshape(-1, x.shape[-1])[:count].reshape(x.shape)
+    dkernel = _each_dim(jax.lax.psum_scatter, sums[2], layout.scatters)
+    scattered = {axis for dim in layout.scatters for axis in dim}
+    return *totals, dx, _sum(dkernel, tuple(axis for axis in layout.summed if axis not in scattered))
+
+
+def _of_chunk(
+    x: Float[Array, "token d"],
+    targets: Int[Array, "token"],
+    weights: Float[Array, "token"],
+    *,
+    kernel: Array,
+    axes: str,
+    name: str,
+    layout: _Layout,
+    gradient: Any,
+) -> tuple[tuple[Array, ...], Array | None]:
+    """The sums over some tokens and, with a dtype for it, the kernel's gradient among them, and that of `x`."""
+    x, targets, weights = (_each_dim(jax.lax.all_gather, a, (layout.joined,)) for a in (x, targets, weights))
+    logits = jnp.einsum(f"ni,{axes}->no", x, kernel, preferred_element_type=jnp.float32)
+    logits = annotate(logits[None], name)[0]
+    words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    if layout.vocabulary:
+        words += jax.lax.axis_index(layout.vocabulary) * logits.shape[1]
+    is_target = words == targets[:, None]
+    largest = logits.max(axis=1)
+    largest = jax.lax.pmax(largest, layout.vocabulary) if layout.vocabulary else largest
+    likely = jnp.exp(logits - largest[:, None])
+    own = jnp.stack([likely.sum(axis=1), jnp.where(is_target, logits, 0.0).sum(axis=1)])
+    total, target = _sum(own, layout.vocabulary)
+    loss = ((jnp.log(total) + largest - target) * weights).sum()
+    correct = ((target >= largest) * weights).sum()
+    if gradient is None:
+        return (loss, correct), None
+    dlogits = ((likely / total[:, None] - is_target) * weights[:, None]).astype(x.dtype)
+    dkernel = jnp.einsum(f"ni,no->{axes}", x, dlogits, preferred_element_type=gradient)
+    dx = jnp.einsum(f"no,{axes}->ni", dlogits, kernel)
+    dx = _each_dim(jax.lax.psum_scatter, dx, (layout.joined,))
+    return (loss, correct, dkernel), _sum(dx, tuple(axis for axis in layout.vocabulary if axis not in layout.joined))
+
+
+def _each_dim(collective: Any, x: Array, dims: tuple[tuple[str, ...], ...]) -> Array:
+    """An all-gather or a reduce-scatter of each dimension over its axes."""
+    word = "axis" if collective is jax.lax.all_gather else "scatter_dimension"
+    for dim, axes in enumerate(dims):
+        if axes:
+            x = collective(x, axes, **{word: dim}, tiled=True)
+    return x
+
+
+def _sum(x: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.psum(x, axes) if axes else x
