@@ -1,5 +1,6 @@
 """The layers that the model families share."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +11,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.annotate import annotate, checkpoint_layer, remat_interval
+from spmd.annotate import annotate, checkpoint_layer, is_split_otherwise, remat_interval
 from spmd.parallel.vocabulary import Unembedded, is_deferred
-from spmd.weights import Weight, gather, scatter, weight
+from spmd.weights import Weight, gather, is_kept, scatter, weight
 
 Angles = tuple[np.ndarray, np.ndarray]
 """Cosines and sines of each position, `[seq, head_dim / 2]` each."""
@@ -28,7 +29,36 @@ def dense(x: Float[Array, "batch seq in"], kernel: nnx.Param[Float[Array, "in ou
         x: Activations.
         kernel: A parameter, which knows its path under a plan.
     """
-    return _dense(x, kernel[...], "io", weight(kernel.get_metadata("path", None)), x.dtype)
+    return _products(x, (kernel[...],), _Products((_placed(kernel),)))[0]
+
+
+def columns(
+    x: Float[Array, "batch seq d"], kernels: Sequence[nnx.Param], whole: str
+) -> tuple[Float[Array, "batch seq hidden"], ...]:
+    """`dense` from a copy of the residual stream into hidden units, which a table may split over `tensor`.
+
+    Where the table splits the residual stream over `tensor` too, by tokens (sequence parallelism, Korthikanti et al.,
+    arXiv:2205.05198, section 4.2.2), tokens are gathered here, once for all kernels. The backward pass keeps them split
+    and gathers them again.
+
+    Args:
+        x: Tokens.
+        kernels: Parameters.
+        whole: What tokens are marked as where they meet the kernels.
+    """
+    static = _Products(tuple(map(_placed, kernels)), into=whole)
+    return _products(annotate(x, "residual"), tuple(kernel[...] for kernel in kernels), static)
+
+
+def rows(x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str) -> Float[Array, "batch seq d"]:
+    """`dense` from hidden units back into the residual stream: the reverse of `columns`.
+
+    Args:
+        x: Hidden units.
+        kernel: A parameter.
+        whole: What tokens are marked as where their gradient meets the kernel.
+    """
+    return annotate(_products(x, (kernel[...],), _Products((_placed(kernel),), out=whole))[0], "residual")
 
 
 def unembed(
@@ -45,36 +75,64 @@ def unembed(
     x = annotate(x, "residual")
     if is_deferred():
         return Unembedded(x, kernel, axes, placed)
-    return annotate(_dense(x, kernel, axes, placed, jnp.float32), "logits")
+    how = _Products((placed,), axes, jnp.float32)
+    return annotate(_products(x, (kernel,), how)[0], "logits")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _dense(x: Array, kernel: Array, axes: str, placed: Weight | None, dtype: Any) -> Array:
-    return _dense_forward(x, kernel, axes, placed, dtype)[0]
+@dataclasses.dataclass(frozen=True)
+class _Products:
+    """How an array is multiplied with kernels.
+
+    Attributes:
+        placed: How the plan in scope places each kernel.
+        axes: A kernel's dimensions, `i` for those that are summed over.
+        dtype: Of the products; None for that of the array.
+        into: What the array is marked as where it meets a kernel, if anything.
+        out: What a product's gradient is marked as where it does.
+    """
+
+    placed: tuple[Weight | None, ...]
+    axes: str = "io"
+    dtype: Any = None
+    into: str = ""
+    out: str = ""
 
 
-def _dense_forward(
-    x: Array, kernel: Array, axes: str, placed: Weight | None, dtype: Any
-) -> tuple[Array, tuple[Array, ...]]:
-    whole = gather(kernel.astype(x.dtype), placed)
-    y = jnp.einsum(f"...i,{axes}->...o", x, whole, preferred_element_type=dtype)
-    kept = whole if placed is None or placed.is_kept else kernel
-    return y, (x, kept, jnp.zeros((0,), kernel.dtype))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _products(x: Array, kernels: tuple[Array, ...], how: _Products) -> tuple[Array, ...]:
+    return _products_forward(x, kernels, how)[0]
 
 
-def _dense_backward(
-    axes: str, placed: Weight | None, dtype: Any, saved: tuple[Array, ...], dy: Array
-) -> tuple[Array, Array]:
-    x, kept, like_kernel = saved
-    again = not (placed is None or placed.is_kept)
-    # The barrier keeps XLA from taking the copy that the forward pass gathered, and from keeping that until now.
-    whole = gather(jax.lax.optimization_barrier(kept).astype(x.dtype), placed) if again else kept
-    dy = dy.astype(x.dtype)
-    dkernel = jnp.einsum(f"...i,...o->{axes}", x, dy, preferred_element_type=like_kernel.dtype)
-    return jnp.einsum(f"...o,{axes}->...i", dy, whole), scatter(dkernel, placed)
+def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> tuple[tuple[Array, ...], Any]:
+    tokens = annotate(x, how.into) if how.into else x
+    used = [gather(kernel.astype(x.dtype), placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
+    dtype = how.dtype or x.dtype
+    ys = tuple(jnp.einsum(f"...i,{how.axes}->...o", tokens, kernel, preferred_element_type=dtype) for kernel in used)
+    kept = [u if is_kept(placed) else k for u, k, placed in zip(used, kernels, how.placed, strict=True)]
+    return ys, (x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
 
 
-_dense.defvjp(_dense_forward, _dense_backward)
+def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+    x, kept, like_kernels = saved
+    # Barriers keep XLA from taking the copy that the forward pass gathered, and from keeping that until now.
+    if how.into and is_split_otherwise("residual", how.into):
+        x = annotate(jax.lax.optimization_barrier(x), how.into)
+    dxs, dkernels = [], []
+    for kernel, placed, like_kernel, dy in zip(kept, how.placed, like_kernels, dys, strict=True):
+        used = kernel if is_kept(placed) else gather(jax.lax.optimization_barrier(kernel).astype(x.dtype), placed)
+        dy = annotate(dy, how.out) if how.out else dy
+        dy = dy.astype(x.dtype)
+        dkernel = jnp.einsum(f"...i,...o->{how.axes}", x, dy, preferred_element_type=like_kernel.dtype)
+        dkernels.append(scatter(dkernel, placed))
+        dxs.append(jnp.einsum(f"...o,{how.axes}->...i", dy, used))
+    return functools.reduce(jnp.add, dxs), tuple(dkernels)
+
+
+_products.defvjp(_products_forward, _products_backward)
+
+
+def _placed(kernel: nnx.Param) -> Weight | None:
+    return weight(kernel.get_metadata("path", None))
 
 
 class Dense(nnx.Module):
@@ -97,7 +155,7 @@ class Head(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | Unembedded:
         """The logits of each token, or what they are the product of."""
-        return unembed(x, self.kernel[...], weight(self.kernel.get_metadata("path", None)), "io")
+        return unembed(x, self.kernel[...], _placed(self.kernel), "io")
 
 
 class RMSNorm(nnx.Module):

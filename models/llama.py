@@ -17,10 +17,12 @@ from models.layers import (
     Dense,
     Head,
     RMSNorm,
+    columns,
     gated,
     make_layers,
     rotary_angles,
     rotate,
+    rows,
     run_layers,
     unembed,
 )
@@ -140,11 +142,13 @@ class Attention(nnx.Module):
         def heads(y: Array, count: int) -> Float[Array, "batch seq heads dim"]:
             return y.reshape(batch, seq, count, self.config.head_dim)
 
-        query = annotate(rotate(heads(self.q_proj(x), self.config.heads), angles), "attention_query")
-        key = annotate(rotate(heads(self.k_proj(x), self.config.kv_heads), angles), "attention_key")
-        value = annotate(heads(self.v_proj(x), self.config.kv_heads), "attention_value")
+        kernels = self.q_proj.kernel, self.k_proj.kernel, self.v_proj.kernel
+        query, key, value = columns(x, kernels, "attention_input")
+        query = annotate(rotate(heads(query, self.config.heads), angles), "attention_query")
+        key = annotate(rotate(heads(key, self.config.kv_heads), angles), "attention_key")
+        value = annotate(heads(value, self.config.kv_heads), "attention_value")
         out = attend(query, key, value, window=self.config.window or None, segments=segments)
-        return self.o_proj(annotate(out.reshape(batch, seq, -1), "attention_out"))
+        return rows(annotate(out.reshape(batch, seq, -1), "attention_out"), self.o_proj.kernel, "attention_input")
 
 
 class MLP(nnx.Module):
@@ -157,8 +161,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """Token by token."""
-        gate, up = annotate(self.gate_proj(x), "mlp_gate"), annotate(self.up_proj(x), "mlp_up")
-        return self.down_proj(annotate(gated(gate, up), "mlp_hidden"))
+        gate, up = columns(x, (self.gate_proj.kernel, self.up_proj.kernel), "mlp_input")
+        hidden = annotate(gated(annotate(gate, "mlp_gate"), annotate(up, "mlp_up")), "mlp_hidden")
+        return rows(hidden, self.down_proj.kernel, "mlp_input")
 
 
 class Block(nnx.Module):

@@ -5,20 +5,25 @@ The embedding keeps its vocabulary whole and splits its columns. Each device loo
 table's gradient needs no sum over `fsdp`. Where it is the head as well (tied), that use of it is split by vocabulary.
 """
 
+import dataclasses
+
 from jax.sharding import PartitionSpec as P
 
 from spmd.mesh import BATCH_AXES
 from spmd.rules import Rules, replicate
 
+_QKV = "attention/(q|k|v)_proj/kernel"
 _LAYERS = (
-    ("attention/(q|k|v)_proj/kernel", P("fsdp", "tensor")),  # [d, heads·head_dim]: whole heads on each device
+    (_QKV, P("fsdp", "tensor")),  # [d, heads·head_dim]: whole heads on each device
     ("attention/o_proj/kernel", P("tensor", "fsdp")),  # [heads·head_dim, d]
     ("mlp/(gate|up)_proj/kernel", P("fsdp", "tensor")),  # [d, d_ff]
     ("mlp/down_proj/kernel", P("tensor", "fsdp")),  # [d_ff, d]
     ("(attention_norm|mlp_norm|norm)/scale", replicate("norm scales are a few KiB")),
 )
 _ACTIVATIONS = (
-    ("residual", P(BATCH_AXES, "sequence")),  # [batch, seq, d]
+    ("residual", P(BATCH_AXES, "sequence")),  # [batch, seq, d], as are the next two
+    ("attention_input", P(BATCH_AXES, "sequence")),
+    ("mlp_input", P(BATCH_AXES, "sequence")),
     ("attention_query", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, heads, head_dim]
     ("attention_key", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, kv_heads, head_dim]
     ("attention_value", P(BATCH_AXES, "sequence", "tensor")),
@@ -52,3 +57,29 @@ LLAMA_TIED = Rules(
     ),
     stacked={"layers": "pipe"},
 )
+
+
+def sequence_parallel(rules: Rules) -> Rules:
+    """The table with tokens split over `tensor` as well, wherever no matrix is multiplied: norms and residuals.
+
+    All-reduces then become reduce-scatters and all-gathers (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+    """
+    split = P(BATCH_AXES, ("sequence", "tensor"))
+    return dataclasses.replace(rules, activations=[(n, split if n == "residual" else s) for n, s in rules.activations])
+
+
+def replicated_kv(rules: Rules) -> Rules:
+    """The table with every key/value head on every device: for `tensor` larger than their number.
+
+    Each device then computes all of them, and sums their gradients over `tensor`; the query heads are still split.
+    """
+    whole = {"attention/(k|v)_proj/kernel": P("fsdp"), "attention/q_proj/kernel": P("fsdp", "tensor")}
+    params = [rule for rule in rules.params if rule[0] != _QKV]
+    heads = ("attention_key", "attention_value")
+    activations = [(name, P(*spec[:2]) if name in heads else spec) for name, spec in rules.activations]
+    return dataclasses.replace(rules, params=[*whole.items(), *params], activations=activations)
+
+
+LLAMA_SEQUENCE_PARALLEL = sequence_parallel(LLAMA)
+LLAMA_TIED_SEQUENCE_PARALLEL = sequence_parallel(LLAMA_TIED)
+LLAMA_REPLICATED_KV = replicated_kv(LLAMA)

@@ -20,7 +20,7 @@ _ROUTED = (
     ("expert_tokens", P(BATCH_AXES, "sequence")),  # [batch, seq, d]
     ("expert_hidden", P(BATCH_AXES)),  # rows of tokens, inside the manual program
 )
-_MLP = ("mlp_gate", "mlp_up", "mlp_hidden")
+_MLP = ("mlp_input", "mlp_gate", "mlp_up", "mlp_hidden")
 _PLAIN = tuple(rule for rule in LLAMA.params if not rule[0].startswith("mlp/"))
 
 MIXTRAL = Rules(

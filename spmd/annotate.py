@@ -62,6 +62,12 @@ def placement(name: str) -> tuple[AnyMesh, P] | None:
     return None if scope is None else (scope.mesh, _spec_of(scope, name))
 
 
+def is_split_otherwise(name: str, other: str) -> bool:
+    """Whether the table of the plan in scope splits activations `name` and `other` differently."""
+    scope = current()
+    return scope is not None and _spec_of(scope, name) != _spec_of(scope, other)
+
+
 def as_annotated(name: str) -> Weight | None:
     """A parameter that lies as the activation `name` does, in use and as its gradient; None outside a plan."""
     found = placement(name)

@@ -30,6 +30,7 @@ from spmd.errors import ConfigError, NotYetError, Problem, SpmdError, did_you_me
 from spmd.kernels import name_problems
 from spmd.mesh import MeshShape
 from spmd.optim import OptimizerConfig
+from spmd.parallel.vocabulary import CHUNK
 from spmd.precision import make_precision
 from spmd.remat import make_remat
 from spmd.rules import Rules
@@ -101,6 +102,7 @@ class SampleConfig:
 _LEAST = {
     "steps": 1,
     "accumulate": 1,
+    "loss_chunk": 1,
     "log_every": 1,
     "checkpoint_every": 0,
     "keep": 1,
@@ -158,6 +160,8 @@ class TrainConfig(Generic[M]):
     """Of the parameters, the shuffling and the sample."""
     accumulate: int = 1
     """Microbatches that a batch is cut into, to need less memory; the numbers stay the same."""
+    loss_chunk: int = CHUNK
+    """Tokens of a device whose logits are there at once, to need less memory; the numbers stay the same."""
     on_nan: Literal["stop", "skip"] = "stop"
     """What a non-finite loss or gradient does: stop the run, or skip that step and count it. fp16 always skips, and
     stops only where the loss scale cannot get any lower."""

@@ -55,6 +55,11 @@ class Attention:
         return 1 if self.mesh is None else self.mesh.shape["sequence"]
 
     @property
+    def tensor(self) -> int:
+        """Over how many devices heads are split."""
+        return 1 if self.mesh is None else self.mesh.shape["tensor"]
+
+    @property
     def is_ring(self) -> bool:
         """Whether keys and values travel."""
         return self.sequence > 1 and self.context == "ring"

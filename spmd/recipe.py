@@ -99,7 +99,7 @@ class Recipe:
     @functools.cached_property
     def loss_fn(self) -> LossFn:
         """Next-token cross-entropy of the model."""
-        return next_token_loss(self.model)
+        return next_token_loss(self.model, chunk=self.config.loss_chunk)
 
     @functools.cached_property
     def grad_fn(self) -> GradFn:

@@ -256,7 +256,9 @@ class Evaluate(Hook):
 
     def __init__(self, recipe: Recipe, windows: Windows, writers: Writers, clock: StepClock) -> None:
         self.recipe, self.windows, self.writers, self.clock = recipe, windows, writers, clock
-        self.step = make_eval_step(recipe.plan, next_token_loss(recipe.model, train=False))
+        self.step = make_eval_step(
+            recipe.plan, next_token_loss(recipe.model, train=False, chunk=recipe.config.loss_chunk)
+        )
         self.last: dict[str, float] = {}
         self.last_step, self.tokens = -1, 0
 

@@ -62,6 +62,11 @@ def _placed(scope: Scope, spec: P, is_kept: bool) -> Weight:
     return Weight(scope.mesh, stored, used, gradient, is_kept)
 
 
+def is_kept(placed: Weight | None) -> bool:
+    """Whether a derivative keeps the parameter as it is used."""
+    return placed is None or placed.is_kept
+
+
 def gather(kernel: jax.Array, placed: Weight | None) -> jax.Array:
     """A layer's parameter as it is used: whole over `fsdp`. What the backward pass keeps of it is up to remat."""
     return kernel if placed is None else constrain(kernel, placed.mesh, placed.used, "a layer's parameter")

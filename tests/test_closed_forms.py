@@ -82,8 +82,8 @@ FORMS = {
         "all_to_all": {"fsdp": EXCHANGE},
     },
     "tensor": {
-        # In a layer 2 forward and 2 backward, once behind the head, and four numbers of each token for the softmax.
-        "all_reduce": {"tensor": (4 * LAYERS + 1) * ACTIVATION + 4 * TOKENS},
+        # In a layer 2 forward and 2 backward, once behind the head, and three numbers of each token for the softmax.
+        "all_reduce": {"tensor": (4 * LAYERS + 1) * ACTIVATION + 3 * TOKENS},
         "all_gather": {"tensor": ACTIVATION},  # columns of the embedding
     },
 }

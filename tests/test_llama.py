@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.layers import RMSNorm, dense, rotary_angles, rotate
+from models.layers import RMSNorm, dense, rotary_angles, rotate, unembed
 from models.llama import PRESETS, LlamaConfig
 from spmd import flax, tree
 from spmd.errors import ConfigError
@@ -222,10 +222,10 @@ def test_the_gradient_of_a_kernel_is_never_rounded_to_bfloat16():
     np.testing.assert_array_equal(rounded(derived), np.asarray(derived))  # the control
 
 
-def test_dense_can_return_a_wider_product():
-    """Logits leave a bfloat16 matmul in float32, unrounded."""
+def test_logits_are_wider_than_what_they_are_made_of():
+    """They leave a bfloat16 matmul in float32, unrounded."""
     x, kernel = random(2, 5, 8).astype(jnp.bfloat16), random(8, 6, seed=1)
-    y = dense(x, nnx.Param(kernel), jnp.float32)
+    y = unembed(x, kernel, None, "io")
     exact = np.asarray(x, np.float64) @ np.asarray(kernel.astype(jnp.bfloat16), np.float64)
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)

@@ -247,13 +247,7 @@ class Program:
                 for caller, call, role in self.callers[computation.name]:
                     if (
                         role in ("calls", "to_apply", "body")
-                        and call.opcode
-                        in (
-                            "fusion",
-                            "call",
-                            "while",
-                            "async-start",
-                        )
+                        and call.opcode in ("fusion", "call", "while", "async-start")
                     ) or call.opcode == "conditional":
                         todo.append(Value(caller, call.name, here.element))
                     if role == "body":
@@ -300,7 +294,7 @@ def parse(text: str) -> Program:
     header = lines[0] if lines else ""
     computations: dict[str, Computation] = {}
     tables: dict[str, dict[int, str]] = {}
-    entry, name, root = "", "", ""
+    entry, name, root, last, written = "", "", "", "", ""
     table: dict[int, str] = {}
     body: dict[str, Instruction] | None = None
     for line in lines[1:] if header.startswith("HloModule") else lines:
@@ -312,12 +306,16 @@ def parse(text: str) -> Program:
                 table[int(row[1])] = row[2] if row[2] is not None else row[3]
             elif line.isalpha():
                 table = tables.setdefault(line, {})
-        elif line.startswith("}"):
+        elif line.startswith("}") and not line.startswith("}}"):
             computations[name] = Computation(name, body, root or next(reversed(body), ""))
             body = None
-        elif found := _INSTRUCTION.match(line):
-            body[found["name"]] = _instruction(found["name"], line[found.end() :])
-            root = found["name"] if found["root"] else root
+        else:
+            if found := _INSTRUCTION.match(line):
+                last, written = found["name"], line[found.end() :]
+                root = last if found["root"] else root
+            else:
+                written += line  # what a Pallas kernel says of itself may be several lines
+            body[last] = _instruction(last, written)
     aliased = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header)
     pairs = re.findall(r"\{(\d*)\}: \((\d+)", aliased[1]) if aliased else []
     return Program(

@@ -9,6 +9,7 @@ larger than 1. Every kernel takes the softmax in float32.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ def attend(
     Args:
         query: Query heads that share a key/value head are neighbours.
         key: As many heads as divide those of the queries (grouped-query attention, Ainslie et al., arXiv:2305.13245).
+            Heads that mesh axis `tensor` does not divide are repeated until it does.
         value: Like the keys.
         window: How many tokens each one sees, itself included; None for all before it.
         segments: The document of each token; those of other documents are not seen. None for one document.
@@ -52,6 +54,7 @@ def attend(
         (1, 4, 2, 8)
     """
     choice = attention()
+    key, value = (_repeated(x, query.shape[2], choice.tensor) for x in (key, value))
     kernel = choice.choose(query.shape[1], query.shape[-1], query.dtype, packed=segments is not None)
     run = functools.partial(_KERNELS[kernel], window=window)
     if choice.is_ring:
@@ -61,6 +64,12 @@ def attend(
         # The compiler does not know how to split a Pallas kernel: it gets what one device holds.
         run = functools.partial(by_heads, run, choice.mesh)
     return checkpoint_core(run, keeps_scores=kernel == "xla")(query, key, value, segments)
+
+
+def _repeated(x: Array, heads: int, parts: int) -> Array:
+    """Key/value heads as often as it takes to have equally many for each of `parts` devices, if query heads divide."""
+    copies = math.lcm(x.shape[2], parts) // x.shape[2]
+    return x if copies == 1 or heads % (copies * x.shape[2]) else jnp.repeat(x, copies, axis=2)
 
 
 def xla_attention(
