@@ -11,7 +11,7 @@ fullest moment (`spmd.foresight.liveness`). Nothing in it knows of a model, an o
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -272,9 +272,7 @@ class _Names:
 
     def __init__(self, plan: ShardingPlan, program: Program) -> None:
         self._params = {leaf.shape for leaf in plan.params if len(leaf.shape) > 1}
-        self._logits = [
-            value for operation in program.operations for value in operation.outputs if value.name == "logits"
-        ]
+        self._logits = list(_named("logits", program))
 
     def category(self, buffer: Buffer) -> str:
         """The category of a buffer that is no argument."""
@@ -289,3 +287,11 @@ class _Names:
     def logits(self, axes: Mapping[str, int]) -> int:
         """The bytes of the array that the model marks as its logits."""
         return max((value.bytes(axes) for value in self._logits), default=0)
+
+
+def _named(name: str, program: Program) -> Iterator[Value]:
+    """The values that a model marks so, wherever they are."""
+    for operation in program.operations:
+        yield from (value for value in operation.outputs if value.name == name)
+        for body in operation.bodies:
+            yield from _named(name, body)
