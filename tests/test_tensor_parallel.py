@@ -98,7 +98,7 @@ OUTSIDE, INSIDE = 4, 4 + 3 * 2  # two norms and their inputs; q, k, v and the ou
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_activations_fall_as_published(tensor):
-    """Tensor parallelism divides what is inside of its regions, sequence parallelism all (as in table 2 of the paper)."""
+    """Tensor parallelism divides what is inside of its regions, sequence parallelism all (table 2 of the paper)."""
     assert saved(LLAMA, 1) == OUTSIDE + INSIDE
     assert saved(LLAMA, tensor) == OUTSIDE + INSIDE / tensor
     assert saved(LLAMA_SEQUENCE_PARALLEL, tensor) == (OUTSIDE + INSIDE) / tensor
