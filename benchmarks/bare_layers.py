@@ -1,0 +1,256 @@
+"""One layer over several devices, written by hand: `jax.shard_map` with every collective in it, nothing of the framework.
+
+These are the yardsticks of `benchmarks/layers.py`. Each takes parameters in the nested dictionary that the framework's
+module has, so that both sides compute with the same numbers.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.bare_jax import attend, rms_norm, rotate
+
+Tree = Any
+UNSEEN = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer by hand.
+
+    Attributes:
+        mesh: Its devices.
+        apply: `(params, x) -> y`, on global arrays.
+        params: The spec of every parameter.
+        x: The spec of `x` and of `y`, `[batch, seq, d]`.
+    """
+
+    mesh: Mesh
+    apply: Callable[[Tree, jax.Array], jax.Array]
+    params: Tree
+    x: P
+
+
+def _layer(axis: str, devices: int, local: Callable[[Tree, jax.Array], jax.Array], params: Tree, x: P) -> Layer:
+    mesh = jax.make_mesh((devices,), (axis,), axis_types=(AxisType.Auto,))
+    return Layer(mesh, jax.shard_map(local, mesh=mesh, in_specs=(params, x), out_specs=x), params, x)
+
+
+def _kernels(**specs: P) -> dict[str, dict[str, P]]:
+    return {f"{name}_proj": {"kernel": spec} for name, spec in specs.items()}
+
+
+def _heads(x: jax.Array, head_dim: int) -> jax.Array:
+    return x.reshape(*x.shape[:2], -1, head_dim)
+
+
+def tensor_layer(devices: int, head_dim: int) -> Layer:
+    """A Llama block, Megatron style: heads and hidden units are split, two sums of tokens in each direction."""
+
+    def local(params: Tree, x: jax.Array) -> jax.Array:
+        attention, mlp = ({k: v["kernel"] for k, v in params[part].items()} for part in ("attention", "mlp"))
+        # Said once for all matmuls that take it, so that the gradient is summed over devices once.
+        h = jax.lax.pcast(rms_norm(x, params["attention_norm"]["scale"]), "tensor", to="varying")
+        q, k, v = (_heads(h @ attention[f"{name}_proj"], head_dim) for name in "qkv")
+        attended = attend(rotate(q), rotate(k), v)
+        x = x + jax.lax.psum(attended.reshape(*x.shape[:2], -1) @ attention["o_proj"], "tensor")
+        h = jax.lax.pcast(rms_norm(x, params["mlp_norm"]["scale"]), "tensor", to="varying")
+        hidden = jax.nn.silu(h @ mlp["gate_proj"]) * (h @ mlp["up_proj"])
+        return x + jax.lax.psum(hidden @ mlp["down_proj"], "tensor")
+
+    column, row = P(None, "tensor"), P("tensor", None)
+    params = {
+        "attention": _kernels(q=column, k=column, v=column, o=row),
+        "mlp": _kernels(gate=column, up=column, down=row),
+        "attention_norm": {"scale": P()},
+        "mlp_norm": {"scale": P()},
+    }
+    return _layer("tensor", devices, local, params, P())
+
+
+def ring_layer(devices: int, head_dim: int) -> Layer:
+    """Llama's attention over a ring; tokens come in zigzag order, blocks i and 2n − 1 − i on device i of n."""
+
+    def local(params: Tree, x: jax.Array) -> jax.Array:
+        kernels = {name: kernel["kernel"] for name, kernel in params.items()}
+        half, me = x.shape[1] // 2, jax.lax.axis_index("sequence")
+        starts = jnp.stack([me, 2 * devices - 1 - me]) * half
+        positions = (starts[:, None] + jnp.arange(half)).reshape(-1)
+        q, k, v = (_heads(x @ kernels[f"{name}_proj"], head_dim) for name in "qkv")
+        q, k = (_rotate_at(y, positions) for y in (q, k))
+        # Heads first, and those that share a key/value head in one matmul: [batch, kv_heads, group, seq, dim].
+        grouped = jnp.moveaxis(q.reshape(*q.shape[:2], k.shape[2], -1, head_dim), 1, 3)
+        out = _ring(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), devices)
+        return jnp.moveaxis(out, 3, 1).reshape(*x.shape[:2], -1) @ kernels["o_proj"]
+
+    return _layer("sequence", devices, local, _kernels(q=P(), k=P(), v=P(), o=P()), P(None, "sequence"))
+
+
+def _rotate_at(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary embedding of `[batch, seq, heads, head_dim]` at these positions, theta 10000."""
+    frequency = 10000.0 ** (-jnp.arange(0, x.shape[-1], 2) / x.shape[-1])
+    angle = (positions[:, None] * frequency)[:, None, :]
+    first, second = jnp.split(x, 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _pass_on(devices: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    path = [(i, (i + 1) % devices) for i in range(devices)]
+    return tuple(jax.lax.ppermute(x, "sequence", path) for x in arrays)
+
+
+def _visit(turn: int, devices: int, keys: int, visit: Callable[[slice, slice, Any], Any]) -> Any:
+    """`visit(which queries, which keys, which are seen)` for the keys that are here after so many turns.
+
+    Those of an earlier device: all queries see their first half. Of a later one: the second half of the queries sees
+    all. Of this one: what is not after a query.
+    """
+    half, everything = keys // 2, slice(None)
+    if turn == 0:
+        order = jnp.arange(keys)
+        return visit(everything, everything, order[:, None] >= order)
+    return jax.lax.cond(
+        jax.lax.axis_index("sequence") >= turn,
+        lambda: visit(everything, slice(half), None),
+        lambda: visit(slice(half, None), everything, None),
+    )
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("bhgqd,bhkd->bhgqk", q, k)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _ring(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> jax.Array:
+    """Attention with online softmax, while keys and values go around."""
+    return _ring_forward(q, k, v, devices)[0]
+
+
+def _ring_forward(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> tuple[jax.Array, Any]:
+    scale, here = q.shape[-1] ** -0.5, (k, v)
+    state = (jnp.zeros_like(q), jnp.full_like(q[..., :1], UNSEEN), jnp.zeros_like(q[..., :1]))
+    for turn in range(devices):
+
+        def visit(rows: slice, keys: slice, seen: Any, state: Any = state, here: Any = here) -> Any:
+            out, largest, total = (x[..., rows, :] for x in state)
+            scores = _scores(q[..., rows, :], here[0][..., keys, :]) * scale
+            if seen is not None:
+                scores = jnp.where(seen, scores, UNSEEN)
+            new = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
+            weights, before = jnp.exp(scores - new), jnp.exp(largest - new)
+            out = out * before + jnp.einsum("bhgqk,bhkd->bhgqd", weights, here[1][..., keys, :])
+            total = total * before + weights.sum(axis=-1, keepdims=True)
+            return tuple(x.at[..., rows, :].set(y) for x, y in zip(state, (out, new, total), strict=True))
+
+        state = _visit(turn, devices, k.shape[2], visit)
+        if turn < devices - 1:
+            here = _pass_on(devices, *here)
+    out, largest, total = state
+    out = out / total
+    return out, (q, k, v, out, largest + jnp.log(total))
+
+
+def _ring_backward(devices: int, saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v, out, log_total = saved
+    scale, here = q.shape[-1] ** -0.5, (k, v)
+    product = (out * dout).sum(axis=-1, keepdims=True)
+    state = tuple(jnp.zeros_like(x) for x in (q, k, v))
+    for turn in range(devices):
+
+        def visit(rows: slice, keys: slice, seen: Any, state: Any = state, here: Any = here) -> Any:
+            queries, douts = q[..., rows, :], dout[..., rows, :]
+            k, v = (x[..., keys, :] for x in here)
+            scores = _scores(queries, k) * scale
+            if seen is not None:
+                scores = jnp.where(seen, scores, UNSEEN)
+            weights = jnp.exp(scores - log_total[..., rows, :])
+            dscores = weights * (_scores(douts, v) - product[..., rows, :]) * scale
+            dq, dk, dv = state
+            return (
+                dq.at[..., rows, :].add(jnp.einsum("bhgqk,bhkd->bhgqd", dscores, k)),
+                dk.at[..., keys, :].add(jnp.einsum("bhgqk,bhgqd->bhkd", dscores, queries)),
+                dv.at[..., keys, :].add(jnp.einsum("bhgqk,bhgqd->bhkd", weights, douts)),
+            )
+
+        dq, dk, dv = _visit(turn, devices, k.shape[2], visit)
+        state = (dq, *_pass_on(devices, dk, dv))
+        if turn < devices - 1:
+            here = _pass_on(devices, *here)
+    return state
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def expert_layer(devices: int, experts: int, top_k: int, capacity_factor: float | None) -> Layer:
+    """Mixtral's experts, some on each device, and tokens sent to them and back: two all-to-alls in each direction.
+
+    Args:
+        devices: Along `expert`.
+        experts: In all.
+        top_k: Experts of a token.
+        capacity_factor: Room of an expert in an example, relative to even load (GShard); None drops nothing.
+    """
+    own = experts // devices
+
+    def local(params: Tree, x: jax.Array) -> jax.Array:
+        gate, up, down = (params["experts"][f"{name}_proj"]["kernel"] for name in ("gate", "up", "down"))
+        logits = jnp.matmul(x, params["router"]["kernel"], precision="highest")
+        best, chosen = jax.lax.top_k(logits, top_k)
+        weights = jax.nn.softmax(best)
+        if capacity_factor is None:
+            return _dropless(x, chosen, weights, (gate, up, down))
+        return _by_capacity(x, chosen, weights, (gate, up, down), capacity_factor)
+
+    def _by_capacity(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: Any, factor: float) -> jax.Array:
+        examples, seq, d = x.shape
+        gate, up, down = kernels
+        capacity = math.ceil(factor * top_k * seq / experts)
+        # First choices have a place before second ones.
+        queue = jax.nn.one_hot(chosen.swapaxes(1, 2).reshape(examples, -1), experts, dtype=jnp.int32)
+        place = ((jnp.cumsum(queue, axis=1) - 1) * queue).sum(axis=-1).reshape(examples, top_k, seq).swapaxes(1, 2)
+        slot = jnp.where(place < capacity, chosen * capacity + place, experts * capacity)
+        rows = jnp.arange(examples)[:, None, None]
+        tokens = jnp.broadcast_to(x[:, :, None], (examples, seq, top_k, d))
+        sent = jnp.zeros((examples, experts * capacity, d)).at[rows, slot].set(tokens, mode="drop")
+        sent = sent.reshape(examples, experts, capacity, d).swapaxes(0, 1)
+        got = jax.lax.all_to_all(sent, "expert", 0, 1, tiled=True).reshape(own, -1, d)
+        hidden = jax.nn.silu(jnp.einsum("end,edf->enf", got, gate)) * jnp.einsum("end,edf->enf", got, up)
+        made = jnp.einsum("enf,efd->end", hidden, down).reshape(own, -1, capacity, d)
+        back = jax.lax.all_to_all(made, "expert", 1, 0, tiled=True).swapaxes(0, 1).reshape(examples, -1, d)
+        found = back.at[rows, slot].get(mode="fill", fill_value=0)
+        return (found * weights[..., None]).sum(axis=2)
+
+    def _dropless(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: Any) -> jax.Array:
+        d = x.shape[-1]
+        gate, up, down = kernels
+        rows, queue = x.reshape(-1, d), chosen.reshape(-1)
+        n = queue.size
+        order = jnp.argsort(queue)
+        sizes = jnp.bincount(queue, length=experts)
+        sent_to = queue[order] // own
+        counts = sizes.reshape(devices, own).sum(axis=1)
+        position = jnp.arange(n) - (jnp.cumsum(counts) - counts)[sent_to]
+        # Room for all rows of each device on each device: XLA:CPU has no all-to-all of ragged rows.
+        sent = jnp.zeros((devices, n, d)).at[sent_to, position].set(rows[order // top_k])
+        got = jax.lax.all_to_all(sent, "expert", 0, 0, tiled=True).reshape(-1, d)
+        theirs = jax.lax.all_to_all(sizes.reshape(devices, own), "expert", 0, 0, tiled=True)
+        expert = (jnp.arange(n)[None, :, None] >= jnp.cumsum(theirs, axis=1)[:, None]).sum(axis=-1).reshape(-1)
+        sort = jnp.argsort(expert)
+        grouped, groups = got[sort], theirs.sum(axis=0)
+        hidden = jax.nn.silu(jax.lax.ragged_dot(grouped, gate, groups)) * jax.lax.ragged_dot(grouped, up, groups)
+        made = jnp.zeros_like(got).at[sort].set(jax.lax.ragged_dot(hidden, down, groups)).reshape(devices, n, d)
+        back = jax.lax.all_to_all(made, "expert", 0, 0, tiled=True)
+        found = jnp.zeros((n, d)).at[order].set(back[sent_to, position])
+        return (found.reshape(-1, top_k, d) * weights.reshape(-1, top_k, 1)).sum(axis=1).reshape(x.shape)
+
+    params = {"router": {"kernel": P()}, "experts": _kernels(gate=P("expert"), up=P("expert"), down=P("expert"))}
+    return _layer("expert", devices, local, params, P("expert"))
