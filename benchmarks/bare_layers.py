@@ -51,6 +51,22 @@ def _heads(x: jax.Array, head_dim: int) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, head_dim)
 
 
+@jax.custom_vjp
+def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`x @ kernel` of `[..., row, in]` and `[in, out]`, or of `[expert, row, in]` and `[expert, in, out]`."""
+    return x @ kernel
+
+
+def _project_backward(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Left to JAX, the kernel's gradient is a transposed product, which XLA:CPU computes by a slower routine.
+    x, kernel = saved
+    terms = "eni,eno->eio" if kernel.ndim == 3 else "...i,...o->io"
+    return dy @ kernel.swapaxes(-1, -2), jnp.einsum(terms, x, dy)
+
+
+project.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _project_backward)
+
+
 def tensor_layer(devices: int, head_dim: int) -> Layer:
     """A Llama block, Megatron style: heads and hidden units are split, two sums of tokens in each direction."""
 
@@ -58,12 +74,12 @@ def tensor_layer(devices: int, head_dim: int) -> Layer:
         attention, mlp = ({k: v["kernel"] for k, v in params[part].items()} for part in ("attention", "mlp"))
         # Said once for all matmuls that take it, so that the gradient is summed over devices once.
         h = jax.lax.pcast(rms_norm(x, params["attention_norm"]["scale"]), "tensor", to="varying")
-        q, k, v = (_heads(h @ attention[f"{name}_proj"], head_dim) for name in "qkv")
+        q, k, v = (_heads(project(h, attention[f"{name}_proj"]), head_dim) for name in "qkv")
         attended = attend(rotate(q), rotate(k), v)
-        x = x + jax.lax.psum(attended.reshape(*x.shape[:2], -1) @ attention["o_proj"], "tensor")
+        x = x + jax.lax.psum(project(attended.reshape(*x.shape[:2], -1), attention["o_proj"]), "tensor")
         h = jax.lax.pcast(rms_norm(x, params["mlp_norm"]["scale"]), "tensor", to="varying")
-        hidden = jax.nn.silu(h @ mlp["gate_proj"]) * (h @ mlp["up_proj"])
-        return x + jax.lax.psum(hidden @ mlp["down_proj"], "tensor")
+        hidden = jax.nn.silu(project(h, mlp["gate_proj"])) * project(h, mlp["up_proj"])
+        return x + jax.lax.psum(project(hidden, mlp["down_proj"]), "tensor")
 
     column, row = P(None, "tensor"), P("tensor", None)
     params = {
@@ -79,16 +95,17 @@ def ring_layer(devices: int, head_dim: int) -> Layer:
     """Llama's attention over a ring; tokens come in zigzag order, blocks i and 2n − 1 − i on device i of n."""
 
     def local(params: Tree, x: jax.Array) -> jax.Array:
-        kernels = {name: kernel["kernel"] for name, kernel in params.items()}
+        # Whole on each device; said to differ so that each gradient is summed over devices, once.
+        kernels = {k: jax.lax.pcast(v["kernel"], "sequence", to="varying") for k, v in params.items()}
         half, me = x.shape[1] // 2, jax.lax.axis_index("sequence")
         starts = jnp.stack([me, 2 * devices - 1 - me]) * half
         positions = (starts[:, None] + jnp.arange(half)).reshape(-1)
-        q, k, v = (_heads(x @ kernels[f"{name}_proj"], head_dim) for name in "qkv")
+        q, k, v = (_heads(project(x, kernels[f"{name}_proj"]), head_dim) for name in "qkv")
         q, k = (_rotate_at(y, positions) for y in (q, k))
         # Heads first, and those that share a key/value head in one matmul: [batch, kv_heads, group, seq, dim].
         grouped = jnp.moveaxis(q.reshape(*q.shape[:2], k.shape[2], -1, head_dim), 1, 3)
         out = _ring(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), devices)
-        return jnp.moveaxis(out, 3, 1).reshape(*x.shape[:2], -1) @ kernels["o_proj"]
+        return project(jnp.moveaxis(out, 3, 1).reshape(*x.shape[:2], -1), kernels["o_proj"])
 
     return _layer("sequence", devices, local, _kernels(q=P(), k=P(), v=P(), o=P()), P(None, "sequence"))
 
@@ -102,89 +119,89 @@ def _rotate_at(x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def _pass_on(devices: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    path = [(i, (i + 1) % devices) for i in range(devices)]
-    return tuple(jax.lax.ppermute(x, "sequence", path) for x in arrays)
+def _pass_on(devices: int, arrays: Any) -> Any:
+    return jax.lax.ppermute(arrays, "sequence", [(i, (i + 1) % devices) for i in range(devices)])
 
 
-def _visit(turn: int, devices: int, keys: int, visit: Callable[[slice, slice, Any], Any]) -> Any:
-    """`visit(which queries, which keys, which are seen)` for the keys that are here after so many turns.
+def _turn(turn: int, half: int, visit: Callable[..., Any], state: Any) -> Any:
+    """`visit(rows, keys, seen, state)` for each pair of halves of which, after so many turns, queries see keys.
 
-    Those of an earlier device: all queries see their first half. Of a later one: the second half of the queries sees
-    all. Of this one: what is not after a query.
+    Late queries see early keys of every device. Beside them, early ones see early keys that come from an earlier
+    device, and late ones see late keys from a later one; of a device's own they see both, up to themselves.
     """
-    half, everything = keys // 2, slice(None)
+    early, late = slice(half), slice(half, None)
+    state = visit(late, early, None, state)
     if turn == 0:
-        order = jnp.arange(keys)
-        return visit(everything, everything, order[:, None] >= order)
+        causal = jnp.tril(jnp.ones((half, half), bool))
+        return visit(late, late, causal, visit(early, early, causal, state))
     return jax.lax.cond(
         jax.lax.axis_index("sequence") >= turn,
-        lambda: visit(everything, slice(half), None),
-        lambda: visit(slice(half, None), everything, None),
+        functools.partial(visit, early, early, None),
+        functools.partial(visit, late, late, None),
+        state,
     )
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    return jnp.einsum("bhgqd,bhkd->bhgqk", q, k)
+def _scores(q: jax.Array, k: jax.Array, seen: jax.Array | None) -> jax.Array:
+    scores = jnp.einsum("bhgqd,bhkd->bhgqk", q, k) * q.shape[-1] ** -0.5
+    return scores if seen is None else jnp.where(seen, scores, UNSEEN)
+
+
+def _see(q: jax.Array, here: Any, rows: slice, keys: slice, seen: jax.Array | None, state: Any) -> Any:
+    """The softmax of some queries after some keys: the sum of values, the largest score, the sum of exponentials."""
+    k, v = (x[:, :, keys] for x in here)
+    out, largest, total = (x[..., rows, :] for x in state)
+    scores = _scores(q[..., rows, :], k, seen)
+    new = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
+    weights, before = jnp.exp(scores - new), jnp.exp(largest - new)
+    out = out * before + jnp.einsum("bhgqk,bhkd->bhgqd", weights, v)
+    total = total * before + weights.sum(axis=-1, keepdims=True)
+    return tuple(x.at[..., rows, :].set(y) for x, y in zip(state, (out, new, total), strict=True))
+
+
+def _give_back(known: Any, here: Any, rows: slice, keys: slice, seen: jax.Array | None, gradients: Any) -> Any:
+    """The gradients of queries, keys and values, with the part of some queries and some keys."""
+    k, v = (x[:, :, keys] for x in here)
+    q, dout, log_total, product = (x[..., rows, :] for x in known)
+    weights = jnp.exp(_scores(q, k, seen) - log_total)
+    dweights = jnp.einsum("bhgqd,bhkd->bhgqk", dout, v)
+    dscores = weights * (dweights - product) * q.shape[-1] ** -0.5
+    dq, dk, dv = gradients
+    return (
+        dq.at[..., rows, :].add(jnp.einsum("bhgqk,bhkd->bhgqd", dscores, k)),
+        dk.at[:, :, keys].add(jnp.einsum("bhgqk,bhgqd->bhkd", dscores, q)),
+        dv.at[:, :, keys].add(jnp.einsum("bhgqk,bhgqd->bhkd", weights, dout)),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _ring(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> jax.Array:
-    """Attention with online softmax, while keys and values go around."""
+    """Attention while keys and values go around: q `[batch, kv_heads, group, seq, dim]`, k and v without `group`."""
     return _ring_forward(q, k, v, devices)[0]
 
 
 def _ring_forward(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> tuple[jax.Array, Any]:
-    scale, here = q.shape[-1] ** -0.5, (k, v)
-    state = (jnp.zeros_like(q), jnp.full_like(q[..., :1], UNSEEN), jnp.zeros_like(q[..., :1]))
+    here, state = (k, v), (jnp.zeros_like(q), jnp.full_like(q[..., :1], UNSEEN), jnp.zeros_like(q[..., :1]))
     for turn in range(devices):
-
-        def visit(rows: slice, keys: slice, seen: Any, state: Any = state, here: Any = here) -> Any:
-            out, largest, total = (x[..., rows, :] for x in state)
-            scores = _scores(q[..., rows, :], here[0][..., keys, :]) * scale
-            if seen is not None:
-                scores = jnp.where(seen, scores, UNSEEN)
-            new = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
-            weights, before = jnp.exp(scores - new), jnp.exp(largest - new)
-            out = out * before + jnp.einsum("bhgqk,bhkd->bhgqd", weights, here[1][..., keys, :])
-            total = total * before + weights.sum(axis=-1, keepdims=True)
-            return tuple(x.at[..., rows, :].set(y) for x, y in zip(state, (out, new, total), strict=True))
-
-        state = _visit(turn, devices, k.shape[2], visit)
-        if turn < devices - 1:
-            here = _pass_on(devices, *here)
+        if turn:
+            here = _pass_on(devices, here)
+        state = _turn(turn, k.shape[2] // 2, functools.partial(_see, q, here), state)
     out, largest, total = state
     out = out / total
     return out, (q, k, v, out, largest + jnp.log(total))
 
 
 def _ring_backward(devices: int, saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values go around again, and their gradients with them, all the way home."""
     q, k, v, out, log_total = saved
-    scale, here = q.shape[-1] ** -0.5, (k, v)
-    product = (out * dout).sum(axis=-1, keepdims=True)
-    state = tuple(jnp.zeros_like(x) for x in (q, k, v))
+    known = q, dout, log_total, (out * dout).sum(axis=-1, keepdims=True)
+    here, dq, travelling = (k, v), jnp.zeros_like(q), (jnp.zeros_like(k), jnp.zeros_like(v))
     for turn in range(devices):
-
-        def visit(rows: slice, keys: slice, seen: Any, state: Any = state, here: Any = here) -> Any:
-            queries, douts = q[..., rows, :], dout[..., rows, :]
-            k, v = (x[..., keys, :] for x in here)
-            scores = _scores(queries, k) * scale
-            if seen is not None:
-                scores = jnp.where(seen, scores, UNSEEN)
-            weights = jnp.exp(scores - log_total[..., rows, :])
-            dscores = weights * (_scores(douts, v) - product[..., rows, :]) * scale
-            dq, dk, dv = state
-            return (
-                dq.at[..., rows, :].add(jnp.einsum("bhgqk,bhkd->bhgqd", dscores, k)),
-                dk.at[..., keys, :].add(jnp.einsum("bhgqk,bhgqd->bhkd", dscores, queries)),
-                dv.at[..., keys, :].add(jnp.einsum("bhgqk,bhgqd->bhkd", weights, douts)),
-            )
-
-        dq, dk, dv = _visit(turn, devices, k.shape[2], visit)
-        state = (dq, *_pass_on(devices, dk, dv))
-        if turn < devices - 1:
-            here = _pass_on(devices, *here)
-    return state
+        if turn:
+            here, travelling = _pass_on(devices, (here, travelling))
+        visit = functools.partial(_give_back, known, here)
+        dq, *travelling = _turn(turn, k.shape[2] // 2, visit, (dq, *travelling))
+    return dq, *_pass_on(devices, travelling)
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
@@ -223,8 +240,8 @@ def expert_layer(devices: int, experts: int, top_k: int, capacity_factor: float 
         sent = jnp.zeros((examples, experts * capacity, d)).at[rows, slot].set(tokens, mode="drop")
         sent = sent.reshape(examples, experts, capacity, d).swapaxes(0, 1)
         got = jax.lax.all_to_all(sent, "expert", 0, 1, tiled=True).reshape(own, -1, d)
-        hidden = jax.nn.silu(jnp.einsum("end,edf->enf", got, gate)) * jnp.einsum("end,edf->enf", got, up)
-        made = jnp.einsum("enf,efd->end", hidden, down).reshape(own, -1, capacity, d)
+        hidden = jax.nn.silu(project(got, gate)) * project(got, up)
+        made = project(hidden, down).reshape(own, -1, capacity, d)
         back = jax.lax.all_to_all(made, "expert", 1, 0, tiled=True).swapaxes(0, 1).reshape(examples, -1, d)
         found = back.at[rows, slot].get(mode="fill", fill_value=0)
         return (found * weights[..., None]).sum(axis=2)
