@@ -102,10 +102,12 @@ def ring_layer(devices: int, head_dim: int) -> Layer:
         positions = (starts[:, None] + jnp.arange(half)).reshape(-1)
         q, k, v = (_heads(project(x, kernels[f"{name}_proj"]), head_dim) for name in "qkv")
         q, k = (_rotate_at(y, positions) for y in (q, k))
-        # Heads first, and those that share a key/value head in one matmul: [batch, kv_heads, group, seq, dim].
-        grouped = jnp.moveaxis(q.reshape(*q.shape[:2], k.shape[2], -1, head_dim), 1, 3)
-        out = _ring(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), devices)
-        return project(jnp.moveaxis(out, 3, 1).reshape(*x.shape[:2], -1), kernels["o_proj"])
+        # Heads first, and queries that share a key/value head are rows of one matmul: [batch, kv_heads, seq·group, dim].
+        batch, seq, kv_heads, _ = k.shape
+        rows = q.reshape(batch, seq, kv_heads, -1, head_dim).swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
+        out = _ring(rows, k.swapaxes(1, 2), v.swapaxes(1, 2), devices)
+        out = out.reshape(batch, kv_heads, seq, -1, head_dim).swapaxes(1, 2)
+        return project(out.reshape(batch, seq, -1), kernels["o_proj"])
 
     return _layer("sequence", devices, local, _kernels(q=P(), k=P(), v=P(), o=P()), P(None, "sequence"))
 
@@ -123,60 +125,61 @@ def _pass_on(devices: int, arrays: Any) -> Any:
     return jax.lax.ppermute(arrays, "sequence", [(i, (i + 1) % devices) for i in range(devices)])
 
 
-def _turn(turn: int, half: int, visit: Callable[..., Any], state: Any) -> Any:
+def _turn(turn: int, q: jax.Array, k: jax.Array, visit: Callable[..., Any], state: Any) -> Any:
     """`visit(rows, keys, seen, state)` for each pair of halves of which, after so many turns, queries see keys.
 
     Late queries see early keys of every device. Beside them, early ones see early keys that come from an earlier
     device, and late ones see late keys from a later one; of a device's own they see both, up to themselves.
     """
-    early, late = slice(half), slice(half, None)
-    state = visit(late, early, None, state)
+    rows, keys = q.shape[2] // 2, k.shape[2] // 2
+    early, late = (slice(rows), slice(keys)), (slice(rows, None), slice(keys, None))
+    state = visit(late[0], early[1], None, state)
     if turn == 0:
-        causal = jnp.tril(jnp.ones((half, half), bool))
-        return visit(late, late, causal, visit(early, early, causal, state))
+        causal = jnp.repeat(jnp.tril(jnp.ones((keys, keys), bool)), rows // keys, axis=0)
+        return visit(*late, causal, visit(*early, causal, state))
     return jax.lax.cond(
         jax.lax.axis_index("sequence") >= turn,
-        functools.partial(visit, early, early, None),
-        functools.partial(visit, late, late, None),
+        functools.partial(visit, *early, None),
+        functools.partial(visit, *late, None),
         state,
     )
 
 
 def _scores(q: jax.Array, k: jax.Array, seen: jax.Array | None) -> jax.Array:
-    scores = jnp.einsum("bhgqd,bhkd->bhgqk", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
     return scores if seen is None else jnp.where(seen, scores, UNSEEN)
 
 
 def _see(q: jax.Array, here: Any, rows: slice, keys: slice, seen: jax.Array | None, state: Any) -> Any:
     """The softmax of some queries after some keys: the sum of values, the largest score, the sum of exponentials."""
     k, v = (x[:, :, keys] for x in here)
-    out, largest, total = (x[..., rows, :] for x in state)
-    scores = _scores(q[..., rows, :], k, seen)
+    out, largest, total = (x[:, :, rows] for x in state)
+    scores = _scores(q[:, :, rows], k, seen)
     new = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
     weights, before = jnp.exp(scores - new), jnp.exp(largest - new)
-    out = out * before + jnp.einsum("bhgqk,bhkd->bhgqd", weights, v)
+    out = out * before + jnp.einsum("bhqk,bhkd->bhqd", weights, v)
     total = total * before + weights.sum(axis=-1, keepdims=True)
-    return tuple(x.at[..., rows, :].set(y) for x, y in zip(state, (out, new, total), strict=True))
+    return tuple(x.at[:, :, rows].set(y) for x, y in zip(state, (out, new, total), strict=True))
 
 
 def _give_back(known: Any, here: Any, rows: slice, keys: slice, seen: jax.Array | None, gradients: Any) -> Any:
     """The gradients of queries, keys and values, with the part of some queries and some keys."""
     k, v = (x[:, :, keys] for x in here)
-    q, dout, log_total, product = (x[..., rows, :] for x in known)
+    q, dout, log_total, product = (x[:, :, rows] for x in known)
     weights = jnp.exp(_scores(q, k, seen) - log_total)
-    dweights = jnp.einsum("bhgqd,bhkd->bhgqk", dout, v)
+    dweights = jnp.einsum("bhqd,bhkd->bhqk", dout, v)
     dscores = weights * (dweights - product) * q.shape[-1] ** -0.5
     dq, dk, dv = gradients
     return (
-        dq.at[..., rows, :].add(jnp.einsum("bhgqk,bhkd->bhgqd", dscores, k)),
-        dk.at[:, :, keys].add(jnp.einsum("bhgqk,bhgqd->bhkd", dscores, q)),
-        dv.at[:, :, keys].add(jnp.einsum("bhgqk,bhgqd->bhkd", weights, dout)),
+        dq.at[:, :, rows].add(jnp.einsum("bhqk,bhkd->bhqd", dscores, k)),
+        dk.at[:, :, keys].add(jnp.einsum("bhqk,bhqd->bhkd", dscores, q)),
+        dv.at[:, :, keys].add(jnp.einsum("bhqk,bhqd->bhkd", weights, dout)),
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _ring(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> jax.Array:
-    """Attention while keys and values go around: q `[batch, kv_heads, group, seq, dim]`, k and v without `group`."""
+    """Attention while keys and values go around: q `[batch, kv_heads, seq·group, dim]`, k and v without `group`."""
     return _ring_forward(q, k, v, devices)[0]
 
 
@@ -185,7 +188,7 @@ def _ring_forward(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> tup
     for turn in range(devices):
         if turn:
             here = _pass_on(devices, here)
-        state = _turn(turn, k.shape[2] // 2, functools.partial(_see, q, here), state)
+        state = _turn(turn, q, k, functools.partial(_see, q, here), state)
     out, largest, total = state
     out = out / total
     return out, (q, k, v, out, largest + jnp.log(total))
@@ -200,7 +203,7 @@ def _ring_backward(devices: int, saved: Any, dout: jax.Array) -> tuple[jax.Array
         if turn:
             here, travelling = _pass_on(devices, (here, travelling))
         visit = functools.partial(_give_back, known, here)
-        dq, *travelling = _turn(turn, k.shape[2] // 2, visit, (dq, *travelling))
+        dq, *travelling = _turn(turn, q, k, visit, (dq, *travelling))
     return dq, *_pass_on(devices, travelling)
 
 
