@@ -1,4 +1,4 @@
-"""One layer over several devices, written by hand: `jax.shard_map` with every collective in it, nothing of the framework.
+"""One layer over several devices by hand: `jax.shard_map` with every collective in it, and nothing of the framework.
 
 These are the yardsticks of `benchmarks/layers.py`. Each takes parameters in the nested dictionary that the framework's
 module has, so that both sides compute with the same numbers.
@@ -102,7 +102,7 @@ def ring_layer(devices: int, head_dim: int) -> Layer:
         positions = (starts[:, None] + jnp.arange(half)).reshape(-1)
         q, k, v = (_heads(project(x, kernels[f"{name}_proj"]), head_dim) for name in "qkv")
         q, k = (_rotate_at(y, positions) for y in (q, k))
-        # Heads first, and queries that share a key/value head are rows of one matmul: [batch, kv_heads, seq·group, dim].
+        # Heads first; queries that share a key/value head are rows of one matmul: [batch, kv_heads, seq·group, dim].
         batch, seq, kv_heads, _ = k.shape
         rows = q.reshape(batch, seq, kv_heads, -1, head_dim).swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
         out = _ring(rows, k.swapaxes(1, 2), v.swapaxes(1, 2), devices)
@@ -125,24 +125,27 @@ def _pass_on(devices: int, arrays: Any) -> Any:
     return jax.lax.ppermute(arrays, "sequence", [(i, (i + 1) % devices) for i in range(devices)])
 
 
-def _turn(turn: int, q: jax.Array, k: jax.Array, visit: Callable[..., Any], state: Any) -> Any:
-    """`visit(rows, keys, seen, state)` for each pair of halves of which, after so many turns, queries see keys.
+def _turn(turn: int, group: int, half: int, visit: Callable[..., Any], state: Any) -> Any:
+    """`visit(which half of the queries, which of the keys, which are seen, state)` after so many turns.
 
     Late queries see early keys of every device. Beside them, early ones see early keys that come from an earlier
     device, and late ones see late keys from a later one; of a device's own they see both, up to themselves.
     """
-    rows, keys = q.shape[2] // 2, k.shape[2] // 2
-    early, late = (slice(rows), slice(keys)), (slice(rows, None), slice(keys, None))
-    state = visit(late[0], early[1], None, state)
+    state = visit(1, 0, None, state)
     if turn == 0:
-        causal = jnp.repeat(jnp.tril(jnp.ones((keys, keys), bool)), rows // keys, axis=0)
-        return visit(*late, causal, visit(*early, causal, state))
-    return jax.lax.cond(
-        jax.lax.axis_index("sequence") >= turn,
-        functools.partial(visit, *early, None),
-        functools.partial(visit, *late, None),
-        state,
-    )
+        causal = jnp.repeat(jnp.tril(jnp.ones((half, half), bool)), group, axis=0)
+        return visit(1, 1, causal, visit(0, 0, causal, state))
+    both = jnp.where(jax.lax.axis_index("sequence") >= turn, 0, 1)
+    return visit(both, both, None, state)
+
+
+def _half(x: jax.Array, which: Any) -> jax.Array:
+    size = x.shape[2] // 2
+    return jax.lax.dynamic_slice_in_dim(x, which * size, size, axis=2)
+
+
+def _put(x: jax.Array, half: jax.Array, which: Any) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, half, which * half.shape[2], axis=2)
 
 
 def _scores(q: jax.Array, k: jax.Array, seen: jax.Array | None) -> jax.Array:
@@ -150,31 +153,31 @@ def _scores(q: jax.Array, k: jax.Array, seen: jax.Array | None) -> jax.Array:
     return scores if seen is None else jnp.where(seen, scores, UNSEEN)
 
 
-def _see(q: jax.Array, here: Any, rows: slice, keys: slice, seen: jax.Array | None, state: Any) -> Any:
+def _see(q: jax.Array, here: Any, rows: Any, keys: Any, seen: jax.Array | None, state: Any) -> Any:
     """The softmax of some queries after some keys: the sum of values, the largest score, the sum of exponentials."""
-    k, v = (x[:, :, keys] for x in here)
-    out, largest, total = (x[:, :, rows] for x in state)
-    scores = _scores(q[:, :, rows], k, seen)
+    k, v = (_half(x, keys) for x in here)
+    out, largest, total = (_half(x, rows) for x in state)
+    scores = _scores(_half(q, rows), k, seen)
     new = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
     weights, before = jnp.exp(scores - new), jnp.exp(largest - new)
     out = out * before + jnp.einsum("bhqk,bhkd->bhqd", weights, v)
     total = total * before + weights.sum(axis=-1, keepdims=True)
-    return tuple(x.at[:, :, rows].set(y) for x, y in zip(state, (out, new, total), strict=True))
+    return tuple(_put(x, y, rows) for x, y in zip(state, (out, new, total), strict=True))
 
 
-def _give_back(known: Any, here: Any, rows: slice, keys: slice, seen: jax.Array | None, gradients: Any) -> Any:
+def _give_back(known: Any, here: Any, rows: Any, keys: Any, seen: jax.Array | None, gradients: Any) -> Any:
     """The gradients of queries, keys and values, with the part of some queries and some keys."""
-    k, v = (x[:, :, keys] for x in here)
-    q, dout, log_total, product = (x[:, :, rows] for x in known)
+    k, v = (_half(x, keys) for x in here)
+    q, dout, log_total, product = (_half(x, rows) for x in known)
     weights = jnp.exp(_scores(q, k, seen) - log_total)
-    dweights = jnp.einsum("bhqd,bhkd->bhqk", dout, v)
-    dscores = weights * (dweights - product) * q.shape[-1] ** -0.5
-    dq, dk, dv = gradients
-    return (
-        dq.at[:, :, rows].add(jnp.einsum("bhqk,bhkd->bhqd", dscores, k)),
-        dk.at[:, :, keys].add(jnp.einsum("bhqk,bhqd->bhkd", dscores, q)),
-        dv.at[:, :, keys].add(jnp.einsum("bhqk,bhqd->bhkd", weights, dout)),
+    dscores = weights * (jnp.einsum("bhqd,bhkd->bhqk", dout, v) - product) * q.shape[-1] ** -0.5
+    parts = (
+        jnp.einsum("bhqk,bhkd->bhqd", dscores, k),
+        jnp.einsum("bhqk,bhqd->bhkd", dscores, q),
+        jnp.einsum("bhqk,bhqd->bhkd", weights, dout),
     )
+    places = (rows, keys, keys)
+    return tuple(_put(x, _half(x, at) + part, at) for x, part, at in zip(gradients, parts, places, strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -184,11 +187,12 @@ def _ring(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> jax.Array:
 
 
 def _ring_forward(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> tuple[jax.Array, Any]:
+    group, half = q.shape[2] // k.shape[2], k.shape[2] // 2
     here, state = (k, v), (jnp.zeros_like(q), jnp.full_like(q[..., :1], UNSEEN), jnp.zeros_like(q[..., :1]))
     for turn in range(devices):
         if turn:
             here = _pass_on(devices, here)
-        state = _turn(turn, q, k, functools.partial(_see, q, here), state)
+        state = _turn(turn, group, half, functools.partial(_see, q, here), state)
     out, largest, total = state
     out = out / total
     return out, (q, k, v, out, largest + jnp.log(total))
@@ -197,13 +201,14 @@ def _ring_forward(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> tup
 def _ring_backward(devices: int, saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Keys and values go around again, and their gradients with them, all the way home."""
     q, k, v, out, log_total = saved
+    group, half = q.shape[2] // k.shape[2], k.shape[2] // 2
     known = q, dout, log_total, (out * dout).sum(axis=-1, keepdims=True)
     here, dq, travelling = (k, v), jnp.zeros_like(q), (jnp.zeros_like(k), jnp.zeros_like(v))
     for turn in range(devices):
         if turn:
             here, travelling = _pass_on(devices, (here, travelling))
         visit = functools.partial(_give_back, known, here)
-        dq, *travelling = _turn(turn, q, k, visit, (dq, *travelling))
+        dq, *travelling = _turn(turn, group, half, visit, (dq, *travelling))
     return dq, *_pass_on(devices, travelling)
 
 
