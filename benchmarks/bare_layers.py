@@ -224,58 +224,62 @@ def expert_layer(devices: int, experts: int, top_k: int, capacity_factor: float 
         top_k: Experts of a token.
         capacity_factor: Room of an expert in an example, relative to even load (GShard); None drops nothing.
     """
-    own = experts // devices
 
     def local(params: Tree, x: jax.Array) -> jax.Array:
-        gate, up, down = (params["experts"][f"{name}_proj"]["kernel"] for name in ("gate", "up", "down"))
+        kernels = tuple(params["experts"][f"{name}_proj"]["kernel"] for name in ("gate", "up", "down"))
         logits = jnp.matmul(x, params["router"]["kernel"], precision="highest")
         best, chosen = jax.lax.top_k(logits, top_k)
         weights = jax.nn.softmax(best)
         if capacity_factor is None:
-            return _dropless(x, chosen, weights, (gate, up, down))
-        return _by_capacity(x, chosen, weights, (gate, up, down), capacity_factor)
-
-    def _by_capacity(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: Any, factor: float) -> jax.Array:
-        examples, seq, d = x.shape
-        gate, up, down = kernels
-        capacity = math.ceil(factor * top_k * seq / experts)
-        # First choices have a place before second ones.
-        queue = jax.nn.one_hot(chosen.swapaxes(1, 2).reshape(examples, -1), experts, dtype=jnp.int32)
-        place = ((jnp.cumsum(queue, axis=1) - 1) * queue).sum(axis=-1).reshape(examples, top_k, seq).swapaxes(1, 2)
-        slot = jnp.where(place < capacity, chosen * capacity + place, experts * capacity)
-        rows = jnp.arange(examples)[:, None, None]
-        tokens = jnp.broadcast_to(x[:, :, None], (examples, seq, top_k, d))
-        sent = jnp.zeros((examples, experts * capacity, d)).at[rows, slot].set(tokens, mode="drop")
-        sent = sent.reshape(examples, experts, capacity, d).swapaxes(0, 1)
-        got = jax.lax.all_to_all(sent, "expert", 0, 1, tiled=True).reshape(own, -1, d)
-        hidden = jax.nn.silu(project(got, gate)) * project(got, up)
-        made = project(hidden, down).reshape(own, -1, capacity, d)
-        back = jax.lax.all_to_all(made, "expert", 1, 0, tiled=True).swapaxes(0, 1).reshape(examples, -1, d)
-        found = back.at[rows, slot].get(mode="fill", fill_value=0)
-        return (found * weights[..., None]).sum(axis=2)
-
-    def _dropless(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: Any) -> jax.Array:
-        d = x.shape[-1]
-        gate, up, down = kernels
-        rows, queue = x.reshape(-1, d), chosen.reshape(-1)
-        n = queue.size
-        order = jnp.argsort(queue)
-        sizes = jnp.bincount(queue, length=experts)
-        sent_to = queue[order] // own
-        counts = sizes.reshape(devices, own).sum(axis=1)
-        position = jnp.arange(n) - (jnp.cumsum(counts) - counts)[sent_to]
-        # Room for all rows of each device on each device: XLA:CPU has no all-to-all of ragged rows.
-        sent = jnp.zeros((devices, n, d)).at[sent_to, position].set(rows[order // top_k])
-        got = jax.lax.all_to_all(sent, "expert", 0, 0, tiled=True).reshape(-1, d)
-        theirs = jax.lax.all_to_all(sizes.reshape(devices, own), "expert", 0, 0, tiled=True)
-        expert = (jnp.arange(n)[None, :, None] >= jnp.cumsum(theirs, axis=1)[:, None]).sum(axis=-1).reshape(-1)
-        sort = jnp.argsort(expert)
-        grouped, groups = got[sort], theirs.sum(axis=0)
-        hidden = jax.nn.silu(jax.lax.ragged_dot(grouped, gate, groups)) * jax.lax.ragged_dot(grouped, up, groups)
-        made = jnp.zeros_like(got).at[sort].set(jax.lax.ragged_dot(hidden, down, groups)).reshape(devices, n, d)
-        back = jax.lax.all_to_all(made, "expert", 0, 0, tiled=True)
-        found = jnp.zeros((n, d)).at[order].set(back[sent_to, position])
-        return (found.reshape(-1, top_k, d) * weights.reshape(-1, top_k, 1)).sum(axis=1).reshape(x.shape)
+            return _dropless(x, chosen, weights, kernels, devices)
+        capacity = math.ceil(capacity_factor * top_k * x.shape[1] / experts)
+        return _by_capacity(x, chosen, weights, kernels, experts, capacity)
 
     params = {"router": {"kernel": P()}, "experts": _kernels(gate=P("expert"), up=P("expert"), down=P("expert"))}
     return _layer("expert", devices, local, params, P("expert"))
+
+
+def _by_capacity(
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: tuple[jax.Array, ...], experts: int, capacity: int
+) -> jax.Array:
+    """Each expert has so many places for each example: for first choices before second ones, for early tokens first."""
+    (examples, seq, d), top_k, (gate, up, down) = x.shape, chosen.shape[-1], kernels
+    queue = jax.nn.one_hot(chosen.swapaxes(1, 2).reshape(examples, -1), experts, dtype=jnp.int32)
+    place = ((jnp.cumsum(queue, axis=1) - 1) * queue).sum(axis=-1).reshape(examples, top_k, seq).swapaxes(1, 2)
+    slot = jnp.where(place < capacity, chosen * capacity + place, experts * capacity)
+    rows = jnp.arange(examples)[:, None, None]
+    tokens = jnp.broadcast_to(x[:, :, None], (examples, seq, top_k, d))
+    sent = jnp.zeros((examples, experts * capacity, d)).at[rows, slot].set(tokens, mode="drop")
+    sent = sent.reshape(examples, experts, capacity, d).swapaxes(0, 1)
+    got = jax.lax.all_to_all(sent, "expert", 0, 1, tiled=True)
+    flat = got.reshape(got.shape[0], -1, d)
+    made = project(jax.nn.silu(project(flat, gate)) * project(flat, up), down).reshape(got.shape)
+    back = jax.lax.all_to_all(made, "expert", 1, 0, tiled=True).swapaxes(0, 1).reshape(examples, -1, d)
+    found = back.at[rows, slot].get(mode="fill", fill_value=0)
+    return (found * weights[..., None]).sum(axis=2)
+
+
+def _dropless(
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: tuple[jax.Array, ...], devices: int
+) -> jax.Array:
+    """Rows are sorted by expert, sent, sorted again and multiplied group by group.
+
+    Each device has room for all rows of every other: XLA:CPU has no all-to-all of ragged rows.
+    """
+    d, top_k, (gate, up, down) = x.shape[-1], chosen.shape[-1], kernels
+    own, rows, queue = gate.shape[0], x.reshape(-1, d), chosen.reshape(-1)
+    n, order = queue.size, jnp.argsort(queue)
+    sizes = jnp.bincount(queue, length=own * devices).reshape(devices, own)
+    owner, counts = queue[order] // own, sizes.sum(axis=1)
+    position = jnp.arange(n) - (jnp.cumsum(counts) - counts)[owner]
+    sent = jnp.zeros((devices, n, d)).at[owner, position].set(rows[order // top_k])
+    got = jax.lax.all_to_all(sent, "expert", 0, 0, tiled=True).reshape(-1, d)
+    theirs = jax.lax.all_to_all(sizes, "expert", 0, 0, tiled=True)
+    expert = (jnp.arange(n)[None, :, None] >= jnp.cumsum(theirs, axis=1)[:, None]).sum(axis=-1).reshape(-1)
+    sort, groups = jnp.argsort(expert), theirs.sum(axis=0)
+    mine = got[sort]
+    hidden = jax.nn.silu(jax.lax.ragged_dot(mine, gate, groups)) * jax.lax.ragged_dot(mine, up, groups)
+    made = jnp.zeros_like(got).at[sort].set(jax.lax.ragged_dot(hidden, down, groups)).reshape(devices, n, d)
+    back = jax.lax.all_to_all(made, "expert", 0, 0, tiled=True)
+    found = jnp.zeros((n, d)).at[order].set(back[owner, position])
+    return (found.reshape(-1, top_k, d) * weights.reshape(-1, top_k, 1)).sum(axis=1).reshape(x.shape)
