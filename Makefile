@@ -56,11 +56,12 @@ check: install ## lint, formatting, types, import floors, docs coverage
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest tests/architecture
 
-bench: install ## time the train step against hand-written JAX on three meshes (ARGS="--layers 2" passes options)
+bench: install ## time step and layers against hand-written JAX (ARGS="--layers 2" passes options to the step)
 	@set -e; for mesh in $(BENCH_MESHES); do \
 	  echo "$(VENV)/bin/python benchmarks/step.py --mesh $$mesh $(ARGS)"; \
 	  $(VENV)/bin/python benchmarks/step.py --mesh $$mesh $(ARGS); \
 	done
+	$(VENV)/bin/python -m benchmarks.layers
 
 docs: $(DOCS_INSTALLED) ## build the documentation into site/
 	$(VENV)/bin/mkdocs build --strict --site-dir site
