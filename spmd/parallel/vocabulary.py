@@ -79,9 +79,12 @@ def is_deferred() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How the manual program lies on the devices; the empty one is for one device.
+    """What the program is, and how it lies on the devices; by default on one.
 
     Attributes:
+        axes: Of the kernel, as in `Unembedded`.
+        logits: What logits are marked as.
+        chunk: Of how many tokens there are some at once.
         mesh: The plan's; None without devices to split over.
         split: The axes of size above 1.
         tokens: How `x` is split.
@@ -92,6 +95,9 @@ class _Layout:
         scatters: The same for its gradient.
     """
 
+    axes: str
+    logits: str
+    chunk: int
     mesh: AnyMesh | None = None
     split: tuple[str, ...] = ()
     tokens: P = _WHOLE
@@ -100,6 +106,15 @@ class _Layout:
     vocabulary: tuple[str, ...] = ()
     gathers: tuple[tuple[str, ...], ...] = ((), ())
     scatters: tuple[tuple[str, ...], ...] = ((), ())
+
+    def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
+        """`_local` on each device's part of `x`, the kernel, targets and weights."""
+        local = functools.partial(_local, layout=self, differentiate=differentiate)
+        if self.mesh is None:
+            return local(*arrays)
+        specs = (self.tokens, self.kernel, self.tokens, self.tokens)
+        results = (P(), P(), *([self.tokens, self.gradient] if differentiate else []))
+        return manual_over(self.mesh, self.split, local, specs, results)(*arrays)
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -134,14 +149,14 @@ def chunked_cross_entropy(
         >>> round(float(loss), 4), float(correct)  # 2 ln 8
         (4.1589, 2.0)
     """
-    layout = _layout(head)
-    return _sums(head.x, head.kernel, targets, weights, (head.axes, head.logits, layout, chunk))
+    loss, correct = _sums(head.x, head.kernel, targets, weights, _layout(head, chunk))
+    return loss, correct
 
 
-def _layout(head: Unembedded) -> _Layout:
+def _layout(head: Unembedded, chunk: int) -> _Layout:
     scope = placement(head.tokens)
     if scope is None:
-        return _Layout()
+        return _Layout(head.axes, head.logits, chunk)
     if head.placed is None:
         fix = "make the model by spmd.from_nnx, and give the table a rule for it"
         problem = Problem("the head's kernel", "is not in the rule table", fix=fix)
@@ -165,6 +180,9 @@ def _layout(head: Unembedded) -> _Layout:
         return P(*(axes or None for axes in dims))
 
     return _Layout(
+        head.axes,
+        head.logits,
+        chunk,
         mesh=mesh,
         split=split,
         tokens=spec(dims(tokens)),
@@ -177,51 +195,36 @@ def _layout(head: Unembedded) -> _Layout:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _sums(x: Array, kernel: Array, targets: Array, weights: Array, static: tuple[Any, ...]) -> tuple[Array, Array]:
-    layout = static[2]
-    specs = (layout.tokens, layout.kernel, layout.tokens, layout.tokens)
-    run = functools.partial(_local, static=static, differentiate=False)
-    return _manual(layout, run, specs, (P(), P()))(x, kernel, targets, weights)
+def _sums(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout) -> tuple[Array, ...]:
+    return layout.run(False, x, kernel, targets, weights)
 
 
-def _forward(x: Array, kernel: Array, targets: Array, weights: Array, static: tuple[Any, ...]) -> tuple[Any, Any]:
-    layout = static[2]
-    specs = (layout.tokens, layout.kernel, layout.tokens, layout.tokens)
-    run = functools.partial(_local, static=static, differentiate=True)
-    results = (P(), P(), layout.tokens, layout.gradient)
-    loss, correct, dx, dkernel = _manual(layout, run, specs, results)(x, kernel, targets, weights)
-    return (loss, correct), (dx, dkernel)
+def _forward(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout) -> tuple[Any, Any]:
+    loss, correct, *gradients = layout.run(True, x, kernel, targets, weights)
+    return (loss, correct), gradients
 
 
-def _backward(static: tuple[Any, ...], saved: tuple[Array, Array], cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    scaled = (g.astype(jnp.float32) * cotangents[0] for g in saved)
-    return *(new.astype(g.dtype) for new, g in zip(scaled, saved, strict=True)), None, None
+def _backward(layout: _Layout, gradients: list[Array], cotangents: tuple[Array, ...]) -> tuple[Any, ...]:
+    return *((g.astype(jnp.float32) * cotangents[0]).astype(g.dtype) for g in gradients), None, None
 
 
 _sums.defvjp(_forward, _backward)
 
 
-def _manual(layout: _Layout, run: Any, in_specs: Any, out_specs: Any) -> Any:
-    return run if layout.mesh is None else manual_over(layout.mesh, layout.split, run, in_specs, out_specs)
-
-
 def _local(
-    x: Array, kernel: Array, targets: Array, weights: Array, *, static: tuple[Any, ...], differentiate: bool
+    x: Array, kernel: Array, targets: Array, weights: Array, *, layout: _Layout, differentiate: bool
 ) -> tuple[Array, ...]:
     """What one device does: sums over its tokens and, to differentiate, what `x` and the kernel get of them."""
-    axes, name, layout, chunk = static
     whole = _each_dim(jax.lax.all_gather, kernel.astype(x.dtype), layout.gathers)
     count = x.shape[0] * x.shape[1]
-    chunks = -(-count * (jax.lax.axis_size(layout.joined) if layout.joined else 1) // chunk)
+    chunks = -(-count * (jax.lax.axis_size(layout.joined) if layout.joined else 1) // layout.chunk)
     padding = -count % chunks  # with tokens that weigh nothing
 
     def cut(a: Array) -> Array:
         flat = a.reshape(count, *a.shape[2:])
         return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, -1, *flat.shape[1:])
 
-    one = functools.partial(
-        _of_chunk, kernel=whole, axes=axes, name=name, layout=layout, gradient=kernel.dtype if differentiate else None
-    )
+    one = functools.partial(_of_chunk, kernel=whole, layout=layout, gradient=kernel.dtype if differentiate else None)
     parts = tuple(cut(a) for a in (x, targets, weights))
     first = tuple(a[0] for a in parts)
     if chunks == 1:
@@ -249,15 +252,13 @@ def _of_chunk(
     weights: Float[Array, "token"],
     *,
     kernel: Array,
-    axes: str,
-    name: str,
     layout: _Layout,
     gradient: Any,
 ) -> tuple[tuple[Array, ...], Array | None]:
     """The sums over some tokens and, with a dtype for it, the kernel's gradient among them, and that of `x`."""
     x, targets, weights = (_each_dim(jax.lax.all_gather, a, (layout.joined,)) for a in (x, targets, weights))
-    logits = jnp.einsum(f"ni,{axes}->no", x, kernel, preferred_element_type=jnp.float32)
-    logits = annotate(logits[None], name)[0]
+    logits = jnp.einsum(f"ni,{layout.axes}->no", x, kernel, preferred_element_type=jnp.float32)
+    logits = annotate(logits[None], layout.logits)[0]
     words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     if layout.vocabulary:
         words += jax.lax.axis_index(layout.vocabulary) * logits.shape[1]
@@ -272,8 +273,8 @@ def _of_chunk(
     if gradient is None:
         return (loss, correct), None
     dlogits = ((likely / total[:, None] - is_target) * weights[:, None]).astype(x.dtype)
-    dkernel = jnp.einsum(f"ni,no->{axes}", x, dlogits, preferred_element_type=gradient)
-    dx = jnp.einsum(f"no,{axes}->ni", dlogits, kernel)
+    dkernel = jnp.einsum(f"ni,no->{layout.axes}", x, dlogits, preferred_element_type=gradient)
+    dx = jnp.einsum(f"no,{layout.axes}->ni", dlogits, kernel)
     dx = _each_dim(jax.lax.psum_scatter, dx, (layout.joined,))
     return (loss, correct, dkernel), _sum(dx, tuple(axis for axis in layout.vocabulary if axis not in layout.joined))
 
