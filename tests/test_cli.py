@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmd import testing
+from spmd.check import axes_text, products
 from spmd.cli import main
 from spmd.config import shipped
 from spmd.foresight import topology
@@ -211,6 +212,31 @@ def test_check_speaks_json_and_shows_every_leaf(config, capsys):
     assert all(f"gradients          {path} " in printed for path in paths)
 
 
+def test_check_sweeps_over_products_of_axes(config, capsys):
+    """A line for each axis; one that the model has no use for is refused with the reason and stops nothing."""
+    assert run("check", config, "--check-steps", "1", "--products", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.endswith("ok")] == ["data=2", "fsdp=2", "sequence=2", "tensor=2"]
+    assert "expert=2    refused: mesh.expert splits no parameter: this model has no experts" in lines
+    assert lines[-1] == "4 of 4 layouts agree, 1 refused"
+
+
+def test_check_finds_an_injected_bug_in_every_product(config, capsys):
+    """The control: the same sweep with a bug fails on each mesh, and says so in JSON."""
+    arguments = ("--check-steps", "1", "--products", "1", "--inject", "gradient-scale", "--json")
+    assert run("check", config, *arguments) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [record["ok"] for record in report["compared"]] == [False] * 4
+    assert [record["mesh"]["expert"] for record in report["refused"]] == [2]
+
+
+def test_products_are_all_combinations_of_axes():
+    """Singles first, then pairs; `pipe`, over which nothing trains yet, is not among them."""
+    names = [axes_text(shape.sizes) for shape in products(2, ("data", "expert", "tensor"))]
+    assert names[3:] == ["data=2 expert=2", "data=2 tensor=2", "expert=2 tensor=2"]
+    assert len(products(3)) == 5 + 10 + 10
+
+
 def test_plan_shows_what_differs_from_another(config, capsys):
     """Lines of the one with -, of the other with +; nothing where nothing does."""
     assert run("plan", config, "--zero", "2", "--diff", config) == 0
@@ -306,6 +332,8 @@ def test_an_unknown_flag_is_answered_with_the_nearest(config, tmp_path, capsys):
         (["train", "--steps", "5", "demo"], "comes first"),
         (["plan", "demo", "--data.sequence", "64"], "16 prompt tokens + 200 new ones = 216 > 64"),
         (["check", "demo", "--check-steps", "0"], "1 or more"),
+        (["check", "demo", "--products", "2", "--leaves"], "shows one mesh"),
+        (["check", "demo", "--products", "4"], "2 × 2 × 2 × 2 = 16 > 8"),
         (["train", "dmo"], 'did you mean "demo"'),
         (["train", "/no/such/config.py"], "is no file"),
         (["generate", "/no/such/run", "--prompt", "x"], "There is no run"),
