@@ -76,8 +76,8 @@ def products(most: int, axes: Sequence[str] = AXES[1:]) -> list[MeshShape]:
         axes: Which ones; by default all but `pipe`, over which nothing trains yet.
 
     Example:
-        >>> [shape.total() for shape in products(2, ("data", "fsdp", "tensor"))]
-        [2, 2, 2, 4, 4, 4]
+        >>> [axes_text(shape.sizes) for shape in products(2, ("data", "fsdp"))]
+        ['data=2', 'fsdp=2', 'data=2 fsdp=2']
     """
     chosen = itertools.chain.from_iterable(itertools.combinations(axes, count + 1) for count in range(most))
     return [MeshShape(**dict.fromkeys(some, 2)) for some in chosen]

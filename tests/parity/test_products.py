@@ -109,7 +109,7 @@ def test_a_product_equals_one_device(name, axes):
 @pytest.mark.parametrize(("name", "bug"), [("llama", "token-weight"), ("mixtral", "gradient-scale")])
 def test_control_a_bug_is_caught(name, bug):
     """The comparison that every product passes fails on a deliberate bug."""
-    assert not compare(record(MODELS[name], BUGS[bug], fsdp=2), one_device(MODELS[name])).ok
+    assert not compare(record(MODELS[name], BUGS[bug], data=8), one_device(MODELS[name])).ok
 
 
 @pytest.mark.slow
