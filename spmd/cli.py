@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal
 
 import jax
-import numpy as np
 import tyro
 
 from spmd import launch
+from spmd.check import Check, Sweep, axes_text
 from spmd.checkpoint import Checkpoints
 from spmd.config import M, TrainConfig, load_config, shipped
-from spmd.data import Windows, bigram_loss
+from spmd.data import bigram_loss
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 from spmd.foresight.collectives import CollectiveAudit
 from spmd.foresight.memory import CATEGORIES, Ledger
 from spmd.foresight.topology import missing_extra, parse_topology
 from spmd.metrics import Console, device_memory
-from spmd.recipe import Recipe, config_mesh, one_device_mesh, planned_mesh, topology_mesh
+from spmd.recipe import Recipe, config_mesh, planned_mesh, topology_mesh
 from spmd.run import RunFolder, train, write_sample
 from spmd.state import abstract_state
-from spmd.testing import BUGS, compare, pad_unevenly, record_run
 from spmd.tree import human_bytes
 
 USAGE = """\
@@ -42,6 +41,7 @@ usage: spmd VERB …
        [--diff CONFIG]                                         what differs from another config's plan
   spmd check CONFIG [--FIELD VALUE …]                          the same steps on the mesh and on one device, compared
        [--check-steps N] [--leaves] [--json] [--inject BUG]    … by leaf; as JSON; with a bug that must be found
+       [--products 2]                                          … on every axis and every pair of axes, one line for each
   spmd generate RUN --prompt TEXT                              text from a trained model
 
 CONFIG is a Python file that defines `config = spmd.TrainConfig(...)`, or a shipped one: {names}.
@@ -104,6 +104,9 @@ class CheckCommand(Generic[M]):
     """Print a line for every leaf, not only for the worst of each kind."""
     json: bool = False
     """Print one JSON object with a record for every leaf."""
+    products: int = 0
+    """Instead of the config's mesh, check each axis alone, each pair of axes, and so on up to products of so many axes,
+    each of size 2: a line for each, and for each that the config cannot run on, why."""
     inject: Literal["", "reduction", "token-weight", "gradient-scale"] = ""
     """Put a bug into the run on the mesh, which the check must find: gradients summed over half of the examples,
     padding that counts, gradients 1 % too large."""
@@ -290,26 +293,29 @@ def _print_plan(
 def _check(arguments: list[str]) -> int:
     command, _ = _parse(CheckCommand, arguments, "check")
     config: TrainConfig = command.config
+    problems = []
     if command.check_steps < 1:
-        raise ConfigError("Nothing to check:", [Problem("check-steps", f"is {command.check_steps}", fix="1 or more")])
+        problems.append(Problem("check-steps", f"is {command.check_steps}", fix="1 or more"))
+    if command.products < 0:
+        problems.append(Problem("products", f"is {command.products}", fix="how many axes to combine, such as 2"))
+    if command.products and command.leaves:
+        problems.append(Problem("leaves", "shows one mesh", fix="--mesh.AXIS sizes instead of --products"))
+    if problems:
+        raise ConfigError("Nothing to check:", problems)
     launch.start(launch.Launch(config.devices))
-    ours, one = Recipe(config, config_mesh(config)), Recipe(config, one_device_mesh())
-    ours.audit()
-    windows = Windows(ours.corpus.train, config.data.sequence)
-    batches = []
-    for step in range(command.check_steps):
-        rows = np.arange(step * config.data.batch, (step + 1) * config.data.batch) % len(windows)
-        batches.append(pad_unevenly(windows.rows(rows), seed=step))
-    grad_fn = BUGS[command.inject](ours.grad_fn) if command.inject else ours.grad_fn
-    record = record_run(ours.plan, grad_fn, batches, seed=config.seed)
-    parity = compare(record, record_run(one.plan, one.grad_fn, batches, seed=config.seed))
+    check = Check(config, command.check_steps)
+    return _check_products(command, check) if command.products else _check_mesh(command, check)
+
+
+def _check_mesh(command: CheckCommand, check: Check) -> int:
+    """The config's own mesh, leaf by leaf."""
+    mesh = config_mesh(check.config)
+    parity = check.compare(mesh, command.inject)
     if command.json:
-        about = {"mesh": dict(ours.mesh.shape), "steps": command.check_steps, "precision": config.precision}
+        about = {"mesh": dict(mesh.shape), "steps": check.steps, "precision": check.config.precision}
         print(json.dumps({**about, "injected": command.inject or None, **parity.to_json()}, indent=2))
         return 0 if parity.ok else 1
-    axes = " ".join(f"{axis}={size}" for axis, size in ours.mesh.shape.items() if size > 1) or "one device"
-    steps = f"{command.check_steps} steps of {config.precision}, a quarter of the tokens masked as padding"
-    print(f"{axes} against one device, {steps};")
+    print(f"{axes_text(mesh.shape)} against one device, {check};")
     print("differences relative to the largest value of each leaf:")
     print(parity.lines(parity.rows) if command.leaves else parity)
     print(f"allowed because {parity.tolerance.why}")
@@ -321,6 +327,18 @@ def _check(arguments: list[str]) -> int:
     else:
         print("the layouts agree" if parity.ok else "THE LAYOUTS DIFFER")
     return 0 if parity.ok else 1
+
+
+def _check_products(command: CheckCommand, check: Check) -> int:
+    """Every product of so many axes; a line for each is printed as soon as it is known."""
+    sweep = Sweep(check, command.products, command.inject)
+    for line in sweep.lines():
+        if not command.json:
+            print(line, flush=True)
+    if command.json:
+        about = {"steps": check.steps, "precision": check.config.precision, "injected": command.inject or None}
+        print(json.dumps({**about, **sweep.to_json()}, indent=2))
+    return 0 if sweep.ok else 1
 
 
 def _generate(arguments: list[str]) -> int:

@@ -1,5 +1,6 @@
 """The command line does what its help says, and bad input is an error with what, where, the arithmetic and the fix."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd import testing
+from spmd import check, testing
 from spmd.cli import main
 from spmd.config import shipped
 from spmd.foresight import topology
@@ -211,6 +212,36 @@ def test_check_speaks_json_and_shows_every_leaf(config, capsys):
     assert all(f"gradients          {path} " in printed for path in paths)
 
 
+@pytest.fixture
+def two_axes(monkeypatch):
+    """A sweep over `data` and `expert` alone, which the model has no use for."""
+    monkeypatch.setattr(check, "products", functools.partial(check.products, axes=("data", "expert")))
+
+
+def test_check_sweeps_over_products_of_axes(config, two_axes, capsys):
+    """A line for each; what is refused is given a reason and stops nothing, and no product with it is tried."""
+    assert run("check", config, "--check-steps", "1", "--products", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.endswith("ok")] == ["data=2"]
+    assert "expert=2         refused: mesh.expert splits no parameter: this model has no experts" in lines
+    assert lines[-1] == "1 of 1 layouts agree, 1 refused"
+
+
+def test_check_finds_an_injected_bug_on_every_mesh(config, two_axes, capsys):
+    """The control: the same sweep with a bug fails, and says so in JSON."""
+    arguments = ("--check-steps", "1", "--products", "1", "--inject", "gradient-scale", "--json")
+    assert run("check", config, *arguments) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [(record["mesh"]["data"], record["ok"]) for record in report["compared"]] == [(2, False)]
+    assert [record["mesh"]["expert"] for record in report["refused"]] == [2]
+
+
+def test_a_sweep_that_compares_nothing_is_an_error(config, two_axes, capsys):
+    """Where every mesh is refused, nothing agrees: the reasons, and exit code 2."""
+    assert run("check", config, "--check-steps", "1", "--products", "1", "--data.batch", "3") == 2
+    assert "runs on no product of axes" in capsys.readouterr().err
+
+
 def test_plan_shows_what_differs_from_another(config, capsys):
     """Lines of the one with -, of the other with +; nothing where nothing does."""
     assert run("plan", config, "--zero", "2", "--diff", config) == 0
@@ -306,6 +337,8 @@ def test_an_unknown_flag_is_answered_with_the_nearest(config, tmp_path, capsys):
         (["train", "--steps", "5", "demo"], "comes first"),
         (["plan", "demo", "--data.sequence", "64"], "16 prompt tokens + 200 new ones = 216 > 64"),
         (["check", "demo", "--check-steps", "0"], "1 or more"),
+        (["check", "demo", "--products", "2", "--leaves"], "shows one mesh"),
+        (["check", "demo", "--products", "4"], "2 × 2 × 2 × 2 = 16 > 8"),
         (["train", "dmo"], 'did you mean "demo"'),
         (["train", "/no/such/config.py"], "is no file"),
         (["generate", "/no/such/run", "--prompt", "x"], "There is no run"),

@@ -47,7 +47,7 @@ FLOORS = {
         "foresight.memory",
         "foresight.recompute",
     ),
-    "edges": ("config", "recipe", "run", "launch", "testing", "cli"),
+    "edges": ("config", "recipe", "run", "launch", "testing", "check", "cli"),
 }
 ROOMS = tuple(room for floor in FLOORS.values() for room in floor)
 

@@ -1,0 +1,179 @@
+"""A config's first steps on one device, compared with those on any mesh or on every product of axes."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.config import TrainConfig
+from spmd.data import Windows
+from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.mesh import AXES, AnyMesh, MeshShape, mesh_of
+from spmd.recipe import Recipe, one_device_mesh
+from spmd.testing import BUGS, Parity, Record, compare, pad_unevenly, record_run
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A config's first steps, on text with uneven padding; those on one device are taken once.
+
+    Args:
+        config: The run; its own mesh plays no part.
+        steps: How many steps.
+    """
+
+    config: TrainConfig
+    steps: int
+
+    def __str__(self) -> str:
+        """What is compared, in a few words."""
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        return f"{steps} of {self.config.precision}, a quarter of the tokens masked as padding"
+
+    @functools.cached_property
+    def alone(self) -> Recipe:
+        """The config on one device."""
+        return Recipe(self.config, one_device_mesh())
+
+    @functools.cached_property
+    def batches(self) -> list[dict[str, np.ndarray]]:
+        """Host arrays, one batch for each step."""
+        size = self.config.data.batch
+        windows = Windows(self.alone.corpus.train, self.config.data.sequence)
+        rows = [np.arange(step * size, (step + 1) * size) % len(windows) for step in range(self.steps)]
+        return [pad_unevenly(windows.rows(chosen), seed=step) for step, chosen in enumerate(rows)]
+
+    @functools.cached_property
+    def reference(self) -> Record:
+        """What one device computes."""
+        return record_run(self.alone.plan, self.alone.grad_fn, self.batches, seed=self.config.seed)
+
+    def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
+        """The same steps on a mesh, compared leaf by leaf.
+
+        Args:
+            mesh: Which one.
+            bug: One of `spmd.testing.BUGS`, to put into the run on the mesh.
+
+        Raises:
+            SpmdError: The config cannot run on this mesh; found before anything compiles.
+        """
+        recipe = Recipe(self.config, mesh)
+        recipe.audit()
+        grad_fn = BUGS[bug](recipe.grad_fn) if bug else recipe.grad_fn
+        return compare(record_run(recipe.plan, grad_fn, self.batches, seed=self.config.seed), self.reference)
+
+
+def products(most: int, axes: Sequence[str] = AXES[1:]) -> list[MeshShape]:
+    """Each axis alone, then every pair, and so on up to products of `most` axes; each axis has size 2.
+
+    Args:
+        most: How many axes at most.
+        axes: Which ones; by default all but `pipe`, over which nothing trains yet.
+
+    Example:
+        >>> [axes_text(shape.sizes) for shape in products(2, ("data", "fsdp"))]
+        ['data=2', 'fsdp=2', 'data=2 fsdp=2']
+    """
+    chosen = itertools.chain.from_iterable(itertools.combinations(axes, count + 1) for count in range(most))
+    return [MeshShape(**dict.fromkeys(some, 2)) for some in chosen]
+
+
+class Sweep:
+    """A check on every product of axes, with a line for each.
+
+    A product with one in it that was refused would be refused for the same reason, and is left out.
+
+    Args:
+        check: What is compared.
+        most: How many axes are combined at most.
+        bug: One of `spmd.testing.BUGS`, to put into every run on a mesh.
+
+    Raises:
+        ConfigError: There are too few devices for the largest product.
+    """
+
+    def __init__(self, check: Check, most: int, bug: str = "") -> None:
+        needed, here = 2**most, len(jax.devices())
+        if needed > here:
+            arithmetic = f"{' × '.join(['2'] * most)} = {needed} > {here}"
+            fix = f"--devices {needed}, which simulates them on CPU"
+            raise ConfigError("Nothing to check:", [Problem("products", "need more devices", arithmetic, fix)])
+        self.check, self.bug, self.shapes = check, bug, products(most)
+        self.compared: dict[MeshShape, Parity] = {}
+        self.refused: dict[MeshShape, SpmdError] = {}
+        self._width = max(len(axes_text(shape.sizes)) for shape in self.shapes)
+
+    def lines(self) -> Iterator[str]:
+        """Runs the sweep; each line is there as soon as its mesh was compared.
+
+        Raises:
+            ConfigError: No product was compared, with everything that was in the way.
+        """
+        for shape in self.shapes:
+            if any(_split(other) < _split(shape) for other in self.refused):
+                continue
+            name = f"{axes_text(shape.sizes):<{self._width}}"
+            try:
+                parity = self.check.compare(mesh_of(shape, jax.devices()[: shape.total()]), self.bug)
+            except SpmdError as error:
+                self.refused[shape] = error
+                first, *others = error.problems
+                yield f"{name}  refused: {first.where} {first.what}" + (f" (and {len(others)} more)" if others else "")
+                continue
+            if not self.compared:
+                yield from self._head(parity)
+            self.compared[shape] = parity
+            errors = "".join(f"{row.error:>{_column(row.what)}.2e}" for row in parity.worst())
+            yield f"{name}{errors}  {'ok' if parity.ok else 'FAIL'}"
+        if not self.compared:
+            problems = [problem for error in self.refused.values() for problem in error.problems]
+            raise ConfigError("This config runs on no product of axes:", problems)
+        yield self._verdict()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every layout agrees with one device; with a bug, whether any does."""
+        return (any if self.bug else all)(parity.ok for parity in self.compared.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """What was found, as JSON values; a record for each mesh."""
+        compared = [{"mesh": shape.sizes, **parity.to_json()} for shape, parity in self.compared.items()]
+        refused = [{"mesh": s.sizes, "problems": list(map(str, e.problems))} for s, e in self.refused.items()]
+        return {"ok": self.ok, "compared": compared, "refused": refused}
+
+    def _head(self, parity: Parity) -> Iterator[str]:
+        allowed = {row.what: row.tolerance for row in parity.rows if not row.why}
+        yield f"{self.check};"
+        yield "the largest differences from one device, relative to the largest value of each leaf:"
+        yield " " * self._width + "".join(f"{kind:>{_column(kind)}}" for kind in allowed)
+        yield f"{'allowed':<{self._width}}" + "".join(f"{x:>{_column(kind)}.0e}" for kind, x in allowed.items())
+
+    def _verdict(self) -> str:
+        agree, total = sum(parity.ok for parity in self.compared.values()), len(self.compared)
+        if self.bug:
+            return f"{self.bug}: the injected bug was found on {total - agree} of {total} meshes"
+        return f"{agree} of {total} layouts agree" + (f", {len(self.refused)} refused" if self.refused else "")
+
+
+def axes_text(sizes: Mapping[str, int]) -> str:
+    """The axes that split anything.
+
+    Example:
+        >>> axes_text({"data": 2, "fsdp": 1, "tensor": 4})
+        'data=2 tensor=4'
+    """
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+def _split(shape: MeshShape) -> set[str]:
+    return {axis for axis, size in shape.sizes.items() if size > 1}
+
+
+def _column(kind: str) -> int:
+    """How wide the column of a kind of row is."""
+    return max(len(kind), len("0.00e+00")) + 2
