@@ -59,6 +59,28 @@ def test_instructions() -> None:
     assert p.producer(Value("main", "c.1")) == Value("main", "a")
 
 
+def test_an_instruction_may_take_several_lines() -> None:
+    """What a Pallas kernel says of itself ends no computation, and what stands behind it belongs to the kernel."""
+    p = program("""
+        HloModule m
+
+        %inner (p: f32[2]) -> f32[2] {
+          ROOT %p = f32[2]{0} parameter(0)
+        }
+
+        ENTRY main {
+          %a = f32[2]{0} parameter(0)
+          %b = f32[2]{0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+        "xprof_metadata":"{\\"block_q\\": 512}"
+        }}, metadata={op_name="attend"}
+          ROOT %c = f32[2]{0} fusion(%b), kind=kLoop, calls=%inner
+        }
+    """)
+    body = p.computations["main"]
+    assert (list(body.instructions), body.root) == (["a", "b", "c"], "c")
+    assert body.instructions["b"].attribute(r'op_name="(\w+)"') == "attend"
+
+
 FORMS = [
     ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
     ("replica_groups={{0,4},{1,5},{2,6},{3,7}}, use_global_device_ids=true", ("data",)),
