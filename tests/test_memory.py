@@ -17,6 +17,7 @@ from spmd.foresight.memory import Compiled, Estimate, Ledger, estimate_memory
 from spmd.foresight.topology import parse_topology
 from spmd.foresight.traced import place, propagate, read_program
 from spmd.mesh import MeshShape, abstract_mesh
+from spmd.parallel.attention import splash_attention_tpu
 from spmd.plan import make_plan
 from spmd.step import make_train_step
 from tests import tiny
@@ -37,6 +38,16 @@ def program(function, *arguments, **options):
 
 def constrain(x, *spec):
     return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P(*spec)))
+
+
+def test_a_pallas_kernel_is_one_operation():
+    """Of splash attention, what goes in and comes out is counted, and nothing of what it does inside."""
+    heads = [((2, 256, 4, 128), P())] * 3
+    traced = program(lambda q, k, v: splash_attention_tpu(q, k, v, None, interpret=True), *heads)
+    (kernel,) = [operation for operation in traced.operations if operation.primitive == "pallas_call"]
+    assert not kernel.bodies
+    found = [buffer.bytes for buffer in find_buffers(traced, AXES, traced.outputs)]
+    assert 4 * 2 * 4 * 256 * 128 in found
 
 
 @pytest.mark.parametrize(

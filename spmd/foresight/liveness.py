@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from spmd.foresight.traced import Operation, Program, Value
 
-WRITTEN = ("dot_general", "gather", "scatter-add", "scatter", "sort", "top_k", "concatenate", "ragged_dot", "cumsum")
-"""Operations whose results are written to memory, besides loops and what moves data between devices."""
-
-READS_MEMORY = ("dot_general", "ragged_dot", "scatter-add", "scatter", "gather", "sort", "top_k")
+READS_MEMORY = ("dot_general", "ragged_dot", "pallas_call", "scatter-add", "scatter", "gather", "sort", "top_k")
 """Operations that read their operands from memory, so that nothing is fused into them."""
+
+WRITTEN = (*READS_MEMORY, "concatenate", "cumsum")
+"""Operations whose results are written to memory, besides loops and what moves data between devices."""
 
 EXPENSIVE = ("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "div", "pow", "rsqrt", "sqrt", "sin", "cos")
 """Element-wise operations that XLA:CPU does not repeat: read more than once, their results are written to memory."""

@@ -28,6 +28,10 @@ BODIES = {"scan": ("jaxpr",), "while": ("body_jaxpr",), "cond": ("branches",), "
 """Operation → the parameter with the program, or the programs, that it contains."""
 
 
+_NOT_CALLED = ("scan", "shard_map", "pallas_call")
+"""Operations whose program has other operands than they have."""
+
+
 @dataclasses.dataclass(eq=False)
 class Value:
     """One array of a program; compared by identity.
@@ -102,7 +106,7 @@ def _read(jaxpr: Any, inputs: Sequence[Value] | None, stacks: Stacks, eager: boo
         params = _scan_params(equation) if name == "scan" else params
         operands = [read(atom) for atom in equation.invars]
         called = next((params[key] for key in CALLS if key in params), None)
-        if called is not None and name not in ("scan", "shard_map"):
+        if called is not None and name not in _NOT_CALLED:
             own = operands[len(operands) - len(getattr(called, "jaxpr", called).invars) :]
             inner = _read(called, own, stacks, eager)
             program.operations += inner.operations
