@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.annotate import annotate, checkpoint_layer, is_split_otherwise, remat_interval
+from spmd.annotate import annotate, checkpoint_layer, is_split_otherwise, remat_interval, split_like
 from spmd.parallel.vocabulary import Unembedded, is_deferred
 from spmd.weights import Weight, gather, is_kept, scatter, weight
 
@@ -47,7 +47,7 @@ def columns(
         whole: What tokens are marked as where they meet the kernels.
     """
     static = _Products(tuple(map(_placed, kernels)), into=whole)
-    return _products(annotate(x, "residual"), tuple(kernel[...] for kernel in kernels), static)
+    return _products(split_like(x, "residual"), tuple(kernel[...] for kernel in kernels), static)
 
 
 def rows(x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str) -> Float[Array, "batch seq d"]:
@@ -58,7 +58,7 @@ def rows(x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str) -> 
         kernel: A parameter.
         whole: What tokens are marked as where their gradient meets the kernel.
     """
-    return annotate(_products(x, (kernel[...],), _Products((_placed(kernel),), out=whole))[0], "residual")
+    return split_like(_products(x, (kernel[...],), _Products((_placed(kernel),), out=whole))[0], "residual")
 
 
 def unembed(
@@ -72,7 +72,7 @@ def unembed(
         placed: How the plan in scope places the kernel.
         axes: `"io"` for the one, `"oi"` for the other.
     """
-    x = annotate(x, "residual")
+    x = split_like(x, "residual")
     if is_deferred():
         return Unembedded(x, kernel, axes, placed)
     how = _Products((placed,), axes, jnp.float32)
@@ -125,7 +125,8 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
         dkernel = jnp.einsum(f"...i,...o->{how.axes}", x, dy, preferred_element_type=like_kernel.dtype)
         dkernels.append(scatter(dkernel, placed))
         dxs.append(jnp.einsum(f"...o,{how.axes}->...i", dy, used))
-    return functools.reduce(jnp.add, dxs), tuple(dkernels)
+    # Added as JAX adds up what several readers give back: the last one first.
+    return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
 
 
 _products.defvjp(_products_forward, _products_backward)

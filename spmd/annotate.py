@@ -49,6 +49,21 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(constrain(x, scope.mesh, _spec_of(scope, name), f"activation {name!r}"), name)
 
 
+def split_like(x: jax.Array, name: str) -> jax.Array:
+    """`x`, split as activation `name` is, without being one: it has no name for remat or offload.
+
+    Args:
+        x: As for `annotate`.
+        name: The activation's name.
+
+    Raises:
+        AnnotationError: As for `annotate`.
+    """
+    scope = current()
+    what = f"what is split like activation {name!r}"
+    return x if scope is None else constrain(x, scope.mesh, _spec_of(scope, name), what)
+
+
 def placement(name: str) -> tuple[AnyMesh, P] | None:
     """The mesh of the plan in scope and the spec of an activation, for code that is manual over the mesh; else None.
 

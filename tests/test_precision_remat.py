@@ -76,7 +76,9 @@ def test_in_bf16_weight_gradients_are_float32_from_matmul_to_optimizer(remat, ti
     assert {aval.dtype for aval in gradients} == {FLOAT32}
     reduced = [aval.dtype for aval in outputs(program, "sharding_constraint") if aval.ndim == 2]
     # Where the plan keeps gradients; bfloat16 are kernels in use. A tied table takes two hops to the head and two back.
-    assert reduced.count(FLOAT32) == KERNELS + (4 if tied else 1)
+    assert reduced.count(FLOAT32) == KERNELS + (4 if tied else 0)
+    head = [aval.dtype for name in ("psum", "reduce_scatter") for aval in outputs(program, name) if aval.ndim == 2]
+    assert head == [FLOAT32]
 
 
 def test_control_parameters_cast_beforehand_have_bfloat16_gradients():

@@ -145,7 +145,7 @@ def test_naming_an_activation_that_no_layer_marks_is_an_error(stacked):
     with pytest.raises(AnnotationError) as caught:
         make_train_step(plan, tiny.loss_fn(tiny.replaced(stacked=stacked))).lower(BATCH)
     assert [problem.where for problem in caught.value.problems] == ["remat offload:embed_rows", "remat save:logits"]
-    assert "one of: attention_key, attention_out, attention_query" in str(caught.value)
+    assert "one of: attention_input, attention_key, attention_out, attention_query" in str(caught.value)
     make_train_step(tiny.plan(options=(("remat", "save:mlp_hidden"),)), tiny.loss_fn()).lower(BATCH)
 
 

@@ -49,11 +49,11 @@ class Unembedded:
     """Logits that are not multiplied out, for `spmd.loss.cross_entropy` to take some tokens at a time.
 
     Attributes:
-        x: `[batch, seq, d]`, marked as the activation `tokens`.
+        x: `[batch, seq, d]`, split like the activation `tokens`.
         kernel: The head, `[d, vocab]` or `[vocab, d]`.
         axes: `"io"` for the one, `"oi"` for the other.
         placed: How the plan in scope places the kernel; None outside a plan.
-        tokens: The activation that `x` is marked as.
+        tokens: The activation that `x` is split like.
         logits: The activation that logits are marked as.
     """
 
@@ -222,7 +222,7 @@ def _local(
 
     def cut(a: Array) -> Array:
         flat = a.reshape(count, *a.shape[2:])
-        return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, -1, *flat.shape[1:])
+        return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, 1, -1, *flat.shape[1:])
 
     one = functools.partial(_of_chunk, kernel=whole, layout=layout, gradient=kernel.dtype if differentiate else None)
     parts = tuple(cut(a) for a in (x, targets, weights))
@@ -247,35 +247,35 @@ def _local(
 
 
 def _of_chunk(
-    x: Float[Array, "token d"],
-    targets: Int[Array, "token"],
-    weights: Float[Array, "token"],
+    x: Float[Array, "1 token d"],
+    targets: Int[Array, "1 token"],
+    weights: Float[Array, "1 token"],
     *,
     kernel: Array,
     layout: _Layout,
     gradient: Any,
 ) -> tuple[tuple[Array, ...], Array | None]:
     """The sums over some tokens and, with a dtype for it, the kernel's gradient among them, and that of `x`."""
-    x, targets, weights = (_each_dim(jax.lax.all_gather, a, (layout.joined,)) for a in (x, targets, weights))
-    logits = jnp.einsum(f"ni,{layout.axes}->no", x, kernel, preferred_element_type=jnp.float32)
-    logits = annotate(logits[None], layout.logits)[0]
-    words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    along = ((), layout.joined)
+    x, targets, weights = (_each_dim(jax.lax.all_gather, a, along) for a in (x, targets, weights))
+    logits = jnp.einsum(f"...i,{layout.axes}->...o", x, kernel, preferred_element_type=jnp.float32)
+    logits = annotate(logits, layout.logits)
+    words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     if layout.vocabulary:
-        words += jax.lax.axis_index(layout.vocabulary) * logits.shape[1]
-    is_target = words == targets[:, None]
-    largest = logits.max(axis=1)
+        words += jax.lax.axis_index(layout.vocabulary) * logits.shape[-1]
+    is_target = words == targets[..., None]
+    largest = logits.max(axis=-1)
     largest = jax.lax.pmax(largest, layout.vocabulary) if layout.vocabulary else largest
-    likely = jnp.exp(logits - largest[:, None])
-    own = jnp.stack([likely.sum(axis=1), jnp.where(is_target, logits, 0.0).sum(axis=1)])
+    likely = jnp.exp(logits - largest[..., None])
+    own = jnp.stack([likely.sum(axis=-1), jnp.where(is_target, logits, 0.0).sum(axis=-1)])
     total, target = _sum(own, layout.vocabulary)
     loss = ((jnp.log(total) + largest - target) * weights).sum()
     correct = ((target >= largest) * weights).sum()
     if gradient is None:
         return (loss, correct), None
-    dlogits = ((likely / total[:, None] - is_target) * weights[:, None]).astype(x.dtype)
-    dkernel = jnp.einsum(f"ni,no->{layout.axes}", x, dlogits, preferred_element_type=gradient)
-    dx = jnp.einsum(f"no,{layout.axes}->ni", dlogits, kernel)
-    dx = _each_dim(jax.lax.psum_scatter, dx, (layout.joined,))
+    dlogits = ((likely / total[..., None] - is_target) * weights[..., None]).astype(x.dtype)
+    dkernel = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=gradient)
+    dx = _each_dim(jax.lax.psum_scatter, jnp.einsum(f"...o,{layout.axes}->...i", dlogits, kernel), along)
     return (loss, correct, dkernel), _sum(dx, tuple(axis for axis in layout.vocabulary if axis not in layout.joined))
 
 
