@@ -1,5 +1,6 @@
 """The head and its loss, some tokens at a time: the numbers of the whole, and never the logits of all tokens."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -11,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from partition_rules.llama import LLAMA
 from spmd.annotate import annotate
 from spmd.errors import AnnotationError
 from spmd.foresight.collectives import audit_collectives
@@ -20,6 +23,7 @@ from spmd.loss import cross_entropy, next_token_loss
 from spmd.mesh import MeshShape, abstract_mesh
 from spmd.parallel import vocabulary
 from spmd.parallel.vocabulary import Unembedded, deferred
+from spmd.plan import make_plan
 from spmd.scope import within
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
@@ -104,6 +108,20 @@ LAYOUTS = [
 def test_every_layout_equals_one_device(config, sizes):
     """In chunks that do not divide a device's tokens, training equals that of one device in one piece."""
     result = parity(config, 7, **sizes)
+    assert result.ok, f"\n{result}"
+
+
+SPECS = [P(None, ("fsdp", "tensor")), P(None, ("tensor", "fsdp")), P("tensor", "fsdp"), P(("tensor", "fsdp"))]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_any_split_of_the_head_equals_one_device(spec):
+    """Also where a device gathers parts of the vocabulary that are no neighbours, or has no words of its own."""
+    params = [(path, spec if path == "lm_head/kernel" else value) for path, value in LLAMA.params]
+    rules = dataclasses.replace(LLAMA, params=params)
+    plan = make_plan(tiny.mesh(fsdp=4, tensor=2), rules, tiny.model(), tiny.OPTIMIZER)
+    grad_fn = value_and_grad(next_token_loss(tiny.model(), chunk=7))
+    result = compare(record_run(plan, grad_fn, BATCHES), one_device(tiny.CONFIG))
     assert result.ok, f"\n{result}"
 
 

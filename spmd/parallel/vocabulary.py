@@ -168,10 +168,14 @@ def _layout(head: Unembedded, chunk: int) -> _Layout:
         entries = [tuple(a for a in entry_axes(entry) if a in split) for entry in spec]
         return [*entries, (), ()][:2]
 
-    stored, used, gradient = map(dims, (head.placed.stored, head.placed.used, head.placed.gradient))
+    used, parts = dims(head.placed.used), dims(tokens)
     word = head.axes.index("o")
     vocabulary = used[word]
     whole = [vocabulary if dim == word else () for dim in range(2)]
+
+    def in_order(spec: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """`spec`, if what a device gathers of the vocabulary is one piece; else the compiler brings the pieces."""
+        return spec if spec[word][: len(vocabulary)] == vocabulary else whole
 
     def beyond(spec: list[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(a for a in axes if a not in kept) for axes, kept in zip(spec, whole, strict=True))
@@ -179,13 +183,17 @@ def _layout(head: Unembedded, chunk: int) -> _Layout:
     def spec(dims: list[tuple[str, ...]]) -> P:
         return P(*(axes or None for axes in dims))
 
+    stored = in_order(dims(head.placed.stored))
+    # Along an axis that splits neither tokens nor words, devices have the same gradient, and it is not summed.
+    summed = {*parts[0], *parts[1], *vocabulary}
+    gradient = in_order([tuple(a for a in axes if a in summed) for axes in dims(head.placed.gradient)])
     return _Layout(
         head.axes,
         head.logits,
         chunk,
         mesh=mesh,
         split=split,
-        tokens=spec(dims(tokens)),
+        tokens=spec(parts),
         kernel=spec(stored),
         gradient=spec(gradient),
         vocabulary=vocabulary,
