@@ -19,7 +19,9 @@ Angles = tuple[np.ndarray, np.ndarray]
 """Cosines and sines of each position, `[seq, head_dim / 2]` each."""
 
 
-def dense(x: Float[Array, "batch seq in"], kernel: nnx.Param[Float[Array, "in out"]]) -> Float[Array, "batch seq out"]:
+def dense(
+    x: Float[Array, "batch seq in"], kernel: nnx.Param[Float[Array, "in out"]], precision: str | None = None
+) -> Float[Array, "batch seq out"]:
     """`x @ kernel` on every token, with the kernel gathered over `fsdp` for as long as it is used.
 
     The kernel is cast to the dtype of `x` and then gathered, so bfloat16 travels. Its gradient leaves the matmul in the
@@ -28,8 +30,9 @@ def dense(x: Float[Array, "batch seq in"], kernel: nnx.Param[Float[Array, "in ou
     Args:
         x: Activations.
         kernel: A parameter, which knows its path under a plan.
+        precision: Of the product and of those of its derivative, as in `jax.lax.dot`.
     """
-    return _products(x, (kernel[...],), _Products((_placed(kernel),)))[0]
+    return _products(x, (kernel[...],), _Products((_placed(kernel),), precision=precision))[0]
 
 
 def columns(
@@ -89,6 +92,7 @@ class _Products:
         dtype: Of the products; None for that of the array.
         into: What the array is marked as where it meets a kernel, if anything.
         out: What a product's gradient is marked as where it does.
+        precision: Of all products, as in `jax.lax.dot`.
     """
 
     placed: tuple[Weight | None, ...]
@@ -96,6 +100,11 @@ class _Products:
     dtype: Any = None
     into: str = ""
     out: str = ""
+    precision: str | None = None
+
+    def einsum(self, form: str, a: Array, b: Array, dtype: Any = None) -> Array:
+        """The product of two arrays, in a dtype; by default in their own."""
+        return jnp.einsum(form, a, b, preferred_element_type=dtype, precision=self.precision)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -107,7 +116,7 @@ def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> t
     tokens = annotate(x, how.into) if how.into else x
     used = [gather(kernel.astype(x.dtype), placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
     dtype = how.dtype or x.dtype
-    ys = tuple(jnp.einsum(f"...i,{how.axes}->...o", tokens, kernel, preferred_element_type=dtype) for kernel in used)
+    ys = tuple(how.einsum(f"...i,{how.axes}->...o", tokens, kernel, dtype) for kernel in used)
     kept = [u if is_kept(placed) else k for u, k, placed in zip(used, kernels, how.placed, strict=True)]
     return ys, (x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
 
@@ -122,9 +131,9 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
         used = kernel if is_kept(placed) else gather(jax.lax.optimization_barrier(kernel).astype(x.dtype), placed)
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
-        dkernel = jnp.einsum(f"...i,...o->{how.axes}", x, dy, preferred_element_type=like_kernel.dtype)
+        dkernel = how.einsum(f"...i,...o->{how.axes}", x, dy, like_kernel.dtype)
         dkernels.append(scatter(dkernel, placed))
-        dxs.append(jnp.einsum(f"...o,{how.axes}->...i", dy, used))
+        dxs.append(how.einsum(f"...o,{how.axes}->...i", dy, used))
     # Added as JAX adds up what several readers give back: the last one first.
     return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
 

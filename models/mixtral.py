@@ -198,8 +198,7 @@ class Router(nnx.Module):
         x = x.astype(jnp.float32)
         if key is not None and self.config.jitter:
             x = jittered(x, self.config.jitter, key)
-        with jax.default_matmul_precision("highest"):
-            return annotate(dense(x, self.kernel), "router_logits")
+        return annotate(dense(x, self.kernel, precision="highest"), "router_logits")
 
 
 class ExpertDense(nnx.Module):

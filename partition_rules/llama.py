@@ -64,6 +64,7 @@ def sequence_parallel(rules: Rules) -> Rules:
 
     All-reduces then become reduce-scatters and all-gathers (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
     """
+    assert "residual" in dict(rules.activations), "the table has no row for the residual stream"
     split = P(BATCH_AXES, ("sequence", "tensor"))
     return dataclasses.replace(rules, activations=[(n, split if n == "residual" else s) for n, s in rules.activations])
 

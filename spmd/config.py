@@ -159,7 +159,8 @@ class TrainConfig(Generic[M]):
     seed: int = 0
     """Of the parameters, the shuffling and the sample."""
     accumulate: int = 1
-    """Microbatches that a batch is cut into, to need less memory; the numbers stay the same."""
+    """Microbatches that a batch is cut into, to need less memory; the numbers stay the same, but for
+    auxiliary losses that are of a whole batch."""
     loss_chunk: int = CHUNK
     """Tokens of a device whose logits are there at once, to need less memory; the numbers stay the same."""
     on_nan: Literal["stop", "skip"] = "stop"

@@ -211,10 +211,12 @@ def test_zigzag_order_gives_every_device_the_same_work(turn):
     [
         (20, CONFIG, "ring", r"20 / \(2 × sequence=4\) = 2.5"),
         (SEQ, tiny.CONFIG, "all-to-all", r"2 / \(sequence=4\) = 0.5"),
+        (8 * 521, CONFIG, "ring", "521 tokens, which divide into chunks of no more than 1"),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_anything_compiles(seq, config, context, said):
-    """A sequence without two blocks for each device, key/value heads without one: the arithmetic and the fix."""
+    """A sequence without two blocks for each device, or in blocks of a prime number of tokens, and key/value heads
+    without a device: the arithmetic and the fix."""
     step = make_train_step(tiny.plan(config, options=(("context", context),), sequence=4), tiny.loss_fn(config))
     ids = jax.ShapeDtypeStruct((4, seq), "int32")
     batch = {"tokens": ids, "targets": ids, "weights": jax.ShapeDtypeStruct((4, seq), "float32")}

@@ -114,7 +114,7 @@ def test_expert_choice_equals_a_dense_sum():
 
 def test_a_token_that_finds_no_room_gets_nothing():
     """Of three tokens for one expert with room for two, the last is dropped, counted, and its output is zero."""
-    config = RouterConfig(experts=2, top_k=1, dispatch="capacity", capacity_factor=1.0)
+    config = RouterConfig(experts=2, top_k=1, normalise=False, dispatch="capacity", capacity_factor=1.0)
     routing = Routing(jnp.zeros((1, 4, 1), jnp.int32).at[0, 2].set(1), jnp.ones((1, 4, 1)))
     kernels = [Kernel(jnp.ones((2, D, D)), None)] * 2
     y, dropped = mixture(X[:1, :4], routing, config, kernels[:1], kernels[1], jax.nn.relu)
@@ -207,8 +207,10 @@ def test_an_expert_axis_on_a_model_without_experts():
         ({"experts/(gate|up)_proj/kernel": P(None, "fsdp", "tensor")}, "the experts' kernels"),
         ({"expert_tokens": P(("data", "fsdp"), "sequence")}, "activation 'expert_tokens'"),
         ({"expert_tokens": P(("data", "fsdp", "expert"), "tensor")}, "activation 'expert_tokens'"),
+        ({"experts/(gate|up)_proj/kernel": P(("fsdp", "expert"), None, "tensor")}, "the experts' kernels"),
+        ({"expert_tokens": P(("data", "expert"), "sequence")}, "activation 'expert_tokens'"),
     ],
-    ids=["down", "into", "tokens-whole", "tokens-over-tensor"],
+    ids=["down", "into", "tokens-whole", "tokens-over-tensor", "no-neighbours", "tokens-not-over-fsdp"],
 )
 def test_tables_that_the_layer_has_no_collectives_for(changed, wrong):
     """Kernels that are split differently, and tokens that are not split over experts: an error when it is traced."""
@@ -217,7 +219,7 @@ def test_tables_that_the_layer_has_no_collectives_for(changed, wrong):
         params=[(pattern, changed.get(pattern, spec)) for pattern, spec in MIXTRAL.params],
         activations=[(name, changed.get(name, spec)) for name, spec in MIXTRAL.activations],
     )
-    made = plan("dropless", mesh=abstract_mesh(MeshShape(expert=2, tensor=2)), rules=rules)
+    made = plan("dropless", mesh=abstract_mesh(MeshShape(fsdp=2, expert=2, tensor=2)), rules=rules)
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCHES[0].items()}
     with pytest.raises(AnnotationError) as caught:
         make_train_step(made, next_token_loss(model("dropless"))).trace(batch)

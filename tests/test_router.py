@@ -43,7 +43,7 @@ def one_hot_logits(choices, experts, gap=1.0):
 
 def test_switch_capacity():
     """4096 tokens, 64 experts and a factor of 1.25: room for 80 tokens."""
-    assert RouterConfig(experts=64, top_k=1, capacity_factor=1.25).capacity(4096) == 80
+    assert RouterConfig(experts=64, top_k=1, normalise=False, capacity_factor=1.25).capacity(4096) == 80
 
 
 def test_gshard_capacity():
@@ -53,7 +53,7 @@ def test_gshard_capacity():
 
 def test_capacity_is_rounded_up_and_never_more_than_all_tokens():
     """An expert is chosen by a token once at most, so an infinite factor is room for each token."""
-    assert RouterConfig(experts=8, top_k=1, capacity_factor=1.0).capacity(12) == 2
+    assert RouterConfig(experts=8, top_k=1, normalise=False, capacity_factor=1.0).capacity(12) == 2
     assert RouterConfig(experts=8, top_k=2, capacity_factor=math.inf).capacity(12) == 12
     assert RouterConfig(experts=2, top_k=2, capacity_factor=1.5).capacity(12) == 12
 
@@ -69,7 +69,7 @@ def test_capacity_is_rounded_up_and_never_more_than_all_tokens():
 )
 def test_switch_balance_loss(parts, shares, alpha, expected):
     """α·N·Σ f·P: α for even load, α·N where all goes to one expert."""
-    config = RouterConfig(experts=len(parts), top_k=1, balance=alpha)
+    config = RouterConfig(experts=len(parts), top_k=1, normalise=False, balance=alpha)
     with jax.enable_x64(True):
         loss = weighted_balance(jnp.array(parts, jnp.float64), jnp.array(shares, jnp.float64), config)
     assert float(loss) == pytest.approx(expected, rel=1e-9)
@@ -207,10 +207,17 @@ def test_balance_over_examples_is_the_mean_of_the_examples_losses():
 def test_the_balance_loss_pushes_towards_even_load():
     """Its gradient lowers the logit of an expert that every token chooses; f has no gradient."""
     logits = one_hot_logits([(0,)] * 4, 4)
-    gradient = jax.grad(lambda x: route(x, RouterConfig(experts=4, top_k=1))[1].balance)(logits)
+    gradient = jax.grad(lambda x: route(x, RouterConfig(experts=4, top_k=1, normalise=False))[1].balance)(logits)
     assert (np.asarray(gradient[..., 0]) > 0).all()
     assert (np.asarray(gradient[..., 1:]) < 0).all()
-    assert float(balance_loss(jax.nn.softmax(logits), jnp.zeros((1, 4, 1), int), RouterConfig(experts=4, top_k=1))) > 0
+    assert (
+        float(
+            balance_loss(
+                jax.nn.softmax(logits), jnp.zeros((1, 4, 1), int), RouterConfig(experts=4, top_k=1, normalise=False)
+            )
+        )
+        > 0
+    )
 
 
 def test_z_loss():
@@ -267,7 +274,9 @@ def test_each_example_has_its_own_room():
         ({"capacity_factor": math.nan, "balance": math.nan}, ["capacity_factor", "balance"]),
         ({"top_k": 9}, ["top_k"]),
         ({"experts": 0, "jitter": 1.5, "z_loss": -1.0}, ["experts", "jitter", "z_loss"]),
-        ({"random_second": True, "top_k": 1}, ["random_second"]),
+        ({"random_second": True, "top_k": 1, "normalise": False}, ["random_second"]),
+        ({"top_k": 1}, ["normalise"]),
+        ({"z_loss": math.inf, "scale": math.inf}, ["z_loss", "scale"]),
         ({"choice": "expert"}, ["dispatch", "balance"]),
         ({"choice": "expert", "bias_rate": 0.1, "groups": 2}, ["dispatch", "balance", "bias_rate", "groups"]),
         ({"groups": 3}, ["groups"]),

@@ -75,6 +75,24 @@ def test_gradients_of_a_narrow_head_are_not_rounded():
     np.testing.assert_allclose(dkernel, whole, rtol=1e-5, atol=1e-5)
 
 
+def test_a_scaled_loss_in_float16_keeps_small_gradients():
+    """The gradient of an improbable word, 8e-9, is 0 in float16; with the scale of the loss it is not."""
+    x, kernel = jnp.ones((1, 1, 8), jnp.float16), jnp.zeros((8, 20)).at[:, 1].set(-2.3)
+    targets, weights = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))
+
+    def gradients(head):
+        def loss(x, kernel):
+            return 4096 * cross_entropy(head(x, kernel), targets, weights)["loss"]
+
+        return jax.grad(loss, argnums=(0, 1))(x, kernel)
+
+    ours = gradients(Unembedded)
+    exact = jax.grad(lambda k: 4096 * cross_entropy(jnp.ones((1, 1, 8)) @ k, targets, weights)["loss"])(kernel)
+    assert 0 < float(exact[0, 1]) / 4096 < 2.0**-25
+    assert (ours[0].dtype, ours[1].dtype) == (jnp.float16, jnp.float32)
+    np.testing.assert_allclose(ours[1][:, 1], exact[:, 1], rtol=1e-2)
+
+
 def test_a_model_returns_logits_where_no_loss_asks():
     """Only inside of `deferred` a head is left to the loss."""
     model, tokens = tiny.model(), jnp.zeros((1, 4), jnp.int32)

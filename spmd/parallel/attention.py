@@ -19,6 +19,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 from jaxtyping import Array, Float
 
 from spmd.annotate import attention, checkpoint_core
+from spmd.errors import ConfigError, Problem
 from spmd.kernels import SPLASH_BLOCK
 from spmd.parallel.context import Ring, Segments, by_heads, online_attention
 from spmd.parallel.online import LARGEST_CHUNK, UNSEEN
@@ -53,6 +54,8 @@ def attend(
         >>> attend(x, x[:, :, :1], x[:, :, :1], window=2).shape
         (1, 4, 2, 8)
     """
+    if window is not None and window < 1:
+        raise ConfigError("Nothing can be attended to:", [Problem("window", f"is {window}", fix="None, or 1 and more")])
     choice = attention()
     key, value = (_repeated(x, query.shape[2], choice.tensor) for x in (key, value))
     kernel = choice.choose(query.shape[1], query.shape[-1], query.dtype, packed=segments is not None)

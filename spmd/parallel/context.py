@@ -24,12 +24,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh
 from jaxtyping import Array, Float, Int
 
 from spmd.annotate import manual_over
 from spmd.errors import ConfigError, Problem
 from spmd.mesh import BATCH_AXES, AnyMesh
-from spmd.parallel.online import Backward, Visit, chunk_of, give_back, nothing_seen, result, see, visible_pairs
+from spmd.parallel.online import (
+    Backward,
+    Visit,
+    chunk_of,
+    give_back,
+    is_awkward,
+    nothing_seen,
+    result,
+    see,
+    visible_pairs,
+)
 from spmd.parallel.order import zigzag
 
 Segments = Int[Array, "batch seq"] | None
@@ -105,7 +116,14 @@ def online_attention(
     batch, seq, heads, dim = query.shape
     if seq % ring.devices:
         arithmetic = f"{seq} / (sequence={ring.devices}) = {seq / ring.devices:.4g}"
-        raise ConfigError("A ring cannot be formed:", [Problem("sequence", "does not divide", arithmetic)])
+        fix = f"a multiple of {ring.devices}"
+        raise ConfigError("A ring cannot be formed:", [Problem("sequence", "does not divide", arithmetic, fix)])
+    block = seq // ring.devices // (2 if ring.is_balanced else 1)
+    if is_awkward(block):
+        unit = seq // block * 128
+        what = f"is cut into blocks of {block} tokens, which divide into chunks of no more than {chunk_of(block)}"
+        fix = f"a multiple of {unit}: {seq // unit * unit or unit} or {(seq // unit + 1) * unit} tokens"
+        raise ConfigError("A ring would take very long:", [Problem("sequence", what, fix=fix)])
     grouped = query.reshape(batch, seq, key.shape[2], -1, dim)
     arrays = jnp.moveaxis(grouped, 1, 2), jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)
     return jnp.moveaxis(_attend(*arrays, segments, ring), 2, 1).reshape(batch, seq, heads, dim)
@@ -184,7 +202,8 @@ def by_heads(
     Raises:
         ConfigError: Heads do not divide over the devices.
     """
-    parts = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if mesh.shape[axis] > 1}
+    split = [axis for axis, n in mesh.shape.items() if n > 1 and axis not in get_abstract_mesh().manual_axes]
+    parts = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if axis in split}
     product, count = " × ".join(f"{axis}={size}" for axis, size in parts.items()), math.prod(parts.values())
     problems = [
         Problem(
@@ -206,7 +225,7 @@ def by_heads(
         return swap(kernel(*(swap(x, 2, 1) for x in (query, key, value)), segments), 1, 2)
 
     # Batch axes too: left to the compiler, it gathers the batch around an all-to-all.
-    batch = tuple(axis for axis in BATCH_AXES if mesh.shape[axis] > 1)
+    batch = tuple(axis for axis in BATCH_AXES if axis in split)
     held = P(batch or None, *(axis if axis in parts else None for axis in ("sequence", "tensor")))
     specs = (held, held, held, P(batch or None))
     return manual_over(mesh, (*batch, *parts), local, specs, held)(query, key, value, segments)

@@ -158,11 +158,14 @@ def _layout(mesh: AnyMesh, tokens: P, kernels: Sequence[Kernel]) -> _Layout:
         what = "are split, fsdp aside, " + " and ".join(spec_text(P(*spec)) for spec in used)
         fix = 'P("expert", "fsdp", "tensor") into the hidden units and P("expert", "tensor", "fsdp") out of them'
         problems.append(Problem("the experts' kernels", what, fix=fix))
-    if any(
-        own[: len(kept)] != kept for specs in zip(stored, used, strict=True) for own, kept in zip(*specs, strict=True)
-    ):
+    pairs = [pair for specs in zip(stored, used, strict=True) for pair in zip(*specs, strict=True)]
+    if any(own[: len(kept)] != kept for own, kept in pairs):
         what = "are stored " + " and ".join(spec_text(P(*spec)) for spec in stored) + ": parts that are not neighbours"
         problems.append(Problem("the experts' kernels", what, fix='"fsdp" last in its dimension'))
+    gathered = {axis for own, kept in pairs for axis in own if axis not in kept}
+    if missing := sorted(gathered - {*batch, *seq}):
+        what = f"is split {spec_text(tokens)}, and not over {missing}, which kernels are gathered over"
+        problems.append(Problem("activation 'expert_tokens'", what, fix='P(("data", "fsdp", "expert"), "sequence")'))
     if width or not {*expert} <= {*batch, *seq} or {*tensor} & {*batch, *seq}:
         what = f"is split {spec_text(tokens)}, experts over {[*expert]} and their hidden units over {[*tensor]}"
         fix = 'P(("data", "fsdp", "expert"), "sequence"): over expert, and not over tensor'

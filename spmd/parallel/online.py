@@ -36,6 +36,16 @@ def chunk_of(length: int) -> int:
     return next(size for size in range(min(length, LARGEST_CHUNK), 0, -1) if length % size == 0)
 
 
+def is_awkward(length: int) -> bool:
+    """Whether so many tokens divide into small chunks only, which takes many times as long.
+
+    Example:
+        >>> is_awkward(1000), is_awkward(521)
+        (False, True)
+    """
+    return chunk_of(length) < min(length, LARGEST_CHUNK) // 8
+
+
 def visible_pairs(query_starts: Sequence[int], key_starts: Sequence[int], chunk: int, window: int | None) -> np.ndarray:
     """Those pairs of chunks of which some query sees some key.
 

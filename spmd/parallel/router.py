@@ -77,12 +77,12 @@ class RouterConfig:
         problems += [
             Problem(f"router.{name}", f"is {getattr(self, name)}", fix="0 or more")
             for name in ("jitter", "bias_rate", "balance", "z_loss")
-            if not getattr(self, name) >= 0
+            if not 0 <= getattr(self, name) < math.inf
         ]
         problems += [
             Problem(f"router.{name}", f"is {getattr(self, name)}", fix="above 0")
             for name in ("scale", "capacity_factor")
-            if not getattr(self, name) > 0
+            if not getattr(self, name) > 0 or (name == "scale" and math.isinf(self.scale))
         ]
         if self.jitter >= 1:
             problems.append(Problem("router.jitter", f"is {self.jitter}", fix="below 1"))
@@ -100,6 +100,12 @@ class RouterConfig:
             problems.append(
                 Problem("router.random_second", f"goes with top_k=2, and it is {self.top_k}", fix="top_k=2")
             )
+        if self.top_k == 1 and self.normalise and self.choice == "token" and self.experts > 1:
+            why = "the one weight is 1 whatever the scores are, so the loss of the task does not train the router"
+            problems.append(Problem("router.normalise", "does not go with top_k=1", why, "normalise=False"))
+        if self.random_second and not self.normalise:
+            why = "its probability is of weights that add up to 1"
+            problems.append(Problem("router.random_second", "does not go with normalise=False", why, "normalise=True"))
         if self.choice == "expert":
             problems += [
                 Problem(f"router.{name}", "does not go with choice=expert", why, fix)
@@ -146,7 +152,7 @@ class RouterConfig:
         """The tokens of one example that an expert has room for: ⌈capacity_factor · top_k · tokens / experts⌉.
 
         Example:
-            >>> RouterConfig(experts=64, top_k=1, capacity_factor=1.25).capacity(4096)
+            >>> RouterConfig(experts=64, top_k=1, normalise=False, capacity_factor=1.25).capacity(4096)
             80
         """
         room = self.capacity_factor * self.top_k * tokens / self.experts

@@ -209,11 +209,12 @@ def _sums(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layo
 
 def _forward(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout) -> tuple[Any, Any]:
     loss, correct, *gradients = layout.run(True, x, kernel, targets, weights)
-    return (loss, correct), gradients
+    return (loss, correct), (gradients, [jnp.zeros((0,), a.dtype) for a in (x, kernel)])
 
 
-def _backward(layout: _Layout, gradients: list[Array], cotangents: tuple[Array, ...]) -> tuple[Any, ...]:
-    return *((g.astype(jnp.float32) * cotangents[0]).astype(g.dtype) for g in gradients), None, None
+def _backward(layout: _Layout, saved: tuple[list[Array], list[Array]], cotangents: tuple[Array, ...]) -> Any:
+    scaled = (g.astype(jnp.float32) * cotangents[0] for g in saved[0])
+    return *(g.astype(like.dtype) for g, like in zip(scaled, saved[1], strict=True)), None, None
 
 
 _sums.defvjp(_forward, _backward)
@@ -281,7 +282,9 @@ def _of_chunk(
     correct = ((target >= largest) * weights).sum()
     if gradient is None:
         return (loss, correct), None
-    dlogits = ((likely / total[..., None] - is_target) * weights[..., None]).astype(x.dtype)
+    dlogits = (likely / total[..., None] - is_target) * weights[..., None]
+    # The scale of a float16 loss comes with the backward pass; most of these numbers would be 0 without it.
+    dlogits = dlogits if x.dtype == jnp.float16 else dlogits.astype(x.dtype)
     dkernel = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=gradient)
     dx = _each_dim(jax.lax.psum_scatter, jnp.einsum(f"...o,{layout.axes}->...i", dlogits, kernel), along)
     return (loss, correct, dkernel), _sum(dx, tuple(axis for axis in layout.vocabulary if axis not in layout.joined))

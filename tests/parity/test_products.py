@@ -54,7 +54,7 @@ BY_HEADS = {  # not in a ring: sequences are exchanged for heads
 BY_CAPACITY = {
     ("data", "expert"): TIGHT,
     ("fsdp", "expert", "tensor"): TIGHT,
-    ("expert", "sequence"): ROOMY,  # parts of an example have room each, so only without a limit is it the same
+    ("expert", "sequence"): TIGHT,
     ("fsdp", "expert", "sequence"): ROOMY,
 }
 BATCHES = token_batches((8, 16), SHAPE["vocab"], steps=2)
