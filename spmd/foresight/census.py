@@ -46,7 +46,8 @@ _CUTS = {"dynamic-slice", "slice", "slice-done", "slice-start"}
 _GATHERS = {"all-gather", "all-gather-done", "all-gather-start"}
 _MIXES = {"convolution", "custom-call", "dot", "gather", "reduce", "reduce-window", "scatter", "sort"}
 _FAR = 4000
-_MARKS = f"{os.sep}spmd{os.sep}annotate.py"  # where constraints are made; who asked for them is one frame up
+# Where constraints are made; who asked for them is one frame up.
+_MARKS = tuple(f"{os.sep}spmd{os.sep}{room}.py" for room in ("scope", "weights", "annotate"))
 
 
 @dataclasses.dataclass(frozen=True)
