@@ -1,17 +1,12 @@
 """What each layer sends, in the programs that are compiled for a TPU slice and for GPUs that are not here."""
 
 import functools
-import json
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
 from spmd.foresight.topology import missing_extra, parse_topology
+from tests.programs import run_script
 
-ROOT = Path(__file__).resolve().parent.parent
 LAYERS, D, BATCH, SEQ, LONG = 2, 512, 8, 256, 4096
 COMPILE = f"""
     import dataclasses, json, sys
@@ -53,16 +48,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("topology", ABSENT)]
 @functools.cache
 def collectives(topology):
     """Layout → what a step has, compiled in one process for all."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(COMPILE), topology],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_script(COMPILE, topology)
 
 
 def of_one_layer(records, source, payload=None):

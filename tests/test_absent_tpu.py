@@ -5,15 +5,12 @@ Device bytes are arguments and temporaries. XLA:CPU has host memory by name only
 
 import functools
 import importlib.util
-import json
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.programs import run_script
+
 SHARED = """
     import json, sys
     import jax, optax, spmd
@@ -94,12 +91,7 @@ pytestmark = pytest.mark.slow
 def compiled(script: str) -> dict[str, dict[str, int]]:
     """Setting → bytes of one chip, from one process for all."""
     assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
-    program = textwrap.dedent(SHARED) + textwrap.dedent(script)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_script(textwrap.dedent(SHARED) + textwrap.dedent(script))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])

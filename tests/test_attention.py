@@ -249,3 +249,10 @@ def test_a_document_is_computed_as_if_alone():
     alone = tiny.model().apply(params, tokens[:, 5:])
     np.testing.assert_allclose(packed[:, 5:], alone, rtol=1e-4, atol=1e-5)
     assert np.abs(tiny.model().apply(params, tokens)[:, 5:] - alone).max() > 1e-3
+
+
+def test_a_window_without_tokens_is_refused():
+    """Every token sees itself, so a window is of one at least."""
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ConfigError, match="window: is 0"):
+        attend(x, x, x, window=0)

@@ -16,16 +16,14 @@ tokens are gathered and rows exchanged, once in each direction, and its gradient
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from spmd.foresight.collectives import CollectiveAudit, audit_collectives, expect_collectives
 from spmd.mesh import MeshShape, abstract_mesh
+from tests.programs import run_script
 
-ROOT = Path(__file__).resolve().parent.parent
 VOCAB, D, LAYERS, HEADS, D_FF, BATCH, SEQ = 512, 128, 2, 8, 256, 16, 32
 F32 = 4
 
@@ -118,9 +116,7 @@ def audits(tmp_path_factory) -> dict[str, CollectiveAudit]:
     files = {name: str(folder / f"{number}.txt") for number, name in enumerate(LAYOUTS)}
     sizes = json.dumps([VOCAB, D, LAYERS, HEADS, D_FF, BATCH, SEQ])
     layouts = json.dumps({files[name]: layout for name, layout in LAYOUTS.items()})
-    command = [sys.executable, "-c", SCRIPT, sizes, layouts]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(SCRIPT, sizes, layouts)
     return {
         name: audit_collectives(Path(file).read_text(), abstract_mesh(MeshShape(**LAYOUTS[name][0])), backend="cpu")
         for name, file in files.items()

@@ -2,11 +2,6 @@
 
 import functools
 import importlib.util
-import json
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +26,9 @@ from spmd.scope import within
 from spmd.step import make_train_step
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
+from tests.programs import run_script
 from tests.test_attention import MASKS, arrays, reference, with_gradients
 
-ROOT = Path(__file__).parents[1]
 CONFIG = tiny.replaced(layers=1, heads=8, kv_heads=4, d_model=64)
 MASKED = tiny.replaced(layers=1, heads=8, kv_heads=4, d_model=64, window=13)
 SEQ = 32
@@ -111,6 +106,23 @@ def whole_attention(window, packed):
     """The same by the formula, computed once."""
     *inputs, segments = arrays(128)
     return with_gradients(functools.partial(reference, window=window), *inputs, segments if packed else None)
+
+
+@pytest.mark.parametrize("context", ["ring", "all-to-all"])
+def test_attention_runs_inside_of_another_manual_region(context):
+    """In a program that is manual over `data` already, the other axes are split as ever."""
+    plan = tiny.plan(options=(("context", context),), data=2, sequence=2)
+    query, key, value, *_ = arrays(128)
+    data = P("data")
+
+    def local(query, key, value):
+        with within(plan):
+            return attend(query, key, value)
+
+    nested = jax.shard_map(local, mesh=plan.mesh, in_specs=data, out_specs=data, axis_names={"data"}, check_vma=False)
+    spec = NamedSharding(plan.mesh, P("data", "sequence"))
+    out = jax.jit(nested)(*(jax.device_put(x, spec) for x in (query, key, value)))
+    np.testing.assert_allclose(out, reference(query, key, value, None), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mask", ["causal", "both"])
@@ -269,11 +281,7 @@ ASK = """
 @functools.cache
 def answers():
     """What the optimised program says, from one process for all questions."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(ASK)], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_script(ASK)
 
 
 LAYERS, TURNS = tiny.CONFIG.layers, 4 - 1
@@ -351,16 +359,7 @@ ON_TPU = """
 def test_every_form_compiles_for_tpus():
     """Splash attention, alone and on exchanged heads, and the ring, with a window and documents, for eight chips."""
     assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(ON_TPU)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_script(ON_TPU)
     assert found["splash"]["tpu_custom_call"] >= 3  # forward, the queries' gradient, the keys' and values'
     assert found["splash"]["all-gather"] == found["splash"]["all-to-all"] == 0
     assert found["splash by heads"]["tpu_custom_call"] >= 3

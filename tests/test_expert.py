@@ -4,10 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +27,8 @@ from spmd.scope import within
 from spmd.step import make_train_step
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
+from tests.programs import run_script
 
-ROOT = Path(__file__).parents[1]
 EXPERTS, D, HIDDEN = 4, 16, 24
 NO_LIMIT = RouterConfig(experts=EXPERTS, dispatch="capacity", capacity_factor=math.inf)
 DROPLESS = RouterConfig(experts=EXPERTS, dispatch="dropless")
@@ -278,16 +274,7 @@ COMPILE = """
 
 @functools.cache
 def collectives(topology, questions):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(COMPILE), topology, questions],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_script(COMPILE, topology, questions)
 
 
 def all_to_alls(records, kind="all-to-all"):

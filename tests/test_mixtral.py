@@ -25,6 +25,7 @@ from spmd.parallel.router import RouterConfig
 from spmd.plan import make_plan
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
+from tests.jaxprs import equations
 
 CONFIG = PRESETS["test"]
 BATCH = token_batches((4, 16), CONFIG.vocab, steps=1)[0]
@@ -146,6 +147,18 @@ def test_the_loss_is_cross_entropy_and_the_routers_losses():
         assert float(sums["loss"] / sums["weight"]) == pytest.approx(float(plain["loss"] / plain["weight"]) + extra)
         for name, value in outputs.losses.items():
             assert float(sums[name] / sums["weight"]) == pytest.approx(float(value), rel=1e-5)
+
+
+def test_a_router_is_float32_in_both_directions():
+    """Its products are of the highest precision: scores, and the gradients of tokens and of the kernel."""
+    params = model().init(jax.random.key(0))
+    loss_fn = next_token_loss(model())
+    jaxpr = jax.make_jaxpr(jax.grad(lambda params: loss_fn(params, {}, BATCH, jax.random.key(0))[0]["loss"]))(params)
+    highest = jax.lax.Precision.HIGHEST
+    products = [equation for equation in equations(jaxpr) if equation.primitive.name == "dot_general"]
+    precise = [equation for equation in products if equation.params["precision"] == (highest, highest)]
+    assert len(precise) == 3
+    assert len(products) > 3
 
 
 def test_auxiliary_losses_add_up_over_microbatches():
