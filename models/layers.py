@@ -146,15 +146,11 @@ def _placed(kernel: nnx.Param) -> Weight | None:
 
 
 class Dense(nnx.Module):
-    """A linear layer without bias; its `kernel` is `[in, out]`, drawn with variance 1 / in."""
+    """The `kernel` of a linear layer without bias, `[in, out]`, drawn with variance 1 / in; see `columns` and `rows`."""
 
     def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32), gathered_by_layer=True)
-
-    def __call__(self, x: Float[Array, "batch seq in"]) -> Float[Array, "batch seq out"]:
-        """`x @ kernel` on every token, in the dtype of `x`."""
-        return dense(x, self.kernel)
 
 
 class Head(nnx.Module):
