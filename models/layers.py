@@ -146,7 +146,7 @@ def _placed(kernel: nnx.Param) -> Weight | None:
 
 
 class Dense(nnx.Module):
-    """The `kernel` of a linear layer without bias, `[in, out]`, drawn with variance 1 / in; see `columns` and `rows`."""
+    """The `kernel` of a linear layer, `[in, out]`, drawn with variance 1 / in; see `columns` and `rows`."""
 
     def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
