@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from spmd.annotate import annotate, checkpoint_layer, is_split_otherwise, remat_interval, split_like
+from spmd.parallel.stages import through_layers
 from spmd.parallel.vocabulary import Unembedded, is_deferred
 from spmd.weights import Weight, gather, is_kept, scatter, weight
 
@@ -258,21 +259,25 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
         return run(x, list(zip(states, owns, strict=True)), graphs, False)
     graph, state = nnx.split(layers)
     size = remat_interval()
-    turns, left = divmod(jax.tree.leaves(state)[0].shape[0], size)
-    unroll = max(1, unroll // size)
-    scanned = unroll == 1 and turns > 1  # in one program, XLA could merge recomputation and original
-    if size == 1:
-        call = checkpoint_layer(_call(graph), scanned=scanned, number=0)
-        return jax.lax.scan(lambda x, layer: step(call, x, *layer), x, (state, each), unroll=unroll)
-    groups = jax.tree.map(lambda w: w[: turns * size].reshape(turns, size, *w.shape[1:]), (state, each))
-    x, values = jax.lax.scan(
-        lambda x, group: run(x, _unstack(group), (graph,) * size, scanned), x, groups, unroll=unroll
-    )
-    values = jax.tree.map(lambda v: v.reshape(turns * size, *v.shape[2:]), values)
-    if not left:
-        return x, values
-    x, rest = run(x, _unstack(jax.tree.map(lambda w: w[turns * size :], (state, each))), (graph,) * left, False)
-    return x, jax.tree.map(lambda v, r: jnp.concatenate([v, r]), values, rest)
+
+    def scan(x: Array, stack: Any) -> tuple[Array, Any]:
+        turns, left = divmod(jax.tree.leaves(stack)[0].shape[0], size)
+        turn = max(1, unroll // size)
+        scanned = turn == 1 and turns > 1  # in one program, XLA could merge recomputation and original
+        if size == 1:
+            call = checkpoint_layer(_call(graph), scanned=scanned, number=0)
+            return jax.lax.scan(lambda x, layer: step(call, x, *layer), x, stack, unroll=turn)
+        groups = jax.tree.map(lambda w: w[: turns * size].reshape(turns, size, *w.shape[1:]), stack)
+        x, values = jax.lax.scan(
+            lambda x, group: run(x, _unstack(group), (graph,) * size, scanned), x, groups, unroll=turn
+        )
+        values = jax.tree.map(lambda v: v.reshape(turns * size, *v.shape[2:]), values)
+        if not left:
+            return x, values
+        x, rest = run(x, _unstack(jax.tree.map(lambda w: w[turns * size :], stack)), (graph,) * left, False)
+        return x, jax.tree.map(lambda v, r: jnp.concatenate([v, r]), values, rest)
+
+    return through_layers(scan, x, (state, each))
 
 
 def _unstack(group: Any) -> list[Any]:

@@ -34,16 +34,6 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
     if microbatches == 1:
         return grad_fn
 
-    def cut(x: jax.Array) -> jax.Array:
-        examples = x.shape[0]
-        if examples % microbatches:
-            arithmetic = f"{examples} / {microbatches} = {examples / microbatches:.4g}"
-            raise ConfigError(
-                "Gradients cannot be accumulated:",
-                [Problem("batch", "does not divide into microbatches", arithmetic, "change one of them")],
-            )
-        return jnp.swapaxes(x.reshape(examples // microbatches, microbatches, *x.shape[1:]), 0, 1)
-
     def accumulated(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         def add(carry: tuple[Any, Any], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
             total, variables = carry
@@ -51,7 +41,7 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
             total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (gradients, sums))
             return (total, variables), None
 
-        parts = (jax.tree.map(cut, batch), jax.random.split(key, microbatches))
+        parts = (cut_batch(batch, microbatches), jax.random.split(key, microbatches))
         gradients, sums, _ = jax.eval_shape(grad_fn, params, variables, *jax.tree.map(lambda x: x[0], parts))
         zeros = (
             jax.tree.map(lambda g: jnp.zeros(g.shape, accumulation_dtype(g.dtype)), gradients),
@@ -61,3 +51,27 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
         return gradients, sums, variables
 
     return accumulated
+
+
+def cut_batch(batch: Any, microbatches: int) -> Any:
+    """The batch in equal parts: every array `[batch, …]` as `[microbatches, batch / microbatches, …]`.
+
+    Part *i* takes the examples *i*, *i* + `microbatches`, …, so it stays spread over the devices that hold the batch.
+
+    Raises:
+        ConfigError: The batch does not divide.
+
+    Example:
+        >>> cut_batch(jnp.arange(6), 2).tolist()
+        [[0, 2, 4], [1, 3, 5]]
+    """
+
+    def cut(x: jax.Array) -> jax.Array:
+        examples = x.shape[0]
+        if examples % microbatches:
+            arithmetic = f"{examples} / {microbatches} = {examples / microbatches:.4g}"
+            problem = Problem("batch", "does not divide into microbatches", arithmetic, "change one of them")
+            raise ConfigError("Gradients cannot be accumulated:", [problem])
+        return jnp.swapaxes(x.reshape(examples // microbatches, microbatches, *x.shape[1:]), 0, 1)
+
+    return jax.tree.map(cut, batch)

@@ -1,0 +1,223 @@
+"""A pipeline schedule as tables that one SPMD program steps through.
+
+The stages of an SPMD program go in step: what a stage sends at the end of a tick, its neighbour has in the next. A tick
+has room for one forward task and then for one backward task, so stages that do the same at the same time wait for each
+other as little as the schedule allows.
+
+```
+tick        0      1      2      3
+stage 0   F0 ·   F1 ·   F2 B0  F3 B1      the last stage takes a microbatch forward and backward in one tick:
+stage 1    · ·   F0 B0  F1 B1  F2 B2      its forward task is the first half of its backward task
+```
+
+A backward task waits for all that the schedule lists before it. A forward task does not wait for backward tasks before
+it: it runs as soon as its input is there. So GPipe stays what it is, and 1F1B holds up to 2(p − s) − 1 microbatches at
+stage s instead of p − s; that many are needed to be busy all the time where sending takes a tick (eager 1F1B, Zhuang et
+al., arXiv:2211.05322). The length is the published one.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from spmd.errors import Problem, ScheduleError
+from spmd.gradients.schedules import Schedule, Task
+
+IDLE = -1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What every stage does in every tick: `[tick, stage]` arrays of int32, -1 for nothing.
+
+    A stage keeps what enters each of its tasks in `depth` slots from when it arrives until it went backward, and the
+    gradients that arrive in `gradient_depth` slots.
+
+    Attributes:
+        microbatches: How many there are.
+        chunks: Parts of the layers that each stage has.
+        depth: Slots for what enters, of the stage that needs most.
+        gradient_depth: Slots for gradients.
+        arrives: The slot for what the stage before sent in the tick before.
+        forward: The microbatch of the forward task.
+        forward_chunk: Its part of the stage's layers.
+        forward_slot: Where its input is; of the first task of a microbatch, where it is put.
+        gradient_arrives: The slot for the gradient that the stage behind sent in the tick before.
+        backward: The microbatch of the backward task.
+        backward_chunk: Its part of the stage's layers.
+        backward_slot: Where the input of its forward task is.
+        gradient_slot: Where its gradient is; -1 in the last task of a microbatch, which begins with the loss.
+    """
+
+    microbatches: int
+    chunks: int
+    depth: int
+    gradient_depth: int
+    arrives: np.ndarray
+    forward: np.ndarray
+    forward_chunk: np.ndarray
+    forward_slot: np.ndarray
+    gradient_arrives: np.ndarray
+    backward: np.ndarray
+    backward_chunk: np.ndarray
+    backward_slot: np.ndarray
+    gradient_slot: np.ndarray
+
+    @property
+    def ticks(self) -> int:
+        """How many ticks there are."""
+        return self.forward.shape[0]
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return self.forward.shape[1]
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The arrays by name."""
+        return {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), np.ndarray)
+        }
+
+    def time(self, forward: float, backward: float) -> float:
+        """How long it takes, where every stage waits for the slowest in each half of a tick.
+
+        Args:
+            forward: Time of a forward task of all layers of a stage.
+            backward: Time of a backward task, with what it computes again.
+        """
+        halves = ((self.forward, forward), (self.backward, backward))
+        return sum((tasks >= 0).any(axis=1).sum() * time / self.chunks for tasks, time in halves)
+
+
+def make_program(schedule: Schedule) -> Program:
+    """The schedule in step.
+
+    Raises:
+        ScheduleError: It cannot be executed: it splits the backward pass, or goes through the stages in another order
+            than round and round, or does not end with its batch.
+    """
+    if problems := list(_not_executed(schedule)):
+        raise ScheduleError("This schedule can be drawn and not executed:", problems)
+    stages, count = schedule.stages, schedule.stages * schedule.chunks
+    ticks = _ticks(schedule)
+    forward, backward = (
+        {task: tick for task, tick in ticks.items() if (task[2] == "F") == is_forward} for is_forward in (True, False)
+    )
+    length = max(backward.values()) + 1
+    names = [field.name for field in dataclasses.fields(Program) if field.name not in _SIZES]
+    columns = {name: np.full((length, stages), IDLE, np.int32) for name in names}
+
+    def own(group: int) -> tuple[int, int]:
+        """The stage that has a group of layers, and which of its chunks that is."""
+        return group % stages, group // stages
+
+    inputs: list[list[tuple[int, int, tuple]]] = [[] for _ in range(stages)]
+    gradients: list[list[tuple[int, int, tuple]]] = [[] for _ in range(stages)]
+    for (i, group, _), tick in backward.items():
+        stage, chunk = own(group)
+        columns["backward"][tick, stage], columns["backward_chunk"][tick, stage] = i, chunk
+        begins = forward[i, 0, "F"] if group == 0 else forward[i, group - 1, "F"] + 1
+        inputs[stage].append((begins, tick, (i, group)))
+        if group + 1 < count:
+            gradients[stage].append((backward[i, group + 1, "B"] + 1, tick, (i, group)))
+    slots, depths = zip(*map(_slots, inputs), strict=True)
+    gradient_slots, gradient_depths = zip(*map(_slots, gradients), strict=True)
+    for (i, group, _), tick in forward.items():
+        if group + 1 == count:
+            continue  # the first half of its backward task
+        stage, chunk = own(group)
+        columns["forward"][tick, stage], columns["forward_chunk"][tick, stage] = i, chunk
+        columns["forward_slot"][tick, stage] = slots[stage][i, group]
+    for stage in range(stages):
+        for begins, tick, (i, group) in inputs[stage]:
+            columns["backward_slot"][tick, stage] = slots[stage][i, group]
+            if group:
+                columns["arrives"][begins, stage] = slots[stage][i, group]
+        for begins, tick, task in gradients[stage]:
+            columns["gradient_slot"][tick, stage] = gradient_slots[stage][task]
+            columns["gradient_arrives"][begins, stage] = gradient_slots[stage][task]
+    return Program(schedule.microbatches, schedule.chunks, max(depths), max(1, *gradient_depths), **columns)
+
+
+_SIZES = ("microbatches", "chunks", "depth", "gradient_depth")
+
+
+def _not_executed(schedule: Schedule) -> list[Problem]:
+    kinds = {task.kind for order in schedule.orders for task in order}
+    problems = []
+    if split := sorted(kinds & {"B", "W"}):
+        what = f"splits the backward pass into {' and '.join(split)}"
+        problems.append(Problem(f"schedule {schedule.name}", what, fix="gpipe, 1f1b, interleaved, or a table of F, BW"))
+    if schedule.placement != "loop":
+        what = f"goes through the stages in the order of a {schedule.placement}"
+        problems.append(Problem(f"schedule {schedule.name}", what, fix="chunk c of stage s: layers c × stages + s"))
+    return problems
+
+
+def _ticks(schedule: Schedule) -> dict[tuple[int, int, str], int]:
+    """(microbatch, group of layers, "F" or "B") → its tick. The last group's forward task takes no room."""
+    stages, last = schedule.stages, schedule.stages * schedule.chunks - 1
+    forward, backward = (
+        [[task for task in order if (task.kind == "F") == is_forward] for order in schedule.orders]
+        for is_forward in (True, False)
+    )
+    waits_for = [_forward_tasks_before(order) for order in schedule.orders]
+    done: dict[tuple[int, int, str], int] = {}
+    next_forward, next_backward = [0] * stages, [0] * stages
+    total = sum(map(len, schedule.orders))
+    tick = 0
+    while len(done) < total:
+        before = len(done)
+        for stage in range(stages):
+            room = 1
+            while next_forward[stage] < len(forward[stage]):
+                task = forward[stage][next_forward[stage]]
+                group = task.chunk * stages + stage
+                if not (group == 0 or done.get((task.microbatch, group - 1, "F"), tick) < tick):
+                    break
+                if group < last:
+                    if not room:
+                        break
+                    room = 0
+                done[task.microbatch, group, "F"] = tick
+                next_forward[stage] += 1
+        for stage in range(stages):
+            if next_backward[stage] == len(backward[stage]):
+                continue
+            task = backward[stage][next_backward[stage]]
+            group = task.chunk * stages + stage
+            has_gradient = group == last or done.get((task.microbatch, group + 1, "B"), tick) < tick
+            if has_gradient and next_forward[stage] >= waits_for[stage][next_backward[stage]]:
+                done[task.microbatch, group, "B"] = tick
+                next_backward[stage] += 1
+        tick += 1
+        assert len(done) > before, "a schedule that was checked has no deadlock"
+    return done
+
+
+def _forward_tasks_before(order: tuple[Task, ...]) -> list[int]:
+    """Of each backward task, how many forward tasks are listed before it."""
+    counts, forward = [], 0
+    for task in order:
+        if task.kind == "F":
+            forward += 1
+        else:
+            counts.append(forward)
+    return counts
+
+
+def _slots(lives: list[tuple[int, int, tuple]]) -> tuple[dict[tuple, int], int]:
+    """A slot for each of some things that are needed from one tick to another, and how many slots there are."""
+    free: list[int] = []
+    until: list[int] = []  # of each slot, the last tick in which it is needed
+    slots = {}
+    for first, last, name in sorted(lives):
+        free = [slot for slot, end in enumerate(until) if end < first]
+        slot = free[0] if free else len(until)
+        until[slot : slot + 1] = [last]
+        slots[name] = slot
+    return slots, len(until)
