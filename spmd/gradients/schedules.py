@@ -14,7 +14,7 @@ starts when what it needs is there; `spmd.gradients.simulate` turns that into ti
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from spmd.errors import Problem, ScheduleError, did_you_mean
 
@@ -234,7 +234,8 @@ def zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Iter
     """1F1B whose weight gradients come as many microbatches late as there are stages before this one.
 
     So every stage holds at most as much as the first stage of 1F1B, and has weight gradients left to compute when its
-    last input gradient is out.
+    last input gradient is out. The bubble is (p-1) max(F + B - W, F, B): the paper's (p-1) (F + B - W) unless W is the
+    largest.
     """
     for task in one_forward_one_backward(stage, stages, microbatches, chunks):
         if task.kind == "F":
@@ -306,19 +307,22 @@ def run_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
     return ran, at
 
 
-def check_schedule(schedule: Schedule) -> list[Problem]:
+def check_schedule(schedule: Schedule, ticks: Sequence[Sequence[int]] | None = None) -> list[Problem]:
     """Everything that keeps a schedule from being run: tasks missing, twice, unknown, or waiting for each other.
 
+    Args:
+        schedule: What to check.
+        ticks: For each stage the ticks at which its tasks stand, for the messages; without it their places in the
+            order, from 0.
+
     Returns:
-        The problems, sorted; none for a schedule that runs to its end. A tick is the task's place in its stage's
-        order, from 0.
+        The problems, sorted; none for a schedule that runs to its end.
     """
-    ticks = tuple(tuple(range(len(order))) for order in schedule.orders)
-    return sorted(find_problems(schedule, ticks))
+    return sorted(find_problems(schedule, ticks or [range(len(order)) for order in schedule.orders]))
 
 
-def find_problems(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) -> Iterator[Problem]:
-    """The problems of a schedule whose tasks stand at these ticks."""
+def find_problems(schedule: Schedule, ticks: Sequence[Sequence[int]]) -> Iterator[Problem]:
+    """The problems that `check_schedule` sorts."""
     first: dict[Part, tuple[int, Task]] = {}
     for stage, order in enumerate(schedule.orders):
         for tick, task in zip(ticks[stage], order, strict=True):

@@ -5,6 +5,7 @@ Times are exact fractions inside, so a bubble of nothing is 0.0.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from fractions import Fraction
 
 from spmd.errors import Problem, ScheduleError
@@ -121,18 +122,7 @@ def simulate(
     durations = {kind: sum((parts[p] for p in split), Fraction()) / schedule.chunks for kind, split in SPLIT.items()}
     batches = 1 if schedule.flush else BATCHES
     whole = consecutive(schedule, batches)
-    arrived: dict[Part, tuple[int, Fraction]] = {}
-    times: list[list[tuple[Task, Fraction, Fraction]]] = [[] for _ in whole.orders]
-    for stage, index in run_order(whole)[0]:
-        task = whole.orders[stage][index]
-        start = times[stage][-1][2] if index else Fraction()
-        for part in whole.needs(stage, task):
-            source, end = arrived[part]
-            start = max(start, end if source == stage else end + Fraction(transfer))
-        end = start + durations[task.kind]
-        arrived.update((part, (stage, end)) for part in whole.does(stage, task))
-        times[stage].append((task, start, end))
-
+    times = run_times(whole, durations, Fraction(transfer))
     ends = [Fraction()] * batches
     for task, _, end in (timed for order in times for timed in order):
         batch = task.microbatch // schedule.microbatches
@@ -147,6 +137,49 @@ def simulate(
         ideal=float(schedule.microbatches * sum(parts.values())),
         staleness=max(stale_updates(order, schedule.microbatches) for order in whole.orders),
     )
+
+
+def run_times(
+    schedule: Schedule, durations: Mapping[str, Fraction], transfer: Fraction
+) -> list[list[tuple[Task, Fraction, Fraction]]]:
+    """For each stage its tasks in order, each with its start and end."""
+    arrived: dict[Part, tuple[int, Fraction]] = {}
+    times: list[list[tuple[Task, Fraction, Fraction]]] = [[] for _ in schedule.orders]
+    for stage, index in run_order(schedule)[0]:
+        task = schedule.orders[stage][index]
+        start = times[stage][-1][2] if index else Fraction()
+        for part in schedule.needs(stage, task):
+            source, end = arrived[part]
+            start = max(start, end if source == stage else end + transfer)
+        end = start + durations[task.kind]
+        arrived.update((part, (stage, end)) for part in schedule.does(stage, task))
+        times[stage].append((task, start, end))
+    return times
+
+
+def lockstep(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
+    """The schedule as a table of ticks: what each stage does at each, or None.
+
+    Every task takes one tick, whatever its kind, and runs at the first at which the stage is free and all that it
+    needs was made at an earlier tick.
+
+    Raises:
+        ScheduleError: A schedule that `check_schedule` finds wrong.
+
+    Example:
+        >>> from spmd.gradients.schedules import make_schedule
+        >>> for row in lockstep(make_schedule("1f1b", stages=2, microbatches=2)):
+        ...     print(*(task or "--" for task in row))
+        F0 F1 -- BW0 -- BW1
+        -- F0 BW0 F1 BW1 --
+    """
+    problems = check_schedule(schedule)
+    if problems:
+        raise ScheduleError(f"The schedule {schedule.name} cannot be run:", problems)
+    times = run_times(schedule, dict.fromkeys(SPLIT, Fraction(1)), Fraction())
+    started = [{int(start): task for task, start, _ in order} for order in times]
+    ticks = 1 + max(max(row) for row in started)
+    return tuple(tuple(row.get(tick) for tick in range(ticks)) for row in started)
 
 
 def stale_updates(order: tuple[Task, ...], microbatches: int) -> int:
