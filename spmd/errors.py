@@ -6,7 +6,8 @@ SpmdError                    something is wrong with what was asked; `.problems`
 ├── RuleError                a partition rule table does not fit the parameters
 ├── AnnotationError          an activation name that the plan does not know, or a shape it cannot split
 ├── ConfigError              a field of the configuration
-│   └── NotYetError          a field whose feature is planned and not built
+│   ├── NotYetError          a field whose feature is planned and not built
+│   └── ScheduleError        a pipeline schedule that cannot be built, read or finished
 ├── DataError                a corpus that is missing, empty or too short
 ├── CheckpointError          a checkpoint that does not fit, or a run folder in use
 └── NonFiniteError           the loss or a gradient is NaN or infinite
@@ -83,6 +84,10 @@ class ConfigError(SpmdError):
 
 class NotYetError(ConfigError):
     """A field whose feature is planned and has its place, and is not built yet."""
+
+
+class ScheduleError(ConfigError):
+    """A pipeline schedule that cannot be built, read from its file, or run to its end."""
 
 
 class DataError(SpmdError):

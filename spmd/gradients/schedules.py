@@ -1,0 +1,364 @@
+"""Pipeline schedules as data: which task each stage runs, in which order.
+
+A schedule says nothing about arrays or time. Each stage runs its list from the first task to the last, and a task
+starts when what it needs is there; `spmd.gradients.simulate` turns that into times.
+
+| name | order of one stage | source |
+|---|---|---|
+| `gpipe` | all forwards, then all backwards | Huang et al., arXiv:1811.06965 |
+| `1f1b` | a few forwards, then forward and backward in turn | Narayanan et al., PipeDream, SOSP 2019 |
+| `interleaved` | 1F1B over several chunks of layers per stage | Narayanan et al., arXiv:2104.04473, section 2.2 |
+| `zero-bubble` | 1F1B whose weight gradients fill the gaps: ZB-H1 | Qi et al., arXiv:2401.10241, section 2.1 |
+| `pipedream` | 1F1B without a flush between batches | Narayanan et al., PipeDream-2BW, arXiv:2006.09503 |
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from spmd.errors import Problem, ScheduleError, did_you_mean
+
+SPLIT = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}  # a kind of task → the parts of the work that it does
+NAMED = 8  # as many missing tasks does an error name
+WORD = re.compile(r"(F|BW|B|W)(\d+)(?:c(\d+))?")
+
+Part = tuple[str, int, int]  # "F", "B" or "W", the position in the model, the microbatch
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Task:
+    """One microbatch through one chunk of layers, in one direction.
+
+    As text it is its kind and its microbatch, and its chunk unless that is the first: `F3`, `BW0c1`.
+
+    Args:
+        kind: `"F"` forward; `"B"` the gradient of the input alone; `"W"` the gradients of the weights alone; `"BW"`
+            the whole backward.
+        microbatch: Which part of the batch, from 0.
+        chunk: Which of the stage's chunks of layers, from 0.
+
+    Raises:
+        ScheduleError: A kind that there is not.
+
+    Example:
+        >>> str(Task("F", 3)), str(Task("BW", 0, chunk=1))
+        ('F3', 'BW0c1')
+    """
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in SPLIT:
+            problem = Problem("kind", f"is {self.kind!r}", fix=did_you_mean(self.kind, SPLIT))
+            raise ScheduleError("There is no such task:", [problem])
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f"c{self.chunk}" if self.chunk else "")
+
+
+def parse_task(word: str) -> Task:
+    """The task that a word names; the inverse of `str`, and `c0` may be written.
+
+    Raises:
+        ScheduleError: A word that names none.
+
+    Example:
+        >>> parse_task("BW0c1"), parse_task("F3c0") == parse_task("F3")
+        (Task(kind='BW', microbatch=0, chunk=1), True)
+    """
+    match = WORD.fullmatch(word)
+    if match is None:
+        fix = "F, B, W or BW, a microbatch, and c with a chunk where a stage has several: F3, BW0c1"
+        raise ScheduleError("A task cannot be read:", [Problem("task", f"{word!r} names no task", fix=fix)])
+    kind, microbatch, chunk = match.groups()
+    return Task(kind, int(microbatch), int(chunk or 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What every stage of a pipeline does, in order.
+
+    Args:
+        name: What it is called.
+        microbatches: Parts of one batch.
+        chunks: Chunks of layers on each stage; the model is cut into `stages * chunks`.
+        orders: For each stage its tasks, in the order in which it runs them.
+        placement: Which stage has which part of the model. `"loop"`: chunk 1 of the first stage follows chunk 0 of the
+            last, and so on. `"v"`: there are two chunks, and the second runs from the last stage back to the first.
+        flush: Whether a batch ends before the next begins. Where it does not, `orders` are those of a batch after
+            which nothing comes, and `consecutive` has those of several.
+
+    Raises:
+        ScheduleError: Numbers below 1, or a placement that there is not. Whether the orders can be run is what
+            `check_schedule` finds out.
+    """
+
+    name: str
+    microbatches: int
+    chunks: int
+    orders: tuple[tuple[Task, ...], ...]
+    placement: str = "loop"
+    flush: bool = True
+
+    def __post_init__(self) -> None:
+        problems = list(below_one(stages=self.stages, microbatches=self.microbatches, chunks=self.chunks))
+        if self.placement not in ("loop", "v"):
+            problems.append(Problem("placement", f"is {self.placement!r}", fix='"loop" or "v"'))
+        elif self.placement == "v" and self.chunks != 2:
+            problems.append(Problem("placement", '"v" has two chunks per stage', f"chunks = {self.chunks}"))
+        if problems:
+            raise ScheduleError("This is not a schedule:", problems)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.orders)
+
+    def position(self, stage: int, chunk: int) -> int:
+        """Which part of the model a stage's chunk is, from 0 (the first layers) to `stages * chunks - 1`."""
+        turned = self.placement == "v" and chunk == 1
+        return chunk * self.stages + (self.stages - 1 - stage if turned else stage)
+
+    def place(self, position: int) -> tuple[int, int]:
+        """The stage and the chunk that hold a part of the model; the inverse of `position`."""
+        chunk, offset = divmod(position, self.stages)
+        turned = self.placement == "v" and chunk == 1
+        return (self.stages - 1 - offset if turned else offset), chunk
+
+    def does(self, stage: int, task: Task) -> tuple[Part, ...]:
+        """The parts of the work that a task of this stage does."""
+        position = self.position(stage, task.chunk)
+        return tuple((part, position, task.microbatch) for part in SPLIT[task.kind])
+
+    def needs(self, stage: int, task: Task) -> tuple[Part, ...]:
+        """The parts of the work that must be done before a task of this stage can start.
+
+        A forward needs the forward of the layers before it, an input gradient its own forward and the input gradient
+        of the layers after it, a weight gradient the input gradient of the same layers.
+        """
+        position, microbatch = self.position(stage, task.chunk), task.microbatch
+        if task.kind == "F":
+            return (("F", position - 1, microbatch),) if position else ()
+        if task.kind == "W":
+            return (("B", position, microbatch),)
+        forward = ("F", position, microbatch)
+        last = position == self.stages * self.chunks - 1
+        return (forward,) if last else (forward, ("B", position + 1, microbatch))
+
+
+def below_one(**counts: int) -> Iterator[Problem]:
+    """A problem for each count that is not positive."""
+    yield from (Problem(name, f"is {n}", fix="1 or more") for name, n in counts.items() if n < 1)
+
+
+def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The schedule of that name.
+
+    Args:
+        name: One of `SCHEDULES`.
+        stages: Stages of the pipeline (p).
+        microbatches: Microbatches of one batch (m). `interleaved` takes multiples of the stages, `zero-bubble` and
+            `pipedream` at least as many as stages.
+        chunks: Chunks of layers per stage (v): 2 or more for `interleaved`, 1 for the others.
+
+    Raises:
+        ScheduleError: Everything about the arguments that the schedule cannot do with.
+
+    Example:
+        >>> for order in make_schedule("1f1b", stages=2, microbatches=3).orders:
+        ...     print(*order)
+        F0 F1 BW0 F2 BW1 BW2
+        F0 BW0 F1 BW1 F2 BW2
+    """
+    problems = list(below_one(stages=stages, microbatches=microbatches, chunks=chunks))
+    if name not in BUILDERS:
+        problems.append(Problem("schedule", f"there is no {name!r}", fix=did_you_mean(name, SCHEDULES)))
+    elif not problems:
+        problems.extend(misfits(name, stages, microbatches, chunks))
+    if problems:
+        raise ScheduleError("The schedule cannot be built:", problems)
+    orders = tuple(tuple(BUILDERS[name](stage, stages, microbatches, chunks)) for stage in range(stages))
+    return Schedule(name, microbatches, chunks, orders, flush=name != "pipedream")
+
+
+def misfits(name: str, stages: int, microbatches: int, chunks: int) -> Iterator[Problem]:
+    """What a schedule asks for beyond positive numbers, and does not get."""
+    if name == "interleaved":
+        if chunks < 2:
+            yield Problem("chunks", "interleaved runs several chunks of layers per stage", f"chunks = {chunks}", "2")
+        if microbatches % stages:
+            arithmetic = f"{microbatches} / (stages={stages}) = {microbatches / stages:.4g}"
+            fix = f"{-(-microbatches // stages) * stages} microbatches"
+            yield Problem("microbatches", "interleaved runs them in groups of as many as stages", arithmetic, fix)
+        return
+    if chunks > 1:
+        fix = '1, or schedule = "interleaved"'
+        yield Problem("chunks", f"{name} has one chunk of layers per stage", f"chunks = {chunks}", fix)
+    if name in ("zero-bubble", "pipedream") and microbatches < stages:
+        arithmetic = f"{microbatches} < stages = {stages}"
+        yield Problem("microbatches", f"{name} needs one for each stage", arithmetic, f"{stages} or more")
+
+
+def gpipe(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
+    """All forwards, then all backwards; both from the first microbatch on, so that every schedule sums alike."""
+    yield from (Task("F", i) for i in range(microbatches))
+    yield from (Task("BW", i) for i in range(microbatches))
+
+
+def one_forward_one_backward(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
+    """As many forwards as there are stages behind this one, then a forward and a backward in turn."""
+    forwards, backwards = ([Task(kind, i) for i in range(microbatches)] for kind in ("F", "BW"))
+    yield from in_turn(forwards, backwards, ahead=stages - 1 - stage)
+
+
+def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
+    """1F1B over chunks: groups of as many microbatches as stages go through all chunks, one chunk after the other."""
+    groups = range(0, microbatches, stages)
+    steps = [(first + i, chunk) for first in groups for chunk in range(chunks) for i in range(stages)]
+    forwards = [Task("F", microbatch, chunk) for microbatch, chunk in steps]
+    backwards = [Task("BW", microbatch, chunks - 1 - chunk) for microbatch, chunk in steps]
+    yield from in_turn(forwards, backwards, ahead=2 * (stages - 1 - stage) + (chunks - 1) * stages)
+
+
+def in_turn(forwards: list[Task], backwards: list[Task], ahead: int) -> Iterator[Task]:
+    """Forwards and backwards in turn, once the forwards are `ahead` by so many."""
+    yield from forwards[:ahead]
+    for i, backward in enumerate(backwards):
+        yield from forwards[ahead + i : ahead + i + 1]
+        yield backward
+
+
+def zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
+    """1F1B whose weight gradients come as many microbatches late as there are stages before this one.
+
+    So every stage holds at most as much as the first stage of 1F1B, and has weight gradients left to compute when its
+    last input gradient is out. The bubble is (p-1) max(F + B - W, F, B): the paper's (p-1) (F + B - W) unless W is the
+    largest.
+    """
+    for task in one_forward_one_backward(stage, stages, microbatches, chunks):
+        if task.kind == "F":
+            yield task
+            continue
+        yield Task("B", task.microbatch)
+        if task.microbatch >= stage:
+            yield Task("W", task.microbatch - stage)
+    yield from (Task("W", i) for i in range(microbatches - stage, microbatches))
+
+
+Builder = Callable[[int, int, int, int], Iterator[Task]]
+BUILDERS: dict[str, Builder] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+    "pipedream": one_forward_one_backward,
+}
+SCHEDULES = tuple(BUILDERS)
+
+
+def consecutive(schedule: Schedule, batches: int) -> Schedule:
+    """Several batches in a row as one schedule of `batches * microbatches` microbatches.
+
+    After a flush a stage starts the next batch when it has ended the last. Without one, which is `pipedream` alone,
+    the forwards of the next batch run in turn with the backwards that are left of the last.
+
+    Raises:
+        ScheduleError: Fewer than one batch.
+    """
+    problems = list(below_one(batches=batches))
+    if problems:
+        raise ScheduleError("There are no batches:", problems)
+    total = batches * schedule.microbatches
+    if not schedule.flush:
+        orders = make_schedule(schedule.name, schedule.stages, total).orders
+    else:
+        shifts = range(0, total, schedule.microbatches)
+        orders = tuple(
+            tuple(dataclasses.replace(task, microbatch=task.microbatch + n) for n in shifts for task in order)
+            for order in schedule.orders
+        )
+    return dataclasses.replace(schedule, microbatches=total, orders=orders)
+
+
+def run_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
+    """Runs every stage as far as it comes, without time.
+
+    Parts of the work that no stage does count as done: that they are missing is another problem.
+
+    Returns:
+        The tasks that ran as (stage, index in its order), each after all that it needs; and for each stage the index
+        at which it stopped, which is the length of its order unless there is a deadlock.
+    """
+    jobs = [[(schedule.does(s, task), schedule.needs(s, task)) for task in o] for s, o in enumerate(schedule.orders)]
+    waiting = {part for stage_jobs in jobs for does, _ in stage_jobs for part in does}
+    ran: list[tuple[int, int]] = []
+    at = [0] * schedule.stages
+    progress = True
+    while progress:
+        progress = False
+        for stage, stage_jobs in enumerate(jobs):
+            while at[stage] < len(stage_jobs) and waiting.isdisjoint(stage_jobs[at[stage]][1]):
+                waiting.difference_update(stage_jobs[at[stage]][0])
+                ran.append((stage, at[stage]))
+                at[stage] += 1
+                progress = True
+    return ran, at
+
+
+def check_schedule(schedule: Schedule, ticks: Sequence[Sequence[int]] | None = None) -> list[Problem]:
+    """Everything that keeps a schedule from being run: tasks missing, twice, unknown, or waiting for each other.
+
+    Args:
+        schedule: What to check.
+        ticks: For each stage the ticks at which its tasks stand, for the messages; without it their places in the
+            order, from 0.
+
+    Returns:
+        The problems, sorted; none for a schedule that runs to its end.
+    """
+    return sorted(find_problems(schedule, ticks or [range(len(order)) for order in schedule.orders]))
+
+
+def find_problems(schedule: Schedule, ticks: Sequence[Sequence[int]]) -> Iterator[Problem]:
+    """The problems that `check_schedule` sorts."""
+    first: dict[Part, tuple[int, Task]] = {}
+    for stage, order in enumerate(schedule.orders):
+        for tick, task in zip(ticks[stage], order, strict=True):
+            where = f"stage {stage}, tick {tick}"
+            if task.microbatch >= schedule.microbatches or task.chunk >= schedule.chunks:
+                arithmetic = f"microbatches = {schedule.microbatches}, chunks = {schedule.chunks}; both count from 0"
+                yield Problem(where, f"{task} is not of this schedule", arithmetic)
+            again = [first[part] for part in schedule.does(stage, task) if part in first]
+            if again:
+                earlier, same = again[0]
+                yield Problem(where, f"{task} repeats {same} of tick {earlier}", fix="remove one of them")
+            for part in schedule.does(stage, task):
+                first.setdefault(part, (tick, task))
+    for stage in range(schedule.stages):
+        absent = [
+            str(Task(kind, microbatch, chunk))
+            for microbatch in range(schedule.microbatches)
+            for chunk in range(schedule.chunks)
+            for kind in absent_kinds(first, schedule.position(stage, chunk), microbatch)
+        ]
+        if absent:
+            named = " ".join(absent[:NAMED]) + (" …" if len(absent) > NAMED else "")
+            yield Problem(f"stage {stage}", f"{len(absent)} missing: {named}", fix="each runs once on every stage")
+    ran, stopped = run_order(schedule)
+    done = {part for stage, index in ran for part in schedule.does(stage, schedule.orders[stage][index])}
+    for stage, index in enumerate(stopped):
+        if index < len(schedule.orders[stage]):
+            task = schedule.orders[stage][index]
+            part = next(part for part in schedule.needs(stage, task) if part in first and part not in done)
+            other, _ = schedule.place(part[1])
+            tick, needed = first[part]
+            what = f"deadlock: {task} waits for {needed} of stage {other}"
+            behind = f"{needed} stands at tick {tick}; stage {other} gets to tick {ticks[other][stopped[other]]}"
+            yield Problem(f"stage {stage}, tick {ticks[stage][index]}", what, behind, "change one stage's order")
+
+
+def absent_kinds(present: Collection[Part], position: int, microbatch: int) -> list[str]:
+    """The kinds of task that would do what is not done for a part of the model and a microbatch."""
+    return " ".join(k for k in "FBW" if (k, position, microbatch) not in present).replace("B W", "BW").split()
