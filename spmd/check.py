@@ -68,12 +68,12 @@ class Check:
         return compare(record_run(recipe.plan, grad_fn, self.batches, seed=self.config.seed), self.reference)
 
 
-def products(most: int, axes: Sequence[str] = AXES[1:]) -> list[MeshShape]:
+def products(most: int, axes: Sequence[str] = AXES) -> list[MeshShape]:
     """Each axis alone, then every pair, and so on up to products of `most` axes; each axis has size 2.
 
     Args:
         most: How many axes at most.
-        axes: Which ones; by default all but `pipe`, over which nothing trains yet.
+        axes: Which ones.
 
     Example:
         >>> [axes_text(shape.sizes) for shape in products(2, ("data", "fsdp"))]

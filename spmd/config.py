@@ -26,7 +26,8 @@ import tyro
 from flax import nnx
 
 from spmd.data import DataConfig
-from spmd.errors import ConfigError, NotYetError, Problem, SpmdError, did_you_mean
+from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
+from spmd.gradients.schedules import SCHEDULES
 from spmd.kernels import name_problems
 from spmd.mesh import MeshShape
 from spmd.optim import OptimizerConfig
@@ -67,12 +68,14 @@ M = TypeVar("M", bound=ModelConfig)
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """Pipeline parallelism: planned, with its place already here."""
+    """How layers go in stages over mesh.pipe; without a pipeline, microbatches are accumulated one by one."""
 
-    schedule: str = "none"
-    """gpipe, 1f1b, … (not yet)."""
+    schedule: str = "1f1b"
+    """gpipe, 1f1b, interleaved, or a CSV file with a row of tasks for each stage."""
     microbatches: int = 0
-    """Microbatches in flight (not yet)."""
+    """How many parts of the batch go through the stages; 0: up to four for each stage, as the batch allows."""
+    chunks: int = 0
+    """Groups of layers that each stage has; 0: two under interleaved, else one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +106,8 @@ _LEAST = {
     "steps": 1,
     "accumulate": 1,
     "loss_chunk": 1,
+    "pipeline.microbatches": 0,
+    "pipeline.chunks": 0,
     "log_every": 1,
     "checkpoint_every": 0,
     "keep": 1,
@@ -124,7 +129,6 @@ class TrainConfig(Generic[M]):
 
     Raises:
         ConfigError: Fields that cannot be used, all at once.
-        NotYetError: A field whose feature is planned and not built.
     """
 
     model: M
@@ -149,7 +153,7 @@ class TrainConfig(Generic[M]):
     offload: tuple[str, ...] = ()
     """What lives in host memory: optimizer_state, params (those of stacked layers)."""
     pipeline: PipelineConfig = PipelineConfig()
-    """Pipeline parallelism (not yet)."""
+    """The schedule of a pipeline over mesh.pipe."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer, its schedule and its clipping."""
     data: DataConfig = DataConfig()
@@ -184,13 +188,6 @@ class TrainConfig(Generic[M]):
     """Simulate this many CPU devices (0: use the real ones)."""
 
     def __post_init__(self) -> None:
-        later = []
-        if self.pipeline != PipelineConfig():
-            later.append(Problem("pipeline", f"{self.pipeline.schedule} is planned and not built", fix="leave it out"))
-        if self.mesh.pipe != 1:
-            later.append(Problem("mesh.pipe", f"is {self.mesh.pipe}: pipelines are planned and not built", fix="1"))
-        if later:
-            raise NotYetError("Not yet:", later)
         problems = [
             Problem(field, f"is {value}", fix=f"{least} or more")
             for field, least in _LEAST.items()
@@ -204,6 +201,9 @@ class TrainConfig(Generic[M]):
             if (value := getattr(self, field)) not in choices
         ]
         problems += name_problems(self.attention, self.context)
+        if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):
+            fix = did_you_mean(self.pipeline.schedule, (*SCHEDULES, "FILE.csv"))
+            problems.append(Problem("pipeline.schedule", f"there is no {self.pipeline.schedule!r}", fix=fix))
         for make, field in ((make_remat, self.remat), (make_precision, self.precision)):
             try:
                 make(field)

@@ -6,7 +6,6 @@ SpmdError                    something is wrong with what was asked; `.problems`
 ├── RuleError                a partition rule table does not fit the parameters
 ├── AnnotationError          an activation name that the plan does not know, or a shape it cannot split
 ├── ConfigError              a field of the configuration
-│   ├── NotYetError          a field whose feature is planned and not built
 │   └── ScheduleError        a pipeline schedule that cannot be built, read or finished
 ├── DataError                a corpus that is missing, empty or too short
 ├── CheckpointError          a checkpoint that does not fit, or a run folder in use
@@ -80,10 +79,6 @@ class AnnotationError(SpmdError):
 
 class ConfigError(SpmdError):
     """A field of the configuration holds a value that cannot be used."""
-
-
-class NotYetError(ConfigError):
-    """A field whose feature is planned and has its place, and is not built yet."""
 
 
 class ScheduleError(ConfigError):

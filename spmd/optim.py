@@ -126,7 +126,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 
 
-def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of every step, from the number of steps that were done before it.
 
     Step 0 already moves (its rate is `peak / warmup_steps`), step `warmup_steps - 1` is the first at the
@@ -147,7 +147,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
     Example:
         >>> config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_fraction=0.25)
-        >>> rate = make_schedule(config, steps=10)
+        >>> rate = make_learning_rate(config, steps=10)
         >>> [float(rate(step)) for step in (0, 3, 9)]
         [0.25, 1.0, 0.25]
     """
@@ -254,7 +254,7 @@ def make_update_rule(
         return map_with_path(lambda path, _: decays(path), params)
 
     decay = [optax.add_decayed_weights(config.weight_decay, mask)] if config.weight_decay else []
-    learning_rate = optax.scale_by_learning_rate(make_schedule(config, steps))
+    learning_rate = optax.scale_by_learning_rate(make_learning_rate(config, steps))
     return _standard_promotion(optax.chain(direction, *decay, learning_rate))
 
 

@@ -19,17 +19,25 @@ from spmd.foresight.topology import Topology, topology_devices
 from spmd.generate import check_window
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
+from spmd.gradients.lockstep import make_program
 from spmd.gradients.loss_scale import keep_variables
+from spmd.gradients.pipeline import pipeline
+from spmd.gradients.schedule_files import read_schedule
+from spmd.gradients.schedules import Schedule, make_schedule
 from spmd.loss import LossFn, next_token_loss
-from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, mesh_of
+from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, mesh_of, shards_of
 from spmd.metrics import Flops, transformer_flops
 from spmd.model import Model
-from spmd.optim import check_no_decay, make_optimizer, make_schedule
+from spmd.optim import check_no_decay, make_learning_rate, make_optimizer
 from spmd.plan import ShardingPlan, make_plan
 from spmd.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
 from spmd.skip import skip_nonfinite, skipped_steps
 from spmd.state import TrainState
 from spmd.step import TrainStep, make_train_step
+
+
+MICROBATCHES = 4
+"""For each stage, at most, by default: then little of the time is a bubble (Huang et al., arXiv:1811.06965, section 2.3)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Recipe:
     @functools.cached_property
     def schedule(self) -> optax.Schedule:
         """Step number → learning rate."""
-        return make_schedule(self.config.optimizer, self.config.steps)
+        return make_learning_rate(self.config.optimizer, self.config.steps)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -101,10 +109,45 @@ class Recipe:
         """Next-token cross-entropy of the model."""
         return next_token_loss(self.model, chunk=self.config.loss_chunk)
 
+    @property
+    def stages(self) -> int:
+        """How many stages the layers are cut into."""
+        return self.mesh.shape["pipe"]
+
+    @property
+    def microbatches(self) -> int:
+        """Parts of a batch that go through the stages, or one by one through the model, before they are added up."""
+        return self.pipeline.microbatches if self.stages > 1 else self.config.pipeline.microbatches or 1
+
+    @functools.cached_property
+    def pipeline(self) -> Schedule:
+        """Which stage does what in which order."""
+        name, microbatches, chunks = dataclasses.astuple(self.config.pipeline)
+        if not name.endswith(".csv"):
+            count = microbatches or self._most_microbatches(name)
+            return make_schedule(name, self.stages, count, chunks or (2 if name == "interleaved" else 1))
+        schedule = read_schedule(name, microbatches=microbatches or None, chunks=chunks or None)
+        if schedule.stages != self.stages:
+            arithmetic = f"rows = {schedule.stages}, mesh.pipe = {self.stages}"
+            problem = Problem("pipeline.schedule", f"{name} is for another pipeline", arithmetic, "a row for each stage")
+            raise ConfigError("This configuration cannot be used:", [problem])
+        return schedule
+
+    def _most_microbatches(self, schedule: str) -> int:
+        """As many as divide the batch and are split over the mesh, up to `MICROBATCHES` for each stage."""
+        batch, devices = self.config.data.batch, shards_of(batch_sharding(self.mesh).spec[0], self.mesh.shape)
+        most, step = MICROBATCHES * self.stages, self.stages if schedule == "interleaved" else 1
+        fitting = (n for n in range(most, 0, -step) if batch % (self.config.accumulate * n * devices) == 0)
+        return next(fitting, most)
+
     @functools.cached_property
     def grad_fn(self) -> GradFn:
         """How a batch becomes gradients."""
-        grad_fn = accumulate(value_and_grad(self.loss_fn), self.config.accumulate)
+        if self.stages > 1:
+            grad_fn = pipeline(self.loss_fn, make_program(self.pipeline))
+        else:
+            grad_fn = accumulate(value_and_grad(self.loss_fn), self.microbatches)
+        grad_fn = accumulate(grad_fn, self.config.accumulate)
         return keep_variables(grad_fn) if self.skips and not self.precision.loss_scale else grad_fn
 
     @functools.cached_property
@@ -222,13 +265,19 @@ class Recipe:
         return []
 
     def check_batch(self) -> None:
-        """Whether a microbatch divides over the mesh.
+        """Whether the batch divides into microbatches, and a microbatch over the mesh.
 
         Raises:
             SpmdError: It does not.
         """
-        data = self.config.data
-        check_batch(data.batch // self.config.accumulate, data.sequence, batch_sharding(self.mesh))
+        data, parts = self.config.data, self.config.accumulate * self.microbatches
+        if data.batch % parts:
+            arithmetic = f"{data.batch} / (accumulate={self.config.accumulate} × microbatches={self.microbatches})"
+            fix = f"{data.batch // parts * parts or parts} or {(data.batch // parts + 1) * parts}"
+            what = "does not divide into microbatches"
+            problem = Problem("data.batch", what, f"{arithmetic} = {data.batch / parts:.4g}", fix)
+            raise ConfigError("This configuration cannot be used:", [problem])
+        check_batch(data.batch // parts, data.sequence, batch_sharding(self.mesh))
 
 
 def _flag(name: str, value: Any) -> str:

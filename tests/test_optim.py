@@ -16,7 +16,7 @@ from spmd.optim import (
     OptimizerConfig,
     check_no_decay,
     make_optimizer,
-    make_schedule,
+    make_learning_rate,
     make_update_rule,
 )
 from spmd.per_layer import PerLayerState, per_layer
@@ -58,7 +58,7 @@ def run(optimizer: Any, params: Any, make_gradients: Any, steps: int = 3) -> Any
 
 
 def rates(steps: int, **fields: Any) -> list[float]:
-    schedule = make_schedule(OptimizerConfig(learning_rate=1.0, **fields), steps)
+    schedule = make_learning_rate(OptimizerConfig(learning_rate=1.0, **fields), steps)
     return [float(schedule(step)) for step in range(steps)]
 
 
@@ -88,14 +88,14 @@ def test_wsd_schedule_at_its_edges() -> None:
 
 def test_schedule_after_its_end_stays_at_the_final_rate() -> None:
     """Steps past the end, as in a run that goes on, keep the final rate."""
-    schedule = make_schedule(OptimizerConfig(learning_rate=1.0, final_fraction=0.25), 4)
+    schedule = make_learning_rate(OptimizerConfig(learning_rate=1.0, final_fraction=0.25), 4)
     assert float(schedule(100)) == 0.25
 
 
 def test_schedule_takes_a_traced_step_under_strict_promotion() -> None:
     """The schedule is a float32 function of an integer array, also where dtype promotion is strict."""
     with jax.numpy_dtype_promotion("strict"):
-        rate = jax.jit(make_schedule(OptimizerConfig(schedule="wsd"), 10))(np.int32(3))
+        rate = jax.jit(make_learning_rate(OptimizerConfig(schedule="wsd"), 10))(np.int32(3))
     assert rate.dtype == np.float32
 
 
@@ -110,7 +110,7 @@ def test_schedule_takes_a_traced_step_under_strict_promotion() -> None:
 def test_schedule_that_does_not_fit_is_refused(fields: dict[str, Any], steps: int, words: str) -> None:
     """Warmup and decay that are longer than the run are an error with the arithmetic."""
     with pytest.raises(ConfigError) as caught:
-        make_schedule(OptimizerConfig(**fields), steps)
+        make_learning_rate(OptimizerConfig(**fields), steps)
     assert words in str(caught.value)
 
 
