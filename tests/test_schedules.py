@@ -22,6 +22,7 @@ from spmd.gradients.schedules import (
     run_order,
 )
 from spmd.gradients.simulate import lockstep, simulate
+from spmd.gradients.zero_bubble import fill_bubbles
 
 COSTS = st.integers(1, 5)
 EACH = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("pipedream", 1)]
@@ -197,6 +198,34 @@ def test_bad_arguments(arguments: tuple, expected: list[str]) -> None:
     with pytest.raises(ScheduleError) as error:
         make_schedule(*arguments)
     assert [text for text in expected if text not in str(error.value)] == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 16), st.sampled_from(["loop", "v"]), st.integers(0, 2), COSTS, COSTS, COSTS)
+def test_fill_bubbles(
+    stages: int, microbatches: int, placement: str, more: int, forward: int, backward: int, weight: int
+) -> None:
+    """With memory for 2 p activations the search ends for any costs, and within it; equal costs leave no bubble."""
+    limit = 2 * stages + more
+    costs = {"forward": forward, "backward": backward, "weight": weight}
+    schedule = fill_bubbles(stages, microbatches, limit, placement=placement, **costs)
+    assert check_schedule(schedule) == []
+    timeline = simulate(schedule, **costs)
+    assert max(timeline.peak_memory) <= limit
+    equal = simulate(fill_bubbles(stages, microbatches + 2 * stages, limit, placement=placement))
+    assert equal.span == equal.ideal
+
+
+def test_fill_bubbles_refuses() -> None:
+    """A limit with which the pipeline stops is refused with the arithmetic, and so are costs of nothing."""
+    with pytest.raises(
+        ScheduleError, match=r"every stage is full(.|\n)*limit = 4 activations, stages = 4(.|\n)*fix: 8"
+    ):
+        fill_bubbles(4, 8, 4, placement="v")
+    with pytest.raises(ScheduleError) as error:
+        fill_bubbles(0, 8, 0, forward=0, weight=math.nan)
+    for text in ("stages: is 0", "limit: is 0", "forward: is 0", "weight: is nan"):
+        assert text in str(error.value)
 
 
 @pytest.mark.parametrize("costs", [{"forward": -1}, {"weight": math.inf}, {"transfer": math.nan}])
