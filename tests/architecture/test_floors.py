@@ -47,6 +47,7 @@ FLOORS = {
         "foresight.liveness",
         "foresight.memory",
         "foresight.recompute",
+        "foresight.timeline",
     ),
     "edges": ("config", "recipe", "run", "launch", "testing", "check", "cli"),
 }
