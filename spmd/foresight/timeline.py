@@ -62,7 +62,7 @@ def chart(timeline: Timeline, width: int = 100) -> str:
         >>> from spmd.gradients.simulate import simulate
         >>> print(chart(simulate(make_schedule("1f1b", stages=2, microbatches=2)), width=50))
         1f1b: 2 stages, 2 microbatches
-        stage 0  F0  F1  ········BW0         ····BW1
+        stage 0  F0  F1  ········BW0     ····BW1
         stage 1  ····F0  BW0     F1  BW1     ········
         F forward, BW backward, · idle
         makespan 9, bubble 50.0 % of 6, peak activations 2 1
