@@ -10,11 +10,13 @@ IDLE = "·"
 # One character for a microbatch, from the last digit of its number.
 DIGITS = {"F": "0123456789", "BW": "ABCDEFGHIJ", "B": "ABCDEFGHIJ", "W": "abcdefghij"}
 
-# Okabe and Ito's palette, whose colours differ in lightness as well as in hue.
-COLOURS = {"F": "#0072b2", "BW": "#e69f00", "B": "#e69f00", "W": "#009e73"}
-IDLE_COLOUR, INK, PAPER = "#e4e4e4", "#1a1a1a", "#ffffff"
+# Apart for every kind of colour blindness, and still so where the last chunk is lighter by this share.
+COLOURS = {"F": "#0072b2", "BW": "#e69f00", "B": "#e69f00", "W": "#882255"}
+LIGHTEST = 0.4
+IDLE_COLOUR, INK, PAPER = "#ececec", "#1a1a1a", "#ffffff"
 ROW, GAP, MARGIN, LABEL = 26, 6, 16, 62  # pixels
-NARROWEST, WIDEST = 20, 2400  # pixels: of the shortest task, where the whole chart is not made wider than that
+LETTER, ENTRY = 7, 44  # pixels: a letter of text, and what a legend's entry takes besides its text
+NARROWEST, WIDEST = 20, 3600  # pixels: of the shortest task, where the whole chart is not made wider than that
 
 
 def headline(timeline: Timeline) -> str:
@@ -33,10 +35,10 @@ def summary(timeline: Timeline) -> str:
     parts = [f"makespan {timeline.makespan:g}"]
     if timeline.batches > 1:
         parts.append(f"{timeline.period:g} for each batch in the steady state")
-    parts.append(f"bubble {timeline.bubble:.1%} of {timeline.ideal:g}".replace("%", " %"))
-    parts.append(f"peak activations {' '.join(f'{held:g}' for held in timeline.peak_memory)}")
+    parts.append(f"bubble {100 * timeline.bubble:.1f} % of the ideal {timeline.ideal:g}")
+    parts.append(f"peak activations per stage {' '.join(f'{held:g}' for held in timeline.peak_memory)}")
     if timeline.staleness:
-        parts.append(f"weights {timeline.staleness} update behind")
+        parts.append(f"weights behind by {timeline.staleness} update")
     return ", ".join(parts)
 
 
@@ -65,7 +67,7 @@ def chart(timeline: Timeline, width: int = 100) -> str:
         stage 0  F0  F1  ········BW0     ····BW1
         stage 1  ····F0  BW0     F1  BW1     ········
         F forward, BW backward, · idle
-        makespan 9, bubble 50.0 % of 6, peak activations 2 1
+        makespan 9, bubble 50.0 % of the ideal 6, peak activations per stage 2 1
     """
     slots = [slot for slots in timeline.tasks for slot in slots if slot.end > slot.start]
     label = len(f"stage {timeline.schedule.stages - 1}  ")
@@ -125,17 +127,21 @@ def svg(timeline: Timeline) -> str:
     """
     schedule = timeline.schedule
     scale = min(NARROWEST / shortest(timeline), WIDEST / timeline.makespan)
-    title, legend_width = headline(timeline), 190 * (len(kinds(timeline)) + 1)
-    text_width = 8 * max(len(title), len(summary(timeline)))
+    title = headline(timeline)
+    entries = [*((COLOURS[kind], NAMES[kind]) for kind in kinds(timeline)), (IDLE_COLOUR, "idle")]
+    if schedule.chunks > 1:
+        entries.append((lighten(COLOURS["F"], LIGHTEST), "lighter: later chunks of the model"))
+    legend_width = sum(ENTRY + LETTER * len(name) for _, name in entries)
     chart_width = timeline.makespan * scale
-    width = LABEL + max(chart_width, legend_width, text_width) + 2 * MARGIN
+    wide_text = max(4 / 3 * LETTER * len(title), LETTER * len(summary(timeline)))
+    width = 2 * MARGIN + max(LABEL + chart_width, LABEL + legend_width, wide_text)
     top = MARGIN + 52
     bottom = top + schedule.stages * (ROW + GAP)
     root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
     root.attrib.update({"font-family": "sans-serif", "font-size": "12"})
     height = bottom + 56
     root.attrib.update(width=f"{width:g}", height=f"{height:g}", viewBox=f"0 0 {width:g} {height:g}")
-    ET.SubElement(root, "title").text = printable(title)
+    ET.SubElement(root, "title").text = printable(f"{title}; {summary(timeline)}")
     box(root, 0, 0, width, height, PAPER)
     write(root, MARGIN, MARGIN + 16, title, INK, size=16)
     write(root, MARGIN, MARGIN + 36, summary(timeline), INK)
@@ -146,20 +152,21 @@ def svg(timeline: Timeline) -> str:
         box(root, left, y, chart_width, ROW, IDLE_COLOUR, css="idle")
         for slot in slots:
             draw_task(root, slot, stage, left, y, scale, schedule.chunks)
-    write(root, left, bottom + 12, "0", INK, anchor="middle")
-    write(root, left + chart_width, bottom + 12, f"{timeline.makespan:g}", INK, anchor="middle")
+    write(root, left, bottom + 12, "0", INK)
+    write(root, left + chart_width, bottom + 12, f"{timeline.makespan:g}", INK, anchor="end")
     write(root, left + chart_width / 2, bottom + 12, "time", INK, anchor="middle")
-    entries = [*((COLOURS[kind], NAMES[kind]) for kind in kinds(timeline)), (IDLE_COLOUR, "idle")]
-    for i, (colour, name) in enumerate(entries):
-        box(root, left + 190 * i, bottom + 26, 18, 14, colour, css="legend")
-        write(root, left + 190 * i + 24, bottom + 38, name, INK)
+    x = left
+    for colour, name in entries:
+        box(root, x, bottom + 26, 18, 14, colour, css="legend")
+        write(root, x + 24, bottom + 38, name, INK)
+        x += ENTRY + LETTER * len(name)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode") + "\n"
 
 
 def draw_task(root: ET.Element, slot: Slot, stage: int, left: float, y: float, scale: float, chunks: int) -> None:
     """A task's box, with the number of its microbatch where there is room."""
-    fill = lighten(COLOURS[slot.task.kind], slot.task.chunk / chunks)
+    fill = lighten(COLOURS[slot.task.kind], LIGHTEST * slot.task.chunk / max(chunks - 1, 1))
     x, width = left + slot.start * scale, (slot.end - slot.start) * scale
     rectangle = box(root, x, y, width, ROW, fill, css="task")
     rectangle.attrib.update({"stroke": PAPER, "stroke-width": "1"})

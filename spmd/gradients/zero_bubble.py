@@ -63,7 +63,8 @@ def fill_bubbles(
     if problems:
         raise ScheduleError("The schedule cannot be built:", problems)
     costs = {"F": Fraction(forward), "B": Fraction(backward), "W": Fraction(weight)}
-    empty = Schedule("zero-bubble", microbatches, 2 if placement == "v" else 1, ((),) * stages, placement)
+    name, chunks = ("zb-v", 2) if placement == "v" else ("zb-h2", 1)
+    empty = Schedule(name, microbatches, chunks, ((),) * stages, placement)
     positions = [[empty.position(stage, chunk) for chunk in range(empty.chunks)] for stage in range(stages)]
     orders: list[list[Task]] = [[] for _ in range(stages)]
     held = [0.0] * stages
