@@ -156,10 +156,16 @@ def test_consecutive(name: str, chunks: int) -> None:
     several = consecutive(schedule, 3)
     assert check_schedule(several) == []
     assert several.microbatches == 18
+    if name == "pipedream":
+        assert several.orders == make_schedule("1f1b", 3, 18).orders
     mixed = [[t.microbatch // 6 for t in o] != sorted(t.microbatch // 6 for t in o) for o in several.orders]
     assert mixed == ([False] * 3 if schedule.flush else [True, True, False])
-    with pytest.raises(ScheduleError, match="batches"):
-        consecutive(schedule, 0)
+
+
+def test_no_batches() -> None:
+    """No batch at all is no schedule."""
+    with pytest.raises(ScheduleError, match="batches: is 0"):
+        consecutive(make_schedule("1f1b", 2, 2), 0)
 
 
 @pytest.mark.parametrize("placement", ["loop", "v"])

@@ -267,8 +267,8 @@ SCHEDULES = tuple(BUILDERS)
 def consecutive(schedule: Schedule, batches: int) -> Schedule:
     """Several batches in a row as one schedule of `batches * microbatches` microbatches.
 
-    After a flush a stage starts the next batch when it has ended the last. Without one, which is `pipedream` alone,
-    the forwards of the next batch run in turn with the backwards that are left of the last.
+    After a flush a stage starts the next batch when it has ended the last. Without one the forwards of the next batch
+    run in turn with the backwards that are left of the last, as far ahead of them as in the first.
 
     Raises:
         ScheduleError: Fewer than one batch.
@@ -277,14 +277,17 @@ def consecutive(schedule: Schedule, batches: int) -> Schedule:
     if problems:
         raise ScheduleError("There are no batches:", problems)
     total = batches * schedule.microbatches
-    if not schedule.flush:
-        orders = make_schedule(schedule.name, schedule.stages, total).orders
-    else:
+
+    def extend(order: tuple[Task, ...]) -> Iterator[Task]:
         shifts = range(0, total, schedule.microbatches)
-        orders = tuple(
-            tuple(dataclasses.replace(task, microbatch=task.microbatch + n) for n in shifts for task in order)
-            for order in schedule.orders
-        )
+        tasks = [dataclasses.replace(task, microbatch=task.microbatch + shift) for shift in shifts for task in order]
+        if schedule.flush:
+            return iter(tasks)
+        forwards = [task for task in tasks if task.kind == "F"]
+        backwards = [task for task in tasks if task.kind != "F"]
+        return in_turn(forwards, backwards, ahead=order.index(backwards[0]) - 1)
+
+    orders = tuple(tuple(extend(order)) for order in schedule.orders)
     return dataclasses.replace(schedule, microbatches=total, orders=orders)
 
 
