@@ -1,14 +1,31 @@
 """Pipeline schedules: what builders build can be run, and what cannot be run is refused with stage and tick."""
 
 import dataclasses
+import itertools
+import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd.errors import ScheduleError
-from spmd.gradients.schedules import SCHEDULES, Schedule, Task, check_schedule, make_schedule, parse_task
-from spmd.gradients.simulate import simulate
+from spmd.gradients.schedule_files import read_schedule, to_csv, write_schedule
+from spmd.gradients.schedules import (
+    SCHEDULES,
+    Schedule,
+    Task,
+    check_schedule,
+    consecutive,
+    make_schedule,
+    parse_task,
+    run_order,
+)
+from spmd.gradients.simulate import lockstep, simulate
+from spmd.gradients.zero_bubble import fill_bubbles
+
+COSTS = st.integers(1, 5)
+EACH = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("pipedream", 1)]
 
 
 @st.composite
@@ -21,23 +38,311 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return make_schedule(name, stages, draw(st.integers(stages if name in ("zero-bubble", "pipedream") else 1, 24)))
 
 
-COSTS = st.integers(1, 5)
+def closed_form(schedule: Schedule, forward: int, backward: int, weight: int) -> Fraction:
+    """The bubble of one batch, as the papers in the docstring of `spmd.gradients.schedules` have it."""
+    work = forward + backward + weight
+    bubbles = {
+        "gpipe": work,
+        "1f1b": work,
+        "interleaved": Fraction(work, schedule.chunks),
+        "zero-bubble": max(forward + backward - weight, forward, backward),
+        "pipedream": 0,
+    }
+    return Fraction((schedule.stages - 1) * bubbles[schedule.name])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(schedules(), COSTS, COSTS, COSTS)
 def test_builders(schedule: Schedule, forward: int, backward: int, weight: int) -> None:
-    """Whatever the sizes and costs, every task runs once, and a batch takes as long as the closed form says."""
+    """Whatever the sizes and costs, every task runs once and a batch takes as long as the closed form says."""
     assert check_schedule(schedule) == []
     timeline = simulate(schedule, forward=forward, backward=backward, weight=weight)
-    p, m, v = schedule.stages, schedule.microbatches, schedule.chunks
-    work = forward + backward + weight
-    assert timeline.ideal == m * work
-    if schedule.name == "zero-bubble":
-        assert timeline.period >= m * work + (p - 1) * (forward + backward - weight)
-        if weight <= forward:
-            assert timeline.period == m * work + (p - 1) * (forward + backward - weight)
-    elif schedule.name == "pipedream":
-        assert timeline.period == m * work
-    else:
-        assert timeline.period == m * work + (p - 1) * work / v
+    bubble = closed_form(schedule, forward, backward, weight)
+    assert timeline.ideal == schedule.microbatches * (forward + backward + weight)
+    assert timeline.period == float(timeline.ideal + bubble)
+    assert timeline.bubble == pytest.approx(float(bubble / Fraction(timeline.ideal)), abs=1e-12)
+    assert timeline.bubble_share == pytest.approx(float(bubble / Fraction(timeline.period)), abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), COSTS, COSTS, COSTS, COSTS)
+def test_times(schedule: Schedule, forward: int, backward: int, weight: int, transfer: int) -> None:
+    """In every timeline a stage runs one task at a time, and none before what it needs has arrived."""
+    timeline = simulate(schedule, forward=forward, backward=backward, weight=weight, transfer=transfer)
+    chunks = schedule.chunks
+    duration = {"F": forward, "B": backward, "W": weight, "BW": backward + weight}
+    ends = {}
+    for stage, slots in enumerate(timeline.tasks):
+        assert all(earlier.end <= later.start for earlier, later in itertools.pairwise(slots))
+        for slot in slots:
+            assert slot.end - slot.start == pytest.approx(duration[slot.task.kind] / chunks)
+            direction = "F" if slot.task.kind == "F" else "W" if slot.task.kind == "W" else "B"
+            ends[direction, schedule.position(stage, slot.task.chunk), slot.task.microbatch] = (stage, slot.end)
+    last = schedule.stages * chunks - 1
+    for stage, slots in enumerate(timeline.tasks):
+        for kind, i, chunk, start in ((s.task.kind, s.task.microbatch, s.task.chunk, s.start) for s in slots):
+            at = schedule.position(stage, chunk)
+            needs = [("F", at - 1, i)] if kind == "F" else [("B" if kind == "W" else "F", at, i), ("B", at + 1, i)]
+            needs = [need for need in needs if 0 <= need[1] <= last and (kind, need[1]) != ("W", at + 1)]
+            for source, end in (ends[need] for need in needs):
+                assert start >= end + (transfer if source != stage else 0) - 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), st.data())
+def test_mutations(schedule: Schedule, data: st.DataObject) -> None:
+    """A schedule in which one task is dropped, or runs twice, or comes before its own forward, is refused."""
+    stage = data.draw(st.integers(0, schedule.stages - 1))
+    order = list(schedule.orders[stage])
+    index = data.draw(st.integers(0, len(order) - 1))
+    task = order[index]
+
+    def problems(changed: list[Task]) -> list[str]:
+        orders = (*schedule.orders[:stage], tuple(changed), *schedule.orders[stage + 1 :])
+        return [str(problem) for problem in check_schedule(dataclasses.replace(schedule, orders=orders))]
+
+    [dropped] = problems(order[:index] + order[index + 1 :])
+    assert dropped.startswith(f"stage {stage}: tasks are missing: {task}")
+    [twice] = problems([*order, task])
+    assert twice.startswith(f"stage {stage}, tick {len(order)}: {task} repeats {task} of tick {index}")
+    if task.kind != "F":
+        moved = [task, *order[:index], *order[index + 1 :]]
+        assert any(f"stage {stage}, tick 0: deadlock: {task} waits for" in problem for problem in problems(moved))
+
+
+@pytest.mark.parametrize(("name", "chunks"), EACH)
+def test_every_task_once(name: str, chunks: int) -> None:
+    """The tasks of every stage are the forwards and the backwards, whole or in halves, of all microbatches."""
+    halves = {"BW": "B W"}
+    for order in make_schedule(name, 4, 8, chunks).orders:
+        done = sorted((k, t.microbatch, t.chunk) for t in order for k in halves.get(t.kind, t.kind).split())
+        assert done == sorted((k, i, c) for k in "FBW" for i in range(8) for c in range(chunks))
+
+
+def test_peaks() -> None:
+    """GPipe holds every microbatch; 1F1B as many as stages are left; zero-bubble nowhere more than the first stage."""
+    for microbatches in (4, 8, 32):
+        assert simulate(make_schedule("gpipe", 4, microbatches)).peak_in_flight == (microbatches,) * 4
+        assert simulate(make_schedule("1f1b", 4, microbatches)).peak_in_flight == (4, 3, 2, 1)
+        assert simulate(make_schedule("zero-bubble", 4, microbatches)).peak_memory == (4, 3.5, 3, 2.5)
+    assert simulate(make_schedule("1f1b", 4, 2)).peak_in_flight == (2, 2, 2, 1)
+
+
+def test_transfer() -> None:
+    """What travels between stages delays a pipeline of one microbatch by two transfers for each boundary."""
+    assert simulate(make_schedule("1f1b", 4, 1), transfer=0.25).makespan == 4 * 3 + 2 * 3 * 0.25
+
+
+def test_exact() -> None:
+    """Costs that no float holds exactly leave a bubble of exactly nothing where there is none."""
+    assert simulate(make_schedule("pipedream", 3, 7), forward=0.1, backward=0.2, weight=0.3).bubble == 0.0
+    assert simulate(make_schedule("interleaved", 1, 7, 3), forward=0.1, backward=0.2, weight=0.3).bubble == 0.0
+
+
+def test_pipedream() -> None:
+    """Without a flush a batch costs m (F + B + W) in the steady state, and its weights are one update behind."""
+    timeline = simulate(make_schedule("pipedream", 4, 8))
+    assert (timeline.period, timeline.bubble, timeline.staleness, timeline.batches) == (24, 0, 1, 4)
+    assert timeline.makespan == 4 * 24 + 3 * 3
+    assert timeline.peak_in_flight == (4, 3, 2, 1)
+    assert simulate(make_schedule("pipedream", 1, 8)).staleness == 0
+    assert [simulate(make_schedule(name, 4, 8, v)).staleness for name, v in EACH if name != "pipedream"] == [0] * 4
+
+
+@pytest.mark.parametrize(("name", "chunks"), EACH)
+def test_consecutive(name: str, chunks: int) -> None:
+    """Several batches in a row run to their end; with a flush a stage begins one when it has ended the last."""
+    schedule = make_schedule(name, 3, 6, chunks)
+    several = consecutive(schedule, 3)
+    assert check_schedule(several) == []
+    assert several.microbatches == 18
+    if name == "pipedream":
+        assert several.orders == make_schedule("1f1b", 3, 18).orders
+    mixed = [[t.microbatch // 6 for t in o] != sorted(t.microbatch // 6 for t in o) for o in several.orders]
+    assert mixed == ([False] * 3 if schedule.flush else [True, True, False])
+
+
+def test_no_batches() -> None:
+    """No batch at all is no schedule."""
+    with pytest.raises(ScheduleError, match="batches: is 0"):
+        consecutive(make_schedule("1f1b", 2, 2), 0)
+
+
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_places(placement: str) -> None:
+    """Every part of the model is on one stage, in one chunk; a V comes back from the last stage to the first."""
+    schedule = Schedule("any", 1, 2, ((), (), ()), placement)
+    places = [schedule.place(position) for position in range(6)]
+    assert [schedule.position(*place) for place in places] == list(range(6))
+    assert [stage for stage, _ in places] == [0, 1, 2, *([0, 1, 2] if placement == "loop" else [2, 1, 0])]
+
+
+def test_lockstep() -> None:
+    """The table of ticks has every order, and takes as many ticks as a simulation in which every task costs one."""
+    for name, chunks in EACH:
+        schedule = make_schedule(name, 4, 8, chunks)
+        table = lockstep(schedule)
+        assert tuple(tuple(task for task in row if task) for row in table) == schedule.orders
+        assert len({len(row) for row in table}) == 1
+        if name in ("gpipe", "1f1b", "interleaved"):
+            assert len(table[0]) == simulate(schedule, forward=chunks, backward=chunks, weight=0).makespan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("1f2b", 2, 4), ["there is no '1f2b'", 'did you mean "1f1b"?']),
+        (("1f1b", 0, -1, 0), ["stages: is 0", "microbatches: is -1", "chunks: is 0"]),
+        (("1f1b", 2, 4, 2), ["chunks: 1f1b has one chunk", "chunks = 2", "interleaved"]),
+        (("interleaved", 4, 6, 1), ["chunks: interleaved runs several", "6 / (stages=4) = 1.5", "8 microbatches"]),
+        (("zero-bubble", 4, 3), ["zero-bubble needs one for each stage", "3 < stages = 4", "4 or more"]),
+        (("pipedream", 4, 3, 2), ["pipedream needs one for each stage", "pipedream has one chunk"]),
+    ],
+)
+def test_bad_arguments(arguments: tuple, expected: list[str]) -> None:
+    """What a schedule cannot do with is one error that says all of it, with the arithmetic."""
+    with pytest.raises(ScheduleError) as error:
+        make_schedule(*arguments)
+    assert [text for text in expected if text not in str(error.value)] == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 16), st.sampled_from(["loop", "v"]), st.integers(0, 2), COSTS, COSTS, COSTS)
+def test_fill_bubbles(
+    stages: int, microbatches: int, placement: str, more: int, forward: int, backward: int, weight: int
+) -> None:
+    """With memory for 2 p activations the search ends for any costs, and within it; equal costs leave no bubble."""
+    limit = 2 * stages + more
+    costs = {"forward": forward, "backward": backward, "weight": weight}
+    schedule = fill_bubbles(stages, microbatches, limit, placement=placement, **costs)
+    assert check_schedule(schedule) == []
+    timeline = simulate(schedule, **costs)
+    assert max(timeline.peak_memory) <= limit
+    equal = simulate(fill_bubbles(stages, microbatches + 2 * stages, limit, placement=placement))
+    assert equal.span == equal.ideal
+
+
+def test_fill_bubbles_refuses() -> None:
+    """A limit with which the pipeline stops is refused with the arithmetic, and so are costs of nothing."""
+    with pytest.raises(
+        ScheduleError, match=r"every stage is full(.|\n)*limit = 4 activations, stages = 4(.|\n)*fix: 8"
+    ):
+        fill_bubbles(4, 8, 4, placement="v")
+    with pytest.raises(ScheduleError) as error:
+        fill_bubbles(0, 8, 0, forward=0, weight=math.nan)
+    for text in ("stages: is 0", "limit: is 0", "forward: is 0", "weight: is nan"):
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize("costs", [{"forward": -1}, {"weight": math.inf}, {"transfer": math.nan}])
+def test_bad_costs(costs: dict[str, float]) -> None:
+    """A cost that is negative or not finite is refused by its name."""
+    with pytest.raises(ScheduleError, match=f"{next(iter(costs))}: is"):
+        simulate(make_schedule("1f1b", 2, 2), **costs)
+
+
+def test_no_work() -> None:
+    """Work that takes no time has no bubble to speak of, and is refused."""
+    with pytest.raises(ScheduleError, match="takes no time"):
+        simulate(make_schedule("1f1b", 2, 2), forward=0, backward=0, weight=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Task("X", 0), "kind: is 'X'"),
+        (lambda: Task("F", -1), "microbatch: is -1"),
+        (lambda: parse_task("F"), "'F' names no task"),
+        (lambda: parse_task("BW1d0"), "'BW1d0' names no task"),
+        (lambda: Schedule("any", 1, 1, ((),), "u"), "placement: is 'u'"),
+        (lambda: Schedule("any", 1, 3, ((),), "v"), "two chunks per stage"),
+        (lambda: Schedule("any", 1, 1, ()), "stages: is 0"),
+    ],
+)
+def test_bad_values(make, expected: str) -> None:
+    """A task or a schedule that cannot be is refused when it is made."""
+    with pytest.raises(ScheduleError) as error:
+        make()
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "chunks"), EACH)
+def test_csv(name: str, chunks: int, tmp_path) -> None:
+    """A schedule that was written is read back with the orders it had."""
+    schedule = make_schedule(name, 4, 8, chunks)
+    write_schedule(schedule, tmp_path / "mine.csv")
+    assert read_schedule(tmp_path / "mine.csv") == dataclasses.replace(schedule, name="mine", flush=True)
+
+
+GOOD = "F0,F1,,BW0,,BW1\n,F0,BW0,F1,BW1,\n"
+
+
+@pytest.mark.parametrize("text", [GOOD, "\ufeff" + GOOD, GOOD.replace("\n", "\r\n"), GOOD.replace(",", " , ") + "\n"])
+def test_csv_dialects(text: str, tmp_path) -> None:
+    """A byte order mark, Windows line ends, spaces around cells and empty lines change nothing."""
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8", newline="")
+    assert read_schedule(tmp_path / "a.csv").orders == make_schedule("1f1b", 2, 2).orders
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD.replace("F1,,", "G1,,"), ["stage 0, tick 1: 'G1' names no task", "stage 0: tasks are missing: F1"]),
+        (GOOD.replace("F1,,", "F0,,"), ["stage 0, tick 1: F0 repeats F0 of tick 0", "missing: F1"]),
+        (GOOD.replace(",BW1,\n", ",,\n"), ["stage 1: tasks are missing: BW1"]),
+        (GOOD.replace(",BW1,\n", ",B1,\n"), ["stage 1: tasks are missing: W1"]),
+        (GOOD.replace(",BW1,\n", ",B1,BW1\n"), ["stage 1, tick 5: BW1 repeats B1 of tick 4"]),
+        (GOOD.replace("F0,F1,", "F0 F1,,"), ["stage 0, tick 0: a tick has one task", "F0 F1: 2 tasks"]),
+        (
+            "F0,BW1,F1,BW0\n,F0,BW0,F1,BW1\n",
+            [
+                "stage 0, tick 1: deadlock: BW1 waits for F1 of stage 0",
+                "F1 stands at tick 2; stage 0 gets to tick 1",
+                "stage 1, tick 3: deadlock: F1 waits for F1 of stage 0",
+            ],
+        ),
+        (
+            "F0,BW0,F1,BW1\n,F1,F0,,BW0,BW1\n",
+            [
+                "stage 0, tick 1: deadlock: BW0 waits for BW0 of stage 1",
+                "BW0 stands at tick 4; stage 1 gets to tick 1",
+                "stage 1, tick 1: deadlock: F1 waits for F1 of stage 0",
+            ],
+        ),
+        ("", ["there is no task in it"]),
+        (",,\n,,\n", ["there is no task in it"]),
+        ("F0,BW0\n,\n", ["stage 1: tasks are missing: F0 BW0"]),
+        ("F0,BW0,F99999999999\n", ["missing: F1 BW1 F2 BW2 F3 BW3 F4 BW4 and more"]),
+        ('"F0', ["cannot be read"]),
+    ],
+)
+def test_bad_csv(text: str, expected: list[str], tmp_path) -> None:
+    """What is wrong with a file is one error that names the file, and for everything in it the stage and the tick."""
+    (tmp_path / "mine.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(ScheduleError) as error:
+        read_schedule(tmp_path / "mine.csv")
+    assert [part for part in ["mine.csv", *expected] if part not in str(error.value)] == []
+
+
+def test_csv_of_another_size(tmp_path) -> None:
+    """A file is held against the microbatches and chunks that are asked for, where they are."""
+    path = tmp_path / "mine.csv"
+    path.write_text(GOOD, encoding="utf-8")
+    assert read_schedule(path, microbatches=2, chunks=1).microbatches == 2
+    with pytest.raises(ScheduleError, match="stage 0: tasks are missing: F2 BW2"):
+        read_schedule(path, microbatches=3)
+    with pytest.raises(ScheduleError, match="stage 0, tick 1: F1 is not of this schedule"):
+        read_schedule(path, microbatches=1)
+    with pytest.raises(ScheduleError, match="two chunks per stage"):
+        read_schedule(path, placement="v")
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        read_schedule(tmp_path / "absent.csv")
+
+
+def test_what_cannot_run_is_not_simulated() -> None:
+    """A deadlock is an error of everything that would have to run the schedule."""
+    stuck = Schedule("stuck", 1, 1, ((parse_task("BW0"), parse_task("F0")),))
+    assert run_order(stuck) == ([], [0])
+    for run in (simulate, lockstep, to_csv):
+        with pytest.raises(ScheduleError, match="deadlock"):
+            run(stuck)

@@ -59,13 +59,16 @@ def read_schedule(
     if not named:
         raise ScheduleError(title, [*problems, Problem("file", "there is no task in it")])
 
-    schedule = Schedule(
-        name=path.stem,
-        microbatches=microbatches or 1 + max(task.microbatch for task in named),
-        chunks=chunks or 1 + max(task.chunk for task in named),
-        orders=tuple(tuple(row_cells.values()) for row_cells in cells),
-        placement=placement,
-    )
+    try:
+        schedule = Schedule(
+            name=path.stem,
+            microbatches=1 + max(task.microbatch for task in named) if microbatches is None else microbatches,
+            chunks=1 + max(task.chunk for task in named) if chunks is None else chunks,
+            orders=tuple(tuple(row_cells.values()) for row_cells in cells),
+            placement=placement,
+        )
+    except ScheduleError as error:
+        raise ScheduleError(title, [*problems, *error.problems]) from error
     problems.extend(check_schedule(schedule, [list(row_cells) for row_cells in cells]))
     if problems:
         raise ScheduleError(title, problems)

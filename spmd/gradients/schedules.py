@@ -13,6 +13,7 @@ starts when what it needs is there; `spmd.gradients.simulate` turns that into ti
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -38,7 +39,7 @@ class Task:
         chunk: Which of the stage's chunks of layers, from 0.
 
     Raises:
-        ScheduleError: A kind that there is not.
+        ScheduleError: A kind that there is not, or a negative number.
 
     Example:
         >>> str(Task("F", 3)), str(Task("BW", 0, chunk=1))
@@ -50,9 +51,14 @@ class Task:
     chunk: int = 0
 
     def __post_init__(self) -> None:
+        problems = []
         if self.kind not in SPLIT:
-            problem = Problem("kind", f"is {self.kind!r}", fix=did_you_mean(self.kind, SPLIT))
-            raise ScheduleError("There is no such task:", [problem])
+            problems.append(Problem("kind", f"is {self.kind!r}", fix=did_you_mean(self.kind, SPLIT)))
+        for name, n in (("microbatch", self.microbatch), ("chunk", self.chunk)):
+            if n < 0:
+                problems.append(Problem(name, f"is {n}", fix="0 or more"))
+        if problems:
+            raise ScheduleError("There is no such task:", problems)
 
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch}" + (f"c{self.chunk}" if self.chunk else "")
@@ -261,8 +267,8 @@ SCHEDULES = tuple(BUILDERS)
 def consecutive(schedule: Schedule, batches: int) -> Schedule:
     """Several batches in a row as one schedule of `batches * microbatches` microbatches.
 
-    After a flush a stage starts the next batch when it has ended the last. Without one, which is `pipedream` alone,
-    the forwards of the next batch run in turn with the backwards that are left of the last.
+    After a flush a stage starts the next batch when it has ended the last. Without one the forwards of the next batch
+    run in turn with the backwards that are left of the last, as far ahead of them as in the first.
 
     Raises:
         ScheduleError: Fewer than one batch.
@@ -271,14 +277,17 @@ def consecutive(schedule: Schedule, batches: int) -> Schedule:
     if problems:
         raise ScheduleError("There are no batches:", problems)
     total = batches * schedule.microbatches
-    if not schedule.flush:
-        orders = make_schedule(schedule.name, schedule.stages, total).orders
-    else:
+
+    def extend(order: tuple[Task, ...]) -> Iterator[Task]:
         shifts = range(0, total, schedule.microbatches)
-        orders = tuple(
-            tuple(dataclasses.replace(task, microbatch=task.microbatch + n) for n in shifts for task in order)
-            for order in schedule.orders
-        )
+        tasks = [dataclasses.replace(task, microbatch=task.microbatch + shift) for shift in shifts for task in order]
+        if schedule.flush:
+            return iter(tasks)
+        forwards = [task for task in tasks if task.kind == "F"]
+        backwards = [task for task in tasks if task.kind != "F"]
+        return in_turn(forwards, backwards, ahead=order.index(backwards[0]) - 1)
+
+    orders = tuple(tuple(extend(order)) for order in schedule.orders)
     return dataclasses.replace(schedule, microbatches=total, orders=orders)
 
 
@@ -337,15 +346,18 @@ def find_problems(schedule: Schedule, ticks: Sequence[Sequence[int]]) -> Iterato
             for part in schedule.does(stage, task):
                 first.setdefault(part, (tick, task))
     for stage in range(schedule.stages):
-        absent = [
+        absent = (
             str(Task(kind, microbatch, chunk))
             for microbatch in range(schedule.microbatches)
             for chunk in range(schedule.chunks)
             for kind in absent_kinds(first, schedule.position(stage, chunk), microbatch)
-        ]
-        if absent:
-            named = " ".join(absent[:NAMED]) + (" …" if len(absent) > NAMED else "")
-            yield Problem(f"stage {stage}", f"{len(absent)} missing: {named}", fix="each runs once on every stage")
+        )
+        words = list(itertools.islice(absent, NAMED + 1))
+        if words:
+            named = " ".join(words[:NAMED]) + (" and more" if len(words) > NAMED else "")
+            yield Problem(
+                f"stage {stage}", f"tasks are missing: {named}", fix="add them; each stage runs every task once"
+            )
     ran, stopped = run_order(schedule)
     done = {part for stage, index in ran for part in schedule.does(stage, schedule.orders[stage][index])}
     for stage, index in enumerate(stopped):

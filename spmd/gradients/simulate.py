@@ -5,13 +5,13 @@ Times are exact fractions inside, so a bubble of nothing is 0.0.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 
 from spmd.errors import Problem, ScheduleError
 from spmd.gradients.schedules import SPLIT, Part, Schedule, Task, check_schedule, consecutive, run_order
 
-INFINITE = float("inf")
 BATCHES = 4  # without a flush: the first fills the pipeline, the last drains it, and those between are all alike
 
 
@@ -110,7 +110,9 @@ def simulate(
     """
     costs = {"forward": forward, "backward": backward, "weight": weight, "transfer": transfer}
     problems = [
-        Problem(name, f"is {cost}", fix="0 or more") for name, cost in costs.items() if not 0 <= cost < INFINITE
+        Problem(name, f"is {cost}", fix="0 or more")
+        for name, cost in costs.items()
+        if not (math.isfinite(cost) and cost >= 0)
     ]
     if not problems and forward + backward + weight == 0:
         problems.append(Problem("costs", "the work takes no time", "forward + backward + weight = 0", "more than 0"))

@@ -30,7 +30,7 @@ FLOORS = {
         *("parallel.router", "parallel.expert", "parallel.vocabulary"),
     ),
     "run": (
-        *("gradients.schedules", "gradients.simulate", "gradients.schedule_files"),
+        *("gradients.schedules", "gradients.simulate", "gradients.schedule_files", "gradients.zero_bubble"),
         *("loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
         *("flax", "moments", "optim", "state", "offload", "step"),
         *("corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
@@ -47,6 +47,7 @@ FLOORS = {
         "foresight.liveness",
         "foresight.memory",
         "foresight.recompute",
+        "foresight.timeline",
     ),
     "edges": ("config", "recipe", "run", "launch", "testing", "check", "cli"),
 }
