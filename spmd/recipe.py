@@ -35,9 +35,8 @@ from spmd.skip import skip_nonfinite, skipped_steps
 from spmd.state import TrainState
 from spmd.step import TrainStep, make_train_step
 
-
 MICROBATCHES = 4
-"""For each stage, at most, by default: then little of the time is a bubble (Huang et al., arXiv:1811.06965, section 2.3)."""
+"""For each stage, at most, by default: enough for a negligible bubble (Huang et al., arXiv:1811.06965, section 4)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +128,9 @@ class Recipe:
         schedule = read_schedule(name, microbatches=microbatches or None, chunks=chunks or None)
         if schedule.stages != self.stages:
             arithmetic = f"rows = {schedule.stages}, mesh.pipe = {self.stages}"
-            problem = Problem("pipeline.schedule", f"{name} is for another pipeline", arithmetic, "a row for each stage")
+            problem = Problem(
+                "pipeline.schedule", f"{name} is for another pipeline", arithmetic, "a row for each stage"
+            )
             raise ConfigError("This configuration cannot be used:", [problem])
         return schedule
 

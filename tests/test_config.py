@@ -8,7 +8,7 @@ import pytest
 import spmd
 from partition_rules.llama import LLAMA
 from spmd.config import config_difference, config_values, load_config, shipped, with_values
-from spmd.errors import ConfigError, MeshError, NotYetError
+from spmd.errors import ConfigError, MeshError
 from tests import tiny
 
 CONFIG = spmd.TrainConfig(model=tiny.CONFIG, rules=LLAMA)
@@ -137,15 +137,6 @@ def test_each_field_has_its_range(fields, places):
     """Also those of the parts that have no check of their own."""
     parts = {"evaluate": spmd.EvaluationConfig, "sample": spmd.SampleConfig}
     assert wrong(**{k: parts[k](**v) if isinstance(v, dict) else v for k, v in fields.items()}) == places
-
-
-def test_what_is_planned_is_a_not_yet_error_and_lists_everything():
-    """Each field that a later version will read is refused today, all of them in one error."""
-    fields = {
-        "pipeline": spmd.PipelineConfig("1f1b", 8),
-        "mesh": spmd.MeshShape(pipe=2),
-    }
-    assert wrong(NotYetError, **fields) == ["mesh.pipe", "pipeline"]
 
 
 def test_the_smallest_values_are_accepted():

@@ -15,8 +15,8 @@ from spmd.errors import ConfigError
 from spmd.optim import (
     OptimizerConfig,
     check_no_decay,
-    make_optimizer,
     make_learning_rate,
+    make_optimizer,
     make_update_rule,
 )
 from spmd.per_layer import PerLayerState, per_layer

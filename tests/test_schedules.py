@@ -21,7 +21,7 @@ from spmd.gradients.schedules import (
     parse_task,
     run_order,
 )
-from spmd.gradients.simulate import lockstep, simulate
+from spmd.gradients.simulate import as_table, simulate
 from spmd.gradients.zero_bubble import fill_bubbles
 
 COSTS = st.integers(1, 5)
@@ -177,11 +177,11 @@ def test_places(placement: str) -> None:
     assert [stage for stage, _ in places] == [0, 1, 2, *([0, 1, 2] if placement == "loop" else [2, 1, 0])]
 
 
-def test_lockstep() -> None:
+def test_as_table() -> None:
     """The table of ticks has every order, and takes as many ticks as a simulation in which every task costs one."""
     for name, chunks in EACH:
         schedule = make_schedule(name, 4, 8, chunks)
-        table = lockstep(schedule)
+        table = as_table(schedule)
         assert tuple(tuple(task for task in row if task) for row in table) == schedule.orders
         assert len({len(row) for row in table}) == 1
         if name in ("gpipe", "1f1b", "interleaved"):
@@ -343,6 +343,6 @@ def test_what_cannot_run_is_not_simulated() -> None:
     """A deadlock is an error of everything that would have to run the schedule."""
     stuck = Schedule("stuck", 1, 1, ((parse_task("BW0"), parse_task("F0")),))
     assert run_order(stuck) == ([], [0])
-    for run in (simulate, lockstep, to_csv):
+    for run in (simulate, as_table, to_csv):
         with pytest.raises(ScheduleError, match="deadlock"):
             run(stuck)

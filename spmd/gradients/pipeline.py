@@ -11,9 +11,9 @@ to the stage before ◀────── backward task (forward again, then its
 while the forward task computes        └──▶ added to the stage's gradients
 ```
 
-A stage with nothing to do computes nothing (`lax.cond`). The first task of a microbatch begins with the embedding, the
-last with the head and the loss. Only what enters a task is kept for its backward task, which computes the rest again,
-under the plan's remat policy.
+A stage with nothing to do computes nothing (`lax.cond`). Before the first task of a microbatch comes the embedding, and
+the last one ends with the head and the loss. Only what enters a task is kept for its backward task, which computes the
+rest again, under the plan's remat policy.
 """
 
 import functools
@@ -31,7 +31,7 @@ from spmd.annotate import manual_over
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import cut_batch
 from spmd.gradients.base import GradFn
-from spmd.gradients.lockstep import Program
+from spmd.gradients.lockstep import IDLE, Program
 from spmd.loss import LossFn, Sums
 from spmd.parallel.stages import Answer, Reached, Run, Stream, answered
 from spmd.precision import scale_loss, split_loss_scale
@@ -181,17 +181,17 @@ class _Stages:
 
 def _local(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, program: Program) -> Any:
     """What one stage does: gradients of its layers, and its part of all others and of the sums."""
-    stage, last = jax.lax.axis_index(AXIS), program.stages - 1
+    stage = jax.lax.axis_index(AXIS)
     chunks = exchange(layers, program.stages, program.chunks)
     count = program.stages * jax.tree.leaves(layers)[0].shape[0]
     model = _Stages(loss_fn, parts, chunks, count)
-    stream = jax.eval_shape(model.enter, shared, 0)
+    stream = jax.eval_shape(model.enter, shared, jnp.int32(0))
     empty = _zeros(stream)
 
     def total(like: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), like)
 
-    sums = jax.eval_shape(lambda: model.leave(shared, empty, 0)[1])
+    sums = jax.eval_shape(lambda: model.leave(shared, empty, jnp.int32(0))[1])
     carry = {
         "inputs": _zeros(stream, program.depth),
         "gradients": _zeros(stream, program.gradient_depth),
@@ -200,58 +200,57 @@ def _local(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: L
         "totals": (total(chunks), total(shared), _zeros(sums)),
     }
 
+    def first_layer(chunk: jax.Array) -> jax.Array:
+        return (chunk * program.stages + stage) * model.size
+
     def tick(carry: dict[str, Any], row: dict[str, jax.Array]) -> tuple[dict[str, Any], None]:
         do = {name: column[stage] for name, column in row.items()}
         arrived_back = _shift(carry["sent back"], program, -1)  # while the forward task computes
         inputs = _put(carry["inputs"], do["arrives"], carry["arrived"])
 
-        def forward() -> tuple[Stream, Stream]:
-            i, chunk = do["forward"], do["forward_chunk"]
-            begins = (stage == 0) & (chunk == 0)
-            entered = _cond(
-                begins, lambda: model.enter(shared, i), lambda: _take(inputs, do["forward_slot"])
-            )
-            first = (chunk * program.stages + stage) * model.size
-            return entered, model.inside(_chunk(chunks, chunk), shared, entered, i, first)
+        # The embedding is looked up on all stages at once: no stage waits for it, and no matrix is multiplied.
+        begins = (row["forward"][0] >= 0) & (row["forward_chunk"][0] == 0)
+        entered = _cond(begins, lambda: model.enter(shared, row["forward"][0]), lambda: empty)
+        inputs = _put(inputs, jnp.where(begins & (stage == 0), do["forward_slot"], IDLE), entered)
 
-        entered, sent = _cond(do["forward"] >= 0, forward, lambda: (empty, empty))
-        begins = (stage == 0) & (do["forward_chunk"] == 0)
-        inputs = _put(inputs, jnp.where(begins, do["forward_slot"], -1), entered)
-        arrived = _shift(sent, program, 1)  # while the backward task computes
+        def forward() -> Stream:
+            entered, layers = _take(inputs, do["forward_slot"]), _chunk(chunks, do["forward_chunk"])
+            return model.inside(layers, shared, entered, do["forward"], first_layer(do["forward_chunk"]))
+
+        arrived = _shift(_cond(do["forward"] >= 0, forward, lambda: empty), program, 1)  # while the backward one does
         gradients = _put(carry["gradients"], do["gradient_arrives"], arrived_back)
 
         def backward(totals: Any) -> tuple[Stream, Any]:
             i, chunk = do["backward"], do["backward_chunk"]
             d_chunks, d_shared, sums = totals
-            first = (chunk * program.stages + stage) * model.size
-            entered = _take(inputs, do["backward_slot"])
             left, pull = jax.vjp(
-                lambda *args: model.inside(*args, i, first), _chunk(chunks, chunk), shared, entered
+                lambda layers, shared, stream: model.inside(layers, shared, stream, i, first_layer(chunk)),
+                *(_chunk(chunks, chunk), shared, _take(inputs, do["backward_slot"])),
             )
 
             def from_loss(d_shared: Any, sums: Any) -> tuple[Stream, Any, Any]:
-                _, pull, own = jax.vjp(lambda *args: model.leave(*args, i), shared, left, has_aux=True)
+                _, pull, own = jax.vjp(lambda shared, x: model.leave(shared, x, i), shared, left, has_aux=True)
                 d, d_left = pull(scale)
                 return d_left, _added(d_shared, d), _added(sums, own)
 
             def from_behind(d_shared: Any, sums: Any) -> tuple[Stream, Any, Any]:
                 return _take(gradients, do["gradient_slot"]), d_shared, sums
 
-            ends = (stage == last) & (chunk == program.chunks - 1)
+            ends = (stage == program.stages - 1) & (chunk == program.chunks - 1)
             d_left, d_shared, sums = _cond(ends, from_loss, from_behind, d_shared, sums)
             d_layers, d, d_entered = pull(d_left)
-            d_shared = _added(d_shared, d)
+            return d_entered, (_add_chunk(d_chunks, d_layers, chunk), _added(d_shared, d), sums)
 
-            def into_embedding(d_shared: Any) -> Any:
-                return _added(d_shared, jax.vjp(lambda w: model.enter(w, i), shared)[1](d_entered)[0])
+        sent_back, totals = _cond(do["backward"] >= 0, backward, lambda totals: (empty, totals), carry["totals"])
 
-            begins = (stage == 0) & (chunk == 0)
-            d_shared = _cond(begins, into_embedding, lambda d_shared: d_shared, d_shared)
-            return d_entered, (_add_chunk(d_chunks, d_layers, chunk), d_shared, sums)
+        def into_embedding(d_shared: Any) -> Any:
+            own = jax.tree.map(lambda d: jnp.where(stage == 0, d, jnp.zeros_like(d)), sent_back)
+            return _added(d_shared, jax.vjp(lambda w: model.enter(w, row["backward"][0]), shared)[1](own)[0])
 
-        sent_back, totals = _cond(
-            do["backward"] >= 0, backward, lambda totals: (empty, totals), carry["totals"]
-        )
+        d_chunks, d_shared, sums = totals
+        begins = (row["backward"][0] >= 0) & (row["backward_chunk"][0] == 0)
+        d_shared = _cond(begins, into_embedding, lambda d_shared: d_shared, d_shared)
+        totals = d_chunks, d_shared, sums
         after = {"inputs": inputs, "gradients": gradients, "arrived": arrived, "sent back": sent_back, "totals": totals}
         return after, None
 
@@ -264,8 +263,8 @@ def _local(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: L
 def exchange(layers: Any, stages: int, chunks: int, *, back: bool = False) -> Any:
     """Each stage's layers as they lie in the training state, in order, to chunks as they are computed, or back.
 
-    Group *j* of all layers lies on stage *j* // `chunks`, and is computed on stage *j* mod `stages`. In each of `chunks`
-    permutes, every stage sends one group and gets one, so a stage sends and gets what it holds, once.
+    Group *j* of all layers lies on stage *j* // `chunks`, and is computed on stage *j* mod `stages`. In each of
+    `chunks` permutes, every stage sends one group and gets one, so a stage sends and gets what it holds, once.
 
     Args:
         layers: Arrays `[chunks · size, …]`, or `[chunks, size, …]` to go back.

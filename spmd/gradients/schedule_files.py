@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spmd.errors import Problem, ScheduleError
 from spmd.gradients.schedules import Schedule, Task, check_schedule, parse_task
-from spmd.gradients.simulate import lockstep
+from spmd.gradients.simulate import as_table
 
 
 def read_schedule(
@@ -76,7 +76,7 @@ def read_schedule(
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The schedule as the text of a CSV file that `read_schedule` reads, every task at its tick of `lockstep`.
+    """The schedule as the text of a CSV file that `read_schedule` reads, every task at its tick of `as_table`.
 
     Raises:
         ScheduleError: A schedule that cannot be run.
@@ -87,7 +87,7 @@ def to_csv(schedule: Schedule) -> str:
         F0,F1,,BW0,,BW1
         ,F0,BW0,F1,BW1,
     """
-    return "".join(",".join(str(task or "") for task in row) + "\n" for row in lockstep(schedule))
+    return "".join(",".join(str(task or "") for task in row) + "\n" for row in as_table(schedule))
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:

@@ -159,7 +159,7 @@ def run_times(
     return times
 
 
-def lockstep(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
+def as_table(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
     """The schedule as a table of ticks: what each stage does at each, or None.
 
     Every task takes one tick, whatever its kind, and runs at the first at which the stage is free and all that it
@@ -170,7 +170,7 @@ def lockstep(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
 
     Example:
         >>> from spmd.gradients.schedules import make_schedule
-        >>> for row in lockstep(make_schedule("1f1b", stages=2, microbatches=2)):
+        >>> for row in as_table(make_schedule("1f1b", stages=2, microbatches=2)):
         ...     print(*(task or "--" for task in row))
         F0 F1 -- BW0 -- BW1
         -- F0 BW0 F1 BW1 --

@@ -27,11 +27,12 @@ FLOORS = {
     "compute": ("scope", "hosted", "weights", "annotate"),
     "parallel": (
         *("parallel.online", "parallel.order", "parallel.context", "parallel.attention"),
-        *("parallel.router", "parallel.expert", "parallel.vocabulary"),
+        *("parallel.router", "parallel.expert", "parallel.vocabulary", "parallel.stages"),
     ),
     "run": (
         *("gradients.schedules", "gradients.simulate", "gradients.schedule_files", "gradients.zero_bubble"),
         *("loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
+        *("gradients.lockstep", "gradients.pipeline"),
         *("flax", "moments", "optim", "state", "offload", "step"),
         *("corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
     ),
