@@ -23,7 +23,11 @@ from spmd.data import bigram_loss
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 from spmd.foresight.collectives import CollectiveAudit
 from spmd.foresight.memory import CATEGORIES, Ledger
+from spmd.foresight.timeline import chart, svg
 from spmd.foresight.topology import missing_extra, parse_topology
+from spmd.gradients.lockstep import how_executed
+from spmd.gradients.schedule_files import to_csv
+from spmd.gradients.simulate import simulate
 from spmd.metrics import Console, device_memory
 from spmd.recipe import Recipe, config_mesh, planned_mesh, topology_mesh
 from spmd.run import RunFolder, train, write_sample
@@ -39,6 +43,7 @@ usage: spmd VERB …
        [--topology v5e:16x16]                                  for a machine that need not be here; 3 if it does not fit
        [--compile]                                             what the compiled step holds and sends over each axis
        [--diff CONFIG]                                         what differs from another config's plan
+       [--schedule] [--svg FILE]                               the pipeline's stages over time, drawn here and in FILE
   spmd check CONFIG [--FIELD VALUE …]                          the same steps on the mesh and on one device, compared
        [--check-steps N] [--leaves] [--json] [--inject BUG]    … by leaf; as JSON; with a bug that must be found
        [--products 2]                                          … on every axis and every pair of axes, one line for each
@@ -87,6 +92,10 @@ class PlanCommand(Generic[M]):
     """The machine that is planned for, such as v5e:16x16, h100:16x8 or cpu:8; it need not be here."""
     diff: str = ""
     """Print what differs from the plan of another config: lines of this plan with -, of the other with +."""
+    schedule: bool = False
+    """Draw what each stage of the pipeline does over time, and write the picture to a file."""
+    svg: str = "schedule.svg"
+    """The file of that picture; empty for none."""
     compile: bool = False
     """Compile the step, print what its collectives send, by axis and by source, and its memory as compiled."""
 
@@ -230,7 +239,7 @@ def _bigram(recipe: Recipe) -> float:
 
 def _plan(arguments: list[str]) -> int:
     command, _ = _parse(PlanCommand, arguments, "plan")
-    chosen = [name for name in ("all", "diff", "compile") if getattr(command, name)]
+    chosen = [name for name in ("all", "diff", "compile", "schedule") if getattr(command, name)]
     if len(chosen) > 1:
         problems = [Problem(f"--{name}", "is one of several views", fix="ask for one of them") for name in chosen]
         raise ConfigError("A plan has one view at a time:", problems)
@@ -240,6 +249,8 @@ def _plan(arguments: list[str]) -> int:
         config = dataclasses.replace(config, devices=topology.devices)
     recipe = Recipe(config, planned_mesh(config))
     topology = topology if command.topology else parse_topology(f"cpu:{recipe.mesh.size}")
+    if command.schedule:
+        return _print_schedule(command, recipe)
     recipe.audit()
     if command.diff:
         other = load_config(command.diff)
@@ -262,6 +273,26 @@ def _plan(arguments: list[str]) -> int:
         print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
         return 2
     return 3 if refused or ledger.fits is False else 0
+
+
+def _print_schedule(command: PlanCommand, recipe: Recipe) -> int:
+    """The pipeline over time, and whether and how it is executed."""
+    if recipe.stages == 1:
+        problem = Problem("mesh.pipe", "is 1: there are no stages", fix="--mesh.pipe 4")
+        raise ConfigError("There is no schedule to draw:", [problem])
+    timeline = simulate(recipe.pipeline)
+    execution = how_executed(recipe.pipeline)
+    if command.svg:
+        Path(command.svg).write_text(svg(timeline), encoding="utf-8")
+    if command.json:
+        record = {"makespan": timeline.makespan, "bubble": timeline.bubble, "peak_in_flight": timeline.peak_in_flight}
+        print(json.dumps({**record, "orders": to_csv(recipe.pipeline).split(), "execution": execution}, indent=2))
+        return 0
+    print(chart(timeline))
+    print(execution)
+    if command.svg:
+        print(f"written to {command.svg}")
+    return 0
 
 
 def _print_plan(

@@ -21,7 +21,7 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.lockstep import make_program
 from spmd.gradients.loss_scale import keep_variables
-from spmd.gradients.pipeline import pipeline
+from spmd.gradients.pipeline import pipeline, pipelined
 from spmd.gradients.schedule_files import read_schedule
 from spmd.gradients.schedules import Schedule, make_schedule
 from spmd.loss import LossFn, next_token_loss
@@ -150,6 +150,12 @@ class Recipe:
             grad_fn = accumulate(value_and_grad(self.loss_fn), self.microbatches)
         grad_fn = accumulate(grad_fn, self.config.accumulate)
         return keep_variables(grad_fn) if self.skips and not self.precision.loss_scale else grad_fn
+
+    @functools.cached_property
+    def evaluation_loss_fn(self) -> LossFn:
+        """The loss as in evaluation, of a whole batch."""
+        loss_fn = next_token_loss(self.model, train=False, chunk=self.config.loss_chunk)
+        return pipelined(loss_fn, self.stages, self.microbatches) if self.stages > 1 else loss_fn
 
     @functools.cached_property
     def step(self) -> TrainStep:

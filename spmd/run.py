@@ -27,7 +27,6 @@ from spmd.config import TrainConfig, config_difference, config_values, load_conf
 from spmd.data import Windows, batches, evaluation_batches
 from spmd.errors import CheckpointError, Problem
 from spmd.generate import generate
-from spmd.loss import next_token_loss
 from spmd.mesh import batch_sharding, shards_of
 from spmd.metrics import (
     Console,
@@ -256,9 +255,7 @@ class Evaluate(Hook):
 
     def __init__(self, recipe: Recipe, windows: Windows, writers: Writers, clock: StepClock) -> None:
         self.recipe, self.windows, self.writers, self.clock = recipe, windows, writers, clock
-        self.step = make_eval_step(
-            recipe.plan, next_token_loss(recipe.model, train=False, chunk=recipe.config.loss_chunk)
-        )
+        self.step = make_eval_step(recipe.plan, recipe.evaluation_loss_fn)
         self.last: dict[str, float] = {}
         self.last_step, self.tokens = -1, 0
 

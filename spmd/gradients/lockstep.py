@@ -100,7 +100,7 @@ def make_program(schedule: Schedule) -> Program:
         ScheduleError: It cannot be executed: it splits the backward pass, or goes through the stages in another order
             than round and round, or does not end with its batch.
     """
-    if problems := list(_not_executed(schedule)):
+    if problems := _not_executed(schedule):
         raise ScheduleError("This schedule can be drawn and not executed:", problems)
     stages, count = schedule.stages, schedule.stages * schedule.chunks
     ticks = _ticks(schedule)
@@ -143,6 +143,21 @@ def make_program(schedule: Schedule) -> Program:
     return Program(schedule.microbatches, schedule.chunks, max(depths), max(1, *gradient_depths), **columns)
 
 
+def how_executed(schedule: Schedule) -> str:
+    """One line on how the schedule is executed, or why it is not.
+
+    Example:
+        >>> from spmd.gradients.schedules import make_schedule
+        >>> how_executed(make_schedule("1f1b", stages=2, microbatches=8))
+        'executed in lock step: 10 ticks of a forward and a backward task; a stage holds the inputs of at most 3 tasks'
+    """
+    if problems := _not_executed(schedule):
+        return f"drawn, not executed: it {problems[0].what}; {problems[0].fix}"
+    program = make_program(schedule)
+    held = f"a stage holds the inputs of at most {program.depth} tasks"
+    return f"executed in lock step: {program.ticks} ticks of a forward and a backward task; {held}"
+
+
 _SIZES = ("microbatches", "chunks", "depth", "gradient_depth")
 
 
@@ -152,6 +167,9 @@ def _not_executed(schedule: Schedule) -> list[Problem]:
     if split := sorted(kinds & {"B", "W"}):
         what = f"splits the backward pass into {' and '.join(split)}"
         problems.append(Problem(f"schedule {schedule.name}", what, fix="gpipe, 1f1b, interleaved, or a table of F, BW"))
+    if not schedule.flush:
+        what = "goes on into the next batch"
+        problems.append(Problem(f"schedule {schedule.name}", what, fix="gpipe, 1f1b or interleaved"))
     if schedule.placement != "loop":
         what = f"goes through the stages in the order of a {schedule.placement}"
         problems.append(Problem(f"schedule {schedule.name}", what, fix="chunk c of stage s: layers c × stages + s"))

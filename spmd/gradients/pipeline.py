@@ -17,13 +17,11 @@ rest again, under the plan's remat policy.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
@@ -31,9 +29,11 @@ from spmd.annotate import manual_over
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import cut_batch
 from spmd.gradients.base import GradFn
+from spmd.gradients.exchange import exchange
 from spmd.gradients.lockstep import IDLE, Program
+from spmd.gradients.stages import TITLE, Stages
 from spmd.loss import LossFn, Sums
-from spmd.parallel.stages import Answer, Reached, Run, Stream, answered
+from spmd.parallel.stages import Stream
 from spmd.precision import scale_loss, split_loss_scale
 from spmd.scope import current
 from spmd.weights import accumulation_dtype, as_taken, gradient_view
@@ -59,134 +59,91 @@ def pipeline(loss_fn: LossFn, program: Program) -> GradFn:
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_loss_scale(variables)
-        scope = current()
-        assert scope is not None, "a step is traced within its plan"
-
-        def is_layer(path: str) -> bool:
-            return AXIS in scope.rules.layer_path(path)[1]
-
         view = as_taken(params, gradient_view(params))
-        layers, shared = tree.select(view, is_layer), tree.select(view, lambda path: not is_layer(path))
-        _check(program, scope.mesh.shape[AXIS], tree.flatten(layers), tree.flatten(own))
-        parts = cut_batch(batch, program.microbatches), jax.random.split(key, program.microbatches)
+        arrays = _cut(view, own, batch, key, program.stages, program.chunks, program.microbatches)
         scale = scale_loss(jnp.float32(1), scaling)
-        local = functools.partial(_local, loss_fn=loss_fn, program=program)
-        run = manual_over(scope.mesh, (AXIS,), local, (P(AXIS), P(), P(), P()), (P(AXIS), P(), P()))
-        d_layers, d_shared, sums = run(layers, shared, parts, scale)
+        local = functools.partial(_backward, loss_fn=loss_fn, program=program)
+        d_layers, d_shared, sums = _on_stages(local, (P(AXIS), P(), P()), *arrays, scale)
         merged = tree.flatten(tree.merge(d_layers, d_shared))
         return tree.map_with_path(lambda path, _: merged[path], params), sums, variables
 
     return grad_fn
 
 
-def _check(program: Program, stages: int, layers: dict[str, Any], variables: dict[str, Any]) -> None:
-    """Whether the program is one for this mesh and this model."""
-    problems = []
-    if program.stages != stages:
-        what = f"is for {program.stages} stages"
-        problems.append(Problem("schedule", what, f"mesh.pipe = {stages}", "make it for the mesh"))
-    if not layers:
-        fix = 'stack the layers, and name the stack in the rule table: stacked={"layers": "pipe"}'
-        problems.append(Problem("mesh.pipe", "splits no parameter", f"pipe={stages}", fix))
-    groups = program.stages * program.chunks
-    counts = {leaf.shape[0] for leaf in layers.values()}
-    if len(counts) > 1:
-        what = f"are {len(counts)} stacks, of {' and '.join(map(str, sorted(counts)))} layers"
-        problems.append(Problem("layers", what, fix="one stack"))
-    for count in counts:
-        if count % groups:
-            product = f"pipe={program.stages}" + (f" × {program.chunks} chunks" if program.chunks > 1 else "")
-            arithmetic = f"{count} / ({product}) = {count / groups:.4g}"
-            problems.append(Problem("layers", "do not divide into stages", arithmetic, f"a multiple of {groups}"))
-    problems += [
-        Problem(path, "is a variable that the model changes by itself", fix="pipe=1; stages would each change it")
-        for path in variables
-    ]
-    if problems:
-        raise ConfigError("This model cannot be cut into stages:", problems)
-
-
-class _Stages:
-    """The parts of a loss function that a stage has, as functions of arrays.
+def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
+    """The loss alone, of a batch that goes in microbatches through stages: for evaluation.
 
     Args:
-        loss_fn: The whole.
-        parts: The microbatches, and a key for each.
-        chunks: The stage's layers, `[chunk, layer, …]`.
-        count: How many layers there are in all.
+        loss_fn: As for `pipeline`.
+        stages: The size of `pipe`.
+        microbatches: How many parts of the batch.
+
+    Raises:
+        ConfigError: As for `pipeline`.
     """
 
-    def __init__(self, loss_fn: LossFn, parts: Any, chunks: Any, count: int) -> None:
-        self.loss_fn, self.parts, self.count = loss_fn, parts, count
-        self.some_layers = jax.tree.map(lambda w: w[0], chunks)
-        self.size = jax.tree.leaves(self.some_layers)[0].shape[0]
+    def whole(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
+        arrays = _cut(params, variables, batch, key, stages, 1, microbatches)
+        local = functools.partial(_forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches)
+        return _on_stages(local, P(), *arrays), variables
 
-    def enter(self, shared: Any, i: jax.Array) -> Stream:
-        """What enters the first layer."""
-
-        def answer(run: Run, x: jax.Array, layers: Any) -> Any:
-            values = jax.eval_shape(run, x, self._own(layers, 0))[1]
-            raise Reached(Stream(x, jax.tree.map(lambda v: jnp.zeros((self.count, *v.shape[1:]), v.dtype), values)))
-
-        return self._until(answer, self.some_layers, shared, i)
-
-    def inside(self, layers: Any, shared: Any, stream: Stream, i: jax.Array, first: jax.Array) -> Stream:
-        """What leaves some layers, of which `first` is the number of the first."""
-
-        def answer(run: Run, x: jax.Array, stack: Any) -> Any:
-            x, values = run(stream.x, self._own(stack, first))
-            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
-            raise Reached(Stream(x, jax.tree.map(put, stream.values, values)))
-
-        return self._until(answer, layers, shared, i)
-
-    def leave(self, shared: Any, stream: Stream, i: jax.Array) -> tuple[jax.Array, Sums]:
-        """The loss and all sums."""
-        calls = []
-
-        def answer(run: Run, x: jax.Array, layers: Any) -> Any:
-            calls.append(run)
-            return stream.x, stream.values
-
-        batch, key = self._part(i)
-        with answered(answer):
-            sums, _ = self.loss_fn(tree.merge(self.some_layers, shared), {}, batch, key)
-        if len(calls) > 1:
-            problem = Problem("layers", f"are {len(calls)} stacks", fix="one call of through_layers")
-            raise ConfigError("This model cannot be cut into stages:", [problem])
-        return sums["loss"], sums
-
-    def _until(self, answer: Answer, layers: Any, shared: Any, i: jax.Array) -> Stream:
-        batch, key = self._part(i)
-        try:
-            with answered(answer):
-                self.loss_fn(tree.merge(layers, shared), {}, batch, key)
-        except Reached as reached:
-            return reached.stream
-        fix = "run stacked layers through spmd.parallel.stages.through_layers"
-        problem = Problem("layers", "are nowhere: the model does not say where they begin", fix=fix)
-        raise ConfigError("This model cannot be cut into stages:", [problem])
-
-    def _part(self, i: jax.Array) -> Any:
-        return jax.tree.map(lambda x: _at(x, i), self.parts)
-
-    def _own(self, stack: Any, first: Any) -> Any:
-        """Of what is there for all layers, the part that is for these."""
-
-        def own(x: jax.Array) -> jax.Array:
-            return x if x.shape[0] == self.size else jax.lax.dynamic_slice_in_dim(x, first, self.size)
-
-        return jax.tree.map(own, stack)
+    return whole
 
 
-def _local(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, program: Program) -> Any:
+def _on_stages(local: Callable[..., Any], out: Any, layers: Any, *others: Any) -> Any:
+    """`local` on every stage: its layers, and the whole of all else."""
+    scope = current()
+    assert scope is not None, "a step is traced within its plan"
+    return manual_over(scope.mesh, (AXIS,), local, (P(AXIS), *(P(),) * len(others)), out)(layers, *others)
+
+
+def _cut(
+    params: Any, variables: Any, batch: Any, key: jax.Array, stages: int, chunks: int, microbatches: int
+) -> tuple[Any, Any, Any]:
+    """Layers, all other parameters, and microbatches with a key for each; if the model and the mesh are made for it."""
+    scope = current()
+    assert scope is not None, "a step is traced within its plan"
+
+    def is_layer(path: str) -> bool:
+        return AXIS in scope.rules.layer_path(path)[1]
+
+    layers, shared = tree.select(params, is_layer), tree.select(params, lambda path: not is_layer(path))
+    problems = []
+    if (size := scope.mesh.shape[AXIS]) != stages:
+        problems.append(Problem("schedule", f"is for {stages} stages", f"mesh.pipe = {size}", "make it for the mesh"))
+    if scope.attention.is_ring:
+        what = "would send keys and values inside of a stage's task, for which XLA:CPU waits on all stages"
+        problems.append(Problem("context", f"is a ring, which {what}", fix="--context all-to-all"))
+    counts = sorted({leaf.shape[0] for leaf in jax.tree.leaves(layers)})
+    if not counts:
+        fix = 'stack the layers, and name the stack in the rule table: stacked={"layers": "pipe"}'
+        problems.append(Problem("mesh.pipe", "splits no parameter", f"pipe={stages}", fix))
+    if len(counts) > 1:
+        problems.append(Problem("layers", f"are stacks of {' and '.join(map(str, counts))} layers", fix="one stack"))
+    for count in counts:
+        if count % (stages * chunks):
+            product = f"pipe={stages}" + (f" × {chunks} chunks" if chunks > 1 else "")
+            arithmetic = f"{count} / ({product}) = {count / (stages * chunks):.4g}"
+            fix = f"a multiple of {stages * chunks}"
+            problems.append(Problem("layers", "do not divide into stages", arithmetic, fix))
+    problems += [
+        Problem(path, "is a variable that the model changes by itself, and every stage would", fix="pipe=1")
+        for path in tree.flatten(variables)
+    ]
+    if problems:
+        raise ConfigError(TITLE, problems)
+    return layers, shared, (cut_batch(batch, microbatches), jax.random.split(key, microbatches))
+
+
+def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, program: Program) -> Any:
     """What one stage does: gradients of its layers, and its part of all others and of the sums."""
     stage = jax.lax.axis_index(AXIS)
     chunks = exchange(layers, program.stages, program.chunks)
     count = program.stages * jax.tree.leaves(layers)[0].shape[0]
-    model = _Stages(loss_fn, parts, chunks, count)
+    model = Stages(loss_fn, parts, chunks, count)
     stream = jax.eval_shape(model.enter, shared, jnp.int32(0))
     empty = _zeros(stream)
+    shift = functools.partial(_shift, stages=program.stages, chunks=program.chunks)
 
     def total(like: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), like)
@@ -205,7 +162,7 @@ def _local(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: L
 
     def tick(carry: dict[str, Any], row: dict[str, jax.Array]) -> tuple[dict[str, Any], None]:
         do = {name: column[stage] for name, column in row.items()}
-        arrived_back = _shift(carry["sent back"], program, -1)  # while the forward task computes
+        arrived_back = shift(carry["sent back"], by=-1)  # while the forward task computes
         inputs = _put(carry["inputs"], do["arrives"], carry["arrived"])
 
         # The embedding is looked up on all stages at once: no stage waits for it, and no matrix is multiplied.
@@ -217,7 +174,7 @@ def _local(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: L
             entered, layers = _take(inputs, do["forward_slot"]), _chunk(chunks, do["forward_chunk"])
             return model.inside(layers, shared, entered, do["forward"], first_layer(do["forward_chunk"]))
 
-        arrived = _shift(_cond(do["forward"] >= 0, forward, lambda: empty), program, 1)  # while the backward one does
+        arrived = shift(_cond(do["forward"] >= 0, forward, lambda: empty), by=1)  # while the backward one does
         gradients = _put(carry["gradients"], do["gradient_arrives"], arrived_back)
 
         def backward(totals: Any) -> tuple[Stream, Any]:
@@ -260,53 +217,30 @@ def _local(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: L
     return d_layers, *jax.lax.psum((d_shared, sums), AXIS)
 
 
-def exchange(layers: Any, stages: int, chunks: int, *, back: bool = False) -> Any:
-    """Each stage's layers as they lie in the training state, in order, to chunks as they are computed, or back.
+def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: int, microbatches: int) -> Sums:
+    """What one stage does for the sums alone: in tick *t*, microbatch *t* less the stages before it."""
+    stage = jax.lax.axis_index(AXIS)
+    size = jax.tree.leaves(layers)[0].shape[0]
+    model = Stages(loss_fn, parts, jax.tree.map(lambda w: w[None], layers), stages * size)
+    empty = _zeros(jax.eval_shape(model.enter, shared, jnp.int32(0)))
+    none = _zeros(jax.eval_shape(lambda: model.leave(shared, empty, jnp.int32(0))[1]))
 
-    Group *j* of all layers lies on stage *j* // `chunks`, and is computed on stage *j* mod `stages`. In each of
-    `chunks` permutes, every stage sends one group and gets one, so a stage sends and gets what it holds, once.
+    def tick(carry: tuple[Stream, Sums], number: jax.Array) -> tuple[tuple[Stream, Sums], None]:
+        arrived, sums = carry
+        entered = _cond(number < microbatches, lambda: model.enter(shared, number), lambda: empty)
+        stream = jax.tree.map(lambda x, y: jnp.where(stage == 0, x, y), entered, arrived)
+        i = number - stage
 
-    Args:
-        layers: Arrays `[chunks · size, …]`, or `[chunks, size, …]` to go back.
-        stages: The size of `pipe`.
-        chunks: Groups of layers of each stage.
-        back: Whether to go back.
-    """
-    if not back:
-        layers = jax.tree.map(lambda w: w.reshape(chunks, -1, *w.shape[1:]), layers)
-    if chunks > 1:
-        stage = jax.lax.axis_index(AXIS)
-        moves = _rounds(stages, chunks)
+        def task() -> Stream:
+            return model.inside(layers, shared, stream, i, stage * size)
 
-        def move(w: jax.Array) -> jax.Array:
-            out = w
-            for sent, to, got in moves:
-                pairs = [(s, int(to[s])) for s in range(stages)]
-                if back:
-                    pairs, sent, got = [(t, s) for s, t in pairs], got, sent
-                part = jax.lax.ppermute(_at(w, jnp.asarray(sent)[stage]), AXIS, pairs)
-                out = jax.lax.dynamic_update_index_in_dim(out, part, jnp.asarray(got)[stage], 0)
-            return out
+        left = _cond((i >= 0) & (i < microbatches), task, lambda: empty)
+        ends = (i >= 0) & (stage == stages - 1)
+        sums = _cond(ends, lambda sums: _added(sums, model.leave(shared, left, i)[1]), lambda sums: sums, sums)
+        return (_shift(left, stages, 1), sums), None
 
-        layers = jax.tree.map(move, layers)
-    return jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), layers) if back else layers
-
-
-def _rounds(stages: int, chunks: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of each permute: which of its groups a stage sends, to whom, and where what a stage gets is put.
-
-    A stage's groups go to stages that follow each other. Stages whose first groups go to the same one begin with
-    another group, so no two send to one.
-    """
-    stage, blocks = np.arange(stages), math.gcd(stages, chunks)
-    rounds = []
-    for turn in range(chunks):
-        sent = (turn + stage * blocks // stages) % chunks
-        group = stage * chunks + sent
-        to, got = group % stages, np.zeros(stages, int)
-        got[to] = group // stages
-        rounds.append((sent, to, got))
-    return rounds
+    (_, sums), _ = jax.lax.scan(tick, (empty, none), jnp.arange(microbatches + stages - 1))
+    return jax.lax.psum(sums, AXIS)
 
 
 def _cond(predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
@@ -318,10 +252,10 @@ def _cond(predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any],
     return jax.lax.cond(predicate, ended(yes), ended(no), *operands)
 
 
-def _shift(stream: Stream, program: Program, by: int) -> Stream:
+def _shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:
     """To the stage behind (1) or before (-1); round the ring only where stages have several chunks."""
-    ring = [(s, (s + by) % program.stages) for s in range(program.stages)]
-    pairs = ring if program.chunks > 1 else [(s, to) for s, to in ring if to - s == by]
+    ring = [(s, (s + by) % stages) for s in range(stages)]
+    pairs = ring if chunks > 1 else [(s, to) for s, to in ring if to - s == by]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), stream)
 
 

@@ -1,0 +1,87 @@
+"""A loss function cut where its layers begin and end, into the parts that a stage of a pipeline computes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd import tree
+from spmd.errors import ConfigError, Problem
+from spmd.loss import LossFn, Sums
+from spmd.parallel.stages import Answer, Reached, Run, Stream, answered
+
+TITLE = "This model cannot be cut into stages:"
+
+
+class Stages:
+    """The parts of a loss function that a stage has, as functions of arrays.
+
+    Args:
+        loss_fn: The whole.
+        parts: The microbatches, and a key for each.
+        chunks: The stage's layers, `[chunk, layer, …]`.
+        count: How many layers there are in all.
+    """
+
+    def __init__(self, loss_fn: LossFn, parts: Any, chunks: Any, count: int) -> None:
+        self.loss_fn, self.parts, self.count = loss_fn, parts, count
+        self.some_layers = jax.tree.map(lambda w: w[0], chunks)
+        self.size = jax.tree.leaves(self.some_layers)[0].shape[0]
+
+    def enter(self, shared: Any, i: jax.Array) -> Stream:
+        """What enters the first layer."""
+
+        def answer(run: Run, x: jax.Array, layers: Any) -> Any:
+            values = jax.eval_shape(run, x, self._own(layers, 0))[1]
+            raise Reached(Stream(x, jax.tree.map(lambda v: jnp.zeros((self.count, *v.shape[1:]), v.dtype), values)))
+
+        return self._until(answer, self.some_layers, shared, i)
+
+    def inside(self, layers: Any, shared: Any, stream: Stream, i: jax.Array, first: jax.Array) -> Stream:
+        """What leaves some layers, of which `first` is the number of the first."""
+
+        def answer(run: Run, x: jax.Array, stack: Any) -> Any:
+            x, values = run(stream.x, self._own(stack, first))
+            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+            raise Reached(Stream(x, jax.tree.map(put, stream.values, values)))
+
+        return self._until(answer, layers, shared, i)
+
+    def leave(self, shared: Any, stream: Stream, i: jax.Array) -> tuple[jax.Array, Sums]:
+        """The loss and all sums."""
+        calls = []
+
+        def answer(run: Run, x: jax.Array, layers: Any) -> Any:
+            calls.append(run)
+            return stream.x, stream.values
+
+        batch, key = self._part(i)
+        with answered(answer):
+            sums, _ = self.loss_fn(tree.merge(self.some_layers, shared), {}, batch, key)
+        if len(calls) > 1:
+            problem = Problem("layers", f"are {len(calls)} stacks", fix="one call of through_layers")
+            raise ConfigError(TITLE, [problem])
+        return sums["loss"], sums
+
+    def _until(self, answer: Answer, layers: Any, shared: Any, i: jax.Array) -> Stream:
+        batch, key = self._part(i)
+        try:
+            with answered(answer):
+                self.loss_fn(tree.merge(layers, shared), {}, batch, key)
+        except Reached as reached:
+            return reached.stream
+        fix = "run stacked layers through spmd.parallel.stages.through_layers"
+        problem = Problem("layers", "are nowhere: the model does not say where they begin", fix=fix)
+        raise ConfigError(TITLE, [problem])
+
+    def _part(self, i: jax.Array) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), self.parts)
+
+    def _own(self, stack: Any, first: Any) -> Any:
+        """Of what is there for all layers, the part that is for these."""
+
+        def own(x: jax.Array) -> jax.Array:
+            return x if x.shape[0] == self.size else jax.lax.dynamic_slice_in_dim(x, first, self.size)
+
+        return jax.tree.map(own, stack)
