@@ -1,0 +1,209 @@
+"""A pipeline gives the numbers of one device, under every schedule it executes and beside every other axis."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from models.mixtral import PRESETS as MIXTRALS
+from partition_rules.mixtral import MIXTRAL
+from spmd import flax
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import value_and_grad
+from spmd.gradients.lockstep import Program, make_program
+from spmd.gradients.loss_scale import unscale
+from spmd.gradients.pipeline import pipeline, pipelined
+from spmd.gradients.schedule_files import read_schedule
+from spmd.gradients.schedules import make_schedule
+from spmd.loss import next_token_loss
+from spmd.mesh import batch_sharding
+from spmd.plan import make_plan
+from spmd.precision import make_precision, with_loss_scale
+from spmd.state import init_state
+from spmd.step import make_eval_step
+from spmd.testing import Tolerance, compare, record_run, token_batches
+from tests import tiny
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+EXACT = Tolerance(loss=1e-6, gradients=1e-5, params=1e-5)
+MICROBATCHES = 4
+BATCHES = token_batches((16, 16), tiny.CONFIG.vocab, steps=2)
+
+
+@functools.cache
+def program(schedule: str, stages: int, microbatches: int = MICROBATCHES) -> Program:
+    return make_program(make_schedule(schedule, stages, microbatches, 2 if schedule == "interleaved" else 1))
+
+
+@functools.cache
+def alone(layers: int = 4, tied: bool = False):
+    """What every pipeline is compared with: the same microbatches one after the other."""
+    config = tiny.replaced(layers=layers, tied=tied)
+    grad_fn = accumulate(value_and_grad(tiny.loss_fn(config)), MICROBATCHES)
+    return record_run(tiny.plan(config, OPTIMIZER), grad_fn, BATCHES)
+
+
+def parity(program: Program, layers: int = 4, tied: bool = False, options: tuple = (), **axes: int):
+    config = tiny.replaced(layers=layers, tied=tied)
+    plan = tiny.plan(config, OPTIMIZER, options, pipe=program.stages, **axes)
+    return compare(record_run(plan, pipeline(tiny.loss_fn(config), program), BATCHES), alone(layers, tied), EXACT)
+
+
+def assert_equal(program: Program, **layout):
+    result = parity(program, **layout)
+    assert result.ok, f"\n{result}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [
+        ("gpipe", 2),
+        ("1f1b", 4),
+        ("interleaved", 2),
+        pytest.param("gpipe", 4, marks=pytest.mark.slow),
+        pytest.param("1f1b", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_schedules_equal_one_device(schedule, stages):
+    """Each schedule alone: losses agree to 1e-6, gradients and parameters after two steps to 1e-5."""
+    assert_equal(program(schedule, stages))
+
+
+@pytest.mark.slow
+def test_interleaved_over_four_stages():
+    """Eight groups of layers on four stages, each of which has two."""
+    assert_equal(program("interleaved", 4), layers=8)
+
+
+def test_with_fsdp_and_tensor():
+    """A pipeline of stages that are themselves split both ways."""
+    assert_equal(program("1f1b", 2), fsdp=2, tensor=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+def test_other_schedules_with_fsdp_and_tensor(schedule):
+    """The same under the other schedules."""
+    assert_equal(program(schedule, 2), fsdp=2, tensor=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tied": True, "fsdp": 2},
+        {"options": (("zero", 0),), "fsdp": 2},
+        {"options": (("zero", 1),), "fsdp": 2, "data": 2},
+        {"options": (("zero", 2),), "fsdp": 2, "tensor": 2},
+        {"options": (("remat", "full"),), "data": 2},
+        {"options": (("remat", "save:attention_out"),), "tensor": 2},
+        {"options": (("remat", "full/2"),)},
+        {"options": (("context", "all-to-all"),), "sequence": 2, "data": 2},
+    ],
+    ids=str,
+)
+def test_plans(layout):
+    """Tied embeddings are summed once; ZeRO stages, remat policies and split sequences change no number."""
+    assert_equal(program("1f1b", 2), **layout)
+
+
+@pytest.mark.slow
+def test_a_schedule_from_a_file(tmp_path):
+    """Microbatches may go backward in an order of the user's own."""
+    path = tmp_path / "mine.csv"
+    path.write_text("F0,F1,,,BW1,BW0,F2,F3,,,BW3,BW2\n,F0,F1,BW1,BW0,,,F2,F3,BW3,BW2,\n")
+    assert_equal(make_program(read_schedule(path)))
+
+
+def test_a_dropped_microbatch_is_noticed():
+    """The control: gradients of three of four microbatches are no gradients of the batch."""
+    whole = program("1f1b", 2)
+    idle = {name: np.where(getattr(whole, name) == 1, -1, getattr(whole, name)) for name in ("forward", "backward")}
+    result = parity(dataclasses.replace(whole, **idle))
+    assert {row.what for row in result.rows if not row.ok} >= {"gradients", "loss", "parameters"}
+
+
+def test_a_stale_input_is_noticed():
+    """The control of the slots: a backward task that reads another microbatch's input gives other gradients."""
+    whole = program("1f1b", 2)
+    slots = np.where(whole.backward_slot > 0, whole.backward_slot - 1, whole.backward_slot)
+    assert not parity(dataclasses.replace(whole, backward_slot=slots)).ok
+
+
+@pytest.mark.slow
+def test_accumulation_around_a_pipeline():
+    """Two batches of four microbatches each are one of eight."""
+    config = tiny.replaced(layers=4)
+    grad_fn = accumulate(pipeline(tiny.loss_fn(config), program("1f1b", 2)), 2)
+    ours = record_run(tiny.plan(config, OPTIMIZER, pipe=2, fsdp=2), grad_fn, BATCHES)
+    result = compare(ours, alone(), EXACT)
+    assert result.ok, f"\n{result}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_experts_and_their_losses(schedule):
+    """Routers' losses and metrics of all stages are those of one device, beside expert and data parallelism."""
+    config = dataclasses.replace(
+        MIXTRALS["test"],
+        layers=4,
+        router=dataclasses.replace(MIXTRALS["test"].router, balance=0.1, z_loss=0.01),
+    )
+    model = flax.from_nnx(config.build)
+    loss_fn = next_token_loss(model)
+    batches = token_batches((16, 16), config.vocab, steps=2)
+
+    def run(grad_fn, **axes):
+        return record_run(make_plan(tiny.mesh(**axes), MIXTRAL, model, OPTIMIZER), grad_fn, batches)
+
+    alone = run(accumulate(value_and_grad(loss_fn), MICROBATCHES))
+    ours = run(pipeline(loss_fn, program(schedule, 2)), pipe=2, expert=2, data=2)
+    result = compare(ours, alone, EXACT)
+    assert result.ok, f"\n{result}"
+    without = run(accumulate(value_and_grad(next_token_loss(model, train=False)), MICROBATCHES))
+    assert not compare(ours, without, EXACT).ok, "the control: auxiliary losses are a part of the loss"
+
+
+@pytest.mark.slow
+def test_loss_scaling():
+    """What is differentiated is the scaled loss, and its gradients are scaled back, as on one device."""
+    precision = make_precision("fp16")
+    precision = dataclasses.replace(precision, loss_scale=dataclasses.replace(precision.loss_scale, initial=8.0))
+    config = tiny.replaced(layers=4)
+    model = with_loss_scale(tiny.model(config), precision.loss_scale)
+    loss_fn = next_token_loss(model)
+
+    def run(grad_fn, **axes):
+        plan = make_plan(tiny.mesh(**axes), tiny.plan(config).rules, model, OPTIMIZER, precision=precision)
+        return record_run(plan, unscale(grad_fn, None), BATCHES)
+
+    ours = run(pipeline(loss_fn, program("1f1b", 2)), pipe=2, data=2)
+    alone = run(accumulate(value_and_grad(loss_fn), MICROBATCHES))
+    result = compare(ours, alone, Tolerance(loss=1e-3, gradients=2e-2, params=2e-2))
+    assert result.ok, f"\n{result}"
+    assert np.isfinite(ours.values["gradients"]["lm_head/kernel"]).all()
+
+
+def test_evaluation_goes_through_the_stages():
+    """The sums of a batch that goes through the stages are those of one device; one microbatch fewer has others."""
+    config = tiny.replaced(layers=4)
+    loss_fn = next_token_loss(tiny.model(config), train=False)
+    whole = tiny.plan(config, OPTIMIZER)
+    plan = tiny.plan(config, OPTIMIZER, pipe=4, fsdp=2)
+
+    def sums(plan, loss_fn, batch):
+        state = init_state(plan)
+        placed = jax.tree.map(lambda x: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)), batch)
+        return jax.device_get(make_eval_step(plan, loss_fn)(state.params, state.variables, placed))
+
+    expected = sums(whole, loss_fn, BATCHES[0])
+    found = sums(plan, pipelined(loss_fn, 4, MICROBATCHES), BATCHES[0])
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    fewer = {**BATCHES[0], "weights": jnp.asarray(BATCHES[0]["weights"]).at[::MICROBATCHES].set(0)}
+    assert sums(whole, loss_fn, fewer)["loss"] != pytest.approx(float(expected["loss"]), rel=1e-2)

@@ -1,0 +1,194 @@
+"""What a pipeline asks for, and says where it does not get it; how layers travel to their stages."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from models.llama import PRESETS
+from models.mixtral import PRESETS as MIXTRALS
+from partition_rules.llama import LLAMA
+from partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
+from spmd import flax
+from spmd.annotate import manual_over
+from spmd.cli import main
+from spmd.errors import SpmdError
+from spmd.gradients.exchange import exchange
+from spmd.gradients.lockstep import make_program
+from spmd.gradients.pipeline import pipeline
+from spmd.gradients.schedules import make_schedule
+from spmd.loss import next_token_loss
+from spmd.parallel.stages import through_layers
+from spmd.plan import make_plan
+from spmd.recipe import Recipe, planned_mesh
+from spmd.rules import Rules, replicate
+from spmd.step import make_train_step
+from tests import tiny
+
+SHAPES = {
+    name: jax.ShapeDtypeStruct((16, 16), dtype)
+    for name, dtype in (("tokens", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32))
+}
+
+
+def recipe(model=PRESETS["demo"], rules=LLAMA, batch=16, **fields) -> Recipe:
+    fields = {"mesh": spmd.MeshShape(pipe=2), **fields}
+    data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=64, batch=batch)
+    config = spmd.TrainConfig(model=model, rules=rules, data=data, **fields)
+    return Recipe(config, planned_mesh(config))
+
+
+def refused(recipe: Recipe) -> str:
+    """What a config is refused with, before anything compiles."""
+    with pytest.raises(SpmdError) as caught:
+        recipe.audit()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (2, 4), (4, 4), (8, 3), (8, 6), (4, 6)])
+def test_layers_travel_to_their_stage_and_back(stages, chunks):
+    """Group j of all layers comes to stage j mod stages, in order, and back to where it was."""
+    mesh = tiny.mesh(pipe=stages)
+    groups = np.arange(stages * chunks * 3).reshape(stages * chunks, 3).astype(np.float32)
+    stack = groups.reshape(-1)
+
+    def there(x):
+        return exchange(x, stages, chunks)
+
+    def and_back(x):
+        return exchange(exchange(x, stages, chunks), stages, chunks, back=True)
+
+    moved, same = (
+        np.asarray(jax.jit(manual_over(mesh, ("pipe",), f, P("pipe"), P("pipe")))(stack)) for f in (there, and_back)
+    )
+    of_stage = moved.reshape(stages, chunks, 3)
+    for stage in range(stages):
+        np.testing.assert_array_equal(of_stage[stage], groups[stage::stages])
+    np.testing.assert_array_equal(same, stack)
+    assert not np.array_equal(moved.reshape(-1), stack), "the control: something moved"
+
+
+def test_the_number_of_microbatches_follows_the_batch():
+    """By default up to four for each stage, fewer where the batch does not give them; the plan's mesh counts."""
+    assert recipe(batch=16).microbatches == 8
+    assert recipe(batch=4).microbatches == 4
+    assert recipe(batch=16, mesh=spmd.MeshShape(pipe=2, data=4)).microbatches == 4
+    assert recipe(batch=12, pipeline=spmd.PipelineConfig("interleaved")).microbatches == 6
+    assert recipe(mesh=spmd.MeshShape()).microbatches == 1
+    assert recipe(mesh=spmd.MeshShape(), pipeline=spmd.PipelineConfig(microbatches=4)).microbatches == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"batch": 15, "pipeline": spmd.PipelineConfig(microbatches=4)}, "15 / (accumulate=1 × microbatches=4) = 3.75"),
+        ({"mesh": spmd.MeshShape(pipe=8), "pipeline": spmd.PipelineConfig(microbatches=8)}, "4 / (pipe=8) = 0.5"),
+        ({"pipeline": spmd.PipelineConfig("interleaved", 8, 4)}, "4 / (pipe=2 × 4 chunks) = 0.5"),
+        ({"pipeline": spmd.PipelineConfig("interleaved", 5)}, "5 / (stages=2) = 2.5"),
+        ({"pipeline": spmd.PipelineConfig("1f1b", 8, 2)}, "chunks = 2"),
+        ({"pipeline": spmd.PipelineConfig("zero-bubble", 8)}, "splits the backward pass into B and W"),
+        ({"pipeline": spmd.PipelineConfig("pipedream", 8)}, "goes on into the next batch"),
+        ({"pipeline": spmd.PipelineConfig("nowhere.csv")}, "nowhere.csv"),
+        ({"mesh": spmd.MeshShape(pipe=2, sequence=2)}, "--context all-to-all"),
+    ],
+    ids=str,
+)
+def test_bad_input(fields, said):
+    """What cannot be is refused before anything compiles, with the arithmetic."""
+    assert said in refused(recipe(**fields))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("F0,F1,BW0,BW1\n", "rows = 1, mesh.pipe = 2"),
+        ("F0,F1,BW0,BW1\n,F0,BW0,F1\n", "stage 1: tasks are missing: BW1"),
+        ("F0,F1,BW0,BW1\n,BW0,F0,F1,BW1\n", "stage 1, tick 1: deadlock: BW0 waits for F0"),
+        ("F0,F1,BW0,X1\n,F0,BW0,F1,BW1\n", "stage 0, tick 3"),
+    ],
+    ids=str,
+)
+def test_bad_files(tmp_path, rows, said):
+    """A schedule from a file is refused with its stage and tick."""
+    path = tmp_path / "mine.csv"
+    path.write_text(rows)
+    assert said in refused(recipe(pipeline=spmd.PipelineConfig(str(path))))
+
+
+def test_models_that_cannot_be_cut():
+    """Layers in a list, two stacks, and variables that the model changes: each is named."""
+    unstacked = recipe(dataclasses.replace(PRESETS["demo"], stacked=False))
+    assert "mesh.pipe: splits no parameter" in refused(unstacked)
+    base = MIXTRALS["test"]
+    two = dataclasses.replace(base, layers=6, dense_layers=2, dense_d_ff=64)
+    assert "stacks of 2 and 4 layers" in refused(recipe(two, MIXTRAL_SHARED))
+    moved = dataclasses.replace(base, layers=4, router=dataclasses.replace(base.router, bias_rate=0.01))
+    assert "layers/moe/router/bias: is a variable" in refused(recipe(moved, MIXTRAL))
+
+
+class Plain(nnx.Module):
+    """A model of stacked layers that does, or does not, say where they are."""
+
+    def __init__(self, says: bool, rngs: nnx.Rngs) -> None:
+        self.says = says
+        self.embed = nnx.Embed(64, 8, rngs=rngs)
+        self.layers = nnx.Dict(kernel=nnx.Param(jax.random.normal(rngs.params(), (4, 8, 8)) * 0.1))
+
+    def __call__(self, tokens):
+        def run(x, layers):
+            return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["kernel"]), None), x, layers)
+
+        layers = {"kernel": self.layers["kernel"][...]}
+        x = self.embed(tokens)
+        x, _ = through_layers(run, x, layers) if self.says else run(x, layers)
+        return x @ self.embed.embedding[...].T
+
+
+def test_a_model_of_ones_own():
+    """A model that knows nothing of this framework but `through_layers` is cut; without it, the error names it."""
+    rules = Rules([("embed/embedding", replicate("small")), ("layers/kernel", replicate("small, but for its stages"))])
+    program = make_program(make_schedule("1f1b", 2, 4))
+
+    def trace(says: bool):
+        model = flax.from_nnx(lambda rngs: Plain(says, rngs))
+        plan = make_plan(tiny.mesh(pipe=2), rules, model, tiny.OPTIMIZER)
+        return make_train_step(plan, grad_fn=pipeline(next_token_loss(model), program)).trace(SHAPES)
+
+    with pytest.raises(SpmdError, match="run stacked layers through spmd.parallel.stages.through_layers"):
+        trace(says=False)
+    assert "ppermute" in str(trace(says=True).jaxpr)
+
+
+def test_the_picture(tmp_path, capsys):
+    """`spmd plan --schedule` draws the schedule, says how it is executed, and writes an SVG."""
+    path = tmp_path / "picture.svg"
+    flags = [
+        "--mesh.pipe",
+        "4",
+        "--mesh.data",
+        "1",
+        "--mesh.tensor",
+        "1",
+        "--pipeline.microbatches",
+        "8",
+        "--schedule",
+        "--svg",
+        str(path),
+    ]
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "demo", *flags])
+    assert not done.value.code
+    out = capsys.readouterr().out
+    assert "makespan 33, bubble 37.5 %" in out and "peak activations per stage 4 3 2 1" in out
+    assert re.search(r"^stage 3 .*F0BW0 F1BW1", out, re.MULTILINE)
+    assert "executed in lock step: 14 ticks" in out
+    assert path.read_text().startswith("<svg") or "<svg" in path.read_text()
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "demo", "--schedule"])
+    assert done.value.code == 2 and "--mesh.pipe 4" in capsys.readouterr().err
