@@ -102,7 +102,10 @@ def make_cuts(
             stacks.setdefault(("/".join(path.split("/")[: ends[0]]), leaf.shape[0]), []).append(path)
         else:
             single.append(path)
-    cuts = [Cut(tuple(paths), 0, length) for (_, length), paths in stacks.items()]
+    cuts = []
+    for (_, length), paths in stacks.items():  # a piece is one layer, of each stage of a pipeline
+        stages = _shards(flat[paths[0]].shape, specs[paths[0]], axes)[0]
+        cuts.append(Cut(tuple(paths), 0, length // stages, stages))
     ranks = {path: len(flat[path].shape) for path in single}
     elementwise = {
         path

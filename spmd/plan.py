@@ -326,8 +326,9 @@ def _check_offload(mesh: AnyMesh, offload: tuple[str, ...], remat: Remat) -> tup
         for name in offload
         if name not in OFFLOADABLE
     ]
-    if mesh.shape["pipe"] > 1 and offload:
-        problems.append(Problem("offload", "does not go with pipe yet", f"pipe={mesh.shape['pipe']}", "pipe=1"))
+    if mesh.shape["pipe"] > 1 and "params" in offload:
+        what = "does not go with a pipeline: stages would fetch each layer in every task"
+        problems.append(Problem("offload params", what, f"pipe={mesh.shape['pipe']}", "offload the optimizer_state"))
     if "params" in offload and (remat.kind in ("none", "selective") or remat.every > 1):
         what = f"needs every layer to be recomputed, and remat is {remat}"
         why = "a layer that is not would keep its parameters on the device until the backward pass"

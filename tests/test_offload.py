@@ -1,5 +1,6 @@
 """Optimizer state in host memory, updated a piece at a time, trains as state on the device does."""
 
+import dataclasses
 import functools
 
 import jax
@@ -40,9 +41,9 @@ def small_pieces():
         yield
 
 
-def plan(optimizer, zero=3, offload=True, **sizes):
+def plan(optimizer, zero=3, offload=True, model=BIG, **sizes):
     options = (("zero", zero), *([OFFLOAD] if offload else []))
-    return tiny.plan(BIG, optimizer, options, **sizes)
+    return tiny.plan(model, optimizer, options, **sizes)
 
 
 def config(name, **fields):
@@ -81,9 +82,10 @@ def gradients_of(layout, step):
 
 
 @functools.cache
-def updated(name, zero=3, offload=True):
+def updated(name, zero=3, offload=True, pipe=1):
     """Parameters and state after three updates on a mesh, on the host."""
-    layout = plan(OPTIMIZERS[name], zero, offload, fsdp=4, tensor=2)
+    model = dataclasses.replace(BIG, layers=2 * pipe)
+    layout = plan(OPTIMIZERS[name], zero, offload, model, pipe=pipe, fsdp=4 // pipe, tensor=2)
     state = init_state(layout)
     params, held = state.params, state.optimizer_state
     shardings = jax.tree.map(lambda x: x.sharding, (params, held))
@@ -115,6 +117,14 @@ def test_it_goes_with_every_zero_stage(zero):
     """Where parameters and gradients are whole over fsdp, so are the pieces of them."""
     params, _ = updated("adamw with a clip", zero)
     assert largest_difference(params, updated("adamw with a clip", 3, False)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["adamw with a clip", "adafactor, factored", "muon", "lamb per layer"])
+def test_a_piece_is_a_layer_of_each_stage(name):
+    """Layers that are split over stages are updated as those that are not."""
+    (params, state), (expected, expected_state) = updated(name, pipe=2), updated(name, offload=False, pipe=2)
+    assert largest_difference(params, expected) < 1e-6
+    assert largest_difference(state, expected_state) < 1e-6
 
 
 def test_of_one_gradient_adamw_makes_the_same_moments_bit_for_bit():
@@ -204,10 +214,10 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused():
     ("mesh", "offload", "complaint"),
     [
         (MeshShape(fsdp=8), ("optimizer-state",), 'did you mean "optimizer_state"'),
-        (MeshShape(pipe=2, fsdp=4), ("optimizer_state",), "does not go with pipe yet"),
+        (MeshShape(pipe=2, fsdp=4), ("params",), "does not go with a pipeline"),
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(mesh, offload, complaint):
-    """An unknown name, and layers that are split over stages."""
+    """An unknown name, and parameters of layers that are split over stages."""
     with pytest.raises(ConfigError, match=complaint):
         make_plan(abstract_mesh(mesh), tiny.plan().rules, tiny.model(BIG), optax.adam(1e-2), offload=offload)

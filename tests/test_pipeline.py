@@ -160,7 +160,7 @@ def test_a_model_of_ones_own():
         plan = make_plan(tiny.mesh(pipe=2), rules, model, tiny.OPTIMIZER)
         return make_train_step(plan, grad_fn=pipeline(next_token_loss(model), program)).trace(SHAPES)
 
-    with pytest.raises(SpmdError, match="run stacked layers through spmd.parallel.stages.through_layers"):
+    with pytest.raises(SpmdError, match=r"run stacked layers through spmd[.]parallel[.]stages[.]through_layers"):
         trace(says=False)
     assert "ppermute" in str(trace(says=True).jaxpr)
 
@@ -185,10 +185,12 @@ def test_the_picture(tmp_path, capsys):
         main(["plan", "demo", *flags])
     assert not done.value.code
     out = capsys.readouterr().out
-    assert "makespan 33, bubble 37.5 %" in out and "peak activations per stage 4 3 2 1" in out
+    assert "makespan 33, bubble 37.5 %" in out
+    assert "peak activations per stage 4 3 2 1" in out
     assert re.search(r"^stage 3 .*F0BW0 F1BW1", out, re.MULTILINE)
     assert "executed in lock step: 14 ticks" in out
-    assert path.read_text().startswith("<svg") or "<svg" in path.read_text()
+    assert path.read_text().count('class="task"') == 4 * 8 * 2
     with pytest.raises(SystemExit) as done:
         main(["plan", "demo", "--schedule"])
-    assert done.value.code == 2 and "--mesh.pipe 4" in capsys.readouterr().err
+    assert done.value.code == 2
+    assert "--mesh.pipe 4" in capsys.readouterr().err
