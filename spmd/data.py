@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 
 from spmd.corpus import Corpus, Tokenizer, load_tokenizer, make_corpus
 from spmd.errors import ConfigError, DataError, MeshError, Problem
+from spmd.mesh import entry_axes
 
 __all__ = [
     "Batch",
@@ -177,8 +178,14 @@ class Windows:
         return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": inside[:, 1:].astype(np.float32)}
 
 
-def check_batch(batch: int, sequence: int, sharding: NamedSharding) -> None:
-    """Whether a batch `[batch, sequence]` splits evenly over a mesh.
+def check_batch(batch: int, sequence: int, sharding: NamedSharding, microbatches: int = 1) -> None:
+    """Whether a batch `[batch, sequence]`, or each of its microbatches, splits evenly over a mesh.
+
+    Args:
+        batch: How many examples.
+        sequence: How many tokens each has.
+        sharding: How a microbatch is split.
+        microbatches: Into how many the batch is cut.
 
     Raises:
         MeshError: Either dimension does not divide by the axes that split it, or the spec is not for two.
@@ -187,16 +194,16 @@ def check_batch(batch: int, sequence: int, sharding: NamedSharding) -> None:
     problems = []
     if len(spec) > 2:
         problems.append(Problem(str(spec), "has more entries than a batch has dimensions", f"{len(spec)} > 2"))
-    for name, size, entry in zip(("batch", "sequence"), (batch, sequence), spec, strict=False):
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
+    cut = [("microbatches", microbatches)] if microbatches > 1 else []
+    entries = [*(entry_axes(entry) for entry in spec), (), ()]
+    for name, size, axes, factors in (("batch", batch, entries[0], cut), ("sequence", sequence, entries[1], [])):
+        factors = [*factors, *((axis, mesh.shape[axis]) for axis in axes)]
+        parts = math.prod(count for _, count in factors)
         if size % parts:
-            sizes = " × ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+            arithmetic = f"{size} / ({' × '.join(f'{what}={count}' for what, count in factors)}) = {size / parts:g}"
             lower, upper = size // parts * parts, math.ceil(size / parts) * parts
             fix = f"{name} {lower} or {upper}" if lower else f"{name} {upper}"
-            problems.append(
-                Problem(name, "does not divide over its mesh axes", f"{size} / ({sizes}) = {size / parts:g}", fix)
-            )
+            problems.append(Problem(name, "does not divide over its mesh axes", arithmetic, fix))
     if problems:
         raise MeshError("a batch does not fit the mesh:", problems)
 

@@ -277,14 +277,8 @@ class Recipe:
         Raises:
             SpmdError: It does not.
         """
-        data, parts = self.config.data, self.config.accumulate * self.microbatches
-        if data.batch % parts:
-            arithmetic = f"{data.batch} / (accumulate={self.config.accumulate} × microbatches={self.microbatches})"
-            fix = f"{data.batch // parts * parts or parts} or {(data.batch // parts + 1) * parts}"
-            what = "does not divide into microbatches"
-            problem = Problem("data.batch", what, f"{arithmetic} = {data.batch / parts:.4g}", fix)
-            raise ConfigError("This configuration cannot be used:", [problem])
-        check_batch(data.batch // parts, data.sequence, batch_sharding(self.mesh))
+        parts = self.config.accumulate * self.microbatches
+        check_batch(self.config.data.batch, self.config.data.sequence, batch_sharding(self.mesh), parts)
 
 
 def _flag(name: str, value: Any) -> str:
