@@ -38,6 +38,7 @@ class Program:
         chunks: Parts of the layers that each stage has.
         depth: Slots for what enters, of the stage that needs most.
         gradient_depth: Slots for gradients.
+        versions: How many batches are under way, each with weights of its own; microbatches of the batch before count on.
         arrives: The slot for what the stage before sent in the tick before.
         forward: The microbatch of the forward task.
         forward_chunk: Its part of the stage's layers.
@@ -62,6 +63,7 @@ class Program:
     backward_chunk: np.ndarray
     backward_slot: np.ndarray
     gradient_slot: np.ndarray
+    versions: int = 1
 
     @property
     def ticks(self) -> int:
@@ -158,7 +160,7 @@ def how_executed(schedule: Schedule) -> str:
     return f"executed in lock step: {program.ticks} ticks of a forward and a backward task; {held}"
 
 
-_SIZES = ("microbatches", "chunks", "depth", "gradient_depth")
+_SIZES = ("microbatches", "chunks", "depth", "gradient_depth", "versions")
 
 
 def _not_executed(schedule: Schedule) -> list[Problem]:

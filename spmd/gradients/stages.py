@@ -21,13 +21,25 @@ class Stages:
         loss_fn: The whole.
         parts: The microbatches, and a key for each.
         chunks: The stage's layers, `[chunk, layer, …]`.
-        count: How many layers there are in all.
+        groups: Into how many chunks all layers are cut.
     """
 
-    def __init__(self, loss_fn: LossFn, parts: Any, chunks: Any, count: int) -> None:
-        self.loss_fn, self.parts, self.count = loss_fn, parts, count
+    def __init__(self, loss_fn: LossFn, parts: Any, chunks: Any, groups: int) -> None:
+        self.loss_fn, self.parts = loss_fn, parts
         self.some_layers = jax.tree.map(lambda w: w[0], chunks)
         self.size = jax.tree.leaves(self.some_layers)[0].shape[0]
+        self.count = groups * self.size
+
+    def shapes(self, shared: Any) -> tuple[Stream, Sums]:
+        """What the stream and the sums look like, for parameters `[version, …]`."""
+        first = jnp.int32(0)
+
+        def whole() -> tuple[Stream, Sums]:
+            own = jax.tree.map(lambda w: w[0], shared)
+            stream = self.enter(own, first)
+            return stream, self.leave(own, stream, first)[1]
+
+        return jax.eval_shape(whole)
 
     def enter(self, shared: Any, i: jax.Array) -> Stream:
         """What enters the first layer."""

@@ -32,7 +32,7 @@ FLOORS = {
     "run": (
         *("gradients.schedules", "gradients.simulate", "gradients.schedule_files", "gradients.zero_bubble"),
         *("loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
-        *("gradients.lockstep", "gradients.stages", "gradients.exchange", "gradients.pipeline"),
+        *("gradients.lockstep", "gradients.stages", "gradients.exchange", "gradients.ticks", "gradients.pipeline"),
         *("flax", "moments", "optim", "state", "offload", "step"),
         *("corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
     ),
