@@ -6,16 +6,16 @@ python -m benchmarks.pipeline --work matmuls --stages 4 --microbatches 8
 ```
 
 All schedules run the same layers, four on each stage, and must agree on the loss before they are timed; they take
-turns, in another order each time. Times are relative to GPipe's of the same turn, and so are predictions: the makespan of
-`spmd.gradients.simulate`, where a backward task costs a forward pass more than its derivative, because it computes the
-forward pass again; and the time in step, of `spmd.gradients.lockstep`.
+turns, in another order each time. Times are relative to GPipe's of the same turn, and so are predictions: the makespan
+of `spmd.gradients.simulate`, where a backward task costs a forward pass more than its derivative, because it computes
+the forward pass again; and the time in step, of `spmd.gradients.lockstep`.
 
 Simulated devices share the machine's cores. So there are two kinds of layers:
 
 - `waits`: a layer occupies its device for a fixed time, and no core: it waits in a callback, twice as long in the
   backward pass. As many devices as there are can do so at once, as real ones compute, and a bubble costs what it would.
 - `matmuls`: a layer multiplies matrices. Where stages are more than cores, a step takes the sum of all work and bubbles
-  cost nothing: every schedule is predicted to take as long as GPipe. Between one core and many, nothing is predicted.
+  cost nothing: every schedule is predicted to take as long as GPipe, and what it takes longer is the cost of a tick.
 
 Each schedule prints one JSON line, and a table goes to stderr.
 """
@@ -105,7 +105,7 @@ def waits(seconds: float) -> Work:
     return Work(layer, rows=1, width=8, seconds=seconds)
 
 
-def matmuls(rows: int = 256, width: int = 256) -> Work:
+def matmuls(rows: int = 256, width: int = 512) -> Work:
     """A layer that computes; its derivative is twice as much."""
     return Work(lambda x, kernel: jnp.tanh(x @ kernel), rows, width, seconds=0.0)
 
@@ -210,8 +210,8 @@ def main() -> None:
     parser.add_argument("--work", choices=("waits", "matmuls"), default="waits", help="what the layers do")
     parser.add_argument("--stages", type=int, action="append", help="4 and 8, unless given")
     parser.add_argument("--microbatches", type=int, action="append", help="8 and 16, unless given")
-    parser.add_argument("--milliseconds", type=float, default=40.0, help="how long a stage waits forward")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that are timed")
+    parser.add_argument("--milliseconds", type=float, default=80.0, help="how long a stage waits forward")
+    parser.add_argument("--rounds", type=int, default=3, help="turns that are timed")
     args = parser.parse_args()
     if args.rounds < 1 or args.milliseconds <= 0:
         parser.error("at least one turn is timed, and a stage waits for more than nothing")

@@ -193,16 +193,21 @@ def mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_cond", both)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_idle_stages_control(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tick that masks instead of choosing is reported, every multiplication of it."""
-    if masked:
-        mask(monkeypatch)
+def follow_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage reads the row of the first."""
+    monkeypatch.setattr(jax.lax, "axis_index", lambda axis: jnp.int32(0))
+
+
+@pytest.mark.parametrize("break_it", [None, mask, follow_the_first])
+def test_idle_stages_control(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick that masks instead of choosing, or chooses by another stage's row, is reported: each multiplication."""
+    if break_it:
+        break_it(monkeypatch)
     program = make_program(make_schedule("1f1b", 4, 4))
     compiled, _ = Toy(program, lambda x, kernel: jnp.tanh(x @ kernel)).compile()
     unguarded, count = find_unguarded(compiled.as_text() or "", program)
     assert count >= 3, "forward, forward again, and backward"
-    assert len(unguarded) == (count if masked else 0)
+    assert len(unguarded) == (count if break_it else 0)
 
 
 def count_calls(program: Program) -> Counter[tuple[str, int, int]]:
