@@ -56,12 +56,14 @@ check: install ## lint, formatting, types, import floors, docs coverage
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest tests/architecture
 
-bench: install ## time step and layers against hand-written JAX (ARGS="--layers 2" passes options to the step)
+bench: install ## time step and layers against hand-written JAX, pipelines against predictions (ARGS="--layers 2" is for the step)
 	@set -e; for mesh in $(BENCH_MESHES); do \
 	  echo "$(VENV)/bin/python benchmarks/step.py --mesh $$mesh $(ARGS)"; \
 	  $(VENV)/bin/python benchmarks/step.py --mesh $$mesh $(ARGS); \
 	done
 	$(VENV)/bin/python -m benchmarks.layers
+	$(VENV)/bin/python -m benchmarks.pipeline
+	$(VENV)/bin/python -m benchmarks.pipeline --work matmuls --stages 8 --microbatches 16
 
 docs: $(DOCS_INSTALLED) ## build the documentation into site/
 	$(VENV)/bin/mkdocs build --strict --site-dir site

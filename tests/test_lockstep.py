@@ -1,0 +1,223 @@
+"""Schedules in step: played back without arrays, every task of a program's tables finds what it needs."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd.errors import ScheduleError
+from spmd.gradients.lockstep import IDLE, Program, make_program
+from spmd.gradients.schedule_files import read_schedule, to_csv
+from spmd.gradients.schedules import Schedule, Task, check_schedule, make_schedule
+from spmd.gradients.simulate import simulate
+from spmd.gradients.zero_bubble import fill_bubbles
+
+EXECUTED = ("gpipe", "1f1b", "interleaved")
+Value = tuple[int, int] | None  # what a group of layers gets: its microbatch and the group; None: zeros
+
+
+def replay(program: Program) -> list[str]:
+    """What is wrong with the tables: they are stepped through as the engine does, with names in the place of arrays."""
+    stages, last = program.stages, program.stages * program.chunks - 1
+    inputs: list[list[Value]] = [[None] * program.depth for _ in range(stages)]
+    gradients: list[list[Value]] = [[None] * program.gradient_depth for _ in range(stages)]
+    sent: list[Value] = [None] * stages
+    sent_back: list[Value] = [None] * stages
+    forward: Counter[Value] = Counter()
+    backward: Counter[Value] = Counter()
+    problems = []
+
+    def put(slots: list[Value], slot: int, value: Value) -> None:
+        if slot != IDLE:
+            if value is None:
+                problems.append(f"{where}: slot {slot} gets nothing")
+            slots[slot] = value
+
+    def take(slots: list[Value], slot: int, expected: Value, what: str) -> None:
+        found = slots[slot] if slot != IDLE else "no slot"
+        if found != expected:
+            problems.append(f"{where}: the {what} of {expected} is {found}")
+
+    for tick in range(program.ticks):
+        arrived = [sent[stage - 1] if stage or program.chunks > 1 else None for stage in range(stages)]
+        arrived_back = sent_back[1:] + (sent_back[:1] if program.chunks > 1 else [None])
+        sent, sent_back = [None] * stages, [None] * stages
+        for stage in range(stages):
+            where = f"tick {tick}, stage {stage}"
+            do = {name: int(column[tick, stage]) for name, column in program.columns.items()}
+            put(inputs[stage], do["arrives"], arrived[stage])
+            if do["forward"] != IDLE:
+                group = do["forward_chunk"] * stages + stage
+                if group == 0:
+                    put(inputs[stage], do["forward_slot"], (do["forward"], 0))
+                take(inputs[stage], do["forward_slot"], (do["forward"], group), "input")
+                forward[do["forward"], group] += 1
+                sent[stage] = do["forward"], group + 1
+            put(gradients[stage], do["gradient_arrives"], arrived_back[stage])
+            if do["backward"] != IDLE:
+                group = do["backward_chunk"] * stages + stage
+                take(inputs[stage], do["backward_slot"], (do["backward"], group), "stored input")
+                if group < last:
+                    take(gradients[stage], do["gradient_slot"], (do["backward"], group), "gradient")
+                elif do["gradient_slot"] != IDLE:
+                    problems.append(f"{where}: the last group has a gradient slot")
+                backward[do["backward"], group] += 1
+                sent_back[stage] = do["backward"], group - 1
+    for name, counts, groups in (("forward", forward, last), ("backward", backward, last + 1)):
+        if counts != Counter((i, group) for i in range(program.microbatches) for group in range(groups)):
+            problems.append(f"{name} tasks do not run once each")
+    return problems
+
+
+@st.composite
+def named(draw: st.DrawFn) -> Schedule:
+    """A schedule that is executed, of 2 to 8 stages."""
+    name, stages = draw(st.sampled_from(EXECUTED)), draw(st.integers(2, 8))
+    if name == "interleaved":
+        return make_schedule(name, stages, stages * draw(st.integers(1, 4)), draw(st.integers(2, 4)))
+    return make_schedule(name, stages, draw(st.integers(1, 20)))
+
+
+@st.composite
+def any_order(draw: st.DrawFn) -> Schedule:
+    """A schedule in which whatever can run next runs next, as chance will have it."""
+    stages, microbatches, chunks = draw(st.integers(2, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    random = draw(st.randoms(use_true_random=False))
+    groups = stages * chunks
+    left = {(kind, group, i) for kind in ("F", "BW") for group in range(groups) for i in range(microbatches)}
+    orders: list[list[Task]] = [[] for _ in range(stages)]
+
+    def can_run(kind: str, group: int, i: int) -> bool:
+        if kind == "F":
+            return group == 0 or ("F", group - 1, i) not in left
+        return ("F", group, i) not in left and (group + 1 == groups or ("BW", group + 1, i) not in left)
+
+    while left:
+        task = random.choice(sorted(task for task in left if can_run(*task)))
+        left.remove(task)
+        kind, group, i = task
+        orders[group % stages].append(Task(kind, i, group // stages))
+    return Schedule("any order", microbatches, chunks, tuple(map(tuple, orders)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(named())
+def test_every_task_finds_its_own(schedule: Schedule) -> None:
+    """Every task runs once, and finds its own input and gradient in its slots: arrived, and not overwritten."""
+    assert replay(make_program(schedule)) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_order())
+def test_any_legal_order(schedule: Schedule) -> None:
+    """An order that nobody would write down is put in step as well, if it can be run at all."""
+    assert check_schedule(schedule) == []
+    assert replay(make_program(schedule)) == []
+
+
+def test_a_file_in_another_order(tmp_path: Path) -> None:
+    """A file whose microbatches go forward in one order and backward in another is put in step."""
+    path = tmp_path / "odd.csv"
+    path.write_text("F2,F0,F1,,,BW0,BW2,BW1\n,F2,F0,BW0,F1,BW2,BW1,\n", encoding="utf-8")
+    program = make_program(read_schedule(path))
+    assert replay(program) == []
+    assert [i for i in program.forward[:, 0] if i != IDLE] == [2, 0, 1]
+    assert [i for i in program.backward[:, 0] if i != IDLE] == [0, 2, 1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(named())
+def test_files_change_nothing(tmp_path_factory: pytest.TempPathFactory, schedule: Schedule) -> None:
+    """A schedule that went through a file has the same tables."""
+    path = tmp_path_factory.mktemp("schedules") / "schedule.csv"
+    path.write_text(to_csv(schedule), encoding="utf-8")
+    program, again = make_program(schedule), make_program(read_schedule(path))
+    assert all(np.array_equal(column, again.columns[name]) for name, column in program.columns.items())
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [make_schedule("gpipe", 3, 4), make_schedule("1f1b", 3, 7), make_schedule("interleaved", 2, 4, 2)],
+    ids=lambda schedule: schedule.name,
+)
+def test_replay_control(schedule: Schedule) -> None:
+    """Whichever entry of the tables is another number, the replay reports it."""
+    program = make_program(schedule)
+    slots = {
+        "arrives": program.depth,
+        "forward_slot": program.depth,
+        "backward_slot": program.depth,
+        "gradient_arrives": program.gradient_depth,
+        "gradient_slot": program.gradient_depth,
+    }
+    microbatches = dict.fromkeys(("forward", "backward"), program.microbatches)
+    chunks = dict.fromkeys(("forward_chunk", "backward_chunk"), program.chunks)
+    sizes = slots | microbatches | chunks
+    assert sizes.keys() == program.columns.keys()
+    changes = 0
+    for name, column in program.columns.items():
+        for tick, stage in np.argwhere(column != IDLE):
+            changed = column.copy()
+            after = (column[tick, stage] + 1) % sizes[name]
+            changed[tick, stage] = after if after != column[tick, stage] else IDLE
+            assert replay(dataclasses.replace(program, **{name: changed})), (name, tick, stage)
+            changes += 1
+    tasks = schedule.microbatches * schedule.stages * schedule.chunks
+    assert changes > 6 * tasks, "each task has at least its number, chunk and slot, forward and backward"
+
+
+@settings(max_examples=80, deadline=None)
+@given(named(), st.integers(1, 5), st.integers(1, 5))
+def test_time(schedule: Schedule, forward: int, backward: int) -> None:
+    """A program takes as long as its published schedule, less one forward task: the last group's, which is the first
+    half of its backward task, so the first of them delays nothing."""
+    makespan = simulate(schedule, forward=forward, backward=backward, weight=0).makespan
+    assert make_program(schedule).time(forward, backward) == pytest.approx(makespan - forward / schedule.chunks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(named())
+def test_depth(schedule: Schedule) -> None:
+    """GPipe keeps every microbatch, 1F1B at most 2(p − 1) + 1 of them, and each gradient is used when it arrives."""
+    program = make_program(schedule)
+    if schedule.name != "interleaved":
+        most = {"gpipe": schedule.microbatches, "1f1b": 2 * (schedule.stages - 1) + 1}[schedule.name]
+        assert program.depth == min(schedule.microbatches, most)
+    assert program.gradient_depth == 1
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (8, 4)])
+def test_interleaved_is_flat(stages: int, chunks: int) -> None:
+    """Interleaved keeps what the published schedule holds at its fullest stage, however many microbatches there are."""
+    schedules = [make_schedule("interleaved", stages, turns * stages, chunks) for turns in (2, 3, 8)]
+    depths = {make_program(schedule).depth for schedule in schedules}
+    assert depths == {max(simulate(schedules[0]).peak_in_flight)} == {2 * (stages - 1) + (chunks - 1) * stages + 1}
+
+
+def test_busy_all_the_time() -> None:
+    """Once its first gradient came, a stage of 1F1B has a forward and a backward task in every tick until its forward
+    tasks are done."""
+    program = make_program(make_schedule("1f1b", 4, 16))
+    for stage in range(3):
+        first = int(np.argmax(program.backward[:, stage] != IDLE))
+        end = int(np.argwhere(program.forward[:, stage] != IDLE)[-1, 0]) + 1
+        assert end - first > 8
+        assert (program.forward[first:end, stage] != IDLE).all()
+        assert (program.backward[first:end, stage] != IDLE).all()
+
+
+def test_refused() -> None:
+    """What cannot be executed is refused, with every reason."""
+    with pytest.raises(ScheduleError, match="drawn and not executed") as refused:
+        make_program(make_schedule("zero-bubble", 2, 4))
+    assert [problem.what for problem in refused.value.problems] == ["splits the backward pass into B and W"]
+    with pytest.raises(ScheduleError) as refused:
+        make_program(fill_bubbles(2, 4, limit=4, placement="v"))
+    assert sorted(problem.what for problem in refused.value.problems) == [
+        "goes through the stages in the order of a v",
+        "splits the backward pass into B and W",
+    ]
