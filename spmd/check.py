@@ -64,6 +64,11 @@ class Check:
         """
         recipe = Recipe(self.config, mesh)
         recipe.audit()
+        if recipe.stages > 1 and not recipe.pipeline.flush:
+            what = "gives gradients that are one update behind: one device has others"
+            fix = "check the layout with --pipeline.schedule 1f1b"
+            problem = Problem(f"schedule {recipe.pipeline.name}", what, fix=fix)
+            raise ConfigError("There is nothing to compare:", [problem])
         grad_fn = BUGS[bug](recipe.grad_fn) if bug else recipe.grad_fn
         return compare(record_run(recipe.plan, grad_fn, self.batches, seed=self.config.seed), self.reference)
 

@@ -23,6 +23,7 @@ class Facts:
         annotations: Parameter path → the names that its metadata give to its dimensions, for
             `Rules.from_annotations`.
         replicated: Path of any other variable that no rule is asked for → why it is whole on every device.
+        placed: Path of any variable that no rule is asked for → its spec.
         takes_any_order: Whether the model asks for the positions of its tokens (`spmd.parallel.order`), so that they
             may come in another order.
     """
@@ -31,6 +32,7 @@ class Facts:
     random_state: frozenset[str] = frozenset()
     annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     replicated: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     takes_any_order: bool = False
 
 

@@ -235,6 +235,7 @@ def make_plan(
     variables = tree.flatten(_abstract_variables(model))
     unruled = {path: _RANDOM_STATE for path in facts.random_state}
     unruled |= {path: Match(-1, "whole", replicate(why), P(), why) for path, why in facts.replicated.items()}
+    unruled |= {path: Match(-1, "where it is made", spec, spec, "") for path, spec in facts.placed.items()}
     ruled = {path: leaf for path, leaf in variables.items() if path not in unruled}
     shapes = {path: tuple(leaf.shape) for path, leaf in (tree.flatten(params) | ruled).items()}
     problems = rules.audit(shapes, mesh.shape, tied=facts.tied)

@@ -19,6 +19,7 @@ from spmd.foresight.topology import Topology, topology_devices
 from spmd.generate import check_window
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
+from spmd.gradients.in_flight import pipedream, with_in_flight
 from spmd.gradients.lockstep import make_program
 from spmd.gradients.loss_scale import keep_variables
 from spmd.gradients.pipeline import pipeline, pipelined
@@ -85,11 +86,37 @@ class Recipe:
     @functools.cached_property
     def plan(self) -> ShardingPlan:
         """Every decision, resolved."""
+        plan = self._plan_of(self.model)
+        if self.stages == 1 or self.pipeline.flush:
+            return plan
+        program = make_program(self.pipeline)
+        if problems := self._not_without_a_flush():
+            raise ConfigError("A pipeline without a flush cannot do this:", problems)
+        return self._plan_of(with_in_flight(self.model, plan, self.loss_fn, self.abstract_batch(), program))
+
+    def _not_without_a_flush(self) -> list[Problem]:
+        config, never = self.config, "while microbatches are under way"
+        return [
+            Problem(name, f"is {getattr(config, name)}: {why} {never}", fix=fix)
+            for name, wrong, why, fix in (
+                ("accumulate", config.accumulate > 1, "a batch does not end", "more pipeline.microbatches"),
+                ("on_nan", config.on_nan == "skip", "a step cannot be left out", "stop, or a schedule with a flush"),
+                (
+                    "precision",
+                    bool(self.precision.loss_scale),
+                    "the loss scale may change",
+                    "bf16, or a schedule with a flush",
+                ),
+            )
+            if wrong
+        ]
+
+    def _plan_of(self, model: Model) -> ShardingPlan:
         config = self.config
         plan = make_plan(
             self.mesh,
             config.rules,
-            self.model,
+            model,
             self.optimizer,
             zero=config.zero,
             remat=config.remat,
@@ -145,7 +172,8 @@ class Recipe:
     def grad_fn(self) -> GradFn:
         """How a batch becomes gradients."""
         if self.stages > 1:
-            grad_fn = pipeline(self.loss_fn, make_program(self.pipeline))
+            program = make_program(self.pipeline)
+            grad_fn = pipeline(self.loss_fn, program) if self.pipeline.flush else pipedream(self.loss_fn, program)
         else:
             grad_fn = accumulate(value_and_grad(self.loss_fn), self.microbatches)
         grad_fn = accumulate(grad_fn, self.config.accumulate)

@@ -327,7 +327,7 @@ def write_sample(recipe: Recipe, state: TrainState, prompt: str, **options: Any)
     window = recipe.config.data.sequence
 
     def apply(params: Any, ids: Any) -> Any:
-        return as_outputs(recipe.model.forward(params, state.variables, None, ids, train=False)[0]).logits
+        return as_outputs(recipe.plan.model.forward(params, state.variables, None, ids, train=False)[0]).logits
 
     done = generate(recipe.plan, apply, state.params, np.tile(ids, (rows, 1)), window=window, **options)
     return tokenizer.decode(done[0].tolist())

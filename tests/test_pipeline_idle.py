@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from spmd.foresight import hlo
-from spmd.gradients import pipeline as engine
+from spmd.gradients import ticks as engine
 from spmd.gradients.lockstep import Program, make_program
 from spmd.gradients.pipeline import pipeline
 from spmd.gradients.schedules import make_schedule
@@ -190,7 +190,7 @@ def mask(monkeypatch: pytest.MonkeyPatch) -> None:
     def both(predicate: jax.Array, yes: Any, no: Any, *operands: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes(*operands), no(*operands))
 
-    monkeypatch.setattr(engine, "_cond", both)
+    monkeypatch.setattr(engine, "either", both)
 
 
 def follow_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ class Program:
         chunks: Parts of the layers that each stage has.
         depth: Slots for what enters, of the stage that needs most.
         gradient_depth: Slots for gradients.
-        versions: How many batches are under way, each with weights of its own; microbatches of the batch before count on.
+        versions: How many batches are under way. Microbatches of the batch before count on: `microbatches`, ….
         arrives: The slot for what the stage before sent in the tick before.
         forward: The microbatch of the forward task.
         forward_chunk: Its part of the stage's layers.
@@ -104,6 +104,8 @@ def make_program(schedule: Schedule) -> Program:
     """
     if problems := _not_executed(schedule):
         raise ScheduleError("This schedule can be drawn and not executed:", problems)
+    if not schedule.flush:
+        return _steady(schedule.stages, schedule.microbatches)
     stages, count = schedule.stages, schedule.stages * schedule.chunks
     ticks = _ticks(schedule)
     forward, backward = (
@@ -142,7 +144,7 @@ def make_program(schedule: Schedule) -> Program:
         for begins, tick, task in gradients[stage]:
             columns["gradient_slot"][tick, stage] = gradient_slots[stage][task]
             columns["gradient_arrives"][begins, stage] = gradient_slots[stage][task]
-    return Program(schedule.microbatches, schedule.chunks, max(depths), max(1, *gradient_depths), **columns)
+    return Program(schedule.microbatches, schedule.chunks, max(depths), max(1, *gradient_depths), **columns)  # type: ignore[arg-type]
 
 
 def how_executed(schedule: Schedule) -> str:
@@ -156,6 +158,9 @@ def how_executed(schedule: Schedule) -> str:
     if problems := _not_executed(schedule):
         return f"drawn, not executed: it {problems[0].what}; {problems[0].fix}"
     program = make_program(schedule)
+    if not schedule.flush:
+        kept = f"a stage holds the inputs of at most {program.depth} tasks, and the weights of the batch before"
+        return f"executed without a flush: {program.ticks} ticks of a forward and a backward task a batch; {kept}"
     held = f"a stage holds the inputs of at most {program.depth} tasks"
     return f"executed in lock step: {program.ticks} ticks of a forward and a backward task; {held}"
 
@@ -169,12 +174,14 @@ def _not_executed(schedule: Schedule) -> list[Problem]:
     if split := sorted(kinds & {"B", "W"}):
         what = f"splits the backward pass into {' and '.join(split)}"
         problems.append(Problem(f"schedule {schedule.name}", what, fix="gpipe, 1f1b, interleaved, or a table of F, BW"))
-    if not schedule.flush:
-        what = "goes on into the next batch"
-        problems.append(Problem(f"schedule {schedule.name}", what, fix="gpipe, 1f1b or interleaved"))
     if schedule.placement != "loop":
         what = f"goes through the stages in the order of a {schedule.placement}"
         problems.append(Problem(f"schedule {schedule.name}", what, fix="chunk c of stage s: layers c × stages + s"))
+    least = 2 * (schedule.stages - 1)
+    if not schedule.flush and schedule.microbatches < least:
+        what = "has microbatches of three batches under way"
+        arithmetic = f"{schedule.microbatches} < 2 × (stages={schedule.stages} - 1)"
+        problems.append(Problem(f"schedule {schedule.name}", what, arithmetic, f"{least} microbatches or more"))
     return problems
 
 
@@ -217,6 +224,43 @@ def _ticks(schedule: Schedule) -> dict[tuple[int, int, str], int]:
         tick += 1
         assert len(done) > before, "a schedule that was checked has no deadlock"
     return done
+
+
+def _steady(stages: int, microbatches: int) -> Program:
+    """1F1B that never runs dry: every stage has a forward and a backward task in every tick of a batch.
+
+    When a batch begins, the last microbatches of the one before are still under way: those of its tasks that are not
+    done are done by tables that count its microbatches on. The slot of a microbatch is its number modulo the slots, of
+    the batch before its number less `microbatches`.
+    """
+    depth = 2 * stages - 1
+    tick, stage = np.arange(microbatches)[:, None], np.arange(stages)[None]
+    forward, backward = tick - stage, tick - (2 * (stages - 1) - stage)
+    one = np.zeros_like(forward)
+
+    def number(i: np.ndarray) -> np.ndarray:
+        return np.where(i < 0, i + 2 * microbatches, i).astype(np.int32)
+
+    def only(chosen: np.ndarray, column: np.ndarray) -> np.ndarray:
+        return np.where(chosen, column, IDLE).astype(np.int32)
+
+    not_first, not_last = one + stage > 0, one + stage < stages - 1
+    return Program(
+        microbatches=microbatches,
+        chunks=1,
+        depth=depth,
+        gradient_depth=1,
+        arrives=only(not_first, forward % depth),
+        forward=only(not_last, number(forward)),
+        forward_chunk=only(not_last, one),
+        forward_slot=only(not_last, forward % depth),
+        gradient_arrives=only(not_last, one),
+        backward=number(backward),
+        backward_chunk=one.astype(np.int32),
+        backward_slot=(backward % depth).astype(np.int32),
+        gradient_slot=only(not_last, one),
+        versions=2,
+    )
 
 
 def _forward_tasks_before(order: tuple[Task, ...]) -> list[int]:

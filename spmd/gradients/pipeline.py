@@ -23,7 +23,7 @@ from spmd.gradients.accumulate import cut_batch
 from spmd.gradients.base import GradFn
 from spmd.gradients.exchange import exchange
 from spmd.gradients.lockstep import Program
-from spmd.gradients.stages import TITLE, Stages
+from spmd.gradients.stages import TITLE, Stages, split_in_flight
 from spmd.gradients.ticks import AXIS, either, first_carry, run_ticks, shift, zeros
 from spmd.loss import LossFn, Sums
 from spmd.parallel.stages import Stream
@@ -51,10 +51,10 @@ def pipeline(loss_fn: LossFn, program: Program) -> GradFn:
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_loss_scale(variables)
         view = as_taken(params, gradient_view(params))
-        arrays = _cut(view, own, batch, key, program.stages, program.chunks, program.microbatches)
+        arrays = cut(view, own, batch, key, program.stages, program.chunks, program.microbatches)
         scale = scale_loss(jnp.float32(1), scaling)
         local = functools.partial(_backward, loss_fn=loss_fn, program=program)
-        d_layers, d_shared, sums = _on_stages(local, (P(AXIS), P(), P()), *arrays, scale)
+        d_layers, d_shared, sums = on_stages(local, (P(AXIS), P(), P()), *arrays, scale)
         merged = tree.flatten(tree.merge(d_layers, d_shared))
         return tree.map_with_path(lambda path, _: merged[path], params), sums, variables
 
@@ -74,21 +74,21 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
     """
 
     def whole(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        arrays = _cut(params, variables, batch, key, stages, 1, microbatches)
+        arrays = cut(params, split_in_flight(variables)[0], batch, key, stages, 1, microbatches)
         local = functools.partial(_forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches)
-        return _on_stages(local, P(), *arrays), variables
+        return on_stages(local, P(), *arrays), variables
 
     return whole
 
 
-def _on_stages(local: Callable[..., Any], out: Any, layers: Any, *others: Any) -> Any:
+def on_stages(local: Callable[..., Any], out: Any, layers: Any, *others: Any) -> Any:
     """`local` on every stage: its layers, and the whole of all else."""
     scope = current()
     assert scope is not None, "a step is traced within its plan"
     return manual_over(scope.mesh, (AXIS,), local, (P(AXIS), *(P(),) * len(others)), out)(layers, *others)
 
 
-def _cut(
+def cut(
     params: Any, variables: Any, batch: Any, key: jax.Array, stages: int, chunks: int, microbatches: int
 ) -> tuple[Any, Any, Any]:
     """Layers, all other parameters, and microbatches with a key for each; if the model and the mesh are made for it."""
@@ -155,9 +155,11 @@ def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: i
 
         left = either((i >= 0) & (i < microbatches), task, lambda: empty)
         ends = (i >= 0) & (stage == stages - 1)
-        sums = either(
-            ends, lambda sums: jax.tree.map(jnp.add, sums, model.leave(shared, left, i)[1]), lambda sums: sums, sums
-        )
+
+        def leave(sums: Sums) -> Sums:
+            return jax.tree.map(jnp.add, sums, model.leave(shared, left, i)[1])
+
+        sums = either(ends, leave, lambda sums: sums, sums)
         return (shift(left, stages, 1), sums), None
 
     (_, sums), _ = jax.lax.scan(tick, (empty, none), jnp.arange(microbatches + stages - 1))

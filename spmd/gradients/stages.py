@@ -14,6 +14,15 @@ from spmd.parallel.stages import Answer, Reached, Run, Stream, answered
 TITLE = "This model cannot be cut into stages:"
 
 
+IN_FLIGHT = "in_flight"
+"""The name among the variables of what is under way between two steps, in a pipeline that never runs dry."""
+
+
+def split_in_flight(variables: Any) -> tuple[Any, Any]:
+    """The model's own variables, and what is under way; None for nothing."""
+    return {name: value for name, value in variables.items() if name != IN_FLIGHT}, variables.get(IN_FLIGHT)
+
+
 class Stages:
     """The parts of a loss function that a stage has, as functions of arrays.
 

@@ -24,8 +24,8 @@ from spmd.weights import accumulation_dtype
 AXIS = "pipe"
 
 Carry = dict[str, Any]
-"""What goes from tick to tick: slots for `inputs` and `gradients`, what `arrived` and what is to be `sent_back`, and the
-`totals` of gradients of layers `[version · chunk, …]`, of all other gradients and of sums `[version, …]`."""
+"""What goes from tick to tick: slots for `inputs` and `gradients`, what `arrived` and what is to be `sent_back`, and
+`totals`: gradients of layers `[version · chunk, …]`, all other gradients and sums `[version, …]`."""
 
 
 def first_carry(model: Stages, chunks: Any, shared: Any, program: Program) -> Carry:
@@ -143,6 +143,7 @@ def shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:
 
 
 def zeros(like: Any, *leading: int) -> Any:
+    """Zeros like some arrays, with dimensions in front."""
     return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), like)
 
 
@@ -174,8 +175,6 @@ def added(total: Any, d: Any, which: jax.Array) -> Any:
         y = y.astype(x.dtype)
         if x.shape[0] == 1:
             return x + y[None]
-        return jax.lax.dynamic_update_index_in_dim(
-            x, jax.lax.dynamic_index_in_dim(x, which, keepdims=False) + y, which, 0
-        )
+        return jax.lax.dynamic_update_index_in_dim(x, at(x, which) + y, which, 0)
 
     return jax.tree.map(add, total, d)

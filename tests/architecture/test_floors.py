@@ -33,6 +33,7 @@ FLOORS = {
         *("gradients.schedules", "gradients.simulate", "gradients.schedule_files", "gradients.zero_bubble"),
         *("loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
         *("gradients.lockstep", "gradients.stages", "gradients.exchange", "gradients.ticks", "gradients.pipeline"),
+        "gradients.in_flight",
         *("flax", "moments", "optim", "state", "offload", "step"),
         *("corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
     ),

@@ -1,0 +1,164 @@
+"""PipeDream: a pipeline that never runs dry, whose gradients are one update behind their weights.
+
+Between two batches 1F1B drains the pipeline and fills it again. Here the next batch begins while the last microbatches
+of the one before are under way, so no stage is ever idle. They go on with the weights that they began with, which are
+kept for them (weight stashing, Narayanan et al., PipeDream, SOSP 2019). Two versions of the weights are enough
+(PipeDream-2BW, arXiv:2006.09503, section 3.1), and the update is that of its equation:
+
+    W(t + 1) = W(t) − ν · ∇f(W(t − 1))
+
+A step takes in batch *t* and gives the gradients and sums of batch *t* − 1; those of the first step are zero. What is
+under way between steps is kept with the training state, among the variables.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from spmd import tree
+from spmd.errors import ConfigError, Problem
+from spmd.gradients.base import GradFn
+from spmd.gradients.lockstep import Program
+from spmd.gradients.pipeline import cut, on_stages
+from spmd.gradients.stages import IN_FLIGHT, TITLE, Stages, split_in_flight
+from spmd.gradients.ticks import AXIS, first_carry, run_ticks
+from spmd.loss import LossFn, Sums
+from spmd.mesh import batch_sharding
+from spmd.model import PRNG, Facts, Model
+from spmd.plan import ShardingPlan
+from spmd.scope import within
+from spmd.weights import gradient_view
+
+
+def pipedream(loss_fn: LossFn, program: Program) -> GradFn:
+    """Gradients of the batch before, in a pipeline that is full when the step begins and when it ends.
+
+    Args:
+        loss_fn: As for `spmd.gradients.pipeline.pipeline`.
+        program: Of a schedule without a flush.
+
+    Raises:
+        ConfigError: At trace time: as for `pipeline`; a plan whose model has nothing under way. A loss scale is a
+            variable of the model here, and refused: it may change while a microbatch is under way.
+    """
+
+    def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
+        own, flight = split_in_flight(variables)
+        if flight is None:
+            fix = "make the plan for with_in_flight(model, …)"
+            raise ConfigError(TITLE, [Problem(IN_FLIGHT, "is not among the variables", fix=fix)])
+        data = {"batch": batch, "key": jax.random.key_data(key)}
+
+        def arrays(params: Any, data: Any) -> tuple[Any, Any, Any]:
+            key = jax.random.wrap_key_data(data["key"], impl=PRNG)
+            return cut(gradient_view(params), own, data["batch"], key, program.stages, 1, program.microbatches)
+
+        now, before = arrays(params, data), arrays(flight["params"], flight["data"])
+        local = functools.partial(_steady, loss_fn=loss_fn, program=program)
+        flying = now[0], before[0], flight["stages"]
+        d_layers, d_shared, sums, flying = on_stages(local, (P(AXIS), P(), P(), P(AXIS)), flying, now[1:], before[1:])
+        merged = tree.flatten(tree.merge(d_layers, d_shared))
+        after = {"params": params, "data": data, "stages": flying}
+        return tree.map_with_path(lambda path, _: merged[path], params), sums, {**own, IN_FLIGHT: after}
+
+    return grad_fn
+
+
+def _steady(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, program: Program) -> Any:
+    """What one stage does in the ticks of one batch."""
+    *versions, flying = layers
+    shared = jax.tree.map(lambda x, y: jnp.stack([x, y]), now[0], before[0])
+    parts = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), now[1], before[1])
+    chunks = jax.tree.map(lambda x, y: jnp.stack([x, y]), *versions)
+    model = Stages(loss_fn, parts, chunks, program.stages)
+    carry = first_carry(model, chunks, shared, program)
+    carry = _resumed(carry, flying)
+    carry = run_ticks(model, chunks, shared, jnp.float32(1), program, carry)
+    d_layers, d_shared, sums = jax.tree.map(lambda x: x[1], carry["totals"])
+    return d_layers, *jax.lax.psum((d_shared, sums), AXIS), _kept(carry, program)
+
+
+def _kept(carry: Any, program: Program) -> dict[str, Any]:
+    """What of a carry the next batch begins with, each array with a dimension for the stages."""
+    d_layers, d_shared, sums = jax.tree.map(lambda x: x[0], carry["totals"])
+    # A microbatch's slot is its number, which becomes less by a batch, modulo the slots.
+    inputs = jax.tree.map(lambda x: jnp.roll(x, -(program.microbatches % program.depth), axis=0), carry["inputs"])
+    arrived, sent_back, d_shared, sums = jax.tree.map(
+        lambda x: x[None], (carry["arrived"], carry["sent_back"], d_shared, sums)
+    )
+    streams = {"inputs": inputs, "arrived": arrived, "sent_back": sent_back}
+    totals = {"of_layers": d_layers, "of_others": d_shared, "sums": sums}
+    return {**{name: _as_dict(stream) for name, stream in streams.items()}, **totals}
+
+
+def _resumed(carry: Any, kept: dict[str, Any]) -> Any:
+    """The carry that begins with what `_kept` kept."""
+
+    def stream(name: str) -> Any:
+        leaves = [kept[name][str(number)] for number in range(len(kept[name]))]
+        return jax.tree.unflatten(jax.tree.structure(carry[name]), leaves)
+
+    arrived, sent_back, d_shared, sums = jax.tree.map(
+        lambda x: x[0], (stream("arrived"), stream("sent_back"), kept["of_others"], kept["sums"])
+    )
+    totals = jax.tree.map(lambda x, y: x.at[1].set(y), carry["totals"], (kept["of_layers"], d_shared, sums))
+    return {**carry, "inputs": stream("inputs"), "arrived": arrived, "sent_back": sent_back, "totals": totals}
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(value))}
+
+
+def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any, program: Program) -> Model:
+    """The model with what is under way between steps among its variables.
+
+    Args:
+        model: The model.
+        plan: Of the model as it is.
+        loss_fn: As for `pipedream`.
+        batch: Its arrays as `jax.ShapeDtypeStruct`s.
+        program: As for `pipedream`.
+    """
+
+    def under_way(params: Any, batch: Any, key: Any) -> Any:
+        with within(plan):
+            layers, shared, parts = cut(gradient_view(params), {}, batch, key, program.stages, 1, program.microbatches)
+            chunks = jax.tree.map(lambda w: jnp.stack([w[: w.shape[0] // program.stages]] * 2), layers)
+            shared = jax.tree.map(lambda w: jnp.stack([w, w]), shared)
+            carry = first_carry(Stages(loss_fn, parts, chunks, program.stages), chunks, shared, program)
+        return _kept(carry, program)
+
+    local = jax.eval_shape(under_way, plan.abstract_params, batch, jax.random.key(0, impl=PRNG))
+
+    def stages() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros((program.stages * x.shape[0], *x.shape[1:]), x.dtype), local)
+
+    def init_variables(key: jax.Array) -> Any:
+        data = {"batch": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch), "key": jnp.zeros((2,), jnp.uint32)}
+        flight = {"params": model.init(key), "data": data, "stages": stages()}
+        return {**model.init_variables(key), IN_FLIGHT: flight}
+
+    def forward(params: Any, variables: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+        own, flight = split_in_flight(variables)
+        outputs, after = model.forward(params, own, *inputs, train=train)
+        return outputs, {**after, IN_FLIGHT: flight}
+
+    def facts() -> Facts:
+        return dataclasses.replace(model.facts(), placed={f"{IN_FLIGHT}/{path}": spec for path, spec in placed.items()})
+
+    rows = batch_sharding(plan.mesh).spec
+    placed = {f"data/{path}": rows if path != "key" else P() for path in ("key", *(f"batch/{name}" for name in batch))}
+    for name in ("inputs", "arrived", "sent_back", "of_others", "sums"):
+        for path in tree.flatten(local[name]):
+            of_stage = _spec(plan, path) if name == "of_others" else rows if path == "0" else P()
+            placed[f"stages/{name}/{path}"] = P(AXIS, *of_stage)
+    return dataclasses.replace(model, init_variables=init_variables, forward=forward, facts=facts)
+
+
+def _spec(plan: ShardingPlan, path: str) -> P:
+    """How the plan keeps a gradient."""
+    return next(leaf.spec for leaf in plan.gradients if leaf.path == path)
