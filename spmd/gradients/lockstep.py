@@ -100,7 +100,7 @@ def make_program(schedule: Schedule) -> Program:
 
     Raises:
         ScheduleError: It cannot be executed: it splits the backward pass, or goes through the stages in another order
-            than round and round, or does not end with its batch.
+            than round and round, or has microbatches of three batches under way.
     """
     if problems := _not_executed(schedule):
         raise ScheduleError("This schedule can be drawn and not executed:", problems)

@@ -1,0 +1,175 @@
+"""PipeDream: full pipelines, gradients that are one update behind, and exactly those."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmd
+from models.llama import PRESETS
+from partition_rules.llama import LLAMA
+from spmd import tree
+from spmd.check import Check
+from spmd.checkpoint import Checkpoints
+from spmd.errors import SpmdError
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import value_and_grad
+from spmd.gradients.in_flight import IN_FLIGHT, pipedream, with_in_flight
+from spmd.gradients.lockstep import make_program
+from spmd.gradients.pipeline import pipelined
+from spmd.gradients.schedules import make_schedule
+from spmd.loss import next_token_loss
+from spmd.mesh import batch_sharding
+from spmd.plan import make_plan
+from spmd.recipe import Recipe, planned_mesh
+from spmd.scope import within
+from spmd.state import abstract_state, init_state
+from spmd.step import make_eval_step, make_train_step
+from spmd.testing import token_batches
+from tests import tiny
+
+CONFIG = tiny.replaced(layers=4)
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+BATCHES = token_batches((16, 16), CONFIG.vocab, steps=4)
+MICROBATCHES = 8
+
+
+@functools.cache
+def layout(stages, microbatches=MICROBATCHES, **axes):
+    """A plan with what is under way, and the step."""
+    program = make_program(make_schedule("pipedream", stages, microbatches))
+    model, loss_fn = tiny.model(CONFIG), tiny.loss_fn(CONFIG)
+    plan = tiny.plan(CONFIG, OPTIMIZER, pipe=stages, **axes)
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCHES[0].items()}
+    plan = make_plan(plan.mesh, plan.rules, with_in_flight(model, plan, loss_fn, batch, program), OPTIMIZER)
+    return plan, make_train_step(plan, grad_fn=pipedream(loss_fn, program))
+
+
+def placed(plan, batch):
+    return jax.tree.map(lambda x: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)), batch)
+
+
+@functools.cache
+def delayed(behind):
+    """Losses and parameters of each step on one device, with gradients that are so many updates behind."""
+    plan = tiny.plan(CONFIG, OPTIMIZER)
+    grad_fn = accumulate(value_and_grad(tiny.loss_fn(CONFIG)), MICROBATCHES)
+
+    @jax.jit
+    def gradients(params, batch):
+        with within(plan):
+            found, sums, _ = grad_fn(params, {}, batch, jax.random.key(0))
+        return jax.tree.map(lambda g: g / sums["weight"], found), sums["loss"] / sums["weight"]
+
+    state = init_state(plan)
+    params, held, history, out = state.params, state.optimizer_state, [], []
+    for batch in BATCHES:
+        history.append((params, batch))
+        found, loss = jax.tree.map(jnp.zeros_like, params), 0.0
+        if len(history) > behind:
+            found, loss = gradients(*history[-1 - behind])
+        updates, held = OPTIMIZER.update(found, held, params)
+        params = optax.apply_updates(params, updates)
+        out.append((float(loss), tree.flatten(jax.device_get(params))))
+    return out
+
+
+def difference(params, expected):
+    return max(
+        float(np.abs(x - expected[path]).max() / np.abs(expected[path]).max())
+        for path, x in tree.flatten(params).items()
+    )
+
+
+SLOW = [(4, {"fsdp": 2}), (2, {"data": 2, "tensor": 2})]
+
+
+@pytest.mark.parametrize(
+    ("stages", "axes"), [(2, {}), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW)], ids=str
+)
+def test_gradients_are_exactly_one_update_behind(stages, axes):
+    """Over four steps losses and parameters are those of W(t + 1) = W(t) − ν ∇f(W(t − 1)) on one device, to 1e-6."""
+    plan, step = layout(stages, **axes)
+    state = init_state(plan)
+    for batch, (loss, params) in zip(BATCHES, delayed(1), strict=True):
+        state, metrics = step(state, placed(plan, batch))
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-6)
+        assert difference(jax.device_get(state.params), params) < 1e-6
+    assert difference(jax.device_get(state.params), delayed(0)[-1][1]) > 1e-3, "the control: gradients without delay"
+
+
+def test_what_is_under_way_is_saved_and_restored(tmp_path):
+    """A run that stops between two steps goes on bitwise, with its microbatches under way."""
+    plan, step = layout(2)
+    state = init_state(plan)
+    for batch in BATCHES[:2]:
+        state, _ = step(state, placed(plan, batch))
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(2, state, {"seed": 0})
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(None, abstract_state(plan))
+    assert np.abs(jax.device_get(restored.variables[IN_FLIGHT]["stages"]["inputs"]["0"])).max() > 0
+    for batch in BATCHES[2:]:
+        state, _ = step(state, placed(plan, batch))
+        restored, _ = step(restored, placed(plan, batch))
+    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(restored.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_layout_of_what_is_under_way():
+    """Each stage has its own inputs; the weights that are kept lie as the parameters do."""
+    plan, _ = layout(2)
+    specs = {leaf.path: leaf.spec for leaf in plan.variables}
+    for leaf in plan.params:
+        assert specs[f"{IN_FLIGHT}/params/{leaf.path}"] == leaf.spec
+    assert specs[f"{IN_FLIGHT}/stages/inputs/0"][0] == "pipe"
+    assert specs[f"{IN_FLIGHT}/stages/of_others/embed/embedding"][0] == "pipe"
+
+
+def recipe(**fields) -> Recipe:
+    data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=64, batch=16)
+    fields = {"mesh": spmd.MeshShape(pipe=2), "pipeline": spmd.PipelineConfig("pipedream", 8), **fields}
+    config = spmd.TrainConfig(model=PRESETS["demo"], rules=LLAMA, data=data, **fields)
+    return Recipe(config, planned_mesh(config))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"accumulate": 2}, "accumulate: is 2: a batch does not end"),
+        ({"on_nan": "skip"}, "on_nan: is skip: a step cannot be left out"),
+        ({"precision": "fp16"}, "precision: is fp16: the loss scale may change"),
+        ({"mesh": spmd.MeshShape(pipe=4), "pipeline": spmd.PipelineConfig("pipedream", 4)}, "4 < 2 × (stages=4 - 1)"),
+    ],
+    ids=str,
+)
+def test_what_goes_only_with_a_flush_is_refused(fields, said):
+    """What needs the end of a batch is refused before anything compiles."""
+    with pytest.raises(SpmdError) as caught:
+        recipe(**fields).audit()
+    assert said in str(caught.value)
+
+
+def test_it_is_not_compared_with_one_device():
+    """`spmd check` says why there is nothing to compare."""
+    config = dataclasses.replace(recipe().config, devices=8)
+    with pytest.raises(SpmdError, match="one update behind"):
+        Check(config, 1).compare(tiny.mesh(pipe=2))
+
+
+def test_evaluation_leaves_out_what_is_under_way():
+    """A plan with microbatches under way evaluates as one without."""
+    plan, _ = layout(2)
+    plain = tiny.plan(CONFIG, OPTIMIZER)
+    sums = []
+    for found, loss_fn in (
+        (plan, pipelined(next_token_loss(tiny.model(CONFIG), train=False), 2, 4)),
+        (plain, next_token_loss(tiny.model(CONFIG), train=False)),
+    ):
+        state = init_state(found)
+        sums.append(make_eval_step(found, loss_fn)(state.params, state.variables, placed(found, BATCHES[0])))
+    assert float(sums[0]["loss"]) == pytest.approx(float(sums[1]["loss"]), rel=1e-6)
