@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.foresight.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
 from spmd.foresight.memory import Compiled, Estimate, Ledger, estimate_memory
+from spmd.foresight.propagation import place, propagate
 from spmd.foresight.topology import parse_topology
-from spmd.foresight.traced import place, propagate, read_program
+from spmd.foresight.traced import read_program
 from spmd.mesh import MeshShape, abstract_mesh
 from spmd.parallel.attention import splash_attention_tpu
 from spmd.plan import make_plan

@@ -17,8 +17,9 @@ from typing import Any
 import jax
 
 from spmd.foresight.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
+from spmd.foresight.propagation import place, propagate
 from spmd.foresight.topology import Topology
-from spmd.foresight.traced import Program, Value, place, propagate, read_program
+from spmd.foresight.traced import Program, Value, read_program
 from spmd.leaf import Leaf
 from spmd.plan import ShardingPlan
 from spmd.step import TrainStep

@@ -45,6 +45,7 @@ FLOORS = {
         "foresight.topology",
         "foresight.closed_forms",
         "foresight.traced",
+        "foresight.propagation",
         "foresight.liveness",
         "foresight.memory",
         "foresight.recompute",
