@@ -196,12 +196,16 @@ class _Lives:
         ):
             if operation.primitive != "scan" or operation.params["length"] == operation.params["unroll"]:
                 continue
-            start = operation.params["num_consts"] + operation.params["num_carry"]
-            (body,) = operation.bodies
-            for value, inner in zip(operation.inputs[start:], body.inputs[start:], strict=True):
+            carried, (body,) = operation.params["num_carry"], operation.bodies
+            for i, (value, inner) in enumerate(zip(operation.inputs, body.inputs, strict=True)):
                 readers = [o for o in body.operations if inner in o.inputs]
-                width = max((o.outputs[0].itemsize for o in readers), default=value.itemsize)
-                if width < value.itemsize and all(o.primitive == "convert_element_type" for o in readers):
+                width = value.kept or value.itemsize
+                if inner.kept:
+                    width = min(width, inner.kept)
+                elif i >= carried + operation.params["num_consts"] and readers:
+                    if all(o.primitive == "convert_element_type" for o in readers):
+                        width = min(width, max(o.outputs[0].itemsize for o in readers))
+                if width < (value.kept or value.itemsize):
                     source = frozenset(id(root) for root in self.roots.get(id(value), [value]))
                     size = value.bytes(self.axes) // value.itemsize * width
                     lives[source] = (size, lives.get(source, (0, now, 0))[1], after)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from spmd.foresight.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
+from spmd.foresight.operands import narrow_operands
 from spmd.foresight.propagation import place, propagate
 from spmd.foresight.topology import Topology
 from spmd.foresight.traced import Program, Value, read_program
@@ -193,6 +194,8 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
     for value, leaf in zip(program.inputs, jax.tree.leaves((state, batch)), strict=True):
         place(value, leaf.sharding)
     propagate(program)
+    if platform == "tpu":
+        narrow_operands(program)
     count = len(jax.tree.leaves(state))
     buffers = find_buffers(program, axes, program.outputs[:count], platform)
     buffers += _gathered_results(program.inputs[:count], program.outputs[:count], axes, 1 + max(b.end for b in buffers))

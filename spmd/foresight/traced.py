@@ -32,6 +32,7 @@ class Value:
         dims: The mesh axes of each dimension; None while nothing says so, which in the end means whole everywhere.
         name: What the model marked it as; may be empty.
         on_host: Whether it lives in host memory.
+        kept: The bytes of one element in memory, where they are fewer than it has.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +40,13 @@ class Value:
     dims: Dims | None = None
     name: str = ""
     on_host: bool = False
+    kept: int = 0
 
     def bytes(self, axes: Mapping[str, int]) -> int:
         """The bytes of one device's part; a part that is not whole is padded."""
         dims = self.dims or ((),) * len(self.shape)
         parts = (math.prod(axes[axis] for axis in entry) for entry in dims)
-        return self.itemsize * math.prod(-(-size // part) for size, part in zip(self.shape, parts, strict=True))
+        return (self.kept or self.itemsize) * math.prod(-(-size // part) for size, part in zip(self.shape, parts, strict=True))
 
 
 @dataclasses.dataclass(eq=False)
