@@ -17,7 +17,7 @@ from spmd.foresight.traced import Operation, Program, Value
 READS_MEMORY = ("dot_general", "ragged_dot", "pallas_call", "scatter-add", "scatter", "gather", "sort", "top_k")
 """Operations that read their operands from memory, so that nothing is fused into them."""
 
-WRITTEN = (*READS_MEMORY, "concatenate", "cumsum")
+WRITTEN = (*READS_MEMORY, "concatenate", "cumsum", "ppermute")
 """Operations whose results are written to memory, besides loops and what moves data between devices."""
 
 EXPENSIVE = ("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "div", "pow", "rsqrt", "sqrt", "sin", "cos")

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
@@ -33,7 +34,7 @@ from spmd.gradients.accumulate import cut_batch
 from spmd.gradients.base import GradFn
 from spmd.gradients.lockstep import IDLE, Program
 from spmd.loss import LossFn, Sums
-from spmd.parallel.stages import Answer, Reached, Run, Stream, answered
+from spmd.parallel.stages import SLOTS, Answer, Reached, Run, Stream, answered
 from spmd.precision import scale_loss, split_loss_scale
 from spmd.scope import current
 from spmd.weights import accumulation_dtype, as_taken, gradient_view
@@ -251,7 +252,9 @@ def _local(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: L
         begins = (row["backward"][0] >= 0) & (row["backward_chunk"][0] == 0)
         d_shared = _cond(begins, into_embedding, lambda d_shared: d_shared, d_shared)
         totals = d_chunks, d_shared, sums
-        after = {"inputs": inputs, "gradients": gradients, "arrived": arrived, "sent back": sent_back, "totals": totals}
+        slots = {"inputs": inputs, "gradients": gradients}
+        slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), slots)
+        after = {**slots, "arrived": arrived, "sent back": sent_back, "totals": totals}
         return after, None
 
     table = {name: jnp.asarray(column) for name, column in program.columns.items()}
