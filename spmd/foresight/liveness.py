@@ -144,7 +144,7 @@ class _Lives:
         for value in program.outputs:
             known = self.roots.get(id(value), frozenset())
             self.last.update((id(root), now) for root in known)
-            if id(value) in free and known and _is_view(value, known):
+            if id(value) in free and known and _is_reshaped(value, known):
                 self.free |= set(map(id, known))  # another form of a result, which has its buffer outside
         self.buffers += [
             dataclasses.replace(
@@ -226,6 +226,12 @@ def _is_view(value: Value, roots: frozenset[Value]) -> bool:
     """Whether a value is one buffer in another form, or one that is written over it: it needs none of its own."""
     (root, *rest) = roots
     return not rest and root.itemsize == value.itemsize and math.prod(root.shape) == math.prod(value.shape)
+
+
+def _is_reshaped(value: Value, roots: frozenset[Value]) -> bool:
+    """Whether a value is one buffer with other dimensions of size 1."""
+    (root, *_) = roots
+    return _is_view(value, roots) and [n for n in root.shape if n > 1] == [n for n in value.shape if n > 1]
 
 
 def _moves(operation: Operation, axes: Mapping[str, int]) -> bool:

@@ -7,6 +7,8 @@ What a loop reads so is rounded before the loop.
 import collections
 from collections.abc import Iterator
 
+import jax
+
 from spmd.foresight.traced import Operation, Program, Value
 
 _FORMS = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "name", "sharding_constraint", "stack_turns")
@@ -64,5 +66,5 @@ def _reads(program: Program) -> Iterator[tuple[Value, Value | None]]:
 
 def _rounds(product: Operation) -> bool:
     """Whether a product is of the default precision."""
-    precision = product.params.get("precision")
-    return precision is None or all(str(each) == "DEFAULT" for each in precision)
+    default = jax.lax.Precision.DEFAULT
+    return product.params["precision"] in (None, default, (default, default))

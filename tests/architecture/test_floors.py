@@ -46,6 +46,7 @@ FLOORS = {
         "foresight.closed_forms",
         "foresight.traced",
         "foresight.propagation",
+        "foresight.operands",
         "foresight.liveness",
         "foresight.memory",
         "foresight.recompute",
