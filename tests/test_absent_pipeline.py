@@ -8,7 +8,7 @@ from spmd.foresight.closed_forms import pipeline_traffic
 from spmd.foresight.topology import missing_extra, parse_topology
 from tests.programs import run_script
 
-LAYERS, D, D_FF, VOCAB, SEQ = 4, 512, 1024, 512, 256
+LAYERS, D, D_FF, VOCAB, SEQ, EXAMPLES = 4, 512, 1024, 512, 256, 4
 COMPILE = f"""
     import json, sys
     import jax, optax, spmd
@@ -34,8 +34,8 @@ COMPILE = f"""
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
         plan = spmd.make_plan(mesh, LLAMA, model, optimizer, attention="xla")
         program = make_program(make_schedule(name, stages, microbatches, chunks))
-        batch = {{name: jax.ShapeDtypeStruct((4 * microbatches, {SEQ}), "int32") for name in ("tokens", "targets")}}
-        batch["weights"] = jax.ShapeDtypeStruct((4 * microbatches, {SEQ}), "float32")
+        batch = {{name: jax.ShapeDtypeStruct(({EXAMPLES} * microbatches, {SEQ}), "int32") for name in ("tokens", "targets")}}
+        batch["weights"] = jax.ShapeDtypeStruct(({EXAMPLES} * microbatches, {SEQ}), "float32")
         step = spmd.make_train_step(plan, grad_fn=pipeline(spmd.next_token_loss(model), program))
         estimate, compiled = estimate_memory(step, batch, topology.platform), step.compile(batch)
         memory, records = read_memory(compiled), audit_collectives(compiled, mesh).records
