@@ -28,14 +28,15 @@ COMPILE = f"""
     model = spmd.from_nnx(LlamaConfig({VOCAB}, {D}, {LAYERS}, 8, 8, {D_FF}).build)
     found = {{}}
     for case in sys.argv[2:]:
-        name, stages, microbatches, chunks = [part if part.isalnum() and not part.isdigit() else int(part)
-                                              for part in case.split()]
+        name, *sizes = case.split()
+        stages, microbatches, chunks = map(int, sizes)
         mesh = spmd.make_mesh(devices=devices, pipe=stages, fsdp=2, tensor=2)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
         plan = spmd.make_plan(mesh, LLAMA, model, optimizer, attention="xla")
         program = make_program(make_schedule(name, stages, microbatches, chunks))
-        batch = {{name: jax.ShapeDtypeStruct(({EXAMPLES} * microbatches, {SEQ}), "int32") for name in ("tokens", "targets")}}
-        batch["weights"] = jax.ShapeDtypeStruct(({EXAMPLES} * microbatches, {SEQ}), "float32")
+        dtypes = {{"tokens": "int32", "targets": "int32", "weights": "float32"}}
+        shape = ({EXAMPLES} * microbatches, {SEQ})
+        batch = {{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}}
         step = spmd.make_train_step(plan, grad_fn=pipeline(spmd.next_token_loss(model), program))
         estimate, compiled = estimate_memory(step, batch, topology.platform), step.compile(batch)
         memory, records = read_memory(compiled), audit_collectives(compiled, mesh).records
@@ -74,7 +75,7 @@ def growth(schedule, figure):
 
 @pytest.mark.parametrize("schedule", FLAT)
 def test_memory_does_not_grow_with_microbatches(schedule):
-    """A stage keeps what is on its way, and nothing of microbatches that are through; 2 % are the batch's own tokens."""
+    """A stage keeps what is on its way, and nothing of microbatches that are through: 2 % are for the batch itself."""
     assert growth(schedule, "temporaries")[1] < 0.02
 
 

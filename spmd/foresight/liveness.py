@@ -189,25 +189,25 @@ class _Lives:
         return moments[0] if roots and moments and _is_view(value, roots) else self.end
 
     def _converted(self) -> Iterator[Buffer]:
-        """Stacks of which loops convert each slice to a narrower dtype: XLA converts the whole stack before."""
+        """What loops read in a narrower dtype than it has, in slices or whole: XLA converts it before them."""
         lives: dict[frozenset[int], tuple[int, int, int]] = {}
         for operation, now, after in zip(
             self.program.operations, self.moments, [*self.moments, self.end][1:], strict=True
         ):
             if operation.primitive != "scan" or operation.params["length"] == operation.params["unroll"]:
                 continue
-            carried, (body,) = operation.params["num_carry"], operation.bodies
+            (body,) = operation.bodies
             for i, (value, inner) in enumerate(zip(operation.inputs, body.inputs, strict=True)):
                 readers = [o for o in body.operations if inner in o.inputs]
-                width = value.kept or value.itemsize
+                is_slice = i >= operation.params["num_consts"] + operation.params["num_carry"]
+                before = width = value.kept or value.itemsize
                 if inner.kept:
-                    width = min(width, inner.kept)
-                elif i >= carried + operation.params["num_consts"] and readers:
-                    if all(o.primitive == "convert_element_type" for o in readers):
-                        width = min(width, max(o.outputs[0].itemsize for o in readers))
-                if width < (value.kept or value.itemsize):
+                    width = inner.kept
+                elif is_slice and readers and all(o.primitive == "convert_element_type" for o in readers):
+                    width = max(o.outputs[0].itemsize for o in readers)
+                if width < before:
                     source = frozenset(id(root) for root in self.roots.get(id(value), [value]))
-                    size = value.bytes(self.axes) // value.itemsize * width
+                    size = value.bytes(self.axes) // before * width
                     lives[source] = (size, lives.get(source, (0, now, 0))[1], after)
         for size, start, end in lives.values():
             yield Buffer("converted", "", (), size, False, start, end)

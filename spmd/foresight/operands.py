@@ -19,7 +19,7 @@ _ELSEWHERE = None
 
 
 def narrow_operands(program: Program) -> None:
-    """Marks the values of a program, and of those inside it, that are kept in bfloat16; its own inputs stay as they are.
+    """Marks the values of a program, and of those inside it, that are kept in bfloat16; not its inputs.
 
     Args:
         program: For a TPU.
@@ -45,7 +45,7 @@ def narrow_operands(program: Program) -> None:
 
 
 def _reads(program: Program) -> Iterator[tuple[Value, Value | None]]:
-    """Each value and what is made of it: the same elements elsewhere; a product, for which it stands itself; or else."""
+    """Each value with what is made of it: the same elements elsewhere, itself for a product, None for all else."""
     for operation in program.operations:
         if operation.primitive == "dot_general" and _rounds(operation):
             yield from ((value, value) for value in operation.inputs)

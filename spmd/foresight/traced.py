@@ -46,7 +46,8 @@ class Value:
         """The bytes of one device's part; a part that is not whole is padded."""
         dims = self.dims or ((),) * len(self.shape)
         parts = (math.prod(axes[axis] for axis in entry) for entry in dims)
-        return (self.kept or self.itemsize) * math.prod(-(-size // part) for size, part in zip(self.shape, parts, strict=True))
+        count = math.prod(-(-size // part) for size, part in zip(self.shape, parts, strict=True))
+        return count * (self.kept or self.itemsize)
 
 
 @dataclasses.dataclass(eq=False)
