@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.foresight.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
 from spmd.foresight.memory import Compiled, Estimate, Ledger, estimate_memory
+from spmd.foresight.operands import narrow_operands
+from spmd.foresight.propagation import place, propagate
 from spmd.foresight.topology import parse_topology
-from spmd.foresight.traced import place, propagate, read_program
+from spmd.foresight.traced import read_program
 from spmd.mesh import MeshShape, abstract_mesh
 from spmd.parallel.attention import splash_attention_tpu
 from spmd.plan import make_plan
@@ -111,6 +113,69 @@ def test_what_a_loop_saves_is_found():
     assert saved[(4, 8, 32)] == 4 * 4 * 16 * 4
     remat = program(jax.grad(loss(True), argnums=1), *arguments)
     assert {buffer.shape for buffer in saved_activations(remat, AXES)} == {(4, 8, 16)}
+
+
+def test_a_condition_writes_over_what_it_may_give_back():
+    """A sum that one branch adds to and the other returns as it is is one buffer; what both make anew is another."""
+
+    def function(x, gives_back):
+        other = (lambda total: total) if gives_back else (lambda total: total @ total)
+        return jax.lax.cond(x[0, 0] > 0, lambda total: total + x @ x, other, x @ x.T) @ x
+
+    def count(gives_back):
+        buffers = find_buffers(program(lambda x: function(x, gives_back), ((64, 64), P())), AXES)
+        return [buffer.bytes for buffer in buffers].count(64 * 64 * 4)
+
+    assert count(False) == count(True) + 1
+
+
+def test_slots_are_split_as_what_is_put_into_them():
+    """What a loop begins with as zeros lies as what is carried in the end, through branches that know nothing of it."""
+
+    def turn(carry, x):
+        slots, last = carry
+        slots = jax.lax.dynamic_update_index_in_dim(slots, last, 0, 0)
+        zeros = jnp.zeros((8, 16))
+        return (slots, jax.lax.cond(x.sum() > 0, lambda: constrain(x + slots[1], "data"), lambda: zeros)), None
+
+    def function(xs):
+        return jax.lax.scan(turn, (jnp.zeros((3, 8, 16)), jnp.zeros((8, 16))), xs)[0][0]
+
+    assert program(function, ((4, 8, 16), P())).outputs[0].dims == ((), ("data",), ())
+
+
+def test_inside_a_manual_region_values_are_parts():
+    """Their shapes are local along its axes; outside, a result is split along those and as it is inside."""
+
+    def function(x):
+        specs = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}, "check_vma": False}
+        return jax.shard_map(lambda x: x @ x.T @ x, mesh=MESH, **specs)(x)
+
+    traced = program(function, ((8, 6), P("data", "tensor")))
+    (region,) = [operation for operation in traced.operations if operation.bodies]
+    assert region.bodies[0].inputs[0].dims == ((), ("tensor",))
+    assert region.outputs[0].dims == (("data",), ("tensor",))
+    assert traced.outputs[0].bytes(AXES) == 4 * 3 * 4
+
+
+def test_a_tpu_rounds_what_it_only_multiplies():
+    """What products alone read takes half the bytes, in stacks of a loop too; but not for a sum or a high precision."""
+
+    def stack(read):
+        def turn(x, w):
+            wide = jnp.tanh(x)
+            return x + wide @ w, wide
+
+        traced = program(lambda x, ws: read(jax.lax.scan(turn, x, ws)[1]), ((8, 64), P()), ((4, 64, 64), P()))
+        narrow_operands(traced)
+        return {buffer.shape: buffer.bytes for buffer in saved_activations(traced, AXES)}[4, 8, 64]
+
+    def products(stack, precision=None):
+        return jnp.einsum("nij,nkj->ik", stack, stack, precision=precision)
+
+    assert stack(products) == 4 * 8 * 64 * 2
+    assert stack(lambda wides: wides.sum()) == 4 * 8 * 64 * 4
+    assert stack(lambda wides: products(wides, "highest")) == 4 * 8 * 64 * 4
 
 
 @pytest.mark.parametrize("eager", [False, True])

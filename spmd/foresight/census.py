@@ -44,6 +44,7 @@ IRREGULAR = "no product of axes"
 _ONE_ARRAY = ("all-to-all", "ragged-all-to-all")
 _CUTS = {"dynamic-slice", "slice", "slice-done", "slice-start"}
 _GATHERS = {"all-gather", "all-gather-done", "all-gather-start"}
+_EXCHANGES = {"collective-permute", "collective-permute-done", "collective-permute-start", "dynamic-update-slice"}
 _MIXES = {"convolution", "custom-call", "dot", "gather", "reduce", "reduce-window", "scatter", "sort"}
 _FAR = 4000
 # Where constraints are made; who asked for them is one frame up.
@@ -338,12 +339,12 @@ class _Walk:
         return next(iter(sorted({*types, *halves})), "bf16")
 
     def _trail(self, value: Value) -> Iterator[Value]:
-        """The values behind a value, through what only moves, converts, cuts or gathers."""
+        """The values behind a value, through what only moves, converts, cuts, gathers or exchanges parts."""
         for _ in range(_FAR):
             value = self.program.producer(value)
             yield value
             instruction = self.program.at(value)
-            if not instruction.is_move and instruction.opcode not in _CUTS | _GATHERS:
+            if not instruction.is_move and instruction.opcode not in _CUTS | _GATHERS | _EXCHANGES:
                 return
             value = Value(value.computation, instruction.operands[0])
 

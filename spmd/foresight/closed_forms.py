@@ -124,3 +124,48 @@ def activation_bytes(
     inside = (8 + 4 * mlp) / tensor
     scores = 0.0 if recompute == "selective" else 5 * heads * sequence / width / tensor
     return units * (outside + inside + scores)
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineTraffic:
+    """Bytes that each device sends over `pipe` in one step, by what they are.
+
+    Attributes:
+        streams: Activations to the stage behind and their gradients to the stage before.
+        layers: Layers on their way to the stage that computes them, and their gradients back.
+        shared: Gradients of what every stage has, summed.
+    """
+
+    streams: float
+    layers: float
+    shared: float
+
+    @property
+    def permuted(self) -> float:
+        """What goes from one stage to another."""
+        return self.streams + self.layers
+
+
+def pipeline_traffic(
+    ticks: int, stream: float, *, layers: float = 0, gradients: float = 0, shared: float = 0, chunks: int = 1
+) -> PipelineTraffic:
+    """What a pipeline sends between its stages (`spmd.gradients.pipeline`).
+
+    In every tick a stage sends one microbatch on and one gradient back, as point-to-point pipelines do (Narayanan et
+    al., arXiv:2104.04473, section 3.2: `b s h` elements each); idle stages send along, so ticks count, not
+    microbatches. 1F1B takes `m + 2 (p − 1)` of them. Layers travel once where stages have several chunks.
+
+    Args:
+        ticks: Of the schedule in step.
+        stream: Bytes of one microbatch between two layers, on one device.
+        layers: Bytes of a stage's layers as they are used, on one device.
+        gradients: Bytes of their gradients.
+        shared: Bytes of the gradients of all other parameters, as they are summed.
+        chunks: Groups of layers of each stage.
+
+    Example:
+        >>> pipeline_traffic(4 + 2 * (4 - 1), 2**20).permuted / 2**20
+        20.0
+    """
+    moved = layers + gradients if chunks > 1 else 0.0
+    return PipelineTraffic(streams=2.0 * ticks * stream, layers=moved, shared=shared)

@@ -17,7 +17,7 @@ from spmd.foresight.traced import Operation, Program, Value
 READS_MEMORY = ("dot_general", "ragged_dot", "pallas_call", "scatter-add", "scatter", "gather", "sort", "top_k")
 """Operations that read their operands from memory, so that nothing is fused into them."""
 
-WRITTEN = (*READS_MEMORY, "concatenate", "cumsum")
+WRITTEN = (*READS_MEMORY, "concatenate", "cumsum", "ppermute")
 """Operations whose results are written to memory, besides loops and what moves data between devices."""
 
 EXPENSIVE = ("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "div", "pow", "rsqrt", "sqrt", "sin", "cos")
@@ -131,10 +131,9 @@ class _Lives:
         for operation in program.operations:
             self.moments.append(now)
             self._read(operation, now)
-            self._write(operation, now)
-            for body in operation.bodies:
-                outside = body.outputs if operation.primitive in ("scan", "while") else []
-                inner = _Lives(body, axes, frozenset(map(id, outside)), kept, now + 1)
+            inside = [_Lives(body, axes, frozenset(map(id, body.outputs)), kept, now + 1) for body in operation.bodies]
+            self._write(operation, now, inside)
+            for inner in inside:
                 self.buffers += inner.buffers
                 now = max(now, inner.end)
             for value in (*operation.inputs, *operation.outputs):
@@ -143,7 +142,10 @@ class _Lives:
             now += 1
         self.end = now
         for value in program.outputs:
-            self.last.update((id(root), now) for root in self.roots.get(id(value), ()))
+            known = self.roots.get(id(value), frozenset())
+            self.last.update((id(root), now) for root in known)
+            if id(value) in free and known and _is_reshaped(value, known):
+                self.free |= set(map(id, known))  # another form of a result, which has its buffer outside
         self.buffers += [
             dataclasses.replace(
                 _buffer(value, operation, axes, saved=key in self.saved), start=when, end=self.last.get(key, when)
@@ -165,41 +167,71 @@ class _Lives:
                 self.saved.update(map(id, known))
             self.last.update((id(root), now) for root in known)
 
-    def _write(self, operation: Operation, now: int) -> None:
-        for value in operation.outputs:
+    def _write(self, operation: Operation, now: int, inside: "Sequence[_Lives]") -> None:
+        for i, value in enumerate(operation.outputs):
             repeated = operation.primitive in self.kept and self.readers[id(value)] > 1
-            if operation.bodies or operation.primitive in WRITTEN or repeated or _moves(operation, self.axes):
-                self.written[id(value)] = (value, operation, now)
+            if operation.primitive == "cond" and (given := _given_back(operation, i)):
+                self.roots[id(value)] = self.roots.get(id(given), frozenset())  # what a branch returns as it was given
+            elif operation.bodies or operation.primitive in WRITTEN or repeated or _moves(operation, self.axes):
+                once = operation.primitive in ("cond", "shard_map")
+                when = min(inner.written_at(i) for inner in inside) if once and inside else now
+                self.written[id(value)] = (value, operation, when)
                 self.roots[id(value)] = frozenset([value])
             else:
                 sources = (self.roots.get(id(source), frozenset()) for source in operation.inputs)
                 self.roots[id(value)] = frozenset().union(*sources)
 
+    def written_at(self, i: int) -> int:
+        """The moment at which a result is written, alone or before it gets its final form."""
+        value = self.program.outputs[i]
+        roots = self.roots.get(id(value), frozenset())
+        moments = [self.written[id(root)][2] for root in roots if id(root) in self.written]
+        return moments[0] if roots and moments and _is_view(value, roots) else self.end
+
     def _converted(self) -> Iterator[Buffer]:
-        """Stacks of which loops convert each slice to a narrower dtype: XLA converts the whole stack before."""
+        """What loops read in a narrower dtype than it has, in slices or whole: XLA converts it before them."""
         lives: dict[frozenset[int], tuple[int, int, int]] = {}
         for operation, now, after in zip(
-            self.program.operations, self.moments, [*self.moments[1:], self.end], strict=True
+            self.program.operations, self.moments, [*self.moments, self.end][1:], strict=True
         ):
             if operation.primitive != "scan" or operation.params["length"] == operation.params["unroll"]:
                 continue
-            start = operation.params["num_consts"] + operation.params["num_carry"]
             (body,) = operation.bodies
-            for value, inner in zip(operation.inputs[start:], body.inputs[start:], strict=True):
+            for i, (value, inner) in enumerate(zip(operation.inputs, body.inputs, strict=True)):
                 readers = [o for o in body.operations if inner in o.inputs]
-                width = max((o.outputs[0].itemsize for o in readers), default=value.itemsize)
-                if width < value.itemsize and all(o.primitive == "convert_element_type" for o in readers):
+                is_slice = i >= operation.params["num_consts"] + operation.params["num_carry"]
+                before = width = value.kept or value.itemsize
+                if inner.kept:
+                    width = inner.kept
+                elif is_slice and readers and all(o.primitive == "convert_element_type" for o in readers):
+                    width = max(o.outputs[0].itemsize for o in readers)
+                if width < before:
                     source = frozenset(id(root) for root in self.roots.get(id(value), [value]))
-                    size = value.bytes(self.axes) // value.itemsize * width
+                    size = value.bytes(self.axes) // before * width
                     lives[source] = (size, lives.get(source, (0, now, 0))[1], after)
         for size, start, end in lives.values():
             yield Buffer("converted", "", (), size, False, start, end)
+
+
+def _given_back(condition: Operation, i: int) -> Value | None:
+    """The operand that some branch returns as a result, unchanged: then the others write theirs over it."""
+    for body in condition.bodies:
+        operands = dict(zip(map(id, body.inputs), condition.inputs[-len(body.inputs) :], strict=False))
+        if given := operands.get(id(body.outputs[i])):
+            return given
+    return None
 
 
 def _is_view(value: Value, roots: frozenset[Value]) -> bool:
     """Whether a value is one buffer in another form, or one that is written over it: it needs none of its own."""
     (root, *rest) = roots
     return not rest and root.itemsize == value.itemsize and math.prod(root.shape) == math.prod(value.shape)
+
+
+def _is_reshaped(value: Value, roots: frozenset[Value]) -> bool:
+    """Whether a value is one buffer with other dimensions of size 1."""
+    (root, *_) = roots
+    return _is_view(value, roots) and [n for n in root.shape if n > 1] == [n for n in value.shape if n > 1]
 
 
 def _moves(operation: Operation, axes: Mapping[str, int]) -> bool:

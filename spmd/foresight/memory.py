@@ -17,9 +17,12 @@ from typing import Any
 import jax
 
 from spmd.foresight.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
+from spmd.foresight.operands import narrow_operands
+from spmd.foresight.propagation import place, propagate
 from spmd.foresight.topology import Topology
-from spmd.foresight.traced import Program, Value, place, propagate, read_program
+from spmd.foresight.traced import Program, Value, read_program
 from spmd.leaf import Leaf
+from spmd.parallel.stages import SLOTS
 from spmd.plan import ShardingPlan
 from spmd.step import TrainStep
 from spmd.tree import human_bytes
@@ -32,6 +35,7 @@ CATEGORIES = {
     "batch": "batch",
     "grads": "gradients",
     "activations": "saved activations",
+    "stages": "stage inputs",
     "logits": "logits and loss",
     "collectives": "gathered arrays",
     "temporaries": "temporaries",
@@ -192,12 +196,14 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
     for value, leaf in zip(program.inputs, jax.tree.leaves((state, batch)), strict=True):
         place(value, leaf.sharding)
     propagate(program)
+    if platform == "tpu":
+        narrow_operands(program)
     count = len(jax.tree.leaves(state))
     buffers = find_buffers(program, axes, program.outputs[:count], platform)
     buffers += _gathered_results(program.inputs[:count], program.outputs[:count], axes, 1 + max(b.end for b in buffers))
     peak = peak_buffers(buffers)
     names = _Names(plan, program)
-    now = dict.fromkeys(("grads", "activations", "logits", "collectives", "temporaries"), 0)
+    now = dict.fromkeys(("grads", "activations", "stages", "logits", "collectives", "temporaries"), 0)
     for buffer in peak:
         if not buffer.on_host:
             now[names.category(buffer)] += buffer.bytes
@@ -212,6 +218,7 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
     held = arguments | {
         "grads": sum(leaf.bytes_per_device for leaf in plan.gradients),
         "activations": sum(saved.values()),
+        "stages": sum(b.bytes for b in buffers if names.category(b) == "stages"),
         "logits": names.logits(axes),
         "collectives": now["collectives"],
         "temporaries": now["temporaries"],
@@ -276,6 +283,8 @@ class _Names:
 
     def category(self, buffer: Buffer) -> str:
         """The category of a buffer that is no argument."""
+        if buffer.name == SLOTS:
+            return "stages"
         if buffer.shape in {value.shape for value in self._logits}:
             return "logits"
         if buffer.kind in ("gathered", "converted"):

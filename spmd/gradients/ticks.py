@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from spmd.gradients.lockstep import IDLE, Program
 from spmd.gradients.stages import Stages
-from spmd.parallel.stages import Stream
+from spmd.parallel.stages import SLOTS, Stream
 from spmd.weights import accumulation_dtype
 
 AXIS = "pipe"
@@ -119,8 +120,8 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
         begins = (row["backward"][0] >= 0) & (row["backward_chunk"][0] == 0)
         d_shared = either(begins, into_embedding, lambda d_shared: d_shared, d_shared)
         totals = d_chunks, d_shared, sums
-        after = {"inputs": inputs, "gradients": gradients, "arrived": arrived, "sent_back": sent_back, "totals": totals}
-        return after, None
+        slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), {"inputs": inputs, "gradients": gradients})
+        return {**slots, "arrived": arrived, "sent_back": sent_back, "totals": totals}, None
 
     table = {name: jnp.asarray(column) for name, column in program.columns.items()}
     return jax.lax.scan(tick, carry, table)[0]

@@ -53,6 +53,9 @@ class Reached(Exception):
 Answer = Callable[[Run, jax.Array, Any], tuple[jax.Array, Any]]
 """What a pipeline does in the place of `run(x, layers)`."""
 
+SLOTS = "stage_inputs"
+"""What a pipeline marks the slots as in which a stage keeps what arrives, until it is needed."""
+
 _ANSWER = jax.make_user_context(default_value=None)
 
 

@@ -46,6 +46,8 @@ FLOORS = {
         "foresight.topology",
         "foresight.closed_forms",
         "foresight.traced",
+        "foresight.propagation",
+        "foresight.operands",
         "foresight.liveness",
         "foresight.memory",
         "foresight.recompute",
