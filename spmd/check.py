@@ -47,10 +47,12 @@ class Check:
         rows = [np.arange(step * size, (step + 1) * size) % len(windows) for step in range(self.steps)]
         return [pad_unevenly(windows.rows(chosen), seed=step) for step, chosen in enumerate(rows)]
 
-    @functools.cached_property
-    def reference(self) -> Record:
-        """What one device computes."""
-        return record_run(self.alone.plan, self.alone.grad_fn, self.batches, seed=self.config.seed)
+    @functools.cache  # noqa: B019  (as long-lived as the check)
+    def reference(self, microbatches: int) -> Record:
+        """What one device computes, with so many microbatches one after the other."""
+        pipeline = dataclasses.replace(self.config.pipeline, microbatches=microbatches)
+        alone = Recipe(dataclasses.replace(self.config, pipeline=pipeline), self.alone.mesh)
+        return record_run(alone.plan, alone.grad_fn, self.batches, seed=self.config.seed)
 
     def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
         """The same steps on a mesh, compared leaf by leaf.
@@ -70,7 +72,8 @@ class Check:
             problem = Problem(f"schedule {recipe.pipeline.name}", what, fix=fix)
             raise ConfigError("There is nothing to compare:", [problem])
         grad_fn = BUGS[bug](recipe.grad_fn) if bug else recipe.grad_fn
-        return compare(record_run(recipe.plan, grad_fn, self.batches, seed=self.config.seed), self.reference)
+        ours = record_run(recipe.plan, grad_fn, self.batches, seed=self.config.seed)
+        return compare(ours, self.reference(recipe.microbatches))
 
 
 def products(most: int, axes: Sequence[str] = AXES) -> list[MeshShape]:

@@ -17,6 +17,7 @@ from partition_rules.llama import LLAMA
 from partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd import flax
 from spmd.annotate import manual_over
+from spmd.check import Check
 from spmd.cli import main
 from spmd.errors import SpmdError
 from spmd.gradients.exchange import exchange
@@ -24,11 +25,13 @@ from spmd.gradients.lockstep import make_program
 from spmd.gradients.pipeline import pipeline
 from spmd.gradients.schedules import make_schedule
 from spmd.loss import next_token_loss
+from spmd.model import Outputs
 from spmd.parallel.stages import through_layers
 from spmd.plan import make_plan
 from spmd.recipe import Recipe, planned_mesh
 from spmd.rules import Rules, replicate
 from spmd.step import make_train_step
+from spmd.testing import compare, record_run
 from tests import tiny
 
 SHAPES = {
@@ -132,21 +135,22 @@ def test_models_that_cannot_be_cut():
 
 
 class Plain(nnx.Module):
-    """A model of stacked layers that does, or does not, say where they are."""
+    """A model of stacked layers that does, or does not, say where they are, and may do what a stage cannot."""
 
-    def __init__(self, says: bool, rngs: nnx.Rngs) -> None:
-        self.says = says
+    def __init__(self, says: bool, rngs: nnx.Rngs, *, penalty: bool = False, dtype=jnp.float32) -> None:
+        self.says, self.penalty, self.dtype = says, penalty, dtype
         self.embed = nnx.Embed(64, 8, rngs=rngs)
         self.layers = nnx.Dict(kernel=nnx.Param(jax.random.normal(rngs.params(), (4, 8, 8)) * 0.1))
 
     def __call__(self, tokens):
         def run(x, layers):
-            return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["kernel"]), None), x, layers)
+            return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["kernel"]), x.sum().astype(self.dtype)), x, layers)
 
         layers = {"kernel": self.layers["kernel"][...]}
         x = self.embed(tokens)
         x, _ = through_layers(run, x, layers) if self.says else run(x, layers)
-        return x @ self.embed.embedding[...].T
+        penalty = (layers["kernel"] ** 2).sum() * self.penalty if self.penalty else jnp.float32(0)
+        return Outputs(x @ self.embed.embedding[...].T, {"penalty": penalty})
 
 
 def test_a_model_of_ones_own():
@@ -154,14 +158,35 @@ def test_a_model_of_ones_own():
     rules = Rules([("embed/embedding", replicate("small")), ("layers/kernel", replicate("small, but for its stages"))])
     program = make_program(make_schedule("1f1b", 2, 4))
 
-    def trace(says: bool):
-        model = flax.from_nnx(lambda rngs: Plain(says, rngs))
+    def trace(says: bool, **does):
+        model = flax.from_nnx(lambda rngs: Plain(says, rngs, **does))
         plan = make_plan(tiny.mesh(pipe=2), rules, model, tiny.OPTIMIZER)
         return make_train_step(plan, grad_fn=pipeline(next_token_loss(model), program)).trace(SHAPES)
 
     with pytest.raises(SpmdError, match=r"run stacked layers through spmd[.]parallel[.]stages[.]through_layers"):
         trace(says=False)
+    with pytest.raises(SpmdError, match="layers/kernel: is used outside of through_layers"):
+        trace(says=True, penalty=True)
+    with pytest.raises(SpmdError, match="layers: return int32, which has no gradient"):
+        trace(says=True, dtype=jnp.int32)
     assert "ppermute" in str(trace(says=True).jaxpr)
+
+
+def test_one_stage_is_no_pipeline():
+    """A program of one stage is refused: its only task is the first and the last."""
+    with pytest.raises(SpmdError, match="has one stage"):
+        make_program(make_schedule("1f1b", 1, 4))
+
+
+def test_a_check_takes_the_same_microbatches():
+    """Routers' losses are of a microbatch: one device has those that the mesh has, also where no number is given."""
+    config = dataclasses.replace(MIXTRALS["test"], layers=2, stacked=True)
+    data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=16, batch=8)
+    config = spmd.TrainConfig(model=dataclasses.replace(config, vocab=256), rules=MIXTRAL, data=data)
+    check = Check(config, 1)
+    assert check.compare(tiny.mesh(pipe=2)).ok
+    found = record_run(check.alone.plan, check.alone.grad_fn, check.batches, seed=config.seed)
+    assert not compare(found, check.reference(8)).ok, "the control: one microbatch has other losses"
 
 
 def test_the_picture(tmp_path, capsys):

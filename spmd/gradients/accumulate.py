@@ -71,7 +71,7 @@ def cut_batch(batch: Any, microbatches: int) -> Any:
         if examples % microbatches:
             arithmetic = f"{examples} / {microbatches} = {examples / microbatches:.4g}"
             problem = Problem("batch", "does not divide into microbatches", arithmetic, "change one of them")
-            raise ConfigError("Gradients cannot be accumulated:", [problem])
+            raise ConfigError("The batch cannot be cut into microbatches:", [problem])
         return jnp.swapaxes(x.reshape(examples // microbatches, microbatches, *x.shape[1:]), 0, 1)
 
     return jax.tree.map(cut, batch)

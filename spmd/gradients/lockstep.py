@@ -177,6 +177,8 @@ def _not_executed(schedule: Schedule) -> list[Problem]:
     if schedule.placement != "loop":
         what = f"goes through the stages in the order of a {schedule.placement}"
         problems.append(Problem(f"schedule {schedule.name}", what, fix="chunk c of stage s: layers c × stages + s"))
+    if schedule.stages == 1:
+        problems.append(Problem(f"schedule {schedule.name}", "has one stage", fix="2 stages or more, or accumulate"))
     least = 2 * (schedule.stages - 1)
     if not schedule.flush and schedule.microbatches < least:
         what = "has microbatches of three batches under way"

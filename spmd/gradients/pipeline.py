@@ -96,7 +96,7 @@ def cut(
     assert scope is not None, "a step is traced within its plan"
 
     def is_layer(path: str) -> bool:
-        return AXIS in scope.rules.layer_path(path)[1]
+        return scope.rules.layer_path(path)[1][:1] == (AXIS,)
 
     layers, shared = tree.select(params, is_layer), tree.select(params, lambda path: not is_layer(path))
     problems = []
@@ -117,6 +117,11 @@ def cut(
             arithmetic = f"{count} / ({product}) = {count / (stages * chunks):.4g}"
             fix = f"a multiple of {stages * chunks}"
             problems.append(Problem("layers", "do not divide into stages", arithmetic, fix))
+    problems += [
+        Problem(path, "is a stack inside of another, and stages are cut along the first dimension", fix="one stack")
+        for path in tree.flatten(shared)
+        if AXIS in scope.rules.layer_path(path)[1]
+    ]
     problems += [
         Problem(path, "is a variable that the model changes by itself, and every stage would", fix="pipe=1")
         for path in tree.flatten(variables)

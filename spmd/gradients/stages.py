@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
@@ -40,15 +41,38 @@ class Stages:
         self.count = groups * self.size
 
     def shapes(self, shared: Any) -> tuple[Stream, Sums]:
-        """What the stream and the sums look like, for parameters `[version, …]`."""
-        first = jnp.int32(0)
+        """What the stream and the sums look like, for parameters `[version, …]`.
 
-        def whole() -> tuple[Stream, Sums]:
-            own = jax.tree.map(lambda w: w[0], shared)
-            stream = self.enter(own, first)
-            return stream, self.leave(own, stream, first)[1]
+        Raises:
+            ConfigError: What enters or leaves the layers depends on them by another way than through them; layers
+                return what has no gradient.
+        """
+        own, first = jax.tree.map(lambda w: w[0], shared), jnp.int32(0)
 
-        return jax.eval_shape(whole)
+        def outside(layers: Any) -> tuple[Stream, Sums]:
+            around = Stages(self.loss_fn, self.parts, jax.tree.map(lambda w: w[None], layers), 1)
+            around.count = self.count
+            stream = around.enter(own, first)
+            # Zeros, for what enters is not what leaves: only what is not through the layers is looked at.
+            return stream, around.leave(own, jax.tree.map(jnp.zeros_like, stream), first)[1]
+
+        jaxpr, (stream, sums) = jax.make_jaxpr(outside, return_shape=True)(self.some_layers)
+        used = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))[1]
+        problems = [
+            Problem(
+                path, "is used outside of through_layers, where a stage has a part of the layers alone", fix="inside"
+            )
+            for path, is_used in zip(tree.flatten(self.some_layers), used, strict=True)
+            if is_used
+        ]
+        problems += [
+            Problem("layers", f"return {x.dtype}, which has no gradient", fix="floats, such as float32")
+            for x in jax.tree.leaves(stream)
+            if not jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+        if problems:
+            raise ConfigError(TITLE, problems)
+        return stream, sums
 
     def enter(self, shared: Any, i: jax.Array) -> Stream:
         """What enters the first layer."""
