@@ -41,9 +41,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from spmd.gradients.builders import make_schedule
 from spmd.gradients.lockstep import Program, make_program
 from spmd.gradients.pipeline import pipeline
-from spmd.gradients.schedules import Schedule, make_schedule
+from spmd.gradients.schedules import Schedule
 from spmd.gradients.simulate import simulate
 from spmd.loss import Sums
 from spmd.model import Model

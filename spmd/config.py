@@ -27,7 +27,7 @@ from flax import nnx
 
 from spmd.data import DataConfig
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
-from spmd.gradients.schedules import SCHEDULES
+from spmd.gradients.builders import SCHEDULES
 from spmd.kernels import name_problems
 from spmd.mesh import MeshShape
 from spmd.optim import OptimizerConfig

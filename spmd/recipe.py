@@ -19,12 +19,13 @@ from spmd.foresight.topology import Topology, topology_devices
 from spmd.generate import check_window
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
+from spmd.gradients.builders import make_schedule
 from spmd.gradients.in_flight import pipedream, with_in_flight
 from spmd.gradients.lockstep import make_program
 from spmd.gradients.loss_scale import keep_variables
 from spmd.gradients.pipeline import pipeline, pipelined
 from spmd.gradients.schedule_files import read_schedule
-from spmd.gradients.schedules import Schedule, make_schedule
+from spmd.gradients.schedules import Schedule
 from spmd.loss import LossFn, next_token_loss
 from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, mesh_of, shards_of
 from spmd.metrics import Flops, transformer_flops

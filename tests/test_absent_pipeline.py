@@ -20,7 +20,7 @@ COMPILE = f"""
     from spmd.foresight.topology import parse_topology, topology_devices
     from spmd.gradients.lockstep import make_program
     from spmd.gradients.pipeline import pipeline
-    from spmd.gradients.schedules import make_schedule
+    from spmd.gradients.builders import make_schedule
 
     topology = parse_topology(sys.argv[1])
     launch.start(launch.Launch(absent=topology.platform))

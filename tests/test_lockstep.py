@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd.errors import ScheduleError
+from spmd.gradients.builders import make_schedule
 from spmd.gradients.lockstep import IDLE, Program, make_program
 from spmd.gradients.schedule_files import read_schedule, to_csv
-from spmd.gradients.schedules import Schedule, Task, check_schedule, make_schedule
+from spmd.gradients.schedules import Schedule, Task, check_schedule
 from spmd.gradients.simulate import simulate
-from spmd.gradients.zero_bubble import fill_bubbles
 
 EXECUTED = ("gpipe", "1f1b", "interleaved")
 Value = tuple[int, int] | None  # what a group of layers gets: its microbatch and the group; None: zeros
@@ -216,7 +216,7 @@ def test_refused() -> None:
         make_program(make_schedule("zero-bubble", 2, 4))
     assert [problem.what for problem in refused.value.problems] == ["splits the backward pass into B and W"]
     with pytest.raises(ScheduleError) as refused:
-        make_program(fill_bubbles(2, 4, limit=4, placement="v"))
+        make_program(make_schedule("zb-v", 2, 4))
     assert sorted(problem.what for problem in refused.value.problems) == [
         "goes through the stages in the order of a v",
         "splits the backward pass into B and W",

@@ -18,10 +18,10 @@ from spmd.checkpoint import Checkpoints
 from spmd.errors import SpmdError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.gradients.builders import make_schedule
 from spmd.gradients.in_flight import IN_FLIGHT, pipedream, with_in_flight
 from spmd.gradients.lockstep import make_program
 from spmd.gradients.pipeline import pipelined
-from spmd.gradients.schedules import make_schedule
 from spmd.loss import next_token_loss
 from spmd.mesh import batch_sharding
 from spmd.plan import make_plan

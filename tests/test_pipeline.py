@@ -20,10 +20,10 @@ from spmd.annotate import manual_over
 from spmd.check import Check
 from spmd.cli import main
 from spmd.errors import SpmdError
+from spmd.gradients.builders import make_schedule
 from spmd.gradients.exchange import exchange
 from spmd.gradients.lockstep import make_program
 from spmd.gradients.pipeline import pipeline
-from spmd.gradients.schedules import make_schedule
 from spmd.loss import next_token_loss
 from spmd.model import Outputs
 from spmd.parallel.stages import through_layers

@@ -14,9 +14,9 @@ import pytest
 
 from spmd.foresight import hlo
 from spmd.gradients import ticks as engine
+from spmd.gradients.builders import make_schedule
 from spmd.gradients.lockstep import Program, make_program
 from spmd.gradients.pipeline import pipeline
-from spmd.gradients.schedules import make_schedule
 from spmd.model import Model
 from spmd.parallel.stages import through_layers
 from spmd.plan import make_plan
@@ -122,7 +122,7 @@ import json, sys, spmd
 spmd.simulate_devices(8)
 from spmd.gradients.lockstep import make_program
 from spmd.gradients.pipeline import pipeline
-from spmd.gradients.schedules import make_schedule
+from spmd.gradients.builders import make_schedule
 from spmd.step import make_train_step
 from spmd.testing import token_batches
 from tests import tiny

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from spmd.foresight.timeline import COLOURS, IDLE_COLOUR, LIGHTEST, chart, lighten, svg
-from spmd.gradients.schedules import Schedule, make_schedule
+from spmd.gradients.builders import make_schedule
+from spmd.gradients.schedules import Schedule
 from spmd.gradients.simulate import Timeline, simulate
-from spmd.gradients.zero_bubble import fill_bubbles
 from tests.test_schedules import schedules
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -88,7 +88,7 @@ def test_chart_says() -> None:
         make_schedule("interleaved", 4, 8, 2),
         make_schedule("pipedream", 4, 8),
         make_schedule("1f1b", 8, 64),
-        fill_bubbles(4, 8, 8, placement="v"),
+        make_schedule("zb-v", 4, 8),
     ],
     ids=lambda schedule: schedule.name,
 )

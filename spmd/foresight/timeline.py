@@ -60,7 +60,7 @@ def chart(timeline: Timeline, width: int = 100) -> str:
     of its microbatch as long as the shortest task has a column, and of its kind in a chart of still less detail.
 
     Example:
-        >>> from spmd.gradients.schedules import make_schedule
+        >>> from spmd.gradients.builders import make_schedule
         >>> from spmd.gradients.simulate import simulate
         >>> print(chart(simulate(make_schedule("1f1b", stages=2, microbatches=2)), width=50))
         1f1b: 2 stages, 2 microbatches
@@ -120,7 +120,7 @@ def svg(timeline: Timeline) -> str:
     Each box says in its tooltip what it is and when.
 
     Example:
-    >>> from spmd.gradients.schedules import make_schedule
+    >>> from spmd.gradients.builders import make_schedule
     >>> from spmd.gradients.simulate import simulate
     >>> svg(simulate(make_schedule("1f1b", stages=2, microbatches=2))).count('class="task"')
     8

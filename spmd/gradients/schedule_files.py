@@ -82,7 +82,7 @@ def to_csv(schedule: Schedule) -> str:
         ScheduleError: A schedule that cannot be run.
 
     Example:
-        >>> from spmd.gradients.schedules import make_schedule
+        >>> from spmd.gradients.builders import make_schedule
         >>> print(to_csv(make_schedule("1f1b", stages=2, microbatches=2)), end="")
         F0,F1,,BW0,,BW1
         ,F0,BW0,F1,BW1,

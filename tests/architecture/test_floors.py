@@ -30,7 +30,8 @@ FLOORS = {
         *("parallel.router", "parallel.expert", "parallel.vocabulary", "parallel.stages"),
     ),
     "run": (
-        *("gradients.schedules", "gradients.simulate", "gradients.schedule_files", "gradients.zero_bubble"),
+        *("gradients.schedules", "gradients.zero_bubble", "gradients.builders"),
+        *("gradients.simulate", "gradients.schedule_files"),
         *("loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
         *("gradients.lockstep", "gradients.stages", "gradients.exchange", "gradients.ticks", "gradients.pipeline"),
         "gradients.in_flight",

@@ -14,11 +14,11 @@ from partition_rules.mixtral import MIXTRAL
 from spmd import flax
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.gradients.builders import make_schedule
 from spmd.gradients.lockstep import Program, make_program
 from spmd.gradients.loss_scale import unscale
 from spmd.gradients.pipeline import pipeline, pipelined
 from spmd.gradients.schedule_files import read_schedule
-from spmd.gradients.schedules import make_schedule
 from spmd.loss import next_token_loss
 from spmd.mesh import batch_sharding
 from spmd.plan import make_plan
