@@ -52,8 +52,8 @@ LLAMA_TIED = Rules(
     activations=(
         *_LOOKUP,
         *_ACTIVATIONS,
-        ("tied_columns", P(None, "tensor")),  # [vocab, d]: gathered over fsdp, …
-        ("tied_head", P("tensor")),  # … then columns are exchanged for rows of the vocabulary
+        ("tied_columns", P("tensor", "fsdp")),  # [vocab, d]: columns are exchanged for rows of the vocabulary, …
+        ("tied_head", P("tensor")),  # … then gathered over fsdp
     ),
     stacked={"layers": "pipe"},
 )

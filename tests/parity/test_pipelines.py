@@ -95,7 +95,7 @@ def test_other_schedules_with_fsdp_and_tensor(schedule):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tied": True, "fsdp": 2},
+        {"tied": True, "fsdp": 2, "tensor": 2},
         {"options": (("zero", 0),), "fsdp": 2},
         {"options": (("zero", 1),), "fsdp": 2, "data": 2},
         {"options": (("zero", 2),), "fsdp": 2, "tensor": 2},
