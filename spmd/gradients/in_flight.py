@@ -70,13 +70,11 @@ def pipedream(loss_fn: LossFn, program: Program) -> GradFn:
 
 def _steady(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, program: Program) -> Any:
     """What one stage does in the ticks of one batch."""
-    *versions, flying = layers
-    shared = jax.tree.map(lambda x, y: jnp.stack([x, y]), now[0], before[0])
+    layers, layers_before, flying = layers
+    chunks, shared = jax.tree.map(lambda x, y: jnp.stack([x, y]), (layers, now[0]), (layers_before, before[0]))
     parts = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), now[1], before[1])
-    chunks = jax.tree.map(lambda x, y: jnp.stack([x, y]), *versions)
-    model = Stages(loss_fn, parts, chunks, program.stages)
-    carry = first_carry(model, chunks, shared, program)
-    carry = _resumed(carry, flying)
+    model = Stages(loss_fn, parts, layers, program.stages)
+    carry = _resumed(first_carry(model, chunks, shared, program), flying)
     carry = run_ticks(model, chunks, shared, jnp.float32(1), program, carry)
     d_layers, d_shared, sums = jax.tree.map(lambda x: x[1], carry["totals"])
     return d_layers, *jax.lax.psum((d_shared, sums), AXIS), _kept(carry, program)
@@ -127,9 +125,9 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
     def under_way(params: Any, batch: Any, key: Any) -> Any:
         with within(plan):
             layers, shared, parts = cut(gradient_view(params), {}, batch, key, program.stages, 1, program.microbatches)
-            chunks = jax.tree.map(lambda w: jnp.stack([w[: w.shape[0] // program.stages]] * 2), layers)
-            shared = jax.tree.map(lambda w: jnp.stack([w, w]), shared)
-            carry = first_carry(Stages(loss_fn, parts, chunks, program.stages), chunks, shared, program)
+            some = jax.tree.map(lambda w: w[: w.shape[0] // program.stages], layers)
+            chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (some, shared))
+            carry = first_carry(Stages(loss_fn, parts, some, program.stages), chunks, shared, program)
         return _kept(carry, program)
 
     local = jax.eval_shape(under_way, plan.abstract_params, batch, jax.random.key(0, impl=PRNG))

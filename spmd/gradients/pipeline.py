@@ -134,7 +134,7 @@ def cut(
 def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, program: Program) -> Any:
     """What one stage does: gradients of its layers, and its part of all others and of the sums."""
     chunks = exchange(layers, program.stages, program.chunks)
-    model = Stages(loss_fn, parts, chunks, program.stages * program.chunks)
+    model = Stages(loss_fn, parts, jax.tree.map(lambda w: w[0], chunks), program.stages * program.chunks)
     shared = jax.tree.map(lambda w: w[None], shared)
     carry = run_ticks(model, chunks, shared, scale, program, first_carry(model, chunks, shared, program))
     d_chunks, d_shared, sums = carry["totals"]
@@ -146,7 +146,7 @@ def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: i
     """What one stage does for the sums alone: in tick *t*, microbatch *t* less the stages before it."""
     stage = jax.lax.axis_index(AXIS)
     size = jax.tree.leaves(layers)[0].shape[0]
-    model = Stages(loss_fn, parts, jax.tree.map(lambda w: w[None], layers), stages)
+    model = Stages(loss_fn, parts, layers, stages)
     empty, none = map(zeros, model.shapes(jax.tree.map(lambda w: w[None], shared)))
 
     def tick(carry: tuple[Stream, Sums], number: jax.Array) -> tuple[tuple[Stream, Sums], None]:

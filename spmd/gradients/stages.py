@@ -1,5 +1,6 @@
 """A loss function cut where its layers begin and end, into the parts that a stage of a pipeline computes."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -24,21 +25,26 @@ def split_in_flight(variables: Any) -> tuple[Any, Any]:
     return {name: value for name, value in variables.items() if name != IN_FLIGHT}, variables.get(IN_FLIGHT)
 
 
+@dataclasses.dataclass(frozen=True)
 class Stages:
     """The parts of a loss function that a stage has, as functions of arrays.
 
-    Args:
+    Attributes:
         loss_fn: The whole.
         parts: The microbatches, and a key for each.
-        chunks: The stage's layers, `[chunk, layer, …]`.
+        some_layers: Any chunk of layers, `[layer, …]`: what stands for them where they are not asked for.
         groups: Into how many chunks all layers are cut.
     """
 
-    def __init__(self, loss_fn: LossFn, parts: Any, chunks: Any, groups: int) -> None:
-        self.loss_fn, self.parts = loss_fn, parts
-        self.some_layers = jax.tree.map(lambda w: w[0], chunks)
-        self.size = jax.tree.leaves(self.some_layers)[0].shape[0]
-        self.count = groups * self.size
+    loss_fn: LossFn
+    parts: Any
+    some_layers: Any
+    groups: int
+
+    @property
+    def size(self) -> int:
+        """How many layers a chunk has."""
+        return jax.tree.leaves(self.some_layers)[0].shape[0]
 
     def shapes(self, shared: Any) -> tuple[Stream, Sums]:
         """What the stream and the sums look like, for parameters `[version, …]`.
@@ -50,8 +56,7 @@ class Stages:
         own, first = jax.tree.map(lambda w: w[0], shared), jnp.int32(0)
 
         def outside(layers: Any) -> tuple[Stream, Sums]:
-            around = Stages(self.loss_fn, self.parts, jax.tree.map(lambda w: w[None], layers), 1)
-            around.count = self.count
+            around = dataclasses.replace(self, some_layers=layers)
             stream = around.enter(own, first)
             # Zeros, for what enters is not what leaves: only what is not through the layers is looked at.
             return stream, around.leave(own, jax.tree.map(jnp.zeros_like, stream), first)[1]
@@ -79,7 +84,8 @@ class Stages:
 
         def answer(run: Run, x: jax.Array, layers: Any) -> Any:
             values = jax.eval_shape(run, x, self._own(layers, 0))[1]
-            raise Reached(Stream(x, jax.tree.map(lambda v: jnp.zeros((self.count, *v.shape[1:]), v.dtype), values)))
+            count = self.groups * self.size
+            raise Reached(Stream(x, jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values)))
 
         return self._until(answer, self.some_layers, shared, i)
 
