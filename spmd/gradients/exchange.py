@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+AXIS = "pipe"
+
 
 def exchange(layers: Any, stages: int, chunks: int, *, back: bool = False) -> Any:
     """Each stage's layers as they lie in the training state, in order, to chunks as they are computed, or back.
@@ -23,7 +25,7 @@ def exchange(layers: Any, stages: int, chunks: int, *, back: bool = False) -> An
     if not back:
         layers = jax.tree.map(lambda w: w.reshape(chunks, -1, *w.shape[1:]), layers)
     if chunks > 1:
-        stage = jax.lax.axis_index("pipe")
+        stage = jax.lax.axis_index(AXIS)
         moves = _rounds(stages, chunks)
 
         def move(w: jax.Array) -> jax.Array:
@@ -33,7 +35,7 @@ def exchange(layers: Any, stages: int, chunks: int, *, back: bool = False) -> An
                 if back:
                     pairs, sent, got = [(t, s) for s, t in pairs], got, sent
                 part = jax.lax.ppermute(
-                    jax.lax.dynamic_index_in_dim(w, jnp.asarray(sent)[stage], keepdims=False), "pipe", pairs
+                    jax.lax.dynamic_index_in_dim(w, jnp.asarray(sent)[stage], keepdims=False), AXIS, pairs
                 )
                 out = jax.lax.dynamic_update_index_in_dim(out, part, jnp.asarray(got)[stage], 0)
             return out

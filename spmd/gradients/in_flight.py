@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
+from spmd.gradients.exchange import AXIS
 from spmd.gradients.lockstep import Program
 from spmd.gradients.pipeline import cut, on_stages
 from spmd.gradients.stages import IN_FLIGHT, TITLE, Stages, split_in_flight
-from spmd.gradients.ticks import AXIS, first_carry, run_ticks
+from spmd.gradients.ticks import first_carry, run_ticks
 from spmd.loss import LossFn, Sums
 from spmd.mesh import batch_sharding
 from spmd.model import PRNG, Facts, Model

@@ -278,7 +278,6 @@ def _forward_tasks_before(order: tuple[Task, ...]) -> list[int]:
 
 def _slots(lives: list[tuple[int, int, tuple]]) -> tuple[dict[tuple, int], int]:
     """A slot for each of some things that are needed from one tick to another, and how many slots there are."""
-    free: list[int] = []
     until: list[int] = []  # of each slot, the last tick in which it is needed
     slots = {}
     for first, last, name in sorted(lives):

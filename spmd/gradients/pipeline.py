@@ -21,15 +21,15 @@ from spmd.annotate import manual_over
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import cut_batch
 from spmd.gradients.base import GradFn
-from spmd.gradients.exchange import exchange
+from spmd.gradients.exchange import AXIS, exchange
 from spmd.gradients.lockstep import Program
 from spmd.gradients.stages import TITLE, Stages, split_in_flight
-from spmd.gradients.ticks import AXIS, either, first_carry, run_ticks, shift, zeros
+from spmd.gradients.ticks import either, first_carry, run_ticks, shift, zeros
 from spmd.loss import LossFn, Sums
 from spmd.parallel.stages import Stream
 from spmd.precision import scale_loss, split_loss_scale
 from spmd.scope import current
-from spmd.weights import as_taken, gradient_view
+from spmd.weights import gradient_view
 
 
 def pipeline(loss_fn: LossFn, program: Program) -> GradFn:
@@ -50,8 +50,7 @@ def pipeline(loss_fn: LossFn, program: Program) -> GradFn:
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_loss_scale(variables)
-        view = as_taken(params, gradient_view(params))
-        arrays = cut(view, own, batch, key, program.stages, program.chunks, program.microbatches)
+        arrays = cut(gradient_view(params), own, batch, key, program.stages, program.chunks, program.microbatches)
         scale = scale_loss(jnp.float32(1), scaling)
         local = functools.partial(_backward, loss_fn=loss_fn, program=program)
         d_layers, d_shared, sums = on_stages(local, (P(AXIS), P(), P()), *arrays, scale)

@@ -88,12 +88,3 @@ def to_csv(schedule: Schedule) -> str:
         ,F0,BW0,F1,BW1,
     """
     return "".join(",".join(str(task or "") for task in row) + "\n" for row in as_table(schedule))
-
-
-def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Writes the schedule to a CSV file.
-
-    Raises:
-        ScheduleError: A schedule that cannot be run.
-    """
-    Path(path).write_text(to_csv(schedule), encoding="utf-8")

@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from spmd.gradients.exchange import AXIS
 from spmd.gradients.lockstep import IDLE, Program
 from spmd.gradients.stages import Stages
 from spmd.parallel.stages import SLOTS, Stream
 from spmd.weights import accumulation_dtype
-
-AXIS = "pipe"
 
 Carry = dict[str, Any]
 """What goes from tick to tick: slots for `inputs` and `gradients`, what `arrived` and what is to be `sent_back`, and
