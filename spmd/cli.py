@@ -23,10 +23,9 @@ from spmd.data import bigram_loss
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 from spmd.foresight.collectives import CollectiveAudit
 from spmd.foresight.memory import CATEGORIES, Ledger
-from spmd.foresight.timeline import chart, svg
+from spmd.foresight.timeline import chart, to_json, write_svg
 from spmd.foresight.topology import missing_extra, parse_topology
 from spmd.gradients.lockstep import how_executed
-from spmd.gradients.schedule_files import to_csv
 from spmd.gradients.simulate import simulate
 from spmd.metrics import Console, device_memory
 from spmd.recipe import Recipe, config_mesh, planned_mesh, topology_mesh
@@ -201,7 +200,7 @@ def _train(arguments: list[str]) -> int:
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
     corpus = recipe.corpus
-    show(str(recipe.plan))
+    show(f"{recipe.plan}{recipe.pipeline_line}")
     show(
         f"\ncorpus: {corpus.documents:,} documents, {len(corpus.train):,} tokens to train on, "
         f"{len(corpus.validation):,} held out\n"
@@ -283,10 +282,9 @@ def _print_schedule(command: PlanCommand, recipe: Recipe) -> int:
     timeline = simulate(recipe.pipeline)
     execution = how_executed(recipe.pipeline)
     if command.svg:
-        Path(command.svg).write_text(svg(timeline), encoding="utf-8")
+        write_svg(timeline, command.svg)
     if command.json:
-        record = {"makespan": timeline.makespan, "bubble": timeline.bubble, "peak_in_flight": timeline.peak_in_flight}
-        print(json.dumps({**record, "orders": to_csv(recipe.pipeline).split(), "execution": execution}, indent=2))
+        print(json.dumps({**to_json(timeline), "execution": execution, "svg": command.svg or None}, indent=2))
         return 0
     print(chart(timeline))
     print(execution)
@@ -305,11 +303,12 @@ def _print_plan(
         memory = {**ledger.to_json(), "fits": fits}
         if fits is False:
             memory |= {"blame": ledger.blame, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
-        record = {**recipe.plan.to_json(), "topology": str(ledger.topology), "memory": memory, "fits": fits}
+        about = {"pipeline": recipe.pipeline_line.strip() or None, "topology": str(ledger.topology)}
+        record = {**recipe.plan.to_json(), **about, "memory": memory, "fits": fits}
         print(json.dumps(record | (audit.to_json() if audit else {}), indent=2))
         return
     tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
-    print(audit if audit else recipe.plan.text(*tables))
+    print(audit if audit else recipe.plan.text(*tables), end=f"{recipe.pipeline_line}\n")
     print(f"\nmemory of one device, {ledger.topology}\n{ledger}")
     if refused:
         print(f"\nthe compiler refuses: {refused}")

@@ -71,7 +71,8 @@ class PipelineConfig:
     """How layers go in stages over mesh.pipe; without a pipeline, microbatches are accumulated one by one."""
 
     schedule: str = "1f1b"
-    """gpipe, 1f1b, interleaved, pipedream, or a CSV file with a row of tasks for each stage."""
+    """gpipe, 1f1b, interleaved, pipedream, or a CSV file with a row of tasks for each stage; only drawn:
+    zero-bubble, zb-h2, zb-v."""
     microbatches: int = 0
     """How many parts of the batch go through the stages; 0: up to four for each stage, as the batch allows."""
     chunks: int = 0

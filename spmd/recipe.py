@@ -21,7 +21,7 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.builders import make_schedule
 from spmd.gradients.in_flight import pipedream, with_in_flight
-from spmd.gradients.lockstep import make_program
+from spmd.gradients.lockstep import how_executed, make_program
 from spmd.gradients.loss_scale import keep_variables
 from spmd.gradients.pipeline import pipeline, pipelined
 from spmd.gradients.schedule_files import read_schedule
@@ -161,6 +161,13 @@ class Recipe:
             )
             raise ConfigError("This configuration cannot be used:", [problem])
         return schedule
+
+    @property
+    def pipeline_line(self) -> str:
+        """What the plan is followed by: the schedule and how it is executed; nothing without a pipeline."""
+        if self.stages == 1:
+            return ""
+        return f"\npipeline {self.pipeline.name}, {self.microbatches} microbatches; {how_executed(self.pipeline)}"
 
     def _most_microbatches(self, schedule: str) -> int:
         """As many as divide the batch and are split over the mesh, up to `MICROBATCHES` for each stage."""

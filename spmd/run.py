@@ -157,7 +157,7 @@ def train(recipe: Recipe, folder: RunFolder, source: Path, console: Console | No
                     console.say(f"  {name} was {old} and is {new} from here on")
         state = state if state is not None else init_state(plan, config.seed)
         if first:
-            folder.describe(config, source, str(plan))
+            folder.describe(config, source, f"{plan}{recipe.pipeline_line}")
         writers = Writers(
             [
                 *([JsonLines(folder.metrics, start), TensorBoard(folder.path / "tensorboard", start)] if first else []),

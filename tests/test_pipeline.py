@@ -1,6 +1,7 @@
 """What a pipeline asks for, and says where it does not get it; how layers travel to their stages."""
 
 import dataclasses
+import json
 import re
 
 import jax
@@ -172,6 +173,16 @@ def test_a_model_of_ones_own():
     assert "ppermute" in str(trace(says=True).jaxpr)
 
 
+def test_the_plan_says_how_many_microbatches(capsys):
+    """The number that was chosen, and how the schedule is executed, follow the plan; nothing without a pipeline."""
+    with pytest.raises(SystemExit):
+        main(["plan", "demo", "--mesh.pipe", "2", "--mesh.data", "1"])
+    assert "pipeline 1f1b, 4 microbatches; executed in lock step: 6 ticks" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "demo"])
+    assert "pipeline" not in capsys.readouterr().out
+
+
 def test_one_stage_is_no_pipeline():
     """A program of one stage is refused: its only task is the first and the last."""
     with pytest.raises(SpmdError, match="has one stage"):
@@ -214,6 +225,14 @@ def test_the_picture(tmp_path, capsys):
     assert re.search(r"^stage 3 .*F0BW0 F1BW1", out, re.MULTILINE)
     assert "executed in lock step: 14 ticks" in out
     assert path.read_text().count('class="task"') == 4 * 8 * 2
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "demo", *flags[:-1], str(tmp_path / "no folder" / "picture.svg")])
+    assert done.value.code == 2
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "demo", *flags, "--json"])
+    record = json.loads(capsys.readouterr().out)
+    assert (record["makespan"], record["svg"], len(record["orders"])) == (33, str(path), 4)
     with pytest.raises(SystemExit) as done:
         main(["plan", "demo", "--schedule"])
     assert done.value.code == 2

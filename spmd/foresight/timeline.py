@@ -1,7 +1,11 @@
 """Pictures of a pipeline schedule, time from left to right and stages from top to bottom: as text, and as SVG."""
 
 import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
 
+from spmd.errors import ConfigError, Problem
+from spmd.gradients.schedule_files import to_csv
 from spmd.gradients.schedules import Task
 from spmd.gradients.simulate import Slot, Timeline
 
@@ -213,3 +217,27 @@ def luminance(colour: str) -> float:
     """How light a colour is, from 0 to 1 (WCAG 2.2, relative luminance)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (n / 255 for n in channels(colour))]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def write_svg(timeline: Timeline, path: str | Path) -> None:
+    """Writes the picture of `svg` to a file.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        Path(path).write_text(svg(timeline), encoding="utf-8")
+    except OSError as error:
+        problem = Problem(str(path), f"cannot be written: {error.strerror}", fix='--svg FILE, or --svg "" for none')
+        raise ConfigError("The schedule was not drawn:", [problem]) from error
+
+
+def to_json(timeline: Timeline) -> dict[str, Any]:
+    """The schedule and what it costs, as JSON values: a row of tasks for each stage, as in a CSV file."""
+    return {
+        "schedule": timeline.schedule.name,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "peak_in_flight": timeline.peak_in_flight,
+        "orders": to_csv(timeline.schedule).split(),
+    }
