@@ -54,7 +54,10 @@ FLOORS = {
         "foresight.recompute",
         "foresight.timeline",
     ),
-    "edges": ("config", "recipe", "run", "launch", "testing", "check", "cli"),
+    "edges": (
+        *("config", "recipe", "run", "launch", "testing", "check"),
+        *("commands.parsing", "commands.train", "commands.plan", "commands.check", "commands.generate", "cli"),
+    ),
 }
 ROOMS = tuple(room for floor in FLOORS.values() for room in floor)
 
@@ -64,8 +67,8 @@ HOMES = {
     "grain": {"data"},
     "tokenizers": {"corpus"},
     "tensorboardX": {"metrics"},
-    "rich": {"cli", "config", "metrics"},
-    "tyro": {"cli", "config", "metrics"},
+    "rich": {"metrics"},
+    "tyro": {"config", "commands.parsing", "commands.generate"},
 }
 ENVIRONMENT_ROOMS = {"launch", "testing"}
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}

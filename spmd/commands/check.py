@@ -1,0 +1,85 @@
+"""`spmd check`."""
+
+import dataclasses
+import json
+from typing import Generic, Literal
+
+from spmd import launch
+from spmd.check import Check, Sweep, axes_text
+from spmd.commands.parsing import ConfigFields, parse_command
+from spmd.config import M, TrainConfig
+from spmd.errors import ConfigError, Problem
+from spmd.recipe import config_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckCommand(Generic[M]):
+    """Takes the same steps on the config's mesh and on one device, and compares initial parameters, losses, gradients
+    and parameters leaf by leaf. Exits with 1 if any differs by more than is allowed.
+    """
+
+    config: ConfigFields
+    check_steps: int = 3
+    """How many steps to take."""
+    leaves: bool = False
+    """Print a line for every leaf, not only for the worst of each kind."""
+    json: bool = False
+    """Print one JSON object with a record for every leaf."""
+    products: int = 0
+    """Instead of the config's mesh, check each axis alone, each pair of axes, and so on up to products of so many axes,
+    each of size 2: a line for each, and for each that the config cannot run on, why."""
+    inject: Literal["", "reduction", "token-weight", "gradient-scale"] = ""
+    """Put a bug into the run on the mesh, which the check must find: gradients summed over half of the examples,
+    padding that counts, gradients 1 % too large."""
+
+
+def run_check(arguments: list[str]) -> int:
+    """Compares layouts: 0, or 1 where they differ."""
+    command, _ = parse_command(CheckCommand, arguments, "check")
+    config: TrainConfig = command.config
+    problems = []
+    if command.check_steps < 1:
+        problems.append(Problem("check-steps", f"is {command.check_steps}", fix="1 or more"))
+    if command.products < 0:
+        problems.append(Problem("products", f"is {command.products}", fix="how many axes to combine, such as 2"))
+    if command.products and command.leaves:
+        problems.append(Problem("leaves", "shows one mesh", fix="--mesh.AXIS sizes instead of --products"))
+    if problems:
+        raise ConfigError("Nothing to check:", problems)
+    launch.start(launch.Launch(config.devices))
+    check = Check(config, command.check_steps)
+    return _check_products(command, check) if command.products else _check_mesh(command, check)
+
+
+def _check_mesh(command: CheckCommand, check: Check) -> int:
+    """The config's own mesh, leaf by leaf."""
+    mesh = config_mesh(check.config)
+    parity = check.compare(mesh, command.inject)
+    if command.json:
+        about = {"mesh": dict(mesh.shape), "steps": check.steps, "precision": check.config.precision}
+        print(json.dumps({**about, "injected": command.inject or None, **parity.to_json()}, indent=2))
+        return 0 if parity.ok else 1
+    print(f"{axes_text(mesh.shape)} against one device, {check};")
+    print("differences relative to the largest value of each leaf:")
+    print(parity.lines(parity.rows) if command.leaves else parity)
+    print(f"allowed because {parity.tolerance.why}")
+    for number, (loss, alone) in enumerate(zip(parity.losses, parity.reference_losses, strict=True), 1):
+        print(f"step {number}: loss {loss:.7f} on the mesh, {alone:.7f} on one device")
+    if command.inject:
+        found = "THE INJECTED BUG WENT UNNOTICED" if parity.ok else "the layouts differ: the injected bug was found"
+        print(f"{command.inject}: {found}")
+    else:
+        print("the layouts agree" if parity.ok else "THE LAYOUTS DIFFER")
+    return 0 if parity.ok else 1
+
+
+def _check_products(command: CheckCommand, check: Check) -> int:
+    """Every product of so many axes; a line for each is printed as soon as it is known."""
+    sweep = Sweep(check, command.products, command.inject)
+    for line in sweep.lines():
+        if not command.json:
+            print(line, flush=True)
+    if command.json:
+        about = {"steps": check.steps, "precision": check.config.precision, "injected": command.inject or None}
+        print(json.dumps({**about, **sweep.to_json()}, indent=2))
+    return 0 if sweep.ok else 1

@@ -1,0 +1,128 @@
+"""`spmd plan`."""
+
+import dataclasses
+import json
+import sys
+from typing import Generic
+
+from spmd import launch
+from spmd.commands.parsing import ConfigFields, parse_command
+from spmd.config import M, load_config
+from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.foresight.collectives import CollectiveAudit
+from spmd.foresight.memory import CATEGORIES, Ledger
+from spmd.foresight.timeline import chart, to_json, write_svg
+from spmd.foresight.topology import missing_extra, parse_topology
+from spmd.gradients.lockstep import how_executed
+from spmd.gradients.simulate import simulate
+from spmd.recipe import Recipe, planned_mesh, topology_mesh
+from spmd.tree import human_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCommand(Generic[M]):
+    """Shows how every parameter is split, one line for each parameter, and what each device holds during a step.
+
+    Nothing is allocated and no device is needed: a plan for 16,384 chips takes seconds on a laptop.
+    """
+
+    config: ConfigFields
+    all: bool = False
+    """Print a line for each gradient and each leaf of the optimizer's state, too."""
+    json: bool = False
+    """Print one JSON object with a record for each parameter, gradient and leaf of the optimizer's state."""
+    topology: str = ""
+    """The machine that is planned for, such as v5e:16x16, h100:16x8 or cpu:8; it need not be here."""
+    diff: str = ""
+    """Print what differs from the plan of another config: lines of this plan with -, of the other with +."""
+    schedule: bool = False
+    """Draw what each stage of the pipeline does over time, and write the picture to a file."""
+    svg: str = "schedule.svg"
+    """The file of that picture; empty for none."""
+    compile: bool = False
+    """Compile the step, print what its collectives send, by axis and by source, and its memory as compiled."""
+
+
+def run_plan(arguments: list[str]) -> int:
+    """Prints the plan: 0, or 3 where it does not fit."""
+    command, _ = parse_command(PlanCommand, arguments, "plan")
+    chosen = [name for name in ("all", "diff", "compile", "schedule") if getattr(command, name)]
+    if len(chosen) > 1:
+        problems = [Problem(f"--{name}", "is one of several views", fix="ask for one of them") for name in chosen]
+        raise ConfigError("A plan has one view at a time:", problems)
+    config = command.config
+    if command.topology:
+        topology = parse_topology(command.topology)
+        config = dataclasses.replace(config, devices=topology.devices)
+    recipe = Recipe(config, planned_mesh(config))
+    topology = topology if command.topology else parse_topology(f"cpu:{recipe.mesh.size}")
+    if command.schedule:
+        return _print_schedule(command, recipe)
+    recipe.audit()
+    if command.diff:
+        other = load_config(command.diff)
+        difference = recipe.plan.diff(Recipe(other, planned_mesh(other)).plan)
+        lines = difference.split("\n") if difference else []
+        print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
+        return 0
+    ledger, audit, refused = Ledger(topology, recipe.memory(topology.platform)), None, ""
+    absent = missing_extra(topology) if command.compile else None
+    if command.compile and not absent:
+        simulated = topology.devices if topology.platform == "cpu" else 0
+        launch.start(launch.Launch(simulated, absent="" if simulated else topology.platform))
+        try:
+            audit, compiled = Recipe(config, topology_mesh(config, topology)).compile()
+            ledger = dataclasses.replace(ledger, compiled=compiled)
+        except MemoryError as error:
+            refused = str(error)
+    _print_plan(command, recipe, ledger, audit, refused)
+    if absent:
+        print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
+        return 2
+    return 3 if refused or ledger.fits is False else 0
+
+
+def _print_schedule(command: PlanCommand, recipe: Recipe) -> int:
+    """The pipeline over time, and whether and how it is executed."""
+    if recipe.stages == 1:
+        problem = Problem("mesh.pipe", "is 1: there are no stages", fix="--mesh.pipe 4")
+        raise ConfigError("There is no schedule to draw:", [problem])
+    timeline = simulate(recipe.pipeline)
+    execution = how_executed(recipe.pipeline)
+    if command.svg:
+        write_svg(timeline, command.svg)
+    if command.json:
+        print(json.dumps({**to_json(timeline), "execution": execution, "svg": command.svg or None}, indent=2))
+        return 0
+    print(chart(timeline))
+    print(execution)
+    if command.svg:
+        print(f"written to {command.svg}")
+    return 0
+
+
+def _print_plan(
+    command: PlanCommand, recipe: Recipe, ledger: Ledger, audit: CollectiveAudit | None, refused: str
+) -> None:
+    """The plan and its ledger, or what is sent and the ledger; and what would fit, where it does not."""
+    fits = False if refused else ledger.fits
+    settings = recipe.fitting(ledger.topology) if fits is False else []
+    if command.json:
+        memory = {**ledger.to_json(), "fits": fits}
+        if fits is False:
+            memory |= {"blame": ledger.blame, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
+        about = {"pipeline": recipe.pipeline_line.strip() or None, "topology": str(ledger.topology)}
+        record = {**recipe.plan.to_json(), **about, "memory": memory, "fits": fits}
+        print(json.dumps(record | (audit.to_json() if audit else {}), indent=2))
+        return
+    tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
+    print(audit if audit else recipe.plan.text(*tables), end=f"{recipe.pipeline_line}\n")
+    print(f"\nmemory of one device, {ledger.topology}\n{ledger}")
+    if refused:
+        print(f"\nthe compiler refuses: {refused}")
+    if fits is False:
+        print(f"\nDOES NOT FIT: most of it is {CATEGORIES[ledger.blame]}")
+        for flags, total in settings:
+            print(f"  {human_bytes(total)} with {flags}")
+        if not settings:
+            print("  nothing was found that fits: more devices, or a smaller batch")

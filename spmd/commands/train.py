@@ -1,0 +1,83 @@
+"""`spmd train`."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic
+
+import jax
+
+from spmd import launch
+from spmd.commands.parsing import ConfigFields, parse_command
+from spmd.config import M, TrainConfig
+from spmd.data import bigram_loss
+from spmd.metrics import Console, device_memory
+from spmd.recipe import Recipe, config_mesh
+from spmd.run import RunFolder, train, write_sample
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainCommand(Generic[M]):
+    """Trains a model and keeps everything about it in a run folder.
+
+    Metrics go to the terminal and to DIR/metrics.jsonl, checkpoints to DIR/checkpoints. A folder that holds a run is
+    refused without --resume, which goes on bitwise as if the run had never stopped.
+    """
+
+    config: ConfigFields
+    resume: bool = False
+    """Go on from the newest checkpoint in the run folder."""
+    coordinator: str = ""
+    """HOST:PORT of process 0, when several processes train together."""
+    processes: int = 1
+    """How many processes train together."""
+    process_id: int = 0
+    """The number of this process, from 0."""
+
+
+def run_train(arguments: list[str]) -> int:
+    """Trains; the exit code."""
+    command, source = parse_command(TrainCommand, arguments, "train")
+    config: TrainConfig = command.config
+    folder = RunFolder(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
+    folder.check_use(resume=command.resume)
+    launch.start(launch.Launch(config.devices, command.coordinator, command.processes, command.process_id))
+    recipe = Recipe(config, config_mesh(config))
+    recipe.audit()
+    first = jax.process_index() == 0
+    show: Callable[[str], None] = print if first else lambda line: None
+    corpus = recipe.corpus
+    show(f"{recipe.plan}{recipe.pipeline_line}")
+    show(
+        f"\ncorpus: {corpus.documents:,} documents, {len(corpus.train):,} tokens to train on, "
+        f"{len(corpus.validation):,} held out\n"
+    )
+    console = Console(config.steps) if first else None
+    outcome = train(recipe, folder, source, console, resume=command.resume)
+    if console and outcome.steps:
+        tokens = outcome.steps * config.data.batch * config.data.sequence
+        console.summary(
+            steps=outcome.steps,
+            seconds=outcome.seconds,
+            tokens=tokens,
+            loss=outcome.loss,
+            flops=recipe.flops,
+            mfu=outcome.mfu,
+            memory=device_memory(),
+        )
+    if outcome.val_loss is not None:
+        show(f"\nvalidation loss {outcome.val_loss:.3f} nats/token over {outcome.val_tokens:,} tokens")
+        if recipe.tokenizer.vocab <= 256:
+            show(f"                {_bigram(recipe):.3f} for a bigram count model of the same corpus")
+    show(f"checkpoint      {folder.checkpoints}/{outcome.checkpoint}")
+    show(f"metrics         {folder.metrics}")
+    if config.sample.prompt:
+        options = dataclasses.asdict(config.sample)
+        text = write_sample(recipe, outcome.state, options.pop("prompt"), seed=config.seed, **options)
+        show(f"\nsample at temperature {config.sample.temperature}, top-k {config.sample.top_k}:\n{text}")
+    return 0
+
+
+def _bigram(recipe: Recipe) -> float:
+    corpus, config = recipe.corpus, recipe.config
+    return bigram_loss(corpus.train, corpus.validation[: config.evaluate.tokens + 1], recipe.tokenizer.vocab)
