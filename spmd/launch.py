@@ -70,3 +70,10 @@ def start(launch: Launch) -> None:
         if launch.devices:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(launch.coordinator, launch.processes, launch.process_id)
+
+
+def compiler_environment() -> dict[str, str]:
+    """The variables that change what is compiled, which every process must have alike."""
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *sorted(name for name in os.environ if name.startswith("JAX_")))
+    own = ("JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_BIND_ADDRESS")
+    return {name: os.environ[name] for name in names if name in os.environ and name not in own}
