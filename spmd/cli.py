@@ -18,7 +18,9 @@ from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 USAGE = """\
 usage: spmd VERB …
 
-  spmd train CONFIG [--out DIR] [--resume] [--FIELD VALUE …]   train, with checkpoints and metrics in DIR
+  spmd train CONFIG [--out DIR] [--FIELD VALUE …]              train, with checkpoints and metrics in DIR
+       [--resume auto]                                         … going on from the newest checkpoint, if there is one
+       [--profile 10:15]                                       … tracing these steps
   spmd plan CONFIG [--FIELD VALUE …]                           how every parameter is split, and what a device holds
        [--all] [--json]                                        … and gradients and optimizer state; as JSON
        [--topology v5e:16x16]                                  for a machine that need not be here; 3 if it does not fit
