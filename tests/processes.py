@@ -1,0 +1,145 @@
+"""Runs of `spmd train` in processes of their own, one or several, and what they left in their folders."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from spmd.checkpoint import Checkpoints
+from spmd.config import load_config, with_values
+from spmd.mesh import mesh_of
+from spmd.recipe import Recipe
+from spmd.state import abstract_state
+
+ROOT = Path(__file__).resolve().parent.parent
+FAST = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+"""Programs are compiled quickly, and once for all runs of a test session."""
+
+TINY = """
+import dataclasses
+import spmd
+from models.llama import PRESETS
+from partition_rules.llama import LLAMA
+
+config = spmd.TrainConfig(
+    model=dataclasses.replace(PRESETS["test"], vocab=256),
+    rules=LLAMA,
+    mesh=spmd.MeshShape(data=2, fsdp=2),
+    data=spmd.DataConfig(source=({corpus!r},), sequence=16, batch=8, validation=0.2, cache={cache!r}),
+    optimizer=spmd.OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+    evaluate=spmd.EvaluationConfig(tokens=256),
+    steps=30,
+    log_every=1,
+    checkpoint_every=5,
+    keep=20,
+)
+"""
+"""A config whose steps take milliseconds; `write_tiny` fills in where its text is."""
+
+
+def write_tiny(folder, more=""):
+    """Writes a corpus and a config into `folder`, with further lines of Python; the config's path."""
+    lines = [f"line {n}: the quick brown fox jumps over {n * n} lazy dogs\n" for n in range(400)]
+    (folder / "corpus.txt").write_text("\n".join("".join(lines[i : i + 20]) for i in range(0, 400, 20)))
+    path = folder / "tiny.py"
+    path.write_text(TINY.format(corpus=str(folder / "corpus.txt"), cache=str(folder / "cache")) + more)
+    return path
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Run:
+    """The processes of one run, started at once; killed at the end of the `with` block where they still are.
+
+    Args:
+        config: Path of the config.
+        out: The run folder; what process i prints goes to `out.i.txt` beside it.
+        processes: How many.
+        devices: Simulated devices of each.
+        arguments: More flags, for all.
+        own: More flags, for each.
+    """
+
+    def __init__(self, config, out, *arguments, processes=1, devices=4, own=()):
+        common = [sys.executable, "-m", "spmd.cli", "train", config, "--out", out, "--devices", devices, *arguments]
+        port = free_port()
+        self.out, self.printed, self.processes = out, [], []
+        for i in range(processes):
+            several = ["--coordinator", f"127.0.0.1:{port}", "--processes", processes, "--process-id", i]
+            command = [*common, *(several if processes > 1 else []), *(own[i] if own else [])]
+            self.printed.append(out.with_name(f"{out.name}.{i}.txt"))
+            with self.printed[-1].open("a") as file:
+                process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, cwd=ROOT, env=FAST)
+            self.processes.append(process)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+    def text(self, i=0):
+        return self.printed[i].read_text(errors="replace")
+
+    def wait_for_step(self, step, seconds=240):
+        """Returns once `step` is among the metrics."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if any(line["step"] >= step for line in metrics(self.out)):
+                return
+            assert None in [process.poll() for process in self.processes], self.text()[-3000:]
+            time.sleep(0.02)
+        raise AssertionError(f"step {step} was not reached: {self.text()[-3000:]}")
+
+    def codes(self, seconds=300):
+        """The exit codes, when all have ended."""
+        deadline = time.monotonic() + seconds
+        return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]
+
+
+def train(config, out, *arguments, **options):
+    """Runs to the end; all must exit with 0."""
+    with Run(config, out, *arguments, **options) as run:
+        codes = run.codes()
+        assert codes == [0] * len(codes), [run.text(i)[-3000:] for i in range(len(codes))]
+    return run
+
+
+def metrics(out):
+    path = out / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def losses(out):
+    """Step → training loss."""
+    return {line["step"]: line["loss"] for line in metrics(out) if "loss" in line}
+
+
+def state(config, out, step, **mesh):
+    """The training state of a checkpoint as NumPy arrays, restored onto a mesh of this process's devices."""
+    config = with_values(load_config(str(config)), {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, **mesh}})
+    size = int(np.prod(list(mesh.values()) or [1]))
+    recipe = Recipe(config, mesh_of(config.mesh, jax.devices()[:size]))
+    with Checkpoints(out / "checkpoints", read_only=True) as checkpoints:
+        restored, _ = checkpoints.restore(step, abstract_state(recipe.plan))
+    return jax.tree.map(np.asarray, restored)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)

@@ -1,0 +1,116 @@
+"""Two processes of one run, and what may happen to one of them: the other never hangs, and no step is lost."""
+
+import signal
+import time
+
+import pytest
+
+from spmd.resilience.deadline import EXIT_HUNG
+from spmd.resilience.preemption import EXIT_PREEMPTED
+from tests.processes import Run, assert_same, losses, metrics, state, train, write_tiny
+
+pytestmark = pytest.mark.slow
+TWO = {"processes": 2, "devices": 2}
+
+FAULT = """
+import sys
+import time
+from pathlib import Path
+
+from spmd.data import Windows
+
+read = Windows.rows
+fault = Path(__file__).with_name("fault")
+
+
+def rows(self, indices):
+    while fault.exists() and fault.read_text() in " ".join(sys.argv):
+        time.sleep(0.1)
+    return read(self, indices)
+
+
+Windows.rows = rows
+"""
+"""Lines of a config under which data hang while there is a file `fault`, on the process whose flags it names."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The corpus, the config, and a run of two processes that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("two")
+    train(write_tiny(folder, FAULT), folder / "whole", **TWO)
+    return folder
+
+
+def assert_joins(folder, out):
+    """The run in `out`, resumed, is bitwise the one that nothing interrupted."""
+    train(folder / "tiny.py", out, "--resume", "auto", **TWO)
+    assert losses(out) == losses(folder / "whole")
+    assert_same(*(state(folder / "tiny.py", run, 30, fsdp=4) for run in (out, folder / "whole")))
+
+
+def test_processes_that_differ_stop_before_the_first_step(folder):
+    """A learning rate that differs on process 1: both exit with 2 and name it, and no step is taken."""
+    out = folder / "differ"
+    with Run(folder / "tiny.py", out, **TWO, own=[(), ("--optimizer.learning-rate", "0.5")]) as run:
+        assert run.codes(240) == [2, 2]
+        for i in range(2):
+            assert "process 1: config.optimizer.learning_rate is 0.5" in run.text(i)
+            assert "process 0: 0.01" in run.text(i)
+    assert not (out / "metrics.jsonl").exists()
+
+
+def test_one_that_is_told_to_go_takes_the_other_along(folder):
+    """SIGUSR1 to process 1: both stop after the same step, save and exit with 75; resumed, it is bitwise the whole."""
+    out = folder / "preempted"
+    with Run(folder / "tiny.py", out, **TWO) as run:
+        run.wait_for_step(7)
+        run.processes[1].send_signal(signal.SIGUSR1)
+        assert run.codes(120) == [EXIT_PREEMPTED, EXIT_PREEMPTED]
+    reached = max(losses(out))
+    assert 7 <= reached < 30
+    assert (out / "checkpoints" / str(reached)).is_dir(), "it saved the step that it stopped with"
+    assert_joins(folder, out)
+
+
+def test_data_that_hang_on_one_end_both(folder):
+    """Process 1 gets no more batches: both end within a minute, at least one with 70 and every thread's stack."""
+    out = folder / "hung"
+    with Run(folder / "tiny.py", out, "--recovery.deadline", 8, **TWO) as run:
+        run.wait_for_step(7)
+        (folder / "fault").write_text("--process-id 1")
+        began = time.monotonic()
+        codes = run.codes(90)
+        assert time.monotonic() - began < 60
+        assert all(codes), codes
+        hung = codes.index(EXIT_HUNG)
+        assert "nothing has finished for 8 s" in run.text(hung)
+    (folder / "fault").unlink()
+    log = (out / "logs" / f"process-{hung}.log").read_text()
+    assert "The last that finished: step " in log
+    assert "Thread 0x" in log
+    assert_joins(folder, out)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_one_that_dies_takes_the_other_down(folder, dead):
+    """SIGKILL: the other ends within a minute, not with 0, and says that a process is gone."""
+    out = folder / f"dead{dead}"
+    with Run(folder / "tiny.py", out, **TWO) as run:
+        run.wait_for_step(7)
+        run.processes[dead].kill()
+        began = time.monotonic()
+        codes = run.codes(90)
+        assert time.monotonic() - began < 60
+        assert codes[dead] == -signal.SIGKILL
+        assert codes[1 - dead] not in (0, None)
+        assert "another task died" in run.text(1 - dead) or "Connection closed by peer" in run.text(1 - dead)
+    assert_joins(folder, out)
+
+
+def test_the_one_that_waits_for_data_is_named(folder):
+    """Both report how far apart they are, one line later."""
+    lines = [line for line in metrics(folder / "whole") if "process_step_s_most" in line]
+    assert len(lines) >= 28
+    assert all(line["process_step_s_least"] <= line["process_step_s_most"] for line in lines)
+    assert {line["process_of_data_s_most"] for line in lines} <= {0, 1}
