@@ -8,7 +8,8 @@ from typing import Generic
 import jax
 
 from spmd import launch
-from spmd.commands.parsing import ConfigFields, parse_command
+from spmd.clusters import Asked
+from spmd.commands.parsing import AskedFields, ConfigFields, parse_command
 from spmd.config import M, TrainConfig
 from spmd.data import bigram_loss
 from spmd.metrics import Console, device_memory
@@ -27,12 +28,7 @@ class TrainCommand(Generic[M]):
     config: ConfigFields
     resume: bool = False
     """Go on from the newest checkpoint in the run folder."""
-    coordinator: str = ""
-    """HOST:PORT of process 0, when several processes train together."""
-    processes: int = 1
-    """How many processes train together."""
-    process_id: int = 0
-    """The number of this process, from 0."""
+    asked: AskedFields = Asked()
 
 
 def run_train(arguments: list[str]) -> int:
@@ -41,7 +37,7 @@ def run_train(arguments: list[str]) -> int:
     config: TrainConfig = command.config
     folder = RunFolder(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
     folder.check_use(resume=command.resume)
-    launch.start(launch.Launch(config.devices, command.coordinator, command.processes, command.process_id))
+    launch.start(launch.Launch(config.devices, command.asked))
     recipe = Recipe(config, config_mesh(config))
     recipe.audit()
     first = jax.process_index() == 0
