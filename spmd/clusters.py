@@ -189,9 +189,7 @@ CLUSTERS = (
     Cluster(
         "tpu",  # a slice of several hosts on Google Kubernetes Engine, or several slices
         signs=("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
-        count=lambda environment: (
-            len(_tpu_hosts(environment)) * int(environment.get("MEGASCALE_NUM_SLICES") or 1)
-        ),
+        count=lambda environment: len(_tpu_hosts(environment)) * int(environment.get("MEGASCALE_NUM_SLICES") or 1),
         process_id=_tpu_process,
         coordinator=_tpu_coordinator,
         is_local=lambda environment: False,
@@ -271,7 +269,9 @@ def _incomplete(processes: int | None, process_id: int | None, coordinator: str,
     if processes == 1 and coordinator:
         problems.append(Problem("coordinator", f"is {coordinator!r} for 1 process", evidence, fix))
     if coordinator and not is_address(coordinator):
-        where = Problem("coordinator", f"{coordinator!r} is not HOST:PORT", fix="such as 10.0.0.1:7777 or [fd00::1]:7777")
+        where = Problem(
+            "coordinator", f"{coordinator!r} is not HOST:PORT", fix="such as 10.0.0.1:7777 or [fd00::1]:7777"
+        )
         problems.append(where)
     return problems
 

@@ -103,6 +103,25 @@ class SampleConfig:
     """Draw among the k likeliest tokens; 0 for all."""
 
 
+@dataclasses.dataclass(frozen=True)
+class RecoveryConfig:
+    """What is done about faults of a long run."""
+
+    on_spike: Literal["ignore", "stop", "skip", "roll-back"] = "ignore"
+    """What a loss that leaps does: stop the run; skip leaves out updates whose gradient norm leaps; roll-back goes on
+    from the last checkpoint, behind the batches since."""
+    spike_factor: float = 3.0
+    """A loss (for skip: a gradient norm) above so many times its usual value is a spike."""
+    spike_window: int = 50
+    """How many losses the usual value is the median of."""
+    rollbacks: int = 3
+    """How often a run may be rolled back before it stops."""
+    deadline: float = 1800.0
+    """Seconds in which a step, an evaluation batch or a checkpoint must finish, or the run ends with 70; 0: none."""
+    start_deadline: float = 7200.0
+    """The same for everything up to the first finished step, with compilation."""
+
+
 _LEAST = {
     "steps": 1,
     "accumulate": 1,
@@ -115,6 +134,11 @@ _LEAST = {
     "keep_best": 0,
     "devices": 0,
     "seed": 0,
+    "recovery.spike_factor": 1,
+    "recovery.spike_window": 2,
+    "recovery.rollbacks": 0,
+    "recovery.deadline": 0,
+    "recovery.start_deadline": 0,
     "evaluate.every": 0,
     "evaluate.tokens": 1,
     "sample.tokens": 0,
@@ -168,9 +192,12 @@ class TrainConfig(Generic[M]):
     auxiliary losses that are of a whole batch."""
     loss_chunk: int = CHUNK
     """Tokens of a device whose logits are there at once, to need less memory; the numbers stay the same."""
-    on_nan: Literal["stop", "skip"] = "stop"
-    """What a non-finite loss or gradient does: stop the run, or skip that step and count it. fp16 always skips, and
-    stops only where the loss scale cannot get any lower."""
+    on_nan: Literal["stop", "skip", "roll-back"] = "stop"
+    """What a non-finite loss or gradient does: stop the run; skip that step and count it; roll-back goes on from the
+    last checkpoint, behind the batches since. fp16 always skips, and stops or rolls back only where the loss scale
+    cannot get any lower."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """Loss spikes, rolling back, deadlines."""
     evaluate: EvaluationConfig = EvaluationConfig()
     """Validation."""
     sample: SampleConfig = SampleConfig()
@@ -198,8 +225,12 @@ class TrainConfig(Generic[M]):
             problems.append(Problem("seed", f"is {self.seed}", fix="below 2**32"))
         problems += [
             Problem(field, f"is {value!r}", fix=did_you_mean(str(value), map(str, choices)))
-            for field, choices in (("zero", (0, 1, 2, 3)), ("on_nan", ("stop", "skip")))
-            if (value := getattr(self, field)) not in choices
+            for field, choices in (
+                ("zero", (0, 1, 2, 3)),
+                ("on_nan", ("stop", "skip", "roll-back")),
+                ("recovery.on_spike", ("ignore", "stop", "skip", "roll-back")),
+            )
+            if (value := operator.attrgetter(field)(self)) not in choices
         ]
         problems += name_problems(self.attention, self.context)
         if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):
@@ -210,6 +241,9 @@ class TrainConfig(Generic[M]):
                 make(field)
             except ConfigError as error:
                 problems += error.problems
+        if self.recovery.on_spike == "skip" and self.precision == "fp16":
+            what = "cannot be skip with fp16, whose loss scale leaves out steps already"
+            problems.append(Problem("recovery.on_spike", what, fix="roll-back or stop"))
         if self.accumulate > 0 and self.data.batch % self.accumulate:
             arithmetic = f"{self.data.batch} / {self.accumulate} = {self.data.batch / self.accumulate:.4g}"
             problems.append(Problem("accumulate", "does not divide data.batch", arithmetic, "change one of them"))

@@ -9,7 +9,10 @@ SpmdError                    something is wrong with what was asked; `.problems`
 │   └── ScheduleError        a pipeline schedule that cannot be built, read or finished
 ├── DataError                a corpus that is missing, empty or too short
 ├── CheckpointError          a checkpoint that does not fit, or a run folder in use
-└── NonFiniteError           the loss or a gradient is NaN or infinite
+├── AgreementError           processes of one run are about to do different things
+└── BadStepError             a step whose numbers cannot be trusted
+    ├── NonFiniteError       the loss or a gradient is NaN or infinite
+    └── SpikeError           the loss is far above what it was
 ```
 
 All of them are `ValueError`s. A function that finds several problems reports all of them in one error.
@@ -93,8 +96,30 @@ class CheckpointError(SpmdError):
     """A checkpoint that is missing or does not fit, or a run folder that is in use."""
 
 
-class NonFiniteError(SpmdError):
+class AgreementError(SpmdError):
+    """Processes of one run are about to do different things."""
+
+
+class BadStepError(SpmdError):
+    """A step whose numbers cannot be trusted.
+
+    Args:
+        title: One line.
+        problems: What is wrong with it.
+        step: Its number.
+    """
+
+    def __init__(self, title: str, problems: Iterable[Problem], step: int) -> None:
+        super().__init__(title, problems)
+        self.step = step
+
+
+class NonFiniteError(BadStepError):
     """The loss or a gradient is NaN or infinite."""
+
+
+class SpikeError(BadStepError):
+    """The loss is far above what it was."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

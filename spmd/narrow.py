@@ -13,7 +13,7 @@ import optax
 
 from spmd.precision import Precision
 from spmd.rounding import round_stochastically, salt_of, seed_of
-from spmd.skip import skip_nonfinite
+from spmd.skip import skip_bad_updates
 from spmd.staged import Staged, staged, stages
 from spmd.tree import map_with_path
 
@@ -40,7 +40,7 @@ def at_precision(optimizer: optax.GradientTransformation, precision: Precision) 
     are stored in.
     """
     if precision.loss_scale:
-        optimizer = skip_nonfinite(optimizer)
+        optimizer = skip_bad_updates(optimizer)
     if precision.params == "float32":
         return optimizer
     if precision.master:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ from spmd.model import Model
 from spmd.optim import check_no_decay, make_learning_rate, make_optimizer
 from spmd.plan import ShardingPlan, make_plan
 from spmd.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
-from spmd.skip import skip_nonfinite, skipped_steps
+from spmd.skip import skip_bad_updates, skipped_steps
 from spmd.state import TrainState
 from spmd.step import TrainStep, make_train_step
 
@@ -75,14 +76,18 @@ class Recipe:
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """The optimizer; with `on_nan="skip"` it leaves out updates that are not finite (plans for fp16 always do)."""
+        """The optimizer; it leaves out updates where the config says skip (plans for fp16 always do)."""
         optimizer = make_optimizer(self.config.optimizer, self.config.steps, self.stacked)
-        return skip_nonfinite(optimizer) if self.skips and not self.precision.loss_scale else optimizer
+        if not self.skips or self.precision.loss_scale:
+            return optimizer
+        recovery = self.config.recovery
+        return skip_bad_updates(optimizer, recovery.spike_factor if recovery.on_spike == "skip" else 0.0)
 
     @property
     def skips(self) -> bool:
-        """Whether steps that are not finite are left out and counted."""
-        return self.config.on_nan == "skip" or self.precision.loss_scale is not None
+        """Whether steps that are not finite, or too large, are left out and counted."""
+        config = self.config
+        return "skip" in (config.on_nan, config.recovery.on_spike) or self.precision.loss_scale is not None
 
     @functools.cached_property
     def plan(self) -> ShardingPlan:
@@ -98,10 +103,13 @@ class Recipe:
     def _not_without_a_flush(self) -> list[Problem]:
         config, never = self.config, "while microbatches are under way"
         return [
-            Problem(name, f"is {getattr(config, name)}: {why} {never}", fix=fix)
+            Problem(name, f"is {operator.attrgetter(name)(config)}: {why} {never}", fix=fix)
             for name, wrong, why, fix in (
                 ("accumulate", config.accumulate > 1, "a batch does not end", "more pipeline.microbatches"),
-                ("on_nan", config.on_nan == "skip", "a step cannot be left out", "stop, or a schedule with a flush"),
+                *(
+                    (name, operator.attrgetter(name)(config) == "skip", "a step cannot be left out", "stop, or a flush")
+                    for name in ("on_nan", "recovery.on_spike")
+                ),
                 (
                     "precision",
                     bool(self.precision.loss_scale),

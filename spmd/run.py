@@ -1,19 +1,8 @@
-"""One training run in its folder: what is written where, and how it goes on after a stop.
+"""One training run: from the beginning or from where it was, to its end or until it is told to go."""
 
-```
-runs/demo/
-  config.py            the config file as it was
-  config.json          every field as resolved, and its difference from the file
-  plan.txt             the sharding plan
-  metrics.jsonl        one JSON object for each logged step and each evaluation
-  checkpoints/         Orbax: state, and beside it data position, seed, config, plan, mesh, versions
-  tensorboard/
-```
-"""
-
+import contextlib
 import dataclasses
-import json
-import shutil
+import hashlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,87 +12,24 @@ import jax
 import numpy as np
 
 from spmd.checkpoint import Checkpoints, library_versions
-from spmd.config import TrainConfig, config_difference, config_values, load_config, with_values
-from spmd.data import Windows, batches, evaluation_batches
-from spmd.errors import CheckpointError, Problem
+from spmd.config import config_difference, config_values
+from spmd.data import Windows, batches
+from spmd.errors import BadStepError, CheckpointError, NonFiniteError, Problem
+from spmd.folder import ProcessLog, RunFolder
 from spmd.generate import generate
+from spmd.goodput import Stopwatch
+from spmd.hooks import Evaluate, Instruments, Log, Save
 from spmd.mesh import batch_sharding, shards_of
-from spmd.metrics import (
-    Console,
-    JsonLines,
-    StepClock,
-    TensorBoard,
-    Writers,
-    device_memory,
-    process_peak_rss,
-    utilization,
-)
+from spmd.metrics import Console, JsonLines, StepClock, TensorBoard, Writer, Writers
 from spmd.model import as_outputs
+from spmd.profiling import Profile
 from spmd.recipe import Recipe
+from spmd.resilience.agreement import agree, source_fingerprint
+from spmd.resilience.bad_steps import FindBadSteps
+from spmd.resilience.deadline import Watchdog
+from spmd.resilience.preemption import Preemption
 from spmd.state import TrainState, abstract_state, init_state
-from spmd.step import make_eval_step
-from spmd.trainer import Hook, StopOnNonFinite, fit
-
-
-@dataclasses.dataclass(frozen=True)
-class RunFolder:
-    """The files of one run.
-
-    Args:
-        path: The folder; made by `describe`.
-    """
-
-    path: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """Where the numbers are."""
-        return self.path / "metrics.jsonl"
-
-    def check_use(self, *, resume: bool) -> None:
-        """Refuses a folder that holds another run, and to resume in one that holds none.
-
-        Call it before processes meet: afterwards the folder may hold this run's own files.
-
-        Raises:
-            CheckpointError: It holds a run and `resume` is false, or it holds none and `resume` is true.
-        """
-        holds_a_run = self.metrics.exists() or any(self.checkpoints.glob("*"))
-        if resume and not holds_a_run:
-            fix = "name the folder of the run, or leave out --resume to start one"
-            raise CheckpointError("Nothing was resumed:", [Problem(str(self.path), "holds no run", fix=fix)])
-        if not resume and holds_a_run:
-            fix = "--resume to go on with it, or another --out"
-            raise CheckpointError("Nothing was started:", [Problem(str(self.path), "already holds a run", fix=fix)])
-
-    def describe(self, config: TrainConfig, source: Path, plan: str) -> None:
-        """Makes the folder, and writes the config, as file and as values, and the plan."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        before, after = config_values(load_config(str(source))), config_values(config)
-        values = {"config": after, "changed": config_difference(before, after)}
-        kept = self.path / "config.py"
-        if source.resolve() != kept.resolve():
-            shutil.copyfile(source, kept)
-        (self.path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        (self.path / "plan.txt").write_text(plan + "\n", encoding="utf-8")
-
-    def config(self) -> TrainConfig:
-        """The run's config as it was resolved.
-
-        Raises:
-            CheckpointError: The folder holds no run.
-        """
-        try:
-            values = json.loads((self.path / "config.json").read_text(encoding="utf-8"))["config"]
-        except (OSError, ValueError, KeyError) as error:
-            fix = "give the folder that `spmd train` wrote, such as runs/demo"
-            raise CheckpointError("There is no run:", [Problem(str(self.path), f"{error}", fix=fix)]) from error
-        return with_values(load_config(str(self.path / "config.py")), values)
+from spmd.trainer import fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +44,8 @@ class Outcome:
         loss: The training loss of the last step that was logged, None if none was.
         mfu: Model FLOPs utilization at that step, None where the chip's peak is not known.
         seconds: Wall-clock time of the loop, with compilation, evaluation and checkpoints.
-        steps: Steps taken by this process.
+        steps: Steps that count, taken by this process.
+        preempted: The step after which it was told to go and saved; None where it ran to its end.
     """
 
     state: TrainState
@@ -129,10 +56,29 @@ class Outcome:
     mfu: float | None
     seconds: float
     steps: int
+    preempted: int | None
 
 
-def train(recipe: Recipe, folder: RunFolder, source: Path, console: Console | None, *, resume: bool = False) -> Outcome:
-    """Trains to the config's last step, from the beginning or from the newest checkpoint.
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where training goes on: `state` has `step` steps behind it; `left_out` batches of the data were passed over."""
+
+    step: int
+    left_out: int
+    state: TrainState
+
+
+def train(
+    recipe: Recipe,
+    folder: RunFolder,
+    source: Path,
+    console: Console | None,
+    *,
+    resume: bool = False,
+    profile: tuple[int, int] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Trains to the config's last step, from the beginning or from the newest checkpoint, or until it is told to go.
 
     Args:
         recipe: On a mesh with devices.
@@ -140,69 +86,181 @@ def train(recipe: Recipe, folder: RunFolder, source: Path, console: Console | No
         source: The config file.
         console: What a person sees; None for nothing.
         resume: Go on from the newest checkpoint in the folder.
+        profile: The first and the last step to trace.
+        environment: What else this process runs under, which must be the same for all.
+
+    Raises:
+        AgreementError: Processes are about to do different things.
+        BadStepError: A step is not finite or a spike, and the config says stop.
     """
-    config, plan = recipe.config, recipe.plan
-    sharding = batch_sharding(recipe.mesh)
-    corpus = recipe.corpus
-    train_windows = Windows(corpus.train, config.data.sequence)
-    first = jax.process_index() == 0
-    with Checkpoints(folder.checkpoints, keep=config.keep, keep_best=config.keep_best) as checkpoints:
-        start, state = 0, None
-        if resume and checkpoints.latest() is not None:
-            state, record = checkpoints.restore(None, abstract_state(plan))
-            start = _resumable(record, recipe, folder)
-            if console and first:
-                console.say(f"resuming after step {start}")
-                for name, (old, new) in config_difference(record["config"], config_values(config)).items():
-                    console.say(f"  {name} was {old} and is {new} from here on")
-        state = state if state is not None else init_state(plan, config.seed)
+    config = recipe.config
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(ProcessLog(folder.log))
+        recovery = config.recovery
+        watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
+        log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
+        agree(_statements(recipe, source, resume, environment or {}))
+        preemption = stack.enter_context(Preemption())
+        tracing = stack.enter_context(Profile(folder.path / "profile", profile))
+        instruments = Instruments(StepClock(), Stopwatch(), watchdog, preemption, log)
+        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, keep=config.keep, keep_best=config.keep_best))
+        first = jax.process_index() == 0
+        return _Session(recipe, folder, console if first else None, instruments, checkpoints, tracing).run(
+            source, resume
+        )
+
+
+def _statements(recipe: Recipe, source: Path, resume: bool, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What all processes must be about to do alike."""
+    return {
+        "config": config_values(recipe.config),
+        "config file": hashlib.sha256(source.read_bytes()).hexdigest(),
+        "plan": f"{recipe.plan}{recipe.pipeline_line}",
+        "batch": {name: f"{x.dtype}{list(x.shape)}" for name, x in recipe.abstract_batch().items()},
+        "data": recipe.corpus.fingerprint,
+        "versions": library_versions(),
+        "source": source_fingerprint(),
+        "environment": dict(environment),
+        "resume": resume,
+        "devices": f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Session:
+    """One process of a run, from its start to its end."""
+
+    recipe: Recipe
+    folder: RunFolder
+    console: Console | None
+    instruments: Instruments
+    checkpoints: Checkpoints
+    profile: Profile
+
+    def say(self, text: str) -> None:
+        """Tells the log, and the console if there is one."""
+        self.instruments.log.say(text)
+        if self.console:
+            self.console.say(text)
+
+    def run(self, source: Path, resume: bool) -> Outcome:
+        """Trains, and rolls back where the config says so."""
+        began, config = time.perf_counter(), self.recipe.config
+        with self.instruments.stopwatch.during("compile"):
+            self.recipe.step.compile(self.recipe.abstract_batch())
+        position = self._newest(resume)
+        if jax.process_index() == 0:
+            self.folder.describe(config, source, f"{self.recipe.plan}{self.recipe.pipeline_line}")
+        self.instruments.stopwatch.turn_to("step")
+        start, rolled_back = position.step, 0
+        while True:
+            try:
+                outcome = self._fit(position)
+                break
+            except BadStepError as error:
+                wanted = config.on_nan if isinstance(error, NonFiniteError) else config.recovery.on_spike
+                if wanted != "roll-back" or rolled_back == config.recovery.rollbacks:
+                    raise
+                bad, why = error.step, str(error)
+            # Only now: the error's traceback held the state, and there may be no room for two.
+            rolled_back += 1
+            self.say(f"{why}\nrolling back, the {rolled_back}. time of at most {config.recovery.rollbacks}")
+            newest = self._newest(True)
+            position = dataclasses.replace(newest, left_out=position.left_out + bad - newest.step)
+            self.say(f"going on after step {position.step}, past {bad - position.step} batches of the data")
+        return dataclasses.replace(outcome, seconds=time.perf_counter() - began, steps=outcome.steps - start)
+
+    def _newest(self, resume: bool) -> Position:
+        """The newest checkpoint to go on from, or the beginning."""
+        recipe, stopwatch = self.recipe, self.instruments.stopwatch
+        if not resume or self.checkpoints.latest() is None:
+            with stopwatch.during("compile"):
+                return Position(0, 0, jax.block_until_ready(init_state(recipe.plan, recipe.config.seed)))
+        with stopwatch.during("restore"):
+            state, record = self.checkpoints.restore(None, abstract_state(recipe.plan))
+        _check_resumable(record, recipe, self.folder)
+        step = int(record["step"])
+        self.say(f"resuming after step {step}")
+        for name, (old, new) in config_difference(record["config"], config_values(recipe.config)).items():
+            self.say(f"  {name} was {old} and is {new} from here on")
+        return Position(step, int(record["position"]) // recipe.config.data.batch - step, state)
+
+    def _fit(self, position: Position) -> Outcome:
+        """Trains from `position`; the outcome's steps count from the beginning."""
+        recipe, instruments, config = self.recipe, self.instruments, self.recipe.config
+        start, left_out = position.step, position.left_out
+        first = jax.process_index() == 0
+        files: list[Writer] = []
         if first:
-            folder.describe(config, source, f"{plan}{recipe.pipeline_line}")
-        writers = Writers(
-            [
-                *([JsonLines(folder.metrics, start), TensorBoard(folder.path / "tensorboard", start)] if first else []),
-                *([console] if console and first else []),
-            ]
-        )
-        clock = StepClock()
-        evaluate = Evaluate(recipe, Windows(corpus.validation, config.data.sequence), writers, clock)
-        log = Log(recipe, writers, clock)
-        hooks = [log, evaluate, Save(recipe, checkpoints, evaluate, clock)]
-        if config.on_nan == "stop":
-            scaling = recipe.precision.loss_scale
-            floor = scaling.floor if scaling else 0.0
-            hooks.insert(0, StopOnNonFinite(config.data.batch, checkpoints.latest, floor))
-        began = time.perf_counter()
-        stream = batches(
-            train_windows,
-            batch=config.data.batch,
-            sharding=sharding,
-            seed=config.seed,
-            start=start,
-            steps=config.steps,
-            threads=config.data.threads,
-            prefetch=config.data.prefetch,
-        )
-        try:
-            with stream:
-                state = fit(state, recipe.step, stream, steps=config.steps, start=start, hooks=hooks)
-            checkpoints.wait()
-        finally:
-            writers.close()
+            files = [JsonLines(self.folder.metrics, start), TensorBoard(self.folder.path / "tensorboard", start)]
+        with contextlib.ExitStack() as stack:
+            for file in files:
+                stack.callback(file.close)
+            writers = Writers([*files, *([self.console] if self.console else [])])
+            log = Log(recipe, instruments, writers, self.folder.path if first else None, left_out)
+            evaluate = Evaluate(recipe, instruments, writers, Windows(recipe.corpus.validation, config.data.sequence))
+            save = Save(recipe, instruments, self.checkpoints, evaluate, left_out)
+            stream = batches(
+                Windows(recipe.corpus.train, config.data.sequence),
+                batch=config.data.batch,
+                sharding=batch_sharding(recipe.mesh),
+                seed=config.seed,
+                start=start + left_out,
+                steps=config.steps + left_out,
+                threads=config.data.threads,
+                prefetch=config.data.prefetch,
+            )
+            state = fit(
+                position.state,
+                recipe.step,
+                instruments.stopwatch.waiting(stack.enter_context(stream)),
+                steps=config.steps,
+                start=start,
+                hooks=[
+                    self._find_bad_steps(left_out),
+                    instruments.watchdog,
+                    instruments.preemption,
+                    self.profile,
+                    log,
+                    evaluate,
+                    save,
+                ],
+            )
+            with instruments.stopwatch.during("checkpoint"):
+                self.checkpoints.wait()
+            stopped = instruments.preemption.stopped_at
+            log.finish(stopped or config.steps)
         return Outcome(
             state=state,
             val_loss=evaluate.last.get("val_loss"),
             val_tokens=evaluate.tokens,
-            checkpoint=checkpoints.latest(),
+            checkpoint=self.checkpoints.latest(),
             loss=log.last.get("loss"),
             mfu=log.last.get("mfu"),
-            seconds=time.perf_counter() - began,
-            steps=config.steps - start,
+            seconds=0.0,
+            steps=stopped or config.steps,
+            preempted=stopped if stopped != config.steps else None,
+        )
+
+    def _find_bad_steps(self, left_out: int) -> FindBadSteps:
+        config, scaling = self.recipe.config, self.recipe.precision.loss_scale
+        return FindBadSteps(
+            config.data.batch,
+            left_out=left_out,
+            last_good=self.checkpoints.latest,
+            non_finite=config.on_nan != "skip",
+            floor=scaling.floor if scaling else 0.0,
+            factor=config.recovery.spike_factor if config.recovery.on_spike in ("stop", "roll-back") else 0.0,
+            window=config.recovery.spike_window,
         )
 
 
-def _resumable(record: Mapping[str, Any], recipe: Recipe, folder: RunFolder) -> int:
-    """The step that the checkpoint is of, once its data are known to be the same."""
+def _check_resumable(record: Mapping[str, Any], recipe: Recipe, folder: RunFolder) -> None:
+    """Whether the checkpoint's data are the config's.
+
+    Raises:
+        CheckpointError: They are not.
+    """
     config = recipe.config
     expected = {
         "data": recipe.corpus.fingerprint,
@@ -220,96 +278,6 @@ def _resumable(record: Mapping[str, Any], recipe: Recipe, folder: RunFolder) -> 
         problems.append(Problem("steps", f"is {config.steps}", arithmetic, "ask for more steps"))
     if problems:
         raise CheckpointError(f"{folder.path} cannot go on with other data:", problems)
-    return int(record["step"])
-
-
-class Log(Hook):
-    """Writes the metrics of every `log_every`-th step, and of the last."""
-
-    def __init__(self, recipe: Recipe, writers: Writers, clock: StepClock) -> None:
-        self.recipe, self.writers, self.clock = recipe, writers, clock
-        self.positions = recipe.config.data.batch * recipe.config.data.sequence
-        self.last: dict[str, Any] = {}
-
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds throughput and memory to what the step reports."""
-        self.clock.finished()
-        config = self.recipe.config
-        if step % config.log_every and step != config.steps:
-            return
-        self.last = values = {**metrics, "tokens": int(metrics["tokens"])}
-        median, p95 = self.clock.median, self.clock.p95
-        if median is not None and p95 is not None:
-            rate = self.positions / median
-            mfu = utilization(self.recipe.flops, rate, self.recipe.mesh.devices.flat)
-            values |= {"tokens_per_s": rate, "step_s": median, "step_s_p95": p95}
-            values |= {"mfu": mfu} if mfu is not None else {}
-        memory = device_memory()
-        values |= {"device_peak_bytes": memory} if memory is not None else {}
-        values["host_peak_bytes"] = process_peak_rss()
-        self.writers.write(step, values)
-
-
-class Evaluate(Hook):
-    """Loss and accuracy on the validation half, every `evaluate.every` steps and after the last."""
-
-    def __init__(self, recipe: Recipe, windows: Windows, writers: Writers, clock: StepClock) -> None:
-        self.recipe, self.windows, self.writers, self.clock = recipe, windows, writers, clock
-        self.step = make_eval_step(recipe.plan, recipe.evaluation_loss_fn)
-        self.last: dict[str, float] = {}
-        self.last_step, self.tokens = -1, 0
-
-    def wants_state(self, step: int) -> bool:
-        """At the interval and at the end."""
-        config = self.recipe.config
-        return step == config.steps or bool(config.evaluate.every and step % config.evaluate.every == 0)
-
-    def on_state(self, step: int, state: TrainState) -> None:
-        """Writes `val_loss` and `val_accuracy`, weighted by token."""
-        config = self.recipe.config
-        stream = evaluation_batches(
-            self.windows,
-            batch=config.data.batch,
-            sharding=batch_sharding(self.recipe.mesh),
-            tokens_at_most=config.evaluate.tokens,
-        )
-        parts = [jax.device_get(self.step(state.params, state.variables, batch)) for batch in stream]
-        sums = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
-        self.tokens, self.last_step = int(sums["weight"]), step
-        self.last = {f"val_{name}": total / sums["weight"] for name, total in sums.items() if name != "weight"}
-        self.writers.write(step, self.last)
-        self.clock.restart()
-
-
-class Save(Hook):
-    """A checkpoint every `checkpoint_every` steps and after the last."""
-
-    def __init__(self, recipe: Recipe, checkpoints: Checkpoints, evaluate: Evaluate, clock: StepClock) -> None:
-        self.recipe, self.checkpoints, self.evaluate, self.clock = recipe, checkpoints, evaluate, clock
-
-    def wants_state(self, step: int) -> bool:
-        """At the interval and at the end."""
-        config = self.recipe.config
-        return step == config.steps or bool(config.checkpoint_every and step % config.checkpoint_every == 0)
-
-    def on_state(self, step: int, state: TrainState) -> None:
-        """Starts an asynchronous save of everything that must resume together."""
-        config, plan = self.recipe.config, self.recipe.plan
-        record = {
-            "step": step,
-            "position": step * config.data.batch,
-            "data": self.recipe.corpus.fingerprint,
-            "seed": config.seed,
-            "batch": config.data.batch,
-            "sequence": config.data.sequence,
-            "config": config_values(config),
-            "plan": str(plan),
-            "mesh": dict(plan.mesh.shape),
-            "versions": library_versions(),
-        }
-        metrics = self.evaluate.last if self.evaluate.last_step == step else {}
-        self.checkpoints.save(step, state, record, metrics)
-        self.clock.restart()
 
 
 def write_sample(recipe: Recipe, state: TrainState, prompt: str, **options: Any) -> str:

@@ -1,4 +1,4 @@
-"""Leaving out steps that are not finite: an optax wrapper, so the train step need not know of it."""
+"""Leaving out steps that are not finite, or far too large: an optax wrapper, so the train step need not know of it."""
 
 from typing import Any, NamedTuple
 
@@ -8,11 +8,16 @@ import optax
 
 from spmd.staged import Staged, staged, stages
 
+WINDOW = 50
+"""Over about how many steps the usual norm is a mean; before half as many were taken, no norm is too large."""
+
 
 class SkipState(NamedTuple):
-    """How many updates have been left out (int32 scalar), and the inner optimizer's state."""
+    """How many updates were left out and taken (int32 scalars), their usual norm, and the inner optimizer's state."""
 
     skipped: jax.Array
+    taken: jax.Array
+    usual_norm: jax.Array
     inner: Any
 
 
@@ -35,30 +40,41 @@ def skipped_steps(state: Any) -> jax.Array:
     return next(node.skipped for node in jax.tree.leaves(state, is_leaf=found) if found(node))
 
 
-def skip_nonfinite(optimizer: optax.GradientTransformation) -> Staged:
-    """The optimizer, which leaves out an update whose gradient has a norm that is NaN or infinite.
+def skip_bad_updates(optimizer: optax.GradientTransformation, factor: float = 0.0) -> Staged:
+    """The optimizer, which leaves out an update whose gradient has a norm that is NaN, infinite or far too large.
 
     Then no parameter and no moment changes, on any device, and the optimizer's own step count (and with it the learning
     rate's schedule) stands still. `optax.apply_if_finite` looks at elements instead, and lets through finite gradients
     whose squares overflow.
+
+    Args:
+        optimizer: What takes the other updates.
+        factor: A norm above this many means of those before is too large; 0: none is.
     """
 
     first, rule = stages(optimizer)
 
     def init(params: Any) -> SkipState:
-        return SkipState(jnp.zeros((), jnp.int32), rule.init(params))
+        zero = jnp.zeros((), jnp.int32)
+        return SkipState(zero, zero, jnp.zeros((), jnp.float32), rule.init(params))
 
     def whole(gradients: Any) -> tuple[Any, dict[str, jax.Array]]:
-        finite = all_finite(gradients)
+        norm = optax.tree.norm(gradients)
         gradients, scalars = first(gradients)
-        return gradients, {**scalars, "finite": finite}
+        return gradients, {**scalars, "norm": norm}
 
     def update(
-        gradients: Any, state: SkipState, params: Any = None, *, finite: Any = True, **extra: Any
+        gradients: Any, state: SkipState, params: Any = None, *, norm: Any = 0.0, **extra: Any
     ) -> tuple[Any, SkipState]:
         updates, inner = rule.update(gradients, state.inner, params, **extra)
-        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
-        inner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), inner, state.inner)
-        return updates, SkipState(state.skipped + jnp.logical_not(finite), inner)
+        take = jnp.isfinite(norm)
+        if factor:
+            take &= (state.taken < WINDOW // 2) | (norm <= factor * state.usual_norm)
+        updates = jax.tree.map(lambda u: jnp.where(take, u, jnp.zeros_like(u)), updates)
+        inner = jax.tree.map(lambda new, old: jnp.where(take, new, old), inner, state.inner)
+        taken = state.taken + take
+        mean = state.usual_norm + (norm - state.usual_norm) / jnp.clip(taken, 1, WINDOW)
+        usual = jnp.where(take, mean, state.usual_norm).astype(jnp.float32)
+        return updates, SkipState(state.skipped + jnp.logical_not(take), taken, usual, inner)
 
     return staged(whole, optax.GradientTransformationExtraArgs(init, update))

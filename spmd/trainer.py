@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from spmd.errors import NonFiniteError, Problem
 from spmd.state import TrainState
 from spmd.step import TrainStep
 
@@ -23,6 +22,10 @@ class Hook:
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Step number `step` has finished with these metrics; later steps may be running."""
+
+    def wants_stop(self, step: int) -> bool:
+        """Whether training ends with step number `step`, which has been dispatched; asked before `wants_state`."""
+        return False
 
     def wants_state(self, step: int) -> bool:
         """Whether `on_state` is to be called after step number `step`."""
@@ -52,7 +55,7 @@ def fit(
         hooks: Called in order.
 
     Returns:
-        The state after the last step.
+        The state after the last step, or after the step that a hook wanted to stop with.
     """
     unread: tuple[int, Any] | None = None
 
@@ -72,47 +75,14 @@ def fit(
             state, metrics = step(state, batch)
             report()
             unread = number, metrics
+            stop = any([hook.wants_stop(number) for hook in hooks])
             wanting = [hook for hook in hooks if hook.wants_state(number)]
             if wanting:
                 report()
             with jax.transfer_guard("allow"):
                 for hook in wanting:
                     hook.on_state(number, state)
+            if stop:
+                break
         report()
     return state
-
-
-class StopOnNonFinite(Hook):
-    """Stops training when the loss or the gradient is NaN or infinite.
-
-    Args:
-        batch: Sequences in a global batch, to name the batch's position in the data.
-        last_good: Says where training can go on from.
-        floor: A step with a larger `loss_scale` is let through: it was left out, and the scale is lowered.
-    """
-
-    def __init__(self, batch: int, last_good: Any = lambda: None, floor: float = 0.0) -> None:
-        self.batch, self.last_good, self.floor = batch, last_good, floor
-
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Raises `NonFiniteError` with the step, the batch's position and the last good checkpoint."""
-        bad = _non_finite(metrics)
-        if bad and metrics.get("loss_scale", self.floor) <= self.floor:
-            good = self.last_good()
-            kept = f"the last good checkpoint is of step {good}" if good is not None else "there is no checkpoint yet"
-            first = (step - 1) * self.batch
-            raise NonFiniteError(
-                f"Training stopped: {' and '.join(f'{name} is {metrics[name]}' for name in bad)}.",
-                [
-                    Problem(
-                        f"step {step}",
-                        f"its batch is sequences {first} … {first + self.batch - 1} of the shuffled data",
-                        kept,
-                        "lower the learning rate and --resume, or --on-nan skip to leave such steps out",
-                    )
-                ],
-            )
-
-
-def _non_finite(metrics: dict[str, float]) -> list[str]:
-    return [name for name in ("loss", "gradient_norm") if not abs(metrics.get(name, 0.0)) < float("inf")]

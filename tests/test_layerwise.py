@@ -12,7 +12,7 @@ from optax import contrib
 from spmd.layerwise import assert_layerwise, check_layerwise
 from spmd.optim import OptimizerConfig, make_optimizer
 from spmd.per_layer import per_layer
-from spmd.skip import skip_nonfinite
+from spmd.skip import skip_bad_updates
 from spmd.tree import map_with_path
 from tests import tiny
 
@@ -37,7 +37,7 @@ def found(optimizer: optax.GradientTransformation, params: Any = None, **options
 def test_optimizers_of_a_config_are_layerwise(name: Any) -> None:
     """On a real model, behind a clip and the guard against steps that are not finite."""
     params = jax.eval_shape(tiny.model().init, jax.random.key(0))
-    assert found(skip_nonfinite(make_optimizer(OptimizerConfig(name=name), 10)), params) == {}
+    assert found(skip_bad_updates(make_optimizer(OptimizerConfig(name=name), 10)), params) == {}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from spmd.model import Model
 from spmd.plan import make_plan
 from spmd.precision import LOSS_SCALE, POLICIES, LossScale, Precision, split_loss_scale, with_loss_scale
 from spmd.rules import Rules
-from spmd.skip import skip_nonfinite, skipped_steps
+from spmd.skip import skip_bad_updates, skipped_steps
 from spmd.state import init_state
 from spmd.step import make_eval_step, make_train_step
 
@@ -181,8 +181,8 @@ def test_every_device_holds_the_same_scale():
 
 
 def test_statistics_survive_a_skipped_step_without_scaling():
-    """`keep_variables` is to variables what `skip_nonfinite` is to parameters; without it they are lost for good."""
-    layout = plan(POLICIES["float32"], skip_nonfinite(OPTIMIZER))
+    """`keep_variables` is to variables what `skip_bad_updates` is to parameters; without it they are lost for good."""
+    layout = plan(POLICIES["float32"], skip_bad_updates(OPTIMIZER))
     kept, _ = train(layout, [batch(0), batch(1, spoilt=True)], keep_variables(GRAD_FN))
     assert np.isfinite(kept.variables["mean"]).all()
     assert int(skipped_steps(kept.optimizer_state)) == 1

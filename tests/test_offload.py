@@ -21,7 +21,7 @@ from spmd.optim import OptimizerConfig, make_optimizer
 from spmd.per_layer import per_layer
 from spmd.plan import make_plan
 from spmd.rules import Rules, replicate
-from spmd.skip import skip_nonfinite
+from spmd.skip import skip_bad_updates
 from spmd.state import init_state
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
@@ -67,7 +67,7 @@ OPTIMIZERS = {
     "steps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
     "masked": optax.masked(optax.adam(1e-2), _no_norms),
     "an average": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
-    "skipping": skip_nonfinite(config("adamw")),
+    "skipping": skip_bad_updates(config("adamw")),
 }
 
 

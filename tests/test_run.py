@@ -88,7 +88,7 @@ def test_killed_mid_step_and_resumed_the_curve_joins_bitwise(folder, whole):
     reached = len(_lines(out))
     assert 13 <= reached < 30, f"the run was at step {reached} when it was killed"
 
-    train(folder, *arguments, "--resume")
+    train(folder, *arguments, "--resume", "always")
     assert losses(out) == losses(whole)
     assert list(losses(out)) == list(range(1, 31))
     assert_same(params(folder, out, 30, fsdp=8), params(folder, whole, 30, fsdp=8))

@@ -13,7 +13,7 @@ from partition_rules.llama import LLAMA
 from spmd.loss import cross_entropy
 from spmd.mesh import batch_sharding
 from spmd.plan import make_plan
-from spmd.skip import skip_nonfinite
+from spmd.skip import skip_bad_updates
 from spmd.state import compile_init, init_state
 from spmd.step import make_train_step
 from spmd.testing import token_batches
@@ -132,7 +132,7 @@ def _twice(state):
 
 def test_a_step_that_is_not_finite_can_be_left_out():
     """NaN gradients change no parameter, no moment, and not the optimizer's step count."""
-    optimizer = skip_nonfinite(tiny.OPTIMIZER)
+    optimizer = skip_bad_updates(tiny.OPTIMIZER)
     plan = tiny.plan(optimizer=optimizer, fsdp=2)
     step = make_train_step(plan, tiny.loss_fn())
     state = init_state(plan)
@@ -148,7 +148,7 @@ def test_a_step_that_is_not_finite_can_be_left_out():
 
 def test_finite_gradients_whose_norm_overflows_are_left_out():
     """Each element is finite, the sum of squares is not: Adam's second moment would stay infinite for good."""
-    optimizer = skip_nonfinite(optax.adam(1.0))
+    optimizer = skip_bad_updates(optax.adam(1.0))
     params = {"w": jnp.ones(4)}
     state = optimizer.init(params)
     updates, state = optimizer.update({"w": jnp.full(4, 1e25)}, state, params)

@@ -7,8 +7,9 @@ import tyro
 
 from spmd import launch
 from spmd.checkpoint import Checkpoints
+from spmd.folder import RunFolder
 from spmd.recipe import Recipe, config_mesh
-from spmd.run import RunFolder, write_sample
+from spmd.run import write_sample
 from spmd.state import abstract_state
 
 

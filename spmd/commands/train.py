@@ -12,9 +12,13 @@ from spmd.clusters import Asked
 from spmd.commands.parsing import AskedFields, ConfigFields, parse_command
 from spmd.config import M, TrainConfig
 from spmd.data import bigram_loss
+from spmd.folder import Resume, RunFolder
+from spmd.goodput import measure_goodput
 from spmd.metrics import Console, device_memory
+from spmd.profiling import parse_steps
 from spmd.recipe import Recipe, config_mesh
-from spmd.run import RunFolder, train, write_sample
+from spmd.resilience.preemption import EXIT_PREEMPTED
+from spmd.run import train, write_sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +26,16 @@ class TrainCommand(Generic[M]):
     """Trains a model and keeps everything about it in a run folder.
 
     Metrics go to the terminal and to DIR/metrics.jsonl, checkpoints to DIR/checkpoints. A folder that holds a run is
-    refused without --resume, which goes on bitwise as if the run had never stopped.
+    refused without --resume, which goes on bitwise as if the run had never stopped. On SIGTERM or SIGUSR1 the run
+    finishes its step, saves and exits with 75: start it again with --resume auto.
     """
 
     config: ConfigFields
-    resume: bool = False
-    """Go on from the newest checkpoint in the run folder."""
+    resume: Resume = "never"
+    """What to do with a run that the folder holds: never (refuse it), auto (go on with it; start one where there is
+    none), always (go on; refuse a folder without one). It goes on from the newest checkpoint that is whole."""
+    profile: str = ""
+    """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any time."""
     asked: AskedFields = Asked()
 
 
@@ -36,7 +44,7 @@ def run_train(arguments: list[str]) -> int:
     command, source = parse_command(TrainCommand, arguments, "train")
     config: TrainConfig = command.config
     folder = RunFolder(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
-    folder.check_use(resume=command.resume)
+    resume, steps = folder.check_use(command.resume), parse_steps(command.profile)
     launch.start(launch.Launch(config.devices, command.asked))
     recipe = Recipe(config, config_mesh(config))
     recipe.audit()
@@ -49,7 +57,14 @@ def run_train(arguments: list[str]) -> int:
         f"{len(corpus.validation):,} held out\n"
     )
     console = Console(config.steps) if first else None
-    outcome = train(recipe, folder, source, console, resume=command.resume)
+    outcome = train(
+        recipe, folder, source, console, resume=resume, profile=steps, environment=launch.compiler_environment()
+    )
+    if console:
+        console.close()
+    if outcome.preempted is not None:
+        show(f"told to go: saved after step {outcome.preempted}; --resume auto goes on from there")
+        return EXIT_PREEMPTED
     if console and outcome.steps:
         tokens = outcome.steps * config.data.batch * config.data.sequence
         console.summary(
@@ -67,6 +82,8 @@ def run_train(arguments: list[str]) -> int:
             show(f"                {_bigram(recipe):.3f} for a bigram count model of the same corpus")
     show(f"checkpoint      {folder.checkpoints}/{outcome.checkpoint}")
     show(f"metrics         {folder.metrics}")
+    if first:
+        show(f"\n{measure_goodput(folder.path)}")
     if config.sample.prompt:
         options = dataclasses.asdict(config.sample)
         text = write_sample(recipe, outcome.state, options.pop("prompt"), seed=config.seed, **options)

@@ -48,7 +48,7 @@ def unscale(grad_fn: GradFn, loss_scale: LossScale | None) -> GradFn:
 def keep_variables(grad_fn: GradFn) -> GradFn:
     """The gradient function, which leaves the variables as they were where its gradients are not finite.
 
-    What `skip_nonfinite` is for parameters, this is for batch statistics.
+    What `skip_bad_updates` is for parameters, this is for batch statistics.
     """
 
     def kept(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:

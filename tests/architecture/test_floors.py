@@ -38,6 +38,10 @@ FLOORS = {
         *("flax", "moments", "optim", "state", "offload", "step"),
         *("corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
     ),
+    "resilience": (
+        *("resilience.agreement", "resilience.deadline", "resilience.preemption"),
+        *("resilience.bad_steps", "resilience.spread", "goodput", "profiling"),
+    ),
     "look": (
         "foresight.hlo",
         "foresight.groups",
@@ -55,7 +59,19 @@ FLOORS = {
         "foresight.timeline",
     ),
     "edges": (
-        *("config", "recipe", "run", "clusters", "launch", "rehearsal", "script", "testing", "check"),
+        *(
+            "config",
+            "recipe",
+            "folder",
+            "hooks",
+            "run",
+            "clusters",
+            "launch",
+            "rehearsal",
+            "script",
+            "testing",
+            "check",
+        ),
         *("commands.parsing", "commands.train", "commands.launch", "commands.script"),
         *("commands.plan", "commands.check", "commands.generate", "cli"),
     ),

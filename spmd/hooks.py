@@ -1,0 +1,191 @@
+"""What a training run does beside its steps: it logs, evaluates and saves."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmd.checkpoint import Checkpoints, library_versions
+from spmd.config import config_values
+from spmd.data import Windows, evaluation_batches
+from spmd.folder import ProcessLog
+from spmd.goodput import Stopwatch
+from spmd.mesh import batch_sharding
+from spmd.metrics import StepClock, Writers, device_memory, process_peak_rss, utilization
+from spmd.recipe import Recipe
+from spmd.resilience.deadline import Watchdog
+from spmd.resilience.preemption import Preemption
+from spmd.resilience.spread import Spread
+from spmd.state import TrainState
+from spmd.step import make_eval_step
+from spmd.trainer import Hook
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruments:
+    """What the hooks of one process share: its clocks, its log, and who watches over it."""
+
+    clock: StepClock
+    stopwatch: Stopwatch
+    watchdog: Watchdog
+    preemption: Preemption
+    log: ProcessLog
+
+
+class Log(Hook):
+    """Writes the metrics of every `log_every`-th step, and of the last.
+
+    Args:
+        recipe: The run.
+        instruments: Of this process.
+        writers: Where the numbers go.
+        folder: Where goodput is kept; None where another process keeps it.
+        left_out: How many batches of the data were passed over.
+    """
+
+    def __init__(
+        self, recipe: Recipe, instruments: Instruments, writers: Writers, folder: Path | None, left_out: int
+    ) -> None:
+        self.recipe, self.instruments, self.writers = recipe, instruments, writers
+        self.folder, self.left_out = folder, left_out
+        self.positions = recipe.config.data.batch * recipe.config.data.sequence
+        self.last: dict[str, Any] = {}
+        self._spread = Spread() if jax.process_count() > 1 else None
+        self._seconds, self._step = dict(instruments.stopwatch.seconds), 0
+
+    def on_start(self, step: int) -> None:
+        """The first line of this session, which later ones are compared with."""
+        self._since(step)
+
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds throughput and memory to what the step reports."""
+        clock = self.instruments.clock
+        clock.finished()
+        config = self.recipe.config
+        if step % config.log_every and step != config.steps:
+            return
+        self.last = values = {**metrics, "tokens": int(metrics["tokens"])}
+        values |= {"left_out_batches": self.left_out} if self.left_out else {}
+        if clock.median is not None and clock.p95 is not None:
+            rate = self.positions / clock.median
+            mfu = utilization(self.recipe.flops, rate, self.recipe.mesh.devices.flat)
+            values |= {"tokens_per_s": rate, "step_s": clock.median, "step_s_p95": clock.p95}
+            values |= {"mfu": mfu} if mfu is not None else {}
+        memory = device_memory()
+        values |= {"device_peak_bytes": memory} if memory is not None else {}
+        values["host_peak_bytes"] = process_peak_rss()
+        own = self._since(step)
+        values |= {"data_s": own["data"], **self._apart(own)}
+        self.writers.write(step, values)
+        self.instruments.log.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
+
+    def finish(self, step: int) -> None:
+        """The last line of this session, with its last checkpoint."""
+        self._since(step)
+
+    def _since(self, step: int) -> dict[str, float]:
+        """Seconds by activity for each step since the call before, on this process."""
+        watch = self.instruments.stopwatch
+        watch.turn_to("step")
+        if self.folder:
+            watch.write(self.folder, step)
+        now, count = dict(watch.seconds), max(step - self._step, 1)
+        own = {name: (now[name] - self._seconds[name]) / count for name in now}
+        self._seconds, self._step = now, step
+        return own
+
+    def _apart(self, own: dict[str, float]) -> dict[str, float]:
+        """How far processes were apart one line ago: in step time, and which one waited the longest for data."""
+        if self._spread is None:
+            return {}
+        with jax.transfer_guard("allow"):
+            rows = self._spread.exchange([own["step"], own["data"]])
+        if rows is None:
+            return {}
+        step, data = rows.T
+        spread = {"process_step_s_least": float(step.min()), "process_step_s_most": float(step.max())}
+        return {**spread, "process_data_s_most": float(data.max()), "process_of_data_s_most": int(data.argmax())}
+
+
+class Evaluate(Hook):
+    """Loss and accuracy on the validation half, every `evaluate.every` steps and after the last."""
+
+    def __init__(self, recipe: Recipe, instruments: Instruments, writers: Writers, windows: Windows) -> None:
+        self.recipe, self.instruments, self.writers, self.windows = recipe, instruments, writers, windows
+        self.step = make_eval_step(recipe.plan, recipe.evaluation_loss_fn)
+        self.last: dict[str, float] = {}
+        self.last_step, self.tokens = -1, 0
+
+    def wants_state(self, step: int) -> bool:
+        """At the interval and at the end."""
+        config = self.recipe.config
+        return step == config.steps or bool(config.evaluate.every and step % config.evaluate.every == 0)
+
+    def on_state(self, step: int, state: TrainState) -> None:
+        """Writes `val_loss` and `val_accuracy`, weighted by token."""
+        config, watchdog = self.recipe.config, self.instruments.watchdog
+        stream = evaluation_batches(
+            self.windows,
+            batch=config.data.batch,
+            sharding=batch_sharding(self.recipe.mesh),
+            tokens_at_most=config.evaluate.tokens,
+        )
+        parts = []
+        with self.instruments.stopwatch.during("evaluate"):
+            for number, batch in enumerate(stream, 1):
+                watchdog.doing(f"evaluating after step {step}")
+                parts.append(jax.device_get(self.step(state.params, state.variables, batch)))
+                watchdog.finished(f"evaluation batch {number} after step {step}")
+        sums = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
+        self.tokens, self.last_step = int(sums["weight"]), step
+        self.last = {f"val_{name}": total / sums["weight"] for name, total in sums.items() if name != "weight"}
+        self.writers.write(step, self.last)
+        self.instruments.clock.restart()
+
+
+class Save(Hook):
+    """A checkpoint every `checkpoint_every` steps, after the last, and where training is told to stop.
+
+    Args:
+        recipe: The run.
+        instruments: Of this process.
+        checkpoints: Where they go.
+        evaluate: Has the metrics to rank them by.
+        left_out: How many batches of the data were passed over.
+    """
+
+    def __init__(
+        self, recipe: Recipe, instruments: Instruments, checkpoints: Checkpoints, evaluate: Evaluate, left_out: int
+    ) -> None:
+        self.recipe, self.instruments, self.checkpoints = recipe, instruments, checkpoints
+        self.evaluate, self.left_out = evaluate, left_out
+
+    def wants_state(self, step: int) -> bool:
+        """At the interval and at the end."""
+        config = self.recipe.config
+        ends = step in (config.steps, self.instruments.preemption.stopped_at)
+        return ends or bool(config.checkpoint_every and step % config.checkpoint_every == 0)
+
+    def on_state(self, step: int, state: TrainState) -> None:
+        """Starts an asynchronous save of everything that must resume together."""
+        config, plan = self.recipe.config, self.recipe.plan
+        record = {
+            "step": step,
+            "position": (step + self.left_out) * config.data.batch,
+            "data": self.recipe.corpus.fingerprint,
+            "seed": config.seed,
+            "batch": config.data.batch,
+            "sequence": config.data.sequence,
+            "config": config_values(config),
+            "plan": str(plan),
+            "mesh": dict(plan.mesh.shape),
+            "versions": library_versions(),
+        }
+        metrics = self.evaluate.last if self.evaluate.last_step == step else {}
+        self.instruments.watchdog.doing(f"saving step {step}, or waiting for the save before it")
+        with self.instruments.stopwatch.during("checkpoint"):
+            self.checkpoints.save(step, state, record, metrics)
+        self.instruments.watchdog.finished(f"the copy of step {step} for its checkpoint")
+        self.instruments.log.say(f"saving step {step}")
+        self.instruments.clock.restart()
