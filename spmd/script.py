@@ -115,7 +115,7 @@ exit "$status"
 
 
 def jobset_manifest(
-    job: Job, *, image: str, claim: str, mount: str, restarts: int, tpu: tuple[str, str] | None = None
+    job: Job, *, image: str, claim: str, mount: str, restarts: int, tpu: str = ""
 ) -> dict[str, Any]:
     """A JobSet (jobset.x-k8s.io/v1alpha2): one indexed Job, whose pods have names, an order and one fate.
 
@@ -125,7 +125,7 @@ def jobset_manifest(
         claim: The PersistentVolumeClaim that all pods write the run folder to.
         mount: Where it is in a pod; the processes' working folder.
         restarts: How often all pods are started again, at most.
-        tpu: Accelerator and topology of a slice, as Google Kubernetes Engine names them; None for no TPU.
+        tpu: ACCELERATOR:TOPOLOGY of a slice, as Google Kubernetes Engine names them; empty for no TPU.
     """
     index = "batch.kubernetes.io/job-completion-index"
     together = ["--coordinator", f"{job.name}-{WORKERS}-0-0.{job.name}:{COORDINATOR_PORT}"]
@@ -153,7 +153,7 @@ def jobset_manifest(
     }
     chips = {"nvidia.com/gpu": job.gpus_per_node // job.processes_per_node} if job.gpus_per_node else {}
     if tpu:
-        accelerator, topology = tpu
+        accelerator, topology = tpu.split(":")
         chips = {"google.com/tpu": topology_chips(topology) // job.processes}
         pod["nodeSelector"] = {
             "cloud.google.com/gke-tpu-accelerator": accelerator,
@@ -161,8 +161,8 @@ def jobset_manifest(
         }
     if chips:
         container["resources"] = {"limits": chips}
-    restart = {"action": "FailJob", "onExitCodes": {"containerName": "spmd", "operator": "In"}}
-    restart["onExitCodes"]["values"] = sorted(RESTARTED)
+    codes = {"containerName": "spmd", "operator": "In", "values": sorted(RESTARTED)}
+    restart = {"action": "FailJob", "onExitCodes": codes}
     gone = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     indexed = {
         "completionMode": "Indexed",

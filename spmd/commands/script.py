@@ -102,10 +102,8 @@ def run_script(arguments: list[str]) -> int:
         setup=command.setup,
     )
     if isinstance(command, KubernetesCommand):
-        tpu = tuple(command.tpu.split(":")) if command.tpu else None
-        manifest = jobset_manifest(
-            job, image=command.image, claim=command.claim, mount=command.mount, restarts=command.restarts, tpu=tpu
-        )
+        places = {"image": command.image, "claim": command.claim, "mount": command.mount}
+        manifest = jobset_manifest(job, **places, restarts=command.restarts, tpu=command.tpu)
         text = to_yaml(manifest)
     else:
         text = slurm_script(job, time=command.time, partition=command.partition, account=command.account)
