@@ -239,8 +239,7 @@ def find_group(asked: Asked, environment: Environment) -> Group | None:
     processes = count if asked.processes is None else asked.processes
     process_id = process_id if asked.process_id is None else asked.process_id
     coordinator = asked.coordinator or address
-    if not problems:
-        problems = _incomplete(processes, process_id, coordinator, evidence)
+    problems += _incomplete(processes, process_id, coordinator, evidence)
     if problems:
         raise ConfigError("This process cannot be started:", problems)
     if processes is None or process_id is None or processes == 1:

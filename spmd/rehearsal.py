@@ -48,8 +48,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def process_arguments(train: Sequence[str], processes: int, devices: int, port: int) -> list[list[str]]:
-    """What each process is given on its command line.
+def process_commands(train: Sequence[str], processes: int, devices: int, port: int) -> list[list[str]]:
+    """The command line of each process.
 
     Args:
         train: The arguments of `spmd`, which begin with `train`.
@@ -59,20 +59,17 @@ def process_arguments(train: Sequence[str], processes: int, devices: int, port: 
     """
     # `--cluster none`: a rehearsal may itself run in a job, which knows nothing of these processes.
     together = ["--devices", devices, "--cluster", "none", "--coordinator", f"127.0.0.1:{port}"]
-    return [
-        [*train, *map(str, together), "--processes", str(processes), "--process-id", str(process_id)]
-        for process_id in range(processes)
-    ]
+    command = [sys.executable, "-m", "spmd.cli", *train, *map(str, together), "--processes", str(processes)]
+    return [[*command, "--process-id", str(process_id)] for process_id in range(processes)]
 
 
-def rehearse(arguments: Sequence[Sequence[str]], *, grace: float) -> int:
-    """Runs `spmd` once for each list of arguments, all at the same time; the exit code of the first that fails, or 0.
+def rehearse(commands: Sequence[Sequence[str]], *, grace: float) -> int:
+    """Runs several commands at the same time; the exit code of the first that fails, or 0.
 
     Args:
-        arguments: What each process is given.
+        commands: One for each process.
         grace: Seconds that the others have to end by themselves after one has failed.
     """
-    command = [sys.executable, "-m", "spmd.cli"]
     processes: list[subprocess.Popen[str]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -81,17 +78,16 @@ def rehearse(arguments: Sequence[Sequence[str]], *, grace: float) -> int:
 
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
-        for process_id, given in enumerate(arguments):
-            apart = {} if process_id == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            # In a session of its own, a process gets Ctrl-C once, from here.
+        for process_id, command in enumerate(commands):
             processes.append(
-                subprocess.Popen(  # type: ignore[call-overload]
-                    [*command, *given],
+                subprocess.Popen(
+                    command,
                     stdin=subprocess.DEVNULL,
-                    start_new_session=True,
+                    stdout=subprocess.PIPE if process_id else None,
+                    stderr=subprocess.STDOUT if process_id else None,
+                    start_new_session=True,  # so that Ctrl-C comes once, from here
                     text=True,
                     errors="replace",
-                    **apart,
                 )
             )
         readers = [_start_reader(i, process.stdout) for i, process in enumerate(processes) if process.stdout]
@@ -110,8 +106,9 @@ def rehearse(arguments: Sequence[Sequence[str]], *, grace: float) -> int:
 
 def _start_reader(process_id: int, lines: IO[str]) -> threading.Thread:
     def read() -> None:
-        for line in lines:
-            print(f"[{process_id}] {line}", end="", file=sys.stderr, flush=True)
+        with lines:
+            for line in lines:
+                print(f"[{process_id}] {line}", end="", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()

@@ -114,9 +114,7 @@ exit "$status"
 """
 
 
-def jobset_manifest(
-    job: Job, *, image: str, claim: str, mount: str, restarts: int, tpu: str = ""
-) -> dict[str, Any]:
+def jobset_manifest(job: Job, *, image: str, claim: str, mount: str, restarts: int, tpu: str = "") -> dict[str, Any]:
     """A JobSet (jobset.x-k8s.io/v1alpha2): one indexed Job, whose pods have names, an order and one fate.
 
     Args:

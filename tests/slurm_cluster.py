@@ -107,7 +107,11 @@ def _wait_until_idle(environment: Mapping[str, str], names: list[str], folder: P
     idle: set[str] = set()
     while time.monotonic() < until:
         listed = subprocess.run(
-            ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"], env=environment, capture_output=True, text=True, check=False
+            ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         idle = set(listed.stdout.split())
         if idle == set(names):

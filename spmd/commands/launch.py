@@ -6,7 +6,7 @@ from spmd.clusters import Asked
 from spmd.commands.parsing import parse_command, parse_flags
 from spmd.commands.train import TrainCommand
 from spmd.errors import ConfigError, Problem
-from spmd.rehearsal import free_port, process_arguments, rehearse
+from spmd.rehearsal import free_port, process_commands, rehearse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ def run_launch(arguments: list[str]) -> int:
         fix = "spmd launch --processes 2 -- train CONFIG …"
         raise ConfigError("spmd launch runs spmd train:", [Problem("after --", what, fix=fix)])
     devices = _devices(command, train[1:])
-    return rehearse(process_arguments(train, command.processes, devices, free_port()), grace=command.grace)
+    return rehearse(process_commands(train, command.processes, devices, free_port()), grace=command.grace)
 
 
 def _devices(command: LaunchCommand, train: list[str]) -> int:
