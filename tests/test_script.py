@@ -79,7 +79,8 @@ def test_jobset_meets_and_starts_again():
     jobset = manifest(processes_per_node=2, gpus_per_node=8)
     job, pod, container = parts(jobset)
     command = container["command"]
-    flags = dict(zip(command[command.index("--cluster") :: 2], command[command.index("--cluster") + 1 :: 2]))
+    flags = command[command.index("--cluster") :]
+    flags = dict(zip(flags[::2], flags[1::2], strict=True))
     assert flags["--coordinator"] == "tiny-workers-0-0.tiny:7777"
     assert jobset["spec"]["network"]["subdomain"] == jobset["metadata"]["name"] == "tiny"
     assert (flags["--processes"], flags["--process-id"]) == ("8", "$(PROCESS_ID)")
@@ -117,7 +118,9 @@ def test_tpu_chips_are_shared_out():
 
 def test_slurm_script():
     """The batch file asks for what was asked for, is signalled in time, and goes back into the queue by itself."""
-    job = Job(**{**vars(JOB), "processes_per_node": 2, "gpus_per_node": 8, "save_seconds": 90, "setup": "module load x"})
+    job = Job(
+        **{**vars(JOB), "processes_per_node": 2, "gpus_per_node": 8, "save_seconds": 90, "setup": "module load x"}
+    )
     script = slurm_script(job, time="1:00:00", partition="gpu")
     options = set(re.findall(r"^#SBATCH --(.*)$", script, re.M))
     assert options == {
@@ -130,7 +133,9 @@ def test_slurm_script():
     assert "gpus" not in slurm_script(JOB)
 
 
-@pytest.mark.parametrize(("status", "code", "requeued"), [(0, 0, False), (75, 0, True), (2, 2, False), (134, 134, False)])
+@pytest.mark.parametrize(
+    ("status", "code", "requeued"), [(0, 0, False), (75, 0, True), (2, 2, False), (134, 134, False)]
+)
 def test_slurm_script_ends(status, code, requeued, tmp_path):
     """Done is done, 75 is requeued, anything else fails with the code of srun."""
     programs = {"srun": f"exit {status}", "scontrol": f'echo "$@" > {tmp_path}/scontrol.txt'}
