@@ -21,7 +21,9 @@ from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 USAGE = """\
 usage: spmd VERB …
 
-  spmd train CONFIG [--out DIR] [--resume] [--FIELD VALUE …]   train, with checkpoints and metrics in DIR
+  spmd train CONFIG [--out DIR] [--FIELD VALUE …]              train, with checkpoints and metrics in DIR
+       [--resume auto]                                         … going on from the newest checkpoint, if there is one
+       [--profile 10:15]                                       … tracing these steps
   spmd launch --processes N -- train CONFIG …                  a rehearsal on this machine, in N processes
   spmd script slurm|kubernetes CONFIG --nodes N [-- …]         a batch file or manifest that trains on N nodes
   spmd plan CONFIG [--FIELD VALUE …]                           how every parameter is split, and what a device holds

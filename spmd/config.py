@@ -212,6 +212,9 @@ class TrainConfig(Generic[M]):
     """How many of the newest checkpoints to keep."""
     keep_best: int = 1
     """How many of those with the lowest validation loss to keep besides."""
+    programs: str = ""
+    """The folder for compiled programs, so that a restart compiles nothing; none: keep none; empty: JAX's own setting
+    (JAX_COMPILATION_CACHE_DIR), or ~/.cache/spmd/programs."""
     devices: int = 0
     """Simulate this many CPU devices (0: use the real ones)."""
 

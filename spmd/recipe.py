@@ -34,6 +34,7 @@ from spmd.model import Model
 from spmd.optim import check_no_decay, make_learning_rate, make_optimizer
 from spmd.plan import ShardingPlan, make_plan
 from spmd.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
+from spmd.program_cache import programs_in
 from spmd.skip import skip_bad_updates, skipped_steps
 from spmd.state import TrainState
 from spmd.step import TrainStep, make_train_step
@@ -253,7 +254,7 @@ class Recipe:
         Raises:
             MemoryError: The compiler says that the step does not fit the chip.
         """
-        with compiler_log() as log:
+        with programs_in(None), compiler_log() as log:  # a program from the cache says nothing of its compilation
             try:
                 compiled = self.step.compile(self.abstract_batch())
             except jax.errors.JaxRuntimeError as error:

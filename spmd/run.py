@@ -23,6 +23,7 @@ from spmd.mesh import batch_sharding, shards_of
 from spmd.metrics import Console, JsonLines, StepClock, TensorBoard, Writer, Writers
 from spmd.model import as_outputs
 from spmd.profiling import Profile
+from spmd.program_cache import program_folder, programs_in
 from spmd.recipe import Recipe
 from spmd.resilience.agreement import agree, source_fingerprint
 from spmd.resilience.bad_steps import FindBadSteps
@@ -95,6 +96,7 @@ def train(
     """
     config = recipe.config
     with contextlib.ExitStack() as stack:
+        stack.enter_context(programs_in(program_folder(config.programs)))
         log = stack.enter_context(ProcessLog(folder.log))
         recovery = config.recovery
         watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
@@ -104,10 +106,8 @@ def train(
         tracing = stack.enter_context(Profile(folder.path / "profile", profile))
         instruments = Instruments(StepClock(), Stopwatch(), watchdog, preemption, log)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, keep=config.keep, keep_best=config.keep_best))
-        first = jax.process_index() == 0
-        return _Session(recipe, folder, console if first else None, instruments, checkpoints, tracing).run(
-            source, resume
-        )
+        console = console if jax.process_index() == 0 else None
+        return _Session(recipe, folder, console, instruments, checkpoints, tracing).run(source, resume)
 
 
 def _statements(recipe: Recipe, source: Path, resume: bool, environment: Mapping[str, str]) -> dict[str, Any]:

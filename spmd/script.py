@@ -43,6 +43,7 @@ class Job:
         nodes: How many machines.
         processes_per_node: Processes on each; on GPUs and TPUs one for a whole machine is usual.
         gpus_per_node: GPUs that each machine gives, 0 for none.
+        cpus_per_process: CPU cores of each process, 0 for the cluster's default.
         save_seconds: How long before the end a process is told to go, to save.
         setup: A line of shell that comes first; may be empty.
     """
@@ -53,6 +54,7 @@ class Job:
     nodes: int
     processes_per_node: int = 1
     gpus_per_node: int = 0
+    cpus_per_process: int = 0
     save_seconds: int = 120
     setup: str = ""
 
@@ -81,6 +83,7 @@ def slurm_script(job: Job, *, time: str = "", partition: str = "", account: str 
         "nodes": job.nodes,
         "ntasks-per-node": job.processes_per_node,
         "gpus-per-node": job.gpus_per_node,
+        "cpus-per-task": job.cpus_per_process,
         "time": time,
         "partition": partition,
         "account": account,
@@ -89,8 +92,11 @@ def slurm_script(job: Job, *, time: str = "", partition: str = "", account: str 
         "signal": f"USR1@{job.save_seconds}",
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
-    # With several tasks on a node, Slurm deals the GPUs out; a single one sees them all.
-    split = f"--gpus-per-task={job.gpus_per_node // job.processes_per_node} " if job.processes_per_node > 1 else ""
+    # A step does not take over the job's CPUs. With several tasks on a node, Slurm deals the GPUs out; one sees all.
+    step = ["--kill-on-bad-exit=0", "--wait=60"]
+    step += [f"--cpus-per-task={job.cpus_per_process}"] if job.cpus_per_process else []
+    if job.gpus_per_node and job.processes_per_node > 1:
+        step.append(f"--gpus-per-task={job.gpus_per_node // job.processes_per_node}")
     return f"""\
 #!/bin/bash
 {chr(10).join(lines)}
@@ -102,7 +108,7 @@ export JAX_COMPILATION_CACHE_DIR="$SLURM_SUBMIT_DIR/{COMPILED}"
 # {job.save_seconds} s before the time is up, and when the job is preempted, Slurm signals the processes: they save and
 # exit with {EXIT_PREEMPTED}. One that exits must not have the others killed, for they may still be saving; after a
 # minute they are.
-srun --kill-on-bad-exit=0 --wait=60 {split if job.gpus_per_node else ""}\\
+srun {" ".join(step)} \\
   {shlex.join(job.arguments)}
 status=$?
 
@@ -157,8 +163,10 @@ def jobset_manifest(job: Job, *, image: str, claim: str, mount: str, restarts: i
             "cloud.google.com/gke-tpu-accelerator": accelerator,
             "cloud.google.com/gke-tpu-topology": topology,
         }
-    if chips:
-        container["resources"] = {"limits": chips}
+    requests = {"cpu": job.cpus_per_process} if job.cpus_per_process else {}
+    resources = {"limits": chips, "requests": requests}
+    if chips or requests:
+        container["resources"] = {name: amounts for name, amounts in resources.items() if amounts}
     codes = {"containerName": "spmd", "operator": "In", "values": sorted(RESTARTED)}
     restart = {"action": "FailJob", "onExitCodes": codes}
     gone = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}

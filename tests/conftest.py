@@ -4,6 +4,8 @@ XLA's expensive optimisations are off, which makes the suite three times faster,
 for the whole session; what is asked of the optimised program is asked in subprocesses.
 """
 
+import atexit
+import os
 import tempfile
 
 import jax
@@ -15,7 +17,9 @@ simulate_devices(8)
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 _CACHE = tempfile.TemporaryDirectory(prefix="spmd-tests-")
+atexit.register(_CACHE.cleanup)
 jax.config.update("jax_compilation_cache_dir", _CACHE.name)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name  # for runs in processes of their own
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

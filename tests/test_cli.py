@@ -90,18 +90,18 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     # the folder is taken
     assert run("train", config, "--out", out) == 2
     assert "already holds a run" in capsys.readouterr().err
-    assert run("train", config, "--out", out, "--resume", "--seed", "3") == 2
+    assert run("train", config, "--out", out, "--resume", "always", "--seed", "3") == 2
     assert "seed: was 0 and is 3" in capsys.readouterr().err
 
     # another model does not fit, and the report is complete
-    assert run("train", config, "--out", out, "--resume", "--model.d-ff", "32") == 2
+    assert run("train", config, "--out", out, "--resume", "always", "--model.d-ff", "32") == 2
     report = capsys.readouterr().err
     assert report.count("down_proj/kernel") >= 3  # the parameter and its two moments
     assert "up_proj/kernel" in report
     assert "(2, 32, 32)" in report or "2×32×32" in report
 
     # and the run is as it was
-    assert run("train", config, "--out", out, "--resume", "--steps", "6") == 0
+    assert run("train", config, "--out", out, "--resume", "always", "--steps", "6") == 0
     printed = capsys.readouterr().out
     assert "resuming after step 4" in printed
     assert "steps was 4 and is 6 from here on" in printed
@@ -334,7 +334,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(config, tmp_path, capsys):
     [
         (["trian", "demo"], 'did you mean "train"'),
         (["train"], "needs a config"),
-        (["train", "demo", "--resume", "--out", "/no/such/run"], "holds no run"),
+        (["train", "demo", "--resume", "always", "--out", "/no/such/run"], "holds no run"),
         (["train", "--steps", "5", "demo"], "comes first"),
         (["plan", "demo", "--data.sequence", "64"], "16 prompt tokens + 200 new ones = 216 > 64"),
         (["check", "demo", "--check-steps", "0"], "1 or more"),

@@ -85,7 +85,7 @@ def params(folder: Path, out: Path):
     recipe = Recipe(config, mesh_of(config.mesh, jax.devices()[:2]))
     with Checkpoints(out / "checkpoints") as checkpoints:
         state, _ = checkpoints.restore(STEPS, abstract_state(recipe.plan))
-    return jax.tree.map(np.asarray, (state.params, state.opt_state))
+    return jax.tree.map(np.asarray, (state.params, state.optimizer_state))
 
 
 def wait_for(what: str, condition, seconds: float, describe=lambda: "") -> None:
@@ -101,7 +101,7 @@ def by_mpi(folder, environment):
     absent = missing_programs(("mpirun",))
     assert not absent, "mpirun is not installed; run `make system` as root"
     out = folder / "mpi"
-    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", 2)
+    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", 2)
     done = subprocess.run(
         command(*mpirun, "spmd", "train", "tiny.py", "--out", out, *FLAGS),
         capture_output=True,

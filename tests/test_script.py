@@ -35,7 +35,7 @@ def parts(jobset):
     [
         manifest(),
         manifest(nodes=1),
-        manifest(gpus_per_node=8, processes_per_node=2, setup="source .venv/bin/activate"),
+        manifest(gpus_per_node=8, processes_per_node=2, cpus_per_process=4, setup="source .venv/bin/activate"),
         jobset_manifest(JOB, **PLACES, tpu="tpu-v5-lite-podslice:4x4"),
     ],
     ids=["cpu", "one-node", "gpu", "tpu"],
@@ -124,13 +124,21 @@ def test_slurm_script():
     script = slurm_script(job, time="1:00:00", partition="gpu")
     options = set(re.findall(r"^#SBATCH --(.*)$", script, re.M))
     assert options == {
-        *("job-name=tiny", "nodes=4", "ntasks-per-node=2", "gpus-per-node=8", "time=1:00:00", "partition=gpu"),
+        *(
+            "job-name=tiny",
+            "nodes=4",
+            "ntasks-per-node=2",
+            "cpus-per-task=12",
+            "gpus-per-node=8",
+            "time=1:00:00",
+            "partition=gpu",
+        ),
         *("output=tiny-%j.log", "open-mode=append", "signal=USR1@90", "requeue"),
     }
     assert "\nmodule load x\n" in script
-    assert "--gpus-per-task=4" in script
+    assert "--wait=60 --cpus-per-task=12 --gpus-per-task=4 \\\n  spmd train" in script
     assert shlex.join(["spmd", "train", "tiny.py", "--steps", "9", "--out", "runs/tiny", "--resume", "auto"]) in script
-    assert "gpus" not in slurm_script(JOB)
+    assert not re.search("[cg]pus", slurm_script(JOB))
 
 
 @pytest.mark.parametrize(

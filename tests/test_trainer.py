@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from spmd.errors import NonFiniteError
-from spmd.trainer import Hook, StopOnNonFinite, fit
+from spmd.resilience.bad_steps import FindBadSteps
+from spmd.trainer import Hook, fit
 
 
 class Recorder(Hook):
@@ -104,7 +105,7 @@ def test_nan_stops_with_step_position_and_last_good_checkpoint():
     events = []
     step = fake_step(events, loss=lambda n: float("nan") if n == 3 else 1.0)
     with pytest.raises(NonFiniteError) as caught:
-        fit(0, step, range(9), steps=9, hooks=[StopOnNonFinite(batch=16, last_good=lambda: 2)])
+        fit(0, step, range(9), steps=9, hooks=[FindBadSteps(16, last_good=lambda: 2)])
     text = str(caught.value)
     assert "step 3" in text
     assert "sequences 32 … 47" in text

@@ -27,6 +27,8 @@ class ScriptCommand:
     """Processes on each of them; one serves all of its GPUs or TPU chips."""
     gpus_per_node: int = 0
     """GPUs of each machine that the run gets."""
+    cpus_per_process: int = 0
+    """CPU cores of each process (0: the cluster's default, which may be one)."""
     name: str = ""
     """What the job is called; by default as the config is."""
     out: str = ""
@@ -98,6 +100,7 @@ def run_script(arguments: list[str]) -> int:
         nodes=command.nodes,
         processes_per_node=command.processes_per_node,
         gpus_per_node=command.gpus_per_node,
+        cpus_per_process=command.cpus_per_process,
         save_seconds=command.save_seconds,
         setup=command.setup,
     )
@@ -120,10 +123,11 @@ def _check(command: Any, parsed: Any, name: str) -> None:
     Raises:
         SpmdError: The numbers are wrong, or the config cannot run on all devices.
     """
+    least = {"nodes": 1, "processes_per_node": 1, "gpus_per_node": 0, "cpus_per_process": 0, "save_seconds": 1}
     problems = [
-        Problem(field, f"is {getattr(command, field.replace('-', '_'))}", fix=f"{least} or more")
-        for field, least in (("nodes", 1), ("processes-per-node", 1), ("gpus-per-node", 0), ("save-seconds", 1))
-        if getattr(command, field.replace("-", "_")) < least
+        Problem(field.replace("_", "-"), f"is {value}", fix=f"{lowest} or more")
+        for field, lowest in least.items()
+        if (value := getattr(command, field)) < lowest
     ]
     if not problems and command.gpus_per_node % command.processes_per_node:
         arithmetic = f"{command.gpus_per_node} / {command.processes_per_node}"

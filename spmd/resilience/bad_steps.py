@@ -49,7 +49,7 @@ class FindBadSteps(Hook):
         if bad:
             if self.non_finite and metrics.get("loss_scale", self.floor) <= self.floor:
                 what = " and ".join(f"{name} is {metrics[name]}" for name in bad)
-                fix = "lower the learning rate and --resume, or --on-nan skip or roll-back to do without such steps"
+                fix = "lower the learning rate and --resume always, or --on-nan skip or roll-back"
                 raise NonFiniteError(f"Training stopped: {what}.", [self._problem(step, fix)], step)
             return
         loss = metrics.get("loss", 0.0)
@@ -58,7 +58,7 @@ class FindBadSteps(Hook):
             if loss > self.factor * usual:
                 what = f"the loss is {loss:.4g}, and the median of the last {len(self._losses)} is {usual:.4g}"
                 arithmetic = f"{loss:.4g} / {usual:.4g} = {loss / usual:.3g}, which is above {self.factor:g}"
-                fix = "lower the learning rate and --resume, or --recovery.on-spike roll-back to pass over such batches"
+                fix = "lower the learning rate and --resume always, or --recovery.on-spike roll-back"
                 raise SpikeError(
                     f"Training stopped: {what}.",
                     [self._problem(step, fix), Problem("recovery.spike-factor", "is exceeded", arithmetic)],

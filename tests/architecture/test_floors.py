@@ -36,7 +36,7 @@ FLOORS = {
         *("gradients.lockstep", "gradients.stages", "gradients.exchange", "gradients.ticks", "gradients.pipeline"),
         "gradients.in_flight",
         *("flax", "moments", "optim", "state", "offload", "step"),
-        *("corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
+        *("corpus", "data", "checkpoint", "metrics", "trainer", "generate", "program_cache"),
     ),
     "resilience": (
         *("resilience.agreement", "resilience.deadline", "resilience.preemption"),

@@ -1,0 +1,46 @@
+"""Compiled programs on disk: a run that is started again does not compile again."""
+
+import contextlib
+import hashlib
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+
+def program_folder(configured: str) -> Path | None:
+    """Where programs are kept, None for nowhere.
+
+    By default a folder for each kind of processor, as a home folder may be shared by machines, and the programs of
+    simulated devices are made for one kind.
+
+    Args:
+        configured: A folder, "none", or empty for JAX's own setting if there is one, else `~/.cache/spmd/programs`.
+    """
+    if configured == "none":
+        return None
+    if folder := configured or jax.config.values["jax_compilation_cache_dir"]:
+        return Path(folder).expanduser()
+    processor = platform.machine() + platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return Path("~/.cache/spmd/programs").expanduser() / hashlib.sha256(processor.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def programs_in(folder: Path | None) -> Iterator[None]:
+    """Inside, what takes a second or more to compile is kept in `folder`, and found there; None: always compiled."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    _use(None if folder is None else str(folder))
+    try:
+        yield
+    finally:
+        _use(before)
+
+
+def _use(folder: str | None) -> None:
+    reset_cache()  # JAX looks once whether there is a cache, and remembers
+    jax.config.update("jax_compilation_cache_dir", folder)
