@@ -118,22 +118,13 @@ def test_tpu_chips_are_shared_out():
 
 def test_slurm_script():
     """The batch file asks for what was asked for, is signalled in time, and goes back into the queue by itself."""
-    job = Job(
-        **{**vars(JOB), "processes_per_node": 2, "gpus_per_node": 8, "save_seconds": 90, "setup": "module load x"}
-    )
+    changes = {"processes_per_node": 2, "gpus_per_node": 8, "cpus_per_process": 12, "save_seconds": 90}
+    job = Job(**{**vars(JOB), **changes, "setup": "module load x"})
     script = slurm_script(job, time="1:00:00", partition="gpu")
     options = set(re.findall(r"^#SBATCH --(.*)$", script, re.M))
     assert options == {
-        *(
-            "job-name=tiny",
-            "nodes=4",
-            "ntasks-per-node=2",
-            "cpus-per-task=12",
-            "gpus-per-node=8",
-            "time=1:00:00",
-            "partition=gpu",
-        ),
-        *("output=tiny-%j.log", "open-mode=append", "signal=USR1@90", "requeue"),
+        *("job-name=tiny", "nodes=4", "ntasks-per-node=2", "cpus-per-task=12", "gpus-per-node=8", "time=1:00:00"),
+        *("partition=gpu", "output=tiny-%j.log", "open-mode=append", "signal=USR1@90", "requeue"),
     }
     assert "\nmodule load x\n" in script
     assert "--wait=60 --cpus-per-task=12 --gpus-per-task=4 \\\n  spmd train" in script
