@@ -10,6 +10,7 @@ PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reor
 
 VENV := .venv
 NEWEST := .venv-newest
+SYSTEM_PACKAGES := slurm-wlm munge openmpi-bin
 BENCH_MESHES := data=1,fsdp=8,tensor=1 data=2,fsdp=2,tensor=2 data=1,fsdp=1,tensor=1
 
 # One stamp for each thing that was installed; pip runs again only when what it reads has changed.
@@ -27,7 +28,7 @@ define make_venv
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test fast check bench docs newest
+.PHONY: help install system demo test fast check bench docs newest
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +40,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV)"
 	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,dev,tpu]'
 	@touch $@
+
+system: ## install Debian's packages of Slurm and Open MPI, which slow tests start (as root)
+	@dpkg -s $(SYSTEM_PACKAGES) >/dev/null 2>&1 || { \
+	  [ "$$(id -u)" = 0 ] || { echo "as root: apt-get install $(SYSTEM_PACKAGES)" >&2; exit 1; }; \
+	  echo "installing $(SYSTEM_PACKAGES)"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(SYSTEM_PACKAGES) >/dev/null; }
 
 demo: install ## train a small Llama over 8 simulated devices, into runs/demo (about 3 minutes on 2 cores)
 	@if [ -e runs/demo ]; then echo "removing the previous runs/demo"; rm -rf runs/demo; fi

@@ -1,4 +1,4 @@
-"""The command line: `spmd train | plan | check | generate`.
+"""The command line: `spmd train | launch | script | plan | check | generate`.
 
 Every field of a `TrainConfig` is a flag by its dotted path. Errors that a user can mend are printed without a traceback
 and exit with 2; a check that fails exits with 1, and a plan that does not fit its chips with 3.
@@ -8,9 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from spmd import launch
 from spmd.commands.check import run_check
 from spmd.commands.generate import run_generate
+from spmd.commands.launch import run_launch
 from spmd.commands.plan import run_plan
+from spmd.commands.script import run_script
 from spmd.commands.train import run_train
 from spmd.config import shipped
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
@@ -21,6 +24,8 @@ usage: spmd VERB …
   spmd train CONFIG [--out DIR] [--FIELD VALUE …]              train, with checkpoints and metrics in DIR
        [--resume auto]                                         … going on from the newest checkpoint, if there is one
        [--profile 10:15]                                       … tracing these steps
+  spmd launch --processes N -- train CONFIG …                  a rehearsal on this machine, in N processes
+  spmd script slurm|kubernetes CONFIG --nodes N [-- …]         a batch file or manifest that trains on N nodes
   spmd plan CONFIG [--FIELD VALUE …]                           how every parameter is split, and what a device holds
        [--all] [--json]                                        … and gradients and optimizer state; as JSON
        [--topology v5e:16x16]                                  for a machine that need not be here; 3 if it does not fit
@@ -45,17 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_dispatch(arguments))
     except SpmdError as error:
         print(f"spmd: {error}", file=sys.stderr)
-        sys.exit(2)
+        launch.leave(2)
     except KeyboardInterrupt:
-        sys.exit(130)
+        launch.leave(130)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing may be flushed to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        launch.leave(141)
 
 
 def _dispatch(arguments: list[str]) -> int:
     verbs: dict[str, Callable[[list[str]], int]] = {
         "train": run_train,
+        "launch": run_launch,
+        "script": run_script,
         "plan": run_plan,
         "check": run_check,
         "generate": run_generate,

@@ -1,14 +1,22 @@
-"""How a process becomes part of a run: simulated devices, or one of several processes.
+"""How a process becomes part of a run: simulated devices, or one of several processes; and how it leaves one.
 
 Only this room and `testing` read or write environment variables.
 """
 
 import dataclasses
+import errno
 import logging
 import os
+import socket
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import NoReturn
 
 import jax
 
+from spmd.clusters import Asked, Group, find_group, split_address
 from spmd.errors import ConfigError, Problem
 from spmd.mesh import simulate_devices
 
@@ -21,39 +29,43 @@ _ABSENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 """The GPU compiler tries out kernels on a GPU unless told not to."""
 
+_NAME_SECONDS = 60
+"""How long a host may be unknown: the name of a pod is published a little after the pod starts."""
+
+_SHUTDOWN_SECONDS = 300
+"""How long a process that is done waits for the others to be done: process 0 may still be writing."""
+
+ALONE = Asked(cluster="none")
+"""One process, wherever it was started."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Where this process runs."""
+    """Where this process runs.
+
+    Attributes:
+        devices: Simulate this many CPU devices in this process (0: use the real ones).
+        asked: What the command line says about the processes that train together.
+        absent: Compile for this platform, `tpu` or `cuda`, of which nothing is here.
+    """
 
     devices: int = 0
-    """Simulate this many CPU devices in this process (0: use the real ones)."""
-    coordinator: str = ""
-    """HOST:PORT of process 0, when several processes train together."""
-    processes: int = 1
-    """How many processes train together."""
-    process_id: int = 0
-    """The number of this process, from 0."""
+    asked: Asked = ALONE
     absent: str = ""
-    """Compile for this platform, `tpu` or `cuda`, of which nothing is here."""
 
     def __post_init__(self) -> None:
-        problems = []
         if self.devices < 0:
-            problems.append(Problem("devices", f"is {self.devices}", fix="0 for the real devices, or a number"))
-        if not 0 <= self.process_id < self.processes:
-            problems.append(
-                Problem("process-id", f"is {self.process_id} of {self.processes} processes", fix="count from 0")
-            )
-        if (self.processes > 1) != bool(self.coordinator):
-            fix = "give --coordinator HOST:PORT and --processes N together"
-            problems.append(Problem("coordinator", f"is {self.coordinator!r} for {self.processes} processes", fix=fix))
-        if problems:
-            raise ConfigError("This process cannot be started:", problems)
+            problem = Problem("devices", f"is {self.devices}", fix="0 for the real devices, or a number")
+            raise ConfigError("This process cannot be started:", [problem])
 
 
 def start(launch: Launch) -> None:
-    """Prepares JAX as `launch` says; call it before the first use of a device."""
+    """Prepares JAX as `launch` says; call it before the first use of a device.
+
+    Raises:
+        ConfigError: The processes that should train together are not known, or cannot meet.
+    """
+    group = find_group(launch.asked, os.environ)
     # Orbax logs its own tracebacks of errors that it also raises, and that we report.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     if launch.absent:
@@ -66,10 +78,116 @@ def start(launch: Launch) -> None:
         if "xla_cpu_collective_call_terminate_timeout_seconds" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {_CPU_FLAGS}".strip()
         simulate_devices(launch.devices)
-    if launch.processes > 1:
-        if launch.devices:
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(launch.coordinator, launch.processes, launch.process_id)
+    if group:
+        _join(group, launch.asked)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process after an error.
+
+    One of several processes is gone at once, so that the others notice within their heartbeat: by the usual way out,
+    JAX would first wait for them, and they for this one.
+    """
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _join(group: Group, asked: Asked) -> None:
+    """Meets the other processes."""
+    # Devices of the CPU in several processes, real or simulated, have no other way to talk.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX ends the process without an exception when its own time is up, so ours is up before.
+    late = threading.Timer(asked.start_timeout, _give_up, (group, asked))
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(
+            group.coordinator,
+            group.processes,
+            group.process_id,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=bind_address(group) if group.process_id == 0 else None,
+            initialization_timeout=asked.start_timeout + 60,
+            heartbeat_timeout_seconds=asked.heartbeat,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        problem = Problem("coordinator", f"{_described(group)}: {str(error).splitlines()[0]}")
+        raise ConfigError("The processes did not meet:", [problem]) from error
+    finally:
+        late.cancel()
+    sys.excepthook = _leave_after
+
+
+def bind_address(group: Group) -> str | None:
+    """The interface and port on which process 0 listens; None for all interfaces.
+
+    That is the coordinator's own address, and no other. Only where a cluster names a host that this machine takes for
+    itself alone (Debian writes its own name beside 127.0.1.1), processes on other machines need all interfaces.
+
+    Raises:
+        ConfigError: It is not an address of this machine, or its port is in use.
+    """
+    host, port = split_address(group.coordinator)
+    family, address = _resolve(host, group)
+    is_loopback = address.startswith("127.") or address == "::1"
+    everywhere = is_loopback and group.source != "--coordinator" and not group.is_local
+    with socket.socket(family) as probe:
+        # gRPC would share a port with another coordinator, and JAX falls over where it cannot listen.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("" if everywhere else address, port))
+        except OSError as error:
+            fixes = {
+                errno.EADDRNOTAVAIL: "start process 0 on that machine, or give --coordinator HOST:PORT of this one",
+                errno.EADDRINUSE: "give --coordinator another port, or end what listens there",
+            }
+            reason = f"process 0 cannot listen at {_described(group)}: {error.strerror}"
+            problem = Problem("coordinator", reason, f"{host} is {address}", fixes.get(error.errno or 0, ""))
+            raise ConfigError("The processes cannot meet:", [problem]) from error
+    if everywhere:
+        return None
+    return f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}"
+
+
+def _resolve(host: str, group: Group) -> tuple[socket.AddressFamily, str]:
+    """Family and address of a host, once its name is known."""
+    until = time.monotonic() + _NAME_SECONDS
+    while True:
+        try:
+            family, *_, place = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        except socket.gaierror as error:
+            if time.monotonic() > until:
+                reason = f"{_described(group)}: the name {host} has no address ({error.strerror})"
+                problem = Problem("coordinator", reason, fix="give --coordinator a name or address that is known here")
+                raise ConfigError("The processes cannot meet:", [problem]) from error
+            time.sleep(1)
+        else:
+            return family, str(place[0])
+
+
+def _described(group: Group) -> str:
+    source = "" if group.source == "--coordinator" else f" (as {group.source} says)"
+    return f"{group.coordinator}{source}"
+
+
+def _give_up(group: Group, asked: Asked) -> None:
+    """Ends a process that has met the others in vain; the thread that waits for them cannot be reached."""
+    tried = "listened at" if group.process_id == 0 else "tried"
+    what = f"process {group.process_id} {tried} {_described(group)}, and not all {group.processes} processes came"
+    fix = "see whether all were started, and whether that port of process 0 can be reached; or --start-timeout"
+    problem = Problem("coordinator", what, f"{asked.start_timeout} s have passed", fix)
+    print(f"spmd: {ConfigError('The processes did not meet:', [problem])}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def _leave_after(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Reports an exception that nothing caught, and leaves."""
+    sys.__excepthook__(kind, error, trace)
+    leave(1)
 
 
 def compiler_environment() -> dict[str, str]:

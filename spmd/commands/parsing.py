@@ -5,11 +5,15 @@ from typing import Annotated, Any
 
 import tyro
 
+from spmd.clusters import Asked
 from spmd.config import M, TrainConfig, load_config, shipped
 from spmd.errors import ConfigError, Problem
 
 ConfigFields = Annotated[TrainConfig[M], tyro.conf.arg(name="")]
 """The type of a command's `config`: its fields are flags without a prefix."""
+
+AskedFields = Annotated[Asked, tyro.conf.arg(name="")]
+"""The type of a command's `asked`: which processes train together, as flags without a prefix."""
 
 
 def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
@@ -37,3 +41,14 @@ def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, P
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     return parsed, shipped().get(name, Path(name))
+
+
+def parse_flags(command: Any, arguments: list[str], usage: str) -> Any:
+    """A command that takes flags and no config.
+
+    Args:
+        command: A dataclass.
+        arguments: Its flags.
+        usage: What comes before them on the command line, such as `spmd launch`.
+    """
+    return tyro.cli(command, args=arguments, prog=usage, config=(tyro.conf.FlagCreatePairsOff,))

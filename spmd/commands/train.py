@@ -8,7 +8,8 @@ from typing import Generic
 import jax
 
 from spmd import launch
-from spmd.commands.parsing import ConfigFields, parse_command
+from spmd.clusters import Asked
+from spmd.commands.parsing import AskedFields, ConfigFields, parse_command
 from spmd.config import M, TrainConfig
 from spmd.data import bigram_loss
 from spmd.folder import Resume, RunFolder
@@ -35,12 +36,7 @@ class TrainCommand(Generic[M]):
     none), always (go on; refuse a folder without one). It goes on from the newest checkpoint that is whole."""
     profile: str = ""
     """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any time."""
-    coordinator: str = ""
-    """HOST:PORT of process 0, when several processes train together."""
-    processes: int = 1
-    """How many processes train together."""
-    process_id: int = 0
-    """The number of this process, from 0."""
+    asked: AskedFields = Asked()
 
 
 def run_train(arguments: list[str]) -> int:
@@ -49,7 +45,7 @@ def run_train(arguments: list[str]) -> int:
     config: TrainConfig = command.config
     folder = RunFolder(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
     resume, steps = folder.check_use(command.resume), parse_steps(command.profile)
-    launch.start(launch.Launch(config.devices, command.coordinator, command.processes, command.process_id))
+    launch.start(launch.Launch(config.devices, command.asked))
     recipe = Recipe(config, config_mesh(config))
     recipe.audit()
     first = jax.process_index() == 0

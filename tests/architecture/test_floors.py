@@ -59,8 +59,21 @@ FLOORS = {
         "foresight.timeline",
     ),
     "edges": (
-        *("config", "recipe", "folder", "hooks", "run", "launch", "testing", "check"),
-        *("commands.parsing", "commands.train", "commands.plan", "commands.check", "commands.generate", "cli"),
+        *(
+            "config",
+            "recipe",
+            "folder",
+            "hooks",
+            "run",
+            "clusters",
+            "launch",
+            "rehearsal",
+            "script",
+            "testing",
+            "check",
+        ),
+        *("commands.parsing", "commands.train", "commands.launch", "commands.script"),
+        *("commands.plan", "commands.check", "commands.generate", "cli"),
     ),
 }
 ROOMS = tuple(room for floor in FLOORS.values() for room in floor)

@@ -1,0 +1,244 @@
+"""Processes meet at one address of one interface, leave so that the others notice, and are rehearsed together."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from spmd import launch
+from spmd.cli import main
+from spmd.clusters import Group
+from spmd.errors import ConfigError
+from spmd.rehearsal import free_port, process_commands, rehearse
+
+
+def group(coordinator, source="--coordinator", is_local=False):
+    return Group(2, 0, coordinator, source, is_local)
+
+
+def test_process_0_listens_at_the_named_interface():
+    """The coordinator binds to the address it is given, not to all of them; a name is resolved first."""
+    port = free_port()
+    assert launch.bind_address(group(f"127.0.0.1:{port}")) == f"127.0.0.1:{port}"
+    assert launch.bind_address(group(f"127.0.0.3:{port}")) == f"127.0.0.3:{port}"
+    assert launch.bind_address(group(f"localhost:{port}")) in (f"127.0.0.1:{port}", f"[::1]:{port}")
+
+
+def test_a_cluster_that_names_a_loopback_address_needs_all_interfaces():
+    """Where other machines must come in, a node's name that is 127.0.1.1 on the node itself is not listened at."""
+    port = free_port()
+    assert launch.bind_address(group(f"127.0.1.1:{port}", "slurm")) is None
+    assert launch.bind_address(group(f"127.0.1.1:{port}", "slurm", is_local=True)) == f"127.0.1.1:{port}"
+
+
+def test_an_address_that_is_not_here_or_in_use_is_refused():
+    """Process 0 says what is wrong with its address before JAX fails at it."""
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.77:9 .*Cannot assign") as caught:
+        launch.bind_address(group("192.0.2.77:9", "slurm"))
+    assert "as slurm says" in str(caught.value)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="Address already in use"):
+            launch.bind_address(group(f"127.0.0.1:{taken.getsockname()[1]}"))
+
+
+def test_an_unknown_name_is_waited_for_and_refused(monkeypatch):
+    """A name may appear late, as a pod's does; one that never does is an error that names it."""
+    answers = [socket.gaierror(-2, "unknown"), [(socket.AF_INET, 1, 6, "", ("127.0.0.1", 0))]]
+
+    def getaddrinfo(*arguments, **options):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    port = free_port()
+    assert launch.bind_address(group(f"late:{port}")) == f"127.0.0.1:{port}"
+    monkeypatch.setattr(launch, "_NAME_SECONDS", -1)
+    answers.append(socket.gaierror(-2, "unknown"))
+    with pytest.raises(ConfigError, match="the name never has no address"):
+        launch.bind_address(group(f"never:{port}"))
+
+
+def python(program, *arguments):
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
+JOIN = """
+import sys
+from spmd import launch
+from spmd.clusters import Asked
+from spmd.errors import SpmdError
+
+address, process_id, seconds = sys.argv[1:]
+asked = Asked(address, 2, int(process_id), "none", start_timeout=int(seconds))
+launch.start(launch.Launch(1, asked))
+print("met", flush=True)
+if process_id == "1":
+    raise KeyError("a bug")
+launch.leave(7)
+"""
+
+
+@pytest.mark.parametrize("process_id", [0, 1])
+def test_processes_that_wait_in_vain_say_where(process_id):
+    """Without the other process, each ends by itself and says which address was tried, and for how long."""
+    address = f"127.0.0.1:{free_port()}"
+    began = time.monotonic()
+    done = subprocess.run(python(JOIN, address, process_id, 2), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert address in done.stderr
+    assert "2 s have passed" in done.stderr
+    assert "not all 2 processes came" in done.stderr
+    assert time.monotonic() - began < 40
+
+
+def test_leaving_waits_for_nobody():
+    """After an error each of two processes is gone within seconds, with its code; JAX's own way out waits for both."""
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(python(JOIN, address, i, 60), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    try:
+        (_, second_error) = processes[1].communicate(timeout=60)
+        processes[0].communicate(timeout=20)
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[1].returncode == 1
+    assert "KeyError: 'a bug'" in second_error
+    assert processes[0].returncode == 7
+
+
+def test_alone_leave_is_exit():
+    """A process that trains alone ends in the usual way."""
+    with pytest.raises(SystemExit) as caught:
+        launch.leave(3)
+    assert caught.value.code == 3
+
+
+SAY = """
+import sys
+print("out of", sys.argv[1])
+print("err of", sys.argv[1], file=sys.stderr)
+"""
+
+
+def test_rehearsal_passes_on_what_processes_say(capfd):
+    """Process 0 speaks for itself; the lines of the others carry their number, on stderr."""
+    assert rehearse([python(SAY, i) for i in range(3)], grace=5) == 0
+    captured = capfd.readouterr()
+    assert captured.out == "out of 0\n"
+    lines = set(captured.err.splitlines())
+    assert lines == {"err of 0", *(f"[{i}] {kind} of {i}" for i in (1, 2) for kind in ("out", "err"))}
+
+
+END = """
+import os, signal, sys, time
+mode, seconds = sys.argv[1], float(sys.argv[2])
+time.sleep(seconds)
+if mode == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(mode))
+"""
+
+
+@pytest.mark.parametrize(
+    ("endings", "code", "says"),
+    [
+        ((("0", 0), ("3", 0.5), ("0", 60)), 3, ["process 1 ended with exit code 3", "stopped process 2"]),
+        ((("0", 60), ("kill", 0)), 137, ["process 1 ended with signal SIGKILL", "stopped process 0"]),
+        ((("4", 1), ("5", 0)), 5, ["process 1 ended with exit code 5"]),
+        ((("0", 0), ("0", 0.2)), 0, []),
+    ],
+    ids=["exit-code", "signal", "both-fail", "none-fails"],
+)
+def test_rehearsal_shares_one_fate(endings, code, says, capfd):
+    """The first failure is named, gives the exit code, and after a while ends the others; ends without one do not."""
+    began = time.monotonic()
+    assert rehearse([python(END, *ending) for ending in endings], grace=1.5) == code
+    assert time.monotonic() - began < 30
+    error = capfd.readouterr().err
+    assert [line for line in says if line not in error] == []
+    assert ("ended with" in error, "stopped" in error) == (bool(says), len(says) > 1)
+
+
+WAIT = """
+import pathlib, signal, sys, time
+signal.signal(int(sys.argv[1]), lambda number, frame: sys.exit(40 + number))
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_rehearsal_forwards_signals(number, tmp_path, capfd):
+    """A signal that the rehearsal gets is sent to all processes, and its own handlers are as before afterwards."""
+    ready = [tmp_path / str(i) for i in range(3)]
+
+    def send():
+        while not all(path.exists() for path in ready):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    assert rehearse([python(WAIT, int(number), path) for path in ready], grace=20) == 40 + number
+    thread.join(10)
+    assert "stopped" not in capfd.readouterr().err, "all three ended by themselves"
+    assert signal.getsignal(number) == before
+
+
+def test_process_commands():
+    """Each process of a rehearsal is told the same, and its own number."""
+    commands = process_commands(["train", "tiny.py", "--zero", "1"], 2, 4, 7777)
+    assert [command[-1] for command in commands] == ["0", "1"]
+    assert commands[0][:-1] == commands[1][:-1]
+    flags = commands[0][commands[0].index("train") :]
+    assert flags[:4] == ["train", "tiny.py", "--zero", "1"]
+    assert dict(zip(flags[4::2], flags[5::2], strict=True)) == {
+        "--devices": "4",
+        "--cluster": "none",
+        "--coordinator": "127.0.0.1:7777",
+        "--processes": "2",
+        "--process-id": "0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--processes", "2"], "nothing is to be run"),
+        (["--processes", "2", "--", "check", "demo"], "'check' cannot be rehearsed"),
+        (["--processes", "1", "--", "train", "demo"], "processes: is 1"),
+        (["--processes", "3", "--", "train", "demo"], "8 / 3 = 2.66667"),
+        (["--processes", "2", "--", "train", "demo", "--process-id", "0"], "train --process-id"),
+        (["--processes", "2", "--", "train", "nodemo"], "nodemo"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(arguments, said, capsys):
+    """Only a run can be rehearsed, in a number of processes that its devices divide over."""
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", *arguments])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_detection_reads_this_environment(monkeypatch):
+    """`start` finds a contradiction between the flags and the variables of this very process, before JAX is asked."""
+    for name, value in {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert os.environ["OMPI_COMM_WORLD_SIZE"] == "2"
+    with pytest.raises(ConfigError, match="is 4, but openmpi says 2"):
+        launch.start(launch.Launch(8, launch.Asked(processes=4)))
+    launch.start(launch.Launch(8))  # other commands than train take no notice
