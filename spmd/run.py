@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.checkpoint import Checkpoints, library_versions
+from spmd.checkpoint import Checkpoints
 from spmd.config import TrainConfig, config_difference, config_values, load_config, with_values
 from spmd.data import Windows, batches, evaluation_batches
 from spmd.errors import CheckpointError, Problem
@@ -43,6 +43,7 @@ from spmd.recipe import Recipe
 from spmd.state import TrainState, abstract_state, init_state
 from spmd.step import make_eval_step
 from spmd.trainer import Hook, StopOnNonFinite, fit
+from spmd.versions import library_versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +149,13 @@ def train(recipe: Recipe, folder: RunFolder, source: Path, console: Console | No
     first = jax.process_index() == 0
     with Checkpoints(folder.checkpoints, keep=config.keep, keep_best=config.keep_best) as checkpoints:
         start, state = 0, None
-        if resume and checkpoints.latest() is not None:
+        if resume and (checkpoints.steps() or checkpoints.lost):
             state, record = checkpoints.restore(None, abstract_state(plan))
             start = _resumable(record, recipe, folder)
             if console and first:
+                for step, problems in checkpoints.lost.items():
+                    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+                    console.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
                 console.say(f"resuming after step {start}")
                 for name, (old, new) in config_difference(record["config"], config_values(config)).items():
                     console.say(f"  {name} was {old} and is {new} from here on")

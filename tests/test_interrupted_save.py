@@ -45,13 +45,14 @@ def test_leftovers_of_an_interrupted_save_are_removed_and_reported(tmp_path: Pat
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, filled(1), {})
         assert checkpoints.leftovers == ()
-    for name in ("2.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-17"):
+    (tmp_path / "4.savings").mkdir()
+    for name in ("2.saving", "3.pruned"):
         (tmp_path / name / "state").mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("mine")
     with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.leftovers == ("2.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-17")
+        assert checkpoints.leftovers == ("2.saving", "3.pruned")
         assert checkpoints.steps() == (1,)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4.savings", "notes.txt"]
 
 
 def test_another_process_with_other_devices_restores_in_silence(tmp_path: Path) -> None:
@@ -116,42 +117,60 @@ print(json.dumps(out))
     assert (out["equal"], out["steps"]) == (True, [2])
 
 
-@pytest.mark.parametrize("moment", ["os.mkdir", "os.rename"])
-def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it(tmp_path: Path, moment: str) -> None:
-    """Killed as it begins to write or as it commits, the save is a leftover and the step before is the latest.
+STAGES = {
+    # what the save does: the event, and the name in it, that it is killed at; what it leaves; the step that is latest
+    "makes its folder": ("os.mkdir", "2.saving", [], 1),
+    "begins to write arrays": ("os.mkdir", "2.saving/state", ["2.saving"], 1),
+    "has written the arrays": ("os.rename", "2.saving/state", ["2.saving"], 1),
+    "writes the record": ("open", "2.saving/record.json", ["2.saving"], 1),
+    "writes the metrics": ("open", "2.saving/metrics.json", ["2.saving"], 1),
+    "forces files onto the disk": ("open", "2.saving/state/manifest.ocdbt", ["2.saving"], 1),
+    "writes the seal": ("open", "seal.json.unfinished", ["2.saving"], 1),
+    "finishes the seal": ("os.rename", "seal.json.unfinished", ["2.saving"], 1),
+    "commits": ("os.rename", "checkpoints/2.saving", ["2.saving"], 1),
+    "prunes": ("os.rename", "checkpoints/1", [], 2),
+    "begins to remove the pruned": ("shutil.rmtree", "1.pruned", ["1.pruned"], 2),
+    "is halfway through removing": ("os.rmdir", "", ["1.pruned"], 2),
+}
 
-    The commit waits until `save` has returned, so this also proves that a save is asynchronous.
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_kill_at_any_stage_of_a_save_leaves_one_whole_checkpoint(tmp_path: Path, stage: str) -> None:
+    """Killed at whatever it does, the save is there and sealed or it is a leftover, and none is ever damaged.
+
+    From the moment the arrays are copied, each stage waits until `save` has returned, so this also proves that a save
+    is asynchronous.
     """
+    event, name, leftovers, latest = STAGES[stage]
+    directory = tmp_path / "checkpoints"
     program = f"""
 returned = threading.Event()
-if "{moment}" == "os.mkdir":
+if "{event}" == "os.mkdir":
     returned.set()
 
 def kill(event, args):
-    if armed and event == "{moment}" and "2.orbax-checkpoint-tmp" in str(args[0]) and returned.wait(60):
+    if armed and event == "{event}" and "{name}" in str(args[0]) and returned.wait(60):
         os.kill(os.getpid(), signal.SIGKILL)
 
 armed = False
 sys.addaudithook(kill)
-checkpoints = Checkpoints(directory)
+checkpoints = Checkpoints(directory, keep=1)
 checkpoints.save(1, state, {{}})
 checkpoints.wait()
 armed = True
-checkpoints.save(2, state, {{}})
+checkpoints.save(2, {{"w": state["w"] * 2}}, {{}})
 returned.set()
 checkpoints.close()
 """
-    child(program, tmp_path, returncode=-9)
-    leftover = () if moment == "os.mkdir" else ("2.orbax-checkpoint-tmp",)
-    assert (tmp_path / "1").is_dir()
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.leftovers == leftover
-        assert checkpoints.latest() == 1
+    child(program, directory, returncode=-9)
+    with Checkpoints(directory, keep=1) as checkpoints:
+        assert list(checkpoints.leftovers) == leftovers
+        assert (checkpoints.latest_valid(), checkpoints.lost) == (latest, {})
         template = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(make_mesh(x=8), P()))}
-        expected = jnp.sqrt(jnp.arange(65536.0)).reshape(256, 256)
+        expected = jnp.sqrt(jnp.arange(65536.0)).reshape(256, 256) * latest
         np.testing.assert_array_equal(checkpoints.restore(None, template)[0]["w"], expected)
-        checkpoints.save(2, {"w": expected}, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+        checkpoints.save(3, {"w": expected}, {})
+    assert sorted(path.name for path in directory.iterdir()) == ["3"]
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch):

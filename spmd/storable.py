@@ -1,0 +1,105 @@
+"""What can be stored, and what keeps a stored state from filling another: every difference at once, by path."""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd import tree
+from spmd.errors import CheckpointError, Problem
+
+PyTree = Any
+
+
+def storable(state: PyTree) -> dict[str, jax.Array]:
+    """The state by path, all of it storable."""
+    table = tree.flatten(state)
+    problems = [
+        Problem(path, f"is a {type(leaf).__name__}", fix="store it as a jax.Array, or in the record")
+        for path, leaf in table.items()
+        if not isinstance(leaf, jax.Array)
+    ]
+    problems += [
+        Problem(path, "has no elements, and cannot be stored", f"shape {leaf.shape}", "leave it out")
+        for path, leaf in table.items()
+        if isinstance(leaf, jax.Array) and leaf.size == 0
+    ]
+    if (clash := len(jax.tree.leaves(state)) - len(table)) > 0:
+        problems.append(Problem("state", f"{clash} arrays share a path", fix='take "/" out of the keys'))
+    if not table:
+        problems.append(Problem("state", "holds no array", fix="save the parameters at least"))
+    if problems:
+        raise CheckpointError("nothing was saved", problems)
+    return table
+
+
+def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
+    """Everything that keeps a checkpoint from filling a state, by path."""
+    missing = [path for path in wanted if path not in stored]
+    extra = [path for path in stored if path not in wanted]
+    problems = []
+    for path in missing:
+        has = f"state {_describe(wanted[path])}"
+        fix = _renamed(path, extra, "the checkpoint") or "restore with the model and optimizer that wrote it"
+        problems.append(Problem(path, "missing: the state has it, the checkpoint does not", has, fix))
+    for path in extra:
+        has = f"checkpoint {_describe(stored[path])}"
+        fix = _renamed(path, missing, "the state") or "restore with the model and optimizer that wrote it"
+        problems.append(Problem(path, "extra: the checkpoint has it, the state does not", has, fix))
+    for path, leaf in wanted.items():
+        if getattr(leaf, "sharding", None) is None:
+            fix = "jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
+            problems.append(Problem(path, "sharding: the state does not say where it goes", fix=fix))
+        if path not in stored:
+            continue
+        there, here = _on_disk(stored[path]), _on_disk(leaf)
+        if there.shape != here.shape:
+            both = f"checkpoint {there.shape}, state {here.shape}"
+            problems.append(Problem(path, "shape differs", both, "restore with the configuration that wrote it"))
+        if there.dtype != here.dtype:
+            both = f"checkpoint {there.dtype}, state {here.dtype}"
+            problems.append(Problem(path, "dtype differs", both, f"ask for {there.dtype} and cast it afterwards"))
+    return problems
+
+
+def _on_disk(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype as they are stored: random keys are stored as their integers."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
+
+
+def _describe(leaf: Any) -> str:
+    leaf = _on_disk(leaf)
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _renamed(path: str, others: Sequence[str], who: str) -> str:
+    near = difflib.get_close_matches(path, others, n=1)
+    return f'{who} has "{near[0]}": was it renamed?' if near else ""
+
+
+def tree_problems(metadata: bytes) -> list[Problem]:
+    """What a stored state's list of arrays holds that could lead out of its folder.
+
+    Args:
+        metadata: The JSON that Orbax keeps beside the arrays.
+    """
+    try:
+        found = json.loads(metadata)
+        names = ["/".join(str(key["key"]) for key in leaf["key_metadata"]) for leaf in found["tree_metadata"].values()]
+        in_one_store = found["use_ocdbt"] is True
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return [Problem("_METADATA", f"is no list of arrays: {type(error).__name__}: {error}")]
+    problems = [
+        Problem("_METADATA", f"names an array {name!r}, which leads out of the checkpoint")
+        for name in names
+        if name.startswith("/") or ".." in name.split("/")
+    ]
+    if not in_one_store:
+        problems.append(Problem("_METADATA", "keeps each array in a folder of its own, which is not how we store them"))
+    return problems
