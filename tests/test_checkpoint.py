@@ -240,20 +240,6 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
         assert checkpoints.record(1) == {"seed": 4}
 
 
-def test_a_damaged_checkpoint_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
-    """A checkpoint whose arrays are gone names its folder, and the one before it is still restored."""
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, filled(1), {})
-        checkpoints.save(2, filled(2), {})
-        checkpoints.wait()
-        for file in (tmp_path / "2" / "state").rglob("*"):
-            if file.is_file() and file.parent.name == "d":
-                file.unlink()
-        with pytest.raises(CheckpointError, match=str(tmp_path / "2")):
-            checkpoints.restore(None, abstract(filled(0)))
-        assert bits(checkpoints.restore(1, abstract(filled(0)))[0]) == bits(filled(1))
-
-
 def test_limits_and_directories_that_cannot_work_are_refused(tmp_path: Path) -> None:
     """Keeping nothing is refused, both limits at once, and so is a directory that is a file."""
     with pytest.raises(CheckpointError) as caught:

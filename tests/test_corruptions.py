@@ -20,8 +20,8 @@ import pytest
 from spmd.checkpoint import Checkpoints
 from spmd.errors import CheckpointError
 from spmd.seal import SMALL
+from tests.forked import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 KEEP = 5
 
 

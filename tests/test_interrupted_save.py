@@ -15,18 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.checkpoint import Checkpoints
 from spmd.errors import CheckpointError
+from tests.forked import ROOT
 from tests.test_checkpoint import filled, make_mesh
 
-
-def child(program: str, directory: Path, *, returncode: int = 0) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a process of its own, on one device, with warnings as errors."""
-    command = [sys.executable, "-W", "error", "-c", CHILD + program, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == returncode, done.stderr
-    return done
-
-
-CHILD = """
+IMPORTS = """
 import json, os, resource, signal, sys, threading
 from pathlib import Path
 import jax, jax.numpy as jnp
@@ -34,10 +26,20 @@ jax.config.update("jax_platforms", "cpu")
 from spmd.checkpoint import Checkpoints
 from spmd.errors import CheckpointError
 directory = Path(sys.argv[1])
+"""
+STATE = """
 state = {"w": jnp.sqrt(jnp.arange(65536.0)).reshape(256, 256)}
 here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), state)
 """
+
+
+def child(program: str, directory: Path, prelude: str = IMPORTS + STATE) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a process of its own, on one device, with warnings as errors."""
+    command = [sys.executable, "-W", "error", "-c", prelude + program, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_leftovers_of_an_interrupted_save_are_removed_and_reported(tmp_path: Path) -> None:
@@ -134,40 +136,57 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_kill_at_any_stage_of_a_save_leaves_one_whole_checkpoint(tmp_path: Path, stage: str) -> None:
-    """Killed at whatever it does, the save is there and sealed or it is a leftover, and none is ever damaged.
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each stage, the checkpoints of a process that was killed there while it saved step 2.
 
     From the moment the arrays are copied, each stage waits until `save` has returned, so this also proves that a save
     is asynchronous.
     """
-    event, name, leftovers, latest = STAGES[stage]
-    directory = tmp_path / "checkpoints"
+    directory = tmp_path_factory.mktemp("killed")
     program = f"""
-returned = threading.Event()
-if "{event}" == "os.mkdir":
+from tests.forked import fork
+
+def save(place, event, name):
+    returned, armed = threading.Event(), False
+
+    def kill(happened, args):
+        if armed and happened == event and name in str(args[0]) and returned.wait(60):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if event == "os.mkdir":
+        returned.set()
+    sys.addaudithook(kill)
+    checkpoints = Checkpoints(place / "checkpoints", keep=1)
+    checkpoints.save(1, {{"w": jnp.arange(65536.0).reshape(256, 256)}}, {{}})
+    checkpoints.wait()
+    state = {{"w": jnp.arange(65536.0).reshape(256, 256) * 2}}
+    armed = True
+    checkpoints.save(2, state, {{}})
     returned.set()
+    checkpoints.close()
 
-def kill(event, args):
-    if armed and event == "{event}" and "{name}" in str(args[0]) and returned.wait(60):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-armed = False
-sys.addaudithook(kill)
-checkpoints = Checkpoints(directory, keep=1)
-checkpoints.save(1, state, {{}})
-checkpoints.wait()
-armed = True
-checkpoints.save(2, {{"w": state["w"] * 2}}, {{}})
-returned.set()
-checkpoints.close()
+for stage, (event, name, *_) in {STAGES!r}.items():
+    place = directory / stage
+    place.mkdir()
+    process = fork(lambda: save(place, event, name), place / "log")
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    assert code == -signal.SIGKILL, (stage, code, (place / "log").read_text())
 """
-    child(program, directory, returncode=-9)
+    child(program, directory, prelude=IMPORTS)
+    return directory
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_kill_at_any_stage_of_a_save_leaves_one_whole_checkpoint(killed: Path, stage: str) -> None:
+    """Killed at whatever it does, the save is there and sealed or it is a leftover, and none is ever damaged."""
+    *_, leftovers, latest = STAGES[stage]
+    directory = killed / stage / "checkpoints"
     with Checkpoints(directory, keep=1) as checkpoints:
         assert list(checkpoints.leftovers) == leftovers
         assert (checkpoints.latest_valid(), checkpoints.lost) == (latest, {})
         template = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(make_mesh(x=8), P()))}
-        expected = jnp.sqrt(jnp.arange(65536.0)).reshape(256, 256) * latest
+        expected = jnp.arange(65536.0).reshape(256, 256) * latest
         np.testing.assert_array_equal(checkpoints.restore(None, template)[0]["w"], expected)
         checkpoints.save(3, {"w": expected}, {})
     assert sorted(path.name for path in directory.iterdir()) == ["3"]
