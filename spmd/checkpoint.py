@@ -36,8 +36,8 @@ from spmd import tree
 from spmd.errors import CheckpointError, Problem
 from spmd.kept import Keep, Metrics, look, set_aside
 from spmd.processes import from_first, plain_problems, problems_from_first, read_problems
-from spmd.seal import check_seal, read_bounded, read_object, seal, sync_folder
-from spmd.storable import differences, storable, tree_problems
+from spmd.seal import check_seal, read_object, seal, sync_folder
+from spmd.storable import differences, layout_problems, storable
 from spmd.tree import human_bytes
 
 PyTree = Any
@@ -284,10 +284,10 @@ class Checkpoints:
         step = self._existing(step)
         arrays = self.directory / str(step) / "state"
         wanted = tree.flatten(abstract_state)
+        if problems := layout_problems(arrays):
+            raise CheckpointError(f"checkpoint {arrays.parent} is not one of ours", problems)
         with _os_errors(arrays, "reading the checkpoint", _UNREADABLE):
-            if problems := tree_problems(read_bounded(arrays / "_METADATA", _AT_MOST)):
-                raise CheckpointError(f"checkpoint {arrays.parent} is not what this framework writes", problems)
-            stored = tree.flatten(self._arrays.metadata(arrays).item_metadata.tree)
+            stored = tree.flatten(self._arrays.handler.metadata(arrays).tree)
         if problems := differences(stored, wanted):
             raise CheckpointError(f"checkpoint {arrays.parent} does not fit the state", problems)
         with _os_errors(arrays, "reading the checkpoint", _UNREADABLE):

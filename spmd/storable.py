@@ -1,8 +1,8 @@
 """What can be stored, and what keeps a stored state from filling another: every difference at once, by path."""
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +11,11 @@ import numpy as np
 
 from spmd import tree
 from spmd.errors import CheckpointError, Problem
+from spmd.seal import read_object
 
 PyTree = Any
+
+_METADATA_AT_MOST = 64 << 20
 
 
 def storable(state: PyTree) -> dict[str, jax.Array]:
@@ -83,23 +86,25 @@ def _renamed(path: str, others: Sequence[str], who: str) -> str:
     return f'{who} has "{near[0]}": was it renamed?' if near else ""
 
 
-def tree_problems(metadata: bytes) -> list[Problem]:
-    """What a stored state's list of arrays holds that could lead out of its folder.
+def layout_problems(folder: Path) -> list[Problem]:
+    """What a folder of stored arrays holds that could lead out of it.
+
+    In one OCDBT store the name of an array is a key. Without one it is a path, and Orbax would follow it.
 
     Args:
-        metadata: The JSON that Orbax keeps beside the arrays.
+        folder: Where Orbax keeps the arrays of one state.
     """
     try:
-        found = json.loads(metadata)
+        found = read_object(folder / "_METADATA", _METADATA_AT_MOST)
         names = ["/".join(str(key["key"]) for key in leaf["key_metadata"]) for leaf in found["tree_metadata"].values()]
-        in_one_store = found["use_ocdbt"] is True
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return [Problem("_METADATA", f"is no list of arrays: {type(error).__name__}: {error}")]
+        in_one_store = found["use_ocdbt"] is True and (folder / "manifest.ocdbt").is_file()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [Problem("state/_METADATA", f"is no list of arrays: {type(error).__name__}: {error}")]
     problems = [
-        Problem("_METADATA", f"names an array {name!r}, which leads out of the checkpoint")
+        Problem("state/_METADATA", f"names an array {name!r}, which leads out of the checkpoint")
         for name in names
         if name.startswith("/") or ".." in name.split("/")
     ]
     if not in_one_store:
-        problems.append(Problem("_METADATA", "keeps each array in a folder of its own, which is not how we store them"))
+        problems.append(Problem("state/manifest.ocdbt", "is no store of all arrays, as every checkpoint of ours has"))
     return problems
