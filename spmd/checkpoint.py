@@ -37,7 +37,7 @@ from spmd.errors import CheckpointError, Problem
 from spmd.kept import Keep, Metrics, look, set_aside
 from spmd.processes import from_first, plain_problems, problems_from_first, read_problems
 from spmd.seal import check_seal, read_object, seal, sync_folder
-from spmd.storable import differences, layout_problems, storable
+from spmd.storable import differences, from_stored_form, layout_problems, storable, stored_form
 from spmd.tree import human_bytes
 
 PyTree = Any
@@ -97,9 +97,7 @@ class Checkpoints:
         self.lost: dict[int, tuple[Problem, ...]] = {}
         self._in_the_way: set[int] = set()
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        # Made in the background, a folder that cannot be made is a wait of 20 minutes instead of an error.
-        options = ocp.AsyncOptions(create_directories_asynchronously=False)
-        self._arrays = ocp.StandardCheckpointer(async_options=options)
+        self._arrays = _make_checkpointer()
         try:
             leftovers = self._look(make=not read_only)
         except CheckpointError:
@@ -159,7 +157,7 @@ class Checkpoints:
         kept = self._policy.kept({**self._metrics, step: numbers})
         with self._write_errors(step):
             self._unfinished(step).mkdir(exist_ok=jax.process_count() > 1)
-            self._arrays.save(self._unfinished(step) / "state", arrays)
+            self._arrays.save(self._unfinished(step) / "state", args=ocp.args.PyTreeSave(arrays))
         finishing = self._pool.submit(self._finish, step, files, self._metrics.keys() - kept, set(self._in_the_way))
         self._saving = step, numbers, finishing
 
@@ -291,8 +289,10 @@ class Checkpoints:
         if problems := differences(stored, wanted):
             raise CheckpointError(f"checkpoint {arrays.parent} does not fit the state", problems)
         with _os_errors(arrays, "reading the checkpoint", _UNREADABLE):
-            restored = self._arrays.restore(arrays, wanted)
-        leaves = [restored[path] for path in wanted]
+            targets = {path: stored_form(leaf) for path, leaf in wanted.items()}
+            places = ocp.checkpoint_utils.construct_restore_args(targets)
+            restored = self._arrays.restore(arrays, args=ocp.args.PyTreeRestore(targets, restore_args=places))
+        leaves = [from_stored_form(restored[path], leaf) for path, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), self._record(step)
 
     def _existing(self, step: int | None, *, contents: bool = True) -> int:
@@ -367,6 +367,18 @@ class Checkpoints:
 _UNREADABLE = "restore another step; this one is damaged or was written by another tool"
 _UNWRITABLE = "make room, or see to the error; the checkpoints before it are as they were"
 _AT_MOST = 64 << 20
+_PART_AT_LEAST = 16 << 20
+
+
+def _make_checkpointer() -> Any:
+    # Orbax lets each replica write a part of an array, and cuts it on the device: a program to compile and run for
+    # each shape, while training waits. That pays for large arrays only.
+    array = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_PART_AT_LEAST)
+    handler = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, array))
+    )
+    # Made in the background, a folder that cannot be made is a wait of 20 minutes instead of an error.
+    return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(create_directories_asynchronously=False))
 
 
 @contextlib.contextmanager

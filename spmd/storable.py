@@ -19,7 +19,11 @@ _METADATA_AT_MOST = 64 << 20
 
 
 def storable(state: PyTree) -> dict[str, jax.Array]:
-    """The state by path, all of it storable."""
+    """The state by path, random keys as their integers.
+
+    Raises:
+        CheckpointError: Something in it cannot be stored; all of that is listed.
+    """
     table = tree.flatten(state)
     problems = [
         Problem(path, f"is a {type(leaf).__name__}", fix="store it as a jax.Array, or in the record")
@@ -37,7 +41,7 @@ def storable(state: PyTree) -> dict[str, jax.Array]:
         problems.append(Problem("state", "holds no array", fix="save the parameters at least"))
     if problems:
         raise CheckpointError("nothing was saved", problems)
-    return table
+    return {path: jax.random.key_data(leaf) if _is_key(leaf) else leaf for path, leaf in table.items()}
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
@@ -69,9 +73,28 @@ def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Pr
     return problems
 
 
+def stored_form(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """What a leaf is stored as, in the leaf's sharding: random keys as their integers."""
+    stored = _on_disk(leaf)
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=leaf.sharding)
+
+
+def from_stored_form(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """The inverse of `stored_form`, for the array that was restored."""
+    if not _is_key(leaf):
+        return array
+    implementations: list[Any] = []
+    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), leaf)
+    return jax.random.wrap_key_data(array, impl=implementations[0])
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def _on_disk(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype as they are stored: random keys are stored as their integers."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    """Shape and dtype as they are stored."""
+    if _is_key(leaf):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
 
