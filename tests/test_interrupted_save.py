@@ -58,17 +58,23 @@ def test_leftovers_of_an_interrupted_save_are_removed_and_reported(tmp_path: Pat
 
 
 def test_another_process_with_other_devices_restores_in_silence(tmp_path: Path) -> None:
-    """A process with one device restores what eight wrote, saves on, and neither prints nor warns."""
+    """A process with one device restores what eight wrote, saves on, and neither prints, nor warns, nor unpickles."""
     sharding = NamedSharding(make_mesh(fsdp=8), P("fsdp"))
     values = np.arange(256 * 256, dtype=np.float32).reshape(256, 256)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jax.device_put(values, sharding)}, {"seed": 0})
     program = """
+import collections, pickle
+unpickled = []
+sys.addaudithook(lambda event, args: unpickled.append(args) if event == "pickle.find_class" else None)
+pickle.loads(pickle.dumps(collections.OrderedDict()))
+assert unpickled == [("collections", "OrderedDict")]
 with Checkpoints(directory) as checkpoints:
     assert jax.device_count() == 1
     state, record = checkpoints.restore(None, abstract)
     checkpoints.save(2, {"w": state["w"] + 1}, record)
     checkpoints.save(3, state, record, {"val_loss": 1.0})
+assert len(unpickled) == 1
 print(record)
 """
     done = child(program, tmp_path)
