@@ -3,10 +3,15 @@
 A checkpoint of step 100 is a folder that is there whole or not at all:
 
 ```
-100/state/               every array of the state under its path (Orbax, OCDBT), whatever mesh it was on
-100/record/record.json   what belongs to it and is no array: data position, seed, config, plan, mesh, versions
-100/metrics/metrics      the metrics it was saved with
+100/state/          every array of the state under its path (Orbax, OCDBT), whatever mesh it was on
+100/record.json     what belongs to it and is no array: data position, seed, config, plan, mesh, versions
+100/metrics.json    the metrics it was saved with
+100/seal.json       the size and the checksum of each of these files
 ```
+
+It is written as `100.saving`, sealed, and only then renamed; one that is no longer kept is renamed `100.pruned`
+before it is removed. So what bears the name of a step was whole once, and the seal says whether it still is. A
+damaged checkpoint is never used and never removed: it becomes `damaged-100` when the run saves on.
 
 Arrays are stored by path, so the classes that hold them may change; what may not change in silence is a path,
 a shape or a dtype: `Checkpoints.restore` compares all of them before it reads anything. This is the only room
@@ -15,52 +20,35 @@ that knows Orbax.
 
 import contextlib
 import dataclasses
-import difflib
-import importlib.metadata
+import functools
 import json
-import math
-import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from spmd import tree
 from spmd.errors import CheckpointError, Problem
+from spmd.kept import Keep, Metrics, look, set_aside
+from spmd.processes import from_first, plain_problems, problems_from_first, read_problems
+from spmd.seal import check_seal, read_object, seal, sync_folder
+from spmd.storable import differences, from_stored_form, layout_problems, storable, stored_form
 from spmd.tree import human_bytes
 
 PyTree = Any
-
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "spmd")
-
-
-def library_versions() -> dict[str, str]:
-    """The versions of Python and of every library that can change what a checkpoint means.
-
-    Example:
-        >>> sorted(library_versions())
-        ['flax', 'jax', 'jaxlib', 'numpy', 'optax', 'orbax-checkpoint', 'python', 'spmd']
-    """
-    versions = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
 
 
 class Checkpoints:
     """The checkpoints of one run: the newest `keep` and the `keep_best` with the lowest `best`.
 
     One run writes to a directory at a time, and only that run opens it: opening removes what an interrupted
-    save left behind. With several processes, each opens the same directory and makes every call.
+    save left behind. With several processes, each opens the same directory and makes every call; process 0 looks at
+    the files, and the others go by what it finds.
 
     Args:
         directory: Where the checkpoints are; made if it is absent.
@@ -72,6 +60,8 @@ class Checkpoints:
     Attributes:
         directory: The absolute path of the run's checkpoints.
         leftovers: Names of the interrupted saves that were found and removed when this was opened.
+        lost: Step → all that is damaged, for each checkpoint that is not as it was sealed. Opening looks for missing
+            files, wrong sizes and changes of small files; restoring reads all of what it restores.
 
     Raises:
         CheckpointError: If `keep` or `keep_best` is too small, or the directory cannot be used.
@@ -101,15 +91,20 @@ class Checkpoints:
         ]:
             raise CheckpointError("the checkpoints cannot be kept as asked", problems)
         self.directory = Path(directory).absolute()
-        self._policy = _Keep(keep, keep_best, best)
-        self._writing: Path | None = None
-        with _os_errors(self.directory, "opening the checkpoints", "choose a directory that can be written"):
-            if not read_only:
-                self.directory.mkdir(parents=True, exist_ok=True)
-            # Listed before the manager is made, because it waits for all processes: each sees the same ones.
-            self.leftovers = () if read_only else _leftovers(self.directory)
-            self._manager = _make_manager(self.directory, self._policy)
-            self._remove(self.leftovers)
+        self._policy = Keep(keep, keep_best, best)
+        self._saving: tuple[int, Metrics, Future[None]] | None = None
+        self._metrics: dict[int, Metrics] = {}
+        self.lost: dict[int, tuple[Problem, ...]] = {}
+        self._in_the_way: set[int] = set()
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._arrays = _make_checkpointer()
+        try:
+            leftovers = self._look(make=not read_only)
+        except CheckpointError:
+            self._shut()
+            raise
+        self.leftovers: tuple[str, ...] = () if read_only else leftovers
+        self._remove(self.leftovers)
 
     def __enter__(self) -> Self:
         return self
@@ -149,19 +144,42 @@ class Checkpoints:
             what = "exists already" if step in self.steps() else f"is earlier than the latest, {latest}"
             fix = f"save a step after {latest}, or give the run a directory of its own"
             raise CheckpointError("nothing was saved", [Problem(str(self.directory / str(step)), what, fix=fix)])
-        arrays = _arrays(state)
+        arrays = storable(state)
         try:
-            # Also a copy: Orbax reads the record in the background, when the caller may have changed it.
-            frozen = json.loads(json.dumps(dict(record)))
+            # Written out here, because the caller may change the record as soon as this returns.
+            text = json.dumps(dict(record))
         except (TypeError, ValueError) as error:
             fix = "keep numbers, strings, lists and dictionaries in the record"
             raise CheckpointError("nothing was saved", [Problem("record", str(error), fix=fix)]) from error
-        items = ocp.args.Composite(state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(frozen))
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._refuse_a_full_disk(arrays)
-        self._writing = self.directory / str(step)
-        with self._write_errors():
-            self._manager.save(step, args=items, metrics=numbers, force=True)
+        files = {"record.json": text, "metrics.json": json.dumps(numbers)}
+        kept = self._policy.kept({**self._metrics, step: numbers})
+        with self._write_errors(step):
+            self._unfinished(step).mkdir(exist_ok=jax.process_count() > 1)
+            self._arrays.save(self._unfinished(step) / "state", args=ocp.args.PyTreeSave(arrays))
+        finishing = self._pool.submit(self._finish, step, files, self._metrics.keys() - kept, set(self._in_the_way))
+        self._saving = step, numbers, finishing
+
+    def _finish(self, step: int, files: Mapping[str, str], pruned: set[int], in_the_way: set[int]) -> None:
+        """Waits until every process has written its arrays; then the first one makes a checkpoint of them."""
+        self._arrays.wait_until_finished()
+        if jax.process_index() != 0:
+            return
+        for name, text in files.items():
+            (self._unfinished(step) / name).write_text(text, encoding="utf-8")
+        seal(self._unfinished(step))
+        for lost in in_the_way:
+            set_aside(self.directory / str(lost))
+        self._unfinished(step).rename(self.directory / str(step))
+        sync_folder(self.directory)
+        for old in pruned:
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                (self.directory / str(old)).rename(self.directory / f"{old}.pruned")
+            self._remove([f"{old}.pruned"])
+
+    def _unfinished(self, step: int) -> Path:
+        return self.directory / f"{step}.saving"
 
     def _refuse_a_full_disk(self, arrays: Mapping[str, jax.Array]) -> None:
         shards = [shard.data for array in arrays.values() for shard in array.addressable_shards if not shard.replica_id]
@@ -178,9 +196,27 @@ class Checkpoints:
         Raises:
             CheckpointError: If it could not be written; the checkpoints before it are as they were.
         """
-        with self._write_errors():
-            self._manager.wait_until_finished()
-        self._writing = None
+        if self._saving is None:
+            return
+        (step, numbers, finishing), self._saving = self._saving, None
+        if jax.process_index() != 0:
+            with self._write_errors(step):
+                finishing.result()
+        if failed := problems_from_first(functools.partial(self._failure, step, finishing)):
+            self._look(make=False)
+            raise CheckpointError("writing the checkpoint failed", failed)
+        self._metrics[step] = numbers
+        kept = self._policy.kept(self._metrics)
+        self._metrics = {step: numbers for step, numbers in self._metrics.items() if step in kept}
+        self._in_the_way.clear()
+
+    def _failure(self, step: int, finishing: Future[None]) -> tuple[Problem, ...]:
+        try:
+            with self._write_errors(step):
+                finishing.result()
+        except CheckpointError as error:
+            return error.problems
+        return ()
 
     def close(self) -> None:
         """Waits for the save in progress and lets go of the directory; may be called again.
@@ -191,80 +227,135 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            self._shut()
+
+    def _shut(self) -> None:
+        self._pool.shutdown()
+        self._arrays.close()
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of all checkpoints on disk, ascending; a save in progress is waited for."""
+        """The steps of all checkpoints on disk, ascending, but for those that are lost; a save is waited for."""
         self.wait()
-        return tuple(sorted(self._manager.all_steps()))
+        return tuple(sorted(self._metrics))
 
     def latest(self) -> int | None:
         """The last step that was saved, None where there is none."""
         return max(self.steps(), default=None)
 
+    def latest_valid(self) -> int | None:
+        """The last step of which every byte is as it was sealed; those it passes over are in `lost` from then on."""
+        for step in reversed(self.steps()):
+            if not self._check(step):
+                return step
+        return None
+
     def best(self) -> int | None:
         """The step with the lowest finite metric, the later of two equals; None where none was measured."""
-        ranks = {step: self._policy.rank(self._manager.metrics(step)) for step in reversed(self.steps())}
-        measured = {step: rank for step, rank in ranks.items() if rank < math.inf}
-        return min(measured, key=measured.__getitem__, default=None)
+        self.wait()
+        return next(iter(self._policy.best(self._metrics)), None)
 
     def record(self, step: int) -> dict[str, Any]:
         """The JSON that was saved with the step; no array is read.
 
         Raises:
-            CheckpointError: If there is no such checkpoint or it cannot be read.
+            CheckpointError: If there is no such checkpoint or it is damaged.
         """
-        return self._read(self._existing(step), record=ocp.args.JsonRestore())["record"]
+        self._existing(step, contents=False)
+        return self._record(step)
 
     def restore(self, step: int | None, abstract_state: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """The state and the record of a checkpoint, each array straight in the sharding that is asked for.
 
+        Every file of it is read and compared with the seal first.
+
         Args:
-            step: Which checkpoint, None for the latest.
+            step: Which checkpoint, None for the newest that is as it was sealed.
             abstract_state: The tree to fill, of `jax.ShapeDtypeStruct`s with a sharding each, on any mesh.
 
         Returns:
             The state, in the structure of `abstract_state`, and the record.
 
         Raises:
-            CheckpointError: If there is no such checkpoint, or if paths, shapes or dtypes differ from those of
-                `abstract_state`: every difference is listed. No dtype is cast.
+            CheckpointError: If there is no such checkpoint or it is damaged, or if paths, shapes or dtypes differ
+                from those of `abstract_state`: every difference is listed. No dtype is cast.
         """
         step = self._existing(step)
+        arrays = self.directory / str(step) / "state"
         wanted = tree.flatten(abstract_state)
-        with _os_errors(self.directory / str(step), "reading the checkpoint", _UNREADABLE):
-            stored = tree.flatten(self._manager.item_metadata(step)["state"].tree)
-        if problems := _differences(stored, wanted):
-            raise CheckpointError(f"checkpoint {self.directory / str(step)} does not fit the state", problems)
-        items = self._read(step, state=ocp.args.StandardRestore(wanted), record=ocp.args.JsonRestore())
-        leaves = [items["state"][path] for path in wanted]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), items["record"]
+        if problems := layout_problems(arrays):
+            raise CheckpointError(f"checkpoint {arrays.parent} is not one of ours", problems)
+        with _os_errors(arrays, "reading the checkpoint", _UNREADABLE):
+            stored = tree.flatten(self._arrays.handler.metadata(arrays).tree)
+        if problems := differences(stored, wanted):
+            raise CheckpointError(f"checkpoint {arrays.parent} does not fit the state", problems)
+        with _os_errors(arrays, "reading the checkpoint", _UNREADABLE):
+            targets = {path: stored_form(leaf) for path, leaf in wanted.items()}
+            places = ocp.checkpoint_utils.construct_restore_args(targets)
+            restored = self._arrays.restore(arrays, args=ocp.args.PyTreeRestore(targets, restore_args=places))
+        leaves = [from_stored_form(restored[path], leaf) for path, leaf in wanted.items()]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), self._record(step)
 
-    def _existing(self, step: int | None) -> int:
+    def _existing(self, step: int | None, *, contents: bool = True) -> int:
+        """The step, or the newest valid one, once its files are known to be as they were sealed."""
         steps = self.steps()
-        if step is None and steps:
-            return steps[-1]
-        if step is None or step not in steps:
-            there = f"there are the steps {', '.join(map(str, steps))}" if steps else "there are none"
-            what = "there is no checkpoint" if step is None else f"there is no checkpoint of step {step}"
-            raise CheckpointError("nothing was restored", [Problem(str(self.directory), what, there)])
-        return step
+        if step is None and (step := self.latest_valid()) is not None:
+            return step
+        if step in steps and not self._check(step, contents=contents):
+            return step
+        if problems := [problem for lost in self.lost if step in (None, lost) for problem in self._told(lost)]:
+            title = "none of the checkpoints is valid" if step is None else f"checkpoint {step} is damaged"
+            raise CheckpointError(f"nothing was restored: {title}", problems)
+        there = f"there are the steps {', '.join(map(str, steps))}" if steps else "there are none"
+        what = "there is no checkpoint" if step is None else f"there is no checkpoint of step {step}"
+        raise CheckpointError("nothing was restored", [Problem(str(self.directory), what, there)])
 
-    def _read(self, step: int, **items: Any) -> Any:
-        with _os_errors(self.directory / str(step), "reading the checkpoint", _UNREADABLE):
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+    def _check(self, step: int, *, contents: bool = True) -> tuple[Problem, ...]:
+        folder = self.directory / str(step)
+        problems = problems_from_first(lambda: check_seal(folder, contents=contents))
+        if problems:
+            self.lost[step] = problems
+            self._in_the_way.add(step)
+            del self._metrics[step]
+        return problems
+
+    def _told(self, step: int) -> list[Problem]:
+        return [dataclasses.replace(p, where=str(self.directory / str(step) / p.where)) for p in self.lost[step]]
+
+    def _record(self, step: int) -> dict[str, Any]:
+        path = self.directory / str(step) / "record.json"
+        with _os_errors(path, "reading the checkpoint", _UNREADABLE):
+            return read_object(path, _AT_MOST)
+
+    def _look(self, *, make: bool) -> tuple[str, ...]:
+        """Finds out what there is; the names of leftovers."""
+
+        def on_first() -> dict[str, Any]:
+            try:
+                with _os_errors(self.directory, "opening the checkpoints", "choose a directory that can be written"):
+                    if make:
+                        self.directory.mkdir(parents=True, exist_ok=True)
+                    found = look(self.directory)
+            except CheckpointError as error:
+                return {"failed": plain_problems(error.problems)}
+            lost = [(step, plain_problems(problems)) for step, problems in found.lost.items()]
+            return {"leftovers": found.leftovers, "metrics": list(found.metrics.items()), "lost": lost}
+
+        found = from_first(on_first)
+        if "failed" in found:
+            raise CheckpointError("opening the checkpoints failed", read_problems(found["failed"]))
+        # What was found by reading all of it is not forgotten.
+        self.lost |= {step: read_problems(problems) for step, problems in found["lost"]}
+        self._in_the_way |= {step for step, _ in found["lost"]}
+        self._metrics = {step: numbers for step, numbers in found["metrics"] if step not in self._in_the_way}
+        return tuple(found["leftovers"])
 
     @contextlib.contextmanager
-    def _write_errors(self) -> Iterator[None]:
+    def _write_errors(self, step: int) -> Iterator[None]:
         try:
-            with _os_errors(self._writing or self.directory, "writing the checkpoint", _UNWRITABLE):
+            with _os_errors(self.directory / str(step), "writing the checkpoint", _UNWRITABLE):
                 yield
         except CheckpointError:
-            # Orbax has struck the old checkpoints from its list already, though it removes none when a save
-            # fails; and what the failed save has written would keep a full disk full.
-            self._writing = None
-            self._manager.reload()
-            self._remove(_leftovers(self.directory))
+            self._remove([self._unfinished(step).name])  # what it has written would keep a full disk full
             raise
 
     def _remove(self, leftovers: Sequence[str]) -> None:
@@ -275,51 +366,19 @@ class Checkpoints:
 
 _UNREADABLE = "restore another step; this one is damaged or was written by another tool"
 _UNWRITABLE = "make room, or see to the error; the checkpoints before it are as they were"
+_AT_MOST = 64 << 20
+_PART_AT_LEAST = 16 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class _Keep:
-    """The preservation policy: the newest, and those with the lowest finite metric.
-
-    Orbax's `BestN` fills up with checkpoints that have no metric when few have one; this one never does.
-    """
-
-    newest: int
-    lowest: int
-    metric: str
-
-    def rank(self, metrics: Mapping[str, float] | None) -> float:
-        value = (metrics or {}).get(self.metric, math.inf)
-        return value if math.isfinite(value) else math.inf
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        measured = [c for c in checkpoints if self.rank(c.metrics) < math.inf]
-        measured.sort(key=lambda c: (self.rank(c.metrics), -c.step))
-        kept = {c.step for c in [*checkpoints[-self.newest :], *measured[: self.lowest]]}
-        return [c.step in kept for c in checkpoints]
-
-
-def _make_manager(directory: Path, policy: _Keep) -> Any:
-    registry = ocp.DefaultCheckpointHandlerRegistry()
-    for name, handler, save, restore in (
-        ("state", ocp.StandardCheckpointHandler(), ocp.args.StandardSave, ocp.args.StandardRestore),
-        ("record", ocp.JsonCheckpointHandler("record.json"), ocp.args.JsonSave, ocp.args.JsonRestore),
-    ):
-        registry.add(name, save, handler)
-        registry.add(name, restore, handler)
-    options = ocp.CheckpointManagerOptions(
-        create=False,  # the folder is there, or this only looks
-        best_fn=policy.rank,  # without one Orbax does not write the metrics
-        best_mode="min",
-        preservation_policy=policy,
-        # Made in the background, a folder that cannot be made is a wait of 20 minutes instead of an error.
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+def _make_checkpointer() -> Any:
+    # Orbax lets each replica write a part of an array, and cuts it on the device: a program to compile and run for
+    # each shape, while training waits. That pays for large arrays only.
+    array = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_PART_AT_LEAST)
+    handler = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, array))
     )
-    return ocp.CheckpointManager(directory, options=options, handler_registry=registry)
-
-
-def _leftovers(directory: Path) -> tuple[str, ...]:
-    return tuple(sorted(path.name for path in directory.glob("*.orbax-checkpoint-tmp*")))
+    # Made in the background, a folder that cannot be made is a wait of 20 minutes instead of an error.
+    return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(create_directories_asynchronously=False))
 
 
 @contextlib.contextmanager
@@ -327,74 +386,8 @@ def _os_errors(where: Path, doing: str, fix: str) -> Iterator[None]:
     """What Orbax raises when the disk fails, as a CheckpointError: TensorStore's errors are ValueErrors."""
     try:
         yield
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         problem = Problem(str(where), f"{type(error).__name__}: {error}", fix=fix)
         raise CheckpointError(f"{doing} failed", [problem]) from error
-
-
-def _arrays(state: PyTree) -> dict[str, jax.Array]:
-    """The state by path, all of it storable."""
-    table = tree.flatten(state)
-    problems = [
-        Problem(path, f"is a {type(leaf).__name__}", fix="store it as a jax.Array, or in the record")
-        for path, leaf in table.items()
-        if not isinstance(leaf, jax.Array)
-    ]
-    problems += [
-        Problem(path, "has no elements, and cannot be stored", f"shape {leaf.shape}", "leave it out")
-        for path, leaf in table.items()
-        if isinstance(leaf, jax.Array) and leaf.size == 0
-    ]
-    if (clash := len(jax.tree.leaves(state)) - len(table)) > 0:
-        problems.append(Problem("state", f"{clash} arrays share a path", fix='take "/" out of the keys'))
-    if not table:
-        problems.append(Problem("state", "holds no array", fix="save the parameters at least"))
-    if problems:
-        raise CheckpointError("nothing was saved", problems)
-    return table
-
-
-def _differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
-    """Everything that keeps a checkpoint from filling a state, by path."""
-    missing = [path for path in wanted if path not in stored]
-    extra = [path for path in stored if path not in wanted]
-    problems = []
-    for path in missing:
-        has = f"state {_describe(wanted[path])}"
-        fix = _renamed(path, extra, "the checkpoint") or "restore with the model and optimizer that wrote it"
-        problems.append(Problem(path, "missing: the state has it, the checkpoint does not", has, fix))
-    for path in extra:
-        has = f"checkpoint {_describe(stored[path])}"
-        fix = _renamed(path, missing, "the state") or "restore with the model and optimizer that wrote it"
-        problems.append(Problem(path, "extra: the checkpoint has it, the state does not", has, fix))
-    for path, leaf in wanted.items():
-        if getattr(leaf, "sharding", None) is None:
-            fix = "jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
-            problems.append(Problem(path, "sharding: the state does not say where it goes", fix=fix))
-        if path not in stored:
-            continue
-        there, here = _on_disk(stored[path]), _on_disk(leaf)
-        if there.shape != here.shape:
-            both = f"checkpoint {there.shape}, state {here.shape}"
-            problems.append(Problem(path, "shape differs", both, "restore with the configuration that wrote it"))
-        if there.dtype != here.dtype:
-            both = f"checkpoint {there.dtype}, state {here.dtype}"
-            problems.append(Problem(path, "dtype differs", both, f"ask for {there.dtype} and cast it afterwards"))
-    return problems
-
-
-def _on_disk(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype as they are stored: random keys are stored as their integers."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
-
-
-def _describe(leaf: Any) -> str:
-    leaf = _on_disk(leaf)
-    return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _renamed(path: str, others: Sequence[str], who: str) -> str:
-    near = difflib.get_close_matches(path, others, n=1)
-    return f'{who} has "{near[0]}": was it renamed?' if near else ""

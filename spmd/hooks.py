@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spmd.checkpoint import Checkpoints, library_versions
+from spmd.checkpoint import Checkpoints
 from spmd.config import config_values
 from spmd.data import Windows, evaluation_batches
 from spmd.folder import ProcessLog
@@ -20,6 +20,7 @@ from spmd.resilience.spread import Spread
 from spmd.state import TrainState
 from spmd.step import make_eval_step
 from spmd.trainer import Hook
+from spmd.versions import library_versions
 
 
 @dataclasses.dataclass(frozen=True)

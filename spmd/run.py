@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.checkpoint import Checkpoints, library_versions
+from spmd.checkpoint import Checkpoints
 from spmd.config import config_difference, config_values
 from spmd.data import Windows, batches
 from spmd.errors import BadStepError, CheckpointError, NonFiniteError, Problem
@@ -31,6 +31,7 @@ from spmd.resilience.deadline import Watchdog
 from spmd.resilience.preemption import Preemption
 from spmd.state import TrainState, abstract_state, init_state
 from spmd.trainer import fit
+from spmd.versions import library_versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,12 +174,15 @@ class _Session:
     def _newest(self, resume: bool) -> Position:
         """The newest checkpoint to go on from, or the beginning."""
         recipe, stopwatch = self.recipe, self.instruments.stopwatch
-        if not resume or self.checkpoints.latest() is None:
+        if not resume or not (self.checkpoints.steps() or self.checkpoints.lost):
             with stopwatch.during("compile"):
                 return Position(0, 0, jax.block_until_ready(init_state(recipe.plan, recipe.config.seed)))
         with stopwatch.during("restore"):
             state, record = self.checkpoints.restore(None, abstract_state(recipe.plan))
         _check_resumable(record, recipe, self.folder)
+        for step, problems in self.checkpoints.lost.items():
+            more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+            self.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
         step = int(record["step"])
         self.say(f"resuming after step {step}")
         for name, (old, new) in config_difference(record["config"], config_values(recipe.config)).items():

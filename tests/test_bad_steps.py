@@ -1,4 +1,4 @@
-"""A loss that is not finite or leaps stops the run, is left out, or sends the run back behind the batches that did it."""
+"""A loss that is not finite or leaps stops the run, is left out, or sends it back behind the batches that did it."""
 
 import json
 import runpy
@@ -126,7 +126,7 @@ def expected(config, path):
     ],
 )
 def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, clean, value, flags):
-    """Step 7's batch is damaged: back to the checkpoint of step 4, on with batch 7, bitwise as trained without 4 to 6."""
+    """Step 7's batch is damaged: back to step 4, on with batch 7, bitwise as trained without batches 4 to 6."""
     path = write_tiny(tmp_path)
     config = load_config(str(path))
     recipe = Recipe(config, config_mesh(config))

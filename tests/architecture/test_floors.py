@@ -36,7 +36,8 @@ FLOORS = {
         *("gradients.lockstep", "gradients.stages", "gradients.exchange", "gradients.ticks", "gradients.pipeline"),
         "gradients.in_flight",
         *("flax", "moments", "optim", "state", "offload", "step"),
-        *("corpus", "data", "checkpoint", "metrics", "trainer", "generate", "program_cache"),
+        *("corpus", "data", "versions", "processes", "seal", "kept", "storable", "checkpoint"),
+        *("metrics", "trainer", "generate", "program_cache"),
     ),
     "resilience": (
         *("resilience.agreement", "resilience.deadline", "resilience.preemption"),

@@ -1,0 +1,102 @@
+"""How long a save keeps the training loop waiting, as a part of one step, in one JSON line.
+
+    python benchmarks/save_stall.py demo --steps 40 --every 8
+
+`blocked` is what a step is late by when it is followed by a save: the wait for the copies to the host. What follows is
+written in the background, and where it shares processors with training, as simulated devices do, it makes those steps
+slower: `beside` is the median of the steps that run while a save is written, `between` that of all others.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+from spmd import launch
+from spmd.checkpoint import Checkpoints
+from spmd.config import load_config
+from spmd.data import Windows, batches
+from spmd.mesh import batch_sharding
+from spmd.metrics import StepClock, Writers
+from spmd.recipe import Recipe, config_mesh
+from spmd.run import Evaluate, Save
+from spmd.state import TrainState, init_state
+from spmd.trainer import Hook, fit
+
+
+class Stopwatch(Hook):
+    """Around a `Save`: when each step was finished, and how long each save has blocked."""
+
+    def __init__(self, save: Save) -> None:
+        self.save, self.blocked = save, dict[int, float]()
+        self.finished = dict[int, float]()
+
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        self.finished[step] = time.perf_counter()
+
+    def wants_state(self, step: int) -> bool:
+        return self.save.wants_state(step)
+
+    def on_state(self, step: int, state: TrainState) -> None:
+        jax.block_until_ready(state)  # the step ends here: its metrics are there before its last device is done
+        began = time.perf_counter()
+        self.save.on_state(step, state)
+        self.blocked[step] = time.perf_counter() - began
+
+
+def measure(recipe: Recipe, directory: Path) -> dict[str, object]:
+    """Trains and saves; seconds."""
+    config, windows = recipe.config, Windows(recipe.corpus.train, recipe.config.data.sequence)
+    written: list[float] = []
+    with Checkpoints(directory, keep=config.keep) as checkpoints:
+        clock = StepClock()
+        evaluate = Evaluate(recipe, windows, Writers([]), clock)
+        watch = Stopwatch(Save(recipe, checkpoints, evaluate, clock))
+        sharding = batch_sharding(recipe.mesh)
+        stream = batches(
+            windows, batch=config.data.batch, sharding=sharding, seed=config.seed, start=0, steps=config.steps
+        )
+        with stream:
+            fit(init_state(recipe.plan, config.seed), recipe.step, stream, steps=config.steps, hooks=[watch])
+        began = time.perf_counter()
+        checkpoints.wait()
+        written.append(time.perf_counter() - began)
+        size = sum(path.stat().st_size for path in (directory / str(config.steps)).rglob("*") if path.is_file())
+    # The first steps after the start, with what they compile and load, are not counted.
+    taken = {n: watch.finished[n] - watch.finished[n - 1] for n in range(4, config.steps + 1)}
+    after = {n: seconds for n, seconds in taken.items() if n - 1 in watch.blocked}
+    beside = [seconds - watch.blocked[n - 1] for n, seconds in after.items()]
+    between = statistics.median(seconds for n, seconds in taken.items() if n not in after)
+    blocked = list(watch.blocked.values())[1:]  # the first one imports and compiles what copies
+    return {
+        "bytes": size,
+        "step_s": between,
+        "blocked_s": blocked,
+        "blocked_of_a_step": round(statistics.median(blocked) / between, 4),
+        "worst_of_a_step": round(max(blocked) / between, 4),
+        "first_blocked_s": next(iter(watch.blocked.values())),
+        "step_beside_a_save_s": statistics.median(beside),
+        "left_to_write_at_the_end_s": written[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", default="demo")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--every", type=int, default=8)
+    options = parser.parse_args()
+    config = dataclasses.replace(load_config(options.config), steps=options.steps, checkpoint_every=options.every)
+    launch.start(launch.Launch(config.devices))
+    with tempfile.TemporaryDirectory() as directory:
+        line = measure(Recipe(config, config_mesh(config)), Path(directory))
+    print(json.dumps({"config": options.config, "steps": options.steps, "every": options.every, **line}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Processes that cost no import: a server that has imported everything and started no device forks each of them.
+
+A forked process is a real one: it has its own devices, it can be killed, and what it runs is `spmd`'s own `main`.
+"""
+
+import contextlib
+import io
+import json
+import os
+import select
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import jax
+
+from spmd import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def fork(run: Callable[[], object], log: Path) -> int:
+    """The process that runs `run` and exits with 0, or as it says, or with 1 and its traceback in `log`."""
+    with warnings.catch_warnings():
+        # Python and JAX warn that threads do not survive a fork; no device has been started, so there are none.
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child:
+        return child
+    code: object = 1
+    try:
+        with log.open("a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        run()
+        code = 0
+    except SystemExit as done:
+        code = done.code
+    except BaseException:  # noqa: BLE001 - a process that was forked from another must not go on as that one
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def serve(cache: str, config: str) -> None:
+    """Runs `spmd` with each list of arguments that comes, says its process id, and then how it ended."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        cli.main(["plan", config])  # needs no device; what it traces need not be traced again in each process
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    for line in sys.stdin:
+        log, *arguments = json.loads(line)
+        child = fork(lambda arguments=arguments: cli.main(arguments), Path(log))
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+class Run:
+    """A run of `spmd` in a process of its own."""
+
+    def __init__(self, output: IO[bytes]) -> None:
+        self._output = output
+        self.pid = int(output.readline())
+
+    def ended(self) -> bool:
+        """Whether it is over; does not wait."""
+        return bool(select.select([self._output], [], [], 0)[0])
+
+    def wait(self) -> int:
+        """How it ended: its exit code, or minus the signal that it was killed by."""
+        return int(self._output.readline())
+
+
+@contextlib.contextmanager
+def server(config: Path, cache: Path) -> Iterator[Callable[[Path, Sequence[object]], Run]]:
+    """Starts a server; what it yields starts `spmd` with arguments, one run at a time.
+
+    Args:
+        config: What the runs are of.
+        cache: A folder for programs that are compiled once.
+    """
+    program = f"from tests import forked; forked.serve({str(cache)!r}, {str(config)!r})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, bufsize=0
+    )
+
+    def start(log: Path, arguments: Sequence[object]) -> Run:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([str(log), *map(str, arguments)]).encode() + b"\n")
+        return Run(process.stdout)
+
+    try:
+        yield start
+    finally:
+        process.kill()
+        process.communicate()
