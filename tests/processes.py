@@ -31,7 +31,7 @@ from partition_rules.llama import LLAMA
 config = spmd.TrainConfig(
     model=dataclasses.replace(PRESETS["test"], vocab=256),
     rules=LLAMA,
-    mesh=spmd.MeshShape(data=2, fsdp=2),
+    mesh=spmd.MeshShape(data=2, fsdp=-1),
     data=spmd.DataConfig(source=({corpus!r},), sequence=16, batch=8, validation=0.2, cache={cache!r}),
     optimizer=spmd.OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
     evaluate=spmd.EvaluationConfig(tokens=256),
