@@ -7,7 +7,13 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import jax
+
 ROOT = Path(__file__).resolve().parent.parent
+FAST_TO_COMPILE = "--xla_cpu_parallel_codegen_split_count=1"
+"""Flags for XLA with which programs compile fastest on a CPU, in which nothing but their numbers is looked at."""
+if jax.__version_info__ < (0, 11):  # later ones have one kind of code; XLA ends the process for a flag that it lost
+    FAST_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 
 
 def run_script(script: str, *arguments: str, timeout: float = 1500) -> Any:
