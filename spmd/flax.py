@@ -66,6 +66,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         return nnx.to_pure_dict(nnx.state(build(key), nnx.Param))
 
     def init_variables(key: jax.Array) -> Any:
+        if not jax.tree.leaves(structure()[3]):
+            return {}  # building a module takes a while, and most have parameters alone
         return jax.tree.map(_as_data, nnx.to_pure_dict(nnx.split(build(key), nnx.Param, ...)[2]))
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:

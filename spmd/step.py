@@ -21,19 +21,25 @@ from spmd.scope import within
 from spmd.state import TrainState, abstract_state
 from spmd.weights import as_taken
 
-Metrics = dict[str, jax.Array]
-"""Scalars of one step, still on the devices."""
+Metrics = dict[str, Any]
+"""Scalars of one step, still on the devices; and its gradients, if the step was asked to keep them."""
 
 
 class TrainStep:
     """`(state, batch) -> (state, metrics)`, compiled ahead of time on its first batch; the state is donated.
 
     Metrics are the loss function's sums divided by the weight (`loss` in nats per token), and `tokens`,
-    `gradient_norm` (before clipping) and what `watch` adds.
+    `gradient_norm` (before clipping), what `watch` adds and, with `keep_gradients`, `gradients`.
     """
 
-    def __init__(self, plan: ShardingPlan, grad_fn: GradFn, watch: Mapping[str, Callable[[TrainState], Any]]) -> None:
-        self.plan, self.grad_fn, self.watch = plan, grad_fn, dict(watch)
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        grad_fn: GradFn,
+        watch: Mapping[str, Callable[[TrainState], Any]],
+        keep_gradients: bool = False,
+    ) -> None:
+        self.plan, self.grad_fn, self.watch, self.keep_gradients = plan, grad_fn, dict(watch), keep_gradients
         self._compiled: dict[Any, jax.stages.Compiled] = {}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -99,6 +105,8 @@ class TrainStep:
         metrics = {name: total / divisor for name, total in sums.items()}
         metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
         metrics |= {name: watched(state) for name, watched in self.watch.items()}
+        if self.keep_gradients:
+            metrics["gradients"] = gradients
         return TrainState(state.step + 1, params, variables, optimizer_state, state.key), metrics
 
 
@@ -119,6 +127,7 @@ def make_train_step(
     *,
     grad_fn: GradFn | None = None,
     watch: Mapping[str, Callable[[TrainState], Any]] | None = None,
+    keep_gradients: bool = False,
 ) -> TrainStep:
     """The train step of `plan`.
 
@@ -127,17 +136,22 @@ def make_train_step(
         loss_fn: `(params, variables, batch, key) -> (Sums, variables)`.
         grad_fn: Instead of `loss_fn`: any composition of `spmd.gradients`.
         watch: Name → a function of the state before the step, reported as a metric.
+        keep_gradients: Whether the metrics have `gradients`, as the optimizer gets them: those of the mean loss.
 
     Returns:
         A `TrainStep`. An equal plan with the same functions gives the same object, so nothing compiles twice.
     """
     assert (loss_fn is None) != (grad_fn is None), "give loss_fn or grad_fn, one of them"
-    return _train_step(plan, loss_fn, grad_fn, tuple((watch or {}).items()))
+    return _train_step(plan, loss_fn, grad_fn, tuple((watch or {}).items()), keep_gradients)
 
 
 @functools.lru_cache(maxsize=16)
 def _train_step(
-    plan: ShardingPlan, loss_fn: LossFn | None, grad_fn: GradFn | None, watch: tuple[tuple[str, Any], ...]
+    plan: ShardingPlan,
+    loss_fn: LossFn | None,
+    grad_fn: GradFn | None,
+    watch: tuple[tuple[str, Any], ...],
+    keep_gradients: bool,
 ) -> TrainStep:
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
-    return TrainStep(plan, unscale(grad_fn, plan.precision.loss_scale), dict(watch))
+    return TrainStep(plan, unscale(grad_fn, plan.precision.loss_scale), dict(watch), keep_gradients)

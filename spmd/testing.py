@@ -13,9 +13,7 @@ from spmd.foresight.collectives import expect_collectives as expect_collectives
 from spmd.gradients.base import GradFn
 from spmd.layerwise import assert_layerwise as assert_layerwise
 from spmd.mesh import batch_sharding
-from spmd.model import PRNG
 from spmd.plan import ShardingPlan
-from spmd.scope import within
 from spmd.state import init_state
 from spmd.step import make_train_step
 
@@ -138,7 +136,7 @@ class Record:
 
 
 def record_run(plan: ShardingPlan, grad_fn: GradFn, batches: Sequence[Any], *, seed: int = 0) -> Record:
-    """Trains under `plan` for one step on each batch.
+    """Trains under `plan` for one step on each batch, with one compiled program.
 
     Args:
         plan: The layout.
@@ -147,21 +145,15 @@ def record_run(plan: ShardingPlan, grad_fn: GradFn, batches: Sequence[Any], *, s
         seed: Of the parameters.
     """
     state = init_state(plan, seed)
-    placed = [jax.tree.map(lambda x: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)), b) for b in batches]
     initial = _on_host(state.params)
-
-    step = make_train_step(plan, grad_fn=grad_fn)
-
-    def gradients(params: Any, variables: Any, batch: Any) -> Any:
-        with within(plan):
-            grads, sums, _ = step.grad_fn(params, variables, batch, jax.random.key(seed, impl=PRNG))
-        return jax.tree.map(lambda g: g / sums["weight"], grads)
-
-    first = _on_host(jax.jit(gradients)(state.params, state.variables, placed[0]))
-    losses = {}
-    for number, batch in enumerate(placed, 1):
-        state, metrics = step(state, batch)
+    step = make_train_step(plan, grad_fn=grad_fn, keep_gradients=True)
+    first: dict[str, np.ndarray] = {}
+    losses: dict[str, np.ndarray] = {}
+    for number, batch in enumerate(batches, 1):
+        placed = jax.tree.map(lambda x: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)), batch)
+        state, metrics = step(state, placed)
         losses[f"step {number}"] = np.asarray(metrics["loss"])
+        first = first or _on_host(metrics["gradients"])
     values = {
         "initial parameters": initial,
         "gradients": first,

@@ -7,7 +7,7 @@ import pytest
 from spmd.foresight.topology import missing_extra, parse_topology
 from tests.programs import run_script
 
-LAYERS, D, BATCH, SEQ, LONG = 2, 512, 8, 256, 4096
+LAYERS, D, BATCH, SEQ, LONG = 2, 256, 8, 128, 2048
 COMPILE = f"""
     import dataclasses, json, sys
     import jax, optax, spmd
@@ -19,7 +19,7 @@ COMPILE = f"""
 
     topology = parse_topology(sys.argv[1])
     launch.start(launch.Launch(absent=topology.platform))
-    model = spmd.from_nnx(LlamaConfig(512, {D}, {LAYERS}, 8, 8, 1024).build)
+    model = spmd.from_nnx(LlamaConfig(512, {D}, {LAYERS}, 8, 8, {2 * D}).build)
     table = dict(LLAMA_SEQUENCE_PARALLEL.activations)
     wrong = dataclasses.replace(LLAMA_SEQUENCE_PARALLEL, activations=table | {{"mlp_hidden": table["mlp_input"]}})
     found = {{}}

@@ -130,6 +130,29 @@ def _twice(state):
     return 2.0 * state.step
 
 
+def test_gradients_are_kept_as_the_optimizer_gets_them():
+    """Kept gradients are what plain SGD moves the parameters by, and those of the mean loss; else none are."""
+    plan = tiny.plan(optimizer=optax.sgd(1.0), data=4, fsdp=2)
+    state = init_state(plan)
+    before = jax.tree.map(np.array, state.params)
+    state, metrics = make_train_step(plan, tiny.loss_fn(), keep_gradients=True)(state, placed(plan, BATCHES[0]))
+    moved = jax.tree.map(lambda a, b: a - b, before, state.params)
+    exact = jax.grad(lambda params: _mean(tiny.loss_fn(), params, BATCHES[0]))(before)
+    for expected in (moved, exact):
+        jax.tree.map(
+            lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), metrics["gradients"], expected
+        )
+    assert float(metrics["gradient_norm"]) == pytest.approx(float(optax.tree.norm(exact)), rel=1e-5)
+    assert float(metrics["gradient_norm"]) > 1e-2
+    _, metrics = make_train_step(plan, tiny.loss_fn())(state, placed(plan, BATCHES[1]))
+    assert "gradients" not in metrics
+
+
+def _mean(loss_fn, params, batch):
+    sums, _ = loss_fn(params, {}, jax.tree.map(jnp.asarray, batch), jax.random.key(0))
+    return sums["loss"] / sums["weight"]
+
+
 def test_a_step_that_is_not_finite_can_be_left_out():
     """NaN gradients change no parameter, no moment, and not the optimizer's step count."""
     optimizer = skip_bad_updates(tiny.OPTIMIZER)

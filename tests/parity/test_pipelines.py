@@ -13,7 +13,7 @@ from models.mixtral import PRESETS as MIXTRALS
 from partition_rules.mixtral import MIXTRAL
 from spmd import flax
 from spmd.gradients.accumulate import accumulate
-from spmd.gradients.base import value_and_grad
+from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.builders import make_schedule
 from spmd.gradients.lockstep import Program, make_program
 from spmd.gradients.loss_scale import unscale
@@ -21,11 +21,12 @@ from spmd.gradients.pipeline import pipeline, pipelined
 from spmd.gradients.schedule_files import read_schedule
 from spmd.loss import next_token_loss
 from spmd.mesh import batch_sharding
+from spmd.model import Model
 from spmd.plan import make_plan
 from spmd.precision import make_precision, with_loss_scale
 from spmd.state import init_state
 from spmd.step import make_eval_step
-from spmd.testing import Tolerance, compare, record_run, token_batches
+from spmd.testing import Record, Tolerance, compare, record_run, token_batches
 from tests import tiny
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
@@ -144,28 +145,41 @@ def test_accumulation_around_a_pipeline():
     assert result.ok, f"\n{result}"
 
 
+ROUTED = dataclasses.replace(
+    MIXTRALS["test"],
+    layers=4,
+    router=dataclasses.replace(MIXTRALS["test"].router, balance=0.1, z_loss=0.01),
+)
+
+
+@functools.cache
+def routed() -> Model:
+    return flax.from_nnx(ROUTED.build)
+
+
+def record_routed(grad_fn: GradFn, **axes: int) -> Record:
+    plan = make_plan(tiny.mesh(**axes), MIXTRAL, routed(), OPTIMIZER)
+    return record_run(plan, grad_fn, token_batches((16, 16), ROUTED.vocab, steps=2))
+
+
+@functools.cache
+def routed_alone(train: bool = True) -> Record:
+    """What every pipeline with experts is compared with; in evaluation there are no auxiliary losses."""
+    loss_fn = next_token_loss(routed(), train=train)
+    return record_routed(accumulate(value_and_grad(loss_fn), MICROBATCHES))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_experts_and_their_losses(schedule):
     """Routers' losses and metrics of all stages are those of one device, beside expert and data parallelism."""
-    config = dataclasses.replace(
-        MIXTRALS["test"],
-        layers=4,
-        router=dataclasses.replace(MIXTRALS["test"].router, balance=0.1, z_loss=0.01),
-    )
-    model = flax.from_nnx(config.build)
-    loss_fn = next_token_loss(model)
-    batches = token_batches((16, 16), config.vocab, steps=2)
-
-    def run(grad_fn, **axes):
-        return record_run(make_plan(tiny.mesh(**axes), MIXTRAL, model, OPTIMIZER), grad_fn, batches)
-
-    alone = run(accumulate(value_and_grad(loss_fn), MICROBATCHES))
-    ours = run(pipeline(loss_fn, program(schedule, 2)), pipe=2, expert=2, data=2)
-    result = compare(ours, alone, EXACT)
+    grad_fn = pipeline(next_token_loss(routed()), program(schedule, 2))
+    ours = record_routed(grad_fn, pipe=2, expert=2, data=2)
+    result = compare(ours, routed_alone(), EXACT)
     assert result.ok, f"\n{result}"
-    without = run(accumulate(value_and_grad(next_token_loss(model, train=False)), MICROBATCHES))
-    assert not compare(ours, without, EXACT).ok, "the control: auxiliary losses are a part of the loss"
+    assert not compare(ours, routed_alone(train=False), EXACT).ok, (
+        "the control: auxiliary losses are a part of the loss"
+    )
 
 
 @pytest.mark.slow
