@@ -5,6 +5,7 @@ times faster, and equal programs are compiled once for the whole session; what i
 asked in subprocesses, which start with the environment that pytest started with.
 """
 
+import gc
 import os
 import tempfile
 
@@ -14,6 +15,7 @@ import pytest
 from spmd.mesh import simulate_devices
 from tests.programs import FAST_TO_COMPILE
 
+gc.set_threshold(50_000)  # tracing makes many objects and few cycles
 simulate_devices(8)
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
