@@ -6,6 +6,7 @@ asked in subprocesses, which start with the environment that pytest started with
 """
 
 import atexit
+import gc
 import os
 import tempfile
 
@@ -15,6 +16,7 @@ import pytest
 from spmd.mesh import simulate_devices
 from tests.programs import FAST_TO_COMPILE
 
+gc.set_threshold(50_000)  # tracing makes many objects and few cycles
 simulate_devices(8)
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
