@@ -29,6 +29,9 @@ _ABSENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 """The GPU compiler tries out kernels on a GPU unless told not to."""
 
+_NO_PROXY = ("no_grpc_proxy", "no_proxy")
+"""Where gRPC reads which hosts it reaches without a proxy: the first that is set. `http_proxy` is for all others."""
+
 _NAME_SECONDS = 60
 """How long a host may be unknown: the name of a pod is published a little after the pod starts."""
 
@@ -97,6 +100,9 @@ def leave(code: int) -> NoReturn:
 
 def _join(group: Group, asked: Asked) -> None:
     """Meets the other processes."""
+    exempt = next((os.environ[name] for name in _NO_PROXY if os.environ.get(name)), "")
+    host, _ = split_address(group.coordinator)
+    os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
     # Devices of the CPU in several processes, real or simulated, have no other way to talk.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX ends the process without an exception when its own time is up, so ours is up before.

@@ -27,9 +27,13 @@ RESTARTED = {
     EXIT_HUNG: "nothing finished within its deadline",
     134: "ended by JAX, because another process was gone",
     137: "killed: out of memory, or its node went away",
-    143: "told to go before it could save",
+    138: "told to go by SIGUSR1 while it was starting",
+    143: "told to go by SIGTERM while it was starting",
 }
 """The exit codes after which a JobSet starts all pods again; after any other it fails."""
+
+REQUEUED = (EXIT_PREEMPTED, 138, 143)
+"""Those after which a job of Slurm goes back into the queue. Of nodes that go away, Slurm takes care itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Job:
         gpus_per_node: GPUs that each machine gives, 0 for none.
         cpus_per_process: CPU cores of each process, 0 for the cluster's default.
         save_seconds: How long before the end a process is told to go, to save.
+        restarts: How often all processes are started again, at most.
         setup: A line of shell that comes first; may be empty.
     """
 
@@ -56,6 +61,7 @@ class Job:
     gpus_per_node: int = 0
     cpus_per_process: int = 0
     save_seconds: int = 120
+    restarts: int = 50
     setup: str = ""
 
     @property
@@ -112,15 +118,18 @@ srun {" ".join(step)} \\
   {shlex.join(job.arguments)}
 status=$?
 
-if [ "$status" -eq {EXIT_PREEMPTED} ]; then
-  echo "saved before the end: the job goes back into the queue"
-  exec scontrol requeue "$SLURM_JOB_ID"
-fi
+restarts=${{SLURM_RESTART_COUNT:-0}}
+case "$status" in {" | ".join(map(str, REQUEUED))})
+  if [ "$restarts" -lt {job.restarts} ]; then
+    echo "told to go: back into the queue, after $restarts restarts of at most {job.restarts}"
+    exec scontrol requeue "$SLURM_JOB_ID"
+  fi
+esac
 exit "$status"
 """
 
 
-def jobset_manifest(job: Job, *, image: str, claim: str, mount: str, restarts: int, tpu: str = "") -> dict[str, Any]:
+def jobset_manifest(job: Job, *, image: str, claim: str, mount: str, tpu: str = "") -> dict[str, Any]:
     """A JobSet (jobset.x-k8s.io/v1alpha2): one indexed Job, whose pods have names, an order and one fate.
 
     Args:
@@ -128,7 +137,6 @@ def jobset_manifest(job: Job, *, image: str, claim: str, mount: str, restarts: i
         image: The container image, which has spmd.
         claim: The PersistentVolumeClaim that all pods write the run folder to.
         mount: Where it is in a pod; the processes' working folder.
-        restarts: How often all pods are started again, at most.
         tpu: ACCELERATOR:TOPOLOGY of a slice, as Google Kubernetes Engine names them; empty for no TPU.
     """
     index = "batch.kubernetes.io/job-completion-index"
@@ -185,7 +193,7 @@ def jobset_manifest(job: Job, *, image: str, claim: str, mount: str, restarts: i
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
             "failurePolicy": {
-                "maxRestarts": restarts,
+                "maxRestarts": job.restarts,
                 # A Job that fails by its own policy had a process that may start again; any other failure is final.
                 "rules": [
                     {"name": "startAgain", "action": "RestartJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},

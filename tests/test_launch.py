@@ -102,19 +102,22 @@ def test_processes_that_wait_in_vain_say_where(process_id):
 
 
 def test_leaving_waits_for_nobody():
-    """After an error each of two processes is gone within seconds, with its code; JAX's own way out waits for both."""
+    """Two processes meet, past any proxy, and after an error each is gone at once with its code.
+
+    JAX's own way out waits for both.
+    """
     address = f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen(python(JOIN, address, i, 60), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": "x.invalid"}
+    processes = [subprocess.Popen(python(JOIN, address, i, 60), env=environment, **pipes) for i in range(2)]
     try:
-        (_, second_error) = processes[1].communicate(timeout=60)
+        (second_output, second_error) = processes[1].communicate(timeout=60)
         processes[0].communicate(timeout=20)
     finally:
         for process in processes:
             process.kill()
     assert processes[1].returncode == 1
+    assert second_output == "met\n"
     assert "KeyError: 'a bug'" in second_error
     assert processes[0].returncode == 7
 

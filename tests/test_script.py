@@ -16,8 +16,8 @@ from spmd.script import RESTARTED, Job, jobset_manifest, slurm_script, to_yaml
 from tests.test_cli import config, run  # noqa: F401 (a fixture)
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text(encoding="utf-8"))
-JOB = Job(("tiny.py", "--steps", "9"), "runs/tiny", "tiny", nodes=4)
-PLACES = {"image": "registry.invalid/spmd:1", "claim": "shared", "mount": "/runs", "restarts": 7}
+JOB = Job(("tiny.py", "--steps", "9"), "runs/tiny", "tiny", nodes=4, restarts=7)
+PLACES = {"image": "registry.invalid/spmd:1", "claim": "shared", "mount": "/runs"}
 
 
 def manifest(**changes):
@@ -133,15 +133,17 @@ def test_slurm_script():
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "requeued"), [(0, 0, False), (75, 0, True), (2, 2, False), (134, 134, False)]
+    ("status", "restarts", "code", "requeued"),
+    [(0, "", 0, False), (75, "", 0, True), (143, "6", 0, True), (75, "7", 75, False), (2, "", 2, False)],
 )
-def test_slurm_script_ends(status, code, requeued, tmp_path):
-    """Done is done, 75 is requeued, anything else fails with the code of srun."""
+def test_slurm_script_ends(status, restarts, code, requeued, tmp_path):
+    """Done is done, what was told to go is requeued so many times, anything else fails with the code of srun."""
     programs = {"srun": f"exit {status}", "scontrol": f'echo "$@" > {tmp_path}/scontrol.txt'}
     for name, line in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "41", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    environment |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
     done = subprocess.run(["bash", "-c", slurm_script(JOB)], env=environment, check=False, capture_output=True)
     assert done.returncode == code
     called = tmp_path / "scontrol.txt"

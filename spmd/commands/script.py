@@ -35,6 +35,8 @@ class ScriptCommand:
     """The run folder, which all machines share; runs/CONFIG by default."""
     save_seconds: int = 120
     """How long before its end a process is told to go; it saves in that time."""
+    restarts: int = 50
+    """How often all processes are started again, at most."""
     setup: str = ""
     """A line of shell that comes first, such as "source .venv/bin/activate"."""
     file: str = ""
@@ -70,8 +72,6 @@ class KubernetesCommand(ScriptCommand):
     """The PersistentVolumeClaim for the run folder, which all pods may write to."""
     mount: str = "/runs"
     """Where that volume is in a pod: the working folder."""
-    restarts: int = 20
-    """How often all pods are started again, at most."""
     tpu: str = ""
     """ACCELERATOR:TOPOLOGY of a TPU slice, such as tpu-v5-lite-podslice:4x4."""
 
@@ -102,11 +102,12 @@ def run_script(arguments: list[str]) -> int:
         gpus_per_node=command.gpus_per_node,
         cpus_per_process=command.cpus_per_process,
         save_seconds=command.save_seconds,
+        restarts=command.restarts,
         setup=command.setup,
     )
     if isinstance(command, KubernetesCommand):
         places = {"image": command.image, "claim": command.claim, "mount": command.mount}
-        manifest = jobset_manifest(job, **places, restarts=command.restarts, tpu=command.tpu)
+        manifest = jobset_manifest(job, **places, tpu=command.tpu)
         text = to_yaml(manifest)
     else:
         text = slurm_script(job, time=command.time, partition=command.partition, account=command.account)
@@ -123,7 +124,14 @@ def _check(command: Any, parsed: Any, name: str) -> None:
     Raises:
         SpmdError: The numbers are wrong, or the config cannot run on all devices.
     """
-    least = {"nodes": 1, "processes_per_node": 1, "gpus_per_node": 0, "cpus_per_process": 0, "save_seconds": 1}
+    least = {
+        "nodes": 1,
+        "processes_per_node": 1,
+        "gpus_per_node": 0,
+        "cpus_per_process": 0,
+        "save_seconds": 1,
+        "restarts": 0,
+    }
     problems = [
         Problem(field.replace("_", "-"), f"is {value}", fix=f"{lowest} or more")
         for field, lowest in least.items()
@@ -144,8 +152,6 @@ def _check(command: Any, parsed: Any, name: str) -> None:
         for field in ("image", "claim"):
             if not getattr(command, field):
                 problems.append(Problem(field, "is missing", fix=f"--{field} {field.upper()}"))
-        if command.restarts < 0:
-            problems.append(Problem("restarts", f"is {command.restarts}", fix="0 or more"))
         if not command.mount.startswith("/"):
             problems.append(Problem("mount", f"{command.mount!r} is no absolute path", fix="such as /runs"))
         chips, wrong = _tpu_chips(command)
