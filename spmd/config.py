@@ -103,6 +103,16 @@ class SampleConfig:
     """Draw among the k likeliest tokens; 0 for all."""
 
 
+@dataclasses.dataclass(frozen=True)
+class FaultsConfig:
+    """How often training is checked for silent data corruption, which stops it."""
+
+    replicas_every: int = 0
+    """Steps between comparisons of what devices hold that should be equal, bit for bit. 0: never."""
+    repeat_every: int = 0
+    """Steps between checks that the gradients of one batch come out the same twice, bit for bit. 0: never."""
+
+
 _LEAST = {
     "steps": 1,
     "accumulate": 1,
@@ -117,6 +127,8 @@ _LEAST = {
     "seed": 0,
     "evaluate.every": 0,
     "evaluate.tokens": 1,
+    "faults.replicas_every": 0,
+    "faults.repeat_every": 0,
     "sample.tokens": 0,
     "sample.temperature": 0,
     "sample.top_k": 0,
@@ -171,6 +183,8 @@ class TrainConfig(Generic[M]):
     on_nan: Literal["stop", "skip"] = "stop"
     """What a non-finite loss or gradient does: stop the run, or skip that step and count it. fp16 always skips, and
     stops only where the loss scale cannot get any lower."""
+    faults: FaultsConfig = FaultsConfig()
+    """Checks for silent data corruption."""
     evaluate: EvaluationConfig = EvaluationConfig()
     """Validation."""
     sample: SampleConfig = SampleConfig()

@@ -9,7 +9,8 @@ SpmdError                    something is wrong with what was asked; `.problems`
 │   └── ScheduleError        a pipeline schedule that cannot be built, read or finished
 ├── DataError                a corpus that is missing, empty or too short
 ├── CheckpointError          a checkpoint that does not fit, or a run folder in use
-└── NonFiniteError           the loss or a gradient is NaN or infinite
+├── NonFiniteError           the loss or a gradient is NaN or infinite
+└── FaultError               a device computed or keeps other bits than it should
 ```
 
 All of them are `ValueError`s. A function that finds several problems reports all of them in one error.
@@ -95,6 +96,10 @@ class CheckpointError(SpmdError):
 
 class NonFiniteError(SpmdError):
     """The loss or a gradient is NaN or infinite."""
+
+
+class FaultError(SpmdError):
+    """A device computed or keeps other bits than it should: silent data corruption."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

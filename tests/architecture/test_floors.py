@@ -38,6 +38,7 @@ FLOORS = {
         *("flax", "moments", "optim", "state", "offload", "step"),
         *("corpus", "data", "checkpoint", "metrics", "trainer", "generate"),
     ),
+    "resilience": ("resilience.digests", "resilience.repeat", "resilience.checks"),
     "look": (
         "foresight.hlo",
         "foresight.groups",

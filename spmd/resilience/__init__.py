@@ -1,0 +1,1 @@
+"""What keeps a long run alive, and what notices that it has gone wrong."""
