@@ -7,8 +7,11 @@ hooks = [CheckReplicas(plan, every=500), CheckRepeats(plan, grad_fn, probe, ever
 They come before the hook that saves, so that nothing is saved that was just seen to be damaged.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from spmd.errors import FaultError
@@ -46,7 +49,11 @@ class CheckReplicas(_Periodic):
     def __init__(self, plan: ShardingPlan, every: int) -> None:
         super().__init__(every)
         self.mesh, self.abstract = plan.mesh, abstract_state(plan)
-        self.digest = make_digest(self.abstract, plan.mesh) if every else None
+
+    @functools.cached_property
+    def digest(self) -> Callable[[TrainState], jax.Array]:
+        """The program, compiled at the first check."""
+        return make_digest(self.abstract, self.mesh)
 
     def on_state(self, step: int, state: TrainState) -> None:
         """Raises `FaultError` with each array and the devices that differ, the same on every process."""
