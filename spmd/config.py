@@ -150,6 +150,8 @@ class TrainConfig(Generic[M]):
     """The partition rule table of the model's family."""
     mesh: MeshShape = MeshShape(fsdp=-1)
     """The size of each mesh axis; one may be -1."""
+    slices: MeshShape = MeshShape()
+    """How many times each axis crosses the slow network, between TPU slices or hosts of GPUs; it divides the axis."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) are split over fsdp."""
     remat: str = "none"
@@ -208,6 +210,11 @@ class TrainConfig(Generic[M]):
             for field, least in _LEAST.items()
             if not (value := operator.attrgetter(field)(self)) >= least
         ]
+        for axis, count in self.slices.sizes.items():
+            size = self.mesh.sizes[axis]
+            if count < 1 or (size > 0 and size % count):
+                fix = "a positive number that divides the axis"
+                problems.append(Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {size}", fix=fix))
         if self.seed >= 2**32:
             problems.append(Problem("seed", f"is {self.seed}", fix="below 2**32"))
         problems += [
