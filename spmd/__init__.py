@@ -11,7 +11,7 @@ state = spmd.fit(state, step, batches, steps=1000)
 """
 
 from spmd.annotate import annotate
-from spmd.config import EvaluationConfig, PipelineConfig, SampleConfig, TrainConfig
+from spmd.config import EvaluationConfig, FaultsConfig, PipelineConfig, SampleConfig, TrainConfig
 from spmd.data import DataConfig
 from spmd.errors import SpmdError
 from spmd.flax import from_linen, from_nnx
@@ -33,6 +33,7 @@ from spmd.trainer import Hook, fit
 __all__ = [
     "DataConfig",
     "EvaluationConfig",
+    "FaultsConfig",
     "Hook",
     "MeshShape",
     "Model",

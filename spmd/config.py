@@ -122,6 +122,16 @@ class RecoveryConfig:
     """The same for everything up to the first finished step, with compilation."""
 
 
+@dataclasses.dataclass(frozen=True)
+class FaultsConfig:
+    """How often training is checked for silent data corruption, which stops it."""
+
+    replicas_every: int = 0
+    """Steps between comparisons of what devices hold that should be equal, bit for bit. 0: never."""
+    repeat_every: int = 0
+    """Steps between checks that the gradients of one batch come out the same twice, bit for bit. 0: never."""
+
+
 _LEAST = {
     "steps": 1,
     "accumulate": 1,
@@ -141,6 +151,8 @@ _LEAST = {
     "recovery.start_deadline": 0,
     "evaluate.every": 0,
     "evaluate.tokens": 1,
+    "faults.replicas_every": 0,
+    "faults.repeat_every": 0,
     "sample.tokens": 0,
     "sample.temperature": 0,
     "sample.top_k": 0,
@@ -162,6 +174,8 @@ class TrainConfig(Generic[M]):
     """The partition rule table of the model's family."""
     mesh: MeshShape = MeshShape(fsdp=-1)
     """The size of each mesh axis; one may be -1."""
+    slices: MeshShape = MeshShape()
+    """How many times each axis crosses the slow network, between TPU slices or hosts of GPUs; it divides the axis."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) are split over fsdp."""
     remat: str = "none"
@@ -198,6 +212,8 @@ class TrainConfig(Generic[M]):
     cannot get any lower."""
     recovery: RecoveryConfig = RecoveryConfig()
     """Loss spikes, rolling back, deadlines."""
+    faults: FaultsConfig = FaultsConfig()
+    """Checks for silent data corruption."""
     evaluate: EvaluationConfig = EvaluationConfig()
     """Validation."""
     sample: SampleConfig = SampleConfig()
@@ -224,6 +240,11 @@ class TrainConfig(Generic[M]):
             for field, least in _LEAST.items()
             if not (value := operator.attrgetter(field)(self)) >= least
         ]
+        for axis, count in self.slices.sizes.items():
+            size = self.mesh.sizes[axis]
+            if count < 1 or (size > 0 and size % count):
+                fix = "a positive number that divides the axis"
+                problems.append(Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {size}", fix=fix))
         if self.seed >= 2**32:
             problems.append(Problem("seed", f"is {self.seed}", fix="below 2**32"))
         problems += [

@@ -112,7 +112,7 @@ def make_cuts(
         for path, seen in trace_update(rule, abstract, ranks).items()
         if path in ranks and not seen.mixed and not seen.random and {shape for _, shape in seen.state} <= {()}
     }
-    parts = [(path, _cut_one(path, flat[path], specs[path], axes) if path in elementwise else None) for path in single]
+    parts = [(path, cut_large(path, flat[path], specs[path], axes) if path in elementwise else None) for path in single]
     cuts += [cut for _, cut in parts if cut]
     if whole := tuple(path for path, cut in parts if not cut):
         cuts.append(Cut(whole))
@@ -127,7 +127,7 @@ def make_cuts(
     return tuple(cuts), problems
 
 
-def _cut_one(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> Cut | None:
+def cut_large(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> Cut | None:
     """The cut of one large array into pieces of whole rows of tiles, the finest if none is small enough; None for one
     that is small or has no such cut."""
     shape = tuple(leaf.shape)

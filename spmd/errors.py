@@ -10,9 +10,10 @@ SpmdError                    something is wrong with what was asked; `.problems`
 ├── DataError                a corpus that is missing, empty or too short
 ├── CheckpointError          a checkpoint that does not fit, or a run folder in use
 ├── AgreementError           processes of one run are about to do different things
-└── BadStepError             a step whose numbers cannot be trusted
-    ├── NonFiniteError       the loss or a gradient is NaN or infinite
-    └── SpikeError           the loss is far above what it was
+├── BadStepError             a step whose numbers cannot be trusted
+│   ├── NonFiniteError       the loss or a gradient is NaN or infinite
+│   └── SpikeError           the loss is far above what it was
+└── FaultError                a device computed or keeps other bits than it should
 ```
 
 All of them are `ValueError`s. A function that finds several problems reports all of them in one error.
@@ -120,6 +121,10 @@ class NonFiniteError(BadStepError):
 
 class SpikeError(BadStepError):
     """The loss is far above what it was."""
+
+
+class FaultError(SpmdError):
+    """A device computed or keeps other bits than it should: silent data corruption."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -137,6 +137,7 @@ def make_mesh(
         devices: The devices to use; all of them by default.
         slices: Axis → how many times that axis crosses the slow network between hosts or pods. The rest of each
             axis stays inside one slice. `slices={"data": 2}` with `data=4` puts two data groups in each slice.
+            Simulated devices of one process form as many slices as are asked for.
         **sizes: Axis → size; axes left out have size 1, one may be -1.
 
     Returns:
@@ -165,42 +166,89 @@ def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str
     Raises:
         MeshError: The sizes do not multiply to the devices or the slices.
     """
-    sizes = shape.resolve(len(devices)).sizes
-    if slices:
-        grid = _hybrid(sizes, slices, devices)
-    elif devices[0].platform == "cpu":
-        grid = np.array(devices, dtype=object).reshape(tuple(sizes.values()))
-    else:
-        grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    shape = shape.resolve(len(devices))
+    check_slices(shape, slices or {})
+    outer = tuple((slices or {}).get(axis, 1) for axis in AXES)
+    inner = tuple(size // n for size, n in zip(shape.sizes.values(), outer, strict=True))
+    parts = [_arranged(inner, part) for part in _split(devices, math.prod(outer))]
+    # [slices of each axis, the axes inside one slice] → each axis with its slices outermost.
+    order = [dim for axis in range(len(AXES)) for dim in (axis, axis + len(AXES))]
+    grid = np.stack(parts).reshape(*outer, *inner).transpose(order).reshape(tuple(shape.sizes.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _hybrid(shape: dict[str, int], slices: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
-    outer = {axis: slices.get(axis, 1) for axis in AXES}
-    problems = [
-        Problem(f"slices[{axis!r}]", "does not divide its axis", f"{shape[axis]} / {n} = {shape[axis] / n:.4g}")
-        for axis, n in outer.items()
-        if n < 1 or shape[axis] % n
-    ]
-    by_slice = hasattr(devices[0], "slice_index")
-    granules = len({d.slice_index if by_slice else d.process_index for d in devices})
-    if math.prod(outer.values()) != granules:
-        problems.append(
-            Problem(
-                "slices",
-                f"the devices form {granules} {'slices' if by_slice else 'processes'}",
-                f"{' × '.join(f'{a}={n}' for a, n in slices.items())} = {math.prod(outer.values())}",
-                f"make the product {granules}",
-            )
-        )
+def check_slices(shape: MeshShape, slices: Mapping[str, int]) -> None:
+    """Whether each axis divides over the slices it crosses.
+
+    Args:
+        shape: Without a -1.
+        slices: Axis → how many times it crosses the slow network.
+
+    Raises:
+        MeshError: It does not.
+    """
+    sizes = shape.sizes
+    problems = []
+    for axis, count in slices.items():
+        if count < 1:
+            problems.append(Problem(f"slices.{axis}", f"is {count}", fix="a positive number"))
+        elif sizes[axis] % count:
+            arithmetic = f"{sizes[axis]} / {count} = {sizes[axis] / count:.4g}"
+            problems.append(Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {sizes[axis]}", arithmetic))
     if problems:
         raise MeshError("The mesh does not fit the slow network:", problems)
-    return mesh_utils.create_hybrid_device_mesh(
-        tuple(shape[axis] // outer[axis] for axis in AXES),
-        tuple(outer.values()),
-        devices,
-        process_is_granule=not by_slice,
-    )
+
+
+def slice_numbers(sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.ndarray:
+    """The slice that each device of a mesh is in, in the order of `mesh.devices.flat`.
+
+    Args:
+        sizes: Axis → size: `mesh.shape`.
+        slices: Axis → how many times it crosses the slow network.
+
+    Example:
+        >>> slice_numbers({"data": 4, "fsdp": 2}, {"data": 2}).tolist()
+        [0, 0, 0, 0, 1, 1, 1, 1]
+    """
+    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
+    number = np.zeros(places.shape[1], int)
+    for (axis, size), along in zip(sizes.items(), places, strict=True):
+        count = slices.get(axis, 1)
+        number = number * count + along // (size // count)
+    return number
+
+
+def _arranged(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices of one slice as a grid; on a TPU neighbours in it are neighbours in the network."""
+    if devices[0].platform == "cpu":
+        return np.array(devices, dtype=object).reshape(sizes)
+    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+
+
+def _split(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
+    """The devices of each of `count` slices.
+
+    TPU slices are what the devices say. GPUs form one slice for each host, or for several in a row, and so do processes
+    of simulated devices; those of a single process stand for whatever is asked.
+    """
+    platform, numbers = devices[0].platform, [getattr(device, "slice_index", None) or 0 for device in devices]
+    what = "slices"
+    if len(set(numbers)) == 1 and platform != "tpu":
+        what, numbers = "hosts", [device.process_index for device in devices]
+        if len(set(numbers)) == 1 and platform == "cpu":
+            what, numbers = "devices", list(range(len(devices)))
+    units = sorted(set(numbers))
+    if (platform == "tpu" and len(units) != count) or len(units) % count:
+        arithmetic = f"product of slices = {count}, and the devices form {len(units)} {what}"
+        fix = f"make the product {len(units)}" if platform == "tpu" else f"make the product divide {len(units)}"
+        problem = Problem("slices", "do not fit the devices", arithmetic, f"{fix}, such as --slices.data {len(units)}")
+        raise MeshError("The mesh does not fit the slow network:", [problem])
+    part = {unit: place * count // len(units) for place, unit in enumerate(units)}
+    parts = [[d for d, n in zip(devices, numbers, strict=True) if part[n] == i] for i in range(count)]
+    if len(sizes := {len(part) for part in parts}) > 1:
+        problem = Problem("slices", "have unequal numbers of devices", ", ".join(map(str, sorted(sizes))))
+        raise MeshError("The mesh does not fit the slow network:", [problem])
+    return parts
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from spmd.gradients.pipeline import pipeline, pipelined
 from spmd.gradients.schedule_files import read_schedule
 from spmd.gradients.schedules import Schedule
 from spmd.loss import LossFn, next_token_loss
-from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, mesh_of, shards_of
+from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, check_slices, mesh_of, shards_of
 from spmd.metrics import Flops, transformer_flops
 from spmd.model import Model
 from spmd.optim import check_no_decay, make_learning_rate, make_optimizer
@@ -178,6 +179,16 @@ class Recipe:
             return ""
         return f"\npipeline {self.pipeline.name}, {self.microbatches} microbatches; {how_executed(self.pipeline)}"
 
+    @property
+    def slices_line(self) -> str:
+        """What the plan is followed by: the axes on the slow network; nothing where there is one slice."""
+        slices = {axis: count for axis, count in self.config.slices.sizes.items() if count > 1}
+        if not slices:
+            return ""
+        total = math.prod(slices.values())
+        named = ", ".join(f"{axis} {count} × {self.mesh.shape[axis] // count}" for axis, count in slices.items())
+        return f"\nslices {total} of {self.mesh.size // total} devices; over the slow network, × inside: {named}"
+
     def _most_microbatches(self, schedule: str) -> int:
         """As many as divide the batch and are split over the mesh, up to `MICROBATCHES` for each stage."""
         batch, devices = self.config.data.batch, shards_of(batch_sharding(self.mesh).spec[0], self.mesh.shape)
@@ -261,7 +272,8 @@ class Recipe:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
                 raise MemoryError(str(error).partition("\n")[0]) from None
-        return audit_collectives(compiled, self.mesh, log=log), read_memory(compiled)
+        audit = audit_collectives(compiled, self.mesh, log=log, slices=self.config.slices.sizes)
+        return audit, read_memory(compiled)
 
     def audit(self) -> None:
         """Finds what is wrong before anything is allocated or compiled: the batch, the table, every activation.
@@ -338,12 +350,12 @@ def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
         ConfigError: The extra with its compiler is not installed.
         MeshError: The mesh does not fit the machine.
     """
-    return mesh_of(config.mesh, topology_devices(topology))
+    return mesh_of(config.mesh, topology_devices(topology), config.slices.sizes)
 
 
 def config_mesh(config: TrainConfig) -> AnyMesh:
     """The config's mesh over the devices of this machine."""
-    return mesh_of(config.mesh, jax.devices())
+    return mesh_of(config.mesh, jax.devices(), config.slices.sizes)
 
 
 def one_device_mesh() -> AnyMesh:
@@ -356,10 +368,13 @@ def planned_mesh(config: TrainConfig) -> AnyMesh:
 
     Raises:
         ConfigError: An axis is -1 and `devices` is 0, so nothing says how large it is.
+        MeshError: The mesh does not fit so many devices, or an axis its slices.
     """
     shape: MeshShape = config.mesh
     total = config.devices or shape.total()
     if total is None:
         fix = "give --devices N, or each axis a size"
         raise ConfigError("Nothing says how many devices there are:", [Problem("mesh", "has an axis of -1", fix=fix)])
-    return abstract_mesh(shape.resolve(total))
+    shape = shape.resolve(total)
+    check_slices(shape, config.slices.sizes)
+    return abstract_mesh(shape)

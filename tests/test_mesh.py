@@ -41,12 +41,14 @@ def test_what_does_not_multiply_is_an_error_with_the_arithmetic(sizes, complaint
 
 
 def test_slices_put_an_axis_on_the_slow_network():
-    """With one slice per process, devices of one process stay together on the inner part of the axis."""
-    with pytest.raises(MeshError, match="the devices form 1"):
-        make_mesh(data=8, slices={"data": 2})
-    with pytest.raises(MeshError, match="does not divide its axis"):
+    """Simulated devices of one process form as many slices as are asked for; an axis must divide."""
+    with pytest.raises(MeshError, match=r"slices.data: is 3, and mesh.data is 2\n.*2 / 3 = 0.6667"):
         make_mesh(data=2, fsdp=4, slices={"data": 3})
-    assert make_mesh(data=2, fsdp=4, slices={"data": 1}).size == 8
+    with pytest.raises(MeshError, match=r"slices.data: is 0"):
+        make_mesh(data=8, slices={"data": 0})
+    assert make_mesh(data=2, fsdp=4, slices={"data": 1}) == make_mesh(data=2, fsdp=4)
+    mesh = make_mesh(data=2, fsdp=4, slices={"fsdp": 2})
+    assert [device.id for device in mesh.devices.flat] == [0, 1, 4, 5, 2, 3, 6, 7]
 
 
 def test_devices_cannot_be_simulated_after_jax_has_started():

@@ -116,7 +116,7 @@ def _print_plan(
         print(json.dumps(record | (audit.to_json() if audit else {}), indent=2))
         return
     tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
-    print(audit if audit else recipe.plan.text(*tables), end=f"{recipe.pipeline_line}\n")
+    print(audit if audit else recipe.plan.text(*tables), end=f"{recipe.pipeline_line}{recipe.slices_line}\n")
     print(f"\nmemory of one device, {ledger.topology}\n{ledger}")
     if refused:
         print(f"\nthe compiler refuses: {refused}")

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from spmd.foresight.groups import Groups, mesh_axes, per_device, read_groups
+from spmd.foresight.groups import Groups, kind_of, mesh_axes, on_mesh, per_device, read_groups, spans
 from spmd.foresight.hlo import Array, Instruction, Program, Value, trip_count
 
 KINDS = (
@@ -71,6 +71,7 @@ class Collective:
         source: `file:line`, the innermost line outside of this package.
         instruction: Its name in the program's text.
         groups: The groups as written.
+        crosses: Some of its groups have devices in more than one slice, so it goes over the slow network.
     """
 
     kind: str
@@ -87,6 +88,7 @@ class Collective:
     source: str
     instruction: str
     groups: str
+    crosses: bool
 
     @property
     def bytes(self) -> int:
@@ -99,15 +101,18 @@ class Collective:
         return IRREGULAR if self.axes is None else "+".join(self.axes)
 
 
-def find_collectives(program: Program, axes: Mapping[str, int], *, cpu: bool) -> tuple[Collective, ...]:
+def find_collectives(
+    program: Program, axes: Mapping[str, int], *, cpu: bool, slices: np.ndarray
+) -> tuple[Collective, ...]:
     """All collectives that move something, in the order in which the program runs them.
 
     Args:
         program: The parsed program.
         axes: Axis → size of the mesh it was compiled for, outermost first.
         cpu: It was compiled by XLA:CPU, so read what only that writes as what it stands for.
+        slices: For each device the slice it is in.
     """
-    walk = _Walk(program, axes, cpu)
+    walk = _Walk(program, axes, cpu, slices)
     walk.visit(program.entry, 1, True, False)
     return tuple(walk.merged().values())
 
@@ -115,9 +120,12 @@ def find_collectives(program: Program, axes: Mapping[str, int], *, cpu: bool) ->
 class _Walk:
     """A walk through everything the program runs, with how often it runs there."""
 
-    def __init__(self, program: Program, axes: Mapping[str, int], cpu: bool) -> None:
-        self.program, self.axes, self.cpu = program, axes, cpu
-        self.devices = int(np.prod(list(axes.values())))
+    def __init__(self, program: Program, axes: Mapping[str, int], cpu: bool, slices: np.ndarray) -> None:
+        self.program, self.axes, self.cpu, self.slices = program, axes, cpu, slices
+        count = program.partitions * program.replicas
+        self.devices = slices.size if count == 1 else count
+        in_order = np.arange(slices.size) if self.devices == slices.size else np.argsort(slices, kind="stable")
+        self.places = in_order.reshape(-1, self.devices)  # a row for each program
         self.found: dict[tuple[str, ...], Collective] = {}
         self._first: dict[tuple[str, ...], str] = {}
         self._reduced: dict[Value, tuple[str, ...]] = {}
@@ -125,7 +133,7 @@ class _Walk:
 
     def visit(self, name: str, times: int, counted: bool, conditional: bool) -> None:
         for instruction in self.program.computations[name].instructions.values():
-            if instruction.opcode.removesuffix("-start") in KINDS:
+            if kind_of(instruction) in KINDS:
                 for key, record in self._records(name, instruction):
                     known = self.found.setdefault(key, record)
                     if self._first.setdefault(key, name) == name:
@@ -210,20 +218,21 @@ class _Walk:
         if name not in self._talks:
             here = self.program.computations.get(name)
             self._talks[name] = here is not None and any(
-                i.opcode.removesuffix("-start") in KINDS or self._any_talks(i) for i in here.instructions.values()
+                kind_of(i) in KINDS or self._any_talks(i) for i in here.instructions.values()
             )
         return self._talks[name]
 
     def _records(self, name: str, instruction: Instruction) -> Iterator[tuple[tuple[str, ...], Collective]]:
-        kind = instruction.opcode.removesuffix("-start")
+        kind, between = kind_of(instruction), instruction.opcode == "send"
         groups, pairs = read_groups(instruction.attributes, self.devices)
-        axes = mesh_axes(groups, self.axes, pairs=pairs)
+        places = self.places.T.tolist() if between else on_mesh(groups, self.places)
+        axes = mesh_axes(places, self.axes, pairs=pairs)
         if axes == ():
             return
         written = instruction.attribute(r"((?:replica_groups|source_target_pairs)=.*?)(?:, [a-z_]+=|$)")
         last = self._done(name, instruction)
         in_place = kind == "collective-permute" and "slice_sizes=" in instruction.attributes
-        parts = len(instruction.operands)
+        parts = 1 if between else len(instruction.operands)
         apart = parts > 1 and kind not in _ONE_ARRAY and not in_place
         for part in range(parts if apart else 1):
             names = instruction.operands if kind == "all-to-all" else instruction.operands[part : part + 1]
@@ -246,7 +255,7 @@ class _Walk:
                 Collective(
                     kind=means,
                     axes=axes,
-                    payload=sum(a.bytes for a in moved) * (max(map(len, groups)) if kind == "all-gather" else 1),
+                    payload=sum(a.bytes for a in moved) * (max(map(len, places)) if kind == "all-gather" else 1),
                     executions=0,
                     is_counted=True,
                     is_conditional=False,
@@ -258,6 +267,7 @@ class _Walk:
                     source=self._source(metadata),
                     instruction=instruction.name,
                     groups=written.partition("=")[2],
+                    crosses=spans(places, self.slices),
                 ),
             )
 

@@ -13,6 +13,7 @@ What counts as payload, and what backends write in place of something else, stan
 
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from jax.sharding import Mesh
 from spmd.errors import MeshError, Problem
 from spmd.foresight.census import Collective, find_collectives
 from spmd.foresight.hlo import parse
-from spmd.mesh import BATCH_AXES, AnyMesh
+from spmd.mesh import BATCH_AXES, AnyMesh, slice_numbers
 from spmd.step import TrainStep
 from spmd.tree import human_bytes
 
@@ -53,22 +54,36 @@ class CollectiveAudit:
         backend: The platform it was compiled for, as far as known.
         records: In the order in which the program runs them.
         warnings: What costs more than it should.
+        slices: Axis → how many times it crosses the slow network, of those that do.
     """
 
     mesh: Mapping[str, int]
     backend: str
     records: tuple[Collective, ...]
     warnings: tuple[Problem, ...]
+    slices: Mapping[str, int]
 
-    def bytes(self, kind: str | None = None, axes: str | None = None) -> int:
+    def bytes(self, kind: str | None = None, axes: str | None = None, *, crossing: bool = False) -> int:
         """Bytes of one step on one device.
 
         Args:
             kind: Of this kind only, such as `"all-gather"`.
             axes: Over exactly these axes only, such as `"fsdp"` or `"data+fsdp"`.
+            crossing: Only of collectives whose groups have devices in several slices.
         """
         over = axes and _in_order(axes, self.mesh)
-        return sum(r.bytes for r in self.records if kind in (None, r.kind) and over in (None, r.over))
+        chosen = (r for r in self.records if r.crosses or not crossing)
+        return sum(r.bytes for r in chosen if kind in (None, r.kind) and over in (None, r.over))
+
+    def crossing(self) -> str:
+        """What goes over the slow network: a line, and one for each kind and axes; nothing where there is none."""
+        if not self.slices:
+            return ""
+        named = " ".join(f"{axis}={count}" for axis, count in self.slices.items())
+        lines = [f"over the slow network, slices {named}: {human_bytes(self.bytes(crossing=True))} in each step"]
+        groups = _grouped([r for r in self.records if r.crosses], lambda r: (r.kind, r.over))
+        rows = [_row(records, *key) for key, records in groups.items()]
+        return "\n".join([*lines, *([_aligned(rows)] if rows else [])])
 
     def by_axes(self) -> dict[tuple[str, str], list[Collective]]:
         """(kind, axes) → records, the most bytes first."""
@@ -82,6 +97,7 @@ class CollectiveAudit:
         """Two tables, by axis and by source, at most 120 columns wide, then notes and warnings."""
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
         parts = [f"mesh {axes}   {self.backend}   {human_bytes(self.bytes())} in each step on each device"]
+        parts += [self.crossing()] if self.slices else []
         if self.records:
             heading: tuple[str, ...] = ("bytes", "kind", "over", "runs", "each")
             parts.append(_aligned([heading, *(_row(records, *key) for key, records in self.by_axes().items())]))
@@ -102,13 +118,20 @@ class CollectiveAudit:
             "mesh": dict(self.mesh),
             "backend": self.backend,
             "bytes": self.bytes(),
+            "slices": dict(self.slices),
+            "crossing_bytes": self.bytes(crossing=True),
             "collectives": [{**dataclasses.asdict(record), "bytes": record.bytes} for record in self.records],
             "warnings": [dataclasses.asdict(warning) for warning in self.warnings],
         }
 
 
 def audit_collectives(
-    program: jax.stages.Compiled | str, mesh: AnyMesh, *, backend: str | None = None, log: Sequence[str] = ()
+    program: jax.stages.Compiled | str,
+    mesh: AnyMesh,
+    *,
+    backend: str | None = None,
+    log: Sequence[str] = (),
+    slices: Mapping[str, int] | None = None,
 ) -> CollectiveAudit:
     """Reads the collectives of a compiled program.
 
@@ -117,20 +140,24 @@ def audit_collectives(
         mesh: The mesh it was compiled for: partition *i* is the *i*-th device of `mesh.devices.flat`.
         backend: `"cpu"`, `"tpu"`, …; by default that of the mesh's devices.
         log: What the compiler said while it compiled, from `compiler_log`.
+        slices: Axis → how many times it crosses the slow network.
 
     Raises:
         MeshError: The program is for another number of devices.
     """
     parsed = parse(program if isinstance(program, str) else program.as_text() or "")
     devices = parsed.partitions * parsed.replicas
-    if devices not in (1, mesh.size):
+    apart = mesh.size // math.prod((slices or {}).values())  # a TPU has one program for each slice
+    if devices not in (1, mesh.size, apart):
         problem = Problem("mesh", "has another number of devices", f"the program {devices}, the mesh {mesh.size}")
         raise MeshError("The program cannot be audited:", [problem])
     if backend is None:
         backend = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "an unknown backend"
-    records = find_collectives(parsed, mesh.shape, cpu=backend == "cpu")
+    places = slice_numbers(mesh.shape, slices or {})
+    records = find_collectives(parsed, mesh.shape, cpu=backend == "cpu", slices=places)
     axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    return CollectiveAudit(axes, backend, records, tuple(_warnings(records, backend, log)))
+    crossing = {axis: count for axis, count in (slices or {}).items() if count > 1}
+    return CollectiveAudit(axes, backend, records, tuple(_warnings(records, backend, log)), crossing)
 
 
 def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -> Iterator[Problem]:

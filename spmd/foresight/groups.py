@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from spmd.foresight.hlo import Program, Value
+from spmd.foresight.hlo import Instruction, Program, Value
 
 Groups = Sequence[Sequence[int]]
 
@@ -43,6 +43,15 @@ _INTEGERS: dict[str, Callable[..., np.ndarray]] = {
     "shift-left": np.left_shift,
     "clamp": lambda low, x, high: np.clip(x, low, high),
 }
+
+
+def kind_of(instruction: Instruction) -> str:
+    """What kind of collective an instruction is or starts; any other opcode as it is.
+
+    Between TPU slices a collective is a `send` from each chip to its host, with the kind among its attributes.
+    """
+    between = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') if instruction.opcode == "send" else ""
+    return between.lower().replace("_", "-") or instruction.opcode.removesuffix("-start")
 
 
 def read_groups(attributes: str, devices: int) -> tuple[Groups, bool]:
@@ -133,6 +142,34 @@ def mesh_axes(groups: Groups, axes: Mapping[str, int], *, pairs: bool = False) -
     whole = members.shape[1] == math.prod(axes[axis] for axis in named)
     everyone = np.array_equal(np.sort(members, axis=None), np.arange(math.prod(axes.values())))
     return named if pairs or (whole and everyone) else None
+
+
+def on_mesh(groups: Groups, places: np.ndarray) -> Groups:
+    """Groups of the partitions of one program as groups of devices of the mesh.
+
+    Args:
+        groups: From `read_groups`.
+        places: int[programs, partitions]: the devices; a TPU has one program for each slice.
+
+    Example:
+        >>> on_mesh([[0, 1]], np.array([[0, 1], [2, 3]]))
+        [[0, 1], [2, 3]]
+    """
+    return [[int(row[i]) for i in group] for row in places for group in groups] if len(places) > 1 else groups
+
+
+def spans(groups: Groups, parts: np.ndarray) -> bool:
+    """Whether some group has devices in more than one part.
+
+    Args:
+        groups: From `read_groups`.
+        parts: For each device the number of its part, such as its slice.
+
+    Example:
+        >>> spans([[0, 1], [2, 3]], np.array([0, 0, 1, 1])), spans([[0, 2], [1, 3]], np.array([0, 0, 1, 1]))
+        (False, True)
+    """
+    return any(len(set(parts[list(group)].tolist())) > 1 for group in groups)
 
 
 def per_device(program: Program, value: Value, devices: int) -> np.ndarray | None:

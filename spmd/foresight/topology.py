@@ -1,12 +1,15 @@
 """Machines that need not be there: their size and memory by name, and their devices to compile for.
 
-`v5e:16x16` is a slice of 256 TPU chips, `h100:16x8` is 16 hosts with 8 GPUs each, `cpu:8` is 8 simulated devices. XLA
-compiles for all of them on any machine, so the memory and the collectives of a step are known before a pod is rented.
+`v5e:16x16` is a slice of 256 TPU chips, `2xv5e:16x16` is two of them, `h100:16x8` is 16 hosts with 8 GPUs each, `cpu:8`
+is 8 simulated devices. XLA compiles for all of them on any machine, so the memory and the collectives of a step are
+known before a pod is rented.
 """
 
 import dataclasses
 import importlib.util
 import math
+import re
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -29,12 +32,14 @@ class Topology:
     Attributes:
         name: As it was written, such as `"v5e:16x16"`.
         chip: Its kind of chip.
-        shape: The chips along each dimension of the slice, or hosts and GPUs of each, or the number of devices.
+        shape: The chips along each dimension of a slice, or hosts and GPUs of each, or the number of devices.
+        slices: How many TPU slices there are, joined by the data-centre network.
     """
 
     name: str
     chip: Chip
     shape: tuple[int, ...]
+    slices: int = 1
 
     @property
     def kind(self) -> str:
@@ -48,8 +53,8 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """The number of chips."""
-        return math.prod(self.shape)
+        """The number of chips, of all slices together."""
+        return self.slices * math.prod(self.shape)
 
     @property
     def devices(self) -> int:
@@ -58,7 +63,7 @@ class Topology:
 
     @property
     def hosts(self) -> int:
-        """The number of hosts; of a TPU slice, with four chips each."""
+        """The number of hosts; of TPU slices, with four chips each."""
         if self.platform == "tpu":
             return self.chips // math.prod(self.host_bounds)
         return self.shape[0] if len(self.shape) > 1 else 1
@@ -68,6 +73,11 @@ class Topology:
         """The chips of one TPU host along each of three dimensions."""
         x, y, _ = (*self.shape, 1, 1)[:3]
         return min(x, 2), min(y, 2), 1
+
+    @property
+    def slice_name(self) -> str:
+        """The name of one slice, such as `"v5e:16x16"`."""
+        return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
     @property
     def memory(self) -> int | None:
@@ -82,7 +92,8 @@ def parse_topology(text: str) -> Topology:
     """A machine from its name.
 
     Args:
-        text: `cpu:N`; a TPU and the shape of its slice, `v5e:16x16`; a GPU and `HOSTSxGPUS`, `h100:16x8`.
+        text: `cpu:N`; a TPU and the shape of its slice, `v5e:16x16`, or of several, `2xv5e:16x16`; a GPU and
+            `HOSTSxGPUS`, `h100:16x8`.
 
     Raises:
         MeshError: There is no such chip, or no such slice of it.
@@ -90,10 +101,10 @@ def parse_topology(text: str) -> Topology:
     Example:
         >>> parse_topology("v5p:4x4x8").devices, parse_topology("cpu:16384").devices
         (128, 16384)
-        >>> parse_topology("h100:16x8").hosts
-        16
+        >>> parse_topology("h100:16x8").hosts, parse_topology("2xv5e:16x16").chips
+        (16, 512)
     """
-    kind, _, size = text.partition(":")
+    slices, kind, size = re.fullmatch(r"(?:(\d+)x)?([^:]*):?(.*)", text, re.S).groups()  # type: ignore[union-attr]
     if kind not in CHIPS:
         fix = f"{did_you_mean(kind, CHIPS)} (such as {EXAMPLES})" if kind else f"one of: {EXAMPLES}"
         problem = Problem("topology", f"is {text!r}, and there is no chip {kind!r}", f"known: {', '.join(CHIPS)}", fix)
@@ -107,10 +118,13 @@ def parse_topology(text: str) -> Topology:
     if len(parts) != wanted or len(shape) != wanted:
         problem = Problem("topology", f"is {text!r}", fix=f"{kind}:{written}, such as {example}")
         raise MeshError("This is no topology:", [problem])
-    topology = Topology(text, chip, shape)
+    topology = Topology(text, chip, shape, int(slices or 1))
     problems = []
-    if chip.largest and topology.chips > chip.largest:
-        arithmetic = f"{' × '.join(map(str, shape))} = {topology.chips} > {chip.largest}"
+    if slices is not None and (chip.platform != "tpu" or topology.slices < 1):
+        fix = f"{kind}:{size}" if chip.platform == "tpu" else f"{example}, and --slices.data for the network of hosts"
+        problems.append(Problem("topology", f"has {slices} slices of {kind}: only TPUs have slices", fix=fix))
+    if chip.largest and math.prod(shape) > chip.largest:
+        arithmetic = f"{' × '.join(map(str, shape))} = {math.prod(shape)} > {chip.largest}"
         problems.append(Problem("topology", f"no slice of {kind} is so large", arithmetic, f"such as {example}"))
     for i, (chips, bound) in enumerate(zip((*shape, 1, 1), topology.host_bounds, strict=False)):
         if chip.platform == "tpu" and chips % bound:
@@ -155,8 +169,9 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
                 topology=f"1x{hosts}x{gpus}",
             )
         else:
-            options = dict(topology.chip.options)
+            options: dict[str, Any] = dict(topology.chip.options)
+            options |= {"num_slices": topology.slices} if topology.slices > 1 else {}
             described = topologies.get_topology_desc(
-                topology.name, "tpu", chips_per_host_bounds=topology.host_bounds, **options
+                topology.slice_name, "tpu", chips_per_host_bounds=topology.host_bounds, **options
             )
     return list(described.devices)

@@ -43,6 +43,7 @@ FLOORS = {
         *("resilience.agreement", "resilience.deadline", "resilience.preemption"),
         *("resilience.bad_steps", "resilience.spread", "goodput", "profiling"),
     ),
+    "resilience": ("resilience.digests", "resilience.repeat", "resilience.checks"),
     "look": (
         "foresight.hlo",
         "foresight.groups",

@@ -1,0 +1,81 @@
+"""Checks of a running training for silent data corruption, as hooks.
+
+```python
+hooks = [CheckReplicas(plan, every=500), CheckRepeats(plan, grad_fn, probe, every=500), *hooks]
+```
+
+They come before the hook that saves, so that nothing is saved that was just seen to be damaged.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.errors import FaultError
+from spmd.gradients.base import GradFn
+from spmd.plan import ShardingPlan
+from spmd.resilience.digests import make_digest, replica_differences
+from spmd.resilience.repeat import Repeat
+from spmd.state import TrainState, abstract_state
+from spmd.trainer import Hook
+
+
+class _Periodic(Hook):
+    """A hook that looks at the state every so many steps.
+
+    Args:
+        every: Steps between two looks; 0 for never.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def wants_state(self, step: int) -> bool:
+        """At the interval."""
+        return bool(self.every) and step % self.every == 0
+
+
+class CheckReplicas(_Periodic):
+    """Stops training where devices that should hold the same bits of the state do not.
+
+    Args:
+        plan: On a mesh with devices.
+        every: Steps between two checks; 0 for never.
+    """
+
+    def __init__(self, plan: ShardingPlan, every: int) -> None:
+        super().__init__(every)
+        self.mesh, self.abstract = plan.mesh, abstract_state(plan)
+
+    @functools.cached_property
+    def digest(self) -> Callable[[TrainState], jax.Array]:
+        """The program, compiled at the first check."""
+        return make_digest(self.abstract, self.mesh)
+
+    def on_state(self, step: int, state: TrainState) -> None:
+        """Raises `FaultError` with each array and the devices that differ, the same on every process."""
+        if problems := replica_differences(np.asarray(self.digest(state)), self.abstract, self.mesh):
+            raise FaultError(f"Replicas differ after step {step}:", problems)
+
+
+class CheckRepeats(_Periodic):
+    """Stops training where the gradients of one batch come out differently when they are computed again.
+
+    Args:
+        plan: On a mesh with devices.
+        grad_fn: The gradient function of the step.
+        probe: The batch, already on the devices; it is kept.
+        every: Steps between two checks; 0 for never.
+    """
+
+    def __init__(self, plan: ShardingPlan, grad_fn: GradFn, probe: Any, every: int) -> None:
+        super().__init__(every)
+        self.repeat, self.probe = Repeat(plan, grad_fn), probe
+
+    def on_state(self, step: int, state: TrainState) -> None:
+        """Raises `FaultError` with each array and the devices that differ, the same on every process."""
+        if problems := self.repeat.differences(state, self.probe):
+            raise FaultError(f"The same gradients came out differently after step {step}:", problems)
