@@ -23,6 +23,7 @@ ACTIVITIES = {
     "restore": "reading a checkpoint",
     "data": "waiting for batches",
     "evaluate": "evaluation",
+    "check": "checks for silent faults",
     "checkpoint": "checkpoints, as far as training waits",
 }
 """What a session spends time on."""

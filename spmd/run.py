@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd.checkpoint import Checkpoints
 from spmd.config import config_difference, config_values
-from spmd.data import Windows, batches
+from spmd.data import Windows, batches, evaluation_batches
 from spmd.errors import BadStepError, CheckpointError, NonFiniteError, Problem
 from spmd.folder import ProcessLog, RunFolder
 from spmd.generate import generate
@@ -27,10 +27,11 @@ from spmd.program_cache import program_folder, programs_in
 from spmd.recipe import Recipe
 from spmd.resilience.agreement import agree, source_fingerprint
 from spmd.resilience.bad_steps import FindBadSteps
+from spmd.resilience.checks import CheckRepeats, CheckReplicas
 from spmd.resilience.deadline import Watchdog
 from spmd.resilience.preemption import Preemption
 from spmd.state import TrainState, abstract_state, init_state
-from spmd.trainer import fit
+from spmd.trainer import Hook, fit
 from spmd.versions import library_versions
 
 
@@ -227,6 +228,7 @@ class _Session:
                     self.profile,
                     log,
                     evaluate,
+                    *self._checks(),
                     save,
                 ],
             )
@@ -245,6 +247,25 @@ class _Session:
             steps=stopped or config.steps,
             preempted=stopped if stopped != config.steps else None,
         )
+
+    def _checks(self) -> list[Hook]:
+        """The checks for silent faults that the config asks for; the batch that one of them keeps is the first one."""
+        recipe, faults, data = self.recipe, self.recipe.config.faults, self.recipe.config.data
+        hooks: list[Hook] = []
+        if faults.replicas_every:
+            hooks.append(CheckReplicas(recipe.plan, faults.replicas_every, self._checking))
+        if faults.repeat_every:
+            windows, whole = Windows(recipe.corpus.train, data.sequence), data.batch * data.sequence
+            sharding = batch_sharding(recipe.mesh)
+            probe = next(evaluation_batches(windows, batch=data.batch, sharding=sharding, tokens_at_most=whole))
+            hooks.append(CheckRepeats(recipe.plan, recipe.grad_fn, probe, faults.repeat_every, self._checking))
+        return hooks
+
+    @contextlib.contextmanager
+    def _checking(self) -> Iterator[None]:
+        with self.instruments.stopwatch.during("check"):
+            yield
+        self.instruments.clock.restart()
 
     def _find_bad_steps(self, left_out: int) -> FindBadSteps:
         config, scaling = self.recipe.config, self.recipe.precision.loss_scale

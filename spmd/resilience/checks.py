@@ -7,8 +7,10 @@ hooks = [CheckReplicas(plan, every=500), CheckRepeats(plan, grad_fn, probe, ever
 They come before the hook that saves, so that nothing is saved that was just seen to be damaged.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -28,10 +30,11 @@ class _Periodic(Hook):
 
     Args:
         every: Steps between two looks; 0 for never.
+        around: Makes a context for each look, such as one that takes its time.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, every: int, around: Callable[[], AbstractContextManager[None]]) -> None:
+        self.every, self.around = every, around
 
     def wants_state(self, step: int) -> bool:
         """At the interval."""
@@ -44,10 +47,16 @@ class CheckReplicas(_Periodic):
     Args:
         plan: On a mesh with devices.
         every: Steps between two checks; 0 for never.
+        around: Makes a context for each check, such as one that takes its time.
     """
 
-    def __init__(self, plan: ShardingPlan, every: int) -> None:
-        super().__init__(every)
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        every: int,
+        around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        super().__init__(every, around)
         self.mesh, self.abstract = plan.mesh, abstract_state(plan)
 
     @functools.cached_property
@@ -57,7 +66,9 @@ class CheckReplicas(_Periodic):
 
     def on_state(self, step: int, state: TrainState) -> None:
         """Raises `FaultError` with each array and the devices that differ, the same on every process."""
-        if problems := replica_differences(np.asarray(self.digest(state)), self.abstract, self.mesh):
+        with self.around():
+            problems = replica_differences(np.asarray(self.digest(state)), self.abstract, self.mesh)
+        if problems:
             raise FaultError(f"Replicas differ after step {step}:", problems)
 
 
@@ -69,13 +80,23 @@ class CheckRepeats(_Periodic):
         grad_fn: The gradient function of the step.
         probe: The batch, already on the devices; it is kept.
         every: Steps between two checks; 0 for never.
+        around: Makes a context for each check, such as one that takes its time.
     """
 
-    def __init__(self, plan: ShardingPlan, grad_fn: GradFn, probe: Any, every: int) -> None:
-        super().__init__(every)
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        grad_fn: GradFn,
+        probe: Any,
+        every: int,
+        around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        super().__init__(every, around)
         self.repeat, self.probe = Repeat(plan, grad_fn), probe
 
     def on_state(self, step: int, state: TrainState) -> None:
         """Raises `FaultError` with each array and the devices that differ, the same on every process."""
-        if problems := self.repeat.differences(state, self.probe):
+        with self.around():
+            problems = self.repeat.differences(state, self.probe)
+        if problems:
             raise FaultError(f"The same gradients came out differently after step {step}:", problems)

@@ -42,8 +42,8 @@ FLOORS = {
     "resilience": (
         *("resilience.agreement", "resilience.deadline", "resilience.preemption"),
         *("resilience.bad_steps", "resilience.spread", "goodput", "profiling"),
+        *("resilience.digests", "resilience.repeat", "resilience.checks"),
     ),
-    "resilience": ("resilience.digests", "resilience.repeat", "resilience.checks"),
     "look": (
         "foresight.hlo",
         "foresight.groups",
