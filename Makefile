@@ -10,7 +10,7 @@ PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reor
 
 VENV := .venv
 NEWEST := .venv-newest
-SYSTEM_PACKAGES := slurm-wlm munge openmpi-bin
+SYSTEM_PACKAGES := slurm-wlm munge openmpi-bin iproute2
 BENCH_MESHES := data=1,fsdp=8,tensor=1 data=2,fsdp=2,tensor=2 data=1,fsdp=1,tensor=1
 
 # One stamp for each thing that was installed; pip runs again only when what it reads has changed.
@@ -41,7 +41,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,dev,tpu]'
 	@touch $@
 
-system: ## install Debian's packages of Slurm and Open MPI, which slow tests start (as root)
+system: ## install Debian's packages of Slurm, Open MPI and ip, which slow tests start (as root)
 	@dpkg -s $(SYSTEM_PACKAGES) >/dev/null 2>&1 || { \
 	  [ "$$(id -u)" = 0 ] || { echo "as root: apt-get install $(SYSTEM_PACKAGES)" >&2; exit 1; }; \
 	  echo "installing $(SYSTEM_PACKAGES)"; \

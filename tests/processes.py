@@ -69,15 +69,22 @@ class Run:
         devices: Simulated devices of each.
         arguments: More flags, for all.
         own: More flags, for each.
+        host: Where process 0 listens.
+        prefixes: What the command of each begins with.
     """
 
-    def __init__(self, config, out, *arguments, processes=1, devices=4, own=()):
+    def __init__(self, config, out, *arguments, processes=1, devices=4, own=(), host="127.0.0.1", prefixes=()):
         common = [sys.executable, "-m", "spmd.cli", "train", config, "--out", out, "--devices", devices, *arguments]
         port = free_port()
         self.out, self.printed, self.processes = out, [], []
         for i in range(processes):
-            several = ["--coordinator", f"127.0.0.1:{port}", "--processes", processes, "--process-id", i]
-            command = [*common, *(several if processes > 1 else []), *(own[i] if own else [])]
+            several = ["--coordinator", f"{host}:{port}", "--processes", processes, "--process-id", i]
+            command = [
+                *(prefixes[i] if prefixes else []),
+                *common,
+                *(several if processes > 1 else []),
+                *(own[i] if own else []),
+            ]
             self.printed.append(out.with_name(f"{out.name}.{i}.txt"))
             with self.printed[-1].open("a") as file:
                 process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, cwd=ROOT, env=FAST)

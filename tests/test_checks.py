@@ -155,7 +155,7 @@ TWO_PROCESSES = """
     import json, sys
     import jax, numpy as np
     from spmd import launch
-    launch.start(launch.Launch(4, sys.argv[2], 2, int(sys.argv[1])))
+    launch.start(launch.Launch(4, launch.Asked(sys.argv[2], 2, int(sys.argv[1]))))
     from jax.sharding import NamedSharding, PartitionSpec as P
     from spmd.mesh import make_mesh
     from spmd.resilience.digests import make_digest, replica_differences

@@ -7,6 +7,7 @@ import pytest
 
 from spmd.resilience.deadline import EXIT_HUNG
 from spmd.resilience.preemption import EXIT_PREEMPTED
+from tests.networks import ADDRESSES, two_networks
 from tests.processes import Run, assert_same, losses, metrics, state, train, write_tiny
 
 pytestmark = pytest.mark.slow
@@ -42,9 +43,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def assert_joins(folder, out):
+def assert_joins(folder, out, **where):
     """The run in `out`, resumed, is bitwise the one that nothing interrupted."""
-    train(folder / "tiny.py", out, "--resume", "auto", **TWO)
+    train(folder / "tiny.py", out, "--resume", "auto", **TWO, **where)
     assert losses(out) == losses(folder / "whole")
     assert_same(*(state(folder / "tiny.py", run, 30, fsdp=4) for run in (out, folder / "whole")))
 
@@ -87,7 +88,7 @@ def test_data_that_hang_on_one_end_both(folder):
         assert "nothing has finished for 8 s" in run.text(hung)
     (folder / "fault").unlink()
     log = (out / "logs" / f"process-{hung}.log").read_text()
-    assert "The last that finished: step " in log
+    assert "The last that finished: " in log
     assert "Thread 0x" in log
     assert_joins(folder, out)
 
@@ -106,6 +107,24 @@ def test_one_that_dies_takes_the_other_down(folder, dead):
         assert codes[1 - dead] not in (0, None)
         assert "another task died" in run.text(1 - dead) or "Connection closed by peer" in run.text(1 - dead)
     assert_joins(folder, out)
+
+
+def test_a_cut_link_ends_both(folder):
+    """Two machines as far as the network knows, and its cable is cut: both end within the deadline, not with 0."""
+    out, deadline = folder / "cut", 10
+    with two_networks(folder) as networks:
+        where = {"host": ADDRESSES[0], "prefixes": networks.prefixes}
+        limits = "--recovery.deadline", deadline, "--heartbeat", deadline
+        with Run(folder / "tiny.py", out, *limits, **TWO, **where) as run:
+            run.wait_for_step(7)
+            networks.cut()
+            began = time.monotonic()
+            codes = run.codes(90)
+            assert time.monotonic() - began < deadline + 5, "so much for the last step, and to write the stacks"
+            assert all(codes), codes
+            assert max(losses(out)) < 30
+        networks.mend()
+        assert_joins(folder, out, **where)
 
 
 def test_the_one_that_waits_for_data_is_named(folder):
