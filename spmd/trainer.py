@@ -72,7 +72,8 @@ def fit(
         hook.on_start(start)
     with jax.transfer_guard("disallow"):  # inside the loop an implicit transfer is an error
         for number, batch in zip(range(start + 1, steps + 1), batches, strict=False):
-            state, metrics = step(state, batch)
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                state, metrics = step(state, batch)
             report()
             unread = number, metrics
             stop = any([hook.wants_stop(number) for hook in hooks])

@@ -21,18 +21,23 @@ from pathlib import Path
 from spmd.data import Windows
 
 read = Windows.rows
-fault = Path(__file__).with_name("fault")
+fault, slow = (Path(__file__).with_name(name) for name in ("fault", "slow"))
+
+
+def is_here(file):
+    return file.exists() and file.read_text() in " ".join(sys.argv)
 
 
 def rows(self, indices):
-    while fault.exists() and fault.read_text() in " ".join(sys.argv):
+    while is_here(fault):
         time.sleep(0.1)
+    time.sleep(0.4 * is_here(slow))
     return read(self, indices)
 
 
 Windows.rows = rows
 """
-"""Lines of a config under which data hang while there is a file `fault`, on the process whose flags it names."""
+"""Lines of a config under which data hang, or are slow, while a file says on the process with which flags."""
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +133,14 @@ def test_a_cut_link_ends_both(folder):
 
 
 def test_the_one_that_waits_for_data_is_named(folder):
-    """Both report how far apart they are, one line later."""
-    lines = [line for line in metrics(folder / "whole") if "process_step_s_most" in line]
-    assert len(lines) >= 28
+    """Process 1 reads slowly: every line names it, with how long it waited for each step."""
+    (folder / "slow").write_text("--process-id 1")
+    train(folder / "tiny.py", folder / "slowed", "--steps", 12, **TWO)
+    (folder / "slow").unlink()
+    _, *lines = [line for line in metrics(folder / "slowed") if "process_step_s_most" in line]
+    assert len(lines) >= 8
+    assert {line["process_of_data_s_most"] for line in lines} == {1}
+    assert all(line["process_data_s_most"] > 0.1 for line in lines)
     assert all(line["process_step_s_least"] <= line["process_step_s_most"] for line in lines)
-    assert {line["process_of_data_s_most"] for line in lines} <= {0, 1}
+    control = [line for line in metrics(folder / "whole") if "process_data_s_most" in line]
+    assert min(line["process_data_s_most"] for line in control) < 0.1

@@ -1,0 +1,77 @@
+"""Traces hold the steps that were asked for, by a flag or by a signal, and none that were not."""
+
+import os
+import signal
+
+import jax
+import pytest
+
+from spmd.errors import ConfigError
+from spmd.mesh import batch_sharding
+from spmd.profiling import ON_DEMAND, Profile, parse_steps
+from spmd.state import init_state
+from spmd.step import make_train_step
+from spmd.testing import token_batches
+from spmd.trainer import Hook, fit
+from tests import tiny
+
+STEPS = 9
+
+
+class AsksAfter(Hook):
+    """Sends SIGUSR2 to this process when a step has finished."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_metrics(self, step, metrics):
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def run(folder, steps, *hooks):
+    """Trains the tiny model for `STEPS` steps; the steps in each trace that is there then."""
+    plan = tiny.plan(data=2, fsdp=4)
+    step = make_train_step(plan, tiny.loss_fn())
+    batches = [
+        jax.device_put(batch, batch_sharding(plan.mesh)) for batch in token_batches((8, 16), tiny.CONFIG.vocab, STEPS)
+    ]
+    state = init_state(plan)
+    step.compile(batches[0])
+    with Profile(folder, steps) as profile:
+        fit(state, step, batches, steps=STEPS, hooks=[*hooks, profile])
+    return [traced(path) for path in sorted(folder.rglob("*.xplane.pb"))]
+
+
+def traced(path):
+    """The numbers of the steps in a trace."""
+    data = jax.profiler.ProfileData.from_file(str(path))
+    events = [event for plane in data.planes for line in plane.lines for event in line.events if event.name == "train"]
+    return sorted(dict(event.stats)["step_num"] for event in events)
+
+
+def test_steps_by_flag(tmp_path):
+    """`--profile 3:5` traces these three; without it, no trace is written."""
+    assert run(tmp_path / "some", parse_steps("3:5")) == [[3, 4, 5]]
+    assert run(tmp_path / "first", parse_steps("1:1")) == [[1]]
+    assert run(tmp_path / "none", parse_steps("")) == []
+
+
+def test_steps_by_signal(tmp_path):
+    """SIGUSR2 traces the next steps, as many as are promised, and again when it comes again."""
+    (steps,) = run(tmp_path / "once", None, AsksAfter(2))
+    assert len(steps) == ON_DEMAND
+    assert steps[0] in (4, 5), "step 3 runs when the signal comes"
+    assert steps == list(range(steps[0], steps[0] + ON_DEMAND))
+
+
+def test_a_trace_is_closed_where_training_ends(tmp_path):
+    """Of the steps that were asked for, those that there were."""
+    assert run(tmp_path, (8, 20)) == [[8, 9]]
+
+
+@pytest.mark.parametrize("text", ["5", "5:4", "0:3", "a:b", "1:2:3"])
+def test_bad_steps_are_refused(text):
+    """With the way to write them."""
+    with pytest.raises(ConfigError, match="--profile 10:15"):
+        parse_steps(text)
