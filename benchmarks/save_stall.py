@@ -22,30 +22,28 @@ from spmd.checkpoint import Checkpoints
 from spmd.config import load_config
 from spmd.data import Windows, batches
 from spmd.mesh import batch_sharding
-from spmd.metrics import StepClock, Writers
 from spmd.recipe import Recipe, config_mesh
-from spmd.run import Evaluate, Save
 from spmd.state import TrainState, init_state
 from spmd.trainer import Hook, fit
 
 
-class Stopwatch(Hook):
-    """Around a `Save`: when each step was finished, and how long each save has blocked."""
+class TimedSave(Hook):
+    """Saves every so many steps and after the last; takes when each step was finished and how long saves block."""
 
-    def __init__(self, save: Save) -> None:
-        self.save, self.blocked = save, dict[int, float]()
-        self.finished = dict[int, float]()
+    def __init__(self, checkpoints: Checkpoints, every: int, steps: int) -> None:
+        self.checkpoints, self.every, self.steps = checkpoints, every, steps
+        self.blocked, self.finished = dict[int, float](), dict[int, float]()
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         self.finished[step] = time.perf_counter()
 
     def wants_state(self, step: int) -> bool:
-        return self.save.wants_state(step)
+        return step % self.every == 0 or step == self.steps
 
     def on_state(self, step: int, state: TrainState) -> None:
         jax.block_until_ready(state)  # the step ends here: its metrics are there before its last device is done
         began = time.perf_counter()
-        self.save.on_state(step, state)
+        self.checkpoints.save(step, state, {"step": step}, {})
         self.blocked[step] = time.perf_counter() - began
 
 
@@ -54,9 +52,7 @@ def measure(recipe: Recipe, directory: Path) -> dict[str, object]:
     config, windows = recipe.config, Windows(recipe.corpus.train, recipe.config.data.sequence)
     written: list[float] = []
     with Checkpoints(directory, keep=config.keep) as checkpoints:
-        clock = StepClock()
-        evaluate = Evaluate(recipe, windows, Writers([]), clock)
-        watch = Stopwatch(Save(recipe, checkpoints, evaluate, clock))
+        watch = TimedSave(checkpoints, config.checkpoint_every, config.steps)
         sharding = batch_sharding(recipe.mesh)
         stream = batches(
             windows, batch=config.data.batch, sharding=sharding, seed=config.seed, start=0, steps=config.steps
