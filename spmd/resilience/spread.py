@@ -16,9 +16,12 @@ class Spread:
     """
 
     def __init__(self) -> None:
-        first = {device.process_index: device for device in reversed(jax.devices())}
-        mesh = Mesh(np.array([first[process] for process in sorted(first)]), "process")
-        self._mine, self._split = first[jax.process_index()], NamedSharding(mesh, P("process"))
+        # All devices take part, as in a step: XLA:CPU orders programs of several local devices among each other, but
+        # lets one of a single device run beside them, and Gloo then mixes up what goes between the same processes.
+        devices = sorted(jax.devices(), key=lambda device: device.process_index)
+        mesh = Mesh(np.array(devices), "device")
+        self._first = np.unique([device.process_index for device in devices], return_index=True)[1]
+        self._mine, self._split = jax.local_devices(), NamedSharding(mesh, P("device"))
         self._together = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, P()))
         self._sent: jax.Array | None = None
 
@@ -28,8 +31,8 @@ class Spread:
         Args:
             row: This process's numbers, as many at every call.
         """
-        before = None if self._sent is None else np.asarray(jax.device_get(self._sent))
-        local = jax.device_put(np.array([row], np.float32), self._mine)
+        before = None if self._sent is None else np.asarray(jax.device_get(self._sent))[self._first]
+        local = jax.device_put([np.array([row], np.float32)] * len(self._mine), self._mine)
         shape = (self._split.mesh.size, len(row))
-        self._sent = self._together(jax.make_array_from_single_device_arrays(shape, self._split, [local]))
+        self._sent = self._together(jax.make_array_from_single_device_arrays(shape, self._split, local))
         return before
