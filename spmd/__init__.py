@@ -11,7 +11,7 @@ state = spmd.fit(state, step, batches, steps=1000)
 """
 
 from spmd.annotate import annotate
-from spmd.config import EvaluationConfig, FaultsConfig, PipelineConfig, SampleConfig, TrainConfig
+from spmd.config import EvaluationConfig, FaultsConfig, PipelineConfig, RecoveryConfig, SampleConfig, TrainConfig
 from spmd.data import DataConfig
 from spmd.errors import SpmdError
 from spmd.flax import from_linen, from_nnx
@@ -40,6 +40,7 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "Precision",
+    "RecoveryConfig",
     "Remat",
     "Rules",
     "SampleConfig",

@@ -119,7 +119,7 @@ class RecoveryConfig:
     deadline: float = 1800.0
     """Seconds in which a step, an evaluation batch or a checkpoint must finish, or the run ends with 70; 0: none."""
     start_deadline: float = 7200.0
-    """The same for everything up to the first finished step, with compilation."""
+    """The same for what comes between the meeting of the processes and the first finished step, with compilation."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 # Folders and files of an installation that differ between machines, or that are tests.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _BAD_LINES_SHOWN = 10
+_LONGEST = 2**28  # bytes of a line of JSON, and of a tokenizer
 _HALVES = ("train", "validation")
 _LAYOUT = 1  # raised when the meaning of the cached files changes
 
@@ -111,6 +112,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     title = "the tokenizer cannot be loaded:"
     if not path.is_file():
         raise DataError(title, [Problem(name, 'is neither a file nor "bytes"', fix=_nearest(path, ("bytes",)))])
+    if path.stat().st_size > _LONGEST:
+        raise DataError(title, [Problem(name, "is larger than any tokenizer", f"more than {_LONGEST:,} bytes")])
     content = path.read_bytes()
     try:
         model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
@@ -271,15 +274,18 @@ def _documents(files: Iterable[_File], text_field: str, problems: list[Problem])
         bad_lines = 0
         with file.path.open("rb") as content:
             is_lines = file.path.suffix.lower() == ".jsonl"
-            for number, raw in enumerate(content if is_lines else [content.read()], start=1):
+            parts = iter(lambda: content.readline(_LONGEST + 1), b"") if is_lines else [content.read()]
+            for number, raw in enumerate(parts, start=1):
                 digest.update(raw)
                 where = f"{file.path}:{number}" if is_lines else str(file.path)
                 try:
+                    if is_lines and len(raw) > _LONGEST:
+                        raise ValueError(f"longer than {_LONGEST:,} bytes")
                     text = raw.decode("utf-8-sig")
                     if is_lines and text.strip():
                         text = _text_of(json.loads(text), text_field)
-                # Bad UTF-8, bad JSON and a missing field are all ValueErrors.
-                except ValueError as error:
+                # Bad UTF-8, bad JSON and a missing field are all ValueErrors; JSON may also be nested too deep.
+                except (ValueError, RecursionError) as error:
                     bad_lines += 1
                     if bad_lines <= _BAD_LINES_SHOWN:
                         what = "is not UTF-8" if isinstance(error, UnicodeError) else "is not a document"

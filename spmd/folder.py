@@ -80,6 +80,14 @@ class RunFolder:
         if resume == "never" and held:
             fix = "--resume always (or auto) to go on with it, or another --out"
             raise CheckpointError("Nothing was started:", [Problem(str(self.path), "already holds a run", fix=fix)])
+        inside = self.path.resolve()
+        problems = [
+            Problem(str(entry), f"leads out of the run folder, to {entry.resolve()}", fix="put a copy in its place")
+            for entry in sorted({*self.path.glob("*"), *self.path.glob("logs/*")})
+            if not entry.resolve().is_relative_to(inside)
+        ]
+        if problems:
+            raise CheckpointError("Nothing is written through links:", problems)
         return held
 
     def describe(self, config: TrainConfig, source: Path, plan: str) -> None:
@@ -101,7 +109,7 @@ class RunFolder:
         """
         try:
             values = json.loads((self.path / "config.json").read_text(encoding="utf-8"))["config"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             fix = "give the folder that `spmd train` wrote, such as runs/demo"
             raise CheckpointError("There is no run:", [Problem(str(self.path), f"{error}", fix=fix)]) from error
         return with_values(load_config(str(self.path / "config.py")), values)

@@ -29,8 +29,9 @@ _ABSENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 """The GPU compiler tries out kernels on a GPU unless told not to."""
 
+_PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY = ("no_grpc_proxy", "no_proxy")
-"""Where gRPC reads which hosts it reaches without a proxy: the first that is set. `http_proxy` is for all others."""
+"""Where gRPC reads its proxy, and which hosts it reaches without one: of both, the first that is set."""
 
 _NAME_SECONDS = 60
 """How long a host may be unknown: the name of a pod is published a little after the pod starts."""
@@ -85,6 +86,10 @@ def start(launch: Launch) -> None:
         _join(group, launch.asked)
 
 
+EXIT_LOST = 69
+"""The exit code of one of several processes whose runtime failed: mostly, another one is gone (EX_UNAVAILABLE)."""
+
+
 def leave(code: int) -> NoReturn:
     """Ends this process after an error.
 
@@ -100,9 +105,10 @@ def leave(code: int) -> NoReturn:
 
 def _join(group: Group, asked: Asked) -> None:
     """Meets the other processes."""
-    exempt = next((os.environ[name] for name in _NO_PROXY if os.environ.get(name)), "")
-    host, _ = split_address(group.coordinator)
-    os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
+    if any(os.environ.get(name) for name in _PROXY):
+        exempt = next((os.environ[name] for name in _NO_PROXY if os.environ.get(name)), "")
+        host, _ = split_address(group.coordinator)
+        os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
     # Devices of the CPU in several processes, real or simulated, have no other way to talk.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX ends the process without an exception when its own time is up, so ours is up before.
@@ -193,7 +199,15 @@ def _give_up(group: Group, asked: Asked) -> None:
 def _leave_after(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Reports an exception that nothing caught, and leaves."""
     sys.__excepthook__(kind, error, trace)
-    leave(1)
+    if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" in str(error):
+        leave(1)
+    who = f"process {jax.process_index()} of {jax.process_count()}"
+    print(
+        f"spmd: {who} cannot go on: the runtime failed, as it does when another process is gone or cannot be reached. "
+        f"Look at what the others said last. This one ends with {EXIT_LOST}.",
+        file=sys.stderr,
+    )
+    leave(EXIT_LOST)
 
 
 def compiler_environment() -> dict[str, str]:

@@ -163,10 +163,10 @@ class _Session:
                 wanted = config.on_nan if isinstance(error, NonFiniteError) else config.recovery.on_spike
                 if wanted != "roll-back" or rolled_back == config.recovery.rollbacks:
                     raise
-                bad, why = error.step, str(error)
+                bad, why = error.step, str(error).partition("\n")[0]
             # Only now: the error's traceback held the state, and there may be no room for two.
             rolled_back += 1
-            self.say(f"{why}\nrolling back, the {rolled_back}. time of at most {config.recovery.rollbacks}")
+            self.say(f"{why}\nrolling back ({rolled_back} of at most {config.recovery.rollbacks} times)")
             newest = self._newest(True)
             position = dataclasses.replace(newest, left_out=position.left_out + bad - newest.step)
             self.say(f"going on after step {position.step}, past {bad - position.step} batches of the data")

@@ -1,7 +1,8 @@
 """Files that start a run on a cluster: a batch file for Slurm, a JobSet for Kubernetes.
 
-Both train until the run is done: a process that is told to go saves and exits with 75, and is started again with
-`--resume auto`; any other failure ends the job. What is compiled is kept in a folder that all nodes and restarts share.
+Both train until the run is done: after what a run can recover from, such as being told to go or a lost node, all
+processes are started again with `--resume auto`; any other failure ends the job. What is compiled is kept in a folder
+that all nodes and restarts share.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spmd.launch import EXIT_LOST
 from spmd.resilience.deadline import EXIT_HUNG
 from spmd.resilience.preemption import EXIT_PREEMPTED
 
@@ -23,17 +25,15 @@ WORKERS = "workers"
 """What a JobSet calls its only group of pods."""
 
 RESTARTED = {
-    EXIT_PREEMPTED: "told to go, after a checkpoint",
+    EXIT_LOST: "the runtime failed, mostly because another process was gone",
     EXIT_HUNG: "nothing finished within its deadline",
+    EXIT_PREEMPTED: "told to go, after a checkpoint",
     134: "ended by JAX, because another process was gone",
     137: "killed: out of memory, or its node went away",
     138: "told to go by SIGUSR1 while it was starting",
     143: "told to go by SIGTERM while it was starting",
 }
-"""The exit codes after which a JobSet starts all pods again; after any other it fails."""
-
-REQUEUED = (EXIT_PREEMPTED, 138, 143)
-"""Those after which a job of Slurm goes back into the queue. Of nodes that go away, Slurm takes care itself."""
+"""The exit codes after which all processes are started again; any other is final. Slurm's own care is for its nodes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +119,9 @@ srun {" ".join(step)} \\
 status=$?
 
 restarts=${{SLURM_RESTART_COUNT:-0}}
-case "$status" in {" | ".join(map(str, REQUEUED))})
+case "$status" in {" | ".join(map(str, RESTARTED))})
   if [ "$restarts" -lt {job.restarts} ]; then
-    echo "told to go: back into the queue, after $restarts restarts of at most {job.restarts}"
+    echo "exit code $status: back into the queue, after $restarts restarts of at most {job.restarts}"
     exec scontrol requeue "$SLURM_JOB_ID"
   fi
 esac

@@ -141,7 +141,7 @@ def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, cl
 
     assert train(poisoned, "--out", out, *flags) == 0
     printed = capsys.readouterr().out
-    assert "rolling back, the 1. time of at most 3" in printed
+    assert "rolling back (1 of at most 3 times)" in printed
     assert "going on after step 4, past 3 batches of the data" in printed
     assert list(losses(out)) == list(range(1, 13))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -158,5 +158,5 @@ def test_a_run_that_fails_again_and_again_stops(tmp_path, capsys, clean):
     path = write_tiny(tmp_path, POISON.format(windows="indices", length="len(self)", name="weights", value="np.nan"))
     assert train(path, "--out", tmp_path / "run", "--on-nan", "roll-back", "--recovery.rollbacks", "2") == 2
     printed = capsys.readouterr()
-    assert "rolling back, the 2. time of at most 2" in printed.out
+    assert "rolling back (2 of at most 2 times)" in printed.out
     assert "loss is nan" in printed.err

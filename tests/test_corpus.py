@@ -166,15 +166,30 @@ def test_every_bad_line_is_named(tmp_path: Path, cache: Path) -> None:
     """Broken JSON, a missing or wrong field, half a surrogate and bad UTF-8 are reported at once by file:line."""
     path = tmp_path / "bad.jsonl"
     lines = [b'{"text": "fine"}', b"{", b'{"txt": "a"}', b'{"text": 3}', b"[1]", b'{"text": "\\ud800"}', b"\xff"]
+    lines.append(b"[" * 100_000)
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(DataError) as caught:
         make(path, cache=cache)
-    assert [p.where for p in caught.value.problems] == [f"{path}:{n}" for n in range(2, 8)]
+    assert [p.where for p in caught.value.problems] == [f"{path}:{n}" for n in range(2, 9)]
     message = str(caught.value)
     assert 'did you mean "txt"' in message
     assert "not an object" in message
     assert message.count("is not UTF-8") == 2
     assert not list(cache.glob("*"))
+
+
+def test_no_line_is_read_without_a_bound(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is longer than any document is named; at the bound, it is a document. So is a tokenizer refused."""
+    path = tmp_path / "long.jsonl"
+    line = json.dumps({"text": "x" * 80}) + "\n"
+    path.write_text(line * 2)
+    monkeypatch.setattr("spmd.corpus._LONGEST", len(line))
+    assert make(path, cache=cache).documents == 2
+    monkeypatch.setattr("spmd.corpus._LONGEST", len(line) - 1)
+    with pytest.raises(DataError, match=rf"long.jsonl:1: .*\n.*longer than {len(line) - 1} bytes"):
+        make(path, cache=tmp_path / "another")
+    with pytest.raises(DataError, match="larger than any tokenizer"):
+        load_tokenizer(str(path))
 
 
 def test_a_file_of_bad_lines_is_cut_short(tmp_path: Path, cache: Path) -> None:

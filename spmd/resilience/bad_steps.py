@@ -50,7 +50,7 @@ class FindBadSteps(Hook):
             if self.non_finite and metrics.get("loss_scale", self.floor) <= self.floor:
                 what = " and ".join(f"{name} is {metrics[name]}" for name in bad)
                 fix = "lower the learning rate and --resume always, or --on-nan skip or roll-back"
-                raise NonFiniteError(f"Training stopped: {what}.", [self._problem(step, fix)], step)
+                raise NonFiniteError(f"Step {step} is not finite: {what}.", [self._problem(step, fix)], step)
             return
         loss = metrics.get("loss", 0.0)
         if self.factor and len(self._losses) >= self._enough:
@@ -60,7 +60,7 @@ class FindBadSteps(Hook):
                 arithmetic = f"{loss:.4g} / {usual:.4g} = {loss / usual:.3g}, which is above {self.factor:g}"
                 fix = "lower the learning rate and --resume always, or --recovery.on-spike roll-back"
                 raise SpikeError(
-                    f"Training stopped: {what}.",
+                    f"Step {step} is a spike: {what}.",
                     [self._problem(step, fix), Problem("recovery.spike-factor", "is exceeded", arithmetic)],
                     step,
                 )

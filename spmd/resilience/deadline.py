@@ -83,8 +83,9 @@ class Watchdog(Hook):
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, max(self._limit / 20, 0.05))):
             if time.monotonic() > self._due:
+                now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
                 message = (
-                    f"spmd: nothing has finished for {self._limit:g} s. The last that finished: {self._last}; "
+                    f"{now} spmd: nothing has finished for {self._limit:g} s. The last that finished: {self._last}; "
                     f"since then: {self._doing}.\nThe stack of every thread follows; this process ends with "
                     f"{EXIT_HUNG}. Raise --recovery.deadline where this is no hang.\n"
                 )

@@ -1,0 +1,45 @@
+"""A run folder holds one run, and nothing in it leads elsewhere."""
+
+import pytest
+
+from spmd.errors import CheckpointError
+from spmd.folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that holds a run."""
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    return RunFolder(tmp_path / "run")
+
+
+def test_a_run_is_there_or_is_not(folder, tmp_path):
+    """Never refuses a run, always refuses none, auto takes both."""
+    empty = RunFolder(tmp_path / "empty")
+    assert [folder.check_use(resume) for resume in ("auto", "always")] == [True, True]
+    assert [empty.check_use(resume) for resume in ("auto", "never")] == [False, False]
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        folder.check_use("never")
+    with pytest.raises(CheckpointError, match="holds no run"):
+        empty.check_use("always")
+
+
+def test_links_out_of_the_folder_are_refused(folder, tmp_path):
+    """Each is named with where it leads; one that stays inside is fine, and so is a folder that is itself a link."""
+    (folder.path / "config.json").symlink_to(folder.path / "metrics.jsonl")
+    (tmp_path / "link").symlink_to(folder.path)
+    assert RunFolder(tmp_path / "link").check_use("auto")
+    (folder.path / "plan.txt").symlink_to("../elsewhere.txt")
+    (folder.path / "logs" / "process-0.log").symlink_to(tmp_path / "elsewhere.log")
+    with pytest.raises(CheckpointError, match="leads out of the run folder") as caught:
+        folder.check_use("auto")
+    assert [problem.where.rpartition("/")[2] for problem in caught.value.problems] == ["process-0.log", "plan.txt"]
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "[" * 100_000, '{"changed": {}}'])
+def test_a_config_that_is_none_is_an_error_with_the_fix(folder, text):
+    """Whatever JSON it is."""
+    (folder.path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="give the folder that `spmd train` wrote"):
+        folder.config()
