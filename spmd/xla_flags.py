@@ -4,7 +4,7 @@ They are given to the compiler with the train step, as compile options, so no va
 unknown name is an error. What can only be said when a process starts is in `START_UP`: `spmd plan` prints the line to
 export, and `spmd script` writes it.
 
-`spmd.foresight` compiles for machines that are not here, and so the effect of each flag was seen: docs/how-to/slow-networks.md.
+What each of them changes, as the compilers for absent machines say, is in docs/how-to/slow-networks.md.
 """
 
 import dataclasses
@@ -71,6 +71,7 @@ PRESETS: Mapping[str, tuple[Flag, ...]] = {
 """Platform → the flags of every step."""
 
 LARGE = 256 * 2**20
+"""Bytes up to which sums of gradients are joined."""
 
 CROSSING: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),
