@@ -35,6 +35,7 @@ from spmd.parallel.vocabulary import CHUNK
 from spmd.precision import make_precision
 from spmd.remat import make_remat
 from spmd.rules import Rules
+from spmd.xla_flags import PRESET, flag_problems
 
 SHIPPED = Path(__file__).resolve().parent.parent / "examples"
 """The folder of the configs that ship with the package."""
@@ -191,6 +192,8 @@ class TrainConfig(Generic[M]):
     exchanged for tokens)."""
     offload: tuple[str, ...] = ()
     """What lives in host memory: optimizer_state, params (those of stacked layers)."""
+    xla: tuple[str, ...] = (PRESET,)
+    """XLA's flags for the step: preset (those that spmd plan lists, with reasons), NAME=VALUE; nothing: XLA's own."""
     pipeline: PipelineConfig = PipelineConfig()
     """The schedule of a pipeline over mesh.pipe."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -257,6 +260,7 @@ class TrainConfig(Generic[M]):
             if (value := operator.attrgetter(field)(self)) not in choices
         ]
         problems += name_problems(self.attention, self.context)
+        problems += flag_problems(self.xla)
         if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):
             fix = did_you_mean(self.pipeline.schedule, (*SCHEDULES, "FILE.csv"))
             problems.append(Problem("pipeline.schedule", f"there is no {self.pipeline.schedule!r}", fix=fix))

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from spmd import flax
 from spmd.config import TrainConfig, config_values
@@ -39,6 +40,7 @@ from spmd.program_cache import programs_in
 from spmd.skip import skip_bad_updates, skipped_steps
 from spmd.state import TrainState
 from spmd.step import TrainStep, make_train_step
+from spmd.xla_flags import Flag, compiler_options, describe, flags_for
 
 MICROBATCHES = 4
 """For each stage, at most, by default: enough for a negligible bubble (Huang et al., arXiv:1811.06965, section 4)."""
@@ -216,7 +218,22 @@ class Recipe:
     @functools.cached_property
     def step(self) -> TrainStep:
         """The train step, not yet compiled."""
-        return make_train_step(self.plan, grad_fn=self.grad_fn, watch=self.watch)
+        devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else ()
+        options = compiler_options(self.flags(devices[0].platform) if devices else ())
+        return make_train_step(self.plan, grad_fn=self.grad_fn, watch=self.watch, compiler_options=options)
+
+    def flags(self, platform: str) -> tuple[Flag, ...]:
+        """What XLA is told with the step.
+
+        Args:
+            platform: Whose compiler it will be.
+        """
+        return flags_for(self.config.xla, platform, crossing=max(self.config.slices.sizes.values()) > 1)
+
+    def flags_text(self, platform: str) -> str:
+        """What the plan is followed by: the flags with their reasons; nothing where there are none."""
+        flags = self.flags(platform)
+        return describe(f"\nflags for XLA on {platform}", flags) if flags else ""
 
     @functools.cached_property
     def watch(self) -> dict[str, Callable[[TrainState], jax.Array]]:

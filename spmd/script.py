@@ -14,6 +14,7 @@ from typing import Any
 from spmd.launch import EXIT_LOST
 from spmd.resilience.deadline import EXIT_HUNG
 from spmd.resilience.preemption import EXIT_PREEMPTED
+from spmd.xla_flags import START_UP, exports
 
 COORDINATOR_PORT = 7777
 """Where process 0 listens in a pod, which has an address of its own."""
@@ -70,6 +71,11 @@ class Job:
         return self.nodes * self.processes_per_node
 
     @property
+    def platform(self) -> str:
+        """`"cuda"` where machines give GPUs, otherwise `"cpu"`; a TPU needs nothing at start-up."""
+        return "cuda" if self.gpus_per_node else "cpu"
+
+    @property
     def arguments(self) -> list[str]:
         """The command of each process."""
         return ["spmd", "train", *self.train, "--out", self.out, "--resume", "auto"]
@@ -110,7 +116,7 @@ def slurm_script(job: Job, *, time: str = "", partition: str = "", account: str 
 
 {job.setup or "# The environment is that of the shell where sbatch is called: activate the one that has spmd."}
 export JAX_COMPILATION_CACHE_DIR="$SLURM_SUBMIT_DIR/{COMPILED}"
-
+{exports(job.platform)}
 # {job.save_seconds} s before the time is up, and when the job is preempted, Slurm signals the processes: they save and
 # exit with {EXIT_PREEMPTED}. One that exits must not have the others killed, for they may still be saving; after a
 # minute they are.
@@ -153,6 +159,7 @@ def jobset_manifest(job: Job, *, image: str, claim: str, mount: str, tpu: str = 
         "env": [
             {"name": "JAX_COMPILATION_CACHE_DIR", "value": f"{mount.rstrip('/')}/{COMPILED}"},
             {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{index}']"}}},
+            *({"name": flag.name, "value": str(flag.value)} for flag in START_UP[job.platform]),
         ],
         "ports": [{"containerPort": COORDINATOR_PORT, "name": "coordinator"}],
         "volumeMounts": [{"name": "runs", "mountPath": mount}],

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd.annotate import check_marks
+from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.loss_scale import unscale
 from spmd.loss import LossFn, Sums
@@ -38,8 +39,10 @@ class TrainStep:
         grad_fn: GradFn,
         watch: Mapping[str, Callable[[TrainState], Any]],
         keep_gradients: bool = False,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.plan, self.grad_fn, self.watch, self.keep_gradients = plan, grad_fn, dict(watch), keep_gradients
+        self.compiler_options = dict(compiler_options or {})
         self._compiled: dict[Any, jax.stages.Compiled] = {}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -51,11 +54,26 @@ class TrainStep:
 
         Args:
             batch: Arrays, or `jax.ShapeDtypeStruct`s.
+
+        Raises:
+            ConfigError: XLA refuses a compile option.
         """
         signature = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
         if signature not in self._compiled:
-            self._compiled[signature] = self.lower(batch).compile()
+            self._compiled[signature] = self._compile(self.lower(batch))
         return self._compiled[signature]
+
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        try:
+            return lowered.compile(compiler_options=self.compiler_options or None)
+        except jax.errors.JaxRuntimeError as error:
+            said = str(error).partition("\n")[0]
+            refused = [name for name in self.compiler_options if name in said] if "INVALID_ARGUMENT" in said else []
+            if not refused:
+                raise
+            fix = "see whether this version of XLA has it, and with what values"
+            problems = [Problem(name, f"is {self.compiler_options[name]!r}", said, fix) for name in refused]
+            raise ConfigError("XLA refuses a compile option:", problems) from error
 
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:
@@ -128,6 +146,7 @@ def make_train_step(
     grad_fn: GradFn | None = None,
     watch: Mapping[str, Callable[[TrainState], Any]] | None = None,
     keep_gradients: bool = False,
+    compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> TrainStep:
     """The train step of `plan`.
 
@@ -137,12 +156,14 @@ def make_train_step(
         grad_fn: Instead of `loss_fn`: any composition of `spmd.gradients`.
         watch: Name → a function of the state before the step, reported as a metric.
         keep_gradients: Whether the metrics have `gradients`, as the optimizer gets them: those of the mean loss.
+        compiler_options: XLA's flags for this step, by name.
 
     Returns:
         A `TrainStep`. An equal plan with the same functions gives the same object, so nothing compiles twice.
     """
     assert (loss_fn is None) != (grad_fn is None), "give loss_fn or grad_fn, one of them"
-    return _train_step(plan, loss_fn, grad_fn, tuple((watch or {}).items()), keep_gradients)
+    options = tuple((compiler_options or {}).items())
+    return _train_step(plan, loss_fn, grad_fn, tuple((watch or {}).items()), keep_gradients, options)
 
 
 @functools.lru_cache(maxsize=16)
@@ -152,6 +173,9 @@ def _train_step(
     grad_fn: GradFn | None,
     watch: tuple[tuple[str, Any], ...],
     keep_gradients: bool,
+    compiler_options: tuple[tuple[str, Any], ...],
 ) -> TrainStep:
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
-    return TrainStep(plan, unscale(grad_fn, plan.precision.loss_scale), dict(watch), keep_gradients)
+    return TrainStep(
+        plan, unscale(grad_fn, plan.precision.loss_scale), dict(watch), keep_gradients, dict(compiler_options)
+    )

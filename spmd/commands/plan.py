@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from typing import Generic
+from typing import Any, Generic
 
 from spmd import launch
 from spmd.commands.parsing import ConfigFields, parse_command
@@ -17,6 +17,7 @@ from spmd.gradients.lockstep import how_executed
 from spmd.gradients.simulate import simulate
 from spmd.recipe import Recipe, planned_mesh, topology_mesh
 from spmd.tree import human_bytes
+from spmd.xla_flags import START_UP, exports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,16 +108,22 @@ def _print_plan(
     """The plan and its ledger, or what is sent and the ledger; and what would fit, where it does not."""
     fits = False if refused else ledger.fits
     settings = recipe.fitting(ledger.topology) if fits is False else []
+    platform = ledger.topology.platform
     if command.json:
         memory = {**ledger.to_json(), "fits": fits}
         if fits is False:
             memory |= {"blame": ledger.blame, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
-        about = {"pipeline": recipe.pipeline_line.strip() or None, "topology": str(ledger.topology)}
+        about: dict[str, Any] = {"pipeline": recipe.pipeline_line.strip() or None, "topology": str(ledger.topology)}
+        about["xla"] = {
+            "flags": [dataclasses.asdict(flag) for flag in recipe.flags(platform)],
+            "environment": [dataclasses.asdict(flag) for flag in START_UP[platform]],
+        }
         record = {**recipe.plan.to_json(), **about, "memory": memory, "fits": fits}
         print(json.dumps(record | (audit.to_json() if audit else {}), indent=2))
         return
     tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
     print(audit if audit else recipe.plan.text(*tables), end=f"{recipe.pipeline_line}{recipe.slices_line}\n")
+    print(recipe.flags_text(platform), exports(platform), sep="", end="")
     print(f"\nmemory of one device, {ledger.topology}\n{ledger}")
     if refused:
         print(f"\nthe compiler refuses: {refused}")

@@ -51,7 +51,9 @@ def run_train(arguments: list[str]) -> int:
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
     corpus = recipe.corpus
-    show(f"{recipe.plan}{recipe.pipeline_line}")
+    show(f"{recipe.plan}{recipe.pipeline_line}{recipe.slices_line}")
+    if flags := recipe.flags_text(jax.devices()[0].platform):
+        show(flags)
     show(
         f"\ncorpus: {corpus.documents:,} documents, {len(corpus.train):,} tokens to train on, "
         f"{len(corpus.validation):,} held out\n"

@@ -22,7 +22,7 @@ PACKAGES = (*SHIPPED, "benchmarks")
 # Every module of spmd, from the bottom up: a module imports only what is listed before it.
 FLOORS = {
     "words": ("errors", "tree"),
-    "describe": ("mesh", "model", "search_tables", "logical", "rules", "precision", "remat", "kernels"),
+    "describe": ("mesh", "model", "search_tables", "logical", "rules", "precision", "remat", "kernels", "xla_flags"),
     "decide": ("derive", "per_layer", "layerwise", "staged", "skip", "rounding", "narrow", "cuts", "leaf", "plan"),
     "compute": ("scope", "hosted", "weights", "annotate"),
     "parallel": (

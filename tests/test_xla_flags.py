@@ -1,0 +1,175 @@
+"""What XLA is told: every flag is known to the compiler it is for, is shown with its reason, and reaches the step."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import yaml
+
+from spmd.commands.plan import run_plan
+from spmd.config import load_config
+from spmd.errors import ConfigError
+from spmd.foresight.topology import missing_extra, parse_topology
+from spmd.mesh import MeshShape
+from spmd.recipe import Recipe, planned_mesh
+from spmd.script import Job, jobset_manifest, slurm_script, to_yaml
+from spmd.step import make_train_step
+from spmd.xla_flags import CROSSING, PRESETS, START_UP, compiler_options, flags_for
+from tests import tiny
+from tests.programs import run_script
+
+EVERY = {platform: PRESETS[platform] + CROSSING[platform] for platform in PRESETS}
+
+
+@pytest.mark.parametrize("table", [PRESETS, CROSSING, START_UP])
+def test_tables(table):
+    """Every platform has an entry; every flag is named once, and has a reason that fits a line."""
+    assert set(table) == {"cpu", "tpu", "cuda"}
+    for flags in table.values():
+        assert len({flag.name for flag in flags}) == len(flags)
+        assert all(20 < len(flag.reason) <= 112 and "\n" not in flag.reason for flag in flags)
+
+
+def test_gpu_flags_are_known_here():
+    """The compiler for CPUs reads the options of GPUs too: it takes them, and refuses one misspelt or mistyped."""
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(2))
+    options = compiler_options(EVERY["cuda"])
+    assert options
+    lowered.compile(compiler_options=options)
+    for name, value in options.items():
+        for wrong in ({f"{name}s": value}, {name: "many"}):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+                lowered.compile(compiler_options=wrong)
+
+
+ABSENT = """
+    import json, sys
+    import jax, jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    from spmd import launch
+    from spmd.foresight.topology import parse_topology, topology_devices
+    from spmd.mesh import MeshShape, mesh_of
+
+    topology = parse_topology(sys.argv[1])
+    launch.start(launch.Launch(absent=topology.platform))
+    sharding = NamedSharding(mesh_of(MeshShape(fsdp=-1), topology_devices(topology)), P())
+    lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=sharding))
+    refused = []
+    for number, options in enumerate(json.loads(sys.argv[2])):
+        try:
+            lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            assert "INVALID_ARGUMENT" in str(error), error
+            refused.append(number)
+    print(json.dumps(refused))
+"""
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "h100:1x1"])
+def test_flags_are_known_to_their_own_compiler(topology):
+    """Where a platform's compiler is installed, it takes every flag and refuses each one misspelt or mistyped."""
+    parsed = parse_topology(topology)
+    if missing_extra(parsed):
+        assert parsed.platform in ("tpu", "cuda")
+        return
+    options = compiler_options(EVERY[parsed.platform])
+    wrong = [{f"{name}s": value} for name, value in options.items()] + [{name: "many"} for name in options]
+    assert run_script(ABSENT, topology, json.dumps([options, *wrong])) == list(range(1, 1 + len(wrong)))
+
+
+def test_a_config_may_say_otherwise():
+    """The last value for a name is taken; without the preset there are XLA's own; a word that is neither is refused."""
+    config, mesh = load_config("demo"), planned_mesh(load_config("demo"))
+    one = "xla_gpu_enable_pipelined_all_gather"
+
+    def chosen(*asked, platform="gpu"):
+        options = compiler_options(Recipe(dataclasses.replace(config, xla=asked), mesh).flags(platform))
+        return {name: options[name] for name in sorted(options)}
+
+    assert chosen("preset")[one] is True
+    assert chosen("preset", f"{one}=false") == {**chosen("preset"), one: False}
+    assert chosen("xla_a=1", "xla_b=x", "xla_c=0.5") == {"xla_a": 1, "xla_b": "x", "xla_c": 0.5}
+    assert chosen() == chosen("preset", platform="cpu") == {}
+    with pytest.raises(ConfigError, match=r'xla: is \'presets\'(.|\n)*did you mean "preset"'):
+        dataclasses.replace(config, xla=("presets",))
+
+
+def test_what_is_added_on_slow_networks():
+    """Crossing axes add their flags, and without them those are not there."""
+    for platform, added in CROSSING.items():
+        without, crossing = (flags_for(["preset"], platform, crossing=crossing) for crossing in (False, True))
+        assert set(crossing) - set(without) == set(added)
+        assert not set(without) & set(added)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"xla_no_such_flag": True}, "xla_no_such_flag"),
+        ({"xla_cpu_ftz": "many"}, "xla_cpu_ftz"),
+    ],
+)
+def test_the_step_is_compiled_with_the_options(options, name):
+    """A step that has a wrong option names it, before it compiles; equal options give the same step."""
+    batch = {n: jax.ShapeDtypeStruct((8, 16), d) for n, d in (("tokens", "int32"), ("targets", "int32"))}
+    batch["weights"] = jax.ShapeDtypeStruct((8, 16), "float32")
+    plan, loss_fn = tiny.plan(fsdp=2), tiny.loss_fn()
+    step = make_train_step(plan, loss_fn, compiler_options=options)
+    assert step is make_train_step(plan, loss_fn, compiler_options=dict(options))
+    assert step is not make_train_step(plan, loss_fn)
+    with pytest.raises(ConfigError, match=name):
+        step.compile(batch)
+
+
+def test_the_recipe_gives_its_flags_to_the_step():
+    """The step on devices has the flags of their platform, those of the config among them."""
+    config = dataclasses.replace(load_config("demo"), xla=("preset", "xla_cpu_enable_fast_math=false"))
+    mesh = tiny.mesh(**{axis: size for axis, size in config.mesh.sizes.items() if size > 1})
+    assert Recipe(config, mesh).step.compiler_options == {"xla_cpu_enable_fast_math": False}
+    assert Recipe(dataclasses.replace(config, xla=("preset",)), mesh).step.compiler_options == {}
+
+
+PLAN = ["demo", "--mesh.data", "2", "--mesh.fsdp", "4", "--mesh.tensor", "1", "--slices.data", "2"]
+
+
+@pytest.mark.parametrize(("topology", "platform"), [("2xv5e:2x2", "tpu"), ("h100:2x4", "cuda"), ("cpu:8", "cpu")])
+def test_the_plan_shows_them(topology, platform, capsys):
+    """Each flag with its value and its reason, and what must be exported, within 120 columns; in JSON too."""
+    assert run_plan([*PLAN, "--topology", topology]) == 0
+    printed = capsys.readouterr().out
+    shown = printed.partition("flags for XLA")[2].partition("memory of one device")[0]
+    assert all(len(line) <= 120 for line in shown.splitlines())
+    for flag in EVERY[platform]:
+        assert f"  {flag}\n      {flag.reason}\n" in printed
+    assert ("flags for XLA" in printed) == bool(EVERY[platform])
+    assert re.findall(r"^export (.*)$", printed, re.M) == [str(flag) for flag in START_UP[platform]]
+    others = {flag.name for name, flags in EVERY.items() if name != platform for flag in flags}
+    assert not any(name in printed for name in others)
+    assert run_plan([*PLAN, "--topology", topology, "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["xla"]
+    assert written["flags"] == [dataclasses.asdict(flag) for flag in EVERY[platform]]
+    assert written["environment"] == [dataclasses.asdict(flag) for flag in START_UP[platform]]
+
+
+def test_one_slice_shows_nothing_of_slow_networks(capsys):
+    """The control: without `slices`, the flags for crossing axes are not in the plan."""
+    config = dataclasses.replace(load_config("demo"), mesh=MeshShape(fsdp=8))
+    for platform in ("tpu", "cuda"):
+        text = Recipe(config, planned_mesh(config)).flags_text(platform)
+        assert all(flag.name in text for flag in PRESETS[platform])
+        assert not any(flag.name in text for flag in CROSSING[platform])
+
+
+@pytest.mark.parametrize(("gpus", "platform"), [(8, "cuda"), (0, "cpu")])
+def test_scripts_set_what_jax_must_find_when_it_starts(gpus, platform):
+    """On machines with GPUs, both scripts set the variables; on others, neither does."""
+    job = Job(("tiny.py",), "runs/tiny", "tiny", nodes=2, gpus_per_node=gpus)
+    wanted = {flag.name: str(flag.value) for flag in START_UP[platform]}
+    exported = dict(re.findall(r"^export (XLA_\w+)=(.*)$", slurm_script(job), re.M))
+    pod = jobset_manifest(job, image="i", claim="c", mount="/runs")["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = yaml.safe_load(to_yaml(pod))["template"]["spec"]["containers"][0]
+    values = {entry["name"]: entry.get("value") for entry in container["env"] if entry["name"].startswith("XLA_")}
+    assert exported == values == wanted
