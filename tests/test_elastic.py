@@ -102,7 +102,7 @@ CHAINS = {
             Leg(8, 2, 4, {"pipe": 2, "data": 2, "fsdp": 2}),
             Leg(12, 1, 1, {}),
             Leg(16, 1, 8, {"fsdp": 2, "sequence": 2, "tensor": 2}),
-            Leg(20, 2, 2, {"fsdp": 2, "tensor": 2}),
+            Leg(20, 2, 2, {"fsdp": 2, "tensor": 2}),  # the step's groups have one device of each process
             Leg(24, 4, 2, {"data": 2, "fsdp": 4}),
         ),
     ),
@@ -194,7 +194,6 @@ def test_it_is_the_same_training(runs):
     """The losses of all steps and the final parameters are equal within float32 rounding."""
     chain, folder = runs
     loss, params = differences(folder, "legs", "whole", chain.steps)
-    print("FIGURES", loss, params)
     assert loss <= ROUNDING.loss, ROUNDING.why
     assert params <= ROUNDING.params, ROUNDING.why
 
@@ -213,6 +212,5 @@ def test_control_a_position_that_is_one_step_off(runs):
         fault.tokens[name][:last] = before[:last]
     assert fault.order != whole.order
     loss, params = differences(folder, "fault", "whole", chain.steps)
-    print("FIGURES", loss, params)
     assert loss > 100 * ROUNDING.loss
     assert params > 100 * ROUNDING.params

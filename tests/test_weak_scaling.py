@@ -99,5 +99,4 @@ def test_control_one_more_collective_is_found(config):
     (alone,) = audits(config, 1)
     kept, more = alone["step"], alone["step with one more"]
     assert more != kept
-    print("MORE", len(more), len(kept), [r for r in more if r not in kept])
     assert sum(r["payload"] * r["executions"] for r in more) > sum(r["payload"] * r["executions"] for r in kept)
