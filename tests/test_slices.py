@@ -176,7 +176,7 @@ def test_hybrid_sharding_sends_gradients_between_slices_and_nothing_else(topolog
         "all-to-all": 0,
         "collective-permute": 0,
     }, found["text"]
-    padding = 2 * 4 * D if topology.startswith("2xv5e") else 0  # a TPU pads the scales of norms to whole tiles
+    padding = 4 * 4 * D if topology.startswith("2xv5e") else 0  # a TPU pads the scales of norms to whole tiles
     assert GRADIENTS <= found["all-reduce"] <= GRADIENTS + padding + 64, found["text"]
     assert "over the slow network, slices data=2" in found["text"]
 
