@@ -61,11 +61,6 @@ PRESETS: Mapping[str, tuple[Flag, ...]] = {
             True,
             "orders the program so that kernels run between the start and the end of what is sent",
         ),
-        Flag(
-            "xla_gpu_enable_pipelined_all_gather",
-            True,
-            "gathers the parameters of the next layer while this one computes, for room of one more layer",
-        ),
     ),
 }
 """Platform → the flags of every step."""

@@ -83,7 +83,7 @@ def test_flags_are_known_to_their_own_compiler(topology):
 def test_a_config_may_say_otherwise():
     """The last value for a name is taken; without the preset there are XLA's own; a word that is neither is refused."""
     config, mesh = load_config("demo"), planned_mesh(load_config("demo"))
-    one = "xla_gpu_enable_pipelined_all_gather"
+    one = "xla_gpu_enable_latency_hiding_scheduler"
 
     def chosen(*asked, platform="gpu"):
         options = compiler_options(Recipe(dataclasses.replace(config, xla=asked), mesh).flags(platform))
