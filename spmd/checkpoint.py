@@ -25,6 +25,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -115,7 +116,11 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None or jax.process_count() == 1:
+            self.close()
+        elif self._saving:
+            # The others may know nothing of this error, so nothing waits for them; they write their parts meanwhile.
+            wait_for([self._saving[2]], _LEAVING_SECONDS)
 
     def save(
         self,
@@ -367,6 +372,7 @@ class Checkpoints:
 _UNREADABLE = "restore another step; this one is damaged or was written by another tool"
 _UNWRITABLE = "make room, or see to the error; the checkpoints before it are as they were"
 _AT_MOST = 64 << 20
+_LEAVING_SECONDS = 20
 _PART_AT_LEAST = 16 << 20
 
 
@@ -386,8 +392,8 @@ def _os_errors(where: Path, doing: str, fix: str) -> Iterator[None]:
     """What Orbax raises when the disk fails, as a CheckpointError: TensorStore's errors are ValueErrors."""
     try:
         yield
-    except CheckpointError:
-        raise
+    except (CheckpointError, jax.errors.JaxRuntimeError):
+        raise  # the latter is not about the disk: memory of a device, or another process
     except (OSError, RuntimeError, ValueError) as error:
         problem = Problem(str(where), f"{type(error).__name__}: {error}", fix=fix)
         raise CheckpointError(f"{doing} failed", [problem]) from error

@@ -68,22 +68,23 @@ class RunFolder:
 
         Args:
             resume: never: start a run, and refuse a folder that holds one; always: go on with it, and refuse a folder
-                that holds none; auto: go on where there is one, start where there is none.
+                without a checkpoint; auto: go on where there is one, start where there is none.
 
         Raises:
             CheckpointError: The folder is refused.
         """
         held = self.holds_a_run
-        if resume == "always" and not held:
-            fix = "name the folder of the run, or --resume auto to start one where there is none"
-            raise CheckpointError("Nothing was resumed:", [Problem(str(self.path), "holds no run", fix=fix)])
+        if resume == "always" and not any(path.name.isdecimal() for path in self.checkpoints.glob("*")):
+            fix = "name the folder of the run, or --resume auto to begin where there is none"
+            what = "holds a run without a checkpoint" if held else "holds no run"
+            raise CheckpointError("Nothing was resumed:", [Problem(str(self.path), what, fix=fix)])
         if resume == "never" and held:
             fix = "--resume always (or auto) to go on with it, or another --out"
             raise CheckpointError("Nothing was started:", [Problem(str(self.path), "already holds a run", fix=fix)])
         inside = self.path.resolve()
         problems = [
             Problem(str(entry), f"leads out of the run folder, to {entry.resolve()}", fix="put a copy in its place")
-            for entry in sorted({*self.path.glob("*"), *self.path.glob("logs/*")})
+            for entry in sorted({path for part in ("*", "logs/*", "checkpoints/*") for path in self.path.glob(part)})
             if not entry.resolve().is_relative_to(inside)
         ]
         if problems:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmd.checkpoint import Checkpoints
 from spmd.config import config_values
@@ -53,11 +54,20 @@ class Log(Hook):
         self.positions = recipe.config.data.batch * recipe.config.data.sequence
         self.last: dict[str, Any] = {}
         self._spread = Spread() if jax.process_count() > 1 else None
+        self._row = [0.0, 0.0]
+        self._rows: np.ndarray | None = None
         self._seconds, self._step = dict(instruments.stopwatch.seconds), 0
 
     def on_start(self, step: int) -> None:
         """The first line of this session, which later ones are compared with."""
         self._since(step)
+
+    def wants_stop(self, step: int) -> bool:
+        """Never; but here every process is between the same two steps, and may exchange what the others need."""
+        if self._spread and step % self.recipe.config.log_every == 0:
+            with jax.transfer_guard("allow"):
+                self._rows = self._spread.exchange(self._row)
+        return False
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Adds throughput and memory to what the step reports."""
@@ -77,7 +87,8 @@ class Log(Hook):
         values |= {"device_peak_bytes": memory} if memory is not None else {}
         values["host_peak_bytes"] = process_peak_rss()
         own = self._since(step)
-        values |= {"data_s": own["data"], **self._apart(own)}
+        self._row = [own["step"], own["data"]]
+        values |= {"data_s": own["data"], **self._apart()}
         self.writers.write(step, values)
         self.instruments.log.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
 
@@ -96,15 +107,11 @@ class Log(Hook):
         self._seconds, self._step = now, step
         return own
 
-    def _apart(self, own: dict[str, float]) -> dict[str, float]:
-        """How far processes were apart one line ago: in step time, and which one waited the longest for data."""
-        if self._spread is None:
+    def _apart(self) -> dict[str, float]:
+        """How far processes were apart two lines ago: in step time, and which one waited the longest for data."""
+        if self._rows is None:
             return {}
-        with jax.transfer_guard("allow"):
-            rows = self._spread.exchange([own["step"], own["data"]])
-        if rows is None:
-            return {}
-        step, data = rows.T
+        step, data = self._rows.T
         spread = {"process_step_s_least": float(step.min()), "process_step_s_most": float(step.max())}
         return {**spread, "process_data_s_most": float(data.max()), "process_of_data_s_most": int(data.argmax())}
 

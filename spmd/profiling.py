@@ -1,6 +1,7 @@
 """Traces of chosen steps by JAX's profiler, for TensorBoard's profile plugin or Perfetto."""
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -8,7 +9,6 @@ from typing import Any, Self
 import jax
 
 from spmd.errors import ConfigError, Problem
-from spmd.state import TrainState
 from spmd.trainer import Hook
 
 ON_DEMAND = 5
@@ -37,13 +37,17 @@ def parse_steps(text: str) -> tuple[int, int] | None:
 class Profile(Hook):
     """Writes a trace of the steps `first … last`, and of the next `ON_DEMAND` at SIGUSR2, inside a `with` block.
 
+    What else runs meanwhile is in it too: the ends of their neighbours. A process traces without the others knowing, so
+    nothing here waits for a device.
+
     Args:
         folder: Where traces go; each process writes its own.
         steps: First and last, or None for none but on demand.
+        say: Told where a trace begins and ends.
     """
 
-    def __init__(self, folder: Path, steps: tuple[int, int] | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, steps: tuple[int, int] | None, say: Callable[[str], None]) -> None:
+        self.folder, self._say = folder, say
         self._steps, self._asked, self._tracing = steps, False, False
         self._before: Any = None
 
@@ -61,28 +65,31 @@ class Profile(Hook):
         """The first step may be the first to trace."""
         self._turn(step)
 
-    def wants_state(self, step: int) -> bool:
-        """Between the steps that are traced and those that are not."""
-        if self._asked and not self._tracing:
-            self._asked, self._steps = False, (step + 1, step + ON_DEMAND)
-        return self._steps is not None and step in (self._steps[0] - 1, self._steps[1])
-
-    def on_state(self, step: int, state: TrainState) -> None:
-        """Starts or stops the trace, when everything dispatched before has finished."""
-        jax.block_until_ready(state)
+    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Starts or stops the trace; the step after this one is running already."""
+        if self._asked and self._steps is None:
+            self._asked, self._steps = False, (step + 2, step + 1 + ON_DEMAND)
         self._turn(step)
 
-    def _turn(self, step: int) -> None:
-        if self._steps is not None and step == self._steps[1]:
+    def _turn(self, finished: int) -> None:
+        if self._steps is None:
+            return
+        first, last = self._steps
+        if finished >= last:
+            if not self._tracing:
+                self._say(f"nothing is traced: step {last} was behind already")
             self._stop()
-        elif self._steps is not None and step == self._steps[0] - 1 and not self._tracing:
+        elif finished >= first - 2 and not self._tracing:
             jax.profiler.start_trace(self.folder)
             self._tracing = True
+            self._say(f"tracing to step {last}, into {self.folder}")
 
     def _stop(self) -> None:
+        self._steps = None
         if self._tracing:
             jax.profiler.stop_trace()
             self._tracing = False
+            self._say(f"traced, into {self.folder}")
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True

@@ -105,7 +105,7 @@ def train(
         log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
         agree(_statements(recipe, source, resume, environment or {}))
         preemption = stack.enter_context(Preemption())
-        tracing = stack.enter_context(Profile(folder.path / "profile", profile))
+        tracing = stack.enter_context(Profile(folder.path / "profile", profile, log.say))
         instruments = Instruments(StepClock(), Stopwatch(), watchdog, preemption, log)
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, keep=config.keep, keep_best=config.keep_best))
         console = console if jax.process_index() == 0 else None
@@ -148,6 +148,8 @@ class _Session:
     def run(self, source: Path, resume: bool) -> Outcome:
         """Trains, and rolls back where the config says so."""
         began, config = time.perf_counter(), self.recipe.config
+        if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
+            _check_resumable(self.checkpoints.record(latest), self.recipe, self.folder)
         with self.instruments.stopwatch.during("compile"):
             self.recipe.step.compile(self.recipe.abstract_batch())
         position = self._newest(resume)
@@ -164,17 +166,25 @@ class _Session:
                 if wanted != "roll-back" or rolled_back == config.recovery.rollbacks:
                     raise
                 bad, why = error.step, str(error).partition("\n")[0]
+                if jax.process_index() == 0:  # what was reached, of which a part is taken again
+                    self.instruments.stopwatch.write(self.folder.path, bad)
             # Only now: the error's traceback held the state, and there may be no room for two.
             rolled_back += 1
             self.say(f"{why}\nrolling back ({rolled_back} of at most {config.recovery.rollbacks} times)")
             newest = self._newest(True)
             position = dataclasses.replace(newest, left_out=position.left_out + bad - newest.step)
+            self.instruments.clock.restart()
             self.say(f"going on after step {position.step}, past {bad - position.step} batches of the data")
         return dataclasses.replace(outcome, seconds=time.perf_counter() - began, steps=outcome.steps - start)
 
     def _newest(self, resume: bool) -> Position:
         """The newest checkpoint to go on from, or the beginning."""
         recipe, stopwatch = self.recipe, self.instruments.stopwatch
+        if self.checkpoints.leftovers:
+            self.say(f"removed what interrupted saves have left: {', '.join(self.checkpoints.leftovers)}")
+        if resume and not (self.checkpoints.steps() or self.checkpoints.lost):
+            self.say("there is no checkpoint to go on from: training begins again")
+        self.instruments.watchdog.doing("restoring a checkpoint" if resume else "making the initial parameters")
         if not resume or not (self.checkpoints.steps() or self.checkpoints.lost):
             with stopwatch.during("compile"):
                 return Position(0, 0, jax.block_until_ready(init_state(recipe.plan, recipe.config.seed)))
@@ -232,9 +242,13 @@ class _Session:
                     save,
                 ],
             )
+            instruments.watchdog.doing("waiting for the last checkpoint to be written")
             with instruments.stopwatch.during("checkpoint"):
                 self.checkpoints.wait()
+            instruments.watchdog.finished("the last checkpoint")
             stopped = instruments.preemption.stopped_at
+            if stopped:
+                instruments.log.say(f"told to go: stopped after step {stopped}")
             log.finish(stopped or config.steps)
         return Outcome(
             state=state,
@@ -263,6 +277,7 @@ class _Session:
 
     @contextlib.contextmanager
     def _checking(self) -> Iterator[None]:
+        self.instruments.watchdog.doing("checking for silent faults")
         with self.instruments.stopwatch.during("check"):
             yield
         self.instruments.clock.restart()
@@ -287,6 +302,10 @@ def _check_resumable(record: Mapping[str, Any], recipe: Recipe, folder: RunFolde
         CheckpointError: They are not.
     """
     config = recipe.config
+    kinds = {"step": int, "position": int, "config": dict}
+    if unknown := [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]:
+        problems = [Problem(name, "is missing from the checkpoint's record, or is something else") for name in unknown]
+        raise CheckpointError(f"{folder.path} holds checkpoints of another tool:", problems)
     expected = {
         "data": recipe.corpus.fingerprint,
         "seed": config.seed,

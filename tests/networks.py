@@ -42,16 +42,18 @@ class Networks:
         for space, address in zip(self._spaces, ADDRESSES, strict=True):
             _ip("-n", space, "addr", "add", f"{address}/24", "dev", "cable")
             _ip("-n", space, "link", "set", "lo", "up")
-        self.mend()
+            _ip("-n", space, "link", "set", "cable", "up")
 
     def cut(self) -> None:
-        """Nothing goes through the cable any more; no one is told."""
-        _ip("-n", self._spaces[0], "link", "set", "cable", "down")
+        """Whatever is sent is lost from now on, and no one is told: it goes to a hardware address that nobody has."""
+        for space, peer in zip(self._spaces, reversed(ADDRESSES), strict=True):
+            nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent")
+            _ip("-n", space, "neigh", "replace", peer, *nobody, "dev", "cable")
 
     def mend(self) -> None:
         """The cable is whole."""
-        for space in self._spaces:
-            _ip("-n", space, "link", "set", "cable", "up")
+        for space, peer in zip(self._spaces, reversed(ADDRESSES), strict=True):
+            _ip("-n", space, "neigh", "del", peer, "dev", "cable")
 
     def remove(self) -> None:
         """Both namespaces are gone, and the cable with them."""

@@ -10,6 +10,7 @@ from spmd.folder import RunFolder
 def folder(tmp_path):
     """A folder that holds a run."""
     (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     return RunFolder(tmp_path / "run")
 
@@ -23,6 +24,10 @@ def test_a_run_is_there_or_is_not(folder, tmp_path):
         folder.check_use("never")
     with pytest.raises(CheckpointError, match="holds no run"):
         empty.check_use("always")
+    (folder.path / "checkpoints" / "5").rename(folder.path / "checkpoints" / "5.saving")
+    assert folder.check_use("auto")
+    with pytest.raises(CheckpointError, match="holds a run without a checkpoint"):
+        folder.check_use("always")
 
 
 def test_links_out_of_the_folder_are_refused(folder, tmp_path):

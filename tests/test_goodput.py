@@ -91,6 +91,15 @@ def test_a_roll_back_within_a_session_is_rework(tmp_path):
     assert found.seconds["step"] == pytest.approx(30)
 
 
+def test_steps_after_the_last_line_are_rework_where_a_line_says_how_far_it_came(tmp_path):
+    """As a roll-back from step 19 to step 10 writes it: nine steps are taken again, whatever is logged between."""
+    clock = Clock()
+    session(clock, tmp_path, [0, 10, 19, 10, 20, 30])
+    found = measure_goodput(tmp_path)
+    assert found.seconds["rework"] == pytest.approx(9)
+    assert found.seconds["step"] == pytest.approx(29 - 9 + 10)
+
+
 def test_nothing_twice_over_several_kills(tmp_path):
     """Three sessions that overlap: each step counts once."""
     clock = Clock()

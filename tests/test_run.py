@@ -160,7 +160,7 @@ def test_two_processes_train_the_same_as_one(folder, whole):
 
 @pytest.mark.slow
 def test_nan_stops_the_run_and_skip_goes_on(folder):
-    """A learning rate far too high: stop names step, position and last good checkpoint; skip counts."""
+    """A learning rate far too high: stop names step, position and newest checkpoint; skip counts."""
     out = folder / "nan"
     high = ("--optimizer.learning-rate", "1e30", "--optimizer.clip-norm", "0", "--steps", 8, "--devices", 8)
     done = subprocess.run(
@@ -174,7 +174,7 @@ def test_nan_stops_the_run_and_skip_goes_on(folder):
     assert done.returncode == 2
     assert "is not finite" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "the last good checkpoint is of step" in done.stderr
+    assert "the newest checkpoint is of step" in done.stderr
     done = train(folder, "--out", folder / "skip", *high, "--on-nan", "skip")
     lines = [json.loads(line) for line in (folder / "skip" / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("skipped_steps", 0) for line in lines) > 0

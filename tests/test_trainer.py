@@ -109,7 +109,7 @@ def test_nan_stops_with_step_position_and_last_good_checkpoint():
     text = str(caught.value)
     assert "step 3" in text
     assert "sequences 32 … 47" in text
-    assert "the last good checkpoint is of step 2" in text
+    assert "the newest checkpoint is of step 2" in text
     assert events[-1] == "dispatch 4"
 
 

@@ -20,9 +20,10 @@ import time
 from pathlib import Path
 
 from spmd.data import Windows
+from spmd.metrics import JsonLines
 
-read = Windows.rows
-fault, slow = (Path(__file__).with_name(name) for name in ("fault", "slow"))
+read, write = Windows.rows, JsonLines.write
+fault, slow, broken = (Path(__file__).with_name(name) for name in ("fault", "slow", "broken"))
 
 
 def is_here(file):
@@ -36,9 +37,15 @@ def rows(self, indices):
     return read(self, indices)
 
 
-Windows.rows = rows
+def writes(self, step, values):
+    if is_here(broken):
+        raise OSError("the disk is gone")
+    write(self, step, values)
+
+
+Windows.rows, JsonLines.write = rows, writes
 """
-"""Lines of a config under which data hang, or are slow, while a file says on the process with which flags."""
+"""Lines of a config with faults: a file says on the process with which flags data hang, are slow, or metrics fail."""
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +121,34 @@ def test_one_that_dies_takes_the_other_down(folder, dead):
         said = "another process is gone" if codes[1 - dead] == EXIT_LOST else "another task died"
         assert said in run.text(1 - dead)
     assert_joins(folder, out)
+
+
+def test_one_that_fails_leaves_at_once(folder):
+    """An error that process 0 alone has, while a save may be under way: it is told, and the other ends as well."""
+    out = folder / "broken-run"
+    with Run(folder / "tiny.py", out, **TWO) as run:
+        run.wait_for_step(7)
+        (folder / "broken").write_text("--process-id 0")
+        began = time.monotonic()
+        codes = run.codes(90)
+        assert time.monotonic() - began < 60
+    (folder / "broken").unlink()
+    assert codes[0] == 1
+    assert "OSError: the disk is gone" in run.text(0)
+    assert codes[1] in (EXIT_LOST, -signal.SIGABRT)
+    assert_joins(folder, out)
+
+
+def test_a_trace_on_one_of_them_disturbs_nobody(folder):
+    """SIGUSR2 to process 1, which alone traces; the run is bitwise the whole."""
+    out = folder / "traced"
+    with Run(folder / "tiny.py", out, **TWO) as run:
+        run.wait_for_step(3)
+        run.processes[1].send_signal(signal.SIGUSR2)
+        assert run.codes(120) == [0, 0]
+    assert len(list(out.rglob("*.xplane.pb"))) == 1
+    assert "traced, into" in (out / "logs" / "process-1.log").read_text()
+    assert losses(out) == losses(folder / "whole")
 
 
 def test_a_cut_link_ends_both(folder):

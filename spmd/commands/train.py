@@ -33,7 +33,7 @@ class TrainCommand(Generic[M]):
     config: ConfigFields
     resume: Resume = "never"
     """What to do with a run that the folder holds: never (refuse it), auto (go on with it; start one where there is
-    none), always (go on; refuse a folder without one). It goes on from the newest checkpoint that is whole."""
+    none), always (go on; refuse a folder without a checkpoint). It goes on from the newest checkpoint that is whole."""
     profile: str = ""
     """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any time."""
     asked: AskedFields = Asked()

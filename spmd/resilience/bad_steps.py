@@ -44,7 +44,7 @@ class FindBadSteps(Hook):
         self._enough = max(window // 2, 1)
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Raises `NonFiniteError` or `SpikeError` with the step, the batch's position and the last good checkpoint."""
+        """Raises `NonFiniteError` or `SpikeError` with the step, the batch's position and the newest checkpoint."""
         bad = [name for name in ("loss", "gradient_norm") if not math.isfinite(metrics.get(name, 0.0))]
         if bad:
             if self.non_finite and metrics.get("loss_scale", self.floor) <= self.floor:
@@ -68,7 +68,7 @@ class FindBadSteps(Hook):
 
     def _problem(self, step: int, fix: str) -> Problem:
         good = self.last_good()
-        kept = f"the last good checkpoint is of step {good}" if good is not None else "there is no checkpoint yet"
+        kept = f"the newest checkpoint is of step {good}" if good is not None else "there is no checkpoint yet"
         first = (step - 1 + self.left_out) * self.batch
         batch = f"its batch is sequences {first} … {first + self.batch - 1} of the shuffled data"
         return Problem(f"step {step}", batch, kept, fix)
