@@ -54,7 +54,7 @@ class Log(Hook):
         self.positions = recipe.config.data.batch * recipe.config.data.sequence
         self.last: dict[str, Any] = {}
         self._spread = Spread() if jax.process_count() > 1 else None
-        self._row = [0.0, 0.0]
+        self._row: list[float] = []
         self._rows: np.ndarray | None = None
         self._seconds, self._step = dict(instruments.stopwatch.seconds), 0
 
@@ -64,7 +64,7 @@ class Log(Hook):
 
     def wants_stop(self, step: int) -> bool:
         """Never; but here every process is between the same two steps, and may exchange what the others need."""
-        if self._spread and step % self.recipe.config.log_every == 0:
+        if self._spread and self._row and step % self.recipe.config.log_every == 0:
             with jax.transfer_guard("allow"):
                 self._rows = self._spread.exchange(self._row)
         return False
