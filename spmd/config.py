@@ -114,7 +114,7 @@ class RecoveryConfig:
     spike_factor: float = 3.0
     """A loss (for skip: a gradient norm) above so many times its usual value is a spike."""
     spike_window: int = 50
-    """How many losses the usual value is the median of."""
+    """How many losses the usual value is the median of; for skip: about how many gradient norms it is the mean of."""
     rollbacks: int = 3
     """How often a run may be rolled back before it stops."""
     deadline: float = 1800.0

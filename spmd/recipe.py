@@ -85,7 +85,8 @@ class Recipe:
         if not self.skips or self.precision.loss_scale:
             return optimizer
         recovery = self.config.recovery
-        return skip_bad_updates(optimizer, recovery.spike_factor if recovery.on_spike == "skip" else 0.0)
+        factor = recovery.spike_factor if recovery.on_spike == "skip" else 0.0
+        return skip_bad_updates(optimizer, factor, recovery.spike_window)
 
     @property
     def skips(self) -> bool:

@@ -3,6 +3,10 @@
 Both train until the run is done: after what a run can recover from, such as being told to go or a lost node, all
 processes are started again with `--resume auto`; any other failure ends the job. What is compiled is kept in a folder
 that all nodes and restarts share.
+
+Under Slurm the job goes by the highest exit code of its processes, which is all that `srun` returns. Where one of them
+ends with a final code, 1 or 2, and the others then with 69 or 134 because it was gone, the job goes back into the queue
+and fails the same way again, until `restarts` are used up.
 """
 
 import dataclasses

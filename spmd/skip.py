@@ -8,9 +8,6 @@ import optax
 
 from spmd.staged import Staged, staged, stages
 
-WINDOW = 50
-"""Over about how many steps the usual norm is a mean; before half as many were taken, no norm is too large."""
-
 
 class SkipState(NamedTuple):
     """How many updates were left out and taken (int32 scalars), their usual norm, and the inner optimizer's state."""
@@ -40,7 +37,7 @@ def skipped_steps(state: Any) -> jax.Array:
     return next(node.skipped for node in jax.tree.leaves(state, is_leaf=found) if found(node))
 
 
-def skip_bad_updates(optimizer: optax.GradientTransformation, factor: float = 0.0) -> Staged:
+def skip_bad_updates(optimizer: optax.GradientTransformation, factor: float = 0.0, window: int = 50) -> Staged:
     """The optimizer, which leaves out an update whose gradient has a norm that is NaN, infinite or far too large.
 
     Then no parameter and no moment changes, on any device, and the optimizer's own step count (and with it the learning
@@ -50,8 +47,8 @@ def skip_bad_updates(optimizer: optax.GradientTransformation, factor: float = 0.
     Args:
         optimizer: What takes the other updates.
         factor: A norm above this many means of those before is too large; 0: none is.
+        window: Over about how many updates that mean goes; before half as many were taken, no norm is too large.
     """
-
     first, rule = stages(optimizer)
 
     def init(params: Any) -> SkipState:
@@ -69,11 +66,11 @@ def skip_bad_updates(optimizer: optax.GradientTransformation, factor: float = 0.
         updates, inner = rule.update(gradients, state.inner, params, **extra)
         take = jnp.isfinite(norm)
         if factor:
-            take &= (state.taken < WINDOW // 2) | (norm <= factor * state.usual_norm)
+            take &= (state.taken < window // 2) | (norm <= factor * state.usual_norm)
         updates = jax.tree.map(lambda u: jnp.where(take, u, jnp.zeros_like(u)), updates)
         inner = jax.tree.map(lambda new, old: jnp.where(take, new, old), inner, state.inner)
         taken = state.taken + take
-        mean = state.usual_norm + (norm - state.usual_norm) / jnp.clip(taken, 1, WINDOW)
+        mean = state.usual_norm + (norm - state.usual_norm) / jnp.clip(taken, 1, window)
         usual = jnp.where(take, mean, state.usual_norm).astype(jnp.float32)
         return updates, SkipState(state.skipped + jnp.logical_not(take), taken, usual, inner)
 

@@ -150,12 +150,11 @@ def describe(title: str, flags: Iterable[Flag]) -> str:
     return "".join([f"{title}\n", *(f"  {flag}\n      {flag.reason}\n" for flag in flags)])
 
 
-def exports(platform: str, indent: str = "") -> str:
+def exports(platform: str) -> str:
     """Lines of shell, each with its end, that set what JAX must find when it starts; nothing where there is nothing.
 
     Args:
         platform: As for `flags_for`.
-        indent: What stands before each line.
 
     Example:
         >>> print(exports("cuda"), end="")
@@ -163,7 +162,7 @@ def exports(platform: str, indent: str = "") -> str:
         export XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
     """
     flags = START_UP[known_platform(platform)]
-    return "".join(f"{indent}# {flag.reason}\n{indent}export {flag}\n" for flag in flags)
+    return "".join(f"# {flag.reason}\nexport {flag}\n" for flag in flags)
 
 
 def _read(text: str) -> Flag:

@@ -16,7 +16,7 @@ from spmd.errors import NonFiniteError, SpikeError
 from spmd.mesh import batch_sharding
 from spmd.recipe import Recipe, config_mesh
 from spmd.resilience.bad_steps import FindBadSteps
-from spmd.skip import WINDOW, skip_bad_updates, skipped_steps
+from spmd.skip import skip_bad_updates, skipped_steps
 from spmd.state import init_state
 from tests.processes import assert_same, losses, state, write_tiny
 
@@ -80,7 +80,7 @@ def test_an_update_with_a_leaping_gradient_is_left_out():
     params = {"w": jnp.ones(3)}
     opt_state = optimizer.init(params)
     update = jax.jit(optimizer.update)
-    for n in range(WINDOW):
+    for n in range(50):
         _, opt_state = update({"w": jnp.ones(3) * (1 + 0.1 * (n % 3))}, opt_state, params)
     usual = opt_state.usual_norm
     updates, after = update({"w": jnp.full(3, 5.0)}, opt_state, params)
@@ -93,6 +93,27 @@ def test_an_update_with_a_leaping_gradient_is_left_out():
     # the control: without a factor the same gradient is taken
     free = skip_bad_updates(optax.adam(0.1))
     assert np.all(free.update({"w": jnp.full(3, 5.0)}, opt_state, params)[0]["w"] != 0)
+
+
+def test_the_window_of_the_config_is_that_of_skipping(tmp_path):
+    """A norm that leaps after 6 updates is left out where the window is 4, and taken where it is 50, the default."""
+    config = load_config(str(write_tiny(tmp_path)))
+    params = {"w": jnp.ones((2, 3))}
+
+    def left_out(window, *norms):
+        recovery = dataclasses.replace(config.recovery, on_spike="skip", spike_factor=4.0, spike_window=window)
+        chosen = dataclasses.replace(config, recovery=recovery)
+        optimizer = Recipe(chosen, config_mesh(chosen)).optimizer
+        opt_state = optimizer.init(params)
+        update = jax.jit(optimizer.update)
+        for norm in norms:
+            _, opt_state = update({"w": jnp.full((2, 3), norm)}, opt_state, params)
+        return int(skipped_steps(opt_state))
+
+    assert [left_out(window, *[1.0] * 6, 5.0) for window in (4, 50)] == [1, 0]
+    # once both are past their beginning, a short window has forgotten what was before a rise that was slow enough
+    rise = [*[1.0] * 40, *[3.0] * 10, 9.0]
+    assert [left_out(window, *rise) for window in (4, 50)] == [0, 1]
 
 
 def train(*arguments):

@@ -259,7 +259,8 @@ def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
 
 
 def test_versions_name_what_can_change_a_checkpoint() -> None:
-    """Python, JAX and the libraries whose state is saved each have a version."""
+    """Python, JAX, the libraries whose state is saved and the runtime each have a version."""
     versions = library_versions()
-    assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "spmd"} == set(versions)
+    assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "spmd", "runtime"} == set(versions)
     assert versions["jax"] == jax.__version__
+    assert versions["runtime"] == jax.devices()[0].client.platform_version == "cpu"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from spmd.cli import main
 from spmd.config import FaultsConfig, load_config
 from spmd.errors import ConfigError, FaultError
 from spmd.gradients.base import value_and_grad
@@ -21,11 +22,12 @@ from spmd.mesh import batch_sharding
 from spmd.resilience.checks import CheckRepeats, CheckReplicas
 from spmd.resilience.repeat import Repeat
 from spmd.state import init_state
-from spmd.step import make_train_step
+from spmd.step import TrainStep, make_train_step
 from spmd.testing import token_batches
 from spmd.trainer import fit
 from tests import tiny
 from tests.faults import with_flip
+from tests.processes import write_tiny
 from tests.programs import ROOT
 
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=4)
@@ -149,6 +151,48 @@ def test_intervals_are_checked_with_the_config():
     with pytest.raises(ConfigError, match=r"faults.replicas_every: is -1"):
         dataclasses.replace(load_config("demo"), faults=FaultsConfig(replicas_every=-1))
     assert load_config("demo").faults == FaultsConfig(0, 0)
+
+
+CHECKED = ("--faults.replicas-every", "2", "--faults.repeat-every", "2")
+
+
+def train(config, out, *flags):
+    """The exit code of `spmd train` of 4 steps, and the steps of the checkpoints that it left."""
+    arguments = [config, "--out", out, "--devices", 8, "--mesh.data", 4, "--steps", 4, "--checkpoint-every", 2, *flags]
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *map(str, arguments)])
+    return caught.value.code, sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def test_a_healthy_run_is_checked_and_ends(tmp_path):
+    """Both checks take time, which is counted as theirs; without flags there is none."""
+
+    def checking(*flags):
+        out = tmp_path / f"run-{len(flags)}"
+        assert train(write_tiny(tmp_path), out, *flags) == (0, ["2", "4"])
+        return json.loads((out / "goodput.jsonl").read_text().splitlines()[-1])["seconds"]["check"]
+
+    assert checking(*CHECKED) > 0
+    assert checking() == 0
+
+
+@pytest.mark.parametrize(("flags", "expected"), [(CHECKED, (2, ["2"])), ((), (0, ["2", "4"]))], ids=["on", "off"])
+def test_a_run_with_a_flip_stops_before_it_saves(flags, expected, tmp_path, monkeypatch, capsys):
+    """A bit flips after step 3: array and device are named after step 4, which is not saved; unchecked, it is."""
+    take, count = TrainStep.__call__, itertools.count(1)
+
+    def take_and_flip(self, state, batch):
+        state, metrics = take(self, state, batch)
+        if next(count) == 3:
+            with jax.transfer_guard("allow"):
+                state = with_flip(state, PATH, jax.devices()[5], element=17, bit=12)
+        return state, metrics
+
+    monkeypatch.setattr(TrainStep, "__call__", take_and_flip)
+    assert train(write_tiny(tmp_path), tmp_path / "run", *flags) == expected
+    said = capsys.readouterr().err
+    assert ("Replicas differ after step 4:" in said) == bool(flags)
+    assert (f"{PATH}: device 5 (process 0) holds other bits than the other replicas" in said) == bool(flags)
 
 
 TWO_PROCESSES = """
