@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
+from spmd.launch import EXIT_LOST
+
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
 
@@ -30,6 +32,11 @@ class Ending:
 
     process_id: int
     code: int
+
+    @property
+    def is_of_another(self) -> bool:
+        """It ended because another process was gone."""
+        return self.exit_code in (EXIT_LOST, 128 + signal.SIGABRT)
 
     @property
     def exit_code(self) -> int:
@@ -121,7 +128,7 @@ def _wait(processes: Sequence["subprocess.Popen[str]"], grace: float) -> Ending 
     while True:
         codes = [process.poll() for process in processes]
         if first is None and (failed := [Ending(i, code) for i, code in enumerate(codes) if code]):
-            first, until = failed[0], time.monotonic() + grace
+            first, until = min(failed, key=lambda ending: ending.is_of_another), time.monotonic() + grace
             _say(f"{first}; the others have {grace:g} s to end by themselves" if None in codes else f"{first}")
         if None not in codes:
             return first
