@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -168,14 +169,15 @@ def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
 
 
 @pytest.mark.slow
-def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi, tmp_path):
+def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
     """The written script runs on two nodes; told to go it saves, is requeued and finishes as if nothing had been."""
     out = folder / "slurm"
     written = ("--nodes", 2, "--name", "tiny", "--out", out, "--file", "job.sh", "--", *FLAGS)
     subprocess.run(
         command("spmd", "script", "slurm", "tiny.py", *written), cwd=folder, env=environment, check=True, timeout=120
     )
-    with slurm_cluster(tmp_path / "slurm", nodes=2) as cluster:
+    # Slurm's sockets lie deep in its folder, and a path to a socket has at most 108 bytes.
+    with tempfile.TemporaryDirectory(dir="/tmp") as short, slurm_cluster(Path(short) / "slurm", nodes=2) as cluster:
         variables = {**environment, **{name: cluster[name] for name in cluster if name.startswith("SLURM")}}
         job = slurm(variables, folder, "sbatch", "--parsable", "job.sh").strip()
         log = folder / f"tiny-{job}.log"

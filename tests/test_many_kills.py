@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from spmd.checkpoint import Checkpoints
 from spmd.config import load_config
 from spmd.mesh import mesh_of
 from spmd.recipe import Recipe
-from spmd.seal import SEAL, check_seal
+from spmd.seal import SEAL, check_seal, seal
 from spmd.state import abstract_state
 from tests import forked
 
@@ -143,6 +144,17 @@ def run_lane(lane: int, folder: Path, config: Path, cache: Path) -> tuple[collec
     return stages, finished
 
 
+def one_batch_off(whole: Path, out: Path) -> Path:
+    """A copy of a run that goes on from its last checkpoint but one, a batch too far in the data."""
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints" / str(STEPS))
+    folder = out / "checkpoints" / str(STEPS - EVERY)
+    record = json.loads((folder / "record.json").read_text())
+    (folder / "record.json").write_text(json.dumps({**record, "position": record["position"] + record["batch"]}))
+    seal(folder)
+    return out
+
+
 @pytest.mark.slow
 def test_100_kills_at_random_moments_leave_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters, optimizer state and every loss are bitwise those of a run that nothing disturbed; nothing is lost."""
@@ -168,6 +180,11 @@ def test_100_kills_at_random_moments_leave_no_trace(tmp_path: Path, capsys: pyte
         return jax.tree.map(np.asarray, state), record
 
     state, record = final(whole)
+    off = one_batch_off(whole, tmp_path / "off")
+    with forked.server(config, cache) as start:
+        assert start(tmp_path / "log-off", ["train", config, "--out", off, "--resume", "auto"]).wait() == 0
+    with pytest.raises(AssertionError, match="not equal"):  # the control
+        jax.tree.map(np.testing.assert_array_equal, final(off)[0], state)
     for out in finished:
         its_state, its_record = final(out)
         jax.tree.map(np.testing.assert_array_equal, its_state, state)
