@@ -148,13 +148,16 @@ class _Session:
     def run(self, source: Path, resume: bool) -> Outcome:
         """Trains, and rolls back where the config says so."""
         began, config = time.perf_counter(), self.recipe.config
+        if self.checkpoints.leftovers:
+            self.say(f"removed what interrupted saves have left: {', '.join(self.checkpoints.leftovers)}")
         if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
             _check_resumable(self.checkpoints.record(latest), self.recipe, self.folder)
         with self.instruments.stopwatch.during("compile"):
             self.recipe.step.compile(self.recipe.abstract_batch())
         position = self._newest(resume)
         if jax.process_index() == 0:
-            self.folder.describe(config, source, f"{self.recipe.plan}{self.recipe.pipeline_line}")
+            lines = f"{self.recipe.pipeline_line}{self.recipe.slices_line}"
+            self.folder.describe(config, source, f"{self.recipe.plan}{lines}")
         self.instruments.stopwatch.turn_to("step")
         start, rolled_back = position.step, 0
         while True:
@@ -180,14 +183,13 @@ class _Session:
     def _newest(self, resume: bool) -> Position:
         """The newest checkpoint to go on from, or the beginning."""
         recipe, stopwatch = self.recipe, self.instruments.stopwatch
-        if self.checkpoints.leftovers:
-            self.say(f"removed what interrupted saves have left: {', '.join(self.checkpoints.leftovers)}")
-        if resume and not (self.checkpoints.steps() or self.checkpoints.lost):
-            self.say("there is no checkpoint to go on from: training begins again")
-        self.instruments.watchdog.doing("restoring a checkpoint" if resume else "making the initial parameters")
         if not resume or not (self.checkpoints.steps() or self.checkpoints.lost):
+            if resume:
+                self.say("there is no checkpoint to go on from: training begins again")
+            self.instruments.watchdog.doing("making the initial parameters")
             with stopwatch.during("compile"):
                 return Position(0, 0, jax.block_until_ready(init_state(recipe.plan, recipe.config.seed)))
+        self.instruments.watchdog.doing("restoring a checkpoint")
         with stopwatch.during("restore"):
             state, record = self.checkpoints.restore(None, abstract_state(recipe.plan))
         _check_resumable(record, recipe, self.folder)

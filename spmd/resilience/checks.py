@@ -7,6 +7,7 @@ hooks = [CheckReplicas(plan, every=500), CheckRepeats(plan, grad_fn, probe, ever
 They come before the hook that saves, so that nothing is saved that was just seen to be damaged.
 """
 
+import abc
 import contextlib
 import functools
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.errors import FaultError
+from spmd.errors import FaultError, Problem
 from spmd.gradients.base import GradFn
 from spmd.plan import ShardingPlan
 from spmd.resilience.digests import make_digest, replica_differences
@@ -25,13 +26,16 @@ from spmd.state import TrainState, abstract_state
 from spmd.trainer import Hook
 
 
-class _Periodic(Hook):
-    """A hook that looks at the state every so many steps.
+class _Check(Hook, abc.ABC):
+    """Looks at the state every so many steps, and stops training where something is wrong with it.
 
     Args:
         every: Steps between two looks; 0 for never.
         around: Makes a context for each look, such as one that takes its time.
     """
+
+    title: str
+    """What the error begins with."""
 
     def __init__(self, every: int, around: Callable[[], AbstractContextManager[None]]) -> None:
         self.every, self.around = every, around
@@ -40,8 +44,19 @@ class _Periodic(Hook):
         """At the interval."""
         return bool(self.every) and step % self.every == 0
 
+    def on_state(self, step: int, state: TrainState) -> None:
+        """Raises `FaultError` with each array and the devices that differ, the same on every process."""
+        with self.around():
+            problems = self.problems(state)
+        if problems:
+            raise FaultError(f"{self.title} after step {step}:", problems)
 
-class CheckReplicas(_Periodic):
+    @abc.abstractmethod
+    def problems(self, state: TrainState) -> list[Problem]:
+        """What is wrong."""
+
+
+class CheckReplicas(_Check):
     """Stops training where devices that should hold the same bits of the state do not.
 
     Args:
@@ -49,6 +64,8 @@ class CheckReplicas(_Periodic):
         every: Steps between two checks; 0 for never.
         around: Makes a context for each check, such as one that takes its time.
     """
+
+    title = "Replicas differ"
 
     def __init__(
         self,
@@ -64,15 +81,12 @@ class CheckReplicas(_Periodic):
         """The program, compiled at the first check."""
         return make_digest(self.abstract, self.mesh)
 
-    def on_state(self, step: int, state: TrainState) -> None:
-        """Raises `FaultError` with each array and the devices that differ, the same on every process."""
-        with self.around():
-            problems = replica_differences(np.asarray(self.digest(state)), self.abstract, self.mesh)
-        if problems:
-            raise FaultError(f"Replicas differ after step {step}:", problems)
+    def problems(self, state: TrainState) -> list[Problem]:
+        """Each array, and the devices that hold other bits than the rest."""
+        return replica_differences(np.asarray(self.digest(state)), self.abstract, self.mesh)
 
 
-class CheckRepeats(_Periodic):
+class CheckRepeats(_Check):
     """Stops training where the gradients of one batch come out differently when they are computed again.
 
     Args:
@@ -82,6 +96,8 @@ class CheckRepeats(_Periodic):
         every: Steps between two checks; 0 for never.
         around: Makes a context for each check, such as one that takes its time.
     """
+
+    title = "The same gradients came out differently"
 
     def __init__(
         self,
@@ -94,9 +110,6 @@ class CheckRepeats(_Periodic):
         super().__init__(every, around)
         self.repeat, self.probe = Repeat(plan, grad_fn), probe
 
-    def on_state(self, step: int, state: TrainState) -> None:
-        """Raises `FaultError` with each array and the devices that differ, the same on every process."""
-        with self.around():
-            problems = self.repeat.differences(state, self.probe)
-        if problems:
-            raise FaultError(f"The same gradients came out differently after step {step}:", problems)
+    def problems(self, state: TrainState) -> list[Problem]:
+        """Each array whose gradient is another, and the devices that have it."""
+        return self.repeat.differences(state, self.probe)
