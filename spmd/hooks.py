@@ -62,12 +62,11 @@ class Log(Hook):
         """The first line of this session, which later ones are compared with."""
         self._since(step)
 
-    def wants_stop(self, step: int) -> bool:
-        """Never; but here every process is between the same two steps, and may exchange what the others need."""
+    def on_dispatch(self, step: int) -> None:
+        """Exchanges the figures of processes: here every process is between the same two steps."""
         if self._spread and self._row and step % self.recipe.config.log_every == 0:
             with jax.transfer_guard("allow"):
                 self._rows = self._spread.exchange(self._row)
-        return False
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Adds throughput and memory to what the step reports."""

@@ -23,6 +23,9 @@ class Hook:
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Step number `step` has finished with these metrics; later steps may be running."""
 
+    def on_dispatch(self, step: int) -> None:
+        """Step number `step` has been dispatched, and none after it: here processes may exchange what they know."""
+
     def wants_stop(self, step: int) -> bool:
         """Whether training ends with step number `step`, which has been dispatched; asked before `wants_state`."""
         return False
@@ -76,6 +79,8 @@ def fit(
                 state, metrics = step(state, batch)
             report()
             unread = number, metrics
+            for hook in hooks:
+                hook.on_dispatch(number)
             stop = any([hook.wants_stop(number) for hook in hooks])
             wanting = [hook for hook in hooks if hook.wants_state(number)]
             if wanting:
