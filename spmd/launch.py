@@ -213,5 +213,5 @@ def _leave_after(kind: type[BaseException], error: BaseException, trace: Traceba
 def compiler_environment() -> dict[str, str]:
     """The variables that change what is compiled, which every process must have alike."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *sorted(name for name in os.environ if name.startswith("JAX_")))
-    own = ("JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_BIND_ADDRESS")
+    own = ("JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COMPILATION_CACHE_DIR")
     return {name: os.environ[name] for name in names if name in os.environ and name not in own}
