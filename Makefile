@@ -38,7 +38,7 @@ install: $(INSTALLED) ## make .venv with the package (editable) and everything t
 $(INSTALLED): pyproject.toml constraints.txt
 	$(call make_venv,$(PYTHON),$(VENV),PYTHON)
 	@echo "installing into $(VENV)"
-	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,dev,tpu]'
+	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,parity,dev,tpu]'
 	@touch $@
 
 system: ## install Debian's packages of Slurm, Open MPI and ip, which slow tests start (as root)
@@ -63,12 +63,13 @@ check: install ## lint, formatting, types, import floors, docs coverage
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest tests/architecture
 
-bench: install ## time step and layers against hand-written JAX, pipelines against predictions (ARGS="--layers 2" is for the step)
+bench: install ## time step and layers against hand-written JAX, generation with and without a cache, pipelines against predictions (ARGS="--layers 2" is for the step)
 	@set -e; for mesh in $(BENCH_MESHES); do \
 	  echo "$(VENV)/bin/python benchmarks/step.py --mesh $$mesh $(ARGS)"; \
 	  $(VENV)/bin/python benchmarks/step.py --mesh $$mesh $(ARGS); \
 	done
 	$(VENV)/bin/python -m benchmarks.layers
+	$(VENV)/bin/python -m benchmarks.generate
 	$(VENV)/bin/python -m benchmarks.pipeline
 	$(VENV)/bin/python -m benchmarks.pipeline --work matmuls --stages 8 --microbatches 16
 

@@ -153,9 +153,9 @@ def tensor_case(quick: bool) -> Case:
         axis="tensor",
         name="block",
         make=Block,
-        call=lambda block, x: block(x, rotary_angles(positions(seq), config.head_dim, config.rope_theta)),
+        call=lambda block, x: block(x, rotary_angles(positions(seq), config.head_width, config.rope_theta)),
         rules=LLAMA,
-        bare=bare_layers.tensor_layer(DEVICES, config.head_dim),
+        bare=bare_layers.tensor_layer(DEVICES, config.head_width),
         config=config,
         x=(batch, seq, config.d_model),
     )
@@ -169,9 +169,9 @@ def ring_case(quick: bool) -> Case:
         axis="sequence",
         name="attention",
         make=Attention,
-        call=lambda layer, x: layer(x, rotary_angles(positions(seq), config.head_dim, config.rope_theta)),
+        call=lambda layer, x: layer(x, rotary_angles(positions(seq), config.head_width, config.rope_theta)),
         rules=LLAMA,
-        bare=bare_layers.ring_layer(DEVICES, config.head_dim),
+        bare=bare_layers.ring_layer(DEVICES, config.head_width),
         config=config,
         x=(batch, seq, config.d_model),
     )

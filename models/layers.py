@@ -11,17 +11,24 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from models.rope_scaling import RopeScaling
+from spmd.adapted import frozen, low_rank
 from spmd.annotate import annotate, checkpoint_layer, is_split_otherwise, remat_interval, split_like
+from spmd.parallel.cache import apart, recorded, room, threaded
+from spmd.parallel.soft_cap import soft_capped
 from spmd.parallel.stages import through_layers
 from spmd.parallel.vocabulary import Unembedded, is_deferred
-from spmd.weights import Weight, gather, is_kept, scatter, weight
+from spmd.weights import Weight, gather, gathered, is_kept, scatter, weight
 
-Angles = tuple[np.ndarray, np.ndarray]
-"""Cosines and sines of each position, `[seq, head_dim / 2]` each."""
+Angles = tuple[np.ndarray | Array, np.ndarray | Array]
+"""Cosines and sines of each position, `[batch, seq, head_dim / 2]` each; a batch of 1 where rows are alike."""
 
 
 def dense(
-    x: Float[Array, "batch seq in"], kernel: nnx.Param[Float[Array, "in out"]], precision: str | None = None
+    x: Float[Array, "batch seq in"],
+    kernel: nnx.Param[Float[Array, "in out"]],
+    precision: str | None = None,
+    dtype: Any = None,
 ) -> Float[Array, "batch seq out"]:
     """`x @ kernel` on every token, with the kernel gathered over `fsdp` for as long as it is used.
 
@@ -32,8 +39,9 @@ def dense(
         x: Activations.
         kernel: A parameter, which knows its path under a plan.
         precision: Of the product and of those of its derivative, as in `jax.lax.dot`.
+        dtype: Of the product; None for that of `x`.
     """
-    return _products(x, (kernel[...],), _Products((_placed(kernel),), precision=precision))[0]
+    return _multiplied(x, (kernel,), _Products((_placed(kernel),), dtype=dtype, precision=precision))[0]
 
 
 def columns(
@@ -51,7 +59,7 @@ def columns(
         whole: What tokens are marked as where they meet the kernels.
     """
     static = _Products(tuple(map(_placed, kernels)), into=whole)
-    return _products(split_like(x, "residual"), tuple(kernel[...] for kernel in kernels), static)
+    return _multiplied(split_like(x, "residual"), kernels, static)
 
 
 def rows(x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str) -> Float[Array, "batch seq d"]:
@@ -62,11 +70,15 @@ def rows(x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str) -> 
         kernel: A parameter.
         whole: What tokens are marked as where their gradient meets the kernel.
     """
-    return split_like(_products(x, (kernel[...],), _Products((_placed(kernel),), out=whole))[0], "residual")
+    return split_like(_multiplied(x, (kernel,), _Products((_placed(kernel),), out=whole))[0], "residual")
 
 
 def unembed(
-    x: Float[Array, "batch seq d"], kernel: Float[Array, "..."], placed: Weight | None, axes: str
+    x: Float[Array, "batch seq d"],
+    kernel: Float[Array, "..."],
+    placed: Weight | None,
+    axes: str,
+    soft_cap: float | None = None,
 ) -> Float[Array, "batch seq vocab"] | Unembedded:
     """How well each word fits each token, in float32; where a loss asks for it, that product still to be taken.
 
@@ -75,12 +87,19 @@ def unembed(
         kernel: `[d, vocab]`, or `[vocab, d]`.
         placed: How the plan in scope places the kernel.
         axes: `"io"` for the one, `"oi"` for the other.
+        soft_cap: What logits stay below; None for no cap.
     """
     x = split_like(x, "residual")
     if is_deferred():
-        return Unembedded(x, kernel, axes, placed)
+        return Unembedded(x, kernel, axes, placed, soft_cap=soft_cap)
     how = _Products((placed,), axes, jnp.float32)
-    return annotate(_products(x, (kernel,), how)[0], "logits")
+    return annotate(soft_capped(_products(x, (kernel,), how)[0], soft_cap), "logits")
+
+
+def biased(x: Float[Array, "batch seq out"], bias: nnx.Param[Float[Array, "out"]]) -> Float[Array, "batch seq out"]:
+    """`x + bias` on every token, in the dtype of `x`; summed in float32, and so is the bias's gradient."""
+    whole = gathered(bias[...], _placed(bias))
+    return (x.astype(whole.dtype) + whole[None, None]).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +125,14 @@ class _Products:
     def einsum(self, form: str, a: Array, b: Array, dtype: Any = None) -> Array:
         """The product of two arrays, in a dtype; by default in their own."""
         return jnp.einsum(form, a, b, preferred_element_type=dtype, precision=self.precision)
+
+
+def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products) -> tuple[Array, ...]:
+    """An array times each kernel, with what the kernel's adapter adds, if it has one."""
+    values = [kernel.get_value() for kernel in kernels]
+    ys = _products(x, tuple(map(frozen, values)), how)
+    added = [low_rank(x, value) for value in values]
+    return tuple(y if change is None else y + change for y, change in zip(ys, added, strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -147,11 +174,20 @@ def _placed(kernel: nnx.Param) -> Weight | None:
 
 
 class Dense(nnx.Module):
-    """The `kernel` of a linear layer, `[in, out]`, drawn with variance 1 / in; see `columns` and `rows`."""
+    """The `kernel` of a linear layer, `[in, out]`, drawn with variance 1 / in, and its `bias`, if it has one.
 
-    def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
+    See `columns`, `rows` and `biased`.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, bias: bool = False, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
-        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32), gathered_by_layer=True)
+        table = init(rngs.params(), (inputs, outputs), jnp.float32)
+        self.kernel = nnx.Param(table, gathered_by_layer=True, multiplied=True)
+        self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32), gathered_by_layer=True) if bias else None
+
+    def with_bias(self, x: Float[Array, "batch seq out"]) -> Float[Array, "batch seq out"]:
+        """A product with the kernel, and the bias, if there is one."""
+        return x if self.bias is None else biased(x, self.bias)
 
 
 class Head(nnx.Module):
@@ -159,6 +195,7 @@ class Head(nnx.Module):
 
     def __init__(self, width: int, vocab: int, *, rngs: nnx.Rngs) -> None:
         self.kernel = Dense(width, vocab, rngs=rngs).kernel
+        self.kernel.set_metadata(multiplied=False)  # by a loss, perhaps, in chunks
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | Unembedded:
         """The logits of each token, or what they are the product of."""
@@ -168,20 +205,46 @@ class Head(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation in float32 (Zhang & Sennrich, arXiv:1910.07467)."""
 
-    def __init__(self, width: int, *, eps: float) -> None:
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), gathered_by_layer=True)
-        self.eps = eps
+    def __init__(self, width: int, *, eps: float, offset: float = 0.0) -> None:
+        self.scale = nnx.Param(jnp.full((width,), 1.0 - offset, jnp.float32), gathered_by_layer=True)
+        self.eps, self.offset = eps, offset
 
-    def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
-        """`x / rms(x) · scale`, in the dtype of `x`."""
-        return _rms_norm(x, self.scale[...], self.eps)
+    def __call__(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
+        """`x / rms(x) · (offset + scale)`, in the dtype of `x`."""
+        return _rms_norm(x, self.scale[...], self.eps, self.offset)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2, 3))
+def _rms_norm(x: Array, scale: Array, eps: float, offset: float) -> Array:
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale[None, None]).astype(x.dtype)
+    scale = scale + offset if offset else scale
+    return (wide * _for_tokens(scale, x)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Normalisation to mean 0 and variance 1 in float32 (Ba et al., arXiv:1607.06450)."""
+
+    def __init__(self, width: int, *, eps: float) -> None:
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), gathered_by_layer=True)
+        self.bias = nnx.Param(jnp.zeros((width,), jnp.float32), gathered_by_layer=True)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
+        """`(x − mean(x)) / std(x) · scale + bias`, in the dtype of `x`."""
+        return _layer_norm(x, self.scale[...], self.bias[...], self.eps)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
+def _layer_norm(x: Array, scale: Array, bias: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * _for_tokens(scale, x) + _for_tokens(bias, x)).astype(x.dtype)
+
+
+def _for_tokens(values: Float[Array, "d"], x: Array) -> Array:
+    return jnp.expand_dims(values, tuple(range(x.ndim - 1)))
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -190,20 +253,40 @@ def gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]) ->
     return jax.nn.silu(gate) * up
 
 
-def rotary_angles(positions: np.ndarray, head_dim: int, theta: float) -> Angles:
-    """Cosines and sines `[seq, head_dim / 2]` of rotary embeddings (Su et al., arXiv:2104.09864), in float32.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def gelu_gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
+    """`gelu(gate) · up`, with the approximation by tanh; the backward pass keeps the two."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
+def gelu(x: Float[Array, "batch seq d"], approximate: bool) -> Float[Array, "batch seq d"]:
+    """`jax.nn.gelu`; the backward pass keeps `x`, and computes the rest again."""
+    return jax.nn.gelu(x, approximate=approximate)
+
+
+def rotary_angles(
+    positions: np.ndarray | Array, head_dim: int, theta: float, scaling: RopeScaling = RopeScaling()
+) -> Angles:
+    """Cosines and sines `[batch, seq, head_dim / 2]` of rotary embeddings (Su et al., arXiv:2104.09864), in float32.
 
     They are constants of the program: computed in it, XLA would fuse them into every use and compute them again in each
-    layer, forward and backward (2 % of a step of a small model on XLA:CPU).
+    layer, forward and backward (2 % of a step of a small model on XLA:CPU). Positions that the program computes, as in
+    decoding, are rows of the same constants.
     """
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    angles = positions[:, None] * frequencies[None]
+    if isinstance(positions, jax.Array):
+        cos, sin = (
+            jnp.asarray(a)[0, positions] for a in rotary_angles(np.arange(room())[None], head_dim, theta, scaling)
+        )
+        return cos, sin
+    frequencies = scaling.scaled(theta ** (-np.arange(0, head_dim, 2) / head_dim))
+    angles = positions[..., None] * frequencies
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def rotate(x: Float[Array, "batch seq heads dim"], angles: Angles) -> Float[Array, "batch seq heads dim"]:
     """Rotates each head's pairs `(i, i + dim/2)` by their position's angle."""
-    cos, sin = (jnp.asarray(a)[None, :, None] for a in angles)
+    cos, sin = (jnp.asarray(a)[:, :, None] for a in angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -246,6 +329,8 @@ def collect_layers(layers: nnx.Module, x: Array, each: Any, *context: Any, unrol
 
 
 def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Array, Any]], unroll: int) -> Any:
+    step, each = threaded(step, each)
+
     def run(x: Array, states: list[Any], graphs: Sequence[nnx.GraphDef], scanned: bool) -> tuple[Array, Any]:
         values = []
         for number, (graph, state) in enumerate(zip(graphs, states, strict=True)):
@@ -256,7 +341,8 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
     if isinstance(layers, nnx.List):
         graphs, states = zip(*map(nnx.split, layers), strict=True)
         owns = [jax.tree.map(lambda own: own[number], each) for number in range(len(states))]  # noqa: B023
-        return run(x, list(zip(states, owns, strict=True)), graphs, False)
+        x, values = run(x, list(zip(states, owns, strict=True)), graphs, False)
+        return x, recorded(values)
     graph, state = nnx.split(layers)
     size = remat_interval()
 
@@ -277,7 +363,8 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
         x, rest = run(x, _unstack(jax.tree.map(lambda w: w[turns * size :], stack)), (graph,) * left, False)
         return x, jax.tree.map(lambda v, r: jnp.concatenate([v, r]), values, rest)
 
-    return through_layers(scan, x, (state, each))
+    x, values = through_layers(scan, x, (state, each))
+    return x, recorded(values)
 
 
 def _unstack(group: Any) -> list[Any]:
@@ -290,4 +377,4 @@ def _unstack(group: Any) -> list[Any]:
 
 
 def _call(graph: nnx.GraphDef) -> Callable[..., Array]:
-    return lambda state, x, *context: nnx.merge(graph, state)(x, *context)
+    return apart(lambda state, x, *context: nnx.merge(graph, state)(x, *context))

@@ -7,6 +7,7 @@ model = spmd.flax.from_nnx(lambda rngs: Llama(config, rngs=rngs))
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -26,6 +27,7 @@ from models.layers import (
     run_layers,
     unembed,
 )
+from models.rope_scaling import RopeScaling
 from spmd.annotate import annotate, as_annotated, to_compute
 from spmd.errors import ConfigError, Problem
 from spmd.parallel.attention import attend
@@ -45,7 +47,7 @@ class LlamaConfig:
     layers: int = 4
     """Number of decoder layers."""
     heads: int = 4
-    """Query heads; their width is d_model / heads."""
+    """Query heads."""
     kv_heads: int = 2
     """Key/value heads (grouped-query attention); divides heads."""
     d_ff: int = 384
@@ -62,8 +64,21 @@ class LlamaConfig:
     """Stacked layers in one turn of the scan: more is faster and compiles longer."""
     window: int = 0
     """How many tokens each one sees, itself included (sliding window); 0 for all before it."""
+    head_dim: int = 0
+    """Width of a head; 0 for d_model / heads."""
+    rope_scaling: RopeScaling = RopeScaling()
+    """How rotary frequencies are stretched for a longer context (Llama 3.1)."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have biases (Qwen 2)."""
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normalised (Qwen 3)."""
 
     def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ConfigError(f"This {type(self).__name__.removesuffix('Config')} cannot be built:", problems)
+
+    def problems(self) -> list[Problem]:
+        """Everything that is wrong with the shape."""
         problems = [
             Problem(f"model.{name}", f"is {getattr(self, name)}", fix="1 or more")
             for name in ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "unroll")
@@ -72,36 +87,50 @@ class LlamaConfig:
         problems += [
             Problem(f"model.{name}", f"does not divide model.{of}", f"{whole} / {part} = {whole / part:.4g}", fix)
             for of, whole, name, part, fix in (
-                ("d_model", self.d_model, "heads", self.heads, "change one of them"),
+                *([("d_model", self.d_model, "heads", self.heads, "change one of them")] if not self.head_dim else []),
                 ("heads", self.heads, "kv_heads", self.kv_heads, "each key/value head serves equally many query heads"),
             )
             if part > 0 and whole % part
         ]
         if self.window < 0:
             problems.append(Problem("model.window", f"is {self.window}", fix="0 for none, or 1 and more"))
-        if not problems and self.head_dim % 2:
-            arithmetic = f"d_model / heads = {self.head_dim}"
+        if self.head_dim < 0:
             problems.append(
-                Problem("model.heads", "gives heads of odd width", arithmetic, "rotary positions need pairs")
+                Problem("model.head_dim", f"is {self.head_dim}", fix="0 for d_model / heads, or an even one")
             )
-        if problems:
-            raise ConfigError("This Llama cannot be built:", problems)
+        if not problems and self.head_width % 2:
+            pairs = "rotary positions need pairs"
+            if self.head_dim:
+                problems.append(Problem("model.head_dim", "is odd", f"head_dim = {self.head_dim}", pairs))
+            else:
+                arithmetic = f"d_model / heads = {self.head_width}"
+                problems.append(Problem("model.heads", "gives heads of odd width", arithmetic, pairs))
+        return problems
 
     @property
-    def head_dim(self) -> int:
+    def head_width(self) -> int:
         """Width of one head."""
-        return self.d_model // self.heads
+        return self.head_dim or self.d_model // self.heads
 
     @property
     def attention_width(self) -> int:
         """Width of all query heads together."""
-        return self.heads * self.head_dim
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.kv_heads * self.head_width
 
     @property
     def matmul_params(self) -> int:
         """Parameters that each token is multiplied with: kernels and the output head, not the embedding lookup."""
-        attention = 2 * self.d_model * self.attention_width + 2 * self.d_model * self.kv_heads * self.head_dim
+        attention = 2 * self.d_model * (self.attention_width + self.kv_width)
         return self.layers * (attention + 3 * self.d_model * self.d_ff) + self.d_model * self.vocab
+
+    def angles(self, seq: int) -> Angles:
+        """By what the heads of each of `seq` tokens are turned."""
+        return rotary_angles(positions(seq), self.head_width, self.rope_theta, self.rope_scaling)
 
     def build(self, rngs: nnx.Rngs) -> "Llama":
         """The model of this shape."""
@@ -118,20 +147,45 @@ PRESETS = {
     "llama3-8b": LlamaConfig(128_256, 4096, 32, 32, 8, 14_336, rope_theta=500_000.0),
     "llama3-70b": LlamaConfig(128_256, 8192, 80, 64, 8, 28_672, rope_theta=500_000.0),
     "llama3-405b": LlamaConfig(128_256, 16_384, 126, 128, 8, 53_248, rope_theta=500_000.0),
+    "llama3.1-8b": LlamaConfig(
+        *(128_256, 4096, 32, 32, 8, 14_336), rope_theta=500_000.0, rope_scaling=RopeScaling(factor=8.0)
+    ),
+    "llama3.2-1b": LlamaConfig(
+        *(128_256, 2048, 16, 32, 8, 8192), rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0), tied=True
+    ),
 }
 """Published shapes by name, and small ones for tests and the demo."""
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """Causal grouped-query attention with rotary positions.
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
-        width, kv_width = config.attention_width, config.kv_heads * config.head_dim
-        self.config = config
-        self.q_proj = Dense(config.d_model, width, rngs=rngs)
-        self.k_proj = Dense(config.d_model, kv_width, rngs=rngs)
-        self.v_proj = Dense(config.d_model, kv_width, rngs=rngs)
+    Args:
+        config: The shape.
+        window: How many tokens each one sees; 0 for all before it, None for the window of the shape.
+        scale: As for `attend`, and so is the next one.
+        soft_cap: The cap of scores.
+        rngs: Of the initial parameters.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        width, bias = config.attention_width, config.qkv_bias
+        self.config, self.scale, self.soft_cap = config, scale, soft_cap
+        self.window = config.window if window is None else window
+        self.q_proj = Dense(config.d_model, width, bias=bias, rngs=rngs)
+        self.k_proj = Dense(config.d_model, config.kv_width, bias=bias, rngs=rngs)
+        self.v_proj = Dense(config.d_model, config.kv_width, bias=bias, rngs=rngs)
         self.o_proj = Dense(width, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
+        self.q_norm = RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
 
     def __call__(
         self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
@@ -140,21 +194,32 @@ class Attention(nnx.Module):
         batch, seq, _ = x.shape
 
         def heads(y: Array, count: int) -> Float[Array, "batch seq heads dim"]:
-            return y.reshape(batch, seq, count, self.config.head_dim)
+            return y.reshape(batch, seq, count, self.config.head_width)
 
-        kernels = self.q_proj.kernel, self.k_proj.kernel, self.v_proj.kernel
-        query, key, value = columns(x, kernels, "attention_input")
-        query = annotate(rotate(heads(query, self.config.heads), angles), "attention_query")
-        key = annotate(rotate(heads(key, self.config.kv_heads), angles), "attention_key")
+        def turned(y: Array, norm: RMSNorm | None) -> Float[Array, "batch seq heads dim"]:
+            return rotate(y if norm is None else norm(y), angles)
+
+        projs = self.q_proj, self.k_proj, self.v_proj
+        products = columns(x, [proj.kernel for proj in projs], "attention_input")
+        query, key, value = (proj.with_bias(y) for proj, y in zip(projs, products, strict=True))
+        query = annotate(turned(heads(query, self.config.heads), self.q_norm), "attention_query")
+        key = annotate(turned(heads(key, self.config.kv_heads), self.k_norm), "attention_key")
         value = annotate(heads(value, self.config.kv_heads), "attention_value")
-        out = attend(query, key, value, window=self.config.window or None, segments=segments)
+        out = attend(
+            *(query, key, value),
+            window=self.window or None,
+            segments=segments,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+        )
         return rows(annotate(out.reshape(batch, seq, -1), "attention_out"), self.o_proj.kernel, "attention_input")
 
 
 class MLP(nnx.Module):
-    """SwiGLU: `down(silu(gate(x)) · up(x))` (Shazeer, arXiv:2002.05202)."""
+    """SwiGLU: `down(silu(gate(x)) · up(x))` (Shazeer, arXiv:2002.05202), or another gate."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LlamaConfig, *, gate: Callable[[Array, Array], Array] = gated, rngs: nnx.Rngs) -> None:
+        self.gate = gate
         self.gate_proj = Dense(config.d_model, config.d_ff, rngs=rngs)
         self.up_proj = Dense(config.d_model, config.d_ff, rngs=rngs)
         self.down_proj = Dense(config.d_ff, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
@@ -162,7 +227,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """Token by token."""
         gate, up = columns(x, (self.gate_proj.kernel, self.up_proj.kernel), "mlp_input")
-        hidden = annotate(gated(annotate(gate, "mlp_gate"), annotate(up, "mlp_up")), "mlp_hidden")
+        hidden = annotate(self.gate(annotate(gate, "mlp_gate"), annotate(up, "mlp_up")), "mlp_hidden")
         return rows(hidden, self.down_proj.kernel, "mlp_input")
 
 
@@ -203,10 +268,12 @@ class Embedding(nnx.Module):
         rows = to_compute(self.embedding.at[tokens].get(mode="clip"))
         return annotate(annotate(rows, "embed_rows"), "embed_exchange")
 
-    def attend(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | Unembedded:
-        """The tied head: how well each row of the table fits each token."""
+    def attend(
+        self, x: Float[Array, "batch seq d"], soft_cap: float | None = None
+    ) -> Float[Array, "batch seq vocab"] | Unembedded:
+        """The tied head: how well each row of the table fits each token; `soft_cap` is what logits stay below."""
         table = annotate(annotate(self.embedding[...], "tied_columns"), "tied_head")
-        return unembed(x, table, as_annotated("tied_head"), "oi")
+        return unembed(x, table, as_annotated("tied_head"), "oi", soft_cap)
 
 
 class Llama(nnx.Module):
@@ -233,6 +300,6 @@ class Llama(nnx.Module):
             segments: The document of each token, where several share a sequence.
         """
         x = annotate(self.embed(tokens), "residual")
-        angles = rotary_angles(positions(tokens.shape[1]), self.config.head_dim, self.config.rope_theta)
+        angles = self.config.angles(tokens.shape[1])
         x = self.norm(run_layers(self.layers, x, angles, segments, unroll=self.config.unroll))
         return self.lm_head(x) if self.lm_head else self.embed.attend(x)

@@ -26,16 +26,14 @@ from models.layers import (
     dense,
     gated,
     make_layers,
-    rotary_angles,
     run_layers,
 )
 from models.llama import MLP, Attention, Block, Embedding, LlamaConfig
 from spmd.annotate import annotate
-from spmd.errors import ConfigError, Problem
+from spmd.errors import Problem
 from spmd.model import Outputs
 from spmd.parallel.context import Segments
 from spmd.parallel.expert import Kernel, mixture
-from spmd.parallel.order import positions
 from spmd.parallel.router import RouterConfig, balanced_bias, jittered, route
 from spmd.weights import weight
 
@@ -57,12 +55,9 @@ class MixtralConfig(LlamaConfig):
     init_scale: float = 1.0
     """A factor of the variance that router and experts start with (Switch: 0.1)."""
 
-    def __post_init__(self) -> None:
-        problems: list[Problem] = []
-        try:
-            super().__post_init__()
-        except ConfigError as error:
-            problems += error.problems
+    def problems(self) -> list[Problem]:
+        """Everything that is wrong with the shape."""
+        problems = super().problems()
         problems += [
             Problem(f"model.{name}", f"is {getattr(self, name)}", fix="0 or more")
             for name in ("shared_d_ff", "dense_layers", "dense_d_ff")
@@ -76,12 +71,11 @@ class MixtralConfig(LlamaConfig):
         if (self.dense_layers > 0) != (self.dense_d_ff > 0):
             arithmetic = f"dense_layers {self.dense_layers}, dense_d_ff {self.dense_d_ff}"
             problems.append(Problem("model.dense_d_ff", "goes with dense_layers", arithmetic, "give both or neither"))
-        if problems:
-            raise ConfigError("This mixture of experts cannot be built:", problems)
+        return problems
 
     def _params(self, experts: int) -> int:
         """Parameters with so many experts in each layer, without norms and embedding."""
-        attention = 2 * self.d_model * self.attention_width + 2 * self.d_model * self.kv_heads * self.head_dim
+        attention = 2 * self.d_model * (self.attention_width + self.kv_width)
         one = (3 if self.gated else 2) * self.d_model * self.d_ff
         mixture = experts * one + self.d_model * (self.router.experts + 3 * self.shared_d_ff)
         mlps = 3 * self.d_model * self.dense_d_ff * self.dense_layers
@@ -104,8 +98,10 @@ class MixtralConfig(LlamaConfig):
 
     @property
     def _rest(self) -> int:
-        """Norms, and the embedding where it is not the head."""
-        return (2 * self.layers + 1) * self.d_model + (0 if self.tied else self.vocab * self.d_model)
+        """Norms, biases, and the embedding where it is not the head."""
+        attention = self.qkv_bias * (self.attention_width + 2 * self.kv_width) + self.qk_norm * 2 * self.head_width
+        norms = (2 * self.layers + 1) * self.d_model
+        return self.layers * attention + norms + (0 if self.tied else self.vocab * self.d_model)
 
     def build(self, rngs: nnx.Rngs) -> "Mixtral":
         """The model of this shape."""
@@ -306,6 +302,11 @@ class Mixtral(nnx.Module):
         """Whether no token has a place or a draw by its position: not with capacities, nor with random routing."""
         return self.config.router.dispatch == "dropless" and not self.config.router.is_random
 
+    @property
+    def takes_one_token(self) -> bool:
+        """Whether experts do not choose tokens. With capacities, a token that comes alone always finds a place."""
+        return self.config.router.choice == "token"
+
     def __call__(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> Outputs:
         """Logits of the token that follows each position.
 
@@ -314,7 +315,7 @@ class Mixtral(nnx.Module):
         """
         config, training = self.config, not self.deterministic
         x = annotate(self.embed(tokens), "residual")
-        angles = rotary_angles(positions(tokens.shape[1]), config.head_dim, config.rope_theta)
+        angles = config.angles(tokens.shape[1])
         if self.dense_layers is not None:
             x = run_layers(self.dense_layers, x, angles, segments, unroll=config.unroll)
         count = config.layers - config.dense_layers

@@ -10,9 +10,11 @@ import dataclasses
 from jax.sharding import PartitionSpec as P
 
 from spmd.mesh import BATCH_AXES
-from spmd.rules import Rules, replicate
+from spmd.rules import Replicate, Rules, replicate
 
 _QKV = "attention/(q|k|v)_proj/kernel"
+QKV_BIAS = "attention/(q|k|v)_proj/bias"
+"""The pattern of biases that some of Llama's relatives have."""
 _LAYERS = (
     (_QKV, P("fsdp", "tensor")),  # [d, heads·head_dim]: whole heads on each device
     ("attention/o_proj/kernel", P("tensor", "fsdp")),  # [heads·head_dim, d]
@@ -74,8 +76,14 @@ def replicated_kv(rules: Rules) -> Rules:
 
     Each device then computes all of them, and sums their gradients over `tensor`; the query heads are still split.
     """
-    whole = {"attention/(k|v)_proj/kernel": P("fsdp"), "attention/q_proj/kernel": P("fsdp", "tensor")}
-    params = [rule for rule in rules.params if rule[0] != _QKV]
+    whole: dict[str, P | Replicate] = {
+        "attention/(k|v)_proj/kernel": P("fsdp"),
+        "attention/q_proj/kernel": P("fsdp", "tensor"),
+    }
+    if QKV_BIAS in dict(rules.params):
+        whole["attention/(k|v)_proj/bias"] = replicate("on every device, like the kernels")
+        whole["attention/q_proj/bias"] = P("tensor")
+    params = [rule for rule in rules.params if rule[0] not in (_QKV, QKV_BIAS)]
     heads = ("attention_key", "attention_value")
     activations = [(name, P(*spec[:2]) if name in heads else spec) for name, spec in rules.activations]
     return dataclasses.replace(rules, params=[*whole.items(), *params], activations=activations)

@@ -17,7 +17,7 @@ from spmd.errors import SpmdError
 from spmd.flax import from_linen, from_nnx
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.loss import cross_entropy, next_token_loss
+from spmd.loss import classification_loss, cross_entropy, next_token_loss
 from spmd.mesh import MeshShape, batch_sharding, make_mesh, simulate_devices
 from spmd.model import Model
 from spmd.optim import OptimizerConfig, make_optimizer
@@ -51,6 +51,7 @@ __all__ = [
     "accumulate",
     "annotate",
     "batch_sharding",
+    "classification_loss",
     "cross_entropy",
     "fit",
     "from_linen",

@@ -46,7 +46,7 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
     scope = current()
     if scope is None:
         return x
-    return checkpoint_name(constrain(x, scope.mesh, _spec_of(scope, name), f"activation {name!r}"), name)
+    return checkpoint_name(constrain(x, scope.mesh, _spec_of(scope, name, x.shape), f"activation {name!r}"), name)
 
 
 def split_like(x: jax.Array, name: str) -> jax.Array:
@@ -61,20 +61,21 @@ def split_like(x: jax.Array, name: str) -> jax.Array:
     """
     scope = current()
     what = f"what is split like activation {name!r}"
-    return x if scope is None else constrain(x, scope.mesh, _spec_of(scope, name), what)
+    return x if scope is None else constrain(x, scope.mesh, _spec_of(scope, name, x.shape), what)
 
 
-def placement(name: str) -> tuple[AnyMesh, P] | None:
+def placement(name: str, shape: tuple[int, ...] = ()) -> tuple[AnyMesh, P] | None:
     """The mesh of the plan in scope and the spec of an activation, for code that is manual over the mesh; else None.
 
     Args:
         name: The activation's name.
+        shape: Its shape, if a token may come alone.
 
     Raises:
         AnnotationError: The plan has no such name.
     """
     scope = current()
-    return None if scope is None else (scope.mesh, _spec_of(scope, name))
+    return None if scope is None else (scope.mesh, _spec_of(scope, name, shape))
 
 
 def is_split_otherwise(name: str, other: str) -> bool:
@@ -89,12 +90,14 @@ def as_annotated(name: str) -> Weight | None:
     return None if found is None else Weight(found[0], found[1], found[1], found[1])
 
 
-def _spec_of(scope: Scope, name: str) -> P:
+def _spec_of(scope: Scope, name: str, shape: tuple[int, ...] = ()) -> P:
     table = dict(scope.rules.activations)
     if name not in table:
         problem = Problem(f"activation {name!r}", "is not in the rule table", fix=did_you_mean(name, table))
         raise AnnotationError("The model marks an activation that the plan does not know:", [problem])
-    return table[name]
+    if not scope.one_token:
+        return table[name]
+    return P(*(None if shape[dim : dim + 1] == (1,) else entry for dim, entry in enumerate(table[name])))
 
 
 def to_compute(x: jax.Array) -> jax.Array:

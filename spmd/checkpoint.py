@@ -14,8 +14,7 @@ before it is removed. So what bears the name of a step was whole once, and the s
 damaged checkpoint is never used and never removed: it becomes `damaged-100` when the run saves on.
 
 Arrays are stored by path, so the classes that hold them may change; what may not change in silence is a path,
-a shape or a dtype: `Checkpoints.restore` compares all of them before it reads anything. This is the only room
-that knows Orbax.
+a shape or a dtype: `Checkpoints.restore` compares all of them before it reads anything.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ from spmd.errors import CheckpointError, Problem
 from spmd.kept import Keep, Metrics, look, set_aside
 from spmd.processes import from_first, plain_problems, problems_from_first, read_problems
 from spmd.seal import check_seal, read_object, seal, sync_folder
-from spmd.storable import differences, from_stored_form, layout_problems, storable, stored_form
+from spmd.storable import differences, from_stored_form, host_copies, layout_problems, storable, stored_form
 from spmd.tree import human_bytes
 
 PyTree = Any
@@ -110,12 +109,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is None or jax.process_count() == 1:
             self.close()
         elif self._saving:
@@ -128,21 +122,23 @@ class Checkpoints:
         state: PyTree,
         record: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
+        copied: bool = True,
     ) -> None:
         """Copies the state to the host and writes it in the background.
 
         It returns once the copies are taken: `state` may be donated and `record` changed at once. It waits
-        for the save before it, and an error of that save is raised here.
+        for the save before it, and an error of that save is raised here; an error of this one by `wait`.
 
         Args:
             step: The step that the state has reached, later than every checkpoint that is there.
             state: Any tree of `jax.Array`s, sharded as they like.
             record: What else must resume, as JSON; its tuples come back as lists.
             metrics: Numbers to rank the checkpoint by.
+            copied: If not, nothing is in memory twice, and `state` must stay as it is until `wait` returns.
 
         Raises:
             CheckpointError: If the step exists or is earlier than the latest, if the state or the record holds
-                something that cannot be stored, or if this or the previous save could not be written.
+                something that cannot be stored, if there is no room for it, or if the previous save failed.
         """
         latest = self.latest()
         if latest is not None and step <= latest:
@@ -157,18 +153,20 @@ class Checkpoints:
             fix = "keep numbers, strings, lists and dictionaries in the record"
             raise CheckpointError("nothing was saved", [Problem("record", str(error), fix=fix)]) from error
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        self._refuse_a_full_disk(arrays)
+        copies = host_copies(arrays) if copied else arrays
+        self._refuse_a_full_disk(copies)
         files = {"record.json": text, "metrics.json": json.dumps(numbers)}
         kept = self._policy.kept({**self._metrics, step: numbers})
         with self._write_errors(step):
             self._unfinished(step).mkdir(exist_ok=jax.process_count() > 1)
-            self._arrays.save(self._unfinished(step) / "state", args=ocp.args.PyTreeSave(arrays))
-        finishing = self._pool.submit(self._finish, step, files, self._metrics.keys() - kept, set(self._in_the_way))
-        self._saving = step, numbers, finishing
+        pruned, in_the_way = self._metrics.keys() - kept, set(self._in_the_way)
+        self._saving = step, numbers, self._pool.submit(self._write, step, copies, files, pruned, in_the_way)
 
-    def _finish(self, step: int, files: Mapping[str, str], pruned: set[int], in_the_way: set[int]) -> None:
-        """Waits until every process has written its arrays; then the first one makes a checkpoint of them."""
-        self._arrays.wait_until_finished()
+    def _write(self, step: int, copies: Any, files: Mapping[str, str], pruned: set[int], in_the_way: set[int]) -> None:
+        """Returns once every process has written its arrays, and the first one has made a checkpoint of them."""
+        largest = max(shard.data.nbytes for array in copies.values() for shard in array.addressable_shards)
+        with contextlib.closing(_make_checkpointer(largest)) as arrays:
+            arrays.save(self._unfinished(step) / "state", args=ocp.args.PyTreeSave(copies))
         if jax.process_index() != 0:
             return
         for name, text in files.items():
@@ -268,17 +266,15 @@ class Checkpoints:
         self._existing(step, contents=False)
         return self._record(step)
 
-    def restore(self, step: int | None, abstract_state: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    def restore(
+        self, step: int | None, abstract_state: PyTree, *, branches: Sequence[str] = ("",)
+    ) -> tuple[PyTree, dict[str, Any]]:
         """The state and the record of a checkpoint, each array straight in the sharding that is asked for.
 
-        Every file of it is read and compared with the seal first.
-
         Args:
-            step: Which checkpoint, None for the newest that is as it was sealed.
+            step: Which checkpoint, None for the newest; every file of it is compared with its seal first.
             abstract_state: The tree to fill, of `jax.ShapeDtypeStruct`s with a sharding each, on any mesh.
-
-        Returns:
-            The state, in the structure of `abstract_state`, and the record.
+            branches: Paths under which the tree is all that the checkpoint holds; by default it is the whole state.
 
         Raises:
             CheckpointError: If there is no such checkpoint or it is damaged, or if paths, shapes or dtypes differ
@@ -291,12 +287,13 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {arrays.parent} is not one of ours", problems)
         with _os_errors(arrays, "reading the checkpoint", _UNREADABLE):
             stored = tree.flatten(self._arrays.handler.metadata(arrays).tree)
-        if problems := differences(stored, wanted):
+        if problems := differences(stored, wanted, branches):
             raise CheckpointError(f"checkpoint {arrays.parent} does not fit the state", problems)
         with _os_errors(arrays, "reading the checkpoint", _UNREADABLE):
             targets = {path: stored_form(leaf) for path, leaf in wanted.items()}
             places = ocp.checkpoint_utils.construct_restore_args(targets)
-            restored = self._arrays.restore(arrays, args=ocp.args.PyTreeRestore(targets, restore_args=places))
+            args = ocp.args.PyTreeRestore(targets, restore_args=places, partial_restore=True)
+            restored = self._arrays.restore(arrays, args=args)
         leaves = [from_stored_form(restored[path], leaf) for path, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), self._record(step)
 
@@ -373,18 +370,21 @@ _UNREADABLE = "restore another step; this one is damaged or was written by anoth
 _UNWRITABLE = "make room, or see to the error; the checkpoints before it are as they were"
 _AT_MOST = 64 << 20
 _LEAVING_SECONDS = 20
-_PART_AT_LEAST = 16 << 20
+_ON_THE_WAY = 128 << 20  # bytes that a process has in memory a second time while they are written
 
 
-def _make_checkpointer() -> Any:
-    # Orbax lets each replica write a part of an array, and cuts it on the device: a program to compile and run for
-    # each shape, while training waits. That pays for large arrays only.
-    array = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_PART_AT_LEAST)
+def _make_checkpointer(largest_shard: int = 0) -> Any:
+    # Orbax would let each replica write a part of an array, and cut it on the device: a program to run beside training.
+    array = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, array))
+    # Named one by one, processes meet at the coordinator. Otherwise they meet by a collective of all devices, which
+    # beside those of a step, from another thread, would come in another order on each process.
+    everyone = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
+    gb = max(_ON_THE_WAY, largest_shard + 1) / 10**9  # Orbax refuses a shard of as much
     handler = ocp.PyTreeCheckpointHandler(
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, array))
+        type_handler_registry=registry, multiprocessing_options=everyone, save_concurrent_gb=gb
     )
-    # Made in the background, a folder that cannot be made is a wait of 20 minutes instead of an error.
-    return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(create_directories_asynchronously=False))
+    return ocp.Checkpointer(handler, multiprocessing_options=everyone)
 
 
 @contextlib.contextmanager

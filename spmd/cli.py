@@ -1,4 +1,4 @@
-"""The command line: `spmd train | launch | script | plan | check | generate`.
+"""The command line: `spmd train | launch | script | plan | check | generate | import | export`.
 
 Every field of a `TrainConfig` is a flag by its dotted path. Errors that a user can mend are printed without a traceback
 and exit with 2; a check that fails exits with 1, and a plan that does not fit its chips with 3.
@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 
 from spmd import launch
 from spmd.commands.check import run_check
+from spmd.commands.export_hf import run_export
 from spmd.commands.generate import run_generate
+from spmd.commands.import_hf import run_import
 from spmd.commands.launch import run_launch
 from spmd.commands.plan import run_plan
 from spmd.commands.script import run_script
@@ -35,7 +37,10 @@ usage: spmd VERB …
   spmd check CONFIG [--FIELD VALUE …]                          the same steps on the mesh and on one device, compared
        [--check-steps N] [--leaves] [--json] [--inject BUG]    … by leaf; as JSON; with a bug that must be found
        [--products 2]                                          … on every axis and every pair of axes, one line for each
-  spmd generate RUN --prompt TEXT                              text from a trained model
+  spmd generate RUN --prompt TEXT [--prompt TEXT …]            text from a trained model, as it is drawn
+       [--temperature T] [--top-k K] [--top-p P]               … and how it is drawn; temperature 0 takes the likeliest
+  spmd import HF_DIR --out RUN [--mesh.fsdp 4 …]               a run folder from a Hugging Face folder of safetensors
+  spmd export RUN --out HF_DIR [--dtype bf16]                  the reverse, as `transformers` loads it
 
 CONFIG is a Python file that defines `config = spmd.TrainConfig(...)`, or a shipped one: {names}.
 Any field is a flag by its dotted path: --steps 100 --mesh.fsdp 4 --zero 2 --remat full --optimizer.learning-rate 1e-3.
@@ -66,6 +71,8 @@ def _dispatch(arguments: list[str]) -> int:
         "plan": run_plan,
         "check": run_check,
         "generate": run_generate,
+        "import": run_import,
+        "export": run_export,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE.format(names=", ".join(shipped())), end="")

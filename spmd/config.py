@@ -29,6 +29,7 @@ from spmd.data import DataConfig
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 from spmd.gradients.builders import SCHEDULES
 from spmd.kernels import name_problems
+from spmd.lora import LoraConfig
 from spmd.mesh import MeshShape
 from spmd.optim import OptimizerConfig
 from spmd.parallel.vocabulary import CHUNK
@@ -102,6 +103,8 @@ class SampleConfig:
     """0 takes the likeliest token each time."""
     top_k: int = 40
     """Draw among the k likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens that together have this probability; 1 for all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +199,10 @@ class TrainConfig(Generic[M]):
     """XLA's flags for the step: preset (those that spmd plan lists, with reasons), NAME=VALUE; nothing: XLA's own."""
     pipeline: PipelineConfig = PipelineConfig()
     """The schedule of a pipeline over mesh.pipe."""
+    lora: LoraConfig = LoraConfig()
+    """Train adapters beside frozen parameters instead of all parameters."""
+    init: str = ""
+    """A run folder, or one from Hugging Face, whose parameters training starts with; empty: drawn from the seed."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer, its schedule and its clipping."""
     data: DataConfig = DataConfig()
@@ -248,6 +255,8 @@ class TrainConfig(Generic[M]):
             if count < 1 or (size > 0 and size % count):
                 fix = "a positive number that divides the axis"
                 problems.append(Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {size}", fix=fix))
+        if not 0 < self.sample.top_p <= 1:
+            problems.append(Problem("sample.top_p", f"is {self.sample.top_p}", fix="above 0, and at most 1"))
         if self.seed >= 2**32:
             problems.append(Problem("seed", f"is {self.seed}", fix="below 2**32"))
         problems += [

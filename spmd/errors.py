@@ -6,7 +6,8 @@ SpmdError                    something is wrong with what was asked; `.problems`
 ├── RuleError                a partition rule table does not fit the parameters
 ├── AnnotationError          an activation name that the plan does not know, or a shape it cannot split
 ├── ConfigError              a field of the configuration
-│   └── ScheduleError        a pipeline schedule that cannot be built, read or finished
+│   ├── ScheduleError        a pipeline schedule that cannot be built, read or finished
+│   └── CacheError           attention whose keys and values cannot be kept
 ├── DataError                a corpus that is missing, empty or too short
 ├── CheckpointError          a checkpoint that does not fit, or a run folder in use
 ├── AgreementError           processes of one run are about to do different things
@@ -87,6 +88,10 @@ class ConfigError(SpmdError):
 
 class ScheduleError(ConfigError):
     """A pipeline schedule that cannot be built, read from its file, or run to its end."""
+
+
+class CacheError(ConfigError):
+    """Attention whose keys and values cannot be kept for the tokens that follow."""
 
 
 class DataError(SpmdError):

@@ -31,7 +31,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
 
     A parameter is gathered over `fsdp` as the module takes it, unless its metadata say `gathered_by_layer=True`: then
     the layer does so where it uses it (`spmd.weights.gather`). A module whose attribute `takes_any_order` is true gets
-    its tokens in the order that suits ring attention (`spmd.parallel.order`).
+    its tokens in the order that suits ring attention (`spmd.parallel.order`), and text is generated from it one token
+    at a time (`spmd.parallel.cache`); for the latter alone the attribute is `takes_one_token`.
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so no array of
@@ -57,9 +58,10 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         return module, graph, params, variables
 
     @functools.cache
-    def gathered_by_layer() -> Callable[[str], bool]:
+    def marked(word: str) -> frozenset[str]:
+        """The paths of the parameters whose metadata say so."""
         params = nnx.to_flat_state(structure()[2])
-        return {"/".join(map(str, p)) for p, v in params if v.get_metadata("gathered_by_layer", False)}.__contains__
+        return frozenset("/".join(map(str, path)) for path, param in params if param.get_metadata(word, False))
 
     def init(key: jax.Array) -> Any:
         structure()
@@ -74,7 +76,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         del key  # an NNX module draws from its own random state
         _, graph, *states = structure()
         params_state, variables_state = (jax.tree.map(lambda leaf: leaf, state) for state in states)
-        nnx.replace_by_pure_dict(params_state, gather_params(params, gathered_by_layer()))
+        nnx.replace_by_pure_dict(params_state, gather_params(params, marked("gathered_by_layer").__contains__))
         nnx.replace_by_pure_dict(variables_state, jax.tree.map(_as_key, variables, nnx.to_pure_dict(states[1])))
         module = nnx.merge(graph, params_state, variables_state, copy=True)
         module.train() if train else module.eval()
@@ -93,7 +95,14 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         random_state = ("/".join(map(str, p)) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.RngState))
         tied = tuple(filter(None, (_aliases(path, shared) for path in paths)))
         any_order = getattr(module, "takes_any_order", False)
-        return Facts(tied, frozenset(random_state), nnx_annotations(params), takes_any_order=any_order)
+        return Facts(
+            tied,
+            frozenset(random_state),
+            nnx_annotations(params),
+            multiplied=marked("multiplied"),
+            takes_any_order=any_order,
+            takes_one_token=getattr(module, "takes_one_token", any_order),
+        )
 
     return Model(init, apply, init_variables, forward, facts)
 

@@ -9,6 +9,7 @@ runs/demo/
   goodput.jsonl        where the time went, over all restarts
   logs/process-0.log   what each process says of itself: restarts, steps, signals, stacks of a hang
   checkpoints/         Orbax: state, and beside it data position, seed, config, plan, mesh, versions
+  tokenizer.json       of an imported model, with what else goes along with it (`spmd.hf.carried`)
   tensorboard/
   profile/             traces of chosen steps
 ```
@@ -27,6 +28,8 @@ import jax
 from spmd.config import TrainConfig, config_difference, config_values, load_config, with_values
 from spmd.errors import CheckpointError, Problem
 
+IMPORTED = "imported"
+"""What the record of a checkpoint has that holds parameters from elsewhere, and no state to go on with."""
 Resume = Literal["never", "auto", "always"]
 """What is done with a run that is in the folder already."""
 

@@ -1,6 +1,18 @@
-"""Text from a trained model, on the mesh it was trained on: one compiled program for the whole sample."""
+"""Text from a trained model, on the mesh it was trained on, one token at a time.
 
-from collections.abc import Callable
+```python
+generator = Generator(plan, window=1024, sampling=Sampling(temperature=0.0), ends=(tokenizer.eos,))
+texts = generator.write(params, variables, [tokenizer.encode("def "), tokenizer.encode("import ")], tokens=100)
+```
+
+Two programs are compiled: one runs the prompts through the model and keeps keys and values (`spmd.parallel.cache`), one
+adds a token to every row. Prompts and cache are padded to a few lengths, so that other prompts seldom compile again. A
+model whose keys and values cannot be kept runs on the whole window for every token; `whole_window` says why.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,112 +22,233 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from spmd.errors import ConfigError, Problem
-from spmd.mesh import batch_sharding
+from spmd.errors import CacheError, ConfigError, Problem
+from spmd.mesh import batch_sharding, shards_of
+from spmd.model import PRNG, as_outputs
+from spmd.parallel.cache import alone, decode, prefill
+from spmd.parallel.stages import relay
+from spmd.parallel.vocabulary import Unembedded, deferred, multiplied
 from spmd.plan import ShardingPlan
+from spmd.sampling import Sampling, draw
 from spmd.scope import within
 from spmd.weights import as_taken
 
+SHORTEST = 32
+"""Tokens that a prompt is padded to at least."""
 
-def sample_token(
-    logits: Float[Array, "batch vocab"], key: jax.Array, temperature: float, top_k: int
-) -> Int[Array, "batch"]:
-    """Draws one token for each row.
+Tokens = Sequence[int] | Int[np.ndarray, "token"]
+"""Token ids, at least one."""
 
-    Args:
-        logits: Scores of the next token.
-        key: Randomness; not used at temperature 0.
-        temperature: 0 takes the likeliest token, 1 samples the model's own distribution.
-        top_k: Only the `top_k` likeliest tokens can be drawn; 0 allows all.
-    """
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1)
-    logits = logits.astype(jnp.float32) / temperature
-    if top_k:
-        likeliest, ids = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))
-        drawn = jax.random.categorical(key, likeliest)
-        return jnp.take_along_axis(ids, drawn[:, None], axis=-1)[:, 0]
-    return jax.random.categorical(key, logits)
+ENDED = -1
+"""What follows the end of a row."""
 
 
-def generate(
-    plan: ShardingPlan,
-    apply: Callable[[Any, Int[Array, "batch seq"]], Float[Array, "batch seq vocab"]],
-    params: Any,
-    prompts: Int[np.ndarray, "batch prompt"],
-    *,
-    tokens: int,
-    window: int,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    seed: int = 0,
-) -> np.ndarray:
-    """Continues each prompt by `tokens` tokens.
+@dataclasses.dataclass(frozen=True)
+class Generator:
+    """Continues prompts with the model of a plan. Programs are compiled when they are needed, and kept."""
 
-    Args:
-        plan: The plan that `params` are sharded by.
-        apply: The model.
-        params: The parameters on the plan's mesh.
-        prompts: Token ids; the batch is a multiple of the mesh's batch shards, and no prompt is empty.
-        tokens: How many tokens to add.
-        window: The longest sequence that the model was trained on.
-        temperature: See `sample_token`.
-        top_k: See `sample_token`.
-        seed: Of the random draws.
+    plan: ShardingPlan
+    """The plan that parameters are sharded by."""
+    window: int
+    """The longest sequence that the model was trained on."""
+    sampling: Sampling = Sampling()
+    """How tokens are drawn."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end a row."""
+    cached: bool = True
+    """Whether keys and values are kept, where the model allows it."""
 
-    Returns:
-        int32 `[batch, prompt + tokens]`.
+    def write(
+        self, params: Any, variables: Any, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
+    ) -> list[np.ndarray]:
+        """What follows each prompt: int32, `tokens` of them, or less where a token ends the row, with that token.
+
+        Args:
+            params: Of the model, on the plan's mesh.
+            variables: Of the model.
+            prompts: The token ids of each, as long as they are.
+            tokens: How many tokens to add.
+            seed: Of the random draws.
+
+        Raises:
+            ConfigError: An empty prompt, more tokens than the window holds, a negative number; all at once.
+        """
+        steps = list(self.stream(params, variables, prompts, tokens=tokens, seed=seed))
+        rows = np.stack(steps, axis=1) if steps else np.zeros((len(prompts), 0), np.int32)
+        return [row[row != ENDED] for row in rows]
+
+    def stream(
+        self, params: Any, variables: Any, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
+    ) -> Iterator[np.ndarray]:
+        """As `write`, token by token: int32 `[prompt]` each time, `ENDED` for a row that has ended.
+
+        Nothing is yielded any more when all rows have ended. While a token is looked at, the next one is computed.
+        """
+        check_window(prompts, tokens, self.window)
+        return self._steps(params, variables, prompts, tokens, seed)
+
+    def _steps(
+        self, params: Any, variables: Any, prompts: Sequence[Tokens], tokens: int, seed: int
+    ) -> Iterator[np.ndarray]:
+        if not tokens:
+            return
+        ids, lengths = self._batch(prompts)
+        length = self.window if self.whole_window else self._padded(int(max(lengths)) + tokens)
+        key = jax.random.key(seed, impl=PRNG)
+        token, position, kept = self._first(params, variables, ids, lengths, key, length=length)
+        has_ended = np.zeros(len(prompts), bool)
+        for left in reversed(range(tokens)):
+            drawn = token
+            if left:
+                token, position, kept = self._next(params, variables, kept, token, position, key)
+            row = np.where(has_ended, ENDED, np.asarray(drawn)[: len(prompts)])
+            yield row
+            has_ended |= np.isin(row, (ENDED, *self.ends))
+            if has_ended.all():
+                return
+
+    def _batch(self, prompts: Sequence[Tokens]) -> tuple[jax.Array, np.ndarray]:
+        """The prompts as an array, with padding behind them and copies of the first below, and their lengths."""
+        shards = shards_of(batch_sharding(self.plan.mesh).spec[0], self.plan.mesh.shape)
+        rows = [*prompts, *[prompts[0]] * (-len(prompts) % shards)]
+        lengths = np.array([len(row) for row in rows], np.int32)
+        ids = np.zeros((len(rows), self._padded(int(max(lengths)))), np.int32)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = row
+        return jax.device_put(ids, batch_sharding(self.plan.mesh)), lengths
+
+    def _padded(self, tokens: int) -> int:
+        """The next power of two, which the mesh divides; at most the window."""
+        unit = self.plan.mesh.shape["sequence"]
+        length = min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self.window)
+        return -(-length // unit) * unit
+
+    @functools.cached_property
+    def whole_window(self) -> str:
+        """Why the model runs on the whole window for every token; empty where keys and values are kept."""
+        if not self.cached:
+            return "it is not asked for"
+        model = self.plan.model
+        if not model.facts().takes_one_token:
+            return "the model does not say takes_one_token, nor takes_any_order"
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
+        shapes = jax.eval_shape(model.init, key), jax.eval_shape(model.init_variables, key)
+        shards = shards_of(batch_sharding(self.plan.mesh).spec[0], self.plan.mesh.shape)
+        ids = jax.ShapeDtypeStruct((shards, self._padded(1)), jnp.int32)
+
+        def trace(params: Any, variables: Any, ids: Any) -> Any:
+            with within(self.plan):
+                return prefill(lambda: self._outputs(params, variables, ids), ids.shape[1])
+
+        try:
+            _, cache = jax.eval_shape(trace, *shapes, ids)
+        except CacheError as error:
+            return "; ".join(f"{problem.where} {problem.what}" for problem in error.problems)
+        return "" if cache else "the model never calls spmd.parallel.attention.attend"
+
+    @functools.cached_property
+    def _first(self) -> Callable[..., Any]:
+        """The compiled program for prompts: `(params, variables, ids, lengths, key) -> (token, position, kept)`."""
+        get = _window_prefill if self.whole_window else _cached_prefill
+
+        def run(params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int) -> Any:
+            with within(self.plan):
+                outputs = functools.partial(self._outputs, params, variables)
+                logits, kept = get(outputs, ids, lengths, length)
+                return *self._drawn(logits, lengths, key), kept
+
+        return jax.jit(run, static_argnames="length")
+
+    @functools.cached_property
+    def _next(self) -> Callable[..., Any]:
+        """The compiled program for a token: `(params, variables, kept, token, position, key)` → as `_first`."""
+        get = _window_decode if self.whole_window else _cached_decode
+
+        def run(params: Any, variables: Any, kept: Any, token: Any, position: Any, key: Any) -> Any:
+            with within(self.plan):
+                outputs = functools.partial(self._outputs, params, variables)
+                logits, kept = get(outputs, kept, token, position)
+                return *self._drawn(logits, position + 1, key), kept
+
+        return jax.jit(run, donate_argnames="kept")
+
+    def _outputs(self, params: Any, variables: Any, ids: Array) -> Any:
+        """The logits of each position, or what they are the product of."""
+        with deferred(), relay():
+            returned, _ = self.plan.model.forward(as_taken(params), variables, None, ids, train=False)
+        return as_outputs(returned).logits
+
+    def _drawn(self, logits: Array, position: Array, key: Array) -> tuple[Array, Array]:
+        """Every process has all tokens, and so decides alike when to stop."""
+        whole = NamedSharding(self.plan.mesh, P())
+        return tuple(
+            jax.lax.with_sharding_constraint(x, whole) for x in (draw(logits, self.sampling, key, position), position)
+        )
+
+
+Outputs = Callable[[Int[Array, "batch seq"]], Float[Array, "batch seq vocab"] | Unembedded]
+
+
+def _cached_prefill(outputs: Outputs, ids: Array, lengths: Array, length: int) -> tuple[Array, Any]:
+    logits, cache = prefill(lambda: outputs(ids), length)
+    return _at(logits, lengths - 1), cache
+
+
+def _cached_decode(outputs: Outputs, cache: Any, token: Array, position: Array) -> tuple[Array, Any]:
+    logits, cache = decode(lambda: outputs(token[:, None]), cache, position)
+    return _at(logits, jnp.zeros_like(position)), cache
+
+
+def _window_prefill(outputs: Outputs, ids: Array, lengths: Array, length: int) -> tuple[Array, Any]:
+    ids = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
+    return _at(outputs(ids), lengths - 1), ids
+
+
+def _window_decode(outputs: Outputs, ids: Array, token: Array, position: Array) -> tuple[Array, Any]:
+    places = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    ids = jnp.where(places == position[:, None], token[:, None], ids)
+    return _at(outputs(ids), position), ids
+
+
+def _at(logits: Float[Array, "batch seq vocab"] | Unembedded, position: Int[Array, "batch"]) -> Array:
+    """The logits `[batch, vocab]` of one position of each row; the others are not computed, if the model lets it."""
+
+    def pick(x: Array) -> Array:
+        return jnp.take_along_axis(x, position[:, None, None], axis=1)
+
+    if not isinstance(logits, Unembedded):
+        return pick(logits)[:, 0]
+    with alone():
+        return multiplied(dataclasses.replace(logits, x=pick(logits.x)))[:, 0]
+
+
+def check_window(prompts: Sequence[Tokens], tokens: int, window: int) -> None:
+    """Whether texts fit the sequences that a model is trained on; the arguments are those of `window_problems`.
 
     Raises:
-        ConfigError: An empty prompt, more tokens than the window holds, a negative number; all at once.
+        ConfigError: They do not.
     """
-    batch, prompt = prompts.shape
-    problems = [
-        Problem(name, f"is {value}", fix="0 or more")
-        for name, value in (("tokens", tokens), ("temperature", temperature), ("top_k", top_k))
-        if value < 0
-    ]
-    problems += _window_problems(prompt, tokens, window)
-    if problems:
+    if problems := window_problems(prompts, tokens, window):
         raise ConfigError("Nothing can be generated:", problems)
 
-    def run(params: Any, buffer: Array, key: Array) -> Array:
-        def step(position: Array, buffer: Array) -> Array:
-            logits = jax.lax.dynamic_index_in_dim(apply(params, buffer), position - 1, axis=1, keepdims=False)
-            token = sample_token(logits, jax.random.fold_in(key, position), temperature, top_k)
-            return jax.lax.dynamic_update_index_in_dim(buffer, token.astype(buffer.dtype), position, axis=1)
 
-        with within(plan):
-            params = as_taken(params)
-            return jax.lax.fori_loop(prompt, prompt + tokens, step, buffer)
-
-    buffer = np.zeros((batch, window), np.int32)
-    buffer[:, :prompt] = prompts
-    sharding = batch_sharding(plan.mesh)
-    whole = NamedSharding(plan.mesh, P())
-    done = jax.jit(run, out_shardings=whole)(params, jax.device_put(buffer, sharding), jax.random.key(seed))
-    return np.asarray(jax.device_get(done))[:, : prompt + tokens]
-
-
-def check_window(prompt: int, tokens: int, window: int) -> None:
-    """Whether a sample fits the sequences that a model is trained on.
+def window_problems(prompts: Sequence[Tokens], tokens: int, window: int) -> list[Problem]:
+    """What keeps texts from fitting the sequences that a model is trained on.
 
     Args:
-        prompt: Tokens to go on from.
-        tokens: Tokens to add.
+        prompts: The token ids to go on from; none of them may be empty.
+        tokens: Tokens to add to each.
         window: The longest sequence.
-
-    Raises:
-        ConfigError: It does not, or the prompt is empty.
     """
-    problems = _window_problems(prompt, tokens, window)
-    if problems:
-        raise ConfigError("The sample cannot be generated:", problems)
-
-
-def _window_problems(prompt: int, tokens: int, window: int) -> list[Problem]:
-    problems = [Problem("prompt", "is empty", fix="give at least one token")] if prompt == 0 else []
-    if prompt + tokens > window:
-        arithmetic = f"{prompt} prompt tokens + {tokens} new ones = {prompt + tokens} > {window}"
-        problems.append(Problem("tokens", "is more than the model was trained on", arithmetic, "ask for fewer tokens"))
+    problems = [] if len(prompts) else [Problem("prompt", "there is none", fix="give at least one")]
+    if tokens < 0:
+        problems.append(Problem("tokens", f"is {tokens}", fix="0 or more"))
+    for number, prompt in enumerate(prompts):
+        name = "prompt" if len(prompts) == 1 else f"prompt {number}"
+        if len(prompt) == 0:
+            problems.append(Problem(name, "is empty", fix="give at least one token"))
+        if (total := len(prompt) + tokens) > window:
+            arithmetic = f"{len(prompt)} prompt tokens + {tokens} new ones = {total} > {window}"
+            what = "is longer, with its tokens, than what the model was trained on"
+            problems.append(Problem(name, what, arithmetic, "ask for fewer tokens"))
     return problems

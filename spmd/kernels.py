@@ -69,7 +69,9 @@ class Attention:
         """`"cpu"`, `"gpu"` or `"tpu"`; empty where no devices are known."""
         return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else ""
 
-    def choose(self, seq: int, head_dim: int, dtype: Any, *, packed: bool) -> str:
+    def choose(
+        self, seq: int, head_dim: int, dtype: Any, *, packed: bool, capped: bool = False, causal: bool = True
+    ) -> str:
         """The kernel for one call.
 
         Args:
@@ -77,24 +79,29 @@ class Attention:
             head_dim: Width of a head.
             dtype: That of queries, keys and values.
             packed: Whether several documents share a sequence.
+            capped: Whether scores have a soft cap.
+            causal: Whether tokens see only those before them.
 
         Raises:
-            ConfigError: The kernel that the plan names cannot do it.
+            ConfigError: The kernel that the plan names, or that of a ring, cannot do it.
 
         Example:
             >>> [Attention().choose(seq, 64, "float32", packed=False) for seq in (1024, 8192)]
             ['xla', 'chunked']
         """
-        if self.is_ring:
-            return "chunked"
-        if self.kernel == "auto":
+        kernel = "chunked" if self.is_ring else self.kernel
+        if kernel == "auto":
             fused = {"tpu": "splash", "gpu": "cudnn"}.get(self.platform)
-            if fused and not _unfit(fused, seq, head_dim, dtype, packed):
+            if fused and not _unfit(fused, seq, head_dim, dtype, packed, capped, causal):
                 return fused
-            return "xla" if seq < CHUNKED_FROM else "chunked"
-        if problems := _unfit(self.kernel, seq, head_dim, dtype, packed):
+            return "xla" if seq < CHUNKED_FROM or not causal else "chunked"
+        problems = _unfit(kernel, seq, head_dim, dtype, packed, capped, causal)
+        if problems and self.is_ring:
+            what = "is a ring, whose kernel sees only tokens before each one"
+            problems = [Problem("context", what, fix='"all-to-all", or mesh.sequence of 1')]
+        if problems:
             raise ConfigError("This attention cannot be computed:", problems)
-        return self.kernel
+        return kernel
 
     def __str__(self) -> str:
         """What is chosen, as in the plan's heading."""
@@ -142,9 +149,11 @@ def name_problems(kernel: str, context: str) -> list[Problem]:
     ]
 
 
-def _unfit(kernel: str, seq: int, head_dim: int, dtype: Any, packed: bool) -> list[Problem]:
+def _unfit(kernel: str, seq: int, head_dim: int, dtype: Any, packed: bool, capped: bool, causal: bool) -> list[Problem]:
     problems = []
-    other = 'attention "auto", "xla" or "chunked"'
+    other = 'attention "auto", "xla" or "chunked"' if causal else 'attention "auto" or "xla"'
+    if kernel == "chunked" and not causal:
+        problems.append(Problem("attention chunked", "lets tokens see only those before them", fix=other))
     if kernel == "splash" and seq % SPLASH_BLOCK:
         arithmetic = f"{seq} / {SPLASH_BLOCK} = {seq / SPLASH_BLOCK:.4g}"
         problems.append(Problem("attention splash", "takes sequences in whole blocks", arithmetic, other))
@@ -156,4 +165,6 @@ def _unfit(kernel: str, seq: int, head_dim: int, dtype: Any, packed: bool) -> li
             problems.append(Problem("attention cudnn", what, f"head_dim = {head_dim}", other))
         if packed:
             problems.append(Problem("attention cudnn", "does not know packed documents here", fix=other))
+        if capped:
+            problems.append(Problem("attention cudnn", "has no soft cap of scores", fix=other))
     return problems

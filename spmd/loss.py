@@ -86,3 +86,20 @@ def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> 
         return {**sums, **others, "loss": loss}, variables
 
     return loss_fn
+
+
+def classification_loss(model: Model, *, train: bool = True) -> LossFn:
+    """The loss of a classifier on batches of `images`, `labels` and `weights`: cross-entropy over classes.
+
+    `labels` and `weights` are `[batch]`; the step's `tokens` are then images.
+
+    Args:
+        model: Images in, logits `[batch, classes]` out.
+        train: Whether the model runs as in training or in evaluation.
+    """
+
+    def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
+        logits, variables = model.forward(params, variables, key, batch["images"], train=train)
+        return cross_entropy(logits[:, None], batch["labels"][:, None], batch["weights"][:, None]), variables
+
+    return loss_fn

@@ -24,8 +24,13 @@ class Facts:
             `Rules.from_annotations`.
         replicated: Path of any other variable that no rule is asked for → why it is whole on every device.
         placed: Path of any variable that no rule is asked for → its spec.
+        multiplied: Paths of kernels that may be `spmd.adapted.Adapted`, because the module multiplies with them by it.
+        frozen: Path of a variable that never changes → the path of the module's parameter that it is. In stacked layers
+            it may live in host memory, as a parameter may.
         takes_any_order: Whether the model asks for the positions of its tokens (`spmd.parallel.order`), so that they
             may come in another order.
+        takes_one_token: Whether tokens see each other by `spmd.parallel.attention.attend` alone, so that they may come
+            one at a time where keys and values are kept (`spmd.parallel.cache`).
     """
 
     tied: tuple[tuple[str, ...], ...] = ()
@@ -33,7 +38,10 @@ class Facts:
     annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     replicated: Mapping[str, str] = dataclasses.field(default_factory=dict)
     placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    multiplied: frozenset[str] = frozenset()
+    frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
     takes_any_order: bool = False
+    takes_one_token: bool = False
 
 
 @jax.tree_util.register_dataclass

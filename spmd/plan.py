@@ -91,8 +91,10 @@ class ShardingPlan:
 
     @functools.cached_property
     def hosted_params(self) -> frozenset[str]:
-        """The paths of the parameters that live in host memory."""
-        return frozenset(path for cut in self.cuts for path in cut.host_params)
+        """The paths, in the model's modules, of the parameters that live in host memory, trained or frozen."""
+        frozen = self.model.facts().frozen
+        hosted = (leaf.path for leaf in self.variables if leaf.memory_kind != "device")
+        return frozenset((*(path for cut in self.cuts for path in cut.host_params), *(frozen[path] for path in hosted)))
 
     @functools.cached_property
     def gradient_shardings(self) -> Any:
@@ -275,9 +277,12 @@ def make_plan(
         problems += [dataclasses.replace(p, fix=smaller) for p in found] if derived.block > 1 else found
     problems += mixed
     cuts: tuple[Cut, ...] = ()
-    if offload and not problems:
+    # Beside frozen parameters, those that are trained are small.
+    frozen = {path for path in facts.frozen if "params" in offload and _is_stacked_matrix(rules, path, variables[path])}
+    updated = tuple(name for name in offload if name != "params" or not facts.frozen)
+    if updated and not problems:
         rule = stages(optimizer)[1]
-        cuts, problems = make_cuts(rule, params, state, tables["optimizer"], mesh.shape, stacked, offload)
+        cuts, problems = make_cuts(rule, params, state, tables["optimizer"], mesh.shape, stacked, updated)
     if problems:
         raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 
@@ -312,13 +317,18 @@ def make_plan(
         core,
         table("params", tree.flatten(params), hosted),
         table("gradients", tree.flatten(_cast_abstract(params, precision.gradients_dtype))),
-        table("params", variables),
+        table("params", variables, frozen),
         optimizer_leaves,
         offload,
         cuts,
         model,
         optimizer,
     )
+
+
+def _is_stacked_matrix(rules: Rules, path: str, leaf: Any) -> bool:
+    leading = len(rules.layer_path(path)[1])
+    return leading > 0 and len(leaf.shape) - leading >= 2
 
 
 def _check_offload(mesh: AnyMesh, offload: tuple[str, ...], remat: Remat) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 from spmd import flax
 from spmd.config import TrainConfig, config_values
 from spmd.data import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
-from spmd.errors import ConfigError, Problem, RuleError, SpmdError
+from spmd.errors import ConfigError, Problem, RuleError
 from spmd.foresight.collectives import CollectiveAudit, audit_collectives, compiler_log
 from spmd.foresight.memory import Compiled, Estimate, estimate_memory, read_memory
 from spmd.foresight.topology import Topology, topology_devices
@@ -29,6 +28,7 @@ from spmd.gradients.loss_scale import keep_variables
 from spmd.gradients.pipeline import pipeline, pipelined
 from spmd.gradients.schedule_files import read_schedule
 from spmd.gradients.schedules import Schedule
+from spmd.lora import lora_rules, with_lora
 from spmd.loss import LossFn, next_token_loss
 from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, check_slices, mesh_of, shards_of
 from spmd.metrics import Flops, transformer_flops
@@ -37,6 +37,7 @@ from spmd.optim import check_no_decay, make_learning_rate, make_optimizer
 from spmd.plan import ShardingPlan, make_plan
 from spmd.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
 from spmd.program_cache import programs_in
+from spmd.rules import Rules
 from spmd.skip import skip_bad_updates, skipped_steps
 from spmd.state import TrainState
 from spmd.step import TrainStep, make_train_step
@@ -60,8 +61,28 @@ class Recipe:
 
     @functools.cached_property
     def model(self) -> Model:
-        """The model as functions; with loss scaling, its state is among the variables."""
-        return with_loss_scale(flax.from_nnx(self.config.model.build), self.precision.loss_scale)
+        """What is trained, as functions: the model, or adapters beside it. The state of loss scaling is a variable."""
+        config, model = self.config, self.whole_model
+        if config.lora.targets:
+            if self.stages > 1:
+                what = "does not go with a pipeline: every stage would hold what is frozen"
+                problem = Problem("lora.targets", what, f"mesh.pipe={self.stages}", "pipe=1; fsdp and tensor split it")
+                raise ConfigError("This cannot be fine-tuned so:", [problem])
+            narrow = self.precision.compute == "bfloat16"  # what is frozen needs no more than it is computed in
+            dtype = self.precision.compute if narrow else self.precision.params
+            model = with_lora(model, config.lora, config.rules, dtype)
+        return with_loss_scale(model, self.precision.loss_scale)
+
+    @functools.cached_property
+    def whole_model(self) -> Model:
+        """The model that the config names."""
+        return flax.from_nnx(self.config.model.build)
+
+    @functools.cached_property
+    def rules(self) -> Rules:
+        """The config's table, with a row for each adapter."""
+        config = self.config
+        return lora_rules(self.whole_model, config.lora, config.rules) if config.lora.targets else config.rules
 
     @functools.cached_property
     def precision(self) -> Precision:
@@ -129,7 +150,7 @@ class Recipe:
         config = self.config
         plan = make_plan(
             self.mesh,
-            config.rules,
+            self.rules,
             model,
             self.optimizer,
             zero=config.zero,
@@ -303,7 +324,7 @@ class Recipe:
         data, sample = self.config.data, self.config.sample
         config_values(self.config)
         if sample.prompt:
-            check_window(len(self.tokenizer.encode(sample.prompt)), sample.tokens, data.sequence)
+            check_window([self.tokenizer.encode(sample.prompt)], sample.tokens, data.sequence)
         self.check_batch()
         self.step.trace(self.abstract_batch())
 
@@ -315,37 +336,6 @@ class Recipe:
         """
         return estimate_memory(self.step, self.abstract_batch(), platform)
 
-    def fitting(self, topology: Topology) -> list[tuple[str, int]]:
-        """Settings under which the step fits where it does not, by the estimate: the flags and the bytes of a device.
-
-        Tried are what costs the least first: sharding more, recomputing, moving optimizer state and then parameters to
-        the host, and smaller microbatches; alone, and each with those before it.
-
-        Args:
-            topology: The machine.
-        """
-        config, together = self.config, dict[str, Any]()
-        smaller = [("accumulate", config.accumulate * parts) for parts in (2, 4, 8)]
-        offload = [("offload", ("optimizer_state",)), ("offload", ("optimizer_state", "params"))]
-        for name, value in (("zero", 3), ("remat", "full"), *offload, *smaller):
-            if getattr(config, name) == value:
-                continue
-            found: list[tuple[str, int]] = []
-            for settings in [{name: value}] + [{**together, name: value}] * bool(together):
-                try:
-                    other = Recipe(dataclasses.replace(config, **settings), self.mesh)
-                    other.check_batch()
-                    total = other.memory(topology.platform).total
-                except SpmdError:  # such as a batch that does not divide into so many microbatches
-                    continue
-                if topology.memory is None or total <= topology.memory:
-                    found.append((" ".join(_flag(*setting) for setting in settings.items()), total))
-                if len(settings) > len(together):
-                    together = settings
-            if found:
-                return found
-        return []
-
     def check_batch(self) -> None:
         """Whether the batch divides into microbatches, and a microbatch over the mesh.
 
@@ -354,11 +344,6 @@ class Recipe:
         """
         parts = self.config.accumulate * self.microbatches
         check_batch(self.config.data.batch, self.config.data.sequence, batch_sharding(self.mesh), parts)
-
-
-def _flag(name: str, value: Any) -> str:
-    text = " ".join(value) if isinstance(value, tuple) else value
-    return f"--{name} {text}"
 
 
 def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:

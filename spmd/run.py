@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from spmd.checkpoint import Checkpoints
 from spmd.config import config_difference, config_values
 from spmd.data import Windows, batches, evaluation_batches
 from spmd.errors import BadStepError, CheckpointError, NonFiniteError, Problem
-from spmd.folder import ProcessLog, RunFolder
-from spmd.generate import generate
+from spmd.folder import IMPORTED, ProcessLog, RunFolder
 from spmd.goodput import Stopwatch
 from spmd.hooks import Evaluate, Instruments, Log, Save
-from spmd.mesh import batch_sharding, shards_of
+from spmd.mesh import batch_sharding
 from spmd.metrics import Console, JsonLines, StepClock, TensorBoard, Writer, Writers
-from spmd.model import as_outputs
 from spmd.profiling import Profile
 from spmd.program_cache import program_folder, programs_in
 from spmd.recipe import Recipe
@@ -30,7 +27,8 @@ from spmd.resilience.bad_steps import FindBadSteps
 from spmd.resilience.checks import CheckRepeats, CheckReplicas
 from spmd.resilience.deadline import Watchdog
 from spmd.resilience.preemption import Preemption
-from spmd.state import TrainState, abstract_state, init_state
+from spmd.start import initial_state
+from spmd.state import TrainState, abstract_state
 from spmd.trainer import Hook, fit
 from spmd.versions import library_versions
 
@@ -188,7 +186,7 @@ class _Session:
                 self.say("there is no checkpoint to go on from: training begins again")
             self.instruments.watchdog.doing("making the initial parameters")
             with stopwatch.during("compile"):
-                return Position(0, 0, jax.block_until_ready(init_state(recipe.plan, recipe.config.seed)))
+                return Position(0, 0, jax.block_until_ready(initial_state(recipe)))
         self.instruments.watchdog.doing("restoring a checkpoint")
         with stopwatch.during("restore"):
             state, record = self.checkpoints.restore(None, abstract_state(recipe.plan))
@@ -304,6 +302,10 @@ def _check_resumable(record: Mapping[str, Any], recipe: Recipe, folder: RunFolde
         CheckpointError: They are not.
     """
     config = recipe.config
+    if IMPORTED in record:
+        fix = f"--init {folder.path}, and a folder of its own"
+        problem = Problem(str(folder.path), "holds imported parameters, and no run to go on with", fix=fix)
+        raise CheckpointError("Nothing was resumed:", [problem])
     kinds = {"step": int, "position": int, "config": dict}
     if unknown := [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]:
         problems = [Problem(name, "is missing from the checkpoint's record, or is something else") for name in unknown]
@@ -324,24 +326,3 @@ def _check_resumable(record: Mapping[str, Any], recipe: Recipe, folder: RunFolde
         problems.append(Problem("steps", f"is {config.steps}", arithmetic, "ask for more steps"))
     if problems:
         raise CheckpointError(f"{folder.path} cannot go on with other data:", problems)
-
-
-def write_sample(recipe: Recipe, state: TrainState, prompt: str, **options: Any) -> str:
-    """A text that goes on from `prompt`, generated on the recipe's mesh.
-
-    Args:
-        recipe: The run.
-        state: Its training state.
-        prompt: What to go on from.
-        **options: As for `generate`: `tokens`, `temperature`, `top_k`, `seed`.
-    """
-    tokenizer = recipe.tokenizer
-    ids = np.asarray(tokenizer.encode(prompt), np.int32)
-    rows = shards_of(batch_sharding(recipe.mesh).spec[0], recipe.mesh.shape)
-    window = recipe.config.data.sequence
-
-    def apply(params: Any, ids: Any) -> Any:
-        return as_outputs(recipe.plan.model.forward(params, state.variables, None, ids, train=False)[0]).logits
-
-    done = generate(recipe.plan, apply, state.params, np.tile(ids, (rows, 1)), window=window, **options)
-    return tokenizer.decode(done[0].tolist())

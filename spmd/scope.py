@@ -36,6 +36,7 @@ class Scope:
         hosted: The paths of the parameters in host memory.
         gathers_again: Whether kernels are gathered again in the backward pass, where no `jax.checkpoint` around the
             layer does so.
+        one_token: Whether tokens come one at a time, so that the dimension they are in is not split.
     """
 
     mesh: AnyMesh
@@ -46,6 +47,7 @@ class Scope:
     attention: Attention
     hosted: frozenset[str] = frozenset()
     gathers_again: bool = False
+    one_token: bool = False
 
 
 _SCOPE = jax.make_user_context(default_value=None)

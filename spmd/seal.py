@@ -110,7 +110,7 @@ def read_bounded(path: Path, at_most: int) -> bytes:
         ValueError: It is no regular file, or is larger than `at_most`: nothing is read.
         OSError: It cannot be read.
     """
-    with _open(path) as file:
+    with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > at_most:
             raise ValueError(f"{_bytes(size)}, where {at_most} are the most that are read")
         return file.read(at_most)
@@ -141,8 +141,13 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 
-def _open(path: Path) -> Any:
-    """A regular file for reading; a pipe that was put in its place does not make us wait."""
+def open_regular(path: Path) -> Any:
+    """A regular file for reading, and no link; a pipe that was put in its place does not make us wait.
+
+    Raises:
+        ValueError: It is no regular file.
+        OSError: It cannot be opened, or is a link.
+    """
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -180,7 +185,7 @@ def _files(folder: Path) -> tuple[dict[str, int], list[Problem]]:
 
 
 def _sum(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    with _open(path) as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if sync:
             os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,6 +35,19 @@ class TrainState:
     key: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """What a model computes with, without what training needs besides.
+
+    Attributes:
+        params: As of a `TrainState`.
+        variables: As of a `TrainState`.
+    """
+
+    params: Any
+    variables: Any
+
+
 def abstract_state(plan: ShardingPlan) -> TrainState:
     """The training state as `jax.ShapeDtypeStruct`s with shardings: what a checkpoint is restored into."""
     whole = NamedSharding(plan.mesh, P())
@@ -47,27 +61,31 @@ def abstract_state(plan: ShardingPlan) -> TrainState:
 
 
 @functools.lru_cache(maxsize=16)
-def compile_init(plan: ShardingPlan) -> jax.stages.Compiled:
-    """The compiled program that creates the state of `plan` from a key's data, each device its own shards."""
+def _creator(plan: ShardingPlan) -> Any:
+    """The program that creates the state of `plan` from a key's data and what is given, each device its own shards."""
 
-    def create(key_data: jax.Array) -> TrainState:
+    def create(key_data: jax.Array, params: Any, given: Mapping[str, Any]) -> TrainState:
         key = jax.random.wrap_key_data(key_data, impl=PRNG)
         model_key = jax.random.fold_in(key, 0)
-        params = cast_floats(plan.model.init(model_key), plan.precision.params_dtype)
-        variables = plan.model.init_variables(model_key)
+        if params is None:
+            params = cast_floats(plan.model.init(model_key), plan.precision.params_dtype)
+        variables = {**plan.model.init_variables(model_key), **given}
         data = jax.random.key_data(jax.random.fold_in(key, 1))
         return TrainState(jnp.zeros((), jnp.int32), params, variables, plan.optimizer.init(params), data)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(plan))
-    whole = NamedSharding(plan.mesh, P())
-    return (
-        jax.jit(create, in_shardings=whole, out_shardings=shardings)
-        .lower(jax.ShapeDtypeStruct((2,), jnp.uint32))
-        .compile()
-    )
+    return jax.jit(create, out_shardings=shardings, donate_argnums=(1, 2))
 
 
-def init_state(plan: ShardingPlan, seed: int = 0) -> TrainState:
+def compile_init(plan: ShardingPlan) -> jax.stages.Compiled:
+    """The compiled program that draws the state of `plan` from a key's data."""
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=NamedSharding(plan.mesh, P()))
+    return _creator(plan).lower(key, None, {}).compile()
+
+
+def init_state(
+    plan: ShardingPlan, seed: int = 0, params: Any = None, variables: Mapping[str, Any] | None = None
+) -> TrainState:
     """Creates the state at step 0.
 
     The same seed gives bitwise the same parameters on every mesh, for initialisers that draw each element
@@ -76,6 +94,8 @@ def init_state(plan: ShardingPlan, seed: int = 0) -> TrainState:
     Args:
         plan: From `make_plan`, on a mesh with devices.
         seed: Any integer below 2³².
+        params: What to begin with instead of drawing parameters, placed as the plan says; donated.
+        variables: Variables to begin with instead of the model's own, by their first name; donated.
     """
     key = jax.device_put(jax.random.key_data(jax.random.key(seed, impl=PRNG)), NamedSharding(plan.mesh, P()))
-    return compile_init(plan)(key)
+    return _creator(plan)(key, params, variables or {})

@@ -1,6 +1,7 @@
 """What can be stored, and what keeps a stored state from filling another: every difference at once, by path."""
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from spmd import tree
 from spmd.errors import CheckpointError, Problem
@@ -44,10 +46,52 @@ def storable(state: PyTree) -> dict[str, jax.Array]:
     return {path: jax.random.key_data(leaf) if _is_key(leaf) else leaf for path, leaf in table.items()}
 
 
-def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
-    """Everything that keeps a checkpoint from filling a state, by path."""
+def host_copies(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Copies in host memory, of which each process holds one of every shard it has; taken once this returns.
+
+    What a mesh holds several times is copied once in each process, so that state replicated over the devices of a
+    machine does not fill its memory.
+    """
+    shardings = {path: _one_replica_per_process(array.sharding) for path, array in arrays.items()}
+    shards = [
+        (path, shard.device, shard.data)
+        for path, array in arrays.items()
+        for shard in array.addressable_shards
+        if shard.device in shardings[path].device_set
+    ]
+    places = [SingleDeviceSharding(device, memory_kind="pinned_host") for _, device, _ in shards]
+    copies = jax.block_until_ready(jax.device_put([data for *_, data in shards], places, may_alias=False))
+    parts: dict[str, list[jax.Array]] = {path: [] for path in arrays}
+    for (path, *_), copy in zip(shards, copies, strict=True):
+        parts[path].append(copy)
+    return {
+        path: jax.make_array_from_single_device_arrays(
+            array.shape, shardings[path].with_memory_kind("pinned_host"), parts[path]
+        )
+        for path, array in arrays.items()
+    }
+
+
+@functools.cache
+def _one_replica_per_process(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The sharding without devices that hold what another device of the same process holds."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    mesh, used = sharding.mesh, set(jax.tree.leaves(tuple(sharding.spec)))
+    devices = mesh.devices
+    for axis, name in enumerate(mesh.axis_names):
+        if name not in used:
+            rows = np.moveaxis(devices, axis, 0).reshape(devices.shape[axis], -1)
+            owners = np.array([[device.process_index for device in row] for row in rows])
+            devices = np.take(devices, sorted(np.unique(owners, axis=0, return_index=True)[1]), axis)
+    return NamedSharding(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)
+
+
+def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], branches: Sequence[str] = ("",)) -> list[Problem]:
+    """Everything that keeps a checkpoint from filling a state, by path; of the rest, what is in one of the branches."""
     missing = [path for path in wanted if path not in stored]
-    extra = [path for path in stored if path not in wanted]
+    heads = tuple(f"{branch}/" if branch else "" for branch in branches)
+    extra = [path for path in stored if path not in wanted and path.startswith(heads)]
     problems = []
     for path in missing:
         has = f"state {_describe(wanted[path])}"

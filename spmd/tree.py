@@ -82,6 +82,23 @@ def merge(*trees: Mapping[Any, Any]) -> dict[Any, Any]:
     return out
 
 
+def nested(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dictionary of a table by path: the inverse of `flatten`, for string keys.
+
+    Example:
+        >>> nested({"a/x": 1, "a/y": 2, "b": 3})
+        {'a': {'x': 1, 'y': 2}, 'b': 3}
+    """
+    out: dict[str, Any] = {}
+    for path, leaf in table.items():
+        *parents, name = path.split("/")
+        node = out
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return out
+
+
 def size(tree: PyTree) -> int:
     """The number of elements in all leaves.
 

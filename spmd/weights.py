@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
+from spmd.adapted import is_adapted
 from spmd.derive import ZERO_KEEPS, drop_axis
 from spmd.errors import AnnotationError
 from spmd.hosted import Hosted, is_hosted, misplaced
@@ -100,17 +101,18 @@ def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda pa
         match = scope.rules.match(path)
         if match is None or gathered_later(path) or not jnp.issubdtype(param.dtype, jnp.floating):
             return param
-        return _gathered(param, _placed(scope, match.spec, is_kept=True))
+        return gathered(param, _placed(scope, match.spec, is_kept=True))
 
-    return tree.map_with_path(place, params, is_leaf=is_hosted)
+    return tree.map_with_path(place, params, is_leaf=lambda x: is_hosted(x) or is_adapted(x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gathered(param: jax.Array, placed: Weight) -> jax.Array:
+def gathered(param: jax.Array, placed: Weight | None) -> jax.Array:
+    """`gather`, whose derivative is `scatter`: for a parameter that is used as it is, such as a bias."""
     return gather(param, placed)
 
 
-_gathered.defvjp(
+gathered.defvjp(
     lambda param, placed: (gather(param, placed), None),
     lambda placed, _, gradient: (scatter(gradient, placed),),
 )

@@ -9,6 +9,8 @@ import atexit
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -36,3 +38,14 @@ with pytest.MonkeyPatch.context() as _environment:
 def eight_devices() -> None:
     """Devices are asserted, never skipped for."""
     assert jax.device_count() == 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """After a file, programs are forgotten where there are many: each has mappings of memory, of which Linux allows a
+    process 65,530, and XLA aborts without one. Those that are needed again are on the disk."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and len(mappings.read_bytes().splitlines()) > 15_000:
+        jax.clear_caches()
+        gc.collect()

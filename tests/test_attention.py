@@ -41,15 +41,16 @@ def arrays(seq, *, batch=2, heads=4, kv_heads=2, dim=8):
     return *made, jnp.asarray(documents, jnp.int32)
 
 
-def reference(query, key, value, segments, *, window=None):
+def reference(query, key, value, segments, *, window=None, scale=None, soft_cap=None, causal=True):
     """The formula of attention with the whole matrix of scores."""
     seq, group = query.shape[1], query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     distance = jnp.arange(seq)[:, None] - jnp.arange(seq)[None]
-    seen = (distance >= 0)[None] & (distance < (window or seq))[None]
+    seen = ((distance >= 0) | (not causal))[None] & (distance < (window or seq))[None]
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None])
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
+    scores = soft_cap * jnp.tanh(scores / soft_cap) if soft_cap else scores
     weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
@@ -78,7 +79,21 @@ def differences(kernel, seq, mask):
     window, packed = MASKS[mask]
     *inputs, segments = arrays(seq)
     ours = with_gradients(functools.partial(kernel, window=window), *inputs, segments if packed else None)
-    return [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(ours, expected(seq, mask), strict=True)]
+    return errors(ours, expected(seq, mask))
+
+
+def errors(ours, theirs):
+    return [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(ours, theirs, strict=True)]
+
+
+@functools.cache
+def with_options(kernel, packed, **options):
+    """Output and gradients with options besides the mask; computed once."""
+    *inputs, segments = arrays(256)
+    ids = segments if packed else None
+    if kernel is attend:
+        return with_gradients(lambda q, k, v, segments: attend(q, k, v, segments=segments, **options), *inputs, ids)
+    return with_gradients(functools.partial(kernel, **options), *inputs, ids)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -87,6 +102,31 @@ def test_a_kernel_is_attention(kernel, mask, monkeypatch):
     """Output and gradients are those of the formula, with grouped heads, under every mask."""
     monkeypatch.setattr(online, "LARGEST_CHUNK", 64)
     assert max(differences(HERE[kernel], 256, mask)) < 1e-5
+
+
+@pytest.mark.parametrize("kernel", HERE)
+def test_a_soft_cap_is_that_of_the_formula(kernel, monkeypatch):
+    """Output and gradients with scores below a cap, in a window and with packed documents; the cap does matter."""
+    monkeypatch.setattr(online, "LARGEST_CHUNK", 64)
+    found = with_options(HERE[kernel], True, window=70, soft_cap=0.7)
+    assert max(errors(found, with_options(reference, True, window=70, soft_cap=0.7))) < 1e-5
+    assert min(errors(found, with_options(reference, True, window=70))) > 1e-2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kernel", ["xla", "splash"])
+def test_all_tokens_may_see_each_other(kernel, packed):
+    """Without causality output and gradients are those of the formula, in one document or several."""
+    found = with_options(HERE[kernel], packed, causal=False)
+    assert max(errors(found, with_options(reference, packed, causal=False))) < 1e-5
+    assert min(errors(found, with_options(reference, packed))) > 1e-2
+
+
+def test_a_scale_takes_the_place_of_the_usual_one():
+    """Scores are products times the scale, and no longer divided by the root of the head's width."""
+    found = with_options(attend, True, scale=0.2, soft_cap=0.7)
+    assert max(errors(found, with_options(reference, True, scale=0.2, soft_cap=0.7))) < 1e-5
+    assert min(errors(found, with_options(reference, True, soft_cap=0.7))) > 1e-2
 
 
 def test_a_sequence_that_is_no_multiple_of_a_chunk_is_padded():
@@ -136,12 +176,12 @@ def test_chunks_divide_what_they_cut():
 def test_the_choice_follows_devices_and_shapes():
     """Splash on TPUs and cuDNN on GPUs where the shapes fit them, else XLA, in chunks from some length on."""
 
-    def choose(platform, seq, head_dim=64, dtype="bfloat16", packed=False):
+    def choose(platform, seq, head_dim=64, dtype="bfloat16", packed=False, **options):
         class There(Attention):
             platform = property(lambda self: where)
 
         where = platform
-        return There().choose(seq, head_dim, dtype, packed=packed)
+        return There().choose(seq, head_dim, dtype, packed=packed, **options)
 
     for platform in ("", "cpu", "gpu", "tpu"):
         assert choose(platform, CHUNKED_FROM - 1, dtype="float32") == "xla"
@@ -152,6 +192,10 @@ def test_the_choice_follows_devices_and_shapes():
     assert {choose("gpu", 8192, 256), choose("gpu", 8192, packed=True), choose("gpu", 8192, dtype="float32")} == {
         "chunked"
     }
+    assert choose("gpu", 8192, capped=True) == "chunked"
+    assert choose("gpu", 8192, causal=False) == "cudnn"
+    assert choose("tpu", 8192, capped=True) == choose("tpu", 8192, causal=False) == "splash"
+    assert choose("cpu", 8192, causal=False) == choose("tpu", 197, causal=False) == "xla"
 
 
 def test_the_choice_is_in_the_heading_of_a_plan():
@@ -217,8 +261,17 @@ def test_shapes_that_a_named_kernel_cannot_do_are_refused():
     with pytest.raises(ConfigError, match=r"200 / 128 = 1\.562"):
         Attention(None, "splash").choose(200, 64, "bfloat16", packed=False)
     with pytest.raises(ConfigError) as caught:
-        Attention(None, "cudnn").choose(200, 36, "float32", packed=True)
-    assert len(caught.value.problems) == 3
+        Attention(None, "cudnn").choose(200, 36, "float32", packed=True, capped=True)
+    assert len(caught.value.problems) == 4
+
+
+def test_who_sees_only_what_is_before_refuses_to_see_everything():
+    """Chunks and rings are causal; where a model is not, they say so, with what is to be done."""
+    with pytest.raises(ConfigError, match=r'attention chunked: lets .*\n.*fix: attention "auto" or "xla"'):
+        Attention(None, "chunked").choose(256, 64, "bfloat16", packed=False, causal=False)
+    ring = make_attention(abstract_mesh(MeshShape(sequence=2)), "auto", "ring")
+    with pytest.raises(ConfigError, match=r'is a ring, whose .*\n.*fix: "all-to-all"'):
+        ring.choose(256, 64, "bfloat16", packed=False, causal=False)
 
 
 @pytest.mark.parametrize("kernel", ["xla", "chunked"])
@@ -251,8 +304,11 @@ def test_a_document_is_computed_as_if_alone():
     assert np.abs(tiny.model().apply(params, tokens)[:, 5:] - alone).max() > 1e-3
 
 
-def test_a_window_without_tokens_is_refused():
-    """Every token sees itself, so a window is of one at least."""
+def test_options_that_mean_nothing_are_refused():
+    """Every token sees itself, so a window is of one at least; scales and caps are positive; all of it at once."""
     x = jnp.ones((1, 4, 2, 8))
-    with pytest.raises(ConfigError, match="window: is 0"):
-        attend(x, x, x, window=0)
+    with pytest.raises(ConfigError) as caught:
+        attend(x, x, x, window=0, scale=0.0, soft_cap=-1.0)
+    assert [problem.where for problem in caught.value.problems] == ["scale", "soft_cap", "window"]
+    with pytest.raises(ConfigError, match="window: is 3, of tokens that all see each other"):
+        attend(x, x, x, window=3, causal=False)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.checkpoint import Checkpoints
 from spmd.errors import CheckpointError
+from spmd.storable import host_copies
 from spmd.versions import library_versions
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3)))
@@ -111,6 +112,25 @@ def test_the_saved_state_may_be_donated_at_once(tmp_path: Path) -> None:
         for i in range(4):
             restored, _ = checkpoints.restore(i, abstract(x))
             np.testing.assert_array_equal(restored["w"], np.full((256, 1024), 2.0 * i, np.float32))
+
+
+def test_each_shard_is_copied_to_the_host_once() -> None:
+    """Copies hold one replica of every shard, in host memory, whatever becomes of the arrays."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "fsdp"))
+    values = np.arange(24.0).reshape(4, 6)
+    placed = {
+        "whole": (NamedSharding(mesh, P()), 1),
+        "columns": (NamedSharding(mesh, P(None, "fsdp")), 2),
+        "both": (NamedSharding(mesh, P("data", "fsdp")), 8),
+        "one device": (SingleDeviceSharding(jax.devices()[3]), 1),
+    }
+    arrays = {name: jax.device_put(values, sharding) for name, (sharding, _) in placed.items()}
+    copies = host_copies(arrays)
+    for name, array in arrays.items():
+        array.delete()
+        assert len(copies[name].addressable_shards) == placed[name][1], name
+        assert copies[name].sharding.memory_kind == "pinned_host"
+        np.testing.assert_array_equal(copies[name], values)
 
 
 def test_the_record_may_be_changed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,22 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     assert run("generate", out, "--prompt", "To be", "--tokens", "60") == 2
     assert "5 prompt tokens + 60 new ones = 65 > 16" in capsys.readouterr().err
 
+    # several prompts are answered together, and each as by itself
+    (tmp_path / "prompts.txt").write_text("or not\n")
+    prompts = ["--prompt", "To be", "--prompts", tmp_path / "prompts.txt"]
+    assert run("generate", out, *prompts, "--tokens", "6", "--temperature", "0") == 0
+    both = capsys.readouterr().out
+    assert both.startswith(text.rstrip("\n") + "\n\nor not")
+
+    # all that is wrong with a request is said at once
+    wrong = ["--temperature", "-1", "--top-p", "2", "--tokens", "60", "--seed", "-1", "--prompts", "/no/such/file"]
+    assert run("generate", out, "--prompt", "To be", "--prompt", "", *wrong) == 2
+    complaint = capsys.readouterr().err
+    for part in ("temperature", "top_p", "prompt 0", "prompt 1: is empty", "seed", "/no/such/file cannot be read"):
+        assert part in complaint
+    assert run("generate", out) == 2
+    assert "prompt: there is none" in capsys.readouterr().err
+
     # the folder is taken
     assert run("train", config, "--out", out) == 2
     assert "already holds a run" in capsys.readouterr().err

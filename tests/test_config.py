@@ -125,8 +125,8 @@ def test_all_fields_that_cannot_be_used_are_listed_at_once():
         ({"accumulate": 0}, ["accumulate"]),
         ({"evaluate": {"tokens": 0, "every": -1}}, ["evaluate.every", "evaluate.tokens"]),
         (
-            {"sample": {"tokens": -1, "temperature": -0.1, "top_k": -1}},
-            ["sample.temperature", "sample.tokens", "sample.top_k"],
+            {"sample": {"tokens": -1, "temperature": -0.1, "top_k": -1, "top_p": 0.0}},
+            ["sample.temperature", "sample.tokens", "sample.top_k", "sample.top_p"],
         ),
         ({"zero": 4}, ["zero"]),
         ({"on_nan": "ignore"}, ["on_nan"]),

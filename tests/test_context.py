@@ -77,12 +77,12 @@ def test_a_split_sequence_trains_as_on_one_device(context, sizes, masked):
 
 def test_control_wrong_positions_are_caught(monkeypatch):
     """A model that takes its tokens for contiguous where they are in zigzag order does not pass."""
-    monkeypatch.setattr(models.llama, "positions", np.arange)
+    monkeypatch.setattr(models.llama, "positions", lambda seq: np.arange(seq)[None])
     fresh = value_and_grad(next_token_loss(flax.from_nnx(CONFIG.build)))
     assert not parity(gradients=fresh, sequence=2).ok
 
 
-def split_attention(window, packed, *, is_balanced, **layout):
+def split_attention(window, packed, *, is_balanced, scores=(), **layout):
     """Output and gradients of attention on a mesh, in the order of the sequence."""
     *inputs, segments = arrays(128)
     context = layout.pop("context", "ring")
@@ -94,7 +94,7 @@ def split_attention(window, packed, *, is_balanced, **layout):
     def kernel(query, key, value, segments):
         tokens = {"tokens": jnp.zeros(query.shape[:2], jnp.int32)}
         with within(plan), balanced(tokens, takes_any_order=is_balanced):
-            return attend(query, key, value, window=window, segments=segments)
+            return attend(query, key, value, window=window, segments=segments, **dict(scores))
 
     found = with_gradients(kernel, query, key, value, weights, segments if packed else None)
     back = np.argsort(order)
@@ -102,10 +102,11 @@ def split_attention(window, packed, *, is_balanced, **layout):
 
 
 @functools.cache
-def whole_attention(window, packed):
+def whole_attention(window, packed, scores=()):
     """The same by the formula, computed once."""
     *inputs, segments = arrays(128)
-    return with_gradients(functools.partial(reference, window=window), *inputs, segments if packed else None)
+    formula = functools.partial(reference, window=window, **dict(scores))
+    return with_gradients(formula, *inputs, segments if packed else None)
 
 
 @pytest.mark.parametrize("context", ["ring", "all-to-all"])
@@ -144,6 +145,28 @@ def test_split_attention_is_attention(is_balanced, layout, mask, monkeypatch):
         np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
 
 
+SCORES = (("scale", 0.5), ("soft_cap", 0.7))
+
+
+@pytest.mark.parametrize("context", ["ring", "all-to-all"])
+def test_split_attention_caps_scores_as_any(context, monkeypatch):
+    """A scale and a soft cap act on a ring and on exchanged heads as the formula says, with gradients."""
+    monkeypatch.setattr(online, "LARGEST_CHUNK", 8)
+    found = split_attention(70, True, is_balanced=context == "ring", scores=SCORES, sequence=2, context=context)
+    for ours, expected in zip(found, whole_attention(70, True, SCORES), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_encoders_split_heads_and_not_a_ring():
+    """Tokens that all see each other are exchanged for heads; a ring says that it cannot do that."""
+    scores = (("causal", False),)
+    found = split_attention(None, False, is_balanced=False, scores=scores, sequence=2, context="all-to-all")
+    for ours, expected in zip(found, whole_attention(None, False, scores), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+    with pytest.raises(ConfigError, match="whose kernel sees only tokens before each one"):
+        split_attention(None, False, is_balanced=False, scores=scores, sequence=2)
+
+
 @pytest.mark.parametrize("is_balanced", [True, False])
 def test_a_window_may_leave_nothing_to_do_at_a_turn(is_balanced):
     """Where no query sees any of the keys that are there, nothing is computed, and they are passed on."""
@@ -173,7 +196,7 @@ def test_a_batch_is_put_into_zigzag_order(devices):
 
     placed = {name: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)) for name, x in batch.items()}
     moved_batch, order = jax.jit(moved)(placed)
-    np.testing.assert_array_equal(order, zigzag(SEQ, devices))
+    np.testing.assert_array_equal(order[0], zigzag(SEQ, devices))
     for name in ("tokens", "weights"):
         np.testing.assert_array_equal(moved_batch[name], batch[name][:, zigzag(SEQ, devices)])
     np.testing.assert_array_equal(moved_batch["lengths"], batch["lengths"])
@@ -189,7 +212,7 @@ def test_a_batch_stays_as_it_is_where_no_ring_asks_for_more(takes_any_order, lay
     batch = {"tokens": np.zeros((2, SEQ), np.int32)}
     with within(tiny.plan(**layout)), balanced(batch, takes_any_order=takes_any_order) as same:
         assert same is batch
-        assert positions(4).tolist() == [0, 1, 2, 3]
+        assert positions(4).tolist() == [[0, 1, 2, 3]]
 
 
 def test_only_a_model_that_says_so_gets_another_order():

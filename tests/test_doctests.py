@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for package in ("spmd", "models", "partition_rules")
+    for package in ("spmd", "models", "partition_rules", "name_maps")
     for path in sorted((ROOT / package).rglob("*.py"))
 ]
 

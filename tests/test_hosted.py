@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import flax, tree
 from spmd.errors import AnnotationError, ConfigError, RuleError
-from spmd.generate import generate
+from spmd.generate import Generator
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.hosted import Hosted
@@ -19,6 +19,7 @@ from spmd.loss import next_token_loss
 from spmd.optim import OptimizerConfig, make_optimizer
 from spmd.plan import make_plan
 from spmd.rules import Rules, replicate
+from spmd.sampling import Sampling
 from spmd.state import init_state
 from spmd.step import make_eval_step, make_train_step
 from spmd.testing import compare, record_run, token_batches
@@ -134,8 +135,7 @@ def test_evaluation_and_samples_are_the_same():
     for layout in (plan(PARAMS), plan()):
         params = init_state(layout).params
         losses.append(float(make_eval_step(layout, tiny.loss_fn())(params, {}, BATCHES[0])["loss"]))
-        apply, prompts = tiny.model().apply, np.ones((8, 2), np.int32)
-        samples.append(generate(layout, apply, params, prompts, tokens=3, window=8, temperature=0.0))
+        samples.append(Generator(layout, 8, Sampling(temperature=0.0)).write(params, {}, [[1, 2]] * 8, tokens=3))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     np.testing.assert_array_equal(*samples)
 

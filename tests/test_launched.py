@@ -40,6 +40,11 @@ config = spmd.TrainConfig(
     log_every=1,
 )
 """
+EXAMPLE = (
+    *("--mesh.fsdp", "2", "--devices", "1", "--steps", "3", "--optimizer.warmup-steps", "1", "--data.cache", "cache"),
+    *("--data.sequence", "32", "--evaluate.tokens", "256", "--sample.tokens", "4"),
+)
+"""How the example is made small."""
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n" * 240
 
 
@@ -170,7 +175,10 @@ def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
 
 @pytest.mark.slow
 def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
-    """The written script runs on two nodes; told to go it saves, is requeued and finishes as if nothing had been."""
+    """The written script runs on two nodes; told to go it saves, is requeued and finishes as if nothing had been.
+
+    So does the example that ships, on the same nodes.
+    """
     out = folder / "slurm"
     written = ("--nodes", 2, "--name", "tiny", "--out", out, "--file", "job.sh", "--", *FLAGS)
     subprocess.run(
@@ -200,12 +208,16 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
         slurm(variables, folder, "scontrol", "update", f"JobId={job}", "StartTime=now")
         wait_for("the end", lambda: re.search("JobState=(COMPLETED|FAILED)", state()), 200, describe)
         assert "JobState=COMPLETED Restarts=1 ExitCode=0:0" in state(), describe()
+        printed = slurm(variables, folder, "sh", str(ROOT / "examples" / "slurm_run.sh"), *EXAMPLE, seconds=200)
+        assert "runs/own-text/checkpoints/3" in printed
     assert f"resuming after step {reached}" in log.read_text()
     assert losses(out) == losses(by_mpi)
     jax.tree.map(np.testing.assert_array_equal, params(folder, out), params(folder, by_mpi))
 
 
-def slurm(environment: Mapping[str, str], folder: Path, *words: str) -> str:
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+def slurm(environment: Mapping[str, str], folder: Path, *words: str, seconds: float = 60) -> str:
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -18,8 +18,9 @@ from tests import tiny
 
 # Number of elements in the published checkpoints' tensors, without the rotary frequencies that some of them store.
 # Llama 2: huggingface.co/meta-llama/Llama-2-{7b,13b,70b}-hf; shapes in their config.json and in arXiv:2307.09288.
-# Llama 3: huggingface.co/meta-llama/Meta-Llama-3-{8B,70B}, and Llama-3.1-405B, whose count follows from table 3 of
-# arXiv:2407.21783: 126 layers of 2·16384² + 2·16384·1024 + 3·16384·53248 + 2·16384, and 2·128256·16384 + 16384.
+# Llama 3: huggingface.co/meta-llama/Meta-Llama-3-{8B,70B}, Llama-3.1-8B and Llama-3.2-1B, and Llama-3.1-405B, whose
+# count follows from table 3 of arXiv:2407.21783: 126 layers of 2·16384² + 2·16384·1024 + 3·16384·53248 + 2·16384, and
+# 2·128256·16384 + 16384.
 # TinyLlama: huggingface.co/TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T; arXiv:2401.02385.
 PUBLISHED = {
     "llama2-7b": 6_738_415_616,
@@ -28,6 +29,8 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
     "tinyllama-1b": 1_100_048_384,
 }
 TOKENS = np.random.default_rng(0).integers(0, tiny.CONFIG.vocab, (2, 12), dtype=np.int32)
@@ -53,9 +56,8 @@ def test_presets_have_the_published_parameter_counts(name):
     c = PRESETS[name]
     found = count(c)
     attention = 2 * c.d_model**2 * (1 + c.kv_heads / c.heads)
-    assert (
-        found == c.layers * (attention + 3 * c.d_model * c.d_ff + 2 * c.d_model) + 2 * c.vocab * c.d_model + c.d_model
-    )
+    tables = (2 - c.tied) * c.vocab * c.d_model
+    assert found == c.layers * (attention + 3 * c.d_model * c.d_ff + 2 * c.d_model) + tables + c.d_model
     assert found == PUBLISHED.get(name, found)
 
 
@@ -137,7 +139,7 @@ def test_grouped_query_attention_is_attention_with_repeated_heads():
         def widen(path, leaf):
             if not path.endswith(("k_proj/kernel", "v_proj/kernel")):
                 return leaf
-            heads = leaf.reshape(c.layers, c.d_model, c.kv_heads, c.head_dim)
+            heads = leaf.reshape(c.layers, c.d_model, c.kv_heads, c.head_width)
             return spread(heads).reshape(c.layers, c.d_model, -1)
 
         return tiny.model(full).apply(tree.map_with_path(widen, params()), TOKENS)
@@ -151,7 +153,7 @@ def test_grouped_query_attention_is_attention_with_repeated_heads():
 
 def test_rotation_keeps_norms_and_sees_only_distances():
     """The product of a rotated query and key is a function of how far apart they are, and not a constant."""
-    angles = rotary_angles(np.arange(12), 8, 10_000.0)
+    angles = rotary_angles(np.arange(12)[None], 8, 10_000.0)
     query, key = (jnp.broadcast_to(random(8, seed=seed), (1, 12, 1, 8)) for seed in (0, 1))
     rotated_query, rotated_key = (np.asarray(rotate(x, angles))[0, :, 0] for x in (query, key))
     norms = np.linalg.norm(rotated_query, axis=-1)
@@ -165,8 +167,8 @@ def test_rotation_keeps_norms_and_sees_only_distances():
 
 def test_rotation_turns_the_first_pair_by_one_radian_a_token():
     """Frequencies go from 1 down to nearly 1 / theta; pairs are (i, i + dim/2)."""
-    cos, sin = rotary_angles(np.arange(5), 4, 100.0)
-    np.testing.assert_allclose(np.arctan2(sin, cos)[1], [1.0, 0.1], rtol=1e-6)
+    cos, sin = rotary_angles(np.arange(5)[None], 4, 100.0)
+    np.testing.assert_allclose(np.arctan2(sin, cos)[0, 1], [1.0, 0.1], rtol=1e-6)
     x = jnp.zeros((1, 5, 1, 4)).at[..., 0].set(1.0)
     expected = [math.cos(2), 0.0, math.sin(2), 0.0]
     np.testing.assert_allclose(rotate(x, (cos, sin))[0, 2, 0], expected, atol=1e-6)

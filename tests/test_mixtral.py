@@ -96,7 +96,7 @@ def test_presets_have_the_published_parameter_counts(name):
 def test_deepseek_v3_is_exact_but_for_its_attention():
     """671,026,404,352 elements of the published main model, without biases of routers and what attention has."""
     c = PRESETS["deepseek-v3"]
-    ours = c.layers * (2 * c.d_model**2 + 2 * c.d_model * c.kv_heads * c.head_dim)
+    ours = c.layers * (2 * c.d_model**2 + 2 * c.d_model * c.kv_heads * c.head_width)
     latent = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168 + 1536 + 512
     assert c.total_params - ours + 61 * latent == 671_026_404_352
 

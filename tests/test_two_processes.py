@@ -1,29 +1,35 @@
 """Two processes of one run, and what may happen to one of them: the other never hangs, and no step is lost."""
 
 import signal
+import subprocess
+import sys
 import time
 
+import numpy as np
 import pytest
 
 from spmd.launch import EXIT_LOST
 from spmd.resilience.deadline import EXIT_HUNG
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from tests.networks import ADDRESSES, two_networks
-from tests.processes import Run, assert_same, losses, metrics, state, train, write_tiny
+from tests.processes import FAST, ROOT, Run, assert_same, losses, metrics, state, train, write_tiny
 
 pytestmark = pytest.mark.slow
 TWO = {"processes": 2, "devices": 2}
 
 FAULT = """
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
+from spmd.checkpoint import Checkpoints
 from spmd.data import Windows
 from spmd.metrics import JsonLines
 
-read, write = Windows.rows, JsonLines.write
-fault, slow, broken = (Path(__file__).with_name(name) for name in ("fault", "slow", "broken"))
+read, write, save = Windows.rows, JsonLines.write, Checkpoints._write
+fault, slow, broken, dying = (Path(__file__).with_name(name) for name in ("fault", "slow", "broken", "dying"))
 
 
 def is_here(file):
@@ -43,9 +49,16 @@ def writes(self, step, values):
     write(self, step, values)
 
 
-Windows.rows, JsonLines.write = rows, writes
+def saves(self, step, *others):
+    if step == 10 and is_here(dying):
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(self, step, *others)
+
+
+Windows.rows, JsonLines.write, Checkpoints._write = rows, writes, saves
 """
-"""Lines of a config with faults: a file says on the process with which flags data hang, are slow, or metrics fail."""
+"""Lines of a config with faults: a file says on the process with which flags data hang or are slow, metrics fail, or
+the process dies as it begins to write a checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +85,18 @@ def test_processes_that_differ_stop_before_the_first_step(folder):
             assert "process 1: config.optimizer.learning_rate is 0.5" in run.text(i)
             assert "process 0: 0.01" in run.text(i)
     assert not (out / "metrics.jsonl").exists()
+
+
+def test_both_start_from_a_hugging_face_folder(folder):
+    """Each process reads its own shards, and both train as one process that read all."""
+    command = (sys.executable, "-m", "spmd.cli", "export", str(folder / "whole"), "--out", str(folder / "hf"))
+    subprocess.run(command, cwd=ROOT, env=FAST, check=True, timeout=120)
+    flags = ("--init", folder / "hf", "--steps", 3, "--optimizer.warmup-steps", 1)
+    train(folder / "tiny.py", folder / "started", *flags, **TWO)
+    train(folder / "tiny.py", folder / "alone", *flags, processes=1, devices=4)
+    ours, theirs, drawn = (list(losses(folder / name).values()) for name in ("started", "alone", "whole"))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert ours[0] < drawn[0] - 0.1
 
 
 def test_one_that_is_told_to_go_takes_the_other_along(folder):
@@ -120,6 +145,20 @@ def test_one_that_dies_takes_the_other_down(folder, dead):
         assert codes[1 - dead] in (EXIT_LOST, -signal.SIGABRT), "by an error in a collective, or by the heartbeat"
         said = "another process is gone" if codes[1 - dead] == EXIT_LOST else "another task died"
         assert said in run.text(1 - dead)
+    assert_joins(folder, out)
+
+
+def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder):
+    """SIGKILL in the thread that writes: the other does not wait for it, and the checkpoint before is gone on from."""
+    out = folder / "unwritten"
+    (folder / "dying").write_text("--process-id 1")
+    with Run(folder / "tiny.py", out, **TWO) as run:
+        codes = run.codes(120)
+    (folder / "dying").unlink()
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] in (EXIT_LOST, -signal.SIGABRT)
+    assert (out / "checkpoints" / "5").is_dir()
+    assert not (out / "checkpoints" / "10").exists()
     assert_joins(folder, out)
 
 

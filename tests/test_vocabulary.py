@@ -57,6 +57,17 @@ def test_some_tokens_at_a_time_are_the_loss_of_all(axes, chunk):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, plain)
 
 
+@pytest.mark.parametrize("chunk", [5, 1024])
+def test_a_soft_cap_of_logits_is_in_the_loss_and_its_gradients(chunk):
+    """Sums and gradients are those of plain autodiff through `cap · tanh(logits / cap)`, and not those without."""
+    kernel = random(8, 20, seed=1)
+    ours = sums(lambda x, kernel: Unembedded(x, kernel, soft_cap=1.5), kernel, chunk=chunk)
+    plain = sums(lambda x, kernel: 1.5 * jnp.tanh(x @ kernel / 1.5), kernel)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, plain)
+    for without, capped in zip(sums(jnp.matmul, kernel)[0], ours[0], strict=True):
+        assert np.abs(without - capped).max() > 0.1
+
+
 def test_gradients_of_a_narrow_head_are_not_rounded():
     """From bfloat16 tokens the kernel's gradient is float32, added up over chunks in it."""
     x, kernel = random(1, 64, 8).astype(jnp.bfloat16), random(8, 20, seed=1)

@@ -1,32 +1,48 @@
 """`spmd generate`."""
 
 import dataclasses
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import tyro
 
 from spmd import launch
 from spmd.checkpoint import Checkpoints
+from spmd.errors import ConfigError, Problem
 from spmd.folder import RunFolder
+from spmd.generate import window_problems
+from spmd.params import restore_model
 from spmd.recipe import Recipe, config_mesh
-from spmd.run import write_sample
-from spmd.state import abstract_state
+from spmd.sampling import Sampling
+from spmd.text import encode, make_generator, stream_text, write_texts
+
+TOKENS = 200
+"""Added by default, if the window has room for them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateCommand:
-    """Writes text with a trained model, on the mesh it was trained on."""
+    """Writes text with a trained model, on the mesh it was trained on.
+
+    One prompt is answered as the text is drawn, several are answered together, each when all are done.
+    """
 
     run: tyro.conf.Positional[str]
     """The run folder, such as runs/demo."""
-    prompt: str
-    """What to go on from."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """What to go on from; may be given several times."""
+    prompts: str = ""
+    """A file with one prompt in each line, besides."""
     tokens: int | None = None
     """How many tokens to add; by default 200, or as many as the model was trained to see."""
-    temperature: float = 0.8
+    temperature: float = Sampling.temperature
     """0 takes the likeliest token each time; 1 samples the model's own distribution."""
-    top_k: int = 40
+    top_k: int = Sampling.top_k
     """Draw among the k likeliest tokens; 0 for all."""
+    top_p: float = Sampling.top_p
+    """Draw among the likeliest tokens that together have this probability; 1 for all."""
     seed: int = 0
     """Of the draws."""
     step: int | None = None
@@ -34,24 +50,57 @@ class GenerateCommand:
 
 
 def run_generate(arguments: list[str]) -> int:
-    """Prints a text; the exit code."""
+    """Prints texts; the exit code."""
     command = tyro.cli(GenerateCommand, args=arguments, prog="spmd generate")
     folder = RunFolder(Path(command.run))
     config = folder.config()
     launch.start(launch.Launch(config.devices))
     recipe = Recipe(config, config_mesh(config))
+    prompts, tokens, sampling = _asked(command, recipe)
+    generator = make_generator(recipe, sampling)
     with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
-        state, _ = checkpoints.restore(command.step, abstract_state(recipe.plan))
-    room = config.data.sequence - len(recipe.tokenizer.encode(command.prompt))
-    print(
-        write_sample(
-            recipe,
-            state,
-            command.prompt,
-            tokens=max(min(200, room), 0) if command.tokens is None else command.tokens,
-            temperature=command.temperature,
-            top_k=command.top_k,
-            seed=command.seed,
-        )
-    )
+        model = restore_model(checkpoints, command.step, recipe.plan)
+    first = jax.process_index() == 0
+    show: Callable[[str], None] = _show if first else lambda text: None
+    if first and generator.whole_window:
+        print(f"spmd: each token takes the whole window: {generator.whole_window}", file=sys.stderr)
+    if len(prompts) == 1:
+        show(prompts[0])
+        for piece in stream_text(recipe, generator, model, prompts[0], tokens=tokens, seed=command.seed):
+            show(piece)
+        show("\n")
+    else:
+        texts = write_texts(recipe, generator, model, prompts, tokens=tokens, seed=command.seed)
+        show("\n\n".join(texts) + "\n")
     return 0
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _asked(command: GenerateCommand, recipe: Recipe) -> tuple[list[str], int, Sampling]:
+    """The prompts, how many tokens to add and how to draw them.
+
+    Raises:
+        ConfigError: Any of it cannot be; all at once.
+    """
+    problems: list[Problem] = []
+    prompts, sampling = list(command.prompt), Sampling()
+    if command.prompts:
+        try:
+            prompts += Path(command.prompts).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(Problem("prompts", f"{command.prompts} cannot be read: {error}"))
+    try:
+        sampling = Sampling(command.temperature, command.top_k, command.top_p)
+    except ConfigError as error:
+        problems += error.problems
+    if command.seed < 0:
+        problems.append(Problem("seed", f"is {command.seed}", fix="0 or more"))
+    ids, window = encode(recipe, prompts), recipe.config.data.sequence
+    room = window - max(map(len, ids), default=0)
+    tokens = max(min(TOKENS, room), 0) if command.tokens is None else command.tokens
+    if problems := [*problems, *window_problems(ids, tokens, window)]:
+        raise ConfigError("Nothing can be generated:", problems)
+    return prompts, tokens, sampling

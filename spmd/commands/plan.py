@@ -9,6 +9,7 @@ from spmd import launch
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.config import M, load_config
 from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.fitting import fitting
 from spmd.foresight.collectives import CollectiveAudit
 from spmd.foresight.memory import CATEGORIES, Ledger
 from spmd.foresight.timeline import chart, to_json, write_svg
@@ -107,7 +108,7 @@ def _print_plan(
 ) -> None:
     """The plan and its ledger, or what is sent and the ledger; and what would fit, where it does not."""
     fits = False if refused else ledger.fits
-    settings = recipe.fitting(ledger.topology) if fits is False else []
+    settings = fitting(recipe, ledger.topology) if fits is False else []
     platform = ledger.topology.platform
     if command.json:
         memory = {**ledger.to_json(), "fits": fits}

@@ -18,7 +18,10 @@ from spmd.metrics import Console, device_memory
 from spmd.profiling import parse_steps
 from spmd.recipe import Recipe, config_mesh
 from spmd.resilience.preemption import EXIT_PREEMPTED
-from spmd.run import train, write_sample
+from spmd.run import train
+from spmd.sampling import Sampling
+from spmd.start import check_start
+from spmd.text import make_generator, write_texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +51,15 @@ def run_train(arguments: list[str]) -> int:
     launch.start(launch.Launch(config.devices, command.asked))
     recipe = Recipe(config, config_mesh(config))
     recipe.audit()
+    starts = "" if resume else check_start(recipe)
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
     corpus = recipe.corpus
     show(f"{recipe.plan}{recipe.pipeline_line}{recipe.slices_line}")
     if flags := recipe.flags_text(jax.devices()[0].platform):
         show(flags)
+    if starts:
+        show(f"\n{starts}")
     show(
         f"\ncorpus: {corpus.documents:,} documents, {len(corpus.train):,} tokens to train on, "
         f"{len(corpus.validation):,} held out\n"
@@ -87,9 +93,11 @@ def run_train(arguments: list[str]) -> int:
     if first:
         show(f"\n{measure_goodput(folder.path)}")
     if config.sample.prompt:
-        options = dataclasses.asdict(config.sample)
-        text = write_sample(recipe, outcome.state, options.pop("prompt"), seed=config.seed, **options)
-        show(f"\nsample at temperature {config.sample.temperature}, top-k {config.sample.top_k}:\n{text}")
+        sample, sampling = config.sample, Sampling(config.sample.temperature, config.sample.top_k, config.sample.top_p)
+        generator = make_generator(recipe, sampling)
+        (text,) = write_texts(recipe, generator, outcome.state, [sample.prompt], tokens=sample.tokens, seed=config.seed)
+        why = f" (the whole window for each token: {generator.whole_window})" if generator.whole_window else ""
+        show(f"\nsample at {sampling}{why}:\n{text}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Causal attention for models to call, whatever the kernel and however the sequence is split.
+"""Attention for models to call, whatever the kernel and however the sequence is split.
 
 ```python
 out = attend(query, key, value, window=4096, segments=document_ids)
@@ -21,9 +21,11 @@ from jaxtyping import Array, Float
 from spmd.annotate import attention, checkpoint_core
 from spmd.errors import ConfigError, Problem
 from spmd.kernels import SPLASH_BLOCK
+from spmd.parallel.cache import cached_attention
 from spmd.parallel.context import Ring, Segments, by_heads, online_attention
 from spmd.parallel.online import LARGEST_CHUNK, UNSEEN
 from spmd.parallel.order import is_balanced
+from spmd.parallel.soft_cap import soft_capped
 
 _CHUNK_UNIT = 128
 
@@ -35,6 +37,9 @@ def attend(
     *,
     window: int | None = None,
     segments: Segments = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    causal: bool = True,
 ) -> Float[Array, "batch seq heads dim"]:
     """Each token attends to itself and those before it; softmax in float32.
 
@@ -45,28 +50,56 @@ def attend(
         value: Like the keys.
         window: How many tokens each one sees, itself included; None for all before it.
         segments: The document of each token; those of other documents are not seen. None for one document.
+        scale: Of the products of queries and keys; None for `dim ** -0.5`.
+        soft_cap: What scores stay below (`spmd.parallel.soft_cap`); None for no cap.
+        causal: Whether tokens are seen by those behind them alone. If not, all see each other.
 
     Raises:
-        ConfigError: The plan's kernel or its split does not fit the shapes.
+        ConfigError: The plan's kernel or its split does not fit the shapes, or what is asked for.
 
     Example:
         >>> x = jnp.ones((1, 4, 2, 8))
         >>> attend(x, x[:, :, :1], x[:, :, :1], window=2).shape
         (1, 4, 2, 8)
     """
-    if window is not None and window < 1:
-        raise ConfigError("Nothing can be attended to:", [Problem("window", f"is {window}", fix="None, or 1 and more")])
+    if problems := _option_problems(window, scale, soft_cap, causal):
+        raise ConfigError("Nothing can be attended to:", problems)
     choice = attention()
     key, value = (_repeated(x, query.shape[2], choice.tensor) for x in (key, value))
-    kernel = choice.choose(query.shape[1], query.shape[-1], query.dtype, packed=segments is not None)
-    run = functools.partial(_KERNELS[kernel], window=window)
+    cached = cached_attention(query, key, value, segments, window=window, scale=scale, soft_cap=soft_cap, causal=causal)
+    if cached is not None:
+        return cached
+    packed = segments is not None
+    kernel = choice.choose(
+        query.shape[1], query.shape[-1], query.dtype, packed=packed, capped=soft_cap is not None, causal=causal
+    )
+    if scale is not None:  # every kernel's own is dim ** -0.5
+        query = (query.astype(jnp.float32) * (scale * query.shape[-1] ** 0.5)).astype(query.dtype)
+    run = functools.partial(_KERNELS[kernel], window=window, soft_cap=soft_cap, causal=causal)
     if choice.is_ring:
-        ring = Ring(choice.mesh, choice.sequence, is_balanced(), window)
+        ring = Ring(choice.mesh, choice.sequence, is_balanced(), window, soft_cap)
         run = functools.partial(_online, ring=ring)
     elif choice.mesh is not None and (choice.sequence > 1 or kernel == "splash"):
         # The compiler does not know how to split a Pallas kernel: it gets what one device holds.
         run = functools.partial(by_heads, run, choice.mesh)
     return checkpoint_core(run, keeps_scores=kernel == "xla")(query, key, value, segments)
+
+
+def _option_problems(window: int | None, scale: float | None, soft_cap: float | None, causal: bool) -> list[Problem]:
+    problems = [
+        Problem(name, f"is {value}", fix=f"None, or {fix}")
+        for name, value, is_fit, fix in (
+            ("window", window, window is None or window >= 1, "1 and more"),
+            ("scale", scale, scale is None or scale > 0, "above 0"),
+            ("soft_cap", soft_cap, soft_cap is None or soft_cap > 0, "above 0"),
+        )
+        if not is_fit
+    ]
+    if window is not None and not causal:
+        problems.append(
+            Problem("window", f"is {window}, of tokens that all see each other", fix="causal=True, or None")
+        )
+    return problems
 
 
 def _repeated(x: Array, heads: int, parts: int) -> Array:
@@ -76,34 +109,68 @@ def _repeated(x: Array, heads: int, parts: int) -> Array:
 
 
 def xla_attention(
-    query: Array, key: Array, value: Array, segments: Segments, *, window: int | None = None, block: int | None = None
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    causal: bool = True,
+    block: int | None = None,
 ) -> Array:
     """`jax.nn.dot_product_attention`, `block` queries at a time: 128, or an eighth of a long sequence.
 
-    Queries go against the keys that any of them can see, so nearly half of the scores are never computed.
+    Queries go against the keys that any of them can see, so nearly half of the scores are never computed. Where all see
+    everything, they go at once.
     """
     seq, dtype = query.shape[1], query.dtype
-    block = block or max(128, -(-seq // 8))
+    block = block or (max(128, -(-seq // 8)) if causal else seq)
     query, key, value = _widened(query, key, value)
     blocks = []
     for start in range(0, seq, block):
         end, first = min(start + block, seq), 0 if window is None else max(0, start - window + 1)
-        distance = jnp.arange(start, end)[:, None] - jnp.arange(first, end)[None]
-        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        last = end if causal else seq
+        distance = jnp.arange(start, end)[:, None] - jnp.arange(first, last)[None]
+        seen = (distance >= 0) if causal else jnp.ones_like(distance, bool)
+        seen = seen if window is None else seen & (distance < window)
         seen = seen[None, None]
         if segments is not None:
-            seen = seen & (segments[:, start:end, None] == segments[:, None, first:end])[:, None]
+            seen = seen & (segments[:, start:end, None] == segments[:, None, first:last])[:, None]
         # Added, not chosen by: a mask would be kept for the backward pass, with a byte for each score.
-        bias = jnp.where(seen, 0.0, UNSEEN)
-        visible = key[:, first:end], value[:, first:end]
-        blocks.append(jax.nn.dot_product_attention(query[:, start:end], *visible, bias=bias))
+        bias = jnp.where(seen, 0.0, UNSEEN) if causal or segments is not None else None
+        visible = key[:, first:last], value[:, first:last]
+        if soft_cap is None:
+            blocks.append(jax.nn.dot_product_attention(query[:, start:end], *visible, bias=bias))
+        else:
+            blocks.append(_capped_attention(query[:, start:end], *visible, bias, soft_cap))
     return jnp.concatenate(blocks, axis=1).astype(dtype)
 
 
+def _capped_attention(query: Array, key: Array, value: Array, bias: Array | None, soft_cap: float) -> Array:
+    """What `jax.nn.dot_product_attention` computes, with a cap of the scores, which it does not have."""
+    batch, seq, _, dim = query.shape
+    grouped = query.reshape(batch, seq, key.shape[2], -1, dim)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, preferred_element_type=jnp.float32) * dim**-0.5
+    scores = soft_capped(scores, soft_cap)
+    if bias is not None:
+        scores = scores + bias[:, :, None]
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, value).reshape(query.shape)
+
+
 def chunked_attention(
-    query: Array, key: Array, value: Array, segments: Segments, *, window: int | None = None
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    causal: bool = True,
 ) -> Array:
     """Softmax taken online over chunks of keys; see `spmd.parallel.online`."""
+    assert causal, "spmd.kernels refuses it"
     seq = query.shape[1]
     padding = -seq % _CHUNK_UNIT if seq > LARGEST_CHUNK else 0  # behind the last token, where no one sees it
 
@@ -111,7 +178,7 @@ def chunked_attention(
         return jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
 
     padded = jax.tree.map(pad, (query, key, value, segments)) if padding else (query, key, value, segments)
-    return _online(*padded, ring=Ring(window=window))[:, :seq]
+    return _online(*padded, ring=Ring(window=window, soft_cap=soft_cap))[:, :seq]
 
 
 def _online(query: Array, key: Array, value: Array, segments: Segments, *, ring: Ring) -> Array:
@@ -119,12 +186,22 @@ def _online(query: Array, key: Array, value: Array, segments: Segments, *, ring:
     return online_attention(wide[0], wide[1], wide[2], segments, ring).astype(query.dtype)
 
 
-def cudnn_attention(query: Array, key: Array, value: Array, segments: Segments, *, window: int | None = None) -> Array:
+def cudnn_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    causal: bool = True,
+) -> Array:
     """The fused attention of cuDNN."""
     assert segments is None, "spmd.kernels refuses it"
+    assert soft_cap is None, "spmd.kernels refuses it"
     reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        query, key, value, is_causal=True, local_window_size=reach, implementation="cudnn"
+        query, key, value, is_causal=causal, local_window_size=reach, implementation="cudnn"
     )
 
 
@@ -135,6 +212,8 @@ def splash_attention_tpu(
     segments: Segments,
     *,
     window: int | None = None,
+    soft_cap: float | None = None,
+    causal: bool = True,
     interpret: bool = False,
 ) -> Array:
     """JAX's splash attention for TPUs, on what one device holds.
@@ -145,12 +224,16 @@ def splash_attention_tpu(
         value: Values.
         segments: The document of each token, or None.
         window: How many tokens each one sees; None for all before it.
+        soft_cap: The cap of scores, or None.
+        causal: Whether tokens see only those before them.
         interpret: Whether to run it without a TPU, slowly, for tests.
     """
     (_, seq, heads, dim), dtype = query.shape, query.dtype
     query, key, value = _widened(query, key, value)
-    if window is None:
-        mask: Any = splash_attention.CausalMask((seq, seq))
+    if not causal:
+        mask: Any = splash_attention.FullMask((seq, seq))
+    elif window is None:
+        mask = splash_attention.CausalMask((seq, seq))
     else:
         mask = splash_attention.LocalMask((seq, seq), (window - 1, 0), 0)
     kernel = splash_attention.make_splash_mha(
@@ -158,6 +241,7 @@ def splash_attention_tpu(
         block_sizes=_splash_blocks(seq),
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=soft_cap,
         interpret=interpret,
     )
     scaled = (query.astype(jnp.float32) * dim**-0.5).astype(query.dtype)

@@ -58,12 +58,14 @@ class Ring:
         devices: Along `sequence`.
         is_balanced: Whether tokens are in zigzag order.
         window: How many tokens each one sees, itself included; None for all before it.
+        soft_cap: The cap of scores; None for none.
     """
 
     mesh: AnyMesh | None = None
     devices: int = 1
     is_balanced: bool = False
     window: int | None = None
+    soft_cap: float | None = None
 
     def run(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`f` on each device's tokens."""
@@ -86,12 +88,13 @@ class Ring:
         ]
         counts = [len(table) for table in tables]
         padded = [np.pad(table, ((0, max(counts) - len(table)), (0, 0))) for table in tables]
+        rest = chunk, self.window, segments, key_segments, self.soft_cap
         if self.devices == 1:
-            return Visit(jnp.asarray(padded[0]), counts[0], chunk, self.window, segments, key_segments)
+            return Visit(jnp.asarray(padded[0]), counts[0], *rest)
         device = jax.lax.axis_index("sequence")
         # Where all devices do the same work, the compiler is told how much.
         count = counts[0] if min(counts) == max(counts) else jnp.asarray(counts)[device]
-        return Visit(jnp.asarray(np.stack(padded))[device], count, chunk, self.window, segments, key_segments)
+        return Visit(jnp.asarray(np.stack(padded))[device], count, *rest)
 
 
 def online_attention(
@@ -215,6 +218,9 @@ def by_heads(
         for what, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2]))
         if heads % count
     ]
+    if query.shape[1] % parts.get("sequence", 1):
+        arithmetic = f"{query.shape[1]} / (sequence={parts['sequence']}) = {query.shape[1] / parts['sequence']:.4g}"
+        problems.append(Problem("tokens", "do not divide over mesh.sequence", arithmetic, "mesh.sequence of 1"))
     if problems:
         raise ConfigError("Heads cannot be split over devices:", problems)
 

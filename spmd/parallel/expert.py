@@ -104,7 +104,7 @@ def mixture(
     if config.dispatch == "capacity":
         where, dropped = places(routing.experts, config.experts, capacity)
     x = annotate(x, "expert_tokens")
-    scope = placement("expert_tokens")
+    scope = placement("expert_tokens", x.shape)
     layout = _layout(*scope, kernels) if scope else _Layout()
 
     def local(x: Array, where: Array, weights: Array, *kernels: Array) -> Array:

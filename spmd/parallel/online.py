@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from spmd.parallel.soft_cap import before_soft_cap, soft_capped
+
 UNSEEN = -1e30
 """The score of a key that is hidden: finite, so that differences of two are no NaN."""
 
@@ -91,6 +93,7 @@ class Visit:
         window: As in `visible_pairs`.
         query_segments: The document of each query, where several share a sequence.
         key_segments: The document of each key.
+        soft_cap: The cap of scores, if there is one.
     """
 
     pairs: Int[Array, "pairs 3"]
@@ -99,6 +102,7 @@ class Visit:
     window: int | None
     query_segments: Int[Array, "batch seq"] | None
     key_segments: Int[Array, "batch seq"] | None
+    soft_cap: float | None = None
 
     def walk(self, visit: Callable, state: tuple) -> tuple:
         """`visit(first query, first key, which are seen, state)` for each pair, one after the other."""
@@ -142,7 +146,8 @@ def see(visit: Visit, softmax: Softmax, query: Array, key: Array, value: Array) 
 
     def add(start: Array, at: Array, seen: Array, softmax: tuple) -> tuple:
         out, largest, total = (_part(x, start, chunk) for x in softmax)
-        scores = jnp.where(seen, _scores(_part(query, start, chunk), _part(key, at, chunk)) * scale, UNSEEN)
+        scores = soft_capped(_scores(_part(query, start, chunk), _part(key, at, chunk)) * scale, visit.soft_cap)
+        scores = jnp.where(seen, scores, UNSEEN)
         new = jnp.maximum(largest, scores.max(axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - new[..., None]), 0.0)
         before = jnp.exp(largest - new)
@@ -177,8 +182,10 @@ def give_back(
     def add(start: Array, at: Array, seen: Array, gradients: tuple) -> tuple:
         query, dout, log_total, product = (_part(x, start, chunk) for x in saved)
         keys, values = _part(key, at, chunk), _part(value, at, chunk)
-        weights = jnp.where(seen, jnp.exp(_scores(query, keys) * scale - log_total[..., None]), 0.0)
-        dscores = (weights * (_scores(dout, values) - product[..., None]) * scale).astype(dtype)
+        scores = soft_capped(_scores(query, keys) * scale, visit.soft_cap)
+        weights = jnp.where(seen, jnp.exp(scores - log_total[..., None]), 0.0)
+        dscores = weights * (_scores(dout, values) - product[..., None]) * scale
+        dscores = before_soft_cap(dscores, scores, visit.soft_cap).astype(dtype)
         parts = _rows(dscores, keys), _columns(dscores, query), _columns(weights.astype(dtype), dout)
         places = (start, at, at)
         return tuple(

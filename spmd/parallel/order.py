@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.annotate import attention, manual_over
 from spmd.errors import ConfigError, Problem
+from spmd.parallel.cache import token_positions
 
 _BALANCED = jax.make_user_context(default_value=False)
 
@@ -45,17 +46,22 @@ def zigzag(seq: int, devices: int) -> np.ndarray:
     return np.concatenate([blocks[[i, 2 * devices - 1 - i]].reshape(-1) for i in range(devices)])
 
 
-def positions(seq: int) -> np.ndarray:
+def positions(seq: int) -> np.ndarray | jax.Array:
     """The position of each token as it is traced: 0, 1, 2, …, or those of the zigzag order where it holds.
+
+    They are constants `[1, seq]`, the same for each row, except for tokens that come one at a time
+    (`spmd.parallel.cache`): then each row is somewhere else, and they are `[batch, 1]`.
 
     A model that takes positions from here, and mixes tokens by `spmd.parallel.attention.attend` alone, may say so by
     the attribute `takes_any_order = True`.
 
     Example:
         >>> positions(4).tolist()
-        [0, 1, 2, 3]
+        [[0, 1, 2, 3]]
     """
-    return zigzag(seq, attention().sequence) if is_balanced() else np.arange(seq)
+    if (decoded := token_positions()) is not None:
+        return decoded
+    return (zigzag(seq, attention().sequence) if is_balanced() else np.arange(seq))[None]
 
 
 @contextlib.contextmanager

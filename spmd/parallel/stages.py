@@ -11,14 +11,23 @@ leave    loss_fn ──────────────▶ through_layers �
 
 What stands before the layers and is not asked for (the embedding, for any stage but the first) is dead code, and so is
 what stands behind them.
+
+Where there is nothing to overlap, as when a text is written token by token, the stages take turns (`relay`).
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from spmd.annotate import manual_over
+from spmd.mesh import AnyMesh
+from spmd.scope import current
 
 Run = Callable[[Any, Any], tuple[jax.Array, Any]]
 """`(x, layers) -> (x after them, a value of each layer, stacked)`, for any number of layers."""
@@ -64,6 +73,42 @@ def answered(answer: Answer) -> Iterator[None]:
     """Inside, `through_layers` does what `answer` says."""
     with _ANSWER(answer):
         yield
+
+
+@contextlib.contextmanager
+def relay() -> Iterator[None]:
+    """Inside, each stage of mesh axis `pipe` runs its own layers in its turn, and passes the stream on.
+
+    Left to itself, the compiler would bring all layers to every stage.
+    """
+    scope = current()
+    if scope is None or scope.mesh.shape["pipe"] == 1:
+        yield
+        return
+    with answered(functools.partial(_in_turns, scope.mesh)):
+        yield
+
+
+def _in_turns(mesh: AnyMesh, run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+    stages = mesh.shape["pipe"]
+
+    def local(x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+        stage = jax.lax.axis_index("pipe")
+        nothing = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), jax.eval_shape(run, x, layers)[1])
+
+        def turn(carry: tuple[jax.Array, Any], number: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
+            x, values = carry
+            # Stages that are not at turn run too, and nobody takes what they make: all of them meet in collectives.
+            y, own = run(x, layers)
+            values = jax.tree.map(lambda new, old: jnp.where(stage == number, new, old), own, values)
+            return (jax.lax.ppermute(y, "pipe", [(i, (i + 1) % stages) for i in range(stages)]), values), None
+
+        (y, values), _ = jax.lax.scan(turn, (x, nothing), jnp.arange(stages))
+        # The first stage has what the last one made. In float32: XLA:CPU cannot add up bfloat16 here.
+        last = jnp.where(stage == 0, y, 0).astype(jnp.float32)
+        return jax.lax.psum(last, "pipe").astype(y.dtype), values
+
+    return manual_over(mesh, ("pipe",), local, (P(), P("pipe")), (P(), P("pipe")))(x, layers)
 
 
 def through_layers(run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:

@@ -33,7 +33,8 @@ from jaxtyping import Array, Float, Int
 from spmd.annotate import annotate, manual_over, placement
 from spmd.errors import AnnotationError, Problem
 from spmd.mesh import AnyMesh, entry_axes
-from spmd.weights import Weight
+from spmd.parallel.soft_cap import before_soft_cap, soft_capped
+from spmd.weights import Weight, gather
 
 CHUNK = 1024
 """Tokens whose logits are there at once: so many that the products take longer than reading the table does."""
@@ -55,6 +56,7 @@ class Unembedded:
         placed: How the plan in scope places the kernel; None outside a plan.
         tokens: The activation that `x` is split like.
         logits: The activation that logits are marked as.
+        soft_cap: What logits stay below (`spmd.parallel.soft_cap`); None for no cap.
     """
 
     x: Float[Array, "batch seq d"]
@@ -63,6 +65,7 @@ class Unembedded:
     placed: Weight | None = dataclasses.field(default=None, metadata={"static": True})
     tokens: str = dataclasses.field(default="residual", metadata={"static": True})
     logits: str = dataclasses.field(default="logits", metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @contextlib.contextmanager
@@ -84,6 +87,7 @@ class _Layout:
     Attributes:
         axes: Of the kernel, as in `Unembedded`.
         logits: What logits are marked as.
+        soft_cap: Of logits.
         chunk: Of how many tokens there are some at once.
         mesh: The plan's; None without devices to split over.
         split: The axes of size above 1.
@@ -97,6 +101,7 @@ class _Layout:
 
     axes: str
     logits: str
+    soft_cap: float | None
     chunk: int
     mesh: AnyMesh | None = None
     split: tuple[str, ...] = ()
@@ -132,6 +137,21 @@ class _Layout:
         return tuple(axis for axis in self.over if axis not in self.vocabulary)
 
 
+def multiplied(head: Unembedded) -> Float[Array, "batch seq vocab"]:
+    """The logits after all, in float32: of a few tokens, such as those that others are drawn from.
+
+    Args:
+        head: From a model.
+
+    Example:
+        >>> multiplied(Unembedded(jnp.ones((1, 2, 4)), jnp.ones((4, 8)))).shape
+        (1, 2, 8)
+    """
+    kernel = gather(head.kernel.astype(head.x.dtype), head.placed)
+    logits = jnp.einsum(f"...i,{head.axes}->...o", head.x, kernel, preferred_element_type=jnp.float32)
+    return annotate(soft_capped(logits, head.soft_cap), head.logits)
+
+
 def chunked_cross_entropy(
     head: Unembedded, targets: Int[Array, "batch seq"], weights: Float[Array, "batch seq"], chunk: int = CHUNK
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -156,7 +176,7 @@ def chunked_cross_entropy(
 def _layout(head: Unembedded, chunk: int) -> _Layout:
     scope = placement(head.tokens)
     if scope is None:
-        return _Layout(head.axes, head.logits, chunk)
+        return _Layout(head.axes, head.logits, head.soft_cap, chunk)
     if head.placed is None:
         fix = "make the model by spmd.from_nnx, and give the table a rule for it"
         problem = Problem("the head's kernel", "is not in the rule table", fix=fix)
@@ -190,6 +210,7 @@ def _layout(head: Unembedded, chunk: int) -> _Layout:
     return _Layout(
         head.axes,
         head.logits,
+        head.soft_cap,
         chunk,
         mesh=mesh,
         split=split,
@@ -268,7 +289,7 @@ def _of_chunk(
     along = ((), layout.joined)
     x, targets, weights = (_each_dim(jax.lax.all_gather, a, along) for a in (x, targets, weights))
     logits = jnp.einsum(f"...i,{layout.axes}->...o", x, kernel, preferred_element_type=jnp.float32)
-    logits = annotate(logits, layout.logits)
+    logits = annotate(soft_capped(logits, layout.soft_cap), layout.logits)
     words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     if layout.vocabulary:
         words += jax.lax.axis_index(layout.vocabulary) * logits.shape[-1]
@@ -283,6 +304,7 @@ def _of_chunk(
     if gradient is None:
         return (loss, correct), None
     dlogits = (likely / total[..., None] - is_target) * weights[..., None]
+    dlogits = before_soft_cap(dlogits, logits, layout.soft_cap)
     # The scale of a float16 loss comes with the backward pass; most of these numbers would be 0 without it.
     dlogits = dlogits if x.dtype == jnp.float16 else dlogits.astype(x.dtype)
     dkernel = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=gradient)

@@ -51,7 +51,7 @@ def source_fingerprint() -> str:
     """A digest of the source of this package and of those that ship with it: an edited file on one machine shows."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
-    for package in ("spmd", "models", "partition_rules"):
+    for package in ("spmd", "models", "partition_rules", "name_maps"):
         for path in sorted((root / package).rglob("*.py")):
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("spmd", "models", "partition_rules", "examples")
+SHIPPED = ("spmd", "models", "partition_rules", "name_maps", "examples")
 PACKAGES = (*SHIPPED, "benchmarks")
 
 # Every module of spmd, from the bottom up: a module imports only what is listed before it.
@@ -24,9 +24,10 @@ FLOORS = {
     "words": ("errors", "tree"),
     "describe": ("mesh", "model", "search_tables", "logical", "rules", "precision", "remat", "kernels", "xla_flags"),
     "decide": ("derive", "per_layer", "layerwise", "staged", "skip", "rounding", "narrow", "cuts", "leaf", "plan"),
-    "compute": ("scope", "hosted", "weights", "annotate"),
+    "compute": ("scope", "hosted", "adapted", "weights", "lora", "annotate"),
     "parallel": (
-        *("parallel.online", "parallel.order", "parallel.context", "parallel.attention"),
+        *("parallel.soft_cap", "parallel.online", "parallel.cache"),
+        *("parallel.order", "parallel.context", "parallel.attention"),
         *("parallel.router", "parallel.expert", "parallel.vocabulary", "parallel.stages"),
     ),
     "run": (
@@ -37,7 +38,7 @@ FLOORS = {
         "gradients.in_flight",
         *("flax", "moments", "optim", "state", "offload", "step"),
         *("corpus", "data", "versions", "processes", "seal", "kept", "storable", "checkpoint"),
-        *("metrics", "trainer", "generate", "program_cache"),
+        *("metrics", "trainer", "sampling", "generate", "program_cache"),
     ),
     "resilience": (
         *("resilience.agreement", "resilience.deadline", "resilience.preemption"),
@@ -45,37 +46,18 @@ FLOORS = {
         *("resilience.digests", "resilience.repeat", "resilience.checks"),
     ),
     "look": (
-        "foresight.hlo",
-        "foresight.groups",
-        "foresight.census",
-        "foresight.collectives",
-        "foresight.chips",
-        "foresight.topology",
-        "foresight.closed_forms",
-        "foresight.traced",
-        "foresight.propagation",
-        "foresight.operands",
-        "foresight.liveness",
-        "foresight.memory",
-        "foresight.recompute",
+        *("foresight.hlo", "foresight.groups", "foresight.census", "foresight.collectives", "foresight.chips"),
+        *("foresight.topology", "foresight.closed_forms", "foresight.traced", "foresight.propagation"),
+        *("foresight.operands", "foresight.liveness", "foresight.memory", "foresight.recompute"),
         "foresight.timeline",
     ),
     "edges": (
-        *(
-            "config",
-            "recipe",
-            "folder",
-            "hooks",
-            "run",
-            "clusters",
-            "launch",
-            "rehearsal",
-            "script",
-            "testing",
-            "check",
-        ),
+        *("config", "recipe", "fitting", "folder", "params"),
+        *("hf.family", "hf.fields", "hf.safetensors", "hf.published", "hf.load", "hf.save", "hf.carried"),
+        *("start", "hooks", "run", "text", "clusters", "launch", "rehearsal", "script", "testing", "check"),
         *("commands.parsing", "commands.train", "commands.launch", "commands.script"),
-        *("commands.plan", "commands.check", "commands.generate", "cli"),
+        *("commands.plan", "commands.check", "commands.generate"),
+        *("commands.import_hf", "commands.export_hf", "cli"),
     ),
 }
 ROOMS = tuple(room for floor in FLOORS.values() for room in floor)
@@ -87,7 +69,7 @@ HOMES = {
     "tokenizers": {"corpus"},
     "tensorboardX": {"metrics"},
     "rich": {"metrics"},
-    "tyro": {"config", "commands.parsing", "commands.generate"},
+    "tyro": {"config", "commands.parsing", "commands.generate", "commands.import_hf", "commands.export_hf"},
 }
 ENVIRONMENT_ROOMS = {"launch", "testing"}
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
@@ -95,9 +77,13 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 # What the packages beside spmd may import, besides the standard library and themselves.
 MODELS_MAY_IMPORT = (
     *("flax", "jax", "jaxtyping", "numpy"),
-    *("spmd.annotate", "spmd.errors", "spmd.model", "spmd.parallel", "spmd.weights"),
+    *("spmd.adapted", "spmd.annotate", "spmd.errors", "spmd.model", "spmd.parallel", "spmd.weights"),
 )
 PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.mesh", "spmd.rules")
+NAME_MAPS_MAY_IMPORT = (
+    *("models", "partition_rules", "spmd.config", "spmd.hf.family", "spmd.hf.fields"),
+    *("spmd.parallel.router", "spmd.rules"),
+)
 
 # A library that raises plain `Exception` leaves no choice: one handler for each room named here.
 ONE_BROAD_EXCEPT = {"corpus": "tokenizers raises `Exception` for a file that is not a tokenizer"}
@@ -250,6 +236,11 @@ def check_partition_rules(module: Module) -> Iterator[str]:
     yield from outside_of(module, ("partition_rules", *PARTITION_RULES_MAY_IMPORT))
 
 
+def check_name_maps(module: Module) -> Iterator[str]:
+    """A name map is about one model: its shape, its rule table and the names of its tensors."""
+    yield from outside_of(module, ("name_maps", *NAME_MAPS_MAY_IMPORT))
+
+
 def outside_of(module: Module, allowed: tuple[str, ...]) -> Iterator[str]:
     for name in imports(module):
         if name.split(".")[0] not in sys.stdlib_module_names and not any(is_within(name, a) for a in allowed):
@@ -301,6 +292,7 @@ CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
     (check_models, "models.llama", "from spmd.mesh import make_mesh", "spmd.mesh"),
     (check_models, "models.llama", "import optax", "optax"),
     (check_partition_rules, "partition_rules.llama", "from models.llama import Llama", "models.llama"),
+    (check_name_maps, "name_maps.llama", "from spmd.hf.load import load_params", "spmd.hf.load"),
 )
 
 
@@ -352,6 +344,11 @@ def test_partition_rules() -> None:
     assert not report(check_partition_rules, read_modules("partition_rules"))
 
 
+def test_name_maps() -> None:
+    """Name maps import the family's model and rule table, and nothing that runs."""
+    assert not report(check_name_maps, read_modules("name_maps"))
+
+
 def test_no_circle() -> None:
     """No chain of imports returns to where it began."""
     assert not find_circle(read_modules(*PACKAGES))
@@ -380,4 +377,5 @@ def test_every_check_has_a_control() -> None:
         *GENERAL_CHECKS,
         check_models,
         check_partition_rules,
+        check_name_maps,
     }

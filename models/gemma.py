@@ -1,0 +1,183 @@
+"""Gemma: GeGLU, wide heads, a scaled embedding that is the head as well (arXiv:2403.08295), and Gemma 2, whose layers
+see a window and everything in turn, with capped scores and norms behind attention and MLP too (arXiv:2408.00118).
+
+```python
+config = dataclasses.replace(PRESETS["gemma2-2b"], layers=4)
+model = spmd.from_nnx(config.build)
+```
+
+A layer of the scan of a Gemma 2 is a pair: `layers/local_block/…` sees the window, `layers/global_block/…` all tokens
+before each one. So a stage of a pipeline is of whole pairs, and what a remat policy calls a layer is one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from models.layers import Angles, RMSNorm, gelu_gated, make_layers, run_layers
+from models.llama import MLP, Attention, Embedding, LlamaConfig
+from spmd.annotate import annotate
+from spmd.errors import Problem
+from spmd.parallel.context import Segments
+from spmd.parallel.vocabulary import Unembedded
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmaConfig(LlamaConfig):
+    """The shape of a Gemma."""
+
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    tied: bool = True
+    """The output head is the embedding's transpose, always."""
+
+    def problems(self) -> list[Problem]:
+        """Everything that is wrong with the shape."""
+        problems = super().problems()
+        if not self.tied:
+            problems.append(Problem("model.tied", "is False", fix="a Gemma has one table for embedding and head"))
+        return problems
+
+    def build(self, rngs: nnx.Rngs) -> "Gemma":
+        """The model of this shape."""
+        return Gemma(self, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma2Config(GemmaConfig):
+    """The shape of a Gemma 2; every other layer sees the window, the first one among them."""
+
+    window: int = 4096
+    """How many tokens each one sees in every other layer, itself included."""
+    query_scale: int = 256
+    """Products of queries and keys are divided by the square root of this (`query_pre_attn_scalar`)."""
+    attention_soft_cap: float = 50.0
+    """What the scores of attention stay below."""
+    logits_soft_cap: float = 30.0
+    """What logits stay below."""
+
+    def problems(self) -> list[Problem]:
+        """Everything that is wrong with the shape."""
+        problems = [p for p in super().problems() if p.where != "model.window"]
+        problems += [
+            Problem(f"model.{name}", f"is {getattr(self, name)}", fix="above 0")
+            for name in ("window", "query_scale", "attention_soft_cap", "logits_soft_cap")
+            if not getattr(self, name) > 0
+        ]
+        if self.layers % 2:
+            arithmetic = f"{self.layers} / 2 = {self.layers / 2}"
+            problems.append(Problem("model.layers", "is no number of pairs", arithmetic, "an even number"))
+        return problems
+
+
+PRESETS = {
+    "test-gemma": GemmaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64, head_dim=16),
+    "test-gemma2": Gemma2Config(
+        *(64, 32, 4, 4, 2, 64), head_dim=16, window=5, query_scale=9, attention_soft_cap=2.0, logits_soft_cap=3.0
+    ),
+    "gemma-2b": GemmaConfig(256_000, 2048, 18, 8, 1, 16_384, head_dim=256),
+    "gemma-7b": GemmaConfig(256_000, 3072, 28, 16, 16, 24_576, head_dim=256),
+    "gemma2-2b": Gemma2Config(256_000, 2304, 26, 8, 4, 9216, head_dim=256),
+    "gemma2-9b": Gemma2Config(256_000, 3584, 42, 16, 8, 14_336, head_dim=256),
+    "gemma2-27b": Gemma2Config(256_000, 4608, 46, 32, 16, 36_864, head_dim=128, query_scale=144),
+}
+"""Published shapes by name, and small ones for tests."""
+
+
+def _norm(config: GemmaConfig) -> RMSNorm:
+    return RMSNorm(config.d_model, eps=config.norm_eps, offset=1.0)
+
+
+class Block(nnx.Module):
+    """One decoder layer.
+
+    Args:
+        config: The shape.
+        window: How many tokens each one sees; 0 for all before it.
+        scale: As for `attend`, and so is the next one.
+        soft_cap: The cap of scores.
+        post_norms: Whether what attention and MLP add is normalised too.
+        rngs: Of the initial parameters.
+    """
+
+    def __init__(
+        self,
+        config: GemmaConfig,
+        *,
+        window: int,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        post_norms: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config, window=window, scale=scale, soft_cap=soft_cap, rngs=rngs)
+        self.attention_post_norm = _norm(config) if post_norms else None
+        self.mlp_norm = _norm(config)
+        self.mlp = MLP(config, gate=gelu_gated, rngs=rngs)
+        self.mlp_post_norm = _norm(config) if post_norms else None
+
+    def __call__(
+        self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
+    ) -> Float[Array, "batch seq d"]:
+        """The residual stream after this layer."""
+
+        def add(x: Array, y: Array, norm: RMSNorm | None) -> Array:
+            return annotate(x + (y if norm is None else norm(y)), "residual")
+
+        x = annotate(x, "residual")
+        x = add(x, self.attention(self.attention_norm(x), angles, segments), self.attention_post_norm)
+        return add(x, self.mlp(self.mlp_norm(x)), self.mlp_post_norm)
+
+
+class Pair(nnx.Module):
+    """Two layers of a Gemma 2: one that sees the window, and one that sees everything."""
+
+    def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs) -> None:
+        make = functools.partial(
+            Block, config, scale=config.query_scale**-0.5, soft_cap=config.attention_soft_cap, post_norms=True
+        )
+        self.local_block = make(window=config.window, rngs=rngs)
+        self.global_block = make(window=0, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
+    ) -> Float[Array, "batch seq d"]:
+        """The residual stream after both."""
+        return self.global_block(self.local_block(x, angles, segments), angles, segments)
+
+
+class Gemma(nnx.Module):
+    """Tokens in, next-token logits out."""
+
+    takes_any_order = True
+
+    def __init__(self, config: GemmaConfig, *, rngs: nnx.Rngs) -> None:
+        make: Callable[..., nnx.Module] = functools.partial(Block, config, window=config.window)
+        count = config.layers
+        self.soft_cap: float | None = None
+        if isinstance(config, Gemma2Config):
+            make, count, self.soft_cap = functools.partial(Pair, config), config.layers // 2, config.logits_soft_cap
+        self.config = config
+        self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
+        self.layers = make_layers(lambda rngs: make(rngs=rngs), count, rngs.params(), stacked=config.stacked)
+        self.norm = _norm(config)
+
+    def __call__(
+        self, tokens: Int[Array, "batch seq"], segments: Segments = None
+    ) -> Float[Array, "batch seq vocab"] | Unembedded:
+        """Logits of the token that follows each position; to a loss, what they are made of.
+
+        Args:
+            tokens: Token ids.
+            segments: The document of each token, where several share a sequence.
+        """
+        config = self.config
+        x = self.embed(tokens)
+        x = annotate(x * jnp.asarray(config.d_model**0.5, x.dtype), "residual")
+        x = self.norm(run_layers(self.layers, x, config.angles(tokens.shape[1]), segments, unroll=config.unroll))
+        return self.embed.attend(x, self.soft_cap)

@@ -1,0 +1,28 @@
+"""Mistral: a Llama whose tokens see a window of those before them (Jiang et al., arXiv:2310.06825).
+
+```python
+config = dataclasses.replace(PRESETS["mistral-7b"], layers=4)
+model = spmd.from_nnx(config.build)
+```
+
+The first release has a window of 4,096 tokens, later ones see everything. Mistral NeMo has heads that are narrower than
+its width divided by their number.
+"""
+
+import dataclasses
+
+from models.llama import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MistralConfig(LlamaConfig):
+    """The shape of a Mistral."""
+
+
+PRESETS = {
+    "test": MistralConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64, head_dim=4, window=5),
+    "mistral-7b": MistralConfig(32_000, 4096, 32, 32, 8, 14_336, window=4096),
+    "mistral-7b-v0.3": MistralConfig(32_768, 4096, 32, 32, 8, 14_336, rope_theta=1e6),
+    "mistral-nemo-12b": MistralConfig(131_072, 5120, 40, 32, 8, 14_336, rope_theta=1e6, head_dim=128),
+}
+"""Published shapes by name, and a small one for tests."""

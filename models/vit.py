@@ -1,0 +1,111 @@
+"""Vision transformer: an image as a sequence of patches, classified by a token of its own (Dosovitskiy et al.,
+arXiv:2010.11929).
+
+```python
+config = ViTConfig(image=8, patch=2, channels=1, d_model=64, layers=4, heads=4, d_ff=128, classes=10)
+loss_fn = spmd.classification_loss(spmd.from_nnx(config.build))
+```
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from models.gpt2 import Block, transformer_problems
+from models.layers import Dense, LayerNorm, dense, make_layers, run_layers
+from spmd.annotate import annotate, to_compute
+from spmd.errors import ConfigError, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTConfig:
+    """The shape of a vision transformer."""
+
+    image: int = 224
+    """Height and width of an image, in pixels."""
+    patch: int = 16
+    """Height and width of a patch; divides image."""
+    channels: int = 3
+    """Numbers of a pixel."""
+    d_model: int = 768
+    """Width of the residual stream."""
+    layers: int = 12
+    """Number of layers."""
+    heads: int = 12
+    """Heads of attention; divides d_model."""
+    d_ff: int = 3072
+    """Hidden width of the MLP."""
+    classes: int = 1000
+    """What an image can be."""
+    norm_eps: float = 1e-6
+    """Added to the variance in LayerNorm."""
+    stacked: bool = True
+    """Whether layers are stacked and scanned (one compiled layer), or a list."""
+    unroll: int = 1
+    """Stacked layers in one turn of the scan: more is faster and compiles longer."""
+
+    def __post_init__(self) -> None:
+        problems = transformer_problems(self, "image", "patch", "channels", "classes", "unroll")
+        if self.patch > 0 and self.image % self.patch:
+            arithmetic = f"{self.image} / {self.patch} = {self.image / self.patch:.4g}"
+            problems.append(Problem("model.patch", "does not divide model.image", arithmetic, "change one of them"))
+        if problems:
+            raise ConfigError("This ViT cannot be built:", problems)
+
+    @property
+    def patches(self) -> int:
+        """How many patches an image has."""
+        return (self.image // self.patch) ** 2
+
+    def build(self, rngs: nnx.Rngs) -> "ViT":
+        """The model of this shape."""
+        return ViT(self, rngs=rngs)
+
+
+PRESETS = {
+    "test": ViTConfig(image=8, patch=4, channels=1, d_model=32, layers=2, heads=4, d_ff=64, classes=10),
+    "vit-b16": ViTConfig(),
+    "vit-l16": ViTConfig(d_model=1024, layers=24, heads=16, d_ff=4096),
+}
+"""Published shapes by name, for images of 224 × 224 and 1,000 classes, and a small one for tests."""
+
+
+class ViT(nnx.Module):
+    """Images in, a score of each class out."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        width, init = config.d_model, nnx.initializers.normal(0.02)
+        self.patch_proj = Dense(config.patch**2 * config.channels, width, bias=True, rngs=rngs)
+        self.class_token = nnx.Param(jnp.zeros((width,), jnp.float32))
+        self.positions = nnx.Param(init(rngs.params(), (config.patches + 1, width), jnp.float32))
+        self.layers = make_layers(
+            lambda rngs: Block(config, causal=False, approximate=False, rngs=rngs),
+            *(config.layers, rngs.params()),
+            stacked=config.stacked,
+        )
+        self.norm = LayerNorm(width, eps=config.norm_eps)
+        self.head = Dense(width, config.classes, bias=True, rngs=rngs)
+
+    def __call__(self, images: Float[Array, "batch height width channel"]) -> Float[Array, "batch class"]:
+        """How well each class fits each image, in float32.
+
+        Raises:
+            ConfigError: The images have another shape.
+        """
+        side, patch, channels = self.config.image, self.config.patch, self.config.channels
+        batch, *shape = images.shape
+        if shape != [side, side, channels]:
+            arithmetic = f"{' × '.join(map(str, shape))} ≠ {side} × {side} × {channels}"
+            fix = "cut or scale them, or change model.image and model.channels"
+            raise ConfigError("This ViT cannot see:", [Problem("images", "have another shape", arithmetic, fix)])
+        rows = to_compute(images).reshape(batch, side // patch, patch, side // patch, patch, channels)
+        patches = annotate(rows.swapaxes(2, 3).reshape(batch, self.config.patches, -1), "patches")
+        x = self.patch_proj.with_bias(dense(patches, self.patch_proj.kernel))
+        first = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (batch, 1, x.shape[-1]))
+        x = jnp.concatenate([first, x], axis=1) + self.positions[...].astype(x.dtype)[None]
+        x = run_layers(self.layers, annotate(x, "residual"), unroll=self.config.unroll)
+        logits = dense(self.norm(x[:, :1]), self.head.kernel, dtype=jnp.float32)
+        return annotate(self.head.with_bias(logits)[:, 0], "class_logits")

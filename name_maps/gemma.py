@@ -1,0 +1,101 @@
+"""Gemma and Gemma 2 as Hugging Face has them; of Gemma 2, layers 0, 2, … are local and 1, 3, … global."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from models.gemma import Gemma2Config, GemmaConfig
+from name_maps import llama
+from partition_rules.gemma import GEMMA, GEMMA2
+from spmd.hf.family import Family, Name
+from spmd.hf.fields import Fields
+
+_TANH = "gelu_pytorch_tanh"
+_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
+def _read(values: Mapping[str, Any]) -> GemmaConfig:
+    fields = Fields(values)
+    # Both mean the approximation by tanh: the first releases had the one written for the other.
+    shape = _shape(fields, ("hidden_act", _TANH, "gelu"))
+    fields.only("hidden_activation", _TANH)
+    return fields.build(GemmaConfig, **shape)
+
+
+def _shape(fields: Fields, activation: tuple[str, ...]) -> dict[str, Any]:
+    fields.only("attention_bias", False)
+    fields.only("use_bidirectional_attention", False)
+    return llama.read_shape(fields, head_dim=256, tied=True, activation=activation)
+
+
+def _read2(values: Mapping[str, Any]) -> Gemma2Config:
+    fields = Fields(values)
+    shape = _shape(fields, ("hidden_activation", _TANH))
+    fields.only("hidden_act", _TANH)
+    fields.value("cache_implementation")  # of generation alone
+    fields.only("sliding_window_size", None, fields.value("sliding_window"))
+    in_turn = [("sliding_attention", "full_attention")[number % 2] for number in range(shape["layers"])]
+    fields.only("layer_types", in_turn)
+    return fields.build(
+        Gemma2Config,
+        **shape,
+        window=fields.integer("sliding_window", 4096),
+        query_scale=fields.integer("query_pre_attn_scalar", 256),
+        attention_soft_cap=fields.number("attn_logit_softcapping", 50.0),
+        logits_soft_cap=fields.number("final_logit_softcapping", 30.0),
+    )
+
+
+def _write(config: GemmaConfig) -> dict[str, Any]:
+    return {"model_type": "gemma", **llama.write_shape(config), "hidden_act": _TANH}
+
+
+def _write2(config: Gemma2Config) -> dict[str, Any]:
+    shape = {name: value for name, value in llama.write_shape(config).items() if name != "hidden_act"}
+    return {
+        "model_type": "gemma2",
+        **shape,
+        "hidden_activation": _TANH,
+        "sliding_window": config.window,
+        "query_pre_attn_scalar": config.query_scale,
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.logits_soft_cap,
+    }
+
+
+def _names2(config: Gemma2Config) -> tuple[Name, ...]:
+    plain = [name for name in llama.names(config) if name.path.endswith("kernel")]
+    norms = [Name(f"layers/{ours}/scale", f"model.layers.{{layer}}.{theirs}.weight") for ours, theirs in _NORMS.items()]
+    pairs = [
+        dataclasses.replace(name, path=name.path.replace("layers/", f"layers/{kind}_block/"), first=first, step=2)
+        for first, kind in enumerate(("local", "global"))
+        for name in (*plain, *norms)
+    ]
+    return (*llama.ends(config), *pairs)
+
+
+GEMMA_FAMILY = Family(
+    name="gemma",
+    architectures=("GemmaForCausalLM",),
+    read_config=_read,
+    write_config=_write,
+    fits=lambda config: type(config) is GemmaConfig and llama.is_plain(config) and not config.window,
+    rules=lambda config: GEMMA,
+    names=llama.names,
+    ignored=llama.ignored,
+)
+GEMMA2_FAMILY = Family(
+    name="gemma2",
+    architectures=("Gemma2ForCausalLM",),
+    read_config=_read2,
+    write_config=_write2,
+    fits=lambda config: isinstance(config, Gemma2Config) and llama.is_plain(config),
+    rules=lambda config: GEMMA2,
+    names=_names2,
+    ignored=llama.ignored,
+)

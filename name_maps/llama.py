@@ -1,0 +1,168 @@
+"""Llama as Hugging Face has it; TinyLlama, Llama 2 and Llama 3 are such checkpoints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.llama import LlamaConfig
+from models.rope_scaling import RopeScaling
+from partition_rules.llama import LLAMA, LLAMA_TIED
+from spmd.hf.family import TRANSPOSED, Family, Ignored, Name
+from spmd.hf.fields import Fields
+from spmd.rules import Rules
+
+_LAYER = "model.layers.{layer}."
+ATTENTION = (
+    Name("layers/attention_norm/scale", _LAYER + "input_layernorm.weight"),
+    Name("layers/attention/q_proj/kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
+    Name("layers/attention/k_proj/kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
+    Name("layers/attention/v_proj/kernel", _LAYER + "self_attn.v_proj.weight", TRANSPOSED),
+    Name("layers/attention/o_proj/kernel", _LAYER + "self_attn.o_proj.weight", TRANSPOSED),
+    Name("layers/mlp_norm/scale", _LAYER + "post_attention_layernorm.weight"),
+)
+_MLP = (
+    Name("layers/mlp/gate_proj/kernel", _LAYER + "mlp.gate_proj.weight", TRANSPOSED),
+    Name("layers/mlp/up_proj/kernel", _LAYER + "mlp.up_proj.weight", TRANSPOSED),
+    Name("layers/mlp/down_proj/kernel", _LAYER + "mlp.down_proj.weight", TRANSPOSED),
+)
+_ENDS = (Name("embed/embedding", "model.embed_tokens.weight"), Name("norm/scale", "model.norm.weight"))
+_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_context",
+}
+_HEAD = Name("lm_head/kernel", "lm_head.weight", TRANSPOSED)
+
+
+def ends(config: LlamaConfig) -> tuple[Name, ...]:
+    """The lines of what is outside the layers."""
+    return _ENDS if config.tied else (*_ENDS, _HEAD)
+
+
+def names(config: LlamaConfig) -> tuple[Name, ...]:
+    """The table of a shape."""
+    return (*ends(config), *ATTENTION, *_MLP)
+
+
+def ignored(config: LlamaConfig) -> tuple[Ignored, ...]:
+    """What else may be in a checkpoint."""
+    rotary = Ignored(_LAYER + "self_attn.rotary_emb.inv_freq", "follows from rope_theta")
+    return (rotary, Ignored(_HEAD.tensor, "is the embedding once more")) if config.tied else (rotary,)
+
+
+def read_shape(
+    fields: Fields,
+    *,
+    eps: float = 1e-6,
+    theta: float = 10_000.0,
+    head_dim: int = 0,
+    tied: bool = False,
+    activation: tuple[str, ...] = ("hidden_act", "silu"),
+) -> dict[str, Any]:
+    """What the families with these layers have in common.
+
+    Args:
+        fields: Of config.json.
+        eps: What an absent `rms_norm_eps` means.
+        theta: What an absent `rope_theta` means.
+        head_dim: What an absent `head_dim` means; 0 for the width divided by the heads.
+        tied: What an absent `tie_word_embeddings` means.
+        activation: The field of the MLP's activation, and the values that the model has.
+    """
+    width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
+    fields.only(*activation)
+    base, scaling = fields.rope(theta, "llama3")
+    return {
+        "vocab": fields.integer("vocab_size"),
+        "d_model": width,
+        "layers": fields.integer("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": fields.integer("num_key_value_heads", heads),
+        "d_ff": fields.integer("intermediate_size"),
+        "head_dim": 0 if head_dim * heads == width else head_dim,
+        "rope_theta": base,
+        "rope_scaling": _read_scaling(fields, scaling),
+        "norm_eps": fields.number("rms_norm_eps", eps),
+        "tied": fields.flag("tie_word_embeddings", tied),
+    }
+
+
+def _read_scaling(fields: Fields, table: Mapping[str, Any]) -> RopeScaling:
+    if not table:
+        return RopeScaling()
+    known = {theirs: table[theirs] for theirs in _SCALING if theirs in table}
+    for name in sorted({*table} ^ {*_SCALING}):
+        fields.refuse(
+            f"rope_scaling.{name}", f"is {table[name]!r}, and is not known" if name in table else "is missing"
+        )
+    for name, value in known.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            fields.refuse(f"rope_scaling.{name}", f"is {value!r}, and no number")
+    numbers = {_SCALING[name]: value for name, value in known.items() if isinstance(value, int | float)}
+    return fields.nested(RopeScaling, **numbers) or RopeScaling()
+
+
+def is_plain(config: LlamaConfig) -> bool:
+    """Whether attention has neither biases nor norms of its own."""
+    return not (config.qkv_bias or config.qk_norm)
+
+
+def read_window(fields: Fields) -> int:
+    """How many tokens each one sees; 0 for all before it."""
+    window = fields.value("sliding_window", 0)
+    if isinstance(window, int) and window >= 0:
+        return window
+    fields.refuse("sliding_window", f"is {window!r}, and no number of tokens")
+    return 0
+
+
+def write_shape(config: LlamaConfig) -> dict[str, Any]:
+    """The inverse of `read_shape`."""
+    return {
+        "vocab_size": config.vocab,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.d_ff,
+        "hidden_act": "silu",
+        **_write_rope(config),
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def _write_rope(config: LlamaConfig) -> dict[str, Any]:
+    if config.rope_scaling == RopeScaling():
+        return {"rope_theta": config.rope_theta}
+    scaling = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in _SCALING.items()}
+    return {"rope_theta": config.rope_theta, "rope_scaling": {"rope_type": "llama3", **scaling}}
+
+
+def _read(values: Mapping[str, Any]) -> LlamaConfig:
+    fields = Fields(values)
+    fields.only("attention_bias", False)
+    fields.only("mlp_bias", False)
+    return fields.build(LlamaConfig, **read_shape(fields))
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    return {"model_type": "llama", **write_shape(config), "attention_bias": False, "mlp_bias": False}
+
+
+def _rules(config: LlamaConfig) -> Rules:
+    return LLAMA_TIED if config.tied else LLAMA
+
+
+FAMILY = Family(
+    name="llama",
+    architectures=("LlamaForCausalLM",),
+    read_config=_read,
+    write_config=_write,
+    fits=lambda config: type(config) is LlamaConfig and is_plain(config) and not config.window,
+    rules=_rules,
+    names=names,
+    ignored=ignored,
+)

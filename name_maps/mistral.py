@@ -1,0 +1,38 @@
+"""Mistral as Hugging Face has it: a Llama whose tokens see a window of those before them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.llama import LlamaConfig
+from models.mistral import MistralConfig
+from name_maps import llama
+from spmd.config import ModelConfig
+from spmd.hf.family import Family
+from spmd.hf.fields import Fields
+
+_SHAPES = (LlamaConfig, MistralConfig)
+
+
+def _read(values: Mapping[str, Any]) -> MistralConfig:
+    fields = Fields(values)
+    return fields.build(MistralConfig, **llama.read_shape(fields), window=llama.read_window(fields))
+
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    return {"model_type": "mistral", **llama.write_shape(config), "sliding_window": config.window or None}
+
+
+def _fits(config: ModelConfig) -> bool:
+    return isinstance(config, LlamaConfig) and type(config) in _SHAPES and llama.is_plain(config)
+
+
+FAMILY = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    read_config=_read,
+    write_config=_write,
+    fits=_fits,
+    rules=llama.FAMILY.rules,
+    names=llama.names,
+    ignored=llama.ignored,
+)

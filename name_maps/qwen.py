@@ -1,0 +1,74 @@
+"""Qwen 2 and Qwen 3 as Hugging Face has them: Llama's tensors, and biases or norms of attention."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from models.qwen import QwenConfig
+from name_maps import llama
+from partition_rules.qwen import QWEN2, QWEN2_TIED, QWEN3, QWEN3_TIED
+from spmd.config import ModelConfig
+from spmd.hf.family import Family, Name
+from spmd.hf.fields import Fields
+from spmd.rules import Rules
+
+_BIASES = tuple(
+    Name(f"layers/attention/{x}_proj/bias", f"model.layers.{{layer}}.self_attn.{x}_proj.bias") for x in "qkv"
+)
+_NORMS = tuple(
+    Name(f"layers/attention/{x}_norm/scale", f"model.layers.{{layer}}.self_attn.{x}_norm.weight") for x in "qk"
+)
+
+
+def _read(values: Mapping[str, Any], *, head_dim: int, **attention: bool) -> QwenConfig:
+    fields = Fields(values)
+    fields.only("attention_bias", False)
+    fields.only("use_sliding_window", False)
+    fields.value("sliding_window")  # without `use_sliding_window` the two mean nothing
+    fields.value("max_window_layers")
+    kinds = fields.value("layer_types", [])
+    if any(kind != "full_attention" for kind in kinds):
+        fields.refuse("layer_types", f"are {kinds!r}, and this model has full_attention alone")
+    return fields.build(QwenConfig, **llama.read_shape(fields, head_dim=head_dim), **attention)
+
+
+def _write(config: QwenConfig, kind: str) -> dict[str, Any]:
+    return {"model_type": kind, **llama.write_shape(config), "use_sliding_window": False}
+
+
+def _fits(config: ModelConfig, *, qkv_bias: bool) -> bool:
+    if not isinstance(config, QwenConfig) or config.window:
+        return False
+    return (config.qkv_bias, config.qk_norm) == (qkv_bias, not qkv_bias)
+
+
+def _rules(config: QwenConfig) -> Rules:
+    if config.qkv_bias:
+        return QWEN2_TIED if config.tied else QWEN2
+    return QWEN3_TIED if config.tied else QWEN3
+
+
+def _names(config: QwenConfig) -> tuple[Name, ...]:
+    return (*llama.names(config), *(_BIASES if config.qkv_bias else _NORMS))
+
+
+QWEN2_FAMILY = Family(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    read_config=functools.partial(_read, head_dim=0, qkv_bias=True, qk_norm=False),
+    write_config=functools.partial(_write, kind="qwen2"),
+    fits=functools.partial(_fits, qkv_bias=True),
+    rules=_rules,
+    names=_names,
+    ignored=llama.ignored,
+)
+QWEN3_FAMILY = Family(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    read_config=functools.partial(_read, head_dim=128, qkv_bias=False, qk_norm=True),
+    write_config=functools.partial(_write, kind="qwen3"),
+    fits=functools.partial(_fits, qkv_bias=False),
+    rules=_rules,
+    names=_names,
+    ignored=llama.ignored,
+)

@@ -1,0 +1,21 @@
+"""Qwen: Llama's table, with what Qwen 2 and Qwen 3 have besides in attention."""
+
+import dataclasses
+
+from jax.sharding import PartitionSpec as P
+
+from partition_rules.llama import LLAMA, LLAMA_TIED, QKV_BIAS
+from spmd.rules import Rules, replicate
+
+_BIASES = (QKV_BIAS, P("tensor"))  # [heads·head_dim], as their kernels' outputs
+_NORMS = ("attention/(q|k)_norm/scale", replicate("one scale of head_dim for all heads of a layer"))
+
+
+def _with(rules: Rules, row: tuple) -> Rules:
+    return dataclasses.replace(rules, params=(*rules.params, row))
+
+
+QWEN2 = _with(LLAMA, _BIASES)
+QWEN2_TIED = _with(LLAMA_TIED, _BIASES)
+QWEN3 = _with(LLAMA, _NORMS)
+QWEN3_TIED = _with(LLAMA_TIED, _NORMS)

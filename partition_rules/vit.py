@@ -1,0 +1,27 @@
+"""Vision transformer: GPT-2's layers; an image has few tokens, and all devices of `sequence` have all of them."""
+
+from jax.sharding import PartitionSpec as P
+
+from partition_rules.gpt2 import LAYERS
+from spmd.mesh import BATCH_AXES
+from spmd.rules import Rules, replicate
+
+_SPLIT = ("attention_query", "attention_key", "attention_value", "attention_out", "mlp_up", "mlp_hidden")
+_WHOLE = ("residual", "attention_input", "mlp_input")
+
+VIT = Rules(
+    params=(
+        ("patch_proj/kernel", P(None, "fsdp")),  # [patch · patch · channels, d]
+        ("positions", P(None, "fsdp")),  # [patches + 1, d]
+        ("head/kernel", P("fsdp")),  # [d, classes]
+        ("(class_token|patch_proj/bias|head/bias)", replicate("one vector each")),
+        *LAYERS,
+    ),
+    activations=(
+        ("patches", P(BATCH_AXES)),  # [batch, patches, patch · patch · channels]
+        *((name, P(BATCH_AXES)) for name in _WHOLE),
+        *((name, P(BATCH_AXES, None, "tensor")) for name in _SPLIT),
+        ("class_logits", P(BATCH_AXES)),  # [batch, classes]
+    ),
+    stacked={"layers": "pipe"},
+)

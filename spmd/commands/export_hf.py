@@ -1,0 +1,74 @@
+"""`spmd export`."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd import launch, tree
+from spmd.commands.parsing import parse_flags
+from spmd.folder import RunFolder
+from spmd.hf.carried import carried_by
+from spmd.hf.family import family_for
+from spmd.hf.save import parse_size, save_params
+from spmd.model import PRNG
+from spmd.params import read_params
+from spmd.precision import cast_floats
+from spmd.recipe import Recipe, one_device_mesh
+
+_DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportCommand:
+    """Writes a run's parameters as a Hugging Face folder: safetensors, config.json, the tokenizer.
+
+    They are brought to the memory of this machine, so no accelerator is needed. Adapters are added to the parameters
+    that they stand beside.
+    """
+
+    run: tyro.conf.Positional[str]
+    """The run folder, such as runs/demo."""
+    out: str
+    """The folder to write; it must not exist."""
+    step: int | None = None
+    """The checkpoint to use; the newest by default."""
+    dtype: Literal["", "bf16", "float32"] = ""
+    """Of the tensors; empty for that of the parameters."""
+    shard_size: str = "5GB"
+    """What a file may hold; a tensor that is larger has one of its own."""
+
+
+def run_export(arguments: list[str]) -> int:
+    """Exports; the exit code."""
+    command: ExportCommand = parse_flags(ExportCommand, arguments, "spmd export")
+    began, run, out = time.perf_counter(), Path(command.run), Path(command.out)
+    size, config = parse_size(command.shard_size), RunFolder(run).config()
+    files, values = carried_by(run, config)
+    named = values.get("architectures")
+    family = family_for(config.model, map(str, named) if isinstance(named, list) else ())
+    launch.start(launch.Launch(config.devices or 1))  # devices of this machine, simulated ones
+    recipe = Recipe(config, one_device_mesh())
+    params = read_params(run, _abstract(recipe), command.step)
+    dtype = _DTYPES.get(command.dtype)
+    save_params(out, params, family, config.model, dtype=dtype, shard_size=size, files=files, values=values)
+    print(
+        f"{family.architectures[0]}: {tree.size(params):,} parameters in {time.perf_counter() - began:.3g} s\n"
+        f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
+    )
+    return 0
+
+
+def _abstract(recipe: Recipe) -> Any:
+    """The model's own parameters, whole on one device, in the dtype that the run keeps them in."""
+    sharding = NamedSharding(one_device_mesh(), P())
+    shapes = jax.eval_shape(
+        lambda: cast_floats(recipe.whole_model.init(jax.random.key(0, impl=PRNG)), recipe.precision.params_dtype)
+    )
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)

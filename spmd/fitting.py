@@ -1,0 +1,46 @@
+"""What would make a step fit the chips that it does not fit."""
+
+import dataclasses
+from typing import Any
+
+from spmd.errors import SpmdError
+from spmd.foresight.topology import Topology
+from spmd.recipe import Recipe
+
+
+def fitting(recipe: Recipe, topology: Topology) -> list[tuple[str, int]]:
+    """Settings under which the step fits where it does not, by the estimate: the flags and the bytes of a device.
+
+    Tried are what costs the least first: sharding more, recomputing, moving optimizer state and then parameters to
+    the host, and smaller microbatches; alone, and each with those before it.
+
+    Args:
+        recipe: What does not fit.
+        topology: The machine.
+    """
+    config, together = recipe.config, dict[str, Any]()
+    smaller = [("accumulate", config.accumulate * parts) for parts in (2, 4, 8)]
+    offload = [("offload", ("optimizer_state",)), ("offload", ("optimizer_state", "params"))]
+    for name, value in (("zero", 3), ("remat", "full"), *offload, *smaller):
+        if getattr(config, name) == value:
+            continue
+        found: list[tuple[str, int]] = []
+        for settings in [{name: value}] + [{**together, name: value}] * bool(together):
+            try:
+                other = Recipe(dataclasses.replace(config, **settings), recipe.mesh)
+                other.check_batch()
+                total = other.memory(topology.platform).total
+            except SpmdError:  # such as a batch that does not divide into so many microbatches
+                continue
+            if topology.memory is None or total <= topology.memory:
+                found.append((" ".join(_flag(*setting) for setting in settings.items()), total))
+            if len(settings) > len(together):
+                together = settings
+        if found:
+            return found
+    return []
+
+
+def _flag(name: str, value: Any) -> str:
+    text = " ".join(value) if isinstance(value, tuple) else value
+    return f"--{name} {text}"

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints in and out: safetensors files, families of models, loading and saving."""

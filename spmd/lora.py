@@ -1,0 +1,191 @@
+"""Fine-tuning with low-rank adapters (LoRA, Hu et al., arXiv:2106.09685), chosen by regexes over parameter paths.
+
+```python
+lora = LoraConfig(targets=("attention/(q|v)_proj/kernel",), rank=8)
+adapted = with_lora(model, lora, rules)          # its parameters are the adapters
+table = lora_rules(model, lora, rules)           # the model's own table, with a row for each adapter
+```
+
+What the model calls its parameters are variables of the adapted one, under `base/`: the same table splits them, no
+gradient is taken of them and no optimizer state is kept. An adapter lies as its parameter does: `A` is split as the
+rows and `B` as the columns, but neither over `fsdp`.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Container
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from spmd import tree
+from spmd.adapted import Adapted
+from spmd.derive import drop_axis
+from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.hosted import is_hosted
+from spmd.mesh import entry_axes
+from spmd.model import PRNG, Facts, Model
+from spmd.precision import cast_floats
+from spmd.rules import Replicate, Rules, replicate
+from spmd.search_tables import compile_pattern
+from spmd.weights import as_taken
+
+BASE = "base"
+"""The name among the variables of what is frozen."""
+
+_A, _B = "_lora_a", "_lora_b"
+_SMALL = "a low-rank adapter is small"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside frozen parameters."""
+
+    targets: tuple[str, ...] = ()
+    """Which parameters have an adapter: patterns as in a rule table; none: all parameters are trained."""
+    rank: int = 8
+    """Columns of A and rows of B."""
+    alpha: float = 16.0
+    """The product of A and B is multiplied with alpha / rank."""
+
+    def __post_init__(self) -> None:
+        problems = [Problem("lora.rank", f"is {self.rank}", fix="1 or more")] if self.rank < 1 else []
+        for index, pattern in enumerate(self.targets):
+            try:
+                compile_pattern(pattern)
+            except re.error as error:
+                problems.append(Problem(f"lora.targets[{index}]", f"{pattern!r} is not a regular expression: {error}"))
+        if problems:
+            raise ConfigError("These adapters cannot be used:", problems)
+
+    @property
+    def scale(self) -> float:
+        """What the product of A and B is multiplied with."""
+        return self.alpha / self.rank
+
+
+def adapted_paths(model: Model, lora: LoraConfig, rules: Rules) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters that have an adapter, by path.
+
+    Raises:
+        ConfigError: A pattern matches no parameter, or one of fewer than two dimensions.
+    """
+    shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(_abstract(model)).items()}
+    found: dict[str, tuple[int, ...]] = {}
+    problems = []
+    for index, pattern in enumerate(lora.targets):
+        where = f"lora.targets[{index}]"
+        matches = [path for path in shapes if compile_pattern(pattern).fullmatch(rules.layer_path(path)[0])]
+        if not matches:
+            names = [rules.layer_path(path)[0] for path in shapes]
+            problems.append(Problem(where, f"{pattern!r} matches no parameter", fix=did_you_mean(pattern, names)))
+        for path in matches:
+            if len(shapes[path]) - len(rules.layer_path(path)[1]) < 2:
+                what = f"matches {path}, which is no matrix"
+                problems.append(Problem(where, what, f"{shapes[path]}", "name kernels only"))
+            found[path] = shapes[path]
+    if problems:
+        raise ConfigError("These adapters cannot be used:", problems)
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def with_lora(model: Model, lora: LoraConfig, rules: Rules, dtype: str = "float32") -> Model:
+    """The model with adapters as its parameters and its own as variables; the same object for the same arguments.
+
+    `A` is drawn with variance 1 / in, `B` is zero, so it starts as the model itself.
+
+    Args:
+        model: The model.
+        lora: Which parameters have an adapter.
+        rules: The model's table, for which of its parameters are stacked.
+        dtype: Of the frozen parameters.
+
+    Raises:
+        ConfigError: As for `adapted_paths`; or the model has a variable of the name `base`.
+    """
+    paths = adapted_paths(model, lora, rules)
+    if BASE in jax.eval_shape(lambda: model.init_variables(jax.random.key(0, impl=PRNG))):
+        raise ConfigError("This model cannot be adapted:", [Problem(BASE, "is one of the model's own variables")])
+
+    def init(key: jax.Array) -> Any:
+        adapters: dict[str, jax.Array] = {}
+        for number, (path, shape) in enumerate(paths.items()):
+            draw = jax.random.normal(jax.random.fold_in(key, number), (*shape[:-1], lora.rank))
+            adapters[path + _A] = draw * shape[-2] ** -0.5
+            adapters[path + _B] = jnp.zeros((*shape[:-2], lora.rank, shape[-1]))
+        return tree.nested(adapters)
+
+    def init_variables(key: jax.Array) -> Any:
+        return {**model.init_variables(key), BASE: cast_floats(model.init(key), dtype)}
+
+    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+        own = {name: value for name, value in variables.items() if name != BASE}
+        merged = with_adapters(as_taken(variables[BASE]), params, lora, model.facts().multiplied)
+        outputs, after = model.forward(merged, own, key, *inputs, train=train)
+        return outputs, {**after, BASE: variables[BASE]}
+
+    def apply(params: Any, *inputs: Any) -> Any:
+        fix = "call model.forward(params, variables, key, *inputs, train=False)"
+        problem = Problem(BASE, "holds the frozen parameters, which are variables", fix=fix)
+        raise ConfigError("This model cannot be applied to adapters alone:", [problem])
+
+    def facts() -> Facts:
+        known = model.facts()
+        tied = tuple(tuple(f"{BASE}/{path}" for path in group) for group in known.tied)
+        taken = (path for path in tree.flatten(_abstract(model)) if path not in paths or path in known.multiplied)
+        return dataclasses.replace(known, tied=tied, annotations={}, frozen={f"{BASE}/{path}": path for path in taken})
+
+    return Model(init, apply, init_variables, forward, facts)
+
+
+def with_adapters(base: Any, adapters: Any, lora: LoraConfig, multiplied: Container[str] = ()) -> Any:
+    """The model's parameters with what their adapters add.
+
+    Args:
+        base: A nested dictionary of all parameters.
+        adapters: The parameters of `with_lora`.
+        lora: Of that model.
+        multiplied: Paths of those that stay `Adapted`, for a model that multiplies with them by `spmd.adapted`.
+    """
+    flat = tree.flatten(adapters)
+
+    def place(path: str, leaf: Any) -> Any:
+        if path + _A not in flat:
+            return leaf
+        whole = Adapted(leaf, flat[path + _A], flat[path + _B], lora.scale)
+        return whole if path in multiplied else whole.merged()
+
+    return tree.map_with_path(place, base, is_leaf=is_hosted)
+
+
+def lora_rules(model: Model, lora: LoraConfig, rules: Rules) -> Rules:
+    """The model's table with a row for each adapter.
+
+    Args:
+        model: The model without adapters.
+        lora: Which parameters have one.
+        rules: The model's table.
+    """
+    rows: dict[str, P | Replicate] = {}
+    for path, shape in adapted_paths(model, lora, rules).items():
+        name, leading = rules.layer_path(path)
+        match = rules.match(path)
+        if match is None:
+            continue  # the plan says so
+        spec = P() if isinstance(match.requested, Replicate) else drop_axis(match.requested, "fsdp")
+        entries = (*spec, *(None,) * (len(shape) - len(leading) - len(spec)))
+        rows[re.escape(name) + _A] = _split(*entries[:-1], None)
+        rows[re.escape(name) + _B] = _split(*entries[:-2], None, entries[-1])
+    return dataclasses.replace(rules, params=(*rows.items(), *rules.params))
+
+
+def _split(*entries: Any) -> P | Replicate:
+    return P(*entries) if any(entry_axes(entry) for entry in entries) else replicate(_SMALL)
+
+
+def _abstract(model: Model) -> Any:
+    return jax.eval_shape(lambda: model.init(jax.random.key(0, impl=PRNG)))

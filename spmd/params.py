@@ -1,0 +1,87 @@
+"""The parameters of a run, without the rest of its state."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd.checkpoint import Checkpoints
+from spmd.folder import RunFolder
+from spmd.lora import BASE, with_adapters
+from spmd.mesh import MeshShape, abstract_mesh
+from spmd.model import PRNG
+from spmd.plan import ShardingPlan
+from spmd.recipe import Recipe
+from spmd.state import ModelState
+
+
+def restore_model(checkpoints: Checkpoints, step: int | None, plan: ShardingPlan) -> ModelState:
+    """The parameters and variables of a checkpoint; no optimizer state is read or made.
+
+    Args:
+        checkpoints: Of a run, or of an import.
+        step: Which checkpoint, None for the newest that is as it was sealed.
+        plan: The run's, on any mesh with devices.
+
+    Raises:
+        CheckpointError: As for `Checkpoints.restore`.
+    """
+    wanted = {"params": plan.abstract_params, "variables": plan.abstract_variables}
+    restored, _ = checkpoints.restore(step, wanted, branches=("params", "variables"))
+    return ModelState(restored["params"], restored["variables"])
+
+
+def read_params(run: Path, abstract: Any, step: int | None = None) -> Any:
+    """The model's parameters as a run has them, where it was fine-tuned with its adapters in them.
+
+    Args:
+        run: The run folder.
+        abstract: The parameters as `jax.ShapeDtypeStruct`s with shardings, such as `plan.abstract_params`; they are
+            cast to these dtypes.
+        step: Which checkpoint, None for the newest that is as it was sealed.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is of another model.
+    """
+    folder = RunFolder(Path(run))
+    recipe = Recipe(folder.config(), abstract_mesh(MeshShape()))
+    lora, key = recipe.config.lora, jax.random.key(0, impl=PRNG)
+    if not lora.targets:
+        wanted, branches = {"params": _stored(abstract, recipe.precision.params_dtype)}, ["params"]
+    else:
+        kept = jax.tree.leaves(jax.eval_shape(recipe.model.init_variables, key)[BASE])[0].dtype
+        whole = NamedSharding(jax.tree.leaves(abstract)[0].sharding.mesh, P())  # adapters are small
+        adapters = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, recipe.precision.params_dtype, sharding=whole),
+            jax.eval_shape(recipe.model.init, key),
+        )
+        wanted = {"params": adapters, "variables": {BASE: _stored(abstract, kept)}}
+        branches = ["params", f"variables/{BASE}"]
+    with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
+        restored, _ = checkpoints.restore(step, wanted, branches=branches)
+    params = restored["params"]
+    if lora.targets:
+        merge = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)
+        params = merge(restored["variables"][BASE], params)
+    return jax.tree.map(_as, params, abstract)
+
+
+def _stored(abstract: Any, dtype: Any) -> Any:
+    """Where to restore to: in the memory of devices, in the dtype of the checkpoint."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape,
+            dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype,
+            sharding=NamedSharding(leaf.sharding.mesh, leaf.sharding.spec),
+        ),
+        abstract,
+    )
+
+
+def _as(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """The array in the dtype and the place that are asked for."""
+    return jax.device_put(array if array.dtype == leaf.dtype else array.astype(leaf.dtype), leaf.sharding)

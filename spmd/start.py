@@ -1,0 +1,104 @@
+"""Where training starts: from parameters that are drawn, or from those of a run or of a Hugging Face folder.
+
+`--init` puts them straight into the plan's shards, whatever mesh they were on, and with adapters they become what is
+frozen. The optimizer's state and the data begin anew.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spmd.config import config_difference, config_values
+from spmd.errors import CheckpointError, Problem
+from spmd.folder import RunFolder
+from spmd.hf.carried import TOKENIZER
+from spmd.hf.load import check_published, load_published
+from spmd.hf.published import Published, published
+from spmd.lora import BASE
+from spmd.params import read_params
+from spmd.recipe import Recipe
+from spmd.state import TrainState, init_state
+
+_HOW = ("stacked", "unroll")
+"""Fields of a model that say how it is computed, not what."""
+
+
+def check_start(recipe: Recipe) -> str:
+    """Finds what keeps a run from starting with `init`, from configs and headers alone.
+
+    Returns:
+        What the run starts with, for a person; empty where parameters are drawn.
+
+    Raises:
+        CheckpointError: There is no such folder, or it holds another model.
+    """
+    path = Path(recipe.config.init)
+    if not recipe.config.init:
+        return ""
+    if not _is_run(path):
+        with _opened(recipe, path) as found:
+            model = found.config
+    else:
+        model = RunFolder(path).config().model
+    _check_model(path, model, recipe.config.model)
+    tokenizer = path / TOKENIZER
+    if tokenizer.exists() and recipe.config.data.tokenizer == "bytes":
+        return f"starts with {path}, which has a tokenizer that is not used here: --data.tokenizer {tokenizer}"
+    return f"starts with {path}"
+
+
+def initial_state(recipe: Recipe) -> TrainState:
+    """The state before the first step, on the recipe's mesh.
+
+    Raises:
+        CheckpointError: The parameters of `init` cannot be read, or are those of another model.
+    """
+    config, plan = recipe.config, recipe.plan
+    if not config.init:
+        return init_state(plan, config.seed)
+    if config.lora.targets:
+        return init_state(plan, config.seed, variables={BASE: _read(recipe)})
+    return init_state(plan, config.seed, params=_read(recipe))
+
+
+def _read(recipe: Recipe) -> Any:
+    path = Path(recipe.config.init)
+    if _is_run(path):
+        return read_params(path, _wanted(recipe))
+    with _opened(recipe, path) as found:
+        return load_published(found, _wanted(recipe))
+
+
+def _wanted(recipe: Recipe) -> Any:
+    """The model's own parameters as the plan has them: what is trained, or what is frozen."""
+    plan = recipe.plan
+    return plan.abstract_variables[BASE] if recipe.config.lora.targets else plan.abstract_params
+
+
+def _is_run(path: Path) -> bool:
+    return RunFolder(path).checkpoints.is_dir()
+
+
+@contextlib.contextmanager
+def _opened(recipe: Recipe, path: Path) -> Iterator[Published]:
+    with published(path) as found:
+        _check_model(path, found.config, recipe.config.model)
+        check_published(found, _wanted(recipe))
+        yield found
+
+
+def _check_model(path: Path, theirs: Any, ours: Any) -> None:
+    """Whether two shapes are one: a parameter fits where a frequency or a window does not."""
+    before, after = ({"class": type(x).__name__, **config_values(x)} for x in (theirs, ours))
+    problems = [
+        Problem(f"model.{name}", f"is {new}, and {path} has {old}", fix=f"--model.{name} {old}")
+        for name, (old, new) in config_difference(before, after).items()
+        if name not in _HOW
+    ]
+    if problems and problems[0].where == "model.class":
+        fix = f"model={before['class']}(…), or the config that `spmd import` writes"
+        problems = [dataclasses.replace(problems[0], fix=fix), *problems[1:]]
+    if problems:
+        raise CheckpointError("Training cannot start with another model's parameters:", problems)

@@ -1,0 +1,373 @@
+"""A Hugging Face folder becomes a run folder and goes back; one that cannot is one error, and nothing is written."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.gpt2 import PRESETS as GPT2_PRESETS
+from spmd import flax
+from spmd.cli import main
+from spmd.config import load_config
+from spmd.errors import CheckpointError, ConfigError
+from spmd.folder import RunFolder
+from spmd.hf import load
+from spmd.hf.family import Ignored, Name, Source, families, family_for, family_of, part, sources
+from spmd.hf.load import load_params
+from spmd.hf.safetensors import SafetensorsFile, write_safetensors
+from spmd.hf.save import parse_size, save_params
+from spmd.params import read_params
+from spmd.plan import make_plan
+from spmd.state import init_state
+from tests import tiny
+
+LAYERS = 3
+CONFIG = tiny.replaced(layers=LAYERS)
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "pre_tokenizer": {"type": "Whitespace"},
+    "model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": 2}, "unk_token": "</s>"},
+}
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Parameters of which no two are alike."""
+    return init_state(tiny.plan(CONFIG), seed=3).params
+
+
+@pytest.fixture(scope="module")
+def original(params, tmp_path_factory):
+    """A folder of them, in several files, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("hf") / "original"
+    save_params(folder, params, family_for(CONFIG), CONFIG, shard_size=30_000)
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    """A copy, to be spoilt."""
+    return Path(shutil.copytree(original, tmp_path / "folder"))
+
+
+def run(*arguments):
+    """The exit code of the command line in this process."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(a) for a in arguments])
+    return caught.value.code
+
+
+def equal(ours, theirs):
+    """Whether two trees have the same bits."""
+    return all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True))
+
+
+def tensors(folder):
+    """Every tensor of a folder."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with SafetensorsFile(path) as file:
+            found |= {name: file.read(name) for name in file.tensors}
+    return found
+
+
+def rewrite(folder, change):
+    """The folder with other tensors, in one file."""
+    table = change(tensors(folder))
+    for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        path.unlink(missing_ok=True)
+    kinds = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in table.items()}
+    write_safetensors(folder / "model.safetensors", kinds, iter(table.values()), {"format": "pt"})
+
+
+def edit(path, **fields):
+    """A JSON file with other fields; None takes one away."""
+    values = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+
+
+MESHES = [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"pipe": 3}]
+
+
+@pytest.mark.parametrize("at_once", [load.AT_ONCE, 1000, 1])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_shards_are_read_where_they_belong(sizes, at_once, original, params, monkeypatch):
+    """On every mesh, and however few rows are read at once, the parameters are the ones that were written."""
+    monkeypatch.setattr(load, "AT_ONCE", at_once)
+    abstract = tiny.plan(CONFIG, **sizes).abstract_params
+    loaded = load_params(original, abstract)
+    assert jax.tree.all(jax.tree.map(lambda x, leaf: x.sharding == leaf.sharding, loaded, abstract))
+    assert equal(loaded, params)
+
+
+def test_a_tensor_is_the_transpose_of_a_layer(original, params):
+    """A control of the round trip: what the files hold is PyTorch's layout, not ours."""
+    kernel = np.asarray(params["layers"]["attention"]["k_proj"]["kernel"])
+    found = tensors(original)
+    for layer in range(LAYERS):
+        np.testing.assert_array_equal(found[f"model.layers.{layer}.self_attn.k_proj.weight"], kernel[layer].T)
+
+
+@pytest.mark.parametrize("sizes", MESHES[:2], ids=str)
+def test_shards_of_accelerators_are_written_in_place(sizes, original, params, monkeypatch):
+    """What is done for devices with memory of their own gives the same bits."""
+    monkeypatch.setattr(load, "_HostShards", load._DeviceShards)
+    monkeypatch.setattr(load, "AT_ONCE", 3000)
+    assert equal(load_params(original, tiny.plan(CONFIG, **sizes).abstract_params), params)
+
+
+def test_layers_that_are_not_stacked_go_by_the_same_lines(original, params):
+    """`layers/1/…` is what lies at 1 in the stack."""
+    config = dataclasses.replace(CONFIG, stacked=False)
+    loaded = load_params(original, tiny.plan(config, fsdp=2).abstract_params)
+    for layer, own in loaded["layers"].items():
+        assert equal(own, jax.tree.map(lambda x: x[int(layer)], params["layers"]))  # noqa: B023
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float64, "mixed"])
+def test_other_floats_are_cast(dtype, folder, params):
+    """16 and 64 bits in the files, and several dtypes in one stack, are the plan's dtype in the end."""
+    kinds = [np.float32, jnp.bfloat16, np.float64] if dtype == "mixed" else [dtype]
+    rewrite(folder, lambda t: {name: a.astype(kinds[i % len(kinds)]) for i, (name, a) in enumerate(t.items())})
+    loaded = load_params(folder, tiny.plan(CONFIG, fsdp=2, tensor=2).abstract_params)
+    for ours, theirs in zip(*map(jax.tree.leaves, (loaded, params)), strict=True):
+        assert ours.dtype == np.float32
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-6)
+
+
+def test_parts_of_a_tensor_are_parameters(tmp_path):
+    """GPT-2's queries, keys and values are in one tensor, side by side, kernels and biases alike."""
+    config = GPT2_PRESETS["test"]
+    family = family_for(config)
+    mesh = tiny.mesh(fsdp=2, tensor=2)
+    plan = make_plan(mesh, family.rules(config), flax.from_nnx(config.build), tiny.OPTIMIZER)
+    start = jax.tree.map(lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape), init_state(plan).params)
+    save_params(tmp_path / "out", start, family, config)
+    found, attention = tensors(tmp_path / "out"), start["layers"]["attention"]
+    for ours, theirs in (("kernel", "weight"), ("bias", "bias")):
+        joined = np.concatenate([np.asarray(attention[f"{x}_proj"][ours][1]) for x in "qkv"], axis=-1)
+        np.testing.assert_array_equal(found[f"transformer.h.1.attn.c_attn.{theirs}"], joined)
+    assert equal(load_params(tmp_path / "out", plan.abstract_params), start)
+
+
+def test_a_stack_may_be_every_other_layer():
+    """Numbers of tensors step, and parts of a turned tensor lie along its rows."""
+    source = Source("local/w", (2, 4, 6), Name("local/w", "h.{layer}.w", part(1, 3, transposed=True), first=1, step=2))
+    assert [name for _, name in source.tensors()] == ["h.1.w", "h.3.w"]
+    assert source.stored == (18, 4)
+    assert source.region((slice(0, 2), slice(2, 5))) == (slice(8, 11), slice(0, 2))
+
+
+def test_a_run_folder_and_back(original, params, tmp_path, capsys):
+    """`import` makes a run that can be read and generated from; `export` gives back every tensor and file."""
+    out = tmp_path / "run"
+    flags = ("--mesh.fsdp", "2", "--mesh.tensor", "2", "--mesh.data", "2", "--devices", "8")
+    assert run("import", original, "--out", out, *flags) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+    config = RunFolder(out).config()
+    assert config == load_config(str(out / "config.py"))
+    assert config.model == CONFIG
+    assert config.data.tokenizer == str(out / "tokenizer.json")
+    assert (config.mesh.fsdp, config.mesh.tensor, config.data.sequence) == (2, 2, 2048)
+    assert equal(read_params(out, tiny.plan(CONFIG, fsdp=8).abstract_params), params)
+    assert run("generate", out, "--prompt", "a", "--tokens", "2") == 0
+    assert run("export", out, "--out", tmp_path / "back", "--shard-size", "30KB") == 0
+    before, after = tensors(original), tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
+        assert (original / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+    assert run("export", out, "--out", tmp_path / "narrow", "--dtype", "bf16") == 0
+    assert {a.dtype for a in tensors(tmp_path / "narrow").values()} == {np.dtype(jnp.bfloat16)}
+    assert json.loads((tmp_path / "narrow" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert run("train", out / "config.py", "--out", out, "--resume", "always") == 2
+    assert "--init" in capsys.readouterr().err
+
+
+def test_what_changes_nothing_is_given_back(folder, tmp_path):
+    """Fields of config.json that the model does not have come back as they were; the shape is the model's own."""
+    edit(folder / "config.json", max_position_embeddings=99, bos_token_id=7, use_cache=True)
+    assert run("import", folder, "--out", tmp_path / "run", "--devices", "8") == 0
+    assert run("export", tmp_path / "run", "--out", tmp_path / "back") == 0
+    values = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (values["max_position_embeddings"], values["bos_token_id"], values["use_cache"]) == (99, 7, True)
+    assert values["hidden_size"] == CONFIG.d_model
+    assert RunFolder(tmp_path / "run").config().data.sequence == 99
+
+
+def drop(name):
+    return lambda folder: rewrite(folder, lambda t: {key: a for key, a in t.items() if key != name})
+
+
+def put(name, array):
+    return lambda folder: rewrite(folder, lambda t: {**t, name: array})
+
+
+def cut(folder):
+    path = min(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def lead_out(folder):
+    path = min(folder.glob("*.safetensors"))
+    path.rename(folder.parent / "elsewhere.safetensors")
+    path.symlink_to("../elsewhere.safetensors")
+
+
+def only_pickles(folder):
+    for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def index(**files):
+    return lambda folder: edit(
+        folder / "model.safetensors.index.json",
+        weight_map={**json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"], **files},
+    )
+
+
+def config(**fields):
+    return lambda folder: edit(folder / "config.json", **fields)
+
+
+def tokenizer(words):
+    vocab = {"</s>": 0, **{f"word{i}": i + 1 for i in range(words)}}
+    return lambda folder: edit(folder / "tokenizer.json", model={**TOKENIZER["model"], "vocab": vocab})
+
+
+def other_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e")
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+BAD = {
+    "missing": (drop(Q), f"{Q}: is missing"),
+    "extra": (put("model.layers.1.self_attn.q_proj.bias", np.ones(32, np.float32)), "q_proj.bias: is extra"),
+    "renamed": (
+        lambda folder: rewrite(folder, lambda t: {k.replace("q_proj", "query"): a for k, a in t.items()}),
+        "was it",
+    ),
+    "another shape": (put(Q, np.ones((32, 31), np.float32)), "it is [32, 31], and [32, 32] is wanted"),
+    "integers": (put(Q, np.ones((32, 32), np.int8)), "it is int8"),
+    "truncated": (cut, "7 are missing"),
+    "an index that leads out": (index(extra="../elsewhere.safetensors"), "is a path"),
+    "an index of a file that is not there": (index(extra="none.safetensors"), "none.safetensors: cannot be read"),
+    "an index that is wrong": (index(extra="model-00001-of-00005.safetensors"), "extra: is not in model-00001"),
+    "an index that has it elsewhere": (index(**{Q: "model-00001-of-00005.safetensors"}), f"{Q}: is in model-00004"),
+    "an index of pickles": (index(extra="pytorch_model.bin"), "is no safetensors file"),
+    "a link that leads out": (lead_out, "leads out of the folder"),
+    "pickles": (only_pickles, "pytorch_model.bin: is a pickle"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: is missing"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read"),
+    "an unknown architecture": (config(architectures=["LlamaForCausalLN"]), 'did you mean "LlamaForCausalLM"?'),
+    "no architecture": (config(architectures=None), "names no architecture"),
+    "a feature": (config(quantization_config={"bits": 4}), "quantization_config: is {'bits': 4}, and is not known"),
+    "an activation": (config(hidden_act="gelu"), "hidden_act: is 'gelu', and this model has silu alone"),
+    "a scaling": (config(rope_scaling={"rope_type": "yarn"}), "rope_scaling: is of type 'yarn'"),
+    "no width": (config(hidden_size=None), "hidden_size: is missing"),
+    "a word for a number": (config(num_hidden_layers="two"), "num_hidden_layers: is 'two'"),
+    "too many tokens": (tokenizer(64), "65 tokens, and 64 rows of the embedding"),
+    "no tokenizer of ours": (other_tokenizer, "tokenizer.model: is a tokenizer that is not read here"),
+    "a tokenizer that is none": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        "is not a tokenizer.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD)
+def test_what_is_wrong_with_a_folder_is_said(spoil, folder, tmp_path, capsys):
+    """An error that names it, exit code 2, and nothing written."""
+    change, complaint = BAD[spoil]
+    change(folder)
+    assert run("import", folder, "--out", tmp_path / "run", "--devices", "8") == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert "Traceback" not in error
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("run")) == []
+
+
+def test_everything_that_is_wrong_is_said_at_once(folder, tmp_path, capsys):
+    """Tensors, the tokenizer and the folder to be written, in one error."""
+    drop(Q)(folder)
+    put("lm_head.weight", np.ones((1, 1), np.float32))(folder)
+    tokenizer(99)(folder)
+    (tmp_path / "run").mkdir()
+    assert run("import", folder, "--out", tmp_path / "run", "--devices", "8") == 2
+    error = capsys.readouterr().err
+    for complaint in (f"{Q}: is missing", "lm_head.weight: has another shape", "100 tokens", "run: exists"):
+        assert complaint in error
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_what_is_no_folder_is_said(tmp_path, capsys):
+    """The name of a model on the hub is not fetched."""
+    assert run("import", "meta-llama/Llama-3", "--out", tmp_path / "run") == 2
+    assert "nothing is downloaded" in capsys.readouterr().err
+
+
+def test_a_snapshot_of_the_hub_is_read(original, params, tmp_path):
+    """Its files are links to the cache's blobs, and they alone are followed."""
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(original.iterdir()):
+        shutil.copyfile(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert equal(load_params(snapshot, tiny.plan(CONFIG).abstract_params), params)
+
+
+def test_known_extras_are_named(folder, params):
+    """A buffer that follows from the shape is left alone; the table says why."""
+    put("model.layers.0.self_attn.rotary_emb.inv_freq", np.ones(4, np.float32))(folder)
+    assert equal(load_params(folder, tiny.plan(CONFIG).abstract_params), params)
+    line = Ignored("h.{layer}.attn.bias", "is a mask")
+    assert (line.covers("h.12.attn.bias"), line.covers("h.x.attn.bias"), line.covers("h.1.attnxbias")) == (1, 0, 0)
+
+
+def test_an_export_that_fails_leaves_nothing(params, tmp_path, monkeypatch):
+    """Neither the folder nor what it is called while it is written."""
+    monkeypatch.setattr("spmd.hf.save._write_json", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        save_params(tmp_path / "out", params, family_for(CONFIG), CONFIG)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="exists"):
+        save_params(tmp_path / "out", params, family_for(CONFIG), CONFIG)
+
+
+def test_a_name_map_that_does_not_fit_is_said():
+    """A parameter without a line, and a line without a parameter."""
+    with pytest.raises(ConfigError) as caught:
+        sources([Name("a/kernel", "a.weight"), Name("c/scale", "c")], {"a/kernel": (2, 3), "b/kernel": (2,)})
+    assert {problem.where for problem in caught.value.problems} == {"b/kernel", "name 'c/scale'"}
+
+
+def test_families_are_found_by_entry_points():
+    """Those that ship, by their architectures; what is none is said with the nearest."""
+    assert {"llama", "mistral", "mixtral"} <= set(families())
+    assert family_of(["X", "MixtralForCausalLM"]).name == "mixtral"
+    with pytest.raises(ConfigError, match="has no place"):
+        family_for(object())
+    with pytest.raises(ConfigError, match="LlamaForCausalLM"):
+        family_of(["LamaForCausalLM"])
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5KB", 1500), ("5", 0), ("0GB", 0), ("GB", 0)])
+def test_sizes(text, size):
+    """Of files, in powers of ten; anything else is refused."""
+    if size:
+        assert parse_size(text) == size
+    else:
+        with pytest.raises(ConfigError, match="number of bytes"):
+            parse_size(text)

@@ -1,0 +1,148 @@
+"""Low-rank adapters beside frozen parameters: the same numbers on every mesh, and nothing of the rest changes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from partition_rules.llama import LLAMA
+from spmd import flax, tree
+from spmd.errors import ConfigError
+from spmd.lora import BASE, LoraConfig, lora_rules, with_adapters, with_lora
+from spmd.loss import next_token_loss
+from spmd.mesh import batch_sharding
+from spmd.model import Model
+from spmd.plan import ShardingPlan, make_plan
+from spmd.rules import Rules
+from spmd.state import TrainState, init_state
+from spmd.step import make_train_step
+from tests import tiny
+
+LORA = LoraConfig(targets=("attention/(q|v)_proj/kernel", "mlp/down_proj/kernel"), rank=4)
+STEPS = 3
+
+
+@functools.cache
+def adapted(lora: LoraConfig = LORA) -> Model:
+    return with_lora(tiny.model(), lora, LLAMA)
+
+
+@functools.cache
+def plan(lora: LoraConfig = LORA, options: tuple = (), **sizes: int) -> ShardingPlan:
+    rules = lora_rules(tiny.model(), lora, LLAMA)
+    return make_plan(tiny.mesh(**sizes), rules, adapted(lora), tiny.OPTIMIZER, **dict(options))
+
+
+def batch(of: ShardingPlan) -> dict[str, jax.Array]:
+    tokens = np.random.default_rng(0).integers(0, tiny.CONFIG.vocab, (8, 17)).astype(np.int32)
+    arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 16), np.float32)}
+    return jax.device_put(arrays, batch_sharding(of.mesh))
+
+
+def trained(of: ShardingPlan, lora: LoraConfig = LORA) -> tuple[TrainState, list[float]]:
+    step, state, losses = make_train_step(of, next_token_loss(adapted(lora))), init_state(of), []
+    for _ in range(STEPS):
+        state, metrics = step(state, batch(of))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@functools.cache
+def reference() -> tuple[TrainState, list[float]]:
+    return trained(plan())
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"sequence": 2, "fsdp": 2}], ids=str)
+def test_adapters_train_alike_on_every_mesh(sizes: dict[str, int]) -> None:
+    """Losses and adapters after some steps are those of one device."""
+    state, losses = trained(plan(**sizes))
+    np.testing.assert_allclose(losses, reference()[1], rtol=1e-5)
+    for path, array in tree.flatten(reference()[0].params).items():
+        np.testing.assert_allclose(tree.flatten(state.params)[path], array, atol=3e-5, err_msg=path)
+
+
+def test_control_another_scale_is_seen() -> None:
+    """With another alpha the same adapters learn otherwise."""
+    other = dataclasses.replace(LORA, alpha=4.0)
+    assert not np.allclose(trained(plan(other), other)[1][1:], reference()[1][1:], rtol=1e-5)
+
+
+def test_nothing_but_adapters_changes() -> None:
+    """Frozen parameters are bitwise as they began, gradients and optimizer state are of adapters alone."""
+    layout, (state, losses) = plan(), reference()
+    assert losses[-1] < losses[0]
+    for path, array in tree.flatten(init_state(layout).variables).items():
+        np.testing.assert_array_equal(tree.flatten(state.variables)[path], array, err_msg=path)
+    assert all("_lora_" in leaf.path for leaf in (*layout.params, *layout.gradients))
+    assert all("_lora_" in leaf.path or leaf.shape == () for leaf in layout.optimizer_state)
+
+
+def test_it_begins_as_the_model_and_stays_what_merging_makes_of_it() -> None:
+    """Logits before a step are bitwise the model's; afterwards, those of the model with its adapters merged in."""
+    tokens = batch(plan())["tokens"]
+    start, (state, _) = init_state(plan()), reference()
+    plain = tiny.model().apply(start.variables[BASE], tokens)
+    np.testing.assert_array_equal(_logits(start, tokens), plain)
+    merged = tiny.model().apply(with_adapters(state.variables[BASE], state.params, LORA), tokens)
+    np.testing.assert_allclose(_logits(state, tokens), merged, atol=2e-5)
+    assert not np.allclose(merged, plain, atol=1e-3)
+
+
+def _logits(state: TrainState, tokens: jax.Array) -> jax.Array:
+    return adapted().forward(state.params, state.variables, None, tokens, train=False)[0]
+
+
+def test_an_adapter_lies_as_its_parameter_does() -> None:
+    """A is split as the rows and B as the columns, neither over fsdp, and stacks as their parameter."""
+    specs = {leaf.path: leaf.spec for leaf in plan(data=2, fsdp=2, tensor=2).params}
+    assert specs["layers/attention/q_proj/kernel_lora_a"] == P("pipe")
+    assert specs["layers/attention/q_proj/kernel_lora_b"] == P("pipe", None, "tensor")
+    assert specs["layers/mlp/down_proj/kernel_lora_a"] == P("pipe", "tensor", None)
+    assert specs["layers/mlp/down_proj/kernel_lora_b"] == P("pipe")
+
+
+def test_frozen_parameters_may_be_in_host_memory() -> None:
+    """Offloaded, they are in host memory before and after a step, and the numbers are the same."""
+    layout = plan(options=(("offload", ("params",)), ("remat", "full")), fsdp=2)
+    state, losses = trained(layout)
+    np.testing.assert_allclose(losses, reference()[1], rtol=1e-5)
+    kinds = {path: leaf.sharding.memory_kind for path, leaf in tree.flatten(state.variables[BASE]).items()}
+    assert {path for path, kind in kinds.items() if kind == "pinned_host"} == {
+        path for path in kinds if path.startswith("layers/") and path.endswith("kernel")
+    }
+    assert all(leaf.memory_kind == "device" for leaf in layout.params)
+
+
+@pytest.mark.parametrize("target", ["lm_head/kernel", "embed/embedding"])
+def test_what_no_layer_multiplies_with_is_merged(target: str) -> None:
+    """An embedding and an output head may have an adapter too."""
+    lora = LoraConfig(targets=(target,), rank=2)
+    losses = trained(plan(lora, fsdp=2, tensor=2), lora)[1]
+    np.testing.assert_allclose(losses, trained(plan(lora), lora)[1], rtol=1e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_a_module_that_knows_of_no_adapter_can_have_one() -> None:
+    """A user's own Flax module is given the sum of parameter and adapter."""
+    model = flax.from_nnx(lambda rngs: flax.nnx.Linear(4, 6, rngs=rngs))
+    lora, rules = LoraConfig(targets=("kernel",), rank=2), Rules([("kernel", P("fsdp", "tensor"))])
+    low = with_lora(model, lora, rules)
+    params = jax.tree.map(jnp.ones_like, low.init(jax.random.key(0)))
+    variables = low.init_variables(jax.random.key(0))
+    x = jnp.ones((3, 4))
+    out = low.forward(params, variables, None, x, train=False)[0]
+    np.testing.assert_allclose(out, model.apply(variables[BASE], x) + 4 * 2 * lora.scale, rtol=1e-6)
+
+
+def test_targets_that_cannot_be_adapted_are_all_named() -> None:
+    """A pattern without a match, one that is no matrix, no regex, a rank of zero."""
+    with pytest.raises(ConfigError) as caught:
+        with_lora(tiny.model(), LoraConfig(targets=("attention/x_proj/kernel", "norm/scale")), LLAMA)
+    assert [problem.where for problem in caught.value.problems] == ["lora.targets[0]", "lora.targets[1]"]
+    with pytest.raises(ConfigError) as caught:
+        LoraConfig(targets=("(",), rank=0)
+    assert [problem.where for problem in caught.value.problems] == ["lora.rank", "lora.targets[0]"]

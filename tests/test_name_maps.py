@@ -1,0 +1,244 @@
+"""A family's name map has a line for every parameter, and reads back every shape that it writes."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+
+from models import gemma, gpt2, llama, mistral, qwen
+from models.rope_scaling import RopeScaling
+from name_maps import gemma as gemma_names
+from name_maps import gpt2 as gpt2_names
+from name_maps import llama as llama_names
+from name_maps import mistral as mistral_names
+from name_maps import qwen as qwen_names
+from partition_rules.gpt2 import GPT2_WHOLE_VOCABULARY
+from spmd import flax, tree
+from spmd.errors import ConfigError
+from spmd.hf.family import sources
+
+SCALED = dataclasses.replace(llama.PRESETS["test"], rope_scaling=RopeScaling(factor=8.0, original_context=16))
+FAMILIES = {
+    "llama3.1": (llama_names.FAMILY, SCALED),
+    "mistral": (mistral_names.FAMILY, mistral.PRESETS["test"]),
+    "qwen2": (qwen_names.QWEN2_FAMILY, qwen.PRESETS["test-qwen2"]),
+    "qwen3": (qwen_names.QWEN3_FAMILY, qwen.PRESETS["test-qwen3"]),
+    "gemma": (gemma_names.GEMMA_FAMILY, gemma.PRESETS["test-gemma"]),
+    "gemma2": (gemma_names.GEMMA2_FAMILY, gemma.PRESETS["test-gemma2"]),
+    "gpt2": (gpt2_names.FAMILY, gpt2.PRESETS["test"]),
+}
+PUBLISHED = [
+    *((mistral_names.FAMILY, name, c) for name, c in mistral.PRESETS.items()),
+    *((gemma_names.GEMMA_FAMILY, name, c) for name, c in gemma.PRESETS.items() if "gemma2" not in name),
+    *((gemma_names.GEMMA2_FAMILY, name, c) for name, c in gemma.PRESETS.items() if "gemma2" in name),
+    *((qwen_names.QWEN2_FAMILY, name, c) for name, c in qwen.PRESETS.items() if c.qkv_bias),
+    *((qwen_names.QWEN3_FAMILY, name, c) for name, c in qwen.PRESETS.items() if c.qk_norm),
+    *((gpt2_names.FAMILY, name, c) for name, c in gpt2.PRESETS.items()),
+    *((llama_names.FAMILY, name, c) for name, c in llama.PRESETS.items() if name.startswith("llama")),
+]
+
+
+@functools.cache
+def shapes(config):
+    """Path → shape of every parameter, without making any."""
+    made = jax.eval_shape(flax.from_nnx(config.build).init, jax.random.key(0))
+    return {path: leaf.shape for path, leaf in tree.flatten(made).items()}
+
+
+def resolved(config):
+    """The shape with the width of its heads written out, where it may be left to follow from others."""
+    return dataclasses.replace(config, head_dim=config.head_width) if hasattr(config, "head_dim") else config
+
+
+@pytest.mark.parametrize(("family", "name", "config"), PUBLISHED, ids=[name for _, name, _ in PUBLISHED])
+def test_a_shape_is_read_as_it_was_written(family, name, config):
+    """config.json and back, for every preset; and the family says that it fits."""
+    written = {"architectures": list(family.architectures), **family.write_config(config)}
+    assert resolved(family.read_config(written)) == resolved(dataclasses.replace(config, unroll=1))
+    assert family.fits(config)
+
+
+# config.json in the form of the published checkpoints: their shapes, and the fields that not every file has.
+FILES = {
+    "gpt2-medium": (
+        {
+            **{"activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
+            **{"layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 1024, "n_head": 16, "n_layer": 24},
+            **{"n_positions": 1024, "n_special": 0, "predict_special_tokens": True, "vocab_size": 50257},
+            **{"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True},
+            **{"summary_type": "cls_index", "summary_use_proj": True},
+        },
+        gpt2_names.FAMILY,
+        gpt2.PRESETS["gpt2-medium"],
+    ),
+    "gemma-2b": (
+        {
+            **{"attention_bias": False, "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None},
+            **{"hidden_size": 2048, "intermediate_size": 16384, "max_position_embeddings": 8192},
+            **{"num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1, "rms_norm_eps": 1e-06},
+            **{"rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000},
+        },
+        gemma_names.GEMMA_FAMILY,
+        gemma.PRESETS["gemma-2b"],
+    ),
+    "gemma2-9b": (
+        {
+            **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid"},
+            **{"final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
+            **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336},
+            **{"num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8, "rms_norm_eps": 1e-06},
+            **{"query_pre_attn_scalar": 256, "rope_theta": 10000.0, "sliding_window": 4096},
+            **{"sliding_window_size": 4096, "vocab_size": 256000},
+        },
+        gemma_names.GEMMA2_FAMILY,
+        gemma.PRESETS["gemma2-9b"],
+    ),
+    "qwen2.5-0.5b": (
+        {
+            **{"hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864, "max_window_layers": 24},
+            **{"num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06},
+            **{"rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False},
+            **{"use_sliding_window": False, "vocab_size": 151936},
+        },
+        qwen_names.QWEN2_FAMILY,
+        qwen.PRESETS["qwen2.5-0.5b"],
+    ),
+    "qwen3-0.6b": (
+        {
+            **{"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024},
+            **{"intermediate_size": 3072, "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28},
+            **{"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000},
+            **{"sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936},
+        },
+        qwen_names.QWEN3_FAMILY,
+        qwen.PRESETS["qwen3-0.6b"],
+    ),
+    "llama3.2-1b": (
+        {
+            **{"attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "mlp_bias": False},
+            **{"intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 16, "pretraining_tp": 1},
+            **{"num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True},
+            "rope_scaling": {
+                **{"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0},
+                **{"original_max_position_embeddings": 8192, "rope_type": "llama3"},
+            },
+            "vocab_size": 128256,
+        },
+        llama_names.FAMILY,
+        llama.PRESETS["llama3.2-1b"],
+    ),
+    "mistral-nemo-12b": (
+        {
+            **{"head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 14336},
+            **{"num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05},
+            **{"rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072},
+        },
+        mistral_names.FAMILY,
+        mistral.PRESETS["mistral-nemo-12b"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_published_config_is_a_preset(name):
+    """The shapes in `models` are those of the checkpoints that they are named for."""
+    values, family, preset = FILES[name]
+    assert resolved(family.read_config(values)) == resolved(preset)
+
+
+def test_a_shape_fits_one_family():
+    """But for what is the same model: a Llama with no window is a Mistral too."""
+    for name, (family, config) in FAMILIES.items():
+        others = {other for other, (o, _) in FAMILIES.items() if o is not family and o.fits(config)}
+        assert others == ({"mistral"} if name == "llama3.1" else set())
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_tensor_belongs_to_one_parameter(name, stacked):
+    """Every parameter has a line and every line a parameter; tensors have the parameters' elements, none twice."""
+    family, config = FAMILIES[name]
+    config = dataclasses.replace(config, stacked=stacked)
+    table = sources(family.names(config), shapes(config))
+    assert set(table) == set(shapes(config))
+    parts = [(tensor, s.name.how.number) for s in table.values() for _, tensor in s.tensors()]
+    assert len(parts) == len(set(parts))
+    layers = {int(tensor.split(".")[2]) for tensor, _ in parts if ".layers." in tensor or ".h." in tensor}
+    assert layers == set(range(config.layers))
+
+
+def test_layers_of_gemma_2_take_turns():
+    """Tensors of layers 0 and 2 are local, of 1 and 3 global."""
+    family, config = FAMILIES["gemma2"]
+    table = sources(family.names(config), shapes(config))
+    for block, numbers in (("local_block", ["0", "2"]), ("global_block", ["1", "3"])):
+        tensors = [tensor for _, tensor in table[f"layers/{block}/mlp/up_proj/kernel"].tensors()]
+        assert [tensor.split(".")[2] for tensor in tensors] == numbers
+
+
+def test_queries_keys_and_values_of_gpt_2_are_thirds_of_a_tensor():
+    """Columns 0 to 31, 32 to 63 and 64 to 95 of 96, neither turned nor overlapping."""
+    family, config = FAMILIES["gpt2"]
+    table = sources(family.names(config), shapes(config))
+    for number, x in enumerate("qkv"):
+        source = table[f"layers/attention/{x}_proj/kernel"]
+        assert source.stored == (32, 96)
+        assert source.region((slice(0, 32), slice(0, 32))) == (slice(0, 32), slice(32 * number, 32 * number + 32))
+
+
+def test_the_published_gpt_2_has_no_prefix():
+    """Where no tensor has the family's prefix, no line has; where one has, all keep it."""
+    family, config = FAMILIES["gpt2"]
+    full, _ = family.lines(config, ["transformer.wte.weight"])
+    short, ignored = family.lines(config, ["wte.weight", "h.0.attn.bias"])
+    assert full == family.names(config)
+    assert [f"transformer.{line.tensor}" for line in short] == [line.tensor for line in full]
+    assert any(line.covers("h.0.attn.bias") for line in ignored)
+
+
+def test_the_published_gpt_2_has_a_table_that_splits_no_vocabulary():
+    """Its 50,257 words divide over no `tensor`; an even vocabulary is split."""
+    rules = gpt2_names.FAMILY.rules
+    assert rules(gpt2.PRESETS["gpt2"]) is GPT2_WHOLE_VOCABULARY
+    assert rules(gpt2.PRESETS["test"]) is not GPT2_WHOLE_VOCABULARY
+
+
+REFUSED = [
+    ("llama3.1", {"attention_bias": True, "rope_scaling": {"rope_type": "yarn"}}, {"attention_bias", "rope_scaling"}),
+    (
+        "llama3.1",
+        {"rope_scaling": {"rope_type": "llama3", "factor": "8", "low_freq_factor": 1.0, "beta": 2}},
+        {
+            "rope_scaling.beta",
+            "rope_scaling.factor",
+            "rope_scaling.high_freq_factor",
+            "rope_scaling.original_max_position_embeddings",
+        },
+    ),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "layer_types": ["sliding_attention"]},
+        {"use_sliding_window", "layer_types"},
+    ),
+    ("gemma", {"hidden_act": "silu", "tie_word_embeddings": False}, {"hidden_act", "model.tied"}),
+    (
+        "gemma2",
+        {"layer_types": ["full_attention"] * 4, "attn_logit_softcapping": -1.0},
+        {"layer_types", "model.attention_soft_cap"},
+    ),
+    (
+        "gpt2",
+        {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True, "n_head": 5, "alibi": True},
+        {"activation_function", "scale_attn_by_inverse_layer_idx", "model.heads", "alibi"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "wrong"), REFUSED, ids=[name for name, _, _ in REFUSED])
+def test_a_feature_that_a_model_does_not_have_is_named(name, changes, wrong):
+    """One error with all of them."""
+    family, config = FAMILIES[name]
+    with pytest.raises(ConfigError) as caught:
+        family.read_config({**family.write_config(config), **changes})
+    assert {problem.where for problem in caught.value.problems} == wrong

@@ -1,0 +1,92 @@
+"""The parameters of a run are read by themselves, onto any mesh, in any dtype, with adapters where it has some."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from partition_rules.llama import LLAMA
+from spmd.checkpoint import Checkpoints
+from spmd.config import TrainConfig
+from spmd.errors import CheckpointError
+from spmd.folder import RunFolder
+from spmd.lora import LoraConfig, with_adapters
+from spmd.mesh import MeshShape
+from spmd.params import read_params, restore_model
+from spmd.recipe import Recipe, config_mesh
+from spmd.state import init_state
+from tests import tiny
+
+SOURCE = """
+import spmd
+from models.llama import PRESETS
+from partition_rules.llama import LLAMA
+
+config = spmd.TrainConfig(model=PRESETS["test"], rules=LLAMA)
+"""
+
+
+def equal(ours, theirs):
+    """Whether two trees have the same bits."""
+    return all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True))
+
+
+def write_run(folder, **fields):
+    """A run folder with one checkpoint, and its state."""
+    (folder / "config.py").write_text(SOURCE)
+    config = TrainConfig(model=tiny.CONFIG, rules=LLAMA, mesh=MeshShape(fsdp=4, tensor=2), devices=8, **fields)
+    recipe = Recipe(config, config_mesh(config))
+    RunFolder(folder).describe(config, folder / "config.py", str(recipe.plan))
+    # No two adapters are zero, as they all begin.
+    state = jax.tree.map(lambda x: x + 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else x, init_state(recipe.plan, 3))
+    with Checkpoints(RunFolder(folder).checkpoints) as checkpoints:
+        checkpoints.save(5, state, {"step": 5})
+    return recipe, state
+
+
+def test_the_optimizer_is_not_read(tmp_path):
+    """Of a checkpoint with everything, the parameters and variables alone are read, onto another mesh."""
+    _, state = write_run(tmp_path)
+    with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        model = restore_model(checkpoints, None, tiny.plan(fsdp=2, tensor=2))
+        assert equal(model.params, state.params)
+        assert model.variables == {}
+        with pytest.raises(CheckpointError, match="lm_head/kernel: extra"):
+            restore_model(checkpoints, None, tiny.plan(dataclasses.replace(tiny.CONFIG, tied=True)))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-params"])
+@pytest.mark.parametrize("wanted", ["float32", "bf16-params"])
+def test_parameters_are_cast(precision, wanted, tmp_path):
+    """A run in one precision starts one in another."""
+    _, state = write_run(tmp_path, precision=precision)
+    abstract = tiny.plan(options=(("precision", wanted),), fsdp=2).abstract_params
+    read = read_params(tmp_path, abstract)
+    assert jax.tree.all(
+        jax.tree.map(lambda x, leaf: (x.dtype, x.sharding) == (leaf.dtype, leaf.sharding), read, abstract)
+    )
+    assert equal(read, jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), state.params, abstract))
+
+
+def test_adapters_are_added(tmp_path):
+    """What was fine-tuned is read as the sum, without the adapters beside it."""
+    lora = LoraConfig(targets=("attention/(q|v)_proj/kernel",), rank=2)
+    _, state = write_run(tmp_path, lora=lora)
+    base = state.variables["base"]
+    expected = with_adapters(base, state.params, lora)
+    read = read_params(tmp_path, tiny.plan(fsdp=2, tensor=2).abstract_params)
+    for ours, theirs in zip(*map(jax.tree.leaves, (read, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert not equal(read, base)
+
+
+def test_another_model_is_an_error(tmp_path):
+    """Every difference is listed, and nothing is cut to fit."""
+    write_run(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        read_params(tmp_path, tiny.plan(tiny.replaced(layers=3)).abstract_params)
+    assert len(caught.value.problems) > 3
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        read_params(tmp_path, tiny.plan().abstract_params, step=7)
