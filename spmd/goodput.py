@@ -1,12 +1,13 @@
 """Where the time of a run went, over all its restarts: goodput is the part that moved the model forward.
 
-A run folder's `goodput.jsonl` has a line for each logged step of each session (a session is one process from start to
-end): how many seconds of it went where so far. A session that is killed loses what came after its last line, so that
-time counts as time between sessions.
+A run folder's `goodput.jsonl` has a line for each logged step of each session (a session is one `spmd train`; the first
+in a process began with the process): how many seconds of it went where so far. A session that is killed loses what came
+after its last line, so that time counts as time between sessions.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -36,7 +37,8 @@ class Stopwatch:
 
     Args:
         now: The clock, in seconds since the epoch.
-        began: When the first activity, `start`, began.
+        began: When the first activity, `start`, began; by default with the process, or now in a process that has had a
+            session.
 
     Example:
         >>> times = iter([0.0, 3.0, 4.0, 9.0])
@@ -50,7 +52,7 @@ class Stopwatch:
 
     def __init__(self, now: Callable[[], float] = time.time, began: float | None = None) -> None:
         self._now = now
-        self.began = self._since = process_start() if began is None else began
+        self.began = self._since = session_start() if began is None else began
         self._activity = "start"
         self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
 
@@ -87,6 +89,14 @@ class Stopwatch:
         record = {"session": self.began, "step": step, "now": self._now(), "seconds": self.seconds}
         with (folder / _FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+
+_SESSIONS = itertools.count()
+
+
+def session_start() -> float:
+    """When the session that is being made began: the first of a process with the process, every other one now."""
+    return process_start() if next(_SESSIONS) == 0 else time.time()
 
 
 def process_start() -> float:

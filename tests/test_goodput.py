@@ -121,6 +121,16 @@ def test_a_cut_line_is_left_out(tmp_path):
     assert measure_goodput(tmp_path).seconds["step"] == pytest.approx(10)
 
 
+def test_each_session_of_a_process_is_one(tmp_path):
+    """Sessions of one process have different starts, and the second does not count what the first took."""
+    Stopwatch().write(tmp_path, 1)
+    between = time.time()
+    second = Stopwatch()
+    second.write(tmp_path, 1)
+    assert measure_goodput(tmp_path).sessions == 2
+    assert second.began >= between
+
+
 def test_this_process_was_started_before_now():
     """The start-up of Python and its imports count."""
     assert 0 < time.time() - process_start() < 86_400
