@@ -25,10 +25,11 @@ Angles = tuple[np.ndarray | Array, np.ndarray | Array]
 
 
 def dense(
-    x: Float[Array, "batch seq in"],
-    kernel: nnx.Param[Float[Array, "in out"]],
+    x: Float[Array, "batch seq *in"],
+    kernel: nnx.Param[Float[Array, "*in out"]],
     precision: str | None = None,
     dtype: Any = None,
+    axes: str = "io",
 ) -> Float[Array, "batch seq out"]:
     """`x @ kernel` on every token, with the kernel gathered over `fsdp` for as long as it is used.
 
@@ -40,8 +41,9 @@ def dense(
         kernel: A parameter, which knows its path under a plan.
         precision: Of the product and of those of its derivative, as in `jax.lax.dot`.
         dtype: Of the product; None for that of `x`.
+        axes: The kernel's dimensions, `o` for the one that is left; the others are the last ones of `x`.
     """
-    return _multiplied(x, (kernel,), _Products((_placed(kernel),), dtype=dtype, precision=precision))[0]
+    return _multiplied(x, (kernel,), _Products((_placed(kernel),), axes, dtype, precision=precision))[0]
 
 
 def columns(
@@ -108,7 +110,7 @@ class _Products:
 
     Attributes:
         placed: How the plan in scope places each kernel.
-        axes: A kernel's dimensions, `i` for those that are summed over.
+        axes: A kernel's dimensions, `o` for the one that is not summed over.
         dtype: Of the products; None for that of the array.
         into: What the array is marked as where it meets a kernel, if anything.
         out: What a product's gradient is marked as where it does.
@@ -121,6 +123,11 @@ class _Products:
     into: str = ""
     out: str = ""
     precision: str | None = None
+
+    @property
+    def inputs(self) -> str:
+        """The dimensions that are summed over, as the array has them."""
+        return self.axes.replace("o", "")
 
     def einsum(self, form: str, a: Array, b: Array, dtype: Any = None) -> Array:
         """The product of two arrays, in a dtype; by default in their own."""
@@ -144,7 +151,7 @@ def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> t
     tokens = annotate(x, how.into) if how.into else x
     used = [gather(kernel.astype(x.dtype), placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
     dtype = how.dtype or x.dtype
-    ys = tuple(how.einsum(f"...i,{how.axes}->...o", tokens, kernel, dtype) for kernel in used)
+    ys = tuple(how.einsum(f"...{how.inputs},{how.axes}->...o", tokens, kernel, dtype) for kernel in used)
     kept = [u if is_kept(placed) else k for u, k, placed in zip(used, kernels, how.placed, strict=True)]
     return ys, (x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
 
@@ -159,9 +166,9 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
         used = kernel if is_kept(placed) else gather(jax.lax.optimization_barrier(kernel).astype(x.dtype), placed)
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
-        dkernel = how.einsum(f"...i,...o->{how.axes}", x, dy, like_kernel.dtype)
+        dkernel = how.einsum(f"...{how.inputs},...o->{how.axes}", x, dy, like_kernel.dtype)
         dkernels.append(scatter(dkernel, placed))
-        dxs.append(how.einsum(f"...o,{how.axes}->...i", dy, used))
+        dxs.append(how.einsum(f"...o,{how.axes}->...{how.inputs}", dy, used))
     # Added as JAX adds up what several readers give back: the last one first.
     return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
 

@@ -8,13 +8,14 @@ loss_fn = spmd.classification_loss(spmd.from_nnx(config.build))
 """
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from models.gpt2 import Block, transformer_problems
-from models.layers import Dense, LayerNorm, dense, make_layers, run_layers
+from models.layers import Dense, LayerNorm, biased, dense, make_layers, run_layers
 from spmd.annotate import annotate, to_compute
 from spmd.errors import ConfigError, Problem
 
@@ -72,15 +73,36 @@ PRESETS = {
 """Published shapes by name, for images of 224 × 224 and 1,000 classes, and a small one for tests."""
 
 
+class PatchProjection(nnx.Module):
+    """A convolution whose windows, the patches, do not overlap, with a bias.
+
+    Its `kernel` is `[column, row, channel, d]`, PyTorch's read backwards.
+    """
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
+        shape = (config.patch, config.patch, config.channels)
+        init = nnx.initializers.normal(math.prod(shape) ** -0.5)
+        self.kernel = nnx.Param(init(rngs.params(), (*shape, config.d_model), jnp.float32), gathered_by_layer=True)
+        self.bias = nnx.Param(jnp.zeros((config.d_model,), jnp.float32), gathered_by_layer=True)
+
+    def __call__(self, images: Float[Array, "batch height width channel"]) -> Float[Array, "batch patch d"]:
+        """Patches from left to right, row by row."""
+        batch, _, side, channels = images.shape
+        patch = self.kernel.shape[0]
+        rows = images.reshape(batch, side // patch, patch, side // patch, patch, channels)
+        patches = rows.transpose(0, 1, 3, 4, 2, 5).reshape(batch, -1, patch, patch, channels)
+        return biased(dense(annotate(patches, "patches"), self.kernel, axes="xyco"), self.bias)
+
+
 class ViT(nnx.Module):
     """Images in, a score of each class out."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         width, init = config.d_model, nnx.initializers.normal(0.02)
-        self.patch_proj = Dense(config.patch**2 * config.channels, width, bias=True, rngs=rngs)
-        self.class_token = nnx.Param(jnp.zeros((width,), jnp.float32))
-        self.positions = nnx.Param(init(rngs.params(), (config.patches + 1, width), jnp.float32))
+        self.patch_proj = PatchProjection(config, rngs=rngs)
+        self.class_token = nnx.Param(jnp.zeros((1, 1, width), jnp.float32))
+        self.positions = nnx.Param(init(rngs.params(), (1, config.patches + 1, width), jnp.float32))
         self.layers = make_layers(
             lambda rngs: Block(config, causal=False, approximate=False, rngs=rngs),
             *(config.layers, rngs.params()),
@@ -95,17 +117,15 @@ class ViT(nnx.Module):
         Raises:
             ConfigError: The images have another shape.
         """
-        side, patch, channels = self.config.image, self.config.patch, self.config.channels
+        side, channels = self.config.image, self.config.channels
         batch, *shape = images.shape
         if shape != [side, side, channels]:
             arithmetic = f"{' × '.join(map(str, shape))} ≠ {side} × {side} × {channels}"
             fix = "cut or scale them, or change model.image and model.channels"
             raise ConfigError("This ViT cannot see:", [Problem("images", "have another shape", arithmetic, fix)])
-        rows = to_compute(images).reshape(batch, side // patch, patch, side // patch, patch, channels)
-        patches = annotate(rows.swapaxes(2, 3).reshape(batch, self.config.patches, -1), "patches")
-        x = self.patch_proj.with_bias(dense(patches, self.patch_proj.kernel))
+        x = self.patch_proj(to_compute(images))
         first = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (batch, 1, x.shape[-1]))
-        x = jnp.concatenate([first, x], axis=1) + self.positions[...].astype(x.dtype)[None]
+        x = jnp.concatenate([first, x], axis=1) + self.positions[...].astype(x.dtype)
         x = run_layers(self.layers, annotate(x, "residual"), unroll=self.config.unroll)
         logits = dense(self.norm(x[:, :1]), self.head.kernel, dtype=jnp.float32)
         return annotate(self.head.with_bias(logits)[:, 0], "class_logits")

@@ -11,14 +11,14 @@ _WHOLE = ("residual", "attention_input", "mlp_input")
 
 VIT = Rules(
     params=(
-        ("patch_proj/kernel", P(None, "fsdp")),  # [patch · patch · channels, d]
-        ("positions", P(None, "fsdp")),  # [patches + 1, d]
+        ("patch_proj/kernel", P(None, None, None, "fsdp")),  # [patch, patch, channels, d]
+        ("positions", P(None, None, "fsdp")),  # [1, patches + 1, d]
         ("head/kernel", P("fsdp")),  # [d, classes]
         ("(class_token|patch_proj/bias|head/bias)", replicate("one vector each")),
         *LAYERS,
     ),
     activations=(
-        ("patches", P(BATCH_AXES)),  # [batch, patches, patch · patch · channels]
+        ("patches", P(BATCH_AXES)),  # [batch, patches, patch, patch, channels]
         *((name, P(BATCH_AXES)) for name in _WHOLE),
         *((name, P(BATCH_AXES, None, "tensor")) for name in _SPLIT),
         ("class_logits", P(BATCH_AXES)),  # [batch, classes]

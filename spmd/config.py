@@ -65,6 +65,8 @@ class ModelConfig(Protocol):
         """The model: tokens `[batch, seq]` in, logits `[batch, seq, vocab]` or `spmd.model.Outputs` out."""
 
 
+_OF_LANGUAGE_MODELS = ("vocab", "layers", "attention_width", "matmul_params", "build")
+
 M = TypeVar("M", bound=ModelConfig)
 
 
@@ -268,6 +270,9 @@ class TrainConfig(Generic[M]):
             )
             if (value := operator.attrgetter(field)(self)) not in choices
         ]
+        if missing := [name for name in _OF_LANGUAGE_MODELS if not hasattr(self.model, name)]:
+            what = f"{type(self.model).__name__} has no {', '.join(missing)}: a TrainConfig is for language models"
+            problems.append(Problem("model", what, fix="spmd.make_train_step trains any other, in a program"))
         problems += name_problems(self.attention, self.context)
         problems += flag_problems(self.xla)
         if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from models.gpt2 import PRESETS as GPT2_PRESETS
+from models.vit import PRESETS as VIT_PRESETS
 from spmd import flax
 from spmd.cli import main
 from spmd.config import load_config
@@ -314,6 +315,16 @@ def test_what_is_no_folder_is_said(tmp_path, capsys):
     """The name of a model on the hub is not fetched."""
     assert run("import", "meta-llama/Llama-3", "--out", tmp_path / "run") == 2
     assert "nothing is downloaded" in capsys.readouterr().err
+
+
+def test_what_is_no_language_model_is_refused(tmp_path, capsys):
+    """A run folder is that of a language model; nothing is written for another."""
+    config = VIT_PRESETS["test"]
+    save_params(tmp_path / "vit", flax.from_nnx(config.build).init(jax.random.key(0)), family_for(config), config)
+    assert run("import", tmp_path / "vit", "--out", tmp_path / "run", "--devices", "8") == 2
+    error = capsys.readouterr().err
+    assert "ViTConfig has no vocab, attention_width, matmul_params: a TrainConfig is for language models" in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_snapshot_of_the_hub_is_read(original, params, tmp_path):

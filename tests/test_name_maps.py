@@ -2,17 +2,19 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import pytest
 
-from models import gemma, gpt2, llama, mistral, qwen
+from models import gemma, gpt2, llama, mistral, qwen, vit
 from models.rope_scaling import RopeScaling
 from name_maps import gemma as gemma_names
 from name_maps import gpt2 as gpt2_names
 from name_maps import llama as llama_names
 from name_maps import mistral as mistral_names
 from name_maps import qwen as qwen_names
+from name_maps import vit as vit_names
 from partition_rules.gpt2 import GPT2_WHOLE_VOCABULARY
 from spmd import flax, tree
 from spmd.errors import ConfigError
@@ -27,6 +29,7 @@ FAMILIES = {
     "gemma": (gemma_names.GEMMA_FAMILY, gemma.PRESETS["test-gemma"]),
     "gemma2": (gemma_names.GEMMA2_FAMILY, gemma.PRESETS["test-gemma2"]),
     "gpt2": (gpt2_names.FAMILY, gpt2.PRESETS["test"]),
+    "vit": (vit_names.FAMILY, vit.PRESETS["test"]),
 }
 PUBLISHED = [
     *((mistral_names.FAMILY, name, c) for name, c in mistral.PRESETS.items()),
@@ -35,6 +38,7 @@ PUBLISHED = [
     *((qwen_names.QWEN2_FAMILY, name, c) for name, c in qwen.PRESETS.items() if c.qkv_bias),
     *((qwen_names.QWEN3_FAMILY, name, c) for name, c in qwen.PRESETS.items() if c.qk_norm),
     *((gpt2_names.FAMILY, name, c) for name, c in gpt2.PRESETS.items()),
+    *((vit_names.FAMILY, f"vit-{name}", c) for name, c in vit.PRESETS.items()),
     *((llama_names.FAMILY, name, c) for name, c in llama.PRESETS.items() if name.startswith("llama")),
 ]
 
@@ -137,6 +141,16 @@ FILES = {
         mistral_names.FAMILY,
         mistral.PRESETS["mistral-nemo-12b"],
     ),
+    "vit-l16": (
+        {
+            **{"attention_probs_dropout_prob": 0.0, "hidden_act": "gelu", "hidden_dropout_prob": 0.0},
+            **{"hidden_size": 1024, "id2label": {str(n): f"class {n}" for n in range(1000)}, "image_size": 224},
+            **{"intermediate_size": 4096, "layer_norm_eps": 1e-06, "num_attention_heads": 16, "num_channels": 3},
+            **{"num_hidden_layers": 24, "patch_size": 16, "qkv_bias": True},
+        },
+        vit_names.FAMILY,
+        vit.PRESETS["vit-l16"],
+    ),
 }
 
 
@@ -164,7 +178,7 @@ def test_every_tensor_belongs_to_one_parameter(name, stacked):
     assert set(table) == set(shapes(config))
     parts = [(tensor, s.name.how.number) for s in table.values() for _, tensor in s.tensors()]
     assert len(parts) == len(set(parts))
-    layers = {int(tensor.split(".")[2]) for tensor, _ in parts if ".layers." in tensor or ".h." in tensor}
+    layers = {int(re.search(r"\d+", tensor)[0]) for tensor, _ in parts if re.search(r"\.(layers|h|layer)\.\d", tensor)}
     assert layers == set(range(config.layers))
 
 
@@ -231,6 +245,11 @@ REFUSED = [
         "gpt2",
         {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True, "n_head": 5, "alibi": True},
         {"activation_function", "scale_attn_by_inverse_layer_idx", "model.heads", "alibi"},
+    ),
+    (
+        "vit",
+        {"hidden_act": "relu", "qkv_bias": False, "image_size": [8, 4], "use_swiglu": True, "num_labels": 0},
+        {"hidden_act", "qkv_bias", "image_size", "use_swiglu", "num_labels", "model.patch"},
     ),
 ]
 

@@ -50,6 +50,11 @@ GEMMA2 = {  # with caps that scores and logits of this size do reach
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 1.0,
 }
+VIT = {
+    **{"image_size": 12, "patch_size": 4, "num_labels": 6, "id2label": {n: f"digit {n}" for n in range(6)}},
+    **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48},
+}
+ENDINGS = {"GPT2": "LMHeadModel", "ViT": "ForImageClassification"}
 # The names of transformers' classes, and the fields of a small model.
 MODELS = {
     "llama": ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
@@ -63,9 +68,12 @@ MODELS = {
     "gemma": ("Gemma", {**LLAMA, "head_dim": 16}),
     "gemma2": ("Gemma2", {**LLAMA, **GEMMA2}),
     "gpt2": ("GPT2", {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}),
+    "vit": ("ViT", VIT),
 }
 MESHES = {"one": {}, "fsdp2-tensor2": {"fsdp": 2, "tensor": 2}}
+TEXT = [name for name in MODELS if name != "vit"]
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 12), dtype=np.int32)
+IMAGES = np.random.default_rng(1).standard_normal((4, 12, 12, 3), np.float32)
 TOLERANCE = 1e-4
 
 
@@ -90,8 +98,9 @@ def written(transformers, tmp_path_factory):
         if name not in made:
             kind, fields = MODELS[name]
             torch.manual_seed(0)
-            ending = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
-            model = getattr(transformers, kind + ending)(getattr(transformers, f"{kind}Config")(**fields)).eval()
+            model = getattr(transformers, kind + ENDINGS.get(kind, "ForCausalLM"))(
+                getattr(transformers, f"{kind}Config")(**fields)
+            ).eval()
             with torch.no_grad():
                 for parameter in model.parameters():  # norms and biases are 1 and 0, where nothing would be seen
                     parameter.add_(0.3 * torch.randn_like(parameter))
@@ -108,8 +117,9 @@ def logits_there(model):
     """What a model of transformers says."""
     import torch
 
+    asked = TOKENS.astype(np.int64) if model.config.model_type != "vit" else IMAGES.transpose(0, 3, 1, 2)
     with torch.no_grad():
-        return model(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
+        return model(torch.tensor(asked)).logits.numpy()
 
 
 def read(folder, **sizes):
@@ -125,7 +135,8 @@ def read(folder, **sizes):
 
 def logits_here(plan, params):
     """What the same model says here."""
-    return np.asarray(jax.jit(lambda p, t: as_outputs(plan.model.apply(p, t)).logits)(params, jnp.asarray(TOKENS)))
+    asked = jnp.asarray(IMAGES if "class_token" in params else TOKENS)
+    return np.asarray(jax.jit(lambda p, x: as_outputs(plan.model.apply(p, x)).logits)(params, asked))
 
 
 def difference(ours, theirs):
@@ -145,7 +156,7 @@ def test_logits_are_those_of_transformers(name, mesh, written):
     assert difference(logits_here(plan, params), theirs) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TEXT)
 def test_greedy_text_is_that_of_transformers(name, written, transformers):
     """64 tokens after each of four prompts, with keys and values kept here as there, on a mesh."""
     import torch
@@ -168,12 +179,15 @@ def test_there_and_back(name, written, transformers, tmp_path):
     """What is exported from four devices has the same bits, loads in transformers, and says the same."""
     folder, theirs = written(name)
     family, config, _, params = read(folder / "sharded", fsdp=2, tensor=2)
-    save_params(tmp_path / "out", params, family, config, shard_size=20_000)
+    values = json.loads((folder / "sharded" / "config.json").read_text())
+    save_params(tmp_path / "out", params, family, config, shard_size=20_000, values=values)
     before, after = tensors(folder / "sharded"), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[tensor], after[tensor]) for tensor in before)
-    again, about = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    kind = getattr(transformers, values["architectures"][0])
+    again, about = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(about.values())
+    assert again.config.id2label == kind.from_pretrained(folder / "whole").config.id2label
     np.testing.assert_allclose(logits_there(again.eval()), theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
 
 
@@ -240,4 +254,12 @@ def test_a_wrong_line_is_seen(bug, written, monkeypatch):
     folder, theirs = written("llama")
     in_other_lines(monkeypatch, BUGS[bug])
     _, _, plan, params = read(folder / "whole")
+    assert difference(logits_here(plan, params), theirs) > 30 * TOLERANCE
+
+
+def test_a_mirrored_patch_is_seen(written):
+    """A control: rows of pixels are not columns."""
+    folder, theirs = written("vit")
+    _, _, plan, params = read(folder / "whole")
+    params["patch_proj"]["kernel"] = params["patch_proj"]["kernel"].swapaxes(0, 1)
     assert difference(logits_here(plan, params), theirs) > 30 * TOLERANCE

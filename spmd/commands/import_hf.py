@@ -97,7 +97,9 @@ def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[
         recipe: Recipe | None = None
         with collecting(problems):
             found = stack.enter_context(published(source))
-        problems += tokenizer_problems(source, found.config.vocab if found else None) if source.is_dir() else []
+        problems += (
+            tokenizer_problems(source, getattr(found and found.config, "vocab", None)) if source.is_dir() else []
+        )
         with collecting(problems):
             if found is not None:
                 config = _config(command, found, out)

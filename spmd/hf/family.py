@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from spmd.config import ModelConfig
 from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.rules import Rules
 
@@ -108,7 +107,7 @@ class Family:
     architectures: tuple[str, ...]
     read_config: Callable[[Mapping[str, Any]], Any]
     write_config: Callable[[Any], dict[str, Any]]
-    fits: Callable[[ModelConfig], bool]
+    fits: Callable[[Any], bool]
     rules: Callable[[Any], Rules]
     names: Callable[[Any], tuple[Name, ...]]
     ignored: Callable[[Any], tuple[Ignored, ...]] = lambda config: ()
@@ -174,7 +173,7 @@ def family_of(architectures: Iterable[str]) -> Family:
     raise ConfigError("This model is not known:", problems)
 
 
-def family_for(config: ModelConfig, architectures: Iterable[str] = ()) -> Family:
+def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
     """The family that a shape is written as.
 
     Args:

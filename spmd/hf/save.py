@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from spmd import tree
-from spmd.config import ModelConfig
 from spmd.errors import CheckpointError, ConfigError, Problem
 from spmd.hf.family import Family, Source, sources
 from spmd.hf.fields import HARMLESS
@@ -38,7 +37,7 @@ def save_params(
     out: Path,
     params: Any,
     family: Family,
-    config: ModelConfig,
+    config: Any,
     *,
     dtype: Any = None,
     shard_size: int = 5 * UNITS["GB"],

@@ -1,0 +1,94 @@
+"""ViT as Hugging Face has it; the kernel over patches is a convolution's there, `[out, channel, row, column]`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.vit import ViTConfig
+from partition_rules.vit import VIT
+from spmd.hf.family import AS_IS, TRANSPOSED, Family, Ignored, Name
+from spmd.hf.fields import Fields
+
+_PREFIX = "vit."
+_LAYER = _PREFIX + "encoder.layer.{layer}."
+_DENSE = {
+    "patch_proj": _PREFIX + "embeddings.patch_embeddings.projection",
+    **{
+        f"layers/attention/{x}_proj": f"{_LAYER}attention.attention.{name}"
+        for x, name in (("q", "query"), ("k", "key"), ("v", "value"))
+    },
+    "layers/attention/o_proj": _LAYER + "attention.output.dense",
+    "layers/mlp/up_proj": _LAYER + "intermediate.dense",
+    "layers/mlp/down_proj": _LAYER + "output.dense",
+    "head": "classifier",
+}
+_NORMS = {
+    "layers/attention_norm": _LAYER + "layernorm_before",
+    "layers/mlp_norm": _LAYER + "layernorm_after",
+    "norm": _PREFIX + "layernorm",
+}
+_NAMES = (
+    Name("class_token", _PREFIX + "embeddings.cls_token"),
+    Name("positions", _PREFIX + "embeddings.position_embeddings"),
+    *(
+        Name(f"{ours}/{a}", f"{theirs}.{b}", how)
+        for ours, theirs in _DENSE.items()
+        for a, b, how in (("kernel", "weight", TRANSPOSED), ("bias", "bias", AS_IS))
+    ),
+    *(
+        Name(f"{ours}/{a}", f"{theirs}.{b}")
+        for ours, theirs in _NORMS.items()
+        for a, b in (("scale", "weight"), ("bias", "bias"))
+    ),
+)
+_IGNORED = tuple(Ignored(f"{_PREFIX}pooler.dense.{x}", "is of another head") for x in ("weight", "bias"))
+_OF_TRAINING = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_OF_OTHER_HEADS = ("encoder_stride", "pooler_act", "pooler_output_size")
+
+
+def _read(values: Mapping[str, Any]) -> ViTConfig:
+    fields = Fields(values)
+    for name in (*_OF_TRAINING, *_OF_OTHER_HEADS):
+        fields.value(name)
+    fields.only("hidden_act", "gelu")
+    fields.only("qkv_bias", True)
+    labels = fields.value("id2label", {})
+    return fields.build(
+        ViTConfig,
+        image=fields.integer("image_size", 224),
+        patch=fields.integer("patch_size", 16),
+        channels=fields.integer("num_channels", 3),
+        d_model=fields.integer("hidden_size", 768),
+        layers=fields.integer("num_hidden_layers", 12),
+        heads=fields.integer("num_attention_heads", 12),
+        d_ff=fields.integer("intermediate_size", 3072),
+        classes=fields.integer("num_labels", len(labels) if isinstance(labels, Mapping) and labels else 2),
+        norm_eps=fields.number("layer_norm_eps", 1e-12),
+    )
+
+
+def _write(config: ViTConfig) -> dict[str, Any]:
+    return {
+        "model_type": "vit",
+        "image_size": config.image,
+        "patch_size": config.patch,
+        "num_channels": config.channels,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.d_ff,
+        "num_labels": config.classes,
+        "layer_norm_eps": config.norm_eps,
+        "hidden_act": "gelu",
+    }
+
+
+FAMILY = Family(
+    name="vit",
+    architectures=("ViTForImageClassification",),
+    read_config=_read,
+    write_config=_write,
+    fits=lambda config: isinstance(config, ViTConfig),
+    rules=lambda config: VIT,
+    names=lambda config: _NAMES,
+    ignored=lambda config: _IGNORED,
+)
