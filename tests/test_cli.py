@@ -1,6 +1,5 @@
 """The command line does what its help says, and bad input is an error with what, where, the arithmetic and the fix."""
 
-import functools
 import json
 import subprocess
 import sys
@@ -8,50 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from spmd import check, testing
-from spmd.cli import main
 from spmd.config import shipped
 from spmd.foresight import topology
-
-CONFIG = """
-import spmd
-from models.llama import PRESETS
-from partition_rules.llama import LLAMA
-
-config = spmd.TrainConfig(
-    model=PRESETS["test"],
-    rules=LLAMA,
-    mesh=spmd.MeshShape(data=2, fsdp=2, tensor=2),
-    data=spmd.DataConfig(source=({corpus!r},), sequence=16, batch=8, cache={cache!r}),
-    optimizer=spmd.OptimizerConfig(learning_rate=1e-2, schedule="constant"),
-    evaluate=spmd.EvaluationConfig(tokens=256),
-    steps=4,
-    log_every=1,
-)
-"""
-TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n" * 60
+from tests.command_line import run, write_config
 
 
 @pytest.fixture
 def config(tmp_path):
     """A config file of a tiny model on a small text."""
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text(TEXT)
-    path = tmp_path / "tiny.py"
-    path.write_text(
-        CONFIG.format(corpus=str(corpus), cache=str(tmp_path / "cache")).replace(
-            'PRESETS["test"]',
-            'PRESETS["test"].__class__(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)',
-        )
-    )
-    return path
-
-
-def run(*arguments):
-    """The exit code of the command line in this process."""
-    with pytest.raises(SystemExit) as caught:
-        main([str(a) for a in arguments])
-    return caught.value.code
+    return write_config(tmp_path)
 
 
 def test_train_writes_what_it_says(config, tmp_path, capsys):
@@ -186,76 +150,6 @@ def test_an_absent_extra_leaves_the_estimate(config, capsys, monkeypatch):
     assert "pip install 'spmd[tpu]'" in printed.err
     assert run("plan", config, "--topology", "h100:1x8", "--compile") == 2
     assert "pip install 'spmd[cuda]'" in capsys.readouterr().err
-
-
-def test_check_compares_with_one_device(config, capsys):
-    """The layouts agree, and the command says so with the errors and what is allowed."""
-    assert run("check", config, "--check-steps", "2") == 0
-    printed = capsys.readouterr().out
-    assert "the layouts agree" in printed
-    assert "gradients" in printed
-    assert "allowed" in printed
-
-
-def test_check_exits_with_1_when_layouts_differ(config, capsys, monkeypatch):
-    """The control: with a tolerance that rounding exceeds, the same command fails."""
-
-    strict = testing.Tolerance(loss=0.0, gradients=0.0, params=0.0)
-    monkeypatch.setitem(testing.TOLERANCES, "float32", strict)
-    assert run("check", config, "--check-steps", "2") == 1
-    assert "THE LAYOUTS DIFFER" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("bug", ["reduction", "token-weight", "gradient-scale"])
-def test_check_finds_an_injected_bug(config, capsys, bug):
-    """Each control makes the same command fail."""
-    assert run("check", config, "--check-steps", "1", "--inject", bug) == 1
-    assert f"{bug}: the layouts differ: the injected bug was found" in capsys.readouterr().out
-
-
-def test_check_speaks_json_and_shows_every_leaf(config, capsys):
-    """Each leaf has its error, what is allowed, and the verdict; the reason stands beside."""
-    assert run("check", config, "--check-steps", "1", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["ok"]
-    assert report["injected"] is None
-    assert report["mesh"]["tensor"] == 2
-    assert "float32 rounding" in report["tolerance"]["why"]
-    paths = {row["path"] for row in report["rows"] if row["what"] == "gradients"}
-    assert "layers/mlp/up_proj/kernel" in paths
-    assert run("check", config, "--check-steps", "1", "--leaves") == 0
-    printed = capsys.readouterr().out
-    assert all(f"gradients          {path} " in printed for path in paths)
-
-
-@pytest.fixture
-def two_axes(monkeypatch):
-    """A sweep over `data` and `expert` alone, which the model has no use for."""
-    monkeypatch.setattr(check, "products", functools.partial(check.products, axes=("data", "expert")))
-
-
-def test_check_sweeps_over_products_of_axes(config, two_axes, capsys):
-    """A line for each; what is refused is given a reason and stops nothing, and no product with it is tried."""
-    assert run("check", config, "--check-steps", "1", "--products", "2") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.endswith("ok")] == ["data=2"]
-    assert "expert=2         refused: mesh.expert splits no parameter: this model has no experts" in lines
-    assert lines[-1] == "1 of 1 layouts agree, 1 refused"
-
-
-def test_check_finds_an_injected_bug_on_every_mesh(config, two_axes, capsys):
-    """The control: the same sweep with a bug fails, and says so in JSON."""
-    arguments = ("--check-steps", "1", "--products", "1", "--inject", "gradient-scale", "--json")
-    assert run("check", config, *arguments) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert [(record["mesh"]["data"], record["ok"]) for record in report["compared"]] == [(2, False)]
-    assert [record["mesh"]["expert"] for record in report["refused"]] == [2]
-
-
-def test_a_sweep_that_compares_nothing_is_an_error(config, two_axes, capsys):
-    """Where every mesh is refused, nothing agrees: the reasons, and exit code 2."""
-    assert run("check", config, "--check-steps", "1", "--products", "1", "--data.batch", "3") == 2
-    assert "runs on no product of axes" in capsys.readouterr().err
 
 
 def test_plan_shows_what_differs_from_another(config, capsys):

@@ -13,7 +13,6 @@ import pytest
 from models.gpt2 import PRESETS as GPT2_PRESETS
 from models.vit import PRESETS as VIT_PRESETS
 from spmd import flax
-from spmd.cli import main
 from spmd.config import load_config
 from spmd.errors import CheckpointError, ConfigError
 from spmd.folder import RunFolder
@@ -26,6 +25,7 @@ from spmd.params import read_params
 from spmd.plan import make_plan
 from spmd.state import init_state
 from tests import tiny
+from tests.command_line import run
 
 LAYERS = 3
 CONFIG = tiny.replaced(layers=LAYERS)
@@ -57,13 +57,6 @@ def original(params, tmp_path_factory):
 def folder(original, tmp_path):
     """A copy, to be spoilt."""
     return Path(shutil.copytree(original, tmp_path / "folder"))
-
-
-def run(*arguments):
-    """The exit code of the command line in this process."""
-    with pytest.raises(SystemExit) as caught:
-        main([str(a) for a in arguments])
-    return caught.value.code
 
 
 def equal(ours, theirs):

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from models.mixtral import PRESETS as MIXTRAL_PRESETS
 from partition_rules.llama import LLAMA
+from partition_rules.mixtral import MIXTRAL
 from spmd import flax, tree
 from spmd.errors import ConfigError
 from spmd.lora import BASE, LoraConfig, lora_rules, with_adapters, with_lora
@@ -146,3 +148,21 @@ def test_targets_that_cannot_be_adapted_are_all_named() -> None:
     with pytest.raises(ConfigError) as caught:
         LoraConfig(targets=("(",), rank=0)
     assert [problem.where for problem in caught.value.problems] == ["lora.rank", "lora.targets[0]"]
+
+
+def test_experts_may_have_adapters() -> None:
+    """Merged before the model runs, they lie over `expert` as kernels do; numbers are those of one device."""
+    model = flax.from_nnx(MIXTRAL_PRESETS["test"].build)
+    lora = LoraConfig(targets=("experts/(up|down)_proj/kernel", "attention/q_proj/kernel"), rank=2)
+    low, rules, found = with_lora(model, lora, MIXTRAL), lora_rules(model, lora, MIXTRAL), []
+    for sizes in ({}, {"expert": 2, "fsdp": 2, "tensor": 2}):
+        layout = make_plan(tiny.mesh(**sizes), rules, low, tiny.OPTIMIZER)
+        step, state, losses = make_train_step(layout, next_token_loss(low)), init_state(layout), []
+        for _ in range(STEPS):
+            state, metrics = step(state, batch(layout))
+            losses.append(float(metrics["loss"]))
+        found.append(losses)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    assert found[0][-1] < found[0][0]
+    specs = {leaf.path: leaf.spec for leaf in layout.params}
+    assert specs["layers/moe/experts/up_proj/kernel_lora_b"] == P("pipe", "expert", None, "tensor")

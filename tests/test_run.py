@@ -18,8 +18,8 @@ from spmd.mesh import mesh_of
 from spmd.recipe import Recipe, config_mesh
 from spmd.run import RunFolder
 from spmd.state import abstract_state
+from tests.command_line import TEXT, write_config
 from tests.programs import FAST_TO_COMPILE, ROOT
-from tests.test_cli import CONFIG, TEXT
 
 ENVIRONMENT = {**os.environ, "XLA_FLAGS": FAST_TO_COMPILE, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
@@ -28,10 +28,7 @@ ENVIRONMENT = {**os.environ, "XLA_FLAGS": FAST_TO_COMPILE, "JAX_DISABLE_MOST_OPT
 def folder(tmp_path_factory):
     """A corpus and a config that all runs of this file share."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "corpus.txt").write_text(TEXT * 4)
-    text = CONFIG.format(corpus=str(folder / "corpus.txt"), cache=str(folder / "cache"))
-    text = text.replace('model=PRESETS["test"]', 'model=dataclasses.replace(PRESETS["test"], vocab=256)')
-    (folder / "tiny.py").write_text(f"import dataclasses\n{text}")
+    write_config(folder, TEXT * 4)
     return folder
 
 

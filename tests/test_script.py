@@ -13,11 +13,17 @@ import yaml
 
 from spmd.cli import main
 from spmd.script import RESTARTED, Job, jobset_manifest, slurm_script, to_yaml
-from tests.test_cli import config, run  # noqa: F401 (a fixture)
+from tests.command_line import run, write_config
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text(encoding="utf-8"))
 JOB = Job(("tiny.py", "--steps", "9"), "runs/tiny", "tiny", nodes=4, restarts=7)
 PLACES = {"image": "registry.invalid/spmd:1", "claim": "shared", "mount": "/runs"}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config file of a tiny model on a small text."""
+    return write_config(tmp_path)
 
 
 def manifest(**changes):
@@ -156,11 +162,11 @@ def test_texts_that_yaml_would_take_for_something_else():
     assert yaml.safe_load(to_yaml(value)) == value
 
 
-def script(config, *arguments, kind="slurm"):  # noqa: F811
+def script(config, *arguments, kind="slurm"):
     return run("script", kind, config, *arguments)
 
 
-def test_script_goes_to_the_terminal_or_a_file(config, tmp_path, capsys):  # noqa: F811
+def test_script_goes_to_the_terminal_or_a_file(config, tmp_path, capsys):
     """A script is printed, or written to the file that is named, with the further flags in it."""
     assert script(config, "--nodes", "2", "--gpus-per-node", "4", "--", "--steps", "7") == 0
     printed = capsys.readouterr().out
@@ -189,7 +195,7 @@ def test_script_goes_to_the_terminal_or_a_file(config, tmp_path, capsys):  # noq
         ("pbs", ["--nodes", "2"], "There is no such script"),
     ],
 )
-def test_what_could_not_run_is_refused(kind, arguments, said, config, capsys):  # noqa: F811
+def test_what_could_not_run_is_refused(kind, arguments, said, config, capsys):
     """Numbers that do not divide, names that no cluster takes and what is missing are found before the queue."""
     with pytest.raises(SystemExit) as caught:
         main(["script", kind, str(config), *arguments])

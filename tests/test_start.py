@@ -12,7 +12,6 @@ from models.llama import LlamaConfig
 from partition_rules.llama import LLAMA
 from spmd import tree
 from spmd.checkpoint import Checkpoints
-from spmd.cli import main
 from spmd.config import TrainConfig, load_config
 from spmd.errors import CheckpointError
 from spmd.lora import BASE, LoraConfig
@@ -20,6 +19,7 @@ from spmd.mesh import MeshShape
 from spmd.params import read_params
 from spmd.recipe import Recipe, config_mesh
 from spmd.start import check_start, initial_state
+from tests.command_line import run
 from tests.processes import write_tiny
 
 LORA = LoraConfig(targets=("attention/(q|v)_proj/kernel",), rank=2)
@@ -35,12 +35,6 @@ def folder(tmp_path_factory) -> Path:
     )
     assert run("export", folder / "base", "--out", folder / "hf") == 0
     return folder
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main([str(a) for a in arguments])
-    return int(caught.value.code or 0)
 
 
 def recipe(folder: Path, start: str, **fields: object) -> Recipe:
