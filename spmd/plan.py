@@ -92,9 +92,14 @@ class ShardingPlan:
     @functools.cached_property
     def hosted_params(self) -> frozenset[str]:
         """The paths, in the model's modules, of the parameters that live in host memory, trained or frozen."""
-        frozen = self.model.facts().frozen
-        hosted = (leaf.path for leaf in self.variables if leaf.memory_kind != "device")
-        return frozenset((*(path for cut in self.cuts for path in cut.host_params), *(frozen[path] for path in hosted)))
+        frozen = dict(self.frozen)
+        hosted = (frozen[leaf.path] for leaf in self.variables if leaf.memory_kind != "device")
+        return frozenset((*(path for cut in self.cuts for path in cut.host_params), *hosted))
+
+    @functools.cached_property
+    def frozen(self) -> frozenset[tuple[str, str]]:
+        """The path of each variable that never changes, and of the parameter that it is in the model's modules."""
+        return frozenset(self.model.facts().frozen.items())
 
     @functools.cached_property
     def gradient_shardings(self) -> Any:

@@ -64,10 +64,6 @@ class Recipe:
         """What is trained, as functions: the model, or adapters beside it. The state of loss scaling is a variable."""
         config, model = self.config, self.whole_model
         if config.lora.targets:
-            if self.stages > 1:
-                what = "does not go with a pipeline: every stage would hold what is frozen"
-                problem = Problem("lora.targets", what, f"mesh.pipe={self.stages}", "pipe=1; fsdp and tensor split it")
-                raise ConfigError("This cannot be fine-tuned so:", [problem])
             narrow = self.precision.compute == "bfloat16"  # what is frozen needs no more than it is computed in
             dtype = self.precision.compute if narrow else self.precision.params
             model = with_lora(model, config.lora, config.rules, dtype)

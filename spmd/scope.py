@@ -34,6 +34,7 @@ class Scope:
         precision: Which dtype is where.
         attention: How attention is computed.
         hosted: The paths of the parameters in host memory.
+        frozen: The path of each variable that never changes, and that of the parameter which it is.
         gathers_again: Whether kernels are gathered again in the backward pass, where no `jax.checkpoint` around the
             layer does so.
         one_token: Whether tokens come one at a time, so that the dimension they are in is not split.
@@ -46,6 +47,7 @@ class Scope:
     precision: Precision
     attention: Attention
     hosted: frozenset[str] = frozenset()
+    frozen: frozenset[tuple[str, str]] = frozenset()
     gathers_again: bool = False
     one_token: bool = False
 
@@ -72,8 +74,8 @@ def within(plan: ShardingPlan) -> Iterator[None]:
     Args:
         plan: From `make_plan`.
     """
-    scope = Scope(plan.mesh, plan.rules, plan.zero, plan.remat, plan.precision, plan.attention, plan.hosted_params)
-    with _SCOPE(scope):
+    decided = plan.mesh, plan.rules, plan.zero, plan.remat, plan.precision, plan.attention
+    with _SCOPE(Scope(*decided, plan.hosted_params, plan.frozen)):
         yield
 
 

@@ -14,6 +14,11 @@ from partition_rules.llama import LLAMA
 from partition_rules.mixtral import MIXTRAL
 from spmd import flax, tree
 from spmd.errors import ConfigError
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import GradFn, value_and_grad
+from spmd.gradients.builders import make_schedule
+from spmd.gradients.lockstep import make_program
+from spmd.gradients.pipeline import pipeline
 from spmd.lora import BASE, LoraConfig, lora_rules, with_adapters, with_lora
 from spmd.loss import next_token_loss
 from spmd.mesh import batch_sharding
@@ -45,8 +50,9 @@ def batch(of: ShardingPlan) -> dict[str, jax.Array]:
     return jax.device_put(arrays, batch_sharding(of.mesh))
 
 
-def trained(of: ShardingPlan, lora: LoraConfig = LORA) -> tuple[TrainState, list[float]]:
-    step, state, losses = make_train_step(of, next_token_loss(adapted(lora))), init_state(of), []
+def trained(of: ShardingPlan, lora: LoraConfig = LORA, grad_fn: GradFn | None = None) -> tuple[TrainState, list[float]]:
+    found = grad_fn or value_and_grad(next_token_loss(adapted(lora)))
+    step, state, losses = make_train_step(of, grad_fn=found), init_state(of), []
     for _ in range(STEPS):
         state, metrics = step(state, batch(of))
         losses.append(float(metrics["loss"]))
@@ -65,6 +71,25 @@ def test_adapters_train_alike_on_every_mesh(sizes: dict[str, int]) -> None:
     np.testing.assert_allclose(losses, reference()[1], rtol=1e-5)
     for path, array in tree.flatten(reference()[0].params).items():
         np.testing.assert_allclose(tree.flatten(state.params)[path], array, atol=3e-5, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes"), [("1f1b", {"pipe": 2, "fsdp": 2, "tensor": 2}), ("interleaved", {"pipe": 2, "data": 2})]
+)
+def test_adapters_train_alike_in_a_pipeline(schedule: str, sizes: dict[str, int]) -> None:
+    """Each stage has its own frozen layers, and gradients are those of its adapters alone."""
+    model = tiny.model(tiny.replaced(layers=4))
+    low, rules = with_lora(model, LORA, LLAMA), lora_rules(model, LORA, LLAMA)
+    program = make_program(make_schedule(schedule, 2, 4, 2 if schedule == "interleaved" else 1))
+    loss_fn = next_token_loss(low)
+    one, many = (make_plan(tiny.mesh(**axes), rules, low, tiny.OPTIMIZER) for axes in ({}, sizes))
+    expected, losses = trained(one, grad_fn=accumulate(value_and_grad(loss_fn), 4))
+    state, found = trained(many, grad_fn=pipeline(loss_fn, program))
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    for path, array in tree.flatten(expected.params).items():
+        np.testing.assert_allclose(tree.flatten(state.params)[path], array, atol=3e-5, err_msg=path)
+    specs = {leaf.path: leaf.spec for leaf in many.variables}
+    assert specs["base/layers/attention/k_proj/kernel"][0] == "pipe"
 
 
 def test_control_another_scale_is_seen() -> None:
@@ -157,11 +182,7 @@ def test_experts_may_have_adapters() -> None:
     low, rules, found = with_lora(model, lora, MIXTRAL), lora_rules(model, lora, MIXTRAL), []
     for sizes in ({}, {"expert": 2, "fsdp": 2, "tensor": 2}):
         layout = make_plan(tiny.mesh(**sizes), rules, low, tiny.OPTIMIZER)
-        step, state, losses = make_train_step(layout, next_token_loss(low)), init_state(layout), []
-        for _ in range(STEPS):
-            state, metrics = step(state, batch(layout))
-            losses.append(float(metrics["loss"]))
-        found.append(losses)
+        found.append(trained(layout, grad_fn=value_and_grad(next_token_loss(low)))[1])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
     assert found[0][-1] < found[0][0]
     specs = {leaf.path: leaf.spec for leaf in layout.params}

@@ -71,10 +71,11 @@ def pipedream(loss_fn: LossFn, program: Program) -> GradFn:
 
 def _steady(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, program: Program) -> Any:
     """What one stage does in the ticks of one batch."""
-    layers, layers_before, flying = layers
-    chunks, shared = jax.tree.map(lambda x, y: jnp.stack([x, y]), (layers, now[0]), (layers_before, before[0]))
+    (layers, frozen), (layers_before, _), flying = layers
+    (shared, others), (shared_before, _) = now[0], before[0]
+    chunks, shared = jax.tree.map(lambda x, y: jnp.stack([x, y]), (layers, shared), (layers_before, shared_before))
     parts = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), now[1], before[1])
-    model = Stages(loss_fn, parts, layers, program.stages)
+    model = Stages(loss_fn, parts, layers, program.stages, (jax.tree.map(lambda w: w[None], frozen), others))
     carry = _resumed(first_carry(model, chunks, shared, program), flying)
     carry = run_ticks(model, chunks, shared, jnp.float32(1), program, carry)
     d_layers, d_shared, sums = jax.tree.map(lambda x: x[1], carry["totals"])
@@ -123,15 +124,18 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
         program: As for `pipedream`.
     """
 
-    def under_way(params: Any, batch: Any, key: Any) -> Any:
+    def under_way(params: Any, variables: Any, batch: Any, key: Any) -> Any:
         with within(plan):
-            layers, shared, parts = cut(gradient_view(params), {}, batch, key, program.stages, 1, program.microbatches)
-            some = jax.tree.map(lambda w: w[: w.shape[0] // program.stages], layers)
+            arrays = cut(gradient_view(params), variables, batch, key, program.stages, 1, program.microbatches)
+            (layers, frozen), (shared, others), parts = arrays
+            some, frozen = jax.tree.map(lambda w: w[: w.shape[0] // program.stages], (layers, frozen))
             chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (some, shared))
-            carry = first_carry(Stages(loss_fn, parts, some, program.stages), chunks, shared, program)
+            stages = Stages(loss_fn, parts, some, program.stages, (jax.tree.map(lambda w: w[None], frozen), others))
+            carry = first_carry(stages, chunks, shared, program)
         return _kept(carry, program)
 
-    local = jax.eval_shape(under_way, plan.abstract_params, batch, jax.random.key(0, impl=PRNG))
+    abstract = plan.abstract_params, plan.abstract_variables, batch
+    local = jax.eval_shape(under_way, *abstract, jax.random.key(0, impl=PRNG))
 
     def stages() -> Any:
         return jax.tree.map(lambda x: jnp.zeros((program.stages * x.shape[0], *x.shape[1:]), x.dtype), local)

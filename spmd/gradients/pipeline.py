@@ -45,7 +45,7 @@ def pipeline(loss_fn: LossFn, program: Program) -> GradFn:
 
     Raises:
         ConfigError: At trace time: the mesh has another number of stages, the layers do not divide into so many
-            groups, the model does not say where its layers are, or keeps variables.
+            groups, the model does not say where its layers are, or keeps variables that change.
     """
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
@@ -90,14 +90,22 @@ def on_stages(local: Callable[..., Any], out: Any, layers: Any, *others: Any) ->
 def cut(
     params: Any, variables: Any, batch: Any, key: jax.Array, stages: int, chunks: int, microbatches: int
 ) -> tuple[Any, Any, Any]:
-    """Layers, all other parameters, and microbatches with a key for each; if the model and the mesh are made for it."""
+    """Layers, all else, and microbatches with a key for each; if the model and the mesh are made for it.
+
+    Layers and all else are pairs: the parameters, and what is among the variables because it never changes.
+    """
     scope = current()
     assert scope is not None, "a step is traced within its plan"
 
-    def is_layer(path: str) -> bool:
-        return scope.rules.layer_path(path)[1][:1] == (AXIS,)
+    frozen = dict(scope.frozen)
 
-    layers, shared = tree.select(params, is_layer), tree.select(params, lambda path: not is_layer(path))
+    def is_layer(path: str) -> bool:
+        return scope.rules.layer_path(frozen.get(path, path))[1][:1] == (AXIS,)
+
+    def divided(arrays: Any) -> tuple[Any, Any]:
+        return tree.select(arrays, is_layer), tree.select(arrays, lambda path: not is_layer(path))
+
+    (layers, shared), (frozen_layers, frozen_others) = map(divided, (params, variables))
     problems = []
     if (size := scope.mesh.shape[AXIS]) != stages:
         problems.append(Problem("schedule", f"is for {stages} stages", f"mesh.pipe = {size}", "make it for the mesh"))
@@ -124,16 +132,20 @@ def cut(
     problems += [
         Problem(path, "is a variable that the model changes by itself, and every stage would", fix="pipe=1")
         for path in tree.flatten(variables)
+        if path not in frozen
     ]
     if problems:
         raise ConfigError(TITLE, problems)
-    return layers, shared, (cut_batch(batch, microbatches), jax.random.split(key, microbatches))
+    parts = cut_batch(batch, microbatches), jax.random.split(key, microbatches)
+    return (layers, frozen_layers), (shared, frozen_others), parts
 
 
 def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, program: Program) -> Any:
     """What one stage does: gradients of its layers, and its part of all others and of the sums."""
-    chunks = exchange(layers, program.stages, program.chunks)
-    model = Stages(loss_fn, parts, jax.tree.map(lambda w: w[0], chunks), program.stages * program.chunks)
+    chunks, frozen = exchange(layers, program.stages, program.chunks)
+    shared, others = shared
+    some_layers = jax.tree.map(lambda w: w[0], chunks)
+    model = Stages(loss_fn, parts, some_layers, program.stages, (frozen, others), program.chunks)
     shared = jax.tree.map(lambda w: w[None], shared)
     carry = run_ticks(model, chunks, shared, scale, program, first_carry(model, chunks, shared, program))
     d_chunks, d_shared, sums = carry["totals"]
@@ -144,8 +156,8 @@ def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn
 def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: int, microbatches: int) -> Sums:
     """What one stage does for the sums alone: in tick *t*, microbatch *t* less the stages before it."""
     stage = jax.lax.axis_index(AXIS)
-    size = jax.tree.leaves(layers)[0].shape[0]
-    model = Stages(loss_fn, parts, layers, stages)
+    (layers, frozen), (shared, others) = layers, shared
+    model = Stages(loss_fn, parts, layers, stages, (jax.tree.map(lambda w: w[None], frozen), others))
     empty, none = map(zeros, model.shapes(jax.tree.map(lambda w: w[None], shared)))
 
     def tick(carry: tuple[Stream, Sums], number: jax.Array) -> tuple[tuple[Stream, Sums], None]:
@@ -155,7 +167,7 @@ def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: i
         i = number - stage
 
         def task() -> Stream:
-            return model.inside(layers, shared, stream, i, stage * size)
+            return model.inside(layers, shared, stream, i)
 
         left = either((i >= 0) & (i < microbatches), task, lambda: empty)
         ends = (i >= 0) & (stage == stages - 1)

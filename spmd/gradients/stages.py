@@ -10,6 +10,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
+from spmd.gradients.exchange import AXIS
 from spmd.loss import LossFn, Sums
 from spmd.parallel.stages import Answer, Reached, Run, Stream, answered
 
@@ -25,6 +26,17 @@ def split_in_flight(variables: Any) -> tuple[Any, Any]:
     return {name: value for name, value in variables.items() if name != IN_FLIGHT}, variables.get(IN_FLIGHT)
 
 
+def at(slots: Any, slot: Any) -> Any:
+    """What is in a slot."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), slots)
+
+
+def part(parts: Any, which: Any) -> Any:
+    """One of several parts; of one alone, that one."""
+    alone = all(w.shape[0] == 1 for w in jax.tree.leaves(parts))
+    return jax.tree.map(lambda w: w[0], parts) if alone else at(parts, which)
+
+
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """The parts of a loss function that a stage has, as functions of arrays.
@@ -33,13 +45,16 @@ class Stages:
         loss_fn: The whole.
         parts: The microbatches, and a key for each.
         some_layers: Any chunk of layers, `[layer, …]`: what stands for them where they are not asked for.
-        groups: Into how many chunks all layers are cut.
+        stages: How many there are.
+        frozen: What the layers have that never changes, `[chunk, layer, …]`, and what all else has.
     """
 
     loss_fn: LossFn
     parts: Any
     some_layers: Any
-    groups: int
+    stages: int
+    frozen: tuple[Any, Any]
+    chunks: int = 1
 
     @property
     def size(self) -> int:
@@ -55,19 +70,20 @@ class Stages:
         """
         own, first = jax.tree.map(lambda w: w[0], shared), jnp.int32(0)
 
-        def outside(layers: Any) -> tuple[Stream, Sums]:
-            around = dataclasses.replace(self, some_layers=layers)
+        def outside(layers: Any, frozen: Any) -> tuple[Stream, Sums]:
+            around = dataclasses.replace(self, some_layers=layers, frozen=(frozen, self.frozen[1]))
             stream = around.enter(own, first)
             # Zeros, for what enters is not what leaves: only what is not through the layers is looked at.
             return stream, around.leave(own, jax.tree.map(jnp.zeros_like, stream), first)[1]
 
-        jaxpr, (stream, sums) = jax.make_jaxpr(outside, return_shape=True)(self.some_layers)
+        of_layers = self.some_layers, self.frozen[0]
+        jaxpr, (stream, sums) = jax.make_jaxpr(outside, return_shape=True)(*of_layers)
         used = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))[1]
         problems = [
             Problem(
                 path, "is used outside of through_layers, where a stage has a part of the layers alone", fix="inside"
             )
-            for path, is_used in zip(tree.flatten(self.some_layers), used, strict=True)
+            for path, is_used in zip([path for part in of_layers for path in tree.flatten(part)], used, strict=True)
             if is_used
         ]
         problems += [
@@ -84,20 +100,21 @@ class Stages:
 
         def answer(run: Run, x: jax.Array, layers: Any) -> Any:
             values = jax.eval_shape(run, x, self._own(layers, 0))[1]
-            count = self.groups * self.size
+            count = self.stages * self.chunks * self.size
             raise Reached(Stream(x, jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values)))
 
         return self._until(answer, self.some_layers, shared, i)
 
-    def inside(self, layers: Any, shared: Any, stream: Stream, i: jax.Array, first: jax.Array) -> Stream:
-        """What leaves some layers, of which `first` is the number of the first."""
+    def inside(self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0) -> Stream:
+        """What leaves the layers of one of this stage's chunks."""
+        first = (chunk * self.stages + jax.lax.axis_index(AXIS)) * self.size
 
         def answer(run: Run, x: jax.Array, stack: Any) -> Any:
             x, values = run(stream.x, self._own(stack, first))
             put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
             raise Reached(Stream(x, jax.tree.map(put, stream.values, values)))
 
-        return self._until(answer, layers, shared, i)
+        return self._until(answer, layers, shared, i, chunk)
 
     def leave(self, shared: Any, stream: Stream, i: jax.Array) -> tuple[jax.Array, Sums]:
         """The loss and all sums."""
@@ -107,27 +124,27 @@ class Stages:
             calls.append(run)
             return stream.x, stream.values
 
-        batch, key = self._part(i)
         with answered(answer):
-            sums, _ = self.loss_fn(tree.merge(self.some_layers, shared), {}, batch, key)
+            sums = self._loss(self.some_layers, shared, i)
         if len(calls) > 1:
             problem = Problem("layers", f"are {len(calls)} stacks", fix="one call of through_layers")
             raise ConfigError(TITLE, [problem])
         return sums["loss"], sums
 
-    def _until(self, answer: Answer, layers: Any, shared: Any, i: jax.Array) -> Stream:
-        batch, key = self._part(i)
+    def _until(self, answer: Answer, layers: Any, shared: Any, i: jax.Array, chunk: Any = 0) -> Stream:
         try:
             with answered(answer):
-                self.loss_fn(tree.merge(layers, shared), {}, batch, key)
+                self._loss(layers, shared, i, chunk)
         except Reached as reached:
             return reached.stream
         fix = "run stacked layers through spmd.parallel.stages.through_layers"
         problem = Problem("layers", "are nowhere: the model does not say where they begin", fix=fix)
         raise ConfigError(TITLE, [problem])
 
-    def _part(self, i: jax.Array) -> Any:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), self.parts)
+    def _loss(self, layers: Any, shared: Any, i: jax.Array, chunk: Any = 0) -> Sums:
+        batch, key = at(self.parts, i)
+        frozen, others = self.frozen
+        return self.loss_fn(tree.merge(layers, shared), tree.merge(part(frozen, chunk), others), batch, key)[0]
 
     def _own(self, stack: Any, first: Any) -> Any:
         """Of what is there for all layers, the part that is for these."""

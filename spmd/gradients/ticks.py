@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd.gradients.exchange import AXIS
 from spmd.gradients.lockstep import IDLE, Program
-from spmd.gradients.stages import Stages
+from spmd.gradients.stages import Stages, at, part
 from spmd.parallel.stages import SLOTS, Stream
 from spmd.weights import accumulation_dtype
 
@@ -60,9 +60,6 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
     empty = zeros(carry["arrived"])
     move = functools.partial(shift, stages=program.stages, chunks=program.chunks)
 
-    def first_layer(chunk: jax.Array) -> jax.Array:
-        return (chunk * program.stages + stage) * model.size
-
     def version(i: jax.Array) -> jax.Array:
         return i // program.microbatches
 
@@ -80,7 +77,7 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
         def forward() -> Stream:
             i, chunk = do["forward"], do["forward_chunk"]
             layers = part(chunks, version(i) * program.chunks + chunk)
-            return model.inside(layers, part(shared, version(i)), at(inputs, do["forward_slot"]), i, first_layer(chunk))
+            return model.inside(layers, part(shared, version(i)), at(inputs, do["forward_slot"]), i, chunk)
 
         arrived = move(either(do["forward"] >= 0, forward, lambda: empty), by=1)  # while the backward one does
         gradients = put(carry["gradients"], do["gradient_arrives"], arrived_back)
@@ -90,7 +87,7 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
             own, group = part(shared, version(i)), version(i) * program.chunks + chunk
             d_chunks, d_shared, sums = totals
             left, pull = jax.vjp(
-                lambda layers, shared, stream: model.inside(layers, shared, stream, i, first_layer(chunk)),
+                lambda layers, shared, stream: model.inside(layers, shared, stream, i, chunk),
                 *(part(chunks, group), own, at(inputs, do["backward_slot"])),
             )
 
@@ -147,11 +144,6 @@ def zeros(like: Any, *leading: int) -> Any:
     return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), like)
 
 
-def at(slots: Any, slot: Any) -> Any:
-    """What is in a slot."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), slots)
-
-
 def put(slots: Any, slot: jax.Array, value: Any) -> Any:
     """The slots with `value` in one of them; as they are, for slot -1."""
     where = jnp.maximum(slot, 0)
@@ -160,12 +152,6 @@ def put(slots: Any, slot: jax.Array, value: Any) -> Any:
         return jax.lax.dynamic_update_index_in_dim(x, jnp.where(slot >= 0, new, old), where, 0)
 
     return jax.tree.map(one, slots, value, at(slots, where))
-
-
-def part(parts: Any, which: jax.Array) -> Any:
-    """One of several parts; of one alone, that one."""
-    alone = all(w.shape[0] == 1 for w in jax.tree.leaves(parts))
-    return jax.tree.map(lambda w: w[0], parts) if alone else at(parts, which)
 
 
 def added(total: Any, d: Any, which: jax.Array) -> Any:

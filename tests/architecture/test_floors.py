@@ -34,7 +34,7 @@ FLOORS = {
         *("gradients.schedules", "gradients.zero_bubble", "gradients.builders"),
         *("gradients.simulate", "gradients.schedule_files"),
         *("loss", "gradients.base", "gradients.accumulate", "gradients.loss_scale"),
-        *("gradients.lockstep", "gradients.stages", "gradients.exchange", "gradients.ticks", "gradients.pipeline"),
+        *("gradients.lockstep", "gradients.exchange", "gradients.stages", "gradients.ticks", "gradients.pipeline"),
         "gradients.in_flight",
         *("flax", "moments", "optim", "state", "offload", "step"),
         *("corpus", "data", "versions", "processes", "seal", "kept", "storable", "checkpoint"),
