@@ -9,6 +9,7 @@ model = spmd.from_nnx(config.build)
 import dataclasses
 from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -18,6 +19,7 @@ from models.llama import Embedding
 from spmd.annotate import annotate
 from spmd.errors import ConfigError, Problem
 from spmd.parallel.attention import attend
+from spmd.parallel.cache import room
 from spmd.parallel.context import Segments
 from spmd.parallel.order import positions
 from spmd.parallel.vocabulary import Unembedded
@@ -211,15 +213,17 @@ class GPT2(nnx.Module):
             segments: The document of each token, where several share a sequence; positions count on.
 
         Raises:
-            ConfigError: The sequence is longer than there are positions.
+            ConfigError: The sequence is longer than there are positions, or may become so.
         """
         seq = tokens.shape[1]
-        if seq > self.config.context:
-            arithmetic = f"{seq} tokens > {self.config.context} positions"
+        at = positions(seq)
+        longest = room() if isinstance(at, jax.Array) else seq  # one token of a text that may become as long as that
+        if longest > self.config.context:
+            arithmetic = f"{longest} tokens > {self.config.context} positions"
             problem = Problem("sequence", "is longer than the model", arithmetic, "a shorter one, or model.context")
             raise ConfigError("There are no positions for these tokens:", [problem])
         x = self.embed(tokens)
-        at = self.positions[...][positions(seq)].astype(x.dtype)
-        x = annotate(x + at.reshape(-1, seq, at.shape[-1]), "residual")
+        learned = self.positions[...][at].astype(x.dtype)
+        x = annotate(x + learned.reshape(-1, seq, learned.shape[-1]), "residual")
         x = self.norm(run_layers(self.layers, x, segments, unroll=self.config.unroll))
         return self.embed.attend(x)

@@ -270,6 +270,9 @@ class TrainConfig(Generic[M]):
             )
             if (value := operator.attrgetter(field)(self)) not in choices
         ]
+        if (longest := getattr(self.model, "context", self.data.sequence)) < self.data.sequence:
+            arithmetic = f"{self.data.sequence} tokens > {longest} positions"
+            problems.append(Problem("data.sequence", "is longer than the model", arithmetic, f"{longest} or less"))
         if missing := [name for name in _OF_LANGUAGE_MODELS if not hasattr(self.model, name)]:
             what = f"{type(self.model).__name__} has no {', '.join(missing)}: a TrainConfig is for language models"
             problems.append(Problem("model", what, fix="spmd.make_train_step trains any other, in a program"))

@@ -25,7 +25,8 @@ def fitting(recipe: Recipe, topology: Topology) -> list[tuple[str, int]]:
         if getattr(config, name) == value:
             continue
         found: list[tuple[str, int]] = []
-        for settings in [{name: value}] + [{**together, name: value}] * bool(together):
+        alone, combined = {name: value}, {**together, name: value}
+        for settings in [alone] if alone == combined else [alone, combined]:
             try:
                 other = Recipe(dataclasses.replace(config, **settings), recipe.mesh)
                 other.check_batch()
@@ -34,7 +35,7 @@ def fitting(recipe: Recipe, topology: Topology) -> list[tuple[str, int]]:
                 continue
             if topology.memory is None or total <= topology.memory:
                 found.append((" ".join(_flag(*setting) for setting in settings.items()), total))
-            if len(settings) > len(together):
+            if settings.keys() >= together.keys():
                 together = settings
         if found:
             return found

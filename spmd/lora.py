@@ -13,6 +13,7 @@ rows and `B` as the columns, but neither over `fsdp`.
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Container
 from typing import Any
@@ -53,6 +54,8 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         problems = [Problem("lora.rank", f"is {self.rank}", fix="1 or more")] if self.rank < 1 else []
+        if not (math.isfinite(self.alpha) and self.alpha):
+            problems.append(Problem("lora.alpha", f"is {self.alpha}", fix="a number that is not 0, such as 16"))
         for index, pattern in enumerate(self.targets):
             try:
                 compile_pattern(pattern)

@@ -65,8 +65,9 @@ def read_params(run: Path, abstract: Any, step: int | None = None) -> Any:
         restored, _ = checkpoints.restore(step, wanted, branches=branches)
     params = restored["params"]
     if lora.targets:
-        merge = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)
-        params = merge(restored["variables"][BASE], params)
+        # In the dtype that is asked for: what adapters change would be lost in a narrower one.
+        base = jax.tree.map(_as, restored["variables"][BASE], abstract)
+        params = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)(base, params)
     return jax.tree.map(_as, params, abstract)
 
 

@@ -57,11 +57,12 @@ def draw(
         >>> draw(jnp.array([[0.0, 2.0, 1.0]]), Sampling(temperature=0), jax.random.key(0), jnp.array([0])).tolist()
         [1]
     """
-    if sampling.temperature == 0:
+    if sampling.temperature < jnp.finfo(jnp.float32).tiny:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     rows = jnp.arange(logits.shape[0])
     keys = jax.vmap(lambda row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(rows, positions)
-    logits = logits.astype(jnp.float32) / sampling.temperature
+    logits = logits.astype(jnp.float32)
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
     words = logits.shape[-1]
     count = min(sampling.top_k or words, words)
     if count == words and sampling.top_p == 1:

@@ -15,28 +15,32 @@ from spmd.errors import CheckpointError, Problem
 from spmd.folder import RunFolder
 from spmd.hf.carried import TOKENIZER
 from spmd.hf.load import check_published, load_published
-from spmd.hf.published import Published, published
+from spmd.hf.published import CONFIG, Published, published
 from spmd.lora import BASE
 from spmd.params import read_params
 from spmd.recipe import Recipe
+from spmd.seal import read_object
 from spmd.state import TrainState, init_state
 
 _HOW = ("stacked", "unroll")
 """Fields of a model that say how it is computed, not what."""
+
+_AT_MOST = 16 << 20
 
 
 def check_start(recipe: Recipe) -> str:
     """Finds what keeps a run from starting with `init`, from configs and headers alone.
 
     Returns:
-        What the run starts with, for a person; empty where parameters are drawn.
+        What the run starts with, for a person; empty where parameters are drawn, and all of them are trained.
 
     Raises:
         CheckpointError: There is no such folder, or it holds another model.
     """
     path = Path(recipe.config.init)
     if not recipe.config.init:
-        return ""
+        drawn = "adapters are trained beside parameters that are drawn at random: --init says whose they should be"
+        return drawn if recipe.config.lora.targets else ""
     if not _is_run(path):
         with _opened(recipe, path) as found:
             model = found.config
@@ -78,7 +82,13 @@ def _wanted(recipe: Recipe) -> Any:
 
 
 def _is_run(path: Path) -> bool:
-    return RunFolder(path).checkpoints.is_dir()
+    """Whether a folder is a run's, whose config.py is executed: one that could be Hugging Face's never is."""
+    if not RunFolder(path).checkpoints.is_dir() or any(path.glob("*.safetensors*")):
+        return False
+    try:
+        return "architectures" not in read_object(path / CONFIG, _AT_MOST)
+    except (OSError, ValueError):
+        return True  # which says that there is no run
 
 
 @contextlib.contextmanager

@@ -24,7 +24,9 @@ from partition_rules.mistral import MISTRAL
 from partition_rules.qwen import QWEN2, QWEN2_TIED, QWEN3, QWEN3_TIED
 from spmd import flax, tree
 from spmd.config import TrainConfig, config_values, with_values
+from spmd.data import DataConfig
 from spmd.errors import ConfigError
+from spmd.generate import Generator
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.builders import make_schedule
@@ -328,9 +330,16 @@ def test_a_config_with_scaled_positions_survives_the_run_folder():
 
 
 def test_there_are_only_so_many_positions():
-    """A GPT-2 refuses a sequence that is longer than its table, with both lengths."""
+    """A GPT-2 refuses a sequence that is longer than its table, with both lengths, and one that would grow longer."""
+    config = FAMILIES["gpt2"][0]
     with pytest.raises(ConfigError, match="49 tokens > 48 positions"):
-        logits(FAMILIES["gpt2"][0], tokens=np.zeros((1, 49), np.int32))
+        logits(config, tokens=np.zeros((1, 49), np.int32))
+    with pytest.raises(ConfigError, match=r"data\.sequence: is longer than the model"):
+        TrainConfig(config, GPT2, data=DataConfig(sequence=49))
+    plan = make_plan(tiny.mesh(), GPT2, model(config), SGD)
+    with pytest.raises(ConfigError, match="64 tokens > 48 positions"):
+        Generator(plan, window=64).write(params(config), {}, [np.arange(30)], tokens=10)
+    assert len(Generator(plan, window=48).write(params(config), {}, [np.arange(30)], tokens=10)[0]) == 10
 
 
 @pytest.mark.parametrize(

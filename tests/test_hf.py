@@ -342,9 +342,16 @@ def test_known_extras_are_named(folder, params):
 def test_an_export_that_fails_leaves_nothing(params, tmp_path, monkeypatch):
     """Neither the folder nor what it is called while it is written."""
     monkeypatch.setattr("spmd.hf.save._write_json", lambda *_: (_ for _ in ()).throw(OSError("disk")))
-    with pytest.raises(OSError, match="disk"):
+    with pytest.raises(CheckpointError, match="disk"):
         save_params(tmp_path / "out", params, family_for(CONFIG), CONFIG)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        save_params(tmp_path / "file" / "out", params, family_for(CONFIG), CONFIG)
+    (tmp_path / "out.unfinished").mkdir()
+    with pytest.raises(CheckpointError, match="is what an interrupted attempt has left, or another one writes"):
+        save_params(tmp_path / "out", params, family_for(CONFIG), CONFIG)
+    assert (tmp_path / "out.unfinished").is_dir()
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="exists"):
         save_params(tmp_path / "out", params, family_for(CONFIG), CONFIG)

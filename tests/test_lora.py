@@ -123,6 +123,13 @@ def _logits(state: TrainState, tokens: jax.Array) -> jax.Array:
     return adapted().forward(state.params, state.variables, None, tokens, train=False)[0]
 
 
+@pytest.mark.parametrize("alpha", [0.0, float("nan"), float("inf")])
+def test_an_alpha_that_trains_nothing_is_refused(alpha: float) -> None:
+    """With 0 every gradient would be zero."""
+    with pytest.raises(ConfigError, match=r"lora\.alpha"):
+        LoraConfig(targets=("kernel",), alpha=alpha)
+
+
 def test_an_adapter_lies_as_its_parameter_does() -> None:
     """A is split as the rows and B as the columns, neither over fsdp, and stacks as their parameter."""
     specs = {leaf.path: leaf.spec for leaf in plan(data=2, fsdp=2, tensor=2).params}

@@ -82,6 +82,18 @@ def test_adapters_are_added(tmp_path):
     assert not equal(read, base)
 
 
+def test_small_changes_survive_a_narrow_base(tmp_path):
+    """Beside a base in bfloat16, adapters are added in the dtype that is asked for, where nothing is rounded away."""
+    lora = LoraConfig(targets=("attention/q_proj/kernel",), rank=2, alpha=0.01)
+    _, state = write_run(tmp_path, lora=lora, precision="bf16")
+    base = jax.tree.map(lambda x: x.astype(jnp.float32), state.variables["base"])
+    assert state.variables["base"]["lm_head"]["kernel"].dtype == jnp.bfloat16
+    read = read_params(tmp_path, tiny.plan().abstract_params)["layers"]["attention"]["q_proj"]["kernel"]
+    expected = with_adapters(base, state.params, lora)["layers"]["attention"]["q_proj"]["kernel"]
+    change = expected - base["layers"]["attention"]["q_proj"]["kernel"]
+    np.testing.assert_allclose(read, expected, rtol=1e-6, atol=1e-3 * np.abs(change).max())
+
+
 def test_another_model_is_an_error(tmp_path):
     """Every difference is listed, and nothing is cut to fit."""
     write_run(tmp_path)

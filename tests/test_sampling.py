@@ -70,6 +70,14 @@ def test_temperature_zero_is_the_likeliest_token_whatever_else():
     assert set(drawn(temperature=0.1, top_p=1e-9)) == {best}
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 1e-30, 1e-6])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_a_tiny_temperature_is_the_likeliest_token(temperature, top_k):
+    """Nothing overflows on the way."""
+    logits, at = jnp.array([[1.0, 3.0, 2.0]]), jnp.array([0])
+    assert draw(logits, Sampling(temperature, top_k), jax.random.key(0), at).tolist() == [1]
+
+
 def test_tokens_that_tie_are_not_more_than_k():
     """Of equally likely tokens top-k still allows only k, and top-1 the one that greedy takes."""
     logits = np.repeat([1.0, 0.0], [4, 8])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import jax
@@ -99,6 +100,26 @@ def test_another_model_is_refused(folder: Path) -> None:
         with pytest.raises(CheckpointError) as caught:
             check_start(recipe(folder, start, model=other))
         assert [problem.where for problem in caught.value.problems] == ["model.norm_eps", "model.rope_theta"]
+
+
+@pytest.mark.parametrize("sign", ["model.safetensors", "model.safetensors.index.json", "architectures"])
+def test_a_folder_from_elsewhere_is_never_executed(folder: Path, tmp_path: Path, sign: str) -> None:
+    """What could be Hugging Face's is read as that, whatever else is in it."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    about = {"config": {}, **({"architectures": ["LlamaForCausalLM"]} if sign == "architectures" else {})}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    if sign != "architectures":
+        (tmp_path / sign).write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        check_start(recipe(folder, str(tmp_path)))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_adapters_beside_noise_are_told(folder: Path) -> None:
+    """Without `init` what is frozen is drawn at random."""
+    assert "drawn at random" in check_start(recipe(folder, "base", init="", lora=LORA))
+    assert check_start(recipe(folder, "base", init="")) == ""
 
 
 def test_no_folder_and_another_class_are_refused(folder: Path) -> None:

@@ -111,7 +111,7 @@ def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[
 
 
 def _config(command: ImportCommand, found: Published, out: Path) -> TrainConfig:
-    room = found.values.get("max_position_embeddings", _LONGEST)
+    room = getattr(found.config, "context", found.values.get("max_position_embeddings", _LONGEST))
     sequence = command.sequence or min(room if isinstance(room, int) and room > 0 else _LONGEST, _LONGEST)
     has_one = (found.path / TOKENIZER).exists()
     tokenizer = str(out.absolute() / TOKENIZER) if has_one else DataConfig.tokenizer

@@ -57,9 +57,8 @@ def save_params(
         values: The config.json that it once had: what changes nothing in the model is taken from there.
 
     Raises:
-        CheckpointError: `out` exists, or there is no room for it.
+        CheckpointError: `out` exists, there is no room for it, or it cannot be written.
         ConfigError: The family's table does not fit the parameters.
-        OSError: It cannot be written.
     """
     if out.exists():
         raise CheckpointError("Nothing was exported:", [Problem(str(out), "exists", fix="another --out")])
@@ -93,17 +92,28 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to write to, which gets its name when all of it is written; an error leaves nothing behind.
 
     Args:
-        path: The name; what an interrupted attempt has left under `path.unfinished` is removed.
+        path: The name; until then, `path.unfinished`.
+
+    Raises:
+        CheckpointError: It cannot be written, or `path.unfinished` exists.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    try:
+        unfinished.mkdir(parents=True)
+    except FileExistsError as error:
+        fix = "remove it, if nothing writes there"
+        problem = Problem(str(unfinished), "is what an interrupted attempt has left, or another one writes", fix=fix)
+        raise CheckpointError("Nothing was written:", [problem]) from error
+    except OSError as error:
+        raise CheckpointError("Nothing was written:", [Problem(str(path), error.strerror or str(error))]) from error
     try:
         yield unfinished
         unfinished.rename(path)
+        sync_folder(path.absolute().parent)
+    except OSError as error:
+        raise CheckpointError("Nothing was written:", [Problem(str(path), error.strerror or str(error))]) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    sync_folder(path.absolute().parent)
 
 
 def parse_size(text: str) -> int:
@@ -116,7 +126,7 @@ def parse_size(text: str) -> int:
         >>> parse_size("1.5MB")
         1500000
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]B)", text)
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([KMGT]B)", text)
     size = int(float(found[1]) * UNITS[found[2]]) if found else 0
     if size < 1:
         raise ConfigError("This is no size:", [Problem(text, "is no number of bytes", fix="such as 5GB or 500MB")])
