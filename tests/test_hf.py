@@ -150,6 +150,10 @@ def test_parts_of_a_tensor_are_parameters(tmp_path):
         joined = np.concatenate([np.asarray(attention[f"{x}_proj"][ours][1]) for x in "qkv"], axis=-1)
         np.testing.assert_array_equal(found[f"transformer.h.1.attn.c_attn.{theirs}"], joined)
     assert equal(load_params(tmp_path / "out", plan.abstract_params), start)
+    command = ("import", tmp_path / "out", "--out", tmp_path / "run", "--devices", 8)
+    assert run(*command, "--sequence", 49) == 2
+    assert run(*command) == 0
+    assert load_config(str(tmp_path / "run" / "config.py")).data.sequence == 48, "as many as there are positions"
 
 
 def test_a_stack_may_be_every_other_layer():
