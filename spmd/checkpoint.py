@@ -36,7 +36,7 @@ from spmd import tree
 from spmd.errors import CheckpointError, Problem
 from spmd.kept import Keep, Metrics, look, set_aside
 from spmd.processes import from_first, plain_problems, problems_from_first, read_problems
-from spmd.seal import check_seal, read_object, seal, sync_folder
+from spmd.seal import check_seal, read_object, seal, sync
 from spmd.storable import differences, from_stored_form, host_copies, layout_problems, storable, stored_form
 from spmd.tree import human_bytes
 
@@ -175,7 +175,7 @@ class Checkpoints:
         for lost in in_the_way:
             set_aside(self.directory / str(lost))
         self._unfinished(step).rename(self.directory / str(step))
-        sync_folder(self.directory)
+        sync(self.directory)
         for old in pruned:
             with contextlib.suppress(FileNotFoundError):  # somebody has removed it
                 (self.directory / str(old)).rename(self.directory / f"{old}.pruned")

@@ -64,7 +64,7 @@ def seal(folder: Path) -> None:
         os.fsync(file.fileno())
     unfinished.replace(folder / SEAL)
     for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        sync_folder(place)
+        sync(place)
 
 
 def check_seal(folder: Path, *, contents: bool = True) -> list[Problem]:
@@ -132,9 +132,9 @@ def read_object(path: Path, at_most: int) -> dict[str, Any]:
     return found
 
 
-def sync_folder(folder: Path) -> None:
-    """Forces the names in a folder onto the disk."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Forces a file, or the names in a folder, onto the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

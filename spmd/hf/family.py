@@ -141,7 +141,10 @@ def families() -> dict[str, Family]:
         except (ImportError, AttributeError) as error:
             problems.append(Problem(f"entry point {entry.name}", f"cannot be loaded: {error}"))
             continue
-        if isinstance(family, Family):
+        if entry.name in found:
+            fix = "uninstall one of them, or give it another name"
+            problems.append(Problem(f"entry point {entry.name}", "is there twice", entry.value, fix))
+        elif isinstance(family, Family):
             found[entry.name] = family
         else:
             problems.append(Problem(f"entry point {entry.name}", f"{entry.value} is no spmd.hf.family.Family"))

@@ -20,7 +20,7 @@ from spmd.hf.family import Family, Source, sources
 from spmd.hf.fields import HARMLESS
 from spmd.hf.published import CONFIG, INDEX, SINGLE
 from spmd.hf.safetensors import write_safetensors
-from spmd.seal import sync_folder
+from spmd.seal import sync
 from spmd.tree import human_bytes
 
 UNFINISHED = ".unfinished"
@@ -108,8 +108,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise CheckpointError("Nothing was written:", [Problem(str(path), error.strerror or str(error))]) from error
     try:
         yield unfinished
+        for file in (*filter(Path.is_file, unfinished.iterdir()), unfinished):
+            sync(file)
         unfinished.rename(path)
-        sync_folder(path.absolute().parent)
+        sync(path.absolute().parent)
     except OSError as error:
         raise CheckpointError("Nothing was written:", [Problem(str(path), error.strerror or str(error))]) from error
     finally:
