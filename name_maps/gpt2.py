@@ -33,7 +33,7 @@ _NAMES = (
     ),
 )
 _IGNORED = (
-    Ignored("lm_head.weight", "is the embedding once more"),
+    Ignored("lm_head.weight", "is the embedding once more", _PREFIX + "wte.weight"),
     Ignored(_LAYER + "attn.bias", "is the mask of causality"),
     Ignored(_LAYER + "attn.masked_bias", "is the score of what is masked"),
 )

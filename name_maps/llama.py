@@ -47,7 +47,7 @@ def names(config: LlamaConfig) -> tuple[Name, ...]:
 def ignored(config: LlamaConfig) -> tuple[Ignored, ...]:
     """What else may be in a checkpoint."""
     rotary = Ignored(_LAYER + "self_attn.rotary_emb.inv_freq", "follows from rope_theta")
-    return (rotary, Ignored(_HEAD.tensor, "is the embedding once more")) if config.tied else (rotary,)
+    return (rotary, Ignored(_HEAD.tensor, "is the embedding once more", _ENDS[0].tensor)) if config.tied else (rotary,)
 
 
 def read_shape(

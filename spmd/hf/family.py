@@ -23,6 +23,7 @@ GROUP = "spmd.families"
 """The group of entry points; the value of each is `module:NAME` of a `Family`."""
 
 _COUNTED = ("layer", "expert")
+_TENSORS = ("tensor", "same_as")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +76,12 @@ class Ignored:
     Attributes:
         tensor: Their name, as in `Name`.
         why: Why nothing is lost.
+        same_as: The tensor that it must equal, bit for bit, where the checkpoint has both; empty for none.
     """
 
     tensor: str
     why: str
+    same_as: str = ""
 
     def covers(self, tensor: str) -> bool:
         """Whether this line is about the tensor."""
@@ -124,7 +127,11 @@ class Family:
         if any(tensor.startswith(self.prefix) for tensor in tensors):
             return names, ignored
         short = (dataclasses.replace(line, tensor=line.tensor.removeprefix(self.prefix)) for line in names)
-        return tuple(short), tuple(Ignored(line.tensor.removeprefix(self.prefix), line.why) for line in ignored)
+        others = (
+            dataclasses.replace(line, **{name: getattr(line, name).removeprefix(self.prefix) for name in _TENSORS})
+            for line in ignored
+        )
+        return tuple(short), tuple(others)
 
 
 @functools.cache

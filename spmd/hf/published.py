@@ -8,11 +8,13 @@ hub's cache that the folder is a snapshot of (`…/snapshots/REVISION`), and now
 import contextlib
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import Family, Ignored, Source, family_of
@@ -28,6 +30,7 @@ _CONFIG_AT_MOST = 16 << 20
 _INDEX_AT_MOST = 64 << 20
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 _HINTS_AT_MOST = 10_000
+_COMPARED_AT_ONCE = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,25 @@ class Published:
     def tensor(self, name: str) -> Tensor:
         """What the tensor of that name is."""
         return self.files[name].tensors[name]
+
+    @functools.cached_property
+    def copies(self) -> tuple[Problem, ...]:
+        """Tensors that must be another one once more and are not; they are read once, a piece at a time."""
+        _, ignored = self.family.lines(self.config, self.files)
+        pairs = [(line.tensor, line.same_as) for line in ignored if {line.tensor, line.same_as} <= self.files.keys()]
+        return tuple(problem for pair in pairs if (problem := self._difference(*pair)) is not None)
+
+    def _difference(self, name: str, other: str) -> Problem | None:
+        ours, theirs = self.tensor(name), self.tensor(other)
+        what = f"differs from {other}, and this model's head is the embedding"
+        fix = "tie_word_embeddings=false in config.json if the head is its own; take the tensor out if it is not used"
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            arithmetic = f"it is {ours.dtype}{list(ours.shape)}, {other} is {theirs.dtype}{list(theirs.shape)}"
+            return Problem(name, what, arithmetic, fix)
+        both = (self.files[n].pieces(n, np.empty(_COMPARED_AT_ONCE, np.uint8)) for n in (name, other))
+        if all(np.array_equal(a, b) for a, b in zip(*both, strict=True)):
+            return None
+        return Problem(name, what, fix=fix)
 
 
 @contextlib.contextmanager

@@ -131,6 +131,19 @@ class SafetensorsFile:
         self._read(memory[:size], tensor.begin + start * tensor.row_bytes)
         return memory[:size].view(tensor.dtype).reshape(stop - start, *tensor.shape[1:])
 
+    def pieces(self, name: str, memory: np.ndarray) -> Iterator[np.ndarray]:
+        """The bytes of a tensor, one part after the other.
+
+        Args:
+            name: The tensor.
+            memory: uint8 `[bytes]`; each part is read into it, over the one before.
+        """
+        tensor = self.tensors[name]
+        for start in range(0, tensor.nbytes, len(memory)):
+            piece = memory[: tensor.nbytes - start]
+            self._read(piece, tensor.begin + start)
+            yield piece
+
     def read(self, name: str) -> np.ndarray:
         """A whole tensor."""
         tensor = self.tensors[name]
