@@ -53,6 +53,7 @@ def _read(values: Mapping[str, Any]) -> GPT2Config:
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("add_cross_attention", False)
     fields.only("tie_word_embeddings", True)
+    fields.only("is_causal", True)
     width = fields.integer("n_embd", 768)
     return fields.build(
         GPT2Config,

@@ -72,6 +72,7 @@ def read_shape(
     width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
     fields.only(*activation)
+    fields.only("is_causal", True)
     base, scaling = fields.rope(theta, "llama3")
     return {
         "vocab": fields.integer("vocab_size"),

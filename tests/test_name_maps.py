@@ -218,6 +218,7 @@ def test_the_published_gpt_2_has_a_table_that_splits_no_vocabulary():
     assert rules(gpt2.PRESETS["test"]) is not GPT2_WHOLE_VOCABULARY
 
 
+DECODERS = [name for name in FAMILIES if name != "vit"]
 REFUSED = [
     ("llama3.1", {"attention_bias": True, "rope_scaling": {"rope_type": "yarn"}}, {"attention_bias", "rope_scaling"}),
     (
@@ -251,6 +252,7 @@ REFUSED = [
         {"hidden_act": "relu", "qkv_bias": False, "image_size": [8, 4], "use_swiglu": True, "num_labels": 0},
         {"hidden_act", "qkv_bias", "image_size", "use_swiglu", "num_labels", "model.patch"},
     ),
+    *((name, {"is_causal": False, "use_alibi": False}, {"is_causal", "use_alibi"}) for name in DECODERS),
 ]
 
 
@@ -261,3 +263,14 @@ def test_a_feature_that_a_model_does_not_have_is_named(name, changes, wrong):
     with pytest.raises(ConfigError) as caught:
         family.read_config({**family.write_config(config), **changes})
     assert {problem.where for problem in caught.value.problems} == wrong
+
+
+OFF = {"chunk_size_feed_forward": 0, "use_mrope": False, "torchscript": False, "problem_type": None}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_off_is_no_feature(name):
+    """Fields that say that something is not there, and what is so anyway, change nothing."""
+    family, config = FAMILIES[name]
+    more = OFF if name == "vit" else {**OFF, "is_causal": True}
+    assert resolved(family.read_config({**family.write_config(config), **more})) == resolved(config)

@@ -19,6 +19,17 @@ HARMLESS = frozenset(
 )
 """Fields that do not change what a trained model computes; export writes them back as they were."""
 
+_OFF = frozenset(
+    {
+        *("use_mrope", "use_sliding_window", "attention_bias", "mlp_bias", "tie_word_embeddings"),
+        *("add_cross_attention", "is_decoder", "tie_encoder_decoder", "chunk_size_feed_forward"),
+        *("torchscript", "use_bfloat16", "tf_legacy_loss", "remove_invalid_values", "return_dict_in_generate"),
+        *("do_sample", "early_stopping", "output_scores", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        *("num_beam_groups", "diversity_penalty"),
+    }
+)
+"""Fields that say what a model does not have, or does not do, where they are false or 0."""
+
 
 class Fields:
     """The fields of one config.json; every complaint is kept, and all are raised at the end.
@@ -129,7 +140,8 @@ class Fields:
     def problems(self) -> list[Problem]:
         """All complaints, with one for every field that nothing was asked of and that could mean something."""
         fix = "if it changes nothing that the model computes, take it out of config.json"
-        rest = {n: v for n, v in self._values.items() if n not in self._known | HARMLESS and v not in (None, False)}
+        unknown = {n: v for n, v in self._values.items() if n not in self._known | HARMLESS and v is not None}
+        rest = {n: v for n, v in unknown.items() if not (n in _OFF and v in (False, 0))}
         return [*self._problems, *(Problem(n, f"is {v!r}, and is not known", fix=fix) for n, v in rest.items())]
 
     def build(self, make: Callable[..., T], **shape: Any) -> T:
