@@ -63,7 +63,7 @@ def _read(values: Mapping[str, Any]) -> GPT2Config:
         heads=fields.integer("n_head", 12),
         d_ff=fields.integer("n_inner", 4 * width),
         context=fields.integer("n_positions", 1024),
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5, least=0),
     )
 
 

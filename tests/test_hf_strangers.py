@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from models import gemma, gpt2, llama
+from models import gemma, gpt2, llama, mixtral, qwen, vit
 from spmd import flax
-from spmd.errors import CheckpointError
+from spmd.errors import CheckpointError, ConfigError
 from spmd.hf import published as published_module
 from spmd.hf.family import family_for
 from spmd.hf.load import check_published
@@ -93,3 +93,65 @@ def test_a_head_of_its_own_is_not_lost(name, head, tmp_path, monkeypatch):
     assert problem.what == f"differs from {embedding}, and this model's head is the embedding"
     assert arithmetic in problem.arithmetic
     assert "tie_word_embeddings=false" in problem.fix
+
+
+SHAPES = {
+    **{name: config for name, (config, _) in TIED.items()},
+    **{"mixtral": mixtral.PRESETS["test"], "vit": vit.PRESETS["test"]},
+    **{name: qwen.PRESETS[f"test-{name}"] for name in ("qwen2", "qwen3")},
+}
+MORE = {"layer_types": [], "rope_parameters": {}, "rope_scaling": {}, "id2label": {}, "head_dim": 1, "rope_theta": 1}
+SCALING = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+SCALING["original_max_position_embeddings"] = 16
+NUMBERS = [10**400, -(10**400), 2**31 - 1, -1, 0, 0.5, float("nan"), float("inf"), -float("inf"), True]
+VALUES = [*NUMBERS, None, 5, "x", "\ud800", [], [5], [[]], {}, {"rope_type": []}, {"rope_theta": {}}]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_value_of_a_field_is_a_traceback(name):
+    """Any value of any field is read or refused, at once and in few words."""
+    family = family_for(SHAPES[name])
+    values = family.write_config(SHAPES[name])
+    changes = [{field: value} for field in (*values, *MORE) for value in VALUES]
+    changes += [{"rope_scaling": {**SCALING, field: value}} for field in SCALING for value in VALUES]
+    refused = 0
+    for change in changes:
+        try:
+            family.read_config({**values, **change})
+        except ConfigError as error:
+            refused += 1
+            assert len(str(error)) < 1500  # noqa: PT017
+    assert refused > len(changes) / 3
+
+
+WRONG = [
+    ("llama", "rms_norm_eps", [10**400, float("nan"), float("inf"), -1e-6]),
+    ("gpt2", "layer_norm_epsilon", [float("nan"), -1]),
+    ("vit", "layer_norm_eps", [float("nan"), -1]),
+    ("llama", "rope_theta", [0, -1.0, float("inf"), 10**400]),
+    ("llama", "num_hidden_layers", [10**400, 2**31]),
+    ("llama", "rope_scaling", [{**SCALING, "factor": float("inf")}, {**SCALING, "low_freq_factor": float("nan")}]),
+    ("qwen2", "layer_types", [5, ["full_attention"] * 3, ["full_attention", 5]]),
+    ("gemma2", "layer_types", [5, ["sliding_attention", "full_attention"]]),
+    ("gemma2", "attn_logit_softcapping", [float("nan"), float("inf"), 10**400]),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), [(n, f, v) for n, f, values in WRONG for v in values], ids=str)
+def test_a_value_that_means_nothing_is_refused(name, field, value):
+    """And what is wrong is that field alone."""
+    family = family_for(SHAPES[name])
+    with pytest.raises(ConfigError) as caught:
+        family.read_config({**family.write_config(SHAPES[name]), field: value})
+    assert {problem.where.split(".")[0] for problem in caught.value.problems} == {field}
+
+
+@pytest.mark.parametrize("name", ["a\0.safetensors", "\ud800.safetensors"], ids=["a zero byte", "half a character"])
+def test_a_name_that_no_file_can_have_is_a_problem(name, tmp_path):
+    """In the index of a folder."""
+    config = TIED["llama"][0]
+    folder = write(tmp_path / "a", config)
+    (folder / "model.safetensors").rename(folder / "b.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    (problem,) = problems(folder, config)
+    assert (problem.where, problem.what) == (name, "is no name that a file can have")

@@ -117,6 +117,9 @@ def inside(folder: Path, name: str) -> Path:
         raise CheckpointError(f"{folder} cannot be read:", [Problem(name, what)])
     try:
         home, real = folder.resolve(), (folder / name).resolve(strict=True)
+    except ValueError as error:  # a zero byte, or half of a character
+        problem = Problem(name, "is no name that a file can have")
+        raise CheckpointError(f"{folder} cannot be read:", [problem]) from error
     except RuntimeError as error:  # Python 3.11, where links go round in a circle
         raise OSError(str(error)) from error
     cache = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
@@ -165,7 +168,7 @@ def _open_all(folder: Path, stack: contextlib.ExitStack, problems: list[Problem]
             try:
                 file = stack.enter_context(SafetensorsFile(inside(folder, name)))
             except OSError as error:
-                problems.append(Problem(name, f"cannot be read: {error.strerror}"))
+                problems.append(Problem(name, f"cannot be read: {error.strerror or error}"))
                 continue
             opened.add(name)
             for tensor in file.tensors:
