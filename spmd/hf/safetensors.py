@@ -46,6 +46,8 @@ DTYPES: dict[str, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _LENGTH = 8
+_TOO_LARGE = 2**63
+_DIMENSIONS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,10 +237,11 @@ def _read_header(file: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r:.80} is there twice")
+        found[name] = value
     return found
 
 
@@ -250,23 +253,27 @@ def _parse(where: str, entry: Any, problems: list[Problem]) -> Tensor | None:
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     before = len(problems)
     if not isinstance(code, str) or code not in DTYPES:
-        problems.append(Problem(where, f"is of dtype {code!r:.80}", fix=did_you_mean(str(code), DTYPES)))
+        problems.append(Problem(where, f"is of dtype {code!r:.80}", fix=did_you_mean(str(code)[:80], DTYPES)))
     if not _are_sizes(shape):
-        problems.append(Problem(where, f"has the shape {shape!r:.80}, and no list of sizes"))
+        what = f"has the shape {shape!r:.80}, and no list of {_DIMENSIONS} sizes at most, each below 2**63"
+        problems.append(Problem(where, what))
     if not _are_sizes(offsets) or len(offsets) != 2:
         problems.append(Problem(where, f"is at {offsets!r:.80}, and not from one byte to another"))
     if len(problems) > before:
         return None
     tensor = Tensor(DTYPES[code], tuple(shape), offsets[0])
     if tensor.nbytes != offsets[1] - offsets[0]:
-        arithmetic = f"{code}{shape} is {tensor.nbytes} bytes, {offsets} are {offsets[1] - offsets[0]}"
+        size = f"{tensor.nbytes}" if tensor.nbytes < _TOO_LARGE else "2**63 or more"
+        arithmetic = f"{code}{shape!r:.80} is {size} bytes, {offsets} are {offsets[1] - offsets[0]}"
         problems.append(Problem(where, "has another size than its shape", arithmetic))
         return None
     return tensor
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    if not isinstance(value, list) or len(value) > _DIMENSIONS:
+        return False
+    return all(type(size) is int and 0 <= size < _TOO_LARGE for size in value)
 
 
 def _layout_problems(where: str, tensors: Mapping[str, Tensor], size: int) -> list[Problem]:
