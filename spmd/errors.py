@@ -132,6 +132,22 @@ class FaultError(SpmdError):
     """A device computed or keeps other bits than it should: silent data corruption."""
 
 
+def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:
+    """The first problems, and how many more there are: a stranger's file decides neither the length nor the memory.
+
+    Args:
+        problems: All of them.
+        at_most: How many are kept.
+
+    Example:
+        >>> print(*first_of([Problem(name, "is missing") for name in "cab"], at_most=2))
+        a: is missing b: is missing …: and 1 more
+    """
+    found = sorted(problems)
+    more = len(found) - at_most
+    return found if more <= 0 else [*found[:at_most], Problem("…", f"and {more:,} more")]
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """The choice nearest to `word` as a question, or all choices where none is near.
 

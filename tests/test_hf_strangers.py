@@ -146,6 +146,40 @@ def test_a_value_that_means_nothing_is_refused(name, field, value):
     assert {problem.where.split(".")[0] for problem in caught.value.problems} == {field}
 
 
+BOMBS = {
+    "llama": ({"num_hidden_layers": 2**31 - 1}, "2147483647 layers"),
+    "gemma2": ({"num_hidden_layers": 2**31 - 2}, "2147483646 layers"),
+    "gpt2": ({"n_layer": 10**9}, "1000000000 layers"),
+    "mixtral": ({"num_local_experts": 2**31 - 1}, "2 layers × 2147483647 experts"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_no_layer_and_no_expert_is_made_for_a_bomb(name, tmp_path):
+    """What config.json counts is compared with the tensors that are there before anything of that size is made."""
+    fields, arithmetic = BOMBS[name]
+    folder = write(tmp_path / "a", SHAPES[name], **fields)
+    (problem,) = problems(folder, SHAPES[name])
+    assert problem.what == "counts more layers and experts than the files have tensors"
+    assert arithmetic in problem.arithmetic
+
+
+def test_an_error_has_no_more_problems_than_anyone_reads(tmp_path):
+    """Of tensors that are extra, of headers that are wrong, and of an index that is."""
+    config, one = TIED["llama"][0], np.ones(1, np.float32)
+    folder = write(tmp_path / "a", config, lambda tensors: {**tensors, **{f"x{i}": one for i in range(1000)}})
+    found = problems(folder, config)
+    assert (len(found), found[-1].where, found[-1].what) == (101, "…", "and 900 more")
+    with SafetensorsFile(folder / "model.safetensors") as file:
+        index = {name: "b.safetensors" for name in file.tensors if not name.startswith("x")}
+    (folder / "model.safetensors").rename(folder / "b.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert len(problems(folder, config)) == 101
+    header = json.dumps({f"x{i}": 0 for i in range(1000)}).encode()
+    (folder / "b.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert len(problems(folder, config)) == 101
+
+
 @pytest.mark.parametrize("name", ["a\0.safetensors", "\ud800.safetensors"], ids=["a zero byte", "half a character"])
 def test_a_name_that_no_file_can_have_is_a_problem(name, tmp_path):
     """In the index of a folder."""

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import CheckpointError, Problem
+from spmd.errors import CheckpointError, Problem, first_of
 from spmd.hf.family import Family, Ignored, Source, family_of
 from spmd.hf.fields import collecting
 from spmd.hf.safetensors import SafetensorsFile, Tensor
@@ -100,9 +101,22 @@ def published(path: Path) -> Iterator[Published]:
         files: dict[str, SafetensorsFile] = {}
         with collecting(problems):
             files = _open_all(path, stack, problems)
+            if family is not None and not problems:
+                problems += _size_problems(family, config, len(files))
         if problems or family is None:
-            raise CheckpointError(f"{path} cannot be read:", problems)
+            raise CheckpointError(f"{path} cannot be read:", first_of(problems))
         yield Published(path, values, family, config, files)
+
+
+def _size_problems(family: Family, config: Any, tensors: int) -> list[Problem]:
+    """Whether config.json counts more layers and experts than there are tensors; no table of that size is built."""
+    names = [line.tensor for line in family.names(config)]
+    counts = {"layer": getattr(config, "layers", 1), "expert": getattr(getattr(config, "router", None), "experts", 1)}
+    said = {field: count for field, count in counts.items() if any(f"{{{field}}}" in name for name in names)}
+    if (wanted := math.prod(said.values())) <= tensors:
+        return []
+    arithmetic = f"{' × '.join(f'{count} {field}s' for field, count in said.items())} = {wanted} > {tensors} tensors"
+    return [Problem(CONFIG, "counts more layers and experts than the files have tensors", arithmetic)]
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -229,4 +243,4 @@ def tensor_problems(
             problems.append(Problem(name, "has another shape", arithmetic))
         if jnp.issubdtype(tensor.dtype, jnp.floating) != floats[source.path]:
             problems.append(Problem(name, "has another kind of dtype", f"it is {tensor.dtype}, {where}"))
-    return problems
+    return first_of(problems)

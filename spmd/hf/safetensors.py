@@ -23,7 +23,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import CheckpointError, Problem, did_you_mean
+from spmd.errors import CheckpointError, Problem, did_you_mean, first_of
 from spmd.seal import open_regular
 
 HEADER_AT_MOST = 100_000_000
@@ -201,7 +201,7 @@ def write_safetensors(
 
 
 def _refused(path: Path, problems: list[Problem]) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read:", problems)
+    return CheckpointError(f"{path} cannot be read:", first_of(problems))
 
 
 def _read_header(file: Any, path: Path) -> dict[str, Tensor]:
