@@ -136,6 +136,11 @@ def read_kinds(fields: Fields, layers: int, *in_turn: str) -> None:
         fields.refuse("layer_types", f"are {kinds!r:.80}, and this model has {layers} layers of {can} in turn")
 
 
+def divides(config: LlamaConfig) -> bool:
+    """Whether heads divide the width: some families' classes of transformers refuse a config.json where they do not."""
+    return config.d_model % config.heads == 0
+
+
 def write_shape(config: LlamaConfig) -> dict[str, Any]:
     """The inverse of `read_shape`."""
     return {
@@ -175,12 +180,16 @@ def _rules(config: LlamaConfig) -> Rules:
     return LLAMA_TIED if config.tied else LLAMA
 
 
+def _fits(config: Any) -> bool:
+    return type(config) is LlamaConfig and is_plain(config) and not config.window and divides(config)
+
+
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
     read_config=_read,
     write_config=_write,
-    fits=lambda config: type(config) is LlamaConfig and is_plain(config) and not config.window,
+    fits=_fits,
     rules=_rules,
     names=names,
     ignored=ignored,

@@ -169,6 +169,16 @@ def test_a_shape_fits_one_family():
         assert others == ({"mistral"} if name == "llama3.1" else set())
 
 
+@pytest.mark.parametrize(
+    ("name", "fitting"),
+    [("llama3.1", {"mistral"}), ("gemma", {"gemma"}), ("gemma2", set()), ("qwen2", {"qwen2"}), ("qwen3", {"qwen3"})],
+)
+def test_a_family_fits_no_shape_that_its_class_refuses(name, fitting):
+    """Transformers' Llama and Gemma 2 want heads that divide the width; the others do not."""
+    config = dataclasses.replace(FAMILIES[name][1], heads=6, head_dim=8)
+    assert {other for other, (family, _) in FAMILIES.items() if family.fits(config)} == fitting
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_tensor_belongs_to_one_parameter(name, stacked):
