@@ -37,8 +37,8 @@ _IGNORED = (
     Ignored(_LAYER + "attn.bias", "is the mask of causality"),
     Ignored(_LAYER + "attn.masked_bias", "is the score of what is masked"),
 )
-_OF_TRAINING = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "n_ctx")
-_OF_OLD_FILES = ("n_special", "predict_special_tokens", "output_past")
+_OF_TRAINING = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn")
+_OF_OLD_FILES = ("n_ctx", "n_special", "predict_special_tokens", "output_past")
 _OF_OTHER_HEADS = tuple(
     f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 )
@@ -92,4 +92,5 @@ FAMILY = Family(
     names=lambda config: _NAMES,
     ignored=lambda config: _IGNORED,
     prefix=_PREFIX,  # the first four checkpoints were published without it
+    kept=(*_OF_TRAINING, *_OF_OTHER_HEADS),
 )

@@ -91,4 +91,5 @@ FAMILY = Family(
     rules=lambda config: VIT,
     names=lambda config: _NAMES,
     ignored=lambda config: _IGNORED,
+    kept=(*_OF_TRAINING, *_OF_OTHER_HEADS),
 )

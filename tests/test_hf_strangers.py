@@ -189,3 +189,23 @@ def test_a_name_that_no_file_can_have_is_a_problem(name, tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
     (problem,) = problems(folder, config)
     assert (problem.where, problem.what) == (name, "is no name that a file can have")
+
+
+OF_TRAINING = {
+    "gpt2": {"attn_pdrop": 0.2, "embd_pdrop": 0.3, "resid_pdrop": 0.4, "reorder_and_upcast_attn": True},
+    "vit": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3, "encoder_stride": 4},
+}
+
+
+@pytest.mark.parametrize("name", OF_TRAINING)
+def test_fields_of_training_come_back(name, tmp_path):
+    """A family's own, which change nothing in a trained model; they are read, and what else it was is its shape's."""
+    config, fields = SHAPES[name], OF_TRAINING[name]
+    folder = write(tmp_path / "a", config, **fields, attention_dropout=0.5)
+    with published(folder) as found:
+        values = {**found.values, "unheard_of": 5}
+    save_params(tmp_path / "b", initial(config), family_for(config), config, values=values)
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert {field: written[field] for field in (*fields, "attention_dropout")} == {**fields, "attention_dropout": 0.5}
+    assert "unheard_of" not in written
+    assert family_for(config).read_config(written) == family_for(config).read_config(found.values)

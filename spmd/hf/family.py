@@ -104,6 +104,8 @@ class Family:
         names: The table of a shape.
         ignored: What else a checkpoint of a shape may hold.
         prefix: What tensors' names begin with, and in some checkpoints do not.
+        kept: Fields of this family's config.json that change nothing in a trained model, beside those that are
+            harmless in every family; export writes them back as they were.
     """
 
     name: str
@@ -115,6 +117,7 @@ class Family:
     names: Callable[[Any], tuple[Name, ...]]
     ignored: Callable[[Any], tuple[Ignored, ...]] = lambda config: ()
     prefix: str = ""
+    kept: tuple[str, ...] = ()
 
     def lines(self, config: Any, tensors: Iterable[str]) -> tuple[tuple[Name, ...], tuple[Ignored, ...]]:
         """The table of a shape, and what else there may be, by the names that a checkpoint uses.
