@@ -9,13 +9,14 @@ import pytest
 
 from models import gemma, gpt2, llama, mixtral, qwen, vit
 from spmd import flax
-from spmd.errors import CheckpointError, ConfigError
+from spmd.errors import CheckpointError, ConfigError, Problem, SpmdError
 from spmd.hf import published as published_module
 from spmd.hf.family import family_for
 from spmd.hf.load import check_published
 from spmd.hf.published import published
 from spmd.hf.safetensors import SafetensorsFile, write_safetensors
 from spmd.hf.save import save_params
+from tests.command_line import run
 
 EMBEDDING = "model.embed_tokens.weight"
 TIED = {
@@ -209,3 +210,42 @@ def test_fields_of_training_come_back(name, tmp_path):
     assert {field: written[field] for field in (*fields, "attention_dropout")} == {**fields, "attention_dropout": 0.5}
     assert "unheard_of" not in written
     assert family_for(config).read_config(written) == family_for(config).read_config(found.values)
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\r\x9b\u202e\ud800"
+
+
+@pytest.mark.parametrize("part", ["where", "what", "arithmetic", "fix"])
+def test_a_name_does_not_steer_a_terminal(part):
+    """What is not printable is escaped in every part of a problem, and what is long is cut."""
+    fields = {"where": "a", "what": "b", "arithmetic": "c", "fix": "d"}
+    text = str(SpmdError("title", [Problem(**{**fields, part: f"x{EVIL}y"})]))
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert r"x\x1b]0;owned\x07\x1b[2J\r\x9b\u202e\ud800y" in text
+    long = str(Problem(**{**fields, part: "x" * 10**6}))
+    assert len(long) < 2100
+    assert "x…" in long
+
+
+def test_a_name_does_not_look_like_a_problem():
+    """Lines of a part are further in than the parts are; a name has one line."""
+    text = str(Problem("a\nb: is fine", "is bad\n    fix: rm -r", "1\n2", "none"))
+    assert text.split("\n")[0] == r"a\nb: is fine: is bad"
+    assert text.split("\n")[1:] == ["            fix: rm -r", "    1", "        2", "    fix: none"]
+
+
+def test_a_stranger_s_names_are_printed_as_text(tmp_path, capsys):
+    """Of tensors, of fields of config.json, and of architectures."""
+    config, name = TIED["llama"][0], EVIL[:-1]
+    evil = {"architectures": [name, "LlamaForCausalLM"], name: 5}
+    folder = write(tmp_path / "a", config, lambda tensors: {**tensors, name: np.ones(1, np.float32)}, **evil)
+    for fields in (evil, {"architectures": evil["architectures"], name: None}):
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**values, **fields}))
+        assert run("import", folder, "--out", tmp_path / "run", "--devices", "8") == 2
+        error = capsys.readouterr().err
+        assert r"\x1b]0;owned" in error
+        assert "\x1b" not in error
+    clean = write(tmp_path / "b", config, architectures=evil["architectures"])
+    assert run("import", clean, "--out", tmp_path / "run", "--devices", "8") == 0
+    assert "\x1b" not in capsys.readouterr().out
