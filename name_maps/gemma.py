@@ -38,9 +38,11 @@ def _read2(values: Mapping[str, Any]) -> Gemma2Config:
     shape = _shape(fields, ("hidden_activation", _TANH))
     fields.only("hidden_act", _TANH)
     fields.value("cache_implementation")  # of generation alone
+    for name in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.is_null(name):
+            fields.refuse(name, "is null, which says that there is none, and this model always has one")
     fields.only("sliding_window_size", None, fields.value("sliding_window"))
-    in_turn = [("sliding_attention", "full_attention")[number % 2] for number in range(shape["layers"])]
-    fields.only("layer_types", in_turn)
+    llama.read_kinds(fields, shape["layers"], "sliding_attention", "full_attention")
     return fields.build(
         Gemma2Config,
         **shape,
@@ -94,7 +96,7 @@ GEMMA2_FAMILY = Family(
     architectures=("Gemma2ForCausalLM",),
     read_config=_read2,
     write_config=_write2,
-    fits=lambda config: isinstance(config, Gemma2Config) and llama.is_plain(config),
+    fits=lambda config: isinstance(config, Gemma2Config) and llama.is_plain(config) and llama.divides(config),
     rules=lambda config: GEMMA2,
     names=_names2,
     ignored=llama.ignored,

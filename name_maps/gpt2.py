@@ -33,12 +33,12 @@ _NAMES = (
     ),
 )
 _IGNORED = (
-    Ignored("lm_head.weight", "is the embedding once more"),
+    Ignored("lm_head.weight", "is the embedding once more", _PREFIX + "wte.weight"),
     Ignored(_LAYER + "attn.bias", "is the mask of causality"),
     Ignored(_LAYER + "attn.masked_bias", "is the score of what is masked"),
 )
-_OF_TRAINING = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "n_ctx")
-_OF_OLD_FILES = ("n_special", "predict_special_tokens", "output_past")
+_OF_TRAINING = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn")
+_OF_OLD_FILES = ("n_ctx", "n_special", "predict_special_tokens", "output_past")
 _OF_OTHER_HEADS = tuple(
     f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 )
@@ -53,6 +53,7 @@ def _read(values: Mapping[str, Any]) -> GPT2Config:
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("add_cross_attention", False)
     fields.only("tie_word_embeddings", True)
+    fields.only("is_causal", True)
     width = fields.integer("n_embd", 768)
     return fields.build(
         GPT2Config,
@@ -62,7 +63,7 @@ def _read(values: Mapping[str, Any]) -> GPT2Config:
         heads=fields.integer("n_head", 12),
         d_ff=fields.integer("n_inner", 4 * width),
         context=fields.integer("n_positions", 1024),
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5, least=0),
     )
 
 
@@ -91,4 +92,5 @@ FAMILY = Family(
     names=lambda config: _NAMES,
     ignored=lambda config: _IGNORED,
     prefix=_PREFIX,  # the first four checkpoints were published without it
+    kept=(*_OF_TRAINING, *_OF_OTHER_HEADS),
 )

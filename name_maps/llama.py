@@ -47,7 +47,7 @@ def names(config: LlamaConfig) -> tuple[Name, ...]:
 def ignored(config: LlamaConfig) -> tuple[Ignored, ...]:
     """What else may be in a checkpoint."""
     rotary = Ignored(_LAYER + "self_attn.rotary_emb.inv_freq", "follows from rope_theta")
-    return (rotary, Ignored(_HEAD.tensor, "is the embedding once more")) if config.tied else (rotary,)
+    return (rotary, Ignored(_HEAD.tensor, "is the embedding once more", _ENDS[0].tensor)) if config.tied else (rotary,)
 
 
 def read_shape(
@@ -72,6 +72,7 @@ def read_shape(
     width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
     fields.only(*activation)
+    fields.only("is_causal", True)
     base, scaling = fields.rope(theta, "llama3")
     return {
         "vocab": fields.integer("vocab_size"),
@@ -83,7 +84,7 @@ def read_shape(
         "head_dim": 0 if head_dim * heads == width else head_dim,
         "rope_theta": base,
         "rope_scaling": _read_scaling(fields, scaling),
-        "norm_eps": fields.number("rms_norm_eps", eps),
+        "norm_eps": fields.number("rms_norm_eps", eps, least=0),
         "tied": fields.flag("tie_word_embeddings", tied),
     }
 
@@ -94,12 +95,10 @@ def _read_scaling(fields: Fields, table: Mapping[str, Any]) -> RopeScaling:
     known = {theirs: table[theirs] for theirs in _SCALING if theirs in table}
     for name in sorted({*table} ^ {*_SCALING}):
         fields.refuse(
-            f"rope_scaling.{name}", f"is {table[name]!r}, and is not known" if name in table else "is missing"
+            f"rope_scaling.{name}", f"is {table[name]!r:.80}, and is not known" if name in table else "is missing"
         )
-    for name, value in known.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            fields.refuse(f"rope_scaling.{name}", f"is {value!r}, and no number")
-    numbers = {_SCALING[name]: value for name, value in known.items() if isinstance(value, int | float)}
+    good = {name: value for name, value in known.items() if fields.is_number(f"rope_scaling.{name}", value)}
+    numbers = {_SCALING[name]: value for name, value in good.items()}
     return fields.nested(RopeScaling, **numbers) or RopeScaling()
 
 
@@ -108,13 +107,38 @@ def is_plain(config: LlamaConfig) -> bool:
     return not (config.qkv_bias or config.qk_norm)
 
 
-def read_window(fields: Fields) -> int:
-    """How many tokens each one sees; 0 for all before it."""
-    window = fields.value("sliding_window", 0)
-    if isinstance(window, int) and window >= 0:
-        return window
-    fields.refuse("sliding_window", f"is {window!r}, and no number of tokens")
-    return 0
+def read_window(fields: Fields, absent: int) -> int:
+    """How many tokens each one sees; 0 for all before it, which is what null says.
+
+    Args:
+        fields: Of config.json.
+        absent: What an absent `sliding_window` means.
+    """
+    if fields.value("sliding_window") is None:
+        return 0 if fields.is_null("sliding_window") else absent
+    return fields.integer("sliding_window")
+
+
+def read_kinds(fields: Fields, layers: int, *in_turn: str) -> None:
+    """Checks `layer_types`, which may be absent.
+
+    Args:
+        fields: Of config.json.
+        layers: How many layers there are.
+        *in_turn: The kinds of attention that layers of this family have, in turn.
+    """
+    kinds = fields.value("layer_types")
+    if kinds is None:
+        return
+    whole = isinstance(kinds, list) and len(kinds) == layers
+    if not whole or any(kind != in_turn[number % len(in_turn)] for number, kind in enumerate(kinds)):
+        can = " and ".join(in_turn)
+        fields.refuse("layer_types", f"are {kinds!r:.80}, and this model has {layers} layers of {can} in turn")
+
+
+def divides(config: LlamaConfig) -> bool:
+    """Whether heads divide the width: some families' classes of transformers refuse a config.json where they do not."""
+    return config.d_model % config.heads == 0
 
 
 def write_shape(config: LlamaConfig) -> dict[str, Any]:
@@ -156,12 +180,16 @@ def _rules(config: LlamaConfig) -> Rules:
     return LLAMA_TIED if config.tied else LLAMA
 
 
+def _fits(config: Any) -> bool:
+    return type(config) is LlamaConfig and is_plain(config) and not config.window and divides(config)
+
+
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
     read_config=_read,
     write_config=_write,
-    fits=lambda config: type(config) is LlamaConfig and is_plain(config) and not config.window,
+    fits=_fits,
     rules=_rules,
     names=names,
     ignored=ignored,

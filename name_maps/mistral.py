@@ -15,7 +15,7 @@ _SHAPES = (LlamaConfig, MistralConfig)
 
 def _read(values: Mapping[str, Any]) -> MistralConfig:
     fields = Fields(values)
-    return fields.build(MistralConfig, **llama.read_shape(fields), window=llama.read_window(fields))
+    return fields.build(MistralConfig, **llama.read_shape(fields), window=llama.read_window(fields, absent=4096))
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:

@@ -33,11 +33,12 @@ def _read(values: Mapping[str, Any]) -> MixtralConfig:
         RouterConfig,
         experts=fields.integer("num_local_experts", 8),
         top_k=fields.integer("num_experts_per_tok", 2),
-        jitter=fields.number("router_jitter_noise", 0.0),
-        balance=fields.number("router_aux_loss_coef", 0.001),
+        jitter=fields.number("router_jitter_noise", 0.0, least=0),
+        balance=fields.number("router_aux_loss_coef", 0.001, least=0),
     )
     shape = llama.read_shape(fields, eps=1e-5, theta=1e6)
-    return fields.build(MixtralConfig, **shape, window=llama.read_window(fields), router=router or RouterConfig())
+    window = llama.read_window(fields, absent=0)
+    return fields.build(MixtralConfig, **shape, window=window, router=router or RouterConfig())
 
 
 def _write(config: MixtralConfig) -> dict[str, Any]:

@@ -26,10 +26,9 @@ def _read(values: Mapping[str, Any], *, head_dim: int, **attention: bool) -> Qwe
     fields.only("use_sliding_window", False)
     fields.value("sliding_window")  # without `use_sliding_window` the two mean nothing
     fields.value("max_window_layers")
-    kinds = fields.value("layer_types", [])
-    if any(kind != "full_attention" for kind in kinds):
-        fields.refuse("layer_types", f"are {kinds!r}, and this model has full_attention alone")
-    return fields.build(QwenConfig, **llama.read_shape(fields, head_dim=head_dim), **attention)
+    shape = llama.read_shape(fields, head_dim=head_dim)
+    llama.read_kinds(fields, shape["layers"], "full_attention")
+    return fields.build(QwenConfig, **shape, **attention)
 
 
 def _write(config: QwenConfig, kind: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _read(values: Mapping[str, Any]) -> ViTConfig:
         heads=fields.integer("num_attention_heads", 12),
         d_ff=fields.integer("intermediate_size", 3072),
         classes=fields.integer("num_labels", len(labels) if isinstance(labels, Mapping) and labels else 2),
-        norm_eps=fields.number("layer_norm_eps", 1e-12),
+        norm_eps=fields.number("layer_norm_eps", 1e-12, least=0),
     )
 
 
@@ -91,4 +91,5 @@ FAMILY = Family(
     rules=lambda config: VIT,
     names=lambda config: _NAMES,
     ignored=lambda config: _IGNORED,
+    kept=(*_OF_TRAINING, *_OF_OTHER_HEADS),
 )

@@ -24,6 +24,8 @@ import dataclasses
 import difflib
 from collections.abc import Iterable
 
+_LONGEST = 2000
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
@@ -48,12 +50,26 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.what}"]
+        lines = [f"{_shown(self.where)}: {_shown_lines(self.what)}"]
         if self.arithmetic:
-            lines.append(f"    {self.arithmetic}")
+            lines.append(f"    {_shown_lines(self.arithmetic)}")
         if self.fix:
-            lines.append(f"    fix: {self.fix}")
+            lines.append(f"    fix: {_shown_lines(self.fix)}")
         return "\n".join(lines)
+
+
+def _shown(text: str) -> str:
+    """Text for a terminal: names come from strangers' files, so what would steer it is escaped, and length is cut."""
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _shown_lines(text: str) -> str:
+    """The same of several lines; all but the first are further in, so that none looks like a part of its own."""
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return "\n        ".join(map(_shown, text.split("\n")))
 
 
 class SpmdError(ValueError):
@@ -130,6 +146,22 @@ class SpikeError(BadStepError):
 
 class FaultError(SpmdError):
     """A device computed or keeps other bits than it should: silent data corruption."""
+
+
+def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:
+    """The first problems, and how many more there are: a stranger's file decides neither the length nor the memory.
+
+    Args:
+        problems: All of them.
+        at_most: How many are kept.
+
+    Example:
+        >>> print(*first_of([Problem(name, "is missing") for name in "cab"], at_most=2))
+        a: is missing b: is missing …: and 1 more
+    """
+    found = sorted(problems)
+    more = len(found) - at_most
+    return found if more <= 0 else [*found[:at_most], Problem("…", f"and {more:,} more")]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

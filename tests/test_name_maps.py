@@ -7,12 +7,13 @@ import re
 import jax
 import pytest
 
-from models import gemma, gpt2, llama, mistral, qwen, vit
+from models import gemma, gpt2, llama, mistral, mixtral, qwen, vit
 from models.rope_scaling import RopeScaling
 from name_maps import gemma as gemma_names
 from name_maps import gpt2 as gpt2_names
 from name_maps import llama as llama_names
 from name_maps import mistral as mistral_names
+from name_maps import mixtral as mixtral_names
 from name_maps import qwen as qwen_names
 from name_maps import vit as vit_names
 from partition_rules.gpt2 import GPT2_WHOLE_VOCABULARY
@@ -168,6 +169,16 @@ def test_a_shape_fits_one_family():
         assert others == ({"mistral"} if name == "llama3.1" else set())
 
 
+@pytest.mark.parametrize(
+    ("name", "fitting"),
+    [("llama3.1", {"mistral"}), ("gemma", {"gemma"}), ("gemma2", set()), ("qwen2", {"qwen2"}), ("qwen3", {"qwen3"})],
+)
+def test_a_family_fits_no_shape_that_its_class_refuses(name, fitting):
+    """Transformers' Llama and Gemma 2 want heads that divide the width; the others do not."""
+    config = dataclasses.replace(FAMILIES[name][1], heads=6, head_dim=8)
+    assert {other for other, (family, _) in FAMILIES.items() if family.fits(config)} == fitting
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_tensor_belongs_to_one_parameter(name, stacked):
@@ -218,6 +229,8 @@ def test_the_published_gpt_2_has_a_table_that_splits_no_vocabulary():
     assert rules(gpt2.PRESETS["test"]) is not GPT2_WHOLE_VOCABULARY
 
 
+ROPE = llama_names.FAMILY.write_config(SCALED)["rope_scaling"]
+DECODERS = [name for name in FAMILIES if name != "vit"]
 REFUSED = [
     ("llama3.1", {"attention_bias": True, "rope_scaling": {"rope_type": "yarn"}}, {"attention_bias", "rope_scaling"}),
     (
@@ -251,6 +264,17 @@ REFUSED = [
         {"hidden_act": "relu", "qkv_bias": False, "image_size": [8, 4], "use_swiglu": True, "num_labels": 0},
         {"hidden_act", "qkv_bias", "image_size", "use_swiglu", "num_labels", "model.patch"},
     ),
+    (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None},
+        {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window"},
+    ),
+    *(("mistral", {"sliding_window": window}, {"sliding_window"}) for window in (True, False, 0, -4, 4.0, "4")),
+    *(
+        ("llama3.1", {"rope_parameters": table}, {"rope_scaling"})
+        for table in ({**ROPE, "factor": 9.0}, {**ROPE, "rope_theta": 7.0}, {"rope_theta": 5e5})
+    ),
+    *((name, {"is_causal": False, "use_alibi": False}, {"is_causal", "use_alibi"}) for name in DECODERS),
 ]
 
 
@@ -261,3 +285,34 @@ def test_a_feature_that_a_model_does_not_have_is_named(name, changes, wrong):
     with pytest.raises(ConfigError) as caught:
         family.read_config({**family.write_config(config), **changes})
     assert {problem.where for problem in caught.value.problems} == wrong
+
+
+OFF = {"chunk_size_feed_forward": 0, "use_mrope": False, "torchscript": False, "problem_type": None}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_off_is_no_feature(name):
+    """Fields that say that something is not there, and what is so anyway, change nothing."""
+    family, config = FAMILIES[name]
+    more = OFF if name == "vit" else {**OFF, "is_causal": True}
+    assert resolved(family.read_config({**family.write_config(config), **more})) == resolved(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "absent"),
+    [(mistral_names.FAMILY, mistral.PRESETS["test"], 4096), (mixtral_names.FAMILY, mixtral.PRESETS["test"], 0)],
+    ids=["mistral", "mixtral"],
+)
+def test_no_window_and_a_window_that_is_not_said_differ(family, config, absent):
+    """Null means none; what an absent field means, each family has for itself."""
+    values = {name: v for name, v in family.write_config(config).items() if name != "sliding_window"}
+    assert family.read_config(values).window == absent
+    assert family.read_config({**values, "sliding_window": None}).window == 0
+    assert family.read_config({**values, "sliding_window": 7}).window == 7
+
+
+def test_positions_may_be_said_twice():
+    """In both forms, where they say the same."""
+    values = llama_names.FAMILY.write_config(SCALED)
+    both = {**values, "rope_parameters": {**ROPE, "rope_theta": values["rope_theta"]}}
+    assert resolved(llama_names.FAMILY.read_config(both)) == resolved(SCALED)

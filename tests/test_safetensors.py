@@ -1,6 +1,7 @@
 """Files of the safetensors format are read as the format's own library reads them, and what is wrong is named."""
 
 import json
+import time
 
 import hypothesis.strategies as st
 import jax.numpy as jnp
@@ -140,6 +141,10 @@ def two(begin, end, size=48):
         (changed(data_offsets=[24, 0]), "has another size than its shape"),
         (changed(shape=[2, 4]), "F32[2, 4] is 32 bytes, [0, 24] are 24"),
         (changed(shape=[2**62, 2**62]), "has another size than its shape"),
+        (changed(shape=[2**62] * 32), "is 2**63 or more bytes"),
+        (changed(shape=[10**4000, 10**4000]), "each below 2**63"),
+        (changed(shape=[1] * 100_000), "no list of 32 sizes at most"),
+        (changed(data_offsets=[0, 10**4000]), "and not from one byte to another"),
         (packed(HEADER, bytes(20)), "tensors of 24 bytes, 20 in the file: 4 are missing"),
         (packed(HEADER, bytes(30)), "goes on behind its last tensor"),
         (two(20, 44), "overlaps w"),
@@ -154,6 +159,18 @@ def test_a_file_that_lies_is_refused(content, complaint, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         SafetensorsFile(path)
     assert complaint in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_long_header_is_searched_once(tmp_path):
+    """A name that is there twice, the last of many, is found as fast as the others are read."""
+    names = [f'"{number}": 0' for number in (*range(300_000), 299_999)]
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(packed(f"{{{', '.join(names)}}}".encode()))
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match="'299999' is there twice"):
+        SafetensorsFile(path)
+    assert time.process_time() - start < 20  # hours, where each name is looked for among all
 
 
 def test_the_controls_of_lies_are_whole(tmp_path):

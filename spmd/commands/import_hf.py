@@ -74,7 +74,7 @@ def run_import(arguments: list[str]) -> int:
                 checkpoints.save(0, state, {**record, "versions": library_versions()}, copied=False)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     print(
-        f"{found.values['architectures'][0]}: {tree.size(params):,} parameters, {tree.human_bytes(size)}, "
+        f"{found.family.architectures[0]}: {tree.size(params):,} parameters, {tree.human_bytes(size)}, "
         f"in {time.perf_counter() - began:.3g} s\n"
         f"write with it    spmd generate {out} --prompt …\n"
         f"train from it    spmd train {out / 'config.py'} --init {out} --out …"

@@ -23,6 +23,7 @@ GROUP = "spmd.families"
 """The group of entry points; the value of each is `module:NAME` of a `Family`."""
 
 _COUNTED = ("layer", "expert")
+_TENSORS = ("tensor", "same_as")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +76,12 @@ class Ignored:
     Attributes:
         tensor: Their name, as in `Name`.
         why: Why nothing is lost.
+        same_as: The tensor that it must equal, bit for bit, where the checkpoint has both; empty for none.
     """
 
     tensor: str
     why: str
+    same_as: str = ""
 
     def covers(self, tensor: str) -> bool:
         """Whether this line is about the tensor."""
@@ -101,6 +104,8 @@ class Family:
         names: The table of a shape.
         ignored: What else a checkpoint of a shape may hold.
         prefix: What tensors' names begin with, and in some checkpoints do not.
+        kept: Fields of this family's config.json that change nothing in a trained model, beside those that are
+            harmless in every family; export writes them back as they were.
     """
 
     name: str
@@ -112,6 +117,7 @@ class Family:
     names: Callable[[Any], tuple[Name, ...]]
     ignored: Callable[[Any], tuple[Ignored, ...]] = lambda config: ()
     prefix: str = ""
+    kept: tuple[str, ...] = ()
 
     def lines(self, config: Any, tensors: Iterable[str]) -> tuple[tuple[Name, ...], tuple[Ignored, ...]]:
         """The table of a shape, and what else there may be, by the names that a checkpoint uses.
@@ -124,7 +130,11 @@ class Family:
         if any(tensor.startswith(self.prefix) for tensor in tensors):
             return names, ignored
         short = (dataclasses.replace(line, tensor=line.tensor.removeprefix(self.prefix)) for line in names)
-        return tuple(short), tuple(Ignored(line.tensor.removeprefix(self.prefix), line.why) for line in ignored)
+        others = (
+            dataclasses.replace(line, **{name: getattr(line, name).removeprefix(self.prefix) for name in _TENSORS})
+            for line in ignored
+        )
+        return tuple(short), tuple(others)
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def check_published(found: Published, abstract: Any) -> dict[str, Source]:
     if not problems:
         floats = {path: jnp.issubdtype(leaf.dtype, jnp.floating) for path, leaf in leaves.items()}
         tensors = {name: found.tensor(name) for name in found.files}
-        problems = tensor_problems(table.values(), floats, ignored, tensors)
+        problems = [*tensor_problems(table.values(), floats, ignored, tensors), *found.copies]
     if problems:
         raise CheckpointError(f"{found.path} does not fit the model:", problems)
     return table

@@ -8,13 +8,16 @@ hub's cache that the folder is a snapshot of (`…/snapshots/REVISION`), and now
 import contextlib
 import dataclasses
 import difflib
+import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from spmd.errors import CheckpointError, Problem
+from spmd.errors import CheckpointError, Problem, first_of
 from spmd.hf.family import Family, Ignored, Source, family_of
 from spmd.hf.fields import collecting
 from spmd.hf.safetensors import SafetensorsFile, Tensor
@@ -28,6 +31,7 @@ _CONFIG_AT_MOST = 16 << 20
 _INDEX_AT_MOST = 64 << 20
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 _HINTS_AT_MOST = 10_000
+_COMPARED_AT_ONCE = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,25 @@ class Published:
     def tensor(self, name: str) -> Tensor:
         """What the tensor of that name is."""
         return self.files[name].tensors[name]
+
+    @functools.cached_property
+    def copies(self) -> tuple[Problem, ...]:
+        """Tensors that must be another one once more and are not; they are read once, a piece at a time."""
+        _, ignored = self.family.lines(self.config, self.files)
+        pairs = [(line.tensor, line.same_as) for line in ignored if {line.tensor, line.same_as} <= self.files.keys()]
+        return tuple(problem for pair in pairs if (problem := self._difference(*pair)) is not None)
+
+    def _difference(self, name: str, other: str) -> Problem | None:
+        ours, theirs = self.tensor(name), self.tensor(other)
+        what = f"differs from {other}, and this model's head is the embedding"
+        fix = "tie_word_embeddings=false in config.json if the head is its own; take the tensor out if it is not used"
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            arithmetic = f"it is {ours.dtype}{list(ours.shape)}, {other} is {theirs.dtype}{list(theirs.shape)}"
+            return Problem(name, what, arithmetic, fix)
+        both = (self.files[n].pieces(n, np.empty(_COMPARED_AT_ONCE, np.uint8)) for n in (name, other))
+        if all(np.array_equal(a, b) for a, b in zip(*both, strict=True)):
+            return None
+        return Problem(name, what, fix=fix)
 
 
 @contextlib.contextmanager
@@ -78,9 +101,22 @@ def published(path: Path) -> Iterator[Published]:
         files: dict[str, SafetensorsFile] = {}
         with collecting(problems):
             files = _open_all(path, stack, problems)
+            if family is not None and not problems:
+                problems += _size_problems(family, config, len(files))
         if problems or family is None:
-            raise CheckpointError(f"{path} cannot be read:", problems)
+            raise CheckpointError(f"{path} cannot be read:", first_of(problems))
         yield Published(path, values, family, config, files)
+
+
+def _size_problems(family: Family, config: Any, tensors: int) -> list[Problem]:
+    """Whether config.json counts more layers and experts than there are tensors; no table of that size is built."""
+    names = [line.tensor for line in family.names(config)]
+    counts = {"layer": getattr(config, "layers", 1), "expert": getattr(getattr(config, "router", None), "experts", 1)}
+    said = {field: count for field, count in counts.items() if any(f"{{{field}}}" in name for name in names)}
+    if (wanted := math.prod(said.values())) <= tensors:
+        return []
+    arithmetic = f"{' × '.join(f'{count} {field}s' for field, count in said.items())} = {wanted} > {tensors} tensors"
+    return [Problem(CONFIG, "counts more layers and experts than the files have tensors", arithmetic)]
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -95,6 +131,9 @@ def inside(folder: Path, name: str) -> Path:
         raise CheckpointError(f"{folder} cannot be read:", [Problem(name, what)])
     try:
         home, real = folder.resolve(), (folder / name).resolve(strict=True)
+    except ValueError as error:  # a zero byte, or half of a character
+        problem = Problem(name, "is no name that a file can have")
+        raise CheckpointError(f"{folder} cannot be read:", [problem]) from error
     except RuntimeError as error:  # Python 3.11, where links go round in a circle
         raise OSError(str(error)) from error
     cache = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
@@ -143,7 +182,7 @@ def _open_all(folder: Path, stack: contextlib.ExitStack, problems: list[Problem]
             try:
                 file = stack.enter_context(SafetensorsFile(inside(folder, name)))
             except OSError as error:
-                problems.append(Problem(name, f"cannot be read: {error.strerror}"))
+                problems.append(Problem(name, f"cannot be read: {error.strerror or error}"))
                 continue
             opened.add(name)
             for tensor in file.tensors:
@@ -204,4 +243,4 @@ def tensor_problems(
             problems.append(Problem(name, "has another shape", arithmetic))
         if jnp.issubdtype(tensor.dtype, jnp.floating) != floats[source.path]:
             problems.append(Problem(name, "has another kind of dtype", f"it is {tensor.dtype}, {where}"))
-    return problems
+    return first_of(problems)

@@ -23,7 +23,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import CheckpointError, Problem, did_you_mean
+from spmd.errors import CheckpointError, Problem, did_you_mean, first_of
 from spmd.seal import open_regular
 
 HEADER_AT_MOST = 100_000_000
@@ -46,6 +46,8 @@ DTYPES: dict[str, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _LENGTH = 8
+_TOO_LARGE = 2**63
+_DIMENSIONS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,19 @@ class SafetensorsFile:
         self._read(memory[:size], tensor.begin + start * tensor.row_bytes)
         return memory[:size].view(tensor.dtype).reshape(stop - start, *tensor.shape[1:])
 
+    def pieces(self, name: str, memory: np.ndarray) -> Iterator[np.ndarray]:
+        """The bytes of a tensor, one part after the other.
+
+        Args:
+            name: The tensor.
+            memory: uint8 `[bytes]`; each part is read into it, over the one before.
+        """
+        tensor = self.tensors[name]
+        for start in range(0, tensor.nbytes, len(memory)):
+            piece = memory[: tensor.nbytes - start]
+            self._read(piece, tensor.begin + start)
+            yield piece
+
     def read(self, name: str) -> np.ndarray:
         """A whole tensor."""
         tensor = self.tensors[name]
@@ -186,7 +201,7 @@ def write_safetensors(
 
 
 def _refused(path: Path, problems: list[Problem]) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read:", problems)
+    return CheckpointError(f"{path} cannot be read:", first_of(problems))
 
 
 def _read_header(file: Any, path: Path) -> dict[str, Tensor]:
@@ -222,10 +237,11 @@ def _read_header(file: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r:.80} is there twice")
+        found[name] = value
     return found
 
 
@@ -237,23 +253,27 @@ def _parse(where: str, entry: Any, problems: list[Problem]) -> Tensor | None:
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     before = len(problems)
     if not isinstance(code, str) or code not in DTYPES:
-        problems.append(Problem(where, f"is of dtype {code!r:.80}", fix=did_you_mean(str(code), DTYPES)))
+        problems.append(Problem(where, f"is of dtype {code!r:.80}", fix=did_you_mean(str(code)[:80], DTYPES)))
     if not _are_sizes(shape):
-        problems.append(Problem(where, f"has the shape {shape!r:.80}, and no list of sizes"))
+        what = f"has the shape {shape!r:.80}, and no list of {_DIMENSIONS} sizes at most, each below 2**63"
+        problems.append(Problem(where, what))
     if not _are_sizes(offsets) or len(offsets) != 2:
         problems.append(Problem(where, f"is at {offsets!r:.80}, and not from one byte to another"))
     if len(problems) > before:
         return None
     tensor = Tensor(DTYPES[code], tuple(shape), offsets[0])
     if tensor.nbytes != offsets[1] - offsets[0]:
-        arithmetic = f"{code}{shape} is {tensor.nbytes} bytes, {offsets} are {offsets[1] - offsets[0]}"
+        size = f"{tensor.nbytes}" if tensor.nbytes < _TOO_LARGE else "2**63 or more"
+        arithmetic = f"{code}{shape!r:.80} is {size} bytes, {offsets} are {offsets[1] - offsets[0]}"
         problems.append(Problem(where, "has another size than its shape", arithmetic))
         return None
     return tensor
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    if not isinstance(value, list) or len(value) > _DIMENSIONS:
+        return False
+    return all(type(size) is int and 0 <= size < _TOO_LARGE for size in value)
 
 
 def _layout_problems(where: str, tensors: Mapping[str, Tensor], size: int) -> list[Problem]:

@@ -72,7 +72,8 @@ def save_params(
     if (free := _free(out)) < needed:
         arithmetic = f"{human_bytes(needed)} to write, {human_bytes(free)} free"
         raise CheckpointError("Nothing was exported:", [Problem(str(out), "has too little room", arithmetic)])
-    kept = {name: value for name, value in (values or {}).items() if name in HARMLESS and name != "dtype"}
+    harmless = HARMLESS.union(family.kept) - {"dtype"}
+    kept = {name: value for name, value in (values or {}).items() if name in harmless}
     kind = collections.Counter(str(kind.dtype) for kind in kinds.values()).most_common(1)[0][0]
     about = {"architectures": [family.architectures[0]], "torch_dtype": kind, **family.write_config(config)}
     with whole_folder(out) as folder:
