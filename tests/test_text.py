@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from spmd.corpus import ByteTokenizer, load_tokenizer
 from spmd.text import Pieces
+from spmd.tokenizer import ByteTokenizer, load_tokenizer
 from tests.test_tokenizer import bpe
 
 TEXT = "naïve café, 東京 🦊 the fox\n"

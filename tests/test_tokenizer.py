@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from spmd.corpus import END_TOKENS, load_tokenizer
 from spmd.errors import DataError
+from spmd.tokenizer import END_TOKENS, load_tokenizer
 
 WORDS = "the quick brown fox jumps over the lazy dog and the dog sleeps; naïve café, 東京 🦊\n"
 
@@ -28,6 +28,17 @@ def bpe(path: Path, *, special: tuple[str, ...] = ("<|endoftext|>",), truncate: 
         model.enable_padding(length=64)
     model.save(str(path))
     return path
+
+
+def begin_with(path: Path, *tokens: tuple[str, int], end: tuple[str, int] | None = None) -> None:
+    """Gives a tokenizer a post-processor that puts tokens before a text, and one behind it."""
+    model = tokenizers.Tokenizer.from_file(str(path))
+    behind = [end] if end else []
+    single = [*(f"{name}:0" for name, _ in tokens), "$A:0", *(f"{name}:0" for name, _ in behind)]
+    template = tokenizers.processors.TemplateProcessing(single=single, special_tokens=[*tokens, *behind])
+    byte_level = tokenizers.processors.ByteLevel(trim_offsets=False)
+    model.post_processor = tokenizers.processors.Sequence([byte_level, template])  # as Llama 3 has it
+    model.save(str(path))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -63,6 +74,48 @@ def test_an_end_token_spelled_in_a_document_is_text(tmp_path: Path) -> None:
     assert tokenizer.eos not in tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode([tokenizer.eos]) == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("text", ["the dog", "", "<|im_start|>user the dog<|im_end|>", "  fox\n"])
+@pytest.mark.parametrize("end", [None, ("</s>", 0)], ids=["", "end"])
+def test_a_prompt_is_encoded_as_transformers_does(end: tuple[str, int] | None, text: str, tmp_path: Path) -> None:
+    """With the post-processor's tokens in front, and special tokens where they are spelled; the end is left out."""
+    path = bpe(tmp_path / "tokenizer.json", special=("</s>", "<s>", "<|im_start|>", "<|im_end|>"))
+    begin_with(path, ("<s>", 1), end=end)
+    tokenizer = load_tokenizer(str(path))
+    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_file=str(path))(text)["input_ids"]
+    assert tokenizer.encode_prompt(text).tolist() == (theirs[:-1] if end else theirs)
+    assert tokenizer.starts == (1,)
+    # A chat template writes the first token itself, and no second one is put before it.
+    assert tokenizer.encode_prompt("<s>" + text).tolist() == tokenizer.encode_prompt(text).tolist()
+    # In a document, the same letters are text.
+    assert not {0, 1, 2, 3} & set(tokenizer.encode("<s>" + text).tolist())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_prompt_of_a_tokenizer_that_begins_with_nothing(tmp_path: Path) -> None:
+    """Bytes and a tokenizer without a post-processor put nothing before a prompt."""
+    for name in ("bytes", str(bpe(tmp_path / "tokenizer.json"))):
+        tokenizer = load_tokenizer(name)
+        assert tokenizer.starts == ()
+        assert tokenizer.encode_prompt(WORDS).tolist() == tokenizer.encode(WORDS).tolist()
+
+
+def test_a_first_token_that_is_none_is_refused(tmp_path: Path) -> None:
+    """A post-processor may name any id; one beyond the vocabulary is an error, with all else that is wrong."""
+    begin_with(bpe(tmp_path / "tokenizer.json", special=("<pad>",)), ("<s>", 99_999))
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert "adds [99999], and it has 300 tokens" in str(caught.value)
+    assert "has no token that ends a document" in str(caught.value)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokenizer is read that is larger than any."""
+    path = bpe(tmp_path / "tokenizer.json")
+    monkeypatch.setattr("spmd.tokenizer._LONGEST", path.stat().st_size - 1)
+    with pytest.raises(DataError, match="larger than any tokenizer"):
+        load_tokenizer(str(path))
 
 
 @pytest.mark.parametrize("end", END_TOKENS)

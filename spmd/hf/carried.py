@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from spmd.config import TrainConfig
-from spmd.data import load_tokenizer
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.fields import collecting
 from spmd.hf.published import inside
 from spmd.seal import read_object
+from spmd.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
 ORIGINAL = "hf_config.json"
