@@ -1,7 +1,7 @@
 """Text from a trained model, on the mesh it was trained on, one token at a time.
 
 ```python
-generator = Generator(plan, window=1024, sampling=Sampling(temperature=0.0), ends=(tokenizer.eos,))
+generator = Generator(plan, window=1024, sampling=Sampling(temperature=0.0), ends=tokenizer.ends)
 prompts = [tokenizer.encode_prompt("def "), tokenizer.encode_prompt("import ")]
 texts = generator.write(params, variables, prompts, tokens=100)
 ```

@@ -55,8 +55,8 @@ class Pieces:
 
 
 def make_generator(recipe: Recipe, sampling: Sampling) -> Generator:
-    """What writes on the recipe's mesh, up to the end of a document."""
-    return Generator(recipe.plan, recipe.config.data.sequence, sampling, (recipe.tokenizer.eos,))
+    """What writes on the recipe's mesh, up to a token that ends a text."""
+    return Generator(recipe.plan, recipe.config.data.sequence, sampling, recipe.tokenizer.ends)
 
 
 def encode(recipe: Recipe, prompts: Sequence[str]) -> list[np.ndarray]:

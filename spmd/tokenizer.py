@@ -4,16 +4,25 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 
 from spmd.errors import DataError, Problem, nearest_file
+from spmd.seal import read_object
 
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
+"""What ends a document where no file beside the tokenizer says it; the first that there is."""
+FILE = "tokenizer.json"
+"""What the file is called that has others of its model beside it."""
+MODEL_FILES = ("generation_config.json", "hf_config.json", "config.json")
+"""Those that may have `eos_token_id`; the first one that has it is believed."""
+SETTINGS = "tokenizer_config.json"
+"""The one that may have `eos_token`."""
 
 _LONGEST = 2**28  # bytes of a tokenizer
+_LONGEST_BESIDE = 2**24  # bytes of a file beside it
 _TITLE = "the tokenizer cannot be loaded:"
 
 
@@ -31,6 +40,10 @@ class Tokenizer(Protocol):
     @property
     def eos(self) -> int:
         """The id that ends a document."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids that end a generated text, `eos` among them."""
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -62,6 +75,11 @@ class ByteTokenizer:
     eos: int = 0
     starts: tuple[int, ...] = ()
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """`eos` alone."""
+        return (self.eos,)
+
     def encode(self, text: str) -> np.ndarray:
         """The bytes of `text`, uint8 `[bytes]`."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
@@ -82,6 +100,7 @@ class JsonTokenizer:
     name: str
     vocab: int
     eos: int
+    ends: tuple[int, ...]
     starts: tuple[int, ...]
     model: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
 
@@ -109,12 +128,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called "bytes", or the one in a `tokenizer.json` of Hugging Face `tokenizers`.
 
     Returns:
-        The tokenizer. The truncation and padding that the file asks for are off, and an end token spelled out
+        The tokenizer. What ends a text is what the files beside a `tokenizer.json` say, and the first of `END_TOKENS`
+        where they say nothing. The truncation and padding that the file asks for are off, and an end token spelled out
         inside a document is text, not an end.
 
     Raises:
-        DataError: There is no such file, it is not a tokenizer, it knows none of `END_TOKENS`, or what it puts before
-            a text is no token of it.
+        DataError: There is no such file, it is not a tokenizer, nothing says what ends a document, or what begins or
+            ends one is no token of it.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -135,17 +155,55 @@ def load_tokenizer(name: str) -> Tokenizer:
     problems: list[Problem] = []
     ids: dict[str, int] = model.get_vocab(with_added_tokens=True)
     vocab, starts = max(ids.values(), default=-1) + 1, _starts(model)
-    eos = next((ids[token] for token in END_TOKENS if token in ids), None)
-    if eos is None:
+    guess = next((ids[token] for token in END_TOKENS if token in ids), None)
+    ends = _ends(path.parent, ids, problems) if path.name == FILE else ()
+    if guess is None and not ends and not problems:
         looked = f"looked for {', '.join(END_TOKENS)}"
-        problems.append(Problem(name, "has no token that ends a document", looked, "add one of them"))
+        fix = f"add one of them, or a {SETTINGS} with eos_token beside it"
+        problems.append(Problem(name, "has no token that ends a document", looked, fix))
     if unknown := [token for token in starts if token >= vocab]:
         what = "begins a text with a token that it does not have"
         problems.append(Problem(name, what, f"its post_processor adds {unknown}, and it has {vocab} tokens"))
-    if problems or eos is None:
+    if problems:
         raise DataError(_TITLE, problems)
-    title = f"{path.name}:{hashlib.sha256(content).hexdigest()[:16]}"
-    return JsonTokenizer(":".join([title, *(f"starts {token}" for token in starts)]), vocab, eos, starts, model)
+    ends = ends or tuple(token for token in (guess,) if token is not None)
+    parts = [f"{path.name}:{hashlib.sha256(content).hexdigest()[:16]}", *(f"starts {token}" for token in starts)]
+    parts += [f"ends {ends[0]}"] if ends[0] != guess else []  # a guess follows from the file's contents
+    return JsonTokenizer(":".join(parts), vocab, ends[0], ends, starts, model)
+
+
+def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[int, ...]:
+    """What ends a text by the files beside a tokenizer: first what ends a document; nothing where they say nothing."""
+    ends: list[int] = []
+    found = {name: _read(folder / name, problems) for name in (*MODEL_FILES, SETTINGS)}
+    known = set(ids.values())
+    for name in MODEL_FILES:
+        said = found[name].get("eos_token_id")
+        listed = said if isinstance(said, list) else [] if said is None else [said]
+        for token in listed:
+            if type(token) is not int or token not in known:
+                where, what = f"{folder / name}: eos_token_id", f"has {token!r}, which is no token of the tokenizer"
+                problems.append(Problem(where, what, f"it has {len(known)} tokens"))
+        if listed:
+            ends += listed
+            break
+    token = found[SETTINGS].get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if isinstance(text, str) and text in ids:
+        ends.append(ids[text])
+    elif text is not None or isinstance(token, dict):
+        problems.append(Problem(f"{folder / SETTINGS}: eos_token", f"is {text!r}, which is no token of the tokenizer"))
+    return () if problems else tuple(dict.fromkeys(ends))
+
+
+def _read(path: Path, problems: list[Problem]) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is no file."""
+    try:
+        return read_object(path.resolve(), _LONGEST_BESIDE) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        fix = f"put it right, or the {FILE} into a folder of its own"
+        problems.append(Problem(str(path), "cannot be read, and may say what ends a text", str(error), fix))
+        return {}
 
 
 def _starts(model: tokenizers.Tokenizer) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Text to ids and back: bytes, tokenizer files, and files that are no tokenizer."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,60 @@ def test_every_known_end_token_is_found(end: str, tmp_path: Path) -> None:
     """The id of whichever known end token a file has becomes `eos`."""
     path = bpe(tmp_path / "tokenizer.json", special=("<pad>", end))
     assert load_tokenizer(str(path)).eos == tokenizers.Tokenizer.from_file(str(path)).token_to_id(end) == 1
+
+
+CHAT = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ENDS = {
+    "a model's": ({"config.json": {"eos_token_id": 2}}, (2,)),
+    "a list": ({"generation_config.json": {"eos_token_id": [2, 0]}}, (2, 0)),
+    "the first file": ({"hf_config.json": {"eos_token_id": 0}, "generation_config.json": {"eos_token_id": 2}}, (2,)),
+    "a tokenizer's": ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, (2,)),
+    "a tokenizer's, as a table": ({"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>"}}}, (2,)),
+    "both": (
+        {"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>"}},
+        (0, 2),
+    ),
+    "none": ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": None}}, (0,)),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_files_beside_say_what_ends_a_text(case: str, tmp_path: Path) -> None:
+    """All of it ends a text, the first of it a document, and corpora that end otherwise have other names."""
+    files, ends = ENDS[case]
+    path = bpe(tmp_path / "tokenizer.json", special=CHAT)
+    plain = load_tokenizer(str(path))
+    assert (plain.ends, plain.eos) == ((0,), 0)
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.ends, tokenizer.eos) == (ends, ends[0])
+    assert (tokenizer.name == plain.name) == (ends[0] == 0)
+    # A file of another name is not the one that they are about.
+    assert load_tokenizer(str(path.rename(tmp_path / "mine.json"))).ends == (0,)
+
+
+def test_a_tokenizer_without_a_known_end_token_is_told_of_one(tmp_path: Path) -> None:
+    """What the files beside it say is enough."""
+    path = bpe(tmp_path / "tokenizer.json", special=("<pad>", "<|im_end|>"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    assert load_tokenizer(str(path)).ends == (1,)
+
+
+def test_what_is_wrong_with_the_files_beside_is_said_at_once(tmp_path: Path) -> None:
+    """Ids that are no tokens, words that are none, files that are no JSON objects, and none is read without a bound."""
+    path = bpe(tmp_path / "tokenizer.json", special=CHAT)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, true, "2", -1, 999, 2.0]}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eot>"}')
+    (tmp_path / "hf_config.json").write_text("[1]")
+    (tmp_path / "config.json").write_text(" " * (2**24 + 1))
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(path))
+    text = str(caught.value)
+    assert len(caught.value.problems) == 8
+    for part in ("True, which", "'2', which", "-1, which", "999, which", "2.0, which", "'<eot>'", "no JSON object"):
+        assert part in text
+    assert "are the most that are read" in text
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
