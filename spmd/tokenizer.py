@@ -23,6 +23,7 @@ SETTINGS = "tokenizer_config.json"
 
 _LONGEST = 2**28  # bytes of a tokenizer
 _LONGEST_BESIDE = 2**24  # bytes of a file beside it
+_NO_TEXT = 0xFF  # a byte that UTF-8 never has
 _TITLE = "the tokenizer cannot be loaded:"
 
 
@@ -89,8 +90,8 @@ class ByteTokenizer:
         return self.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8, such as half a character, become U+FFFD."""
-        return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
+        """The text of `ids`; what is not UTF-8, such as half a character, or no byte at all becomes U+FFFD."""
+        return bytes(i if 0 <= i <= _NO_TEXT else _NO_TEXT for i in map(int, ids)).decode("utf-8", errors="replace")
 
 
 @dataclasses.dataclass(frozen=True)

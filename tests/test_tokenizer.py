@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 
@@ -57,6 +58,11 @@ def test_half_a_character_decodes_to_a_replacement() -> None:
     """Bytes cut in the middle of a character decode to U+FFFD instead of failing."""
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
+
+
+def test_ids_that_are_no_bytes_decode_to_replacements() -> None:
+    """A model may have more tokens than there are bytes; each of these others is one U+FFFD."""
+    assert load_tokenizer("bytes").decode(np.array([104, 256, 50_000, -1, 105])) == "h\ufffd\ufffd\ufffdi"
 
 
 def test_bpe_compresses_and_ignores_what_the_file_asks_of_lengths(tmp_path: Path) -> None:
