@@ -14,7 +14,10 @@ from spmd.tokenizer import load_tokenizer
 TOKENIZER = "tokenizer.json"
 ORIGINAL = "hf_config.json"
 """What the config.json of an imported model is called in a run folder."""
-CARRIED = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+CARRIED = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "generation_config.json",
+)
 """The files that a run folder keeps, and export gives back."""
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
