@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 
 from models.gpt2 import PRESETS as GPT2_PRESETS
+from spmd.commands.export_hf import _values
 from spmd.config import load_config
 from spmd.data import DataConfig
 from spmd.errors import CheckpointError
@@ -13,9 +15,10 @@ from spmd.hf.carried import ORIGINAL, TOKENIZER, carried_by
 from spmd.hf.family import family_for
 from spmd.hf.save import save_params
 from spmd.state import init_state
+from spmd.tokenizer import ByteTokenizer
 from tests import tiny
 from tests.command_line import run, write_config
-from tests.test_tokenizer import bpe
+from tests.test_tokenizer import begin_with, bpe
 
 
 def published(folder, config):
@@ -100,3 +103,27 @@ def test_a_run_keeps_what_its_start_had(start, tmp_path):
     assert run("export", tuned, "--out", tmp_path / "back") == 0
     assert json.loads((tmp_path / "back" / "config.json").read_text())["initializer_range"] == 0.125
     assert (tmp_path / "back" / "generation_config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("words", [False, True], ids=["bytes", "bpe"])
+def test_what_was_trained_here_says_how_it_ends(words, tmp_path):
+    """Without it, `transformers` makes up the tokens that begin and end a text, and how long one may be."""
+    config, flags, (bos, eos) = write_config(tmp_path), [], (None, 0)
+    if words:
+        path = bpe(tmp_path / TOKENIZER, special=("<|endoftext|>", "<s>", "<|im_end|>"))
+        begin_with(path, ("<s>", 1))
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+        (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
+        flags, bos, eos = ["--data.tokenizer", path, "--model.vocab", 300], 1, [0, 2]
+    assert run("train", config, "--out", tmp_path / "run", *flags, "--steps", 1, "--devices", 8) == 0
+    assert run("export", tmp_path / "run", "--out", tmp_path / "hf") == 0
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert {"bos_token_id": bos, "eos_token_id": eos, "max_position_embeddings": 16}.items() <= values.items()
+
+
+def test_positions_that_are_learned_say_how_long_a_text_may_be():
+    """GPT-2 has as many as it has; only rotary positions need a word."""
+    model = GPT2_PRESETS["test"]
+    config = types.SimpleNamespace(model=model, data=DataConfig(sequence=8))
+    values = _values(types.SimpleNamespace(config=config, tokenizer=ByteTokenizer()), family_for(model))
+    assert values == {"bos_token_id": None, "eos_token_id": 0}
