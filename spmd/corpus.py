@@ -14,127 +14,26 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import tokenizers
 
-from spmd.errors import DataError, Problem, did_you_mean
+from spmd.errors import DataError, Problem, did_you_mean, nearest_file
+from spmd.tokenizer import Tokenizer
 
 TEXT_SUFFIXES = ".txt .md .rst .tex .html .jsonl .py .c .h .cpp .cu .rs .go .java .js .ts .jl .r .sh"
-END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 
 # Folders and files of an installation that differ between machines, or that are tests.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _BAD_LINES_SHOWN = 10
-_LONGEST = 2**28  # bytes of a line of JSON, and of a tokenizer
+_LONGEST = 2**28  # bytes of a line of JSON
 _HALVES = ("train", "validation")
 _LAYOUT = 1  # raised when the meaning of the cached files changes
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back; `eos` is the id that follows every document."""
-
-    @property
-    def name(self) -> str:
-        """What makes two tokenizers the same; part of a corpus' fingerprint."""
-
-    @property
-    def vocab(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def eos(self) -> int:
-        """The id that ends a document."""
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, 1-D, without an end token."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ByteTokenizer:
-    """Every byte of UTF-8 is a token; NUL, which text does not hold, ends a document.
-
-    Example:
-        >>> ByteTokenizer().encode("hé").tolist()
-        [104, 195, 169]
-        >>> ByteTokenizer().decode([104, 195, 169])
-        'hé'
-    """
-
-    name: str = "bytes"
-    vocab: int = 256
-    eos: int = 0
-
-    def encode(self, text: str) -> np.ndarray:
-        """The bytes of `text`, uint8 `[bytes]`."""
-        return np.frombuffer(text.encode("utf-8"), np.uint8)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8, such as half a character, become U+FFFD."""
-        return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
-
-
-@dataclasses.dataclass(frozen=True)
-class JsonTokenizer:
-    """A tokenizer of the Hugging Face `tokenizers` library; made by `load_tokenizer`."""
-
-    name: str
-    vocab: int
-    eos: int
-    model: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, uint32 `[tokens]`, with no token added to it."""
-        return np.asarray(self.model.encode(text, add_special_tokens=False).ids, np.uint32)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, end tokens included."""
-        return str(self.model.decode([int(i) for i in ids], skip_special_tokens=False))
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called "bytes", or the one in a `tokenizer.json` of Hugging Face `tokenizers`.
-
-    Returns:
-        The tokenizer. The truncation and padding that the file asks for are off, and an end token spelled out
-        inside a document is text, not an end.
-
-    Raises:
-        DataError: There is no such file, it is not a tokenizer, or it knows none of `END_TOKENS`.
-    """
-    if name == "bytes":
-        return ByteTokenizer()
-    path = Path(name).expanduser()
-    title = "the tokenizer cannot be loaded:"
-    if not path.is_file():
-        raise DataError(title, [Problem(name, 'is neither a file nor "bytes"', fix=_nearest(path, ("bytes",)))])
-    if path.stat().st_size > _LONGEST:
-        raise DataError(title, [Problem(name, "is larger than any tokenizer", f"more than {_LONGEST:,} bytes")])
-    content = path.read_bytes()
-    try:
-        model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    # The library raises plain `Exception` for a file that is not a tokenizer.
-    except Exception as error:
-        raise DataError(title, [Problem(name, "is not a tokenizer.json", str(error))]) from error
-    model.no_truncation()
-    model.no_padding()
-    model.encode_special_tokens = True
-    ids: dict[str, int] = model.get_vocab(with_added_tokens=True)
-    eos = next((ids[token] for token in END_TOKENS if token in ids), None)
-    if eos is None:
-        looked = f"looked for {', '.join(END_TOKENS)}"
-        raise DataError(title, [Problem(name, "has no token that ends a document", looked, "add one of them")])
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    return JsonTokenizer(f"{path.name}:{digest}", max(ids.values()) + 1, eos, model)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenised text, every document followed by the tokenizer's `eos`.
+    """Tokenised text, every document with the tokenizer's `starts` before it and its `eos` behind it.
 
     Args:
         tokenizer: What made the ids.
@@ -245,7 +144,7 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
         root = Path(*fixed)
         found = [Path(p) for p in glob.glob(str(path), recursive=True)]
     else:
-        problems.append(Problem(entry, "does not exist", fix=_nearest(path)))
+        problems.append(Problem(entry, "does not exist", fix=nearest_file(path)))
         return []
     named = [(p.relative_to(root).as_posix(), p) for p in found if p.is_file()]
     if not named:
@@ -258,13 +157,6 @@ def _is_stdlib(parts: tuple[str, ...]) -> bool:
     """Whether a file is part of Python's own source, and the same on every machine with this Python."""
     built_here = parts[0].startswith("config-") or parts[-1].startswith(("_sysconfigdata", "sitecustomize"))
     return not built_here and not _NOT_STDLIB.intersection(parts)
-
-
-def _nearest(path: Path, also: Iterable[str] = ()) -> str:
-    """The sibling nearest to a path that does not exist, as a question; the folder where none is near."""
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    question = did_you_mean(path.name, [*also, *siblings])
-    return question if question.endswith("?") else f"look in {path.parent}"
 
 
 def _documents(files: Iterable[_File], text_field: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:
@@ -350,7 +242,8 @@ def _build(
         files_of_ids = [_token_file(built / f"{half}.npy", dtype) for half in _HALVES]
         with files_of_ids[0] as train, files_of_ids[1] as held_out:
             for is_validation, text in _halves(_documents(files, text_field, problems), scores, fraction):
-                (held_out if is_validation else train)(np.append(tokenizer.encode(text), tokenizer.eos))
+                ids = (np.array(tokenizer.starts, np.int64), tokenizer.encode(text), np.array([tokenizer.eos]))
+                (held_out if is_validation else train)(np.concatenate(ids))
         if problems:
             raise DataError("the text cannot be used:", problems)
         (built / "corpus.json").write_text(json.dumps({"documents": len(scores)}))

@@ -22,9 +22,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spmd.corpus import Corpus, Tokenizer, load_tokenizer, make_corpus
+from spmd.corpus import Corpus, make_corpus
 from spmd.errors import ConfigError, DataError, MeshError, Problem
 from spmd.mesh import entry_axes
+from spmd.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "Batch",

@@ -23,6 +23,7 @@ All of them are `ValueError`s. A function that finds several problems reports al
 import dataclasses
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 _LONGEST = 2000
 
@@ -178,3 +179,15 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     if near:
         return f'did you mean "{near[0]}"?'
     return f"one of: {', '.join(choices)}" if choices else "there are none"
+
+
+def nearest_file(path: Path, also: Iterable[str] = ()) -> str:
+    """The sibling nearest to a path that does not exist, as a question; the folder where none is near.
+
+    Args:
+        path: The path.
+        also: Words that may have been meant, too.
+    """
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    question = did_you_mean(path.name, [*also, *siblings])
+    return question if question.endswith("?") else f"look in {path.parent}"

@@ -1,8 +1,9 @@
 """Text from a trained model, on the mesh it was trained on, one token at a time.
 
 ```python
-generator = Generator(plan, window=1024, sampling=Sampling(temperature=0.0), ends=(tokenizer.eos,))
-texts = generator.write(params, variables, [tokenizer.encode("def "), tokenizer.encode("import ")], tokens=100)
+generator = Generator(plan, window=1024, sampling=Sampling(temperature=0.0), ends=tokenizer.ends)
+prompts = [tokenizer.encode_prompt("def "), tokenizer.encode_prompt("import ")]
+texts = generator.write(params, variables, prompts, tokens=100)
 ```
 
 Two programs are compiled: one runs the prompts through the model and keeps keys and values (`spmd.parallel.cache`), one

@@ -320,7 +320,7 @@ class Recipe:
         data, sample = self.config.data, self.config.sample
         config_values(self.config)
         if sample.prompt:
-            check_window([self.tokenizer.encode(sample.prompt)], sample.tokens, data.sequence)
+            check_window([self.tokenizer.encode_prompt(sample.prompt)], sample.tokens, data.sequence)
         self.check_batch()
         self.step.trace(self.abstract_batch())
 

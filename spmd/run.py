@@ -27,7 +27,7 @@ from spmd.resilience.bad_steps import FindBadSteps
 from spmd.resilience.checks import CheckRepeats, CheckReplicas
 from spmd.resilience.deadline import Watchdog
 from spmd.resilience.preemption import Preemption
-from spmd.start import initial_state
+from spmd.start import describe_start, initial_state
 from spmd.state import TrainState, abstract_state
 from spmd.trainer import Hook, fit
 from spmd.versions import library_versions
@@ -156,6 +156,7 @@ class _Session:
         if jax.process_index() == 0:
             lines = f"{self.recipe.pipeline_line}{self.recipe.slices_line}"
             self.folder.describe(config, source, f"{self.recipe.plan}{lines}")
+            describe_start(self.recipe, self.folder.path)
         self.instruments.stopwatch.turn_to("step")
         start, rolled_back = position.step, 0
         while True:

@@ -13,7 +13,7 @@ from typing import Any
 from spmd.config import config_difference, config_values
 from spmd.errors import CheckpointError, Problem
 from spmd.folder import RunFolder
-from spmd.hf.carried import TOKENIZER
+from spmd.hf.carried import ORIGINAL, TOKENIZER, keep_origin
 from spmd.hf.load import check_published, load_published
 from spmd.hf.published import CONFIG, Published, published
 from spmd.lora import BASE
@@ -51,6 +51,18 @@ def check_start(recipe: Recipe) -> str:
     if tokenizer.exists() and recipe.config.data.tokenizer == "bytes":
         return f"starts with {path}, which has a tokenizer that is not used here: --data.tokenizer {tokenizer}"
     return f"starts with {path}"
+
+
+def describe_start(recipe: Recipe, run: Path) -> None:
+    """Puts what an export gives back of the model that a run starts from into the run's folder.
+
+    Args:
+        recipe: The run.
+        run: Its folder.
+    """
+    if recipe.config.init:
+        start = Path(recipe.config.init)
+        keep_origin(start, start / (ORIGINAL if _is_run(start) else CONFIG), run)
 
 
 def initial_state(recipe: Recipe) -> TrainState:

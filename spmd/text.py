@@ -24,7 +24,7 @@ class Pieces:
         ids: Those that come before; they are not part of the text.
 
     Example:
-        >>> from spmd.corpus import ByteTokenizer
+        >>> from spmd.tokenizer import ByteTokenizer
         >>> pieces = Pieces(ByteTokenizer(), [104])
         >>> [pieces.add(token) for token in "é!".encode()]
         ['', 'é', '!']
@@ -55,13 +55,13 @@ class Pieces:
 
 
 def make_generator(recipe: Recipe, sampling: Sampling) -> Generator:
-    """What writes on the recipe's mesh, up to the end of a document."""
-    return Generator(recipe.plan, recipe.config.data.sequence, sampling, (recipe.tokenizer.eos,))
+    """What writes on the recipe's mesh, up to a token that ends a text."""
+    return Generator(recipe.plan, recipe.config.data.sequence, sampling, recipe.tokenizer.ends)
 
 
 def encode(recipe: Recipe, prompts: Sequence[str]) -> list[np.ndarray]:
-    """The token ids of each prompt."""
-    return [recipe.tokenizer.encode(prompt) for prompt in prompts]
+    """The token ids of each prompt, with what the tokenizer begins a text with."""
+    return [recipe.tokenizer.encode_prompt(prompt) for prompt in prompts]
 
 
 def stream_text(
@@ -97,7 +97,9 @@ def write_texts(
     """Each prompt and what follows it; the arguments are those of `stream_text`."""
     ids = encode(recipe, prompts)
     rows = generator.write(state.params, state.variables, ids, tokens=tokens, seed=seed)
-    return [
-        recipe.tokenizer.decode([*start, *(token for token in row if token not in generator.ends)])
-        for start, row in zip(ids, rows, strict=True)
-    ]
+    texts = []
+    for prompt, start, row in zip(prompts, ids, rows, strict=True):
+        pieces = Pieces(recipe.tokenizer, start.tolist())
+        added = [pieces.add(int(token)) for token in row if token not in generator.ends]
+        texts.append("".join([prompt, *added, pieces.finish()]))
+    return texts

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from spmd import corpus as corpus_module
-from spmd.corpus import Corpus, load_tokenizer, make_corpus
+from spmd import tokenizer as tokenizer_module
+from spmd.corpus import Corpus, make_corpus
 from spmd.errors import DataError
-from tests.test_tokenizer import WORDS, bpe
+from spmd.tokenizer import load_tokenizer
+from tests.test_tokenizer import WORDS, begin_with, bpe
 
 
 def make(*source: Path | str, cache: Path, tokenizer: str = "bytes", validation: float = 0.3) -> Corpus:
@@ -179,7 +181,7 @@ def test_every_bad_line_is_named(tmp_path: Path, cache: Path) -> None:
 
 
 def test_no_line_is_read_without_a_bound(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is longer than any document is named; at the bound, it is a document. So is a tokenizer refused."""
+    """One that is longer than any document is named; at the bound, it is a document."""
     path = tmp_path / "long.jsonl"
     line = json.dumps({"text": "x" * 80}) + "\n"
     path.write_text(line * 2)
@@ -188,8 +190,6 @@ def test_no_line_is_read_without_a_bound(tmp_path: Path, cache: Path, monkeypatc
     monkeypatch.setattr("spmd.corpus._LONGEST", len(line) - 1)
     with pytest.raises(DataError, match=rf"long.jsonl:1: .*\n.*longer than {len(line) - 1} bytes"):
         make(path, cache=tmp_path / "another")
-    with pytest.raises(DataError, match="larger than any tokenizer"):
-        load_tokenizer(str(path))
 
 
 def test_a_file_of_bad_lines_is_cut_short(tmp_path: Path, cache: Path) -> None:
@@ -235,9 +235,9 @@ def test_a_corpus_of_empty_files_is_refused(tmp_path: Path, cache: Path) -> None
 def count_encodings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every text that the byte tokenizer encodes from now on."""
     seen: list[str] = []
-    encode = corpus_module.ByteTokenizer.encode
+    encode = tokenizer_module.ByteTokenizer.encode
     monkeypatch.setattr(
-        corpus_module.ByteTokenizer, "encode", lambda self, text: seen.append(text) or encode(self, text)
+        tokenizer_module.ByteTokenizer, "encode", lambda self, text: seen.append(text) or encode(self, text)
     )
     return seen
 
@@ -288,14 +288,14 @@ def test_a_failure_in_the_middle_leaves_nothing(folder: Path, cache: Path, monke
     """When tokenising stops half way, no folder is left and the next load is whole."""
     with monkeypatch.context() as patched:
         seen = count_encodings(patched)
-        counted = corpus_module.ByteTokenizer.encode
+        counted = tokenizer_module.ByteTokenizer.encode
 
-        def stop(self: corpus_module.ByteTokenizer, text: str) -> np.ndarray:
+        def stop(self: tokenizer_module.ByteTokenizer, text: str) -> np.ndarray:
             if len(seen) == 10:
                 raise KeyboardInterrupt
             return counted(self, text)
 
-        patched.setattr(corpus_module.ByteTokenizer, "encode", stop)
+        patched.setattr(tokenizer_module.ByteTokenizer, "encode", stop)
         with pytest.raises(KeyboardInterrupt):
             make(folder, cache=cache)
         assert len(seen) == 10
@@ -355,9 +355,26 @@ def test_bpe_documents_end_with_its_end_token(folder: Path, cache: Path, tmp_pat
     assert len(corpus.train) < len(make(folder, cache=cache).train)
 
 
+def test_documents_begin_as_prompts_do(folder: Path, cache: Path, tmp_path: Path) -> None:
+    """What a tokenizer puts before a text is before every document, in a corpus of its own; text injects none."""
+    special = ("<|endoftext|>", "<s>")
+    (folder / "injects.txt").write_text("a <s> b<|endoftext|>" * 9)
+    path = bpe(tmp_path / "tokenizer.json", special=special)
+    plain = make(folder, cache=cache, tokenizer=str(path))
+    begin_with(path, ("<s>", 1))
+    corpus = make(folder, cache=cache, tokenizer=str(path))
+    for ids, before in ((corpus.train, plain.train), (corpus.validation, plain.validation)):
+        assert ids[0] == 1
+        np.testing.assert_array_equal(np.flatnonzero(ids == 1)[1:], np.flatnonzero(ids == 0)[:-1] + 1)
+        np.testing.assert_array_equal(ids[ids != 1], before)
+    assert (corpus.train == 1).sum() + (corpus.validation == 1).sum() == corpus.documents
+    digest = corpus.tokenizer.name.split(":")[1]
+    assert (corpus.tokenizer.name, plain.tokenizer.name.count(":")) == (f"tokenizer.json:{digest}:starts 1", 1)
+
+
 def test_a_large_vocabulary_takes_four_bytes_an_id(folder: Path, cache: Path) -> None:
     """A vocabulary above 65,536 is stored as uint32."""
-    wide = corpus_module.ByteTokenizer(name="wide", vocab=2**16 + 1, eos=2**16)
+    wide = tokenizer_module.ByteTokenizer(name="wide", vocab=2**16 + 1, eos=2**16)
     corpus = make_corpus([str(folder)], wide, text_field="text", validation=0.3, cache=cache)
     assert corpus.train.dtype == np.uint32
     assert corpus.train[-1] == 2**16

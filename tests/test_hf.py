@@ -50,6 +50,7 @@ def original(params, tmp_path_factory):
     save_params(folder, params, family_for(CONFIG), CONFIG, shard_size=30_000)
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 
@@ -181,7 +182,8 @@ def test_a_run_folder_and_back(original, params, tmp_path, capsys):
     before, after = tensors(original), tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
-    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
+    index = "model.safetensors.index.json"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", index):
         assert (original / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
     assert run("export", out, "--out", tmp_path / "narrow", "--dtype", "bf16") == 0
     assert {a.dtype for a in tensors(tmp_path / "narrow").values()} == {np.dtype(jnp.bfloat16)}

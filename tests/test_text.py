@@ -1,11 +1,13 @@
 """Text comes piece by piece, never with half a character, and in all it is what the tokens say."""
 
 import json
+import types
 
 import pytest
 
-from spmd.corpus import ByteTokenizer, load_tokenizer
-from spmd.text import Pieces
+from spmd.sampling import Sampling
+from spmd.text import Pieces, make_generator
+from spmd.tokenizer import ByteTokenizer, load_tokenizer
 from tests.test_tokenizer import bpe
 
 TEXT = "naïve café, 東京 🦊 the fox\n"
@@ -39,6 +41,15 @@ def llama_like(path):
         json.dumps({"version": "1.0", "model": model, "decoder": {"type": "Sequence", "decoders": decoders}})
     )
     return vocab
+
+
+def test_every_end_of_the_tokenizer_ends_a_text(tmp_path):
+    """The generator stops at each of them, and not at the end of a document alone."""
+    path = bpe(tmp_path / "tokenizer.json", special=("<|endoftext|>", "<|im_end|>"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
+    config = types.SimpleNamespace(data=types.SimpleNamespace(sequence=8))
+    recipe = types.SimpleNamespace(plan=None, config=config, tokenizer=load_tokenizer(str(path)))
+    assert make_generator(recipe, Sampling()).ends == (1, 0)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])

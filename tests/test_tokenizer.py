@@ -1,12 +1,14 @@
 """Text to ids and back: bytes, tokenizer files, and files that are no tokenizer."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 
-from spmd.corpus import END_TOKENS, load_tokenizer
 from spmd.errors import DataError
+from spmd.tokenizer import END_TOKENS, load_tokenizer
 
 WORDS = "the quick brown fox jumps over the lazy dog and the dog sleeps; naïve café, 東京 🦊\n"
 
@@ -30,6 +32,17 @@ def bpe(path: Path, *, special: tuple[str, ...] = ("<|endoftext|>",), truncate: 
     return path
 
 
+def begin_with(path: Path, *tokens: tuple[str, int], end: tuple[str, int] | None = None) -> None:
+    """Gives a tokenizer a post-processor that puts tokens before a text, and one behind it."""
+    model = tokenizers.Tokenizer.from_file(str(path))
+    behind = [end] if end else []
+    single = [*(f"{name}:0" for name, _ in tokens), "$A:0", *(f"{name}:0" for name, _ in behind)]
+    template = tokenizers.processors.TemplateProcessing(single=single, special_tokens=[*tokens, *behind])
+    byte_level = tokenizers.processors.ByteLevel(trim_offsets=False)
+    model.post_processor = tokenizers.processors.Sequence([byte_level, template])  # as Llama 3 has it
+    model.save(str(path))
+
+
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_text_survives_encoding_and_decoding(kind: str, tmp_path: Path) -> None:
     """Any Unicode text is the same after a round trip, and every id is below the vocabulary's size."""
@@ -45,6 +58,11 @@ def test_half_a_character_decodes_to_a_replacement() -> None:
     """Bytes cut in the middle of a character decode to U+FFFD instead of failing."""
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
+
+
+def test_ids_that_are_no_bytes_decode_to_replacements() -> None:
+    """A model may have more tokens than there are bytes; each of these others is one U+FFFD."""
+    assert load_tokenizer("bytes").decode(np.array([104, 256, 50_000, -1, 105])) == "h\ufffd\ufffd\ufffdi"
 
 
 def test_bpe_compresses_and_ignores_what_the_file_asks_of_lengths(tmp_path: Path) -> None:
@@ -65,11 +83,107 @@ def test_an_end_token_spelled_in_a_document_is_text(tmp_path: Path) -> None:
     assert tokenizer.decode([tokenizer.eos]) == "<|endoftext|>"
 
 
+@pytest.mark.parametrize("text", ["the dog", "", "<|im_start|>user the dog<|im_end|>", "  fox\n"])
+@pytest.mark.parametrize("end", [None, ("</s>", 0)], ids=["", "end"])
+def test_a_prompt_is_encoded_as_transformers_does(end: tuple[str, int] | None, text: str, tmp_path: Path) -> None:
+    """With the post-processor's tokens in front, and special tokens where they are spelled; the end is left out."""
+    path = bpe(tmp_path / "tokenizer.json", special=("</s>", "<s>", "<|im_start|>", "<|im_end|>"))
+    begin_with(path, ("<s>", 1), end=end)
+    tokenizer = load_tokenizer(str(path))
+    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_file=str(path))(text)["input_ids"]
+    assert tokenizer.encode_prompt(text).tolist() == (theirs[:-1] if end else theirs)
+    assert tokenizer.starts == (1,)
+    # A chat template writes the first token itself, and no second one is put before it.
+    assert tokenizer.encode_prompt("<s>" + text).tolist() == tokenizer.encode_prompt(text).tolist()
+    # In a document, the same letters are text.
+    assert not {0, 1, 2, 3} & set(tokenizer.encode("<s>" + text).tolist())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_prompt_of_a_tokenizer_that_begins_with_nothing(tmp_path: Path) -> None:
+    """Bytes and a tokenizer without a post-processor put nothing before a prompt."""
+    for name in ("bytes", str(bpe(tmp_path / "tokenizer.json"))):
+        tokenizer = load_tokenizer(name)
+        assert tokenizer.starts == ()
+        assert tokenizer.encode_prompt(WORDS).tolist() == tokenizer.encode(WORDS).tolist()
+
+
+def test_a_first_token_that_is_none_is_refused(tmp_path: Path) -> None:
+    """A post-processor may name any id; one beyond the vocabulary is an error, with all else that is wrong."""
+    begin_with(bpe(tmp_path / "tokenizer.json", special=("<pad>",)), ("<s>", 99_999))
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert "adds [99999], and it has 300 tokens" in str(caught.value)
+    assert "has no token that ends a document" in str(caught.value)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokenizer is read that is larger than any."""
+    path = bpe(tmp_path / "tokenizer.json")
+    monkeypatch.setattr("spmd.tokenizer._LONGEST", path.stat().st_size - 1)
+    with pytest.raises(DataError, match="larger than any tokenizer"):
+        load_tokenizer(str(path))
+
+
 @pytest.mark.parametrize("end", END_TOKENS)
 def test_every_known_end_token_is_found(end: str, tmp_path: Path) -> None:
     """The id of whichever known end token a file has becomes `eos`."""
     path = bpe(tmp_path / "tokenizer.json", special=("<pad>", end))
     assert load_tokenizer(str(path)).eos == tokenizers.Tokenizer.from_file(str(path)).token_to_id(end) == 1
+
+
+CHAT = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ENDS = {
+    "a model's": ({"config.json": {"eos_token_id": 2}}, (2,)),
+    "a list": ({"generation_config.json": {"eos_token_id": [2, 0]}}, (2, 0)),
+    "the first file": ({"hf_config.json": {"eos_token_id": 0}, "generation_config.json": {"eos_token_id": 2}}, (2,)),
+    "a tokenizer's": ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, (2,)),
+    "a tokenizer's, as a table": ({"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>"}}}, (2,)),
+    "both": (
+        {"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>"}},
+        (0, 2),
+    ),
+    "none": ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": None}}, (0,)),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_files_beside_say_what_ends_a_text(case: str, tmp_path: Path) -> None:
+    """All of it ends a text, the first of it a document, and corpora that end otherwise have other names."""
+    files, ends = ENDS[case]
+    path = bpe(tmp_path / "tokenizer.json", special=CHAT)
+    plain = load_tokenizer(str(path))
+    assert (plain.ends, plain.eos) == ((0,), 0)
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.ends, tokenizer.eos) == (ends, ends[0])
+    assert (tokenizer.name == plain.name) == (ends[0] == 0)
+    # A file of another name is not the one that they are about.
+    assert load_tokenizer(str(path.rename(tmp_path / "mine.json"))).ends == (0,)
+
+
+def test_a_tokenizer_without_a_known_end_token_is_told_of_one(tmp_path: Path) -> None:
+    """What the files beside it say is enough."""
+    path = bpe(tmp_path / "tokenizer.json", special=("<pad>", "<|im_end|>"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    assert load_tokenizer(str(path)).ends == (1,)
+
+
+def test_what_is_wrong_with_the_files_beside_is_said_at_once(tmp_path: Path) -> None:
+    """Ids that are no tokens, words that are none, files that are no JSON objects, and none is read without a bound."""
+    path = bpe(tmp_path / "tokenizer.json", special=CHAT)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, true, "2", -1, 999, 2.0]}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eot>"}')
+    (tmp_path / "hf_config.json").write_text("[1]")
+    (tmp_path / "config.json").write_text(" " * (2**24 + 1))
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(path))
+    text = str(caught.value)
+    assert len(caught.value.problems) == 8
+    for part in ("True, which", "'2', which", "-1, which", "999, which", "2.0, which", "'<eot>'", "no JSON object"):
+        assert part in text
+    assert "are the most that are read" in text
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:

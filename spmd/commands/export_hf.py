@@ -15,7 +15,7 @@ from spmd import launch, tree
 from spmd.commands.parsing import parse_flags
 from spmd.folder import RunFolder
 from spmd.hf.carried import carried_by
-from spmd.hf.family import family_for
+from spmd.hf.family import Family, family_for
 from spmd.hf.save import parse_size, save_params
 from spmd.model import PRNG
 from spmd.params import read_params
@@ -57,12 +57,27 @@ def run_export(arguments: list[str]) -> int:
     recipe = Recipe(config, one_device_mesh())
     params = read_params(run, _abstract(recipe), command.step)
     dtype = _DTYPES.get(command.dtype)
+    values = values or _values(recipe, family)
     save_params(out, params, family, config.model, dtype=dtype, shard_size=size, files=files, values=values)
     print(
         f"{family.architectures[0]}: {tree.size(params):,} parameters in {time.perf_counter() - began:.3g} s\n"
         f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
     )
     return 0
+
+
+def _values(recipe: Recipe, family: Family) -> dict[str, Any]:
+    """What `transformers` would otherwise make up for a model that was trained here: the tokens that begin and end a
+    text, and how long one may be."""
+    config, tokenizer = recipe.config, recipe.tokenizer
+    ends = [token for token in tokenizer.ends if token < config.model.vocab]
+    starts = [token for token in tokenizer.starts if token < config.model.vocab]
+    values: dict[str, Any] = {
+        "bos_token_id": starts[0] if starts else None,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+    }
+    rotary = "rope_theta" in family.write_config(config.model)
+    return {**values, "max_position_embeddings": config.data.sequence} if rotary else values
 
 
 def _abstract(recipe: Recipe) -> Any:

@@ -13,6 +13,7 @@ from spmd.checkpoint import Checkpoints
 from spmd.errors import ConfigError, Problem
 from spmd.folder import RunFolder
 from spmd.generate import window_problems
+from spmd.hf.fields import collecting
 from spmd.params import restore_model
 from spmd.recipe import Recipe, config_mesh
 from spmd.sampling import Sampling
@@ -98,9 +99,23 @@ def _asked(command: GenerateCommand, recipe: Recipe) -> tuple[list[str], int, Sa
         problems += error.problems
     if command.seed < 0:
         problems.append(Problem("seed", f"is {command.seed}", fix="0 or more"))
-    ids, window = encode(recipe, prompts), recipe.config.data.sequence
-    room = window - max(map(len, ids), default=0)
-    tokens = max(min(TOKENS, room), 0) if command.tokens is None else command.tokens
-    if problems := [*problems, *window_problems(ids, tokens, window)]:
+    tokens, window = command.tokens or 0, recipe.config.data.sequence
+    with collecting(problems):  # a tokenizer that cannot be loaded is one of them
+        problems += _too_many(recipe)
+        ids = encode(recipe, prompts)
+        room = window - max(map(len, ids), default=0)
+        tokens = max(min(TOKENS, room), 0) if command.tokens is None else command.tokens
+        problems += window_problems(ids, tokens, window)
+    if problems:
         raise ConfigError("Nothing can be generated:", problems)
     return prompts, tokens, sampling
+
+
+def _too_many(recipe: Recipe) -> list[Problem]:
+    """Whether the tokenizer has tokens that the model has no row for."""
+    theirs, ours = recipe.tokenizer.vocab, recipe.config.model.vocab
+    if theirs <= ours:
+        return []
+    what = f"{recipe.config.data.tokenizer} has more tokens than the model"
+    fix = "a tokenizer that the model was made for"
+    return [Problem("data.tokenizer", what, f"{theirs} > model.vocab = {ours}", fix)]

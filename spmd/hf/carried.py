@@ -1,20 +1,25 @@
 """What goes along with a model as it is: the tokenizer, and how it wants to be used."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from spmd.config import TrainConfig
-from spmd.data import load_tokenizer
 from spmd.errors import CheckpointError, Problem
+from spmd.hf.family import families
 from spmd.hf.fields import collecting
-from spmd.hf.published import inside
+from spmd.hf.published import CONFIG, inside
 from spmd.seal import read_object
+from spmd.tokenizer import MODEL_FILES, load_tokenizer
 
 TOKENIZER = "tokenizer.json"
 ORIGINAL = "hf_config.json"
 """What the config.json of an imported model is called in a run folder."""
-CARRIED = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+CARRIED = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "generation_config.json",
+)
 """The files that a run folder keeps, and export gives back."""
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
@@ -37,10 +42,13 @@ def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
         folder: The folder.
         vocab: Rows of the embedding; None where they are not known.
     """
-    problems: list[Problem] = []
-    with collecting(problems):
-        files_of(folder)
-    if (folder / TOKENIZER).exists() and not problems:
+    leading_out: list[Problem] = []
+    for name in (*CARRIED, *MODEL_FILES):  # all that is read
+        with collecting(leading_out):
+            if (folder / name).exists():
+                inside(folder, name)
+    problems = [problem for problem in leading_out if problem.where != CONFIG]  # of which `published` speaks
+    if (folder / TOKENIZER).exists() and not leading_out:
         with collecting(problems):
             size = load_tokenizer(str(folder / TOKENIZER)).vocab
             if vocab is not None and size > vocab:
@@ -57,22 +65,67 @@ def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
 
 
 def carried_by(run: Path, config: TrainConfig) -> tuple[dict[str, Path], dict[str, Any]]:
-    """What a run has to give back: the files, and the config.json that it was imported with; nothing where it was not.
+    """What a run has to give back: the files, and the config.json that its model had; nothing where it had none.
 
     Args:
         run: The run folder.
-        config: Its config; what a run was fine-tuned from is beside its tokenizer.
+        config: Its config; what a run was fine-tuned from may be beside its tokenizer.
 
     Raises:
-        CheckpointError: A file cannot be read.
+        CheckpointError: The tokenizer is missing, or a file cannot be read; all at once.
     """
-    tokenizer = Path(config.data.tokenizer)
-    places = [tokenizer.parent, run] if tokenizer.name == TOKENIZER else [run]
-    place = next((place for place in places if (place / ORIGINAL).exists() or (place / TOKENIZER).exists()), run)
-    values: Mapping[str, Any] = {}
-    if (place / ORIGINAL).exists():
-        try:
-            values = read_object(place / ORIGINAL, _AT_MOST)
-        except (OSError, ValueError) as error:
-            raise CheckpointError("Nothing was exported:", [Problem(str(place / ORIGINAL), str(error))]) from error
-    return files_of(place), dict(values)
+    problems: list[Problem] = []
+    files, values = dict[str, Path](), dict[str, Any]()
+    tokenizer = None if config.data.tokenizer == "bytes" else Path(config.data.tokenizer).expanduser()
+    with collecting(problems):
+        files = _files(run, tokenizer)
+    for place in [run, tokenizer.parent] if tokenizer else [run]:
+        if not values and (place / ORIGINAL).exists():
+            try:
+                found = read_object(place / ORIGINAL, _AT_MOST)
+            except (OSError, ValueError) as error:
+                problems.append(Problem(str(place / ORIGINAL), str(error)))
+            else:
+                values = found if _fits(found, config.model) else {}
+    if problems:
+        raise CheckpointError("Nothing was exported:", problems)
+    return files, values
+
+
+def keep_origin(start: Path, config: Path, run: Path) -> None:
+    """Puts what goes along with a model into the folder of a run that starts from it, where it is not there yet.
+
+    The tokenizer stays where it is: the run's config names the one that it uses.
+
+    Args:
+        start: The folder that the run starts from.
+        config: The config.json that the model had, in there; it may be missing.
+        run: The run folder.
+    """
+    if config.exists() and not (run / ORIGINAL).exists():
+        files = {} if (start / TOKENIZER).exists() else files_of(start)
+        for name, file in {**files, ORIGINAL: inside(start, config.name)}.items():
+            shutil.copyfile(file, run / name)
+
+
+def _files(run: Path, tokenizer: Path | None) -> dict[str, Path]:
+    """The files that are beside a run's tokenizer; those of the run itself where text is bytes.
+
+    Raises:
+        CheckpointError: The tokenizer is missing, or a link leads out.
+    """
+    if tokenizer is None:
+        return files_of(run)
+    if tokenizer.is_file():
+        return files_of(tokenizer.parent) if tokenizer.name == TOKENIZER else {TOKENIZER: tokenizer}
+    if tokenizer.name == TOKENIZER and (run / TOKENIZER).is_file():  # an imported run that has been moved
+        return files_of(run)
+    fix = "put it there again: the model is of no use without it"
+    raise CheckpointError("Nothing was exported:", [Problem("data.tokenizer", f"{tokenizer} is missing", fix=fix)])
+
+
+def _fits(values: Mapping[str, Any], model: Any) -> bool:
+    """Whether a config.json is of the family that a model is of."""
+    named = values.get("architectures")
+    names = set(map(str, named)) if isinstance(named, list) else set()
+    return any(names & set(family.architectures) and family.fits(model) for family in families().values())

@@ -37,7 +37,7 @@ FLOORS = {
         *("gradients.lockstep", "gradients.exchange", "gradients.stages", "gradients.ticks", "gradients.pipeline"),
         "gradients.in_flight",
         *("flax", "moments", "optim", "state", "offload", "step"),
-        *("corpus", "data", "versions", "processes", "seal", "kept", "storable", "checkpoint"),
+        *("seal", "tokenizer", "corpus", "data", "versions", "processes", "kept", "storable", "checkpoint"),
         *("metrics", "trainer", "sampling", "generate", "program_cache"),
     ),
     "resilience": (
@@ -66,7 +66,7 @@ ROOMS = tuple(room for floor in FLOORS.values() for room in floor)
 HOMES = {
     "orbax": {"checkpoint"},
     "grain": {"data"},
-    "tokenizers": {"corpus"},
+    "tokenizers": {"tokenizer"},
     "tensorboardX": {"metrics"},
     "rich": {"metrics"},
     "tyro": {"config", "commands.parsing", "commands.generate", "commands.import_hf", "commands.export_hf"},
@@ -86,7 +86,7 @@ NAME_MAPS_MAY_IMPORT = (
 )
 
 # A library that raises plain `Exception` leaves no choice: one handler for each room named here.
-ONE_BROAD_EXCEPT = {"corpus": "tokenizers raises `Exception` for a file that is not a tokenizer"}
+ONE_BROAD_EXCEPT = {"tokenizer": "tokenizers raises `Exception` for a file that is not a tokenizer"}
 
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "tools"}
 MAX_LINES = 400
@@ -286,7 +286,7 @@ CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
     (check_private, "spmd.plan", "from spmd.rules import _match", "spmd.rules._match"),
     (check_excepts, "spmd.plan", "try:\n    f()\nexcept:\n    pass", "[3]"),
     (check_excepts, "spmd.plan", "try:\n    f()\nexcept (KeyError, Exception):\n    pass", "[3]"),
-    (check_excepts, "spmd.corpus", "try:\n    f()\nexcept KeyError:\n    pass", "[]"),
+    (check_excepts, "spmd.tokenizer", "try:\n    f()\nexcept KeyError:\n    pass", "[]"),
     (check_length, "spmd.plan", "\n" * 401, "401"),
     (check_name, "spmd.mesh_utils.utils", "", "says nothing"),
     (check_models, "models.llama", "from spmd.mesh import make_mesh", "spmd.mesh"),
