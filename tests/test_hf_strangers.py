@@ -138,7 +138,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "field", "value"), [(n, f, v) for n, f, values in WRONG for v in values], ids=str)
+@pytest.mark.parametrize(
+    ("name", "field", "value"), [(n, f, v) for n, f, values in WRONG for v in values], ids="{!s:.30}".format
+)
 def test_a_value_that_means_nothing_is_refused(name, field, value):
     """And what is wrong is that field alone."""
     family = family_for(SHAPES[name])
