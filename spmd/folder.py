@@ -10,6 +10,7 @@ runs/demo/
   logs/process-0.log   what each process says of itself: restarts, steps, signals, stacks of a hang
   checkpoints/         Orbax: state, and beside it data position, seed, config, plan, mesh, versions
   tokenizer.json       of an imported model, with what else goes along with it (`spmd.hf.carried`)
+  hf_config.json       the config.json of the model that was imported, or that the run started from
   tensorboard/
   profile/             traces of chosen steps
 ```

@@ -11,7 +11,7 @@ from spmd.commands.export_hf import _values
 from spmd.config import load_config
 from spmd.data import DataConfig
 from spmd.errors import CheckpointError
-from spmd.hf.carried import ORIGINAL, TOKENIZER, carried_by
+from spmd.hf.carried import ORIGINAL, TOKENIZER, carried_by, tokenizer_problems
 from spmd.hf.family import family_for
 from spmd.hf.save import save_params
 from spmd.state import init_state
@@ -86,6 +86,17 @@ def test_a_tokenizer_that_is_missing_is_said(config, tmp_path):
     (tmp_path / "imported" / ORIGINAL).unlink()
     bpe(tmp_path / "run" / TOKENIZER)
     assert carried_by(tmp_path / "run", config)[0] == {TOKENIZER: tmp_path / "run" / TOKENIZER}
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", ORIGINAL])
+def test_no_file_beside_a_tokenizer_is_read_through_a_link_that_leads_out(name, tmp_path):
+    """Not even to say what is wrong with it."""
+    (tmp_path / "hf").mkdir()
+    bpe(tmp_path / "hf" / TOKENIZER)
+    (tmp_path / "secret").write_text('{"eos_token_id": "secret"}')
+    (tmp_path / "hf" / name).symlink_to(tmp_path / "secret")
+    where = [problem.where for problem in tokenizer_problems(tmp_path / "hf", 300)]
+    assert where == ([] if name == "config.json" else [name])  # the model's own is named where it is read
 
 
 @pytest.mark.parametrize("start", ["hf", "imported"])

@@ -9,9 +9,9 @@ from spmd.config import TrainConfig
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import families
 from spmd.hf.fields import collecting
-from spmd.hf.published import inside
+from spmd.hf.published import CONFIG, inside
 from spmd.seal import read_object
-from spmd.tokenizer import load_tokenizer
+from spmd.tokenizer import MODEL_FILES, load_tokenizer
 
 TOKENIZER = "tokenizer.json"
 ORIGINAL = "hf_config.json"
@@ -42,10 +42,13 @@ def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
         folder: The folder.
         vocab: Rows of the embedding; None where they are not known.
     """
-    problems: list[Problem] = []
-    with collecting(problems):
-        files_of(folder)
-    if (folder / TOKENIZER).exists() and not problems:
+    leading_out: list[Problem] = []
+    for name in sorted({*CARRIED, *MODEL_FILES}):  # all that is read
+        with collecting(leading_out):
+            if (folder / name).exists():
+                inside(folder, name)
+    problems = [problem for problem in leading_out if problem.where != CONFIG]  # of which `published` speaks
+    if (folder / TOKENIZER).exists() and not leading_out:
         with collecting(problems):
             size = load_tokenizer(str(folder / TOKENIZER)).vocab
             if vocab is not None and size > vocab:
