@@ -43,7 +43,7 @@ def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
         vocab: Rows of the embedding; None where they are not known.
     """
     leading_out: list[Problem] = []
-    for name in (*CARRIED, *MODEL_FILES):  # all that is read
+    for name in sorted({*CARRIED, *MODEL_FILES}):  # all that is read
         with collecting(leading_out):
             if (folder / name).exists():
                 inside(folder, name)
