@@ -60,7 +60,7 @@ def test_the_files_beside_a_tokenizer_go_along(config, tmp_path):
     files, values = carried_by(tmp_path / "run", config)
     assert set(files) == {TOKENIZER, "chat_template.jinja"}
     assert values["use_cache"] is False
-    other = dataclasses.replace(config, model=GPT2_PRESETS["test"])
+    other = dataclasses.replace(config, model=dataclasses.replace(GPT2_PRESETS["test"], context=256))
     assert carried_by(tmp_path / "run", other) == (files, {})
     (tmp_path / "run" / ORIGINAL).write_text('{"architectures": ["GPT2LMHeadModel"], "use_cache": true}')
     assert carried_by(tmp_path / "run", other)[1]["use_cache"] is True
