@@ -318,7 +318,8 @@ def load_config(name: str) -> TrainConfig:
     if path.suffix != ".py":
         path = shipped().get(name, path)
     if not path.is_file():
-        fix = did_you_mean(name, shipped())
+        inside = path / "config.py"
+        fix = f"{inside}, which is the run's" if inside.is_file() else did_you_mean(name, shipped())
         raise ConfigError("There is no such config:", [Problem(name, "is no file and no shipped config", fix=fix)])
     try:
         config = runpy.run_path(str(path)).get("config")

@@ -112,10 +112,16 @@ class RunFolder:
         Raises:
             CheckpointError: The folder holds no run.
         """
+        fix = "give the folder that `spmd train` wrote, such as runs/demo"
         try:
-            values = json.loads((self.path / "config.json").read_text(encoding="utf-8"))["config"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            fix = "give the folder that `spmd train` wrote, such as runs/demo"
+            values = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            if "architectures" in values:
+                fix = f"spmd import {self.path} --out RUN"
+            values = values["config"]
+        except (KeyError, TypeError) as error:
+            problem = Problem(str(self.path), "has a config.json that is not of a run", fix=fix)
+            raise CheckpointError("There is no run:", [problem]) from error
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError("There is no run:", [Problem(str(self.path), f"{error}", fix=fix)]) from error
         return with_values(load_config(str(self.path / "config.py")), values)
 

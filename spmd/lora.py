@@ -54,6 +54,9 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         problems = [Problem("lora.rank", f"is {self.rank}", fix="1 or more")] if self.rank < 1 else []
+        if not self.targets and (self.rank, self.alpha) != (LoraConfig.rank, LoraConfig.alpha):
+            fix = "patterns over parameter paths, such as 'attention/(q|v)_proj/kernel'"
+            problems.append(Problem("lora.targets", "is empty, so nothing has an adapter of this rank", fix=fix))
         if not (math.isfinite(self.alpha) and self.alpha):
             problems.append(Problem("lora.alpha", f"is {self.alpha}", fix="a number that is not 0, such as 16"))
         for index, pattern in enumerate(self.targets):
@@ -74,7 +77,7 @@ def adapted_paths(model: Model, lora: LoraConfig, rules: Rules) -> dict[str, tup
     """The shapes of the parameters that have an adapter, by path.
 
     Raises:
-        ConfigError: A pattern matches no parameter, or one of fewer than two dimensions.
+        ConfigError: A pattern matches no parameter, or one of fewer than two dimensions or a lower rank.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(_abstract(model)).items()}
     found: dict[str, tuple[int, ...]] = {}
@@ -89,6 +92,9 @@ def adapted_paths(model: Model, lora: LoraConfig, rules: Rules) -> dict[str, tup
             if len(shapes[path]) - len(rules.layer_path(path)[1]) < 2:
                 what = f"matches {path}, which is no matrix"
                 problems.append(Problem(where, what, f"{shapes[path]}", "name kernels only"))
+            elif lora.rank > (least := min(shapes[path][-2:])):
+                what, fix = f"has a rank of more than {path}", f"{least} or less"
+                problems.append(Problem("lora.rank", what, f"{lora.rank} > {least} of {shapes[path]}", fix))
             found[path] = shapes[path]
     if problems:
         raise ConfigError("These adapters cannot be used:", problems)

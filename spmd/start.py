@@ -121,6 +121,6 @@ def _check_model(path: Path, theirs: Any, ours: Any) -> None:
     ]
     if problems and problems[0].where == "model.class":
         fix = f"model={before['class']}(…), or the config that `spmd import` writes"
-        problems = [dataclasses.replace(problems[0], fix=fix), *problems[1:]]
+        problems = [dataclasses.replace(problems[0], fix=fix)]
     if problems:
         raise CheckpointError("Training cannot start with another model's parameters:", problems)

@@ -130,6 +130,14 @@ def test_an_alpha_that_trains_nothing_is_refused(alpha: float) -> None:
         LoraConfig(targets=("kernel",), alpha=alpha)
 
 
+def test_a_rank_that_is_none_is_refused() -> None:
+    """Without targets it would be of nothing; above a matrix's own it would be no low one."""
+    with pytest.raises(ConfigError, match=r"lora\.targets: is empty"):
+        LoraConfig(rank=4)
+    with pytest.raises(ConfigError, match=r"33 > 32 of \(2, 32, 32\)"):
+        with_lora(tiny.model(), LoraConfig(targets=("attention/q_proj/kernel",), rank=33), LLAMA)
+
+
 def test_an_adapter_lies_as_its_parameter_does() -> None:
     """A is split as the rows and B as the columns, neither over fsdp, and stacks as their parameter."""
     specs = {leaf.path: leaf.spec for leaf in plan(data=2, fsdp=2, tensor=2).params}

@@ -132,5 +132,14 @@ def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
         pass
 
     model = Other(**dataclasses.asdict(load_config(str(folder / "tiny.py")).model))
-    with pytest.raises(CheckpointError, match=r"model\.class"):
+    with pytest.raises(CheckpointError) as caught:
         check_start(recipe(folder, "base", model=model, rules=LLAMA))
+    assert [problem.where for problem in caught.value.problems] == ["model.class"]
+
+
+def test_the_wrong_kind_of_folder_is_told_with_the_right_command(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """A Hugging Face folder is imported first, and a run's config is a file in it."""
+    assert run("generate", folder / "hf", "--prompt", "x") == 2
+    assert f"spmd import {folder / 'hf'} --out RUN" in capsys.readouterr().err
+    assert run("plan", folder / "base") == 2
+    assert f"{folder / 'base' / 'config.py'}, which is the run's" in capsys.readouterr().err

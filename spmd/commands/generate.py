@@ -90,7 +90,7 @@ def _asked(command: GenerateCommand, recipe: Recipe) -> tuple[list[str], int, Sa
     prompts, sampling = list(command.prompt), Sampling()
     if command.prompts:
         try:
-            prompts += Path(command.prompts).read_text(encoding="utf-8").splitlines()
+            prompts += filter(None, Path(command.prompts).read_text(encoding="utf-8").splitlines())
         except (OSError, UnicodeDecodeError) as error:
             problems.append(Problem("prompts", f"{command.prompts} cannot be read: {error}"))
     try:

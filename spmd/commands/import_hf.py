@@ -77,7 +77,7 @@ def run_import(arguments: list[str]) -> int:
         f"{found.family.architectures[0]}: {tree.size(params):,} parameters, {tree.human_bytes(size)}, "
         f"in {time.perf_counter() - began:.3g} s\n"
         f"write with it    spmd generate {out} --prompt …\n"
-        f"train from it    spmd train {out / 'config.py'} --init {out} --out …"
+        f"train from it    spmd train {out / 'config.py'} --init {out} --data.source FILES --out …"
     )
     if not (out / TOKENIZER).exists():
         print(f"tokenizer        none: the folder has no {TOKENIZER}, so text is read as bytes")
