@@ -287,7 +287,11 @@ def test_a_feature_that_a_model_does_not_have_is_named(name, changes, wrong):
     assert {problem.where for problem in caught.value.problems} == wrong
 
 
-OFF = {"chunk_size_feed_forward": 0, "use_mrope": False, "torchscript": False, "problem_type": None}
+OFF = {
+    **{"chunk_size_feed_forward": 0, "use_mrope": False, "torchscript": False, "problem_type": None},
+    # What other tools leave behind in a config.json.
+    **{"rope_interleaved": False, "is_llama_config": True, "unsloth_fixed": True, "_num_labels": 1, "max_length": 4096},
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

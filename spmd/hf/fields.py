@@ -19,7 +19,8 @@ HARMLESS = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
         *("use_cache", "initializer_range", "attention_dropout", "pretraining_tp", "max_position_embeddings"),
         *("output_attentions", "output_hidden_states", "return_dict", "task_specific_params", "_attn_implementation"),
-        *("output_router_logits", "is_encoder_decoder", "id2label", "label2id", "auto_map"),
+        *("output_router_logits", "is_encoder_decoder", "id2label", "label2id", "auto_map", "max_length"),
+        *("_num_labels", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
     }
 )
 """Fields that do not change what a trained model computes; export writes them back as they were."""
@@ -30,7 +31,7 @@ _OFF = frozenset(
         *("add_cross_attention", "is_decoder", "tie_encoder_decoder", "chunk_size_feed_forward"),
         *("torchscript", "use_bfloat16", "tf_legacy_loss", "remove_invalid_values", "return_dict_in_generate"),
         *("do_sample", "early_stopping", "output_scores", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-        *("num_beam_groups", "diversity_penalty"),
+        *("num_beam_groups", "diversity_penalty", "rope_interleaved"),
     }
 )
 """Fields that say what a model does not have, or does not do, where they are false or 0."""
