@@ -39,6 +39,7 @@ usage: spmd VERB …
        [--products 2]                                          … on every axis and every pair of axes, one line for each
   spmd generate RUN --prompt TEXT [--prompt TEXT …]            text from a trained model, as it is drawn
        [--temperature T] [--top-k K] [--top-p P]               … and how it is drawn; temperature 0 takes the likeliest
+       [--mesh.fsdp 4 …] [--devices N]                         … on another mesh than the run's
   spmd import HF_DIR --out RUN [--mesh.fsdp 4 …]               a run folder from a Hugging Face folder of safetensors
   spmd export RUN --out HF_DIR [--dtype bf16]                  the reverse, as `transformers` loads it
 

@@ -58,6 +58,11 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     both = capsys.readouterr().out
     assert both.startswith(text.rstrip("\n") + "\n\nor not")
 
+    # on another mesh it is the same text
+    other = ["--prompt", "To be", "--tokens", "6", "--temperature", "0", "--mesh.fsdp", "-1", "--devices", "0"]
+    assert run("generate", out, *other) == 0
+    assert capsys.readouterr().out == text
+
     # all that is wrong with a request is said at once
     wrong = ["--temperature", "-1", "--top-p", "2", "--tokens", "60", "--seed", "-1", "--prompts", "/no/such/file"]
     assert run("generate", out, "--prompt", "To be", "--prompt", "", *wrong) == 2

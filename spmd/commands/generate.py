@@ -10,10 +10,12 @@ import tyro
 
 from spmd import launch
 from spmd.checkpoint import Checkpoints
+from spmd.config import TrainConfig
 from spmd.errors import ConfigError, Problem
 from spmd.folder import RunFolder
 from spmd.generate import window_problems
 from spmd.hf.fields import collecting
+from spmd.mesh import MeshShape
 from spmd.params import restore_model
 from spmd.recipe import Recipe, config_mesh
 from spmd.sampling import Sampling
@@ -25,7 +27,7 @@ TOKENS = 200
 
 @dataclasses.dataclass(frozen=True)
 class GenerateCommand:
-    """Writes text with a trained model, on the mesh it was trained on.
+    """Writes text with a trained model, on the mesh it was trained on or on another.
 
     One prompt is answered as the text is drawn, several are answered together, each when all are done.
     """
@@ -48,13 +50,17 @@ class GenerateCommand:
     """Of the draws."""
     step: int | None = None
     """The checkpoint to use; the newest by default."""
+    mesh: MeshShape = MeshShape()
+    """The size of each mesh axis; one may be -1. By default that of the run."""
+    devices: int | None = None
+    """Simulate this many CPU devices (0: use the real ones); by default as the run did."""
 
 
 def run_generate(arguments: list[str]) -> int:
     """Prints texts; the exit code."""
     command = tyro.cli(GenerateCommand, args=arguments, prog="spmd generate")
     folder = RunFolder(Path(command.run))
-    config = folder.config()
+    config = _placed(command, folder.config())
     launch.start(launch.Launch(config.devices))
     recipe = Recipe(config, config_mesh(config))
     prompts, tokens, sampling = _asked(command, recipe)
@@ -74,6 +80,15 @@ def run_generate(arguments: list[str]) -> int:
         texts = write_texts(recipe, generator, model, prompts, tokens=tokens, seed=command.seed)
         show("\n\n".join(texts) + "\n")
     return 0
+
+
+def _placed(command: GenerateCommand, config: TrainConfig) -> TrainConfig:
+    """The run's config, on the mesh that is asked for."""
+    if command.devices is not None:
+        config = dataclasses.replace(config, devices=command.devices)
+    if command.mesh == MeshShape():
+        return config
+    return dataclasses.replace(config, mesh=command.mesh, slices=MeshShape())
 
 
 def _show(text: str) -> None:
