@@ -83,14 +83,17 @@ def test_an_end_token_spelled_in_a_document_is_text(tmp_path: Path) -> None:
     assert tokenizer.decode([tokenizer.eos]) == "<|endoftext|>"
 
 
+@pytest.mark.slow  # as all that needs transformers
 @pytest.mark.parametrize("text", ["the dog", "", "<|im_start|>user the dog<|im_end|>", "  fox\n"])
 @pytest.mark.parametrize("end", [None, ("</s>", 0)], ids=["", "end"])
 def test_a_prompt_is_encoded_as_transformers_does(end: tuple[str, int] | None, text: str, tmp_path: Path) -> None:
     """With the post-processor's tokens in front, and special tokens where they are spelled; the end is left out."""
+    import transformers
+
     path = bpe(tmp_path / "tokenizer.json", special=("</s>", "<s>", "<|im_start|>", "<|im_end|>"))
     begin_with(path, ("<s>", 1), end=end)
     tokenizer = load_tokenizer(str(path))
-    theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_file=str(path))(text)["input_ids"]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))(text)["input_ids"]
     assert tokenizer.encode_prompt(text).tolist() == (theirs[:-1] if end else theirs)
     assert tokenizer.starts == (1,)
     # A chat template writes the first token itself, and no second one is put before it.
