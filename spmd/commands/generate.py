@@ -51,7 +51,7 @@ class GenerateCommand:
     step: int | None = None
     """The checkpoint to use; the newest by default."""
     mesh: MeshShape = MeshShape()
-    """The size of each mesh axis; one may be -1. By default that of the run."""
+    """The size of each mesh axis; one may be -1. All 1: that of the run; for one device, --mesh.fsdp -1 --devices 1."""
     devices: int | None = None
     """Simulate this many CPU devices (0: use the real ones); by default as the run did."""
 
