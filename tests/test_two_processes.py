@@ -39,7 +39,7 @@ def is_here(file):
 def rows(self, indices):
     while is_here(fault):
         time.sleep(0.1)
-    time.sleep(0.4 * is_here(slow))
+    time.sleep(1.0 * is_here(slow))
     return read(self, indices)
 
 
