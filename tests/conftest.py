@@ -1,37 +1,28 @@
 """Every test sees eight simulated devices, strict rank promotion, and warnings as errors (see pyproject).
 
-XLA's expensive optimisations are off and its CPU code is the kind that compiles fastest, which makes the suite five
-times faster, and equal programs are compiled once for the whole session; what is asked of the optimised program is
-asked in subprocesses, which start with the environment that pytest started with.
+Machine code is made as fast as can be, here and in processes that tests start, which makes the suite several times
+faster; XLA's programs are as optimised as ever. Equal programs are compiled once for the whole session.
 """
 
-import atexit
 import gc
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-import pytest
-
-from spmd.mesh import simulate_devices
 from tests.programs import FAST_TO_COMPILE
+
+_CACHE = tempfile.TemporaryDirectory(prefix="spmd-tests-")
+os.environ |= FAST_TO_COMPILE | {"JAX_COMPILATION_CACHE_DIR": _CACHE.name}
+
+import jax  # noqa: E402 (JAX and XLA read variables when they are imported)
+import pytest  # noqa: E402
+
+from spmd.mesh import simulate_devices  # noqa: E402
 
 gc.set_threshold(50_000)  # tracing makes many objects and few cycles
 simulate_devices(8)
-jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-_CACHE = tempfile.TemporaryDirectory(prefix="spmd-tests-")
-atexit.register(_CACHE.cleanup)
-jax.config.update("jax_compilation_cache_dir", _CACHE.name)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name  # for runs in processes of their own
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-with pytest.MonkeyPatch.context() as _environment:
-    _environment.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {FAST_TO_COMPILE}".strip())
-    jax.devices()  # XLA reads its flags once, here
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,6 @@
 """Runs of `spmd train` in processes of their own, one or several, and what they left in their folders."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -19,9 +18,6 @@ from spmd.recipe import Recipe
 from spmd.state import abstract_state
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-"""Programs are compiled quickly, and once for all runs of a test session."""
-
 TINY = """
 import dataclasses
 import spmd
@@ -87,7 +83,7 @@ class Run:
             ]
             self.printed.append(out.with_name(f"{out.name}.{i}.txt"))
             with self.printed[-1].open("a") as file:
-                process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, cwd=ROOT, env=FAST)
+                process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, cwd=ROOT)
             self.processes.append(process)
 
     def __enter__(self):

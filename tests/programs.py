@@ -5,25 +5,31 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
-
 ROOT = Path(__file__).resolve().parent.parent
-FAST_TO_COMPILE = "--xla_cpu_parallel_codegen_split_count=1"
+FAST_XLA = "--xla_cpu_parallel_codegen_split_count=1"
 """Flags for XLA with which it makes CPU code fastest; they change neither what is computed nor what is sent."""
-if jax.__version_info__ < (0, 11):  # later ones have one kind of code; XLA ends the process for a flag that it lost
-    FAST_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
+if version("jax") < "0.11":  # later ones have one kind of code; XLA ends the process for a flag that it lost
+    FAST_XLA += " --xla_cpu_use_fusion_emitters=false"
+FAST_TO_COMPILE = {
+    "XLA_FLAGS": FAST_XLA,
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""Variables with which machine code is made fastest, and kept where there is a folder for it.
+
+XLA optimises programs as ever before it makes machine code of them; its flags change what is fused on CPUs.
+"""
 
 
-def run_script(script: str, *arguments: str, xla_flags: str | None = None, timeout: float = 1500) -> Any:
-    """Runs a script at the root of the repository: the JSON value in the last line it prints, or None.
-
-    With `xla_flags=FAST_TO_COMPILE`, XLA optimises programs as ever and takes less time to make machine code of them.
-    """
+def run_script(script: str, *arguments: str, timeout: float = 1500, **environment: str) -> Any:
+    """Runs a script at the root of the repository: the JSON value in the last line it prints, or None."""
+    environment = {**os.environ, **environment}
     command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
-    environment = os.environ if xla_flags is None else {**os.environ, "XLA_FLAGS": xla_flags}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )

@@ -26,7 +26,7 @@ from spmd.scope import within
 from spmd.step import make_train_step
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
-from tests.programs import FAST_TO_COMPILE, run_script
+from tests.programs import run_script
 from tests.test_attention import MASKS, arrays, reference, with_gradients
 
 CONFIG = tiny.replaced(layers=1, heads=8, kv_heads=4, d_model=64)
@@ -304,7 +304,7 @@ ASK = """
 @functools.cache
 def answers():
     """What the optimised program says, from one process for all questions."""
-    return run_script(ASK, xla_flags=FAST_TO_COMPILE)
+    return run_script(ASK)
 
 
 LAYERS, TURNS = tiny.CONFIG.layers, 4 - 1

@@ -27,7 +27,6 @@ import pytest
 from spmd.cli import main
 from spmd.mesh import simulate_devices
 from tests.architecture.test_docs import NOT_RUN, Block, blocks
-from tests.programs import FAST_TO_COMPILE
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -104,7 +103,7 @@ PAGES = [
 @pytest.mark.parametrize("page", PAGES)
 def test_page_runs(page: str, tmp_path: Path) -> None:
     """The blocks of a page run from top to bottom and print what the page says."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "XLA_FLAGS": FAST_TO_COMPILE}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
     result = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.test_docs_run", DOCS / page],
         cwd=tmp_path,

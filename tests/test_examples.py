@@ -11,9 +11,8 @@ from spmd.config import SHIPPED, shipped
 
 pytestmark = pytest.mark.slow
 
-FAST = {
+ENVIRONMENT = {
     **os.environ,
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_PLATFORMS": "cpu",  # or it looks for a TPU, whose compiler is installed
     "PYTHONPATH": str(SHIPPED.parent),
 }
@@ -35,7 +34,7 @@ PLANNED_ONLY = {"demo", "llama3-405b", "llama3-70b", "llama3-8b", "mixtral-8x7b"
 
 
 def run(folder: Path, *command: str, **environment: str) -> str:
-    environment = {**FAST, "PYTHONPATH": str(SHIPPED.parent), **environment}
+    environment = {**ENVIRONMENT, **environment}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )

@@ -27,7 +27,7 @@ from spmd.scope import within
 from spmd.step import make_train_step
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
-from tests.programs import FAST_TO_COMPILE, run_script
+from tests.programs import run_script
 
 EXPERTS, D, HIDDEN = 4, 16, 24
 NO_LIMIT = RouterConfig(experts=EXPERTS, dispatch="capacity", capacity_factor=math.inf)
@@ -274,7 +274,7 @@ COMPILE = """
 
 @functools.cache
 def collectives(topology, questions):
-    return run_script(COMPILE, topology, questions, xla_flags=FAST_TO_COMPILE if topology.startswith("cpu") else None)
+    return run_script(COMPILE, topology, questions)
 
 
 def all_to_alls(records, kind="all-to-all"):

@@ -1,7 +1,6 @@
 """A run that is killed goes on bitwise, on another mesh it has the same parameters, and two processes equal one."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -19,9 +18,7 @@ from spmd.recipe import Recipe, config_mesh
 from spmd.run import RunFolder
 from spmd.state import abstract_state
 from tests.command_line import TEXT, write_config
-from tests.programs import FAST_TO_COMPILE, ROOT
-
-ENVIRONMENT = {**os.environ, "XLA_FLAGS": FAST_TO_COMPILE, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+from tests.programs import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +35,7 @@ def command(folder, *arguments):
 
 def train(folder, *arguments):
     """Runs to the end in a process of its own."""
-    done = subprocess.run(
-        command(folder, *arguments), capture_output=True, text=True, timeout=300, cwd=ROOT, env=ENVIRONMENT
-    )
+    done = subprocess.run(command(folder, *arguments), capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -78,7 +73,7 @@ def test_killed_mid_step_and_resumed_the_curve_joins_bitwise(folder, whole):
     out = folder / "killed"
     arguments = ("--out", out, "--steps", 30, "--devices", 8, "--checkpoint-every", 5, "--keep", 10)
     process = subprocess.Popen(
-        command(folder, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, env=ENVIRONMENT
+        command(folder, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
     )
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and len(_lines(out)) < 13:
@@ -133,7 +128,6 @@ def test_two_processes_train_the_same_as_one(folder, whole):
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=ENVIRONMENT,
         )
         for i in range(2)
     ]
@@ -166,7 +160,6 @@ def test_nan_stops_the_run_and_skip_goes_on(folder):
         text=True,
         timeout=300,
         cwd=ROOT,
-        env=ENVIRONMENT,
     )
     assert done.returncode == 2
     assert "is not finite" in done.stderr

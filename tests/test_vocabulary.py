@@ -25,7 +25,7 @@ from spmd.plan import make_plan
 from spmd.scope import within
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
-from tests.programs import FAST_TO_COMPILE, run_script
+from tests.programs import run_script
 
 TIED = tiny.replaced(tied=True)
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
@@ -203,7 +203,7 @@ def programs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
     files = {name: str(folder / f"{number}.txt") for number, name in enumerate(PROGRAMS)}
     arguments = json.dumps([VOCAB, D, BATCH, SEQ]), json.dumps({files[name]: what for name, what in PROGRAMS.items()})
-    run_script(SCRIPT, *arguments, xla_flags=FAST_TO_COMPILE)
+    run_script(SCRIPT, *arguments)
     return {name: Path(file).read_text() for name, file in files.items()}
 
 

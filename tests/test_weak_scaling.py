@@ -2,14 +2,12 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from tests.processes import ROOT, free_port, write_tiny
-from tests.programs import FAST_TO_COMPILE
 
 pytestmark = pytest.mark.slow
 DEVICES = 8
@@ -56,7 +54,6 @@ print("FOUND", json.dumps(found))
 @functools.cache
 def audits(config, processes):
     """What each of so many processes found."""
-    environment = {**os.environ, "XLA_FLAGS": FAST_TO_COMPILE}
     started = [
         subprocess.Popen(
             list(map(str, [sys.executable, "-c", AUDIT, config, port, processes, process])),
@@ -64,7 +61,6 @@ def audits(config, processes):
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=environment,
         )
         for port in [free_port()]
         for process in range(processes)
