@@ -2,10 +2,10 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -15,6 +15,7 @@ from spmd.checkpoint import Checkpoints
 from spmd.config import load_config, with_values
 from spmd.mesh import mesh_of
 from spmd.recipe import Recipe
+from spmd.rehearsal import free_port
 from spmd.state import abstract_state
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,10 +50,17 @@ def write_tiny(folder, more=""):
     return path
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def finish_together(*commands, timeout=400):
+    """Runs the processes of a group side by side, at the root of the repository; what each printed. All must exit with
+    0. Each is read while all run: one whose pipe is full would wait, and the others for it."""
+
+    def finish(command):
+        return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+    with ThreadPoolExecutor(len(commands)) as threads:
+        finished = list(threads.map(finish, commands))
+    assert [done.returncode for done in finished] == [0] * len(commands), [done.stderr[-3000:] for done in finished]
+    return [done.stdout for done in finished]
 
 
 class Run:

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from tests.programs import run_script
+from tests.programs import LITTLE_EFFORT, run_script
 
 SHARED = """
     import json, sys
@@ -91,7 +91,7 @@ pytestmark = pytest.mark.slow
 def compiled(script: str) -> dict[str, dict[str, int]]:
     """Setting → bytes of one chip, from one process for all."""
     assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
-    return run_script(textwrap.dedent(SHARED) + textwrap.dedent(script))
+    return run_script(textwrap.dedent(SHARED) + textwrap.dedent(script), **LITTLE_EFFORT)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])

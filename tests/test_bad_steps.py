@@ -136,6 +136,7 @@ def expected(path):
     return jax.tree.map(np.asarray, at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "flags"),
     [

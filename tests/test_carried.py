@@ -99,6 +99,7 @@ def test_no_file_beside_a_tokenizer_is_read_through_a_link_that_leads_out(name, 
     assert where == ([] if name == "config.json" else [name])  # the model's own is named where it is read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["hf", "imported"])
 def test_a_run_keeps_what_its_start_had(start, tmp_path):
     """Tuned from a folder or its import, a run gives back its config.json's values, after the start is gone, too."""
@@ -116,6 +117,7 @@ def test_a_run_keeps_what_its_start_had(start, tmp_path):
     assert (tmp_path / "back" / "generation_config.json").read_text() == "{}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [False, True], ids=["bytes", "bpe"])
 def test_what_was_trained_here_says_how_it_ends(words, tmp_path):
     """Without it, `transformers` makes up the tokens that begin and end a text, and how long one may be."""

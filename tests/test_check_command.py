@@ -33,6 +33,7 @@ def test_check_exits_with_1_when_layouts_differ(config, capsys, monkeypatch):
     assert "THE LAYOUTS DIFFER" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["reduction", "token-weight", "gradient-scale"])
 def test_check_finds_an_injected_bug(config, capsys, bug):
     """Each control makes the same command fail."""
@@ -40,6 +41,7 @@ def test_check_finds_an_injected_bug(config, capsys, bug):
     assert f"{bug}: the layouts differ: the injected bug was found" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_check_speaks_json_and_shows_every_leaf(config, capsys):
     """Each leaf has its error, what is allowed, and the verdict; the reason stands beside."""
     assert run("check", config, "--check-steps", "1", "--json") == 0
@@ -70,6 +72,7 @@ def test_check_sweeps_over_products_of_axes(config, two_axes, capsys):
     assert lines[-1] == "1 of 1 layouts agree, 1 refused"
 
 
+@pytest.mark.slow
 def test_check_finds_an_injected_bug_on_every_mesh(config, two_axes, capsys):
     """The control: the same sweep with a bug fails, and says so in JSON."""
     arguments = ("--check-steps", "1", "--products", "1", "--inject", "gradient-scale", "--json")

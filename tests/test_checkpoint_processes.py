@@ -1,14 +1,12 @@
 """Two processes agree on which checkpoint is valid, on what was lost and on which save has failed."""
 
 import json
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.forked import ROOT
+from tests.processes import finish_together, free_port
 
 PROGRAM = """
 import json, sys
@@ -67,29 +65,10 @@ print(json.dumps(out))
 @pytest.mark.slow
 def test_processes_go_by_what_the_first_one_sees(tmp_path: Path) -> None:
     """A damaged checkpoint is lost to both, a seal that one cannot write fails the save of both, and both go on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    directory = tmp_path / "checkpoints"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(port), str(me), str(directory)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for me in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, error) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, error[-3000:]
+    port, directory = free_port(), tmp_path / "checkpoints"
+    outputs = finish_together(*([sys.executable, "-c", PROGRAM, port, me, directory] for me in range(2)))
     # Gloo's threads print there too.
-    first, second = (json.loads(output[output.index('{"first"') :].splitlines()[0]) for output, _ in outputs)
+    first, second = (json.loads(output[output.index('{"first"') :].splitlines()[0]) for output in outputs)
     assert first == second
     assert first["first"] == {"process": 0, "long": "ü" * 1000}
     assert first["restored"] == [True, 2, 2]

@@ -164,6 +164,7 @@ def train(config, out, *flags):
     return caught.value.code, sorted(path.name for path in (out / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_checked_and_ends(tmp_path):
     """Both checks take time, which is counted as theirs; without flags there is none."""
 
@@ -176,6 +177,7 @@ def test_a_healthy_run_is_checked_and_ends(tmp_path):
     assert checking() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "expected"), [(CHECKED, (2, ["2"])), ((), (0, ["2", "4"]))], ids=["on", "off"])
 def test_a_run_with_a_flip_stops_before_it_saves(flags, expected, tmp_path, monkeypatch, capsys):
     """A bit flips after step 3: array and device are named after step 4, which is not saved; unchecked, it is."""

@@ -100,7 +100,9 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [page if page == "all-of-spmd.md" else pytest.param(page, marks=pytest.mark.slow) for page in PAGES]
+)
 def test_page_runs(page: str, tmp_path: Path) -> None:
     """The blocks of a page run from top to bottom and print what the page says."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}

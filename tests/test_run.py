@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from spmd.recipe import Recipe, config_mesh
 from spmd.run import RunFolder
 from spmd.state import abstract_state
 from tests.command_line import TEXT, write_config
-from tests.programs import ROOT
+from tests.processes import ROOT, finish_together, free_port
 
 
 @pytest.fixture(scope="module")
@@ -116,31 +115,13 @@ def test_the_record_beside_a_checkpoint_says_what_it_is_of(folder, whole):
 @pytest.mark.slow
 def test_two_processes_train_the_same_as_one(folder, whole):
     """Two processes of four devices (gloo) and one of eight: the same losses, the same final parameters."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    out = folder / "two"
+    port, out = free_port(), folder / "two"
     arguments = ("--out", out, "--steps", 30, "--devices", 4, "--checkpoint-every", 5, "--keep", 10)
-    processes = [
-        subprocess.Popen(
-            command(folder, *arguments, "--coordinator", f"127.0.0.1:{port}", "--processes", 2, "--process-id", i),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, error) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, error[-3000:]
-    assert "step 30/30" in outputs[0][0]
+    arguments += ("--coordinator", f"127.0.0.1:{port}", "--processes", 2)
+    outputs = finish_together(*(command(folder, *arguments, "--process-id", i) for i in range(2)))
+    assert "step 30/30" in outputs[0]
     # Gloo's threads print there too, over one another, so look for what the run itself says.
-    ours = [word for word in ("mesh", "q_proj", "corpus", "loss", "step", "checkpoint") if word in outputs[1][0]]
+    ours = [word for word in ("mesh", "q_proj", "corpus", "loss", "step", "checkpoint") if word in outputs[1]]
     assert ours == [], "process 0 alone prints"
     ours, theirs = losses(out), losses(whole)
     assert ours.keys() == theirs.keys()

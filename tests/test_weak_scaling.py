@@ -2,12 +2,11 @@
 
 import functools
 import json
-import subprocess
 import sys
 
 import pytest
 
-from tests.processes import ROOT, free_port, write_tiny
+from tests.processes import finish_together, free_port, write_tiny
 
 pytestmark = pytest.mark.slow
 DEVICES = 8
@@ -54,25 +53,12 @@ print("FOUND", json.dumps(found))
 @functools.cache
 def audits(config, processes):
     """What each of so many processes found."""
-    started = [
-        subprocess.Popen(
-            list(map(str, [sys.executable, "-c", AUDIT, config, port, processes, process])),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for port in [free_port()]
-        for process in range(processes)
-    ]
-    try:
-        printed = [process.communicate(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * processes, printed[0][1][-3000:]
+    port = free_port()
+    printed = finish_together(
+        *([sys.executable, "-c", AUDIT, config, port, processes, process] for process in range(processes))
+    )
     # Gloo's threads print there too.
-    return [json.loads(out.rpartition("FOUND ")[2].partition("\n")[0]) for out, _ in printed]
+    return [json.loads(out.rpartition("FOUND ")[2].partition("\n")[0]) for out in printed]
 
 
 @pytest.fixture(scope="module")
