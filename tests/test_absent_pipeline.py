@@ -6,7 +6,7 @@ import pytest
 
 from spmd.foresight.closed_forms import pipeline_traffic
 from spmd.foresight.topology import missing_extra, parse_topology
-from tests.programs import LITTLE_EFFORT, run_script
+from tests.programs import run_script
 
 LAYERS, D, D_FF, VOCAB, SEQ, EXAMPLES = 4, 512, 1024, 512, 256, 4
 COMPILE = f"""
@@ -63,7 +63,7 @@ pytestmark = pytest.mark.slow
 @functools.cache
 def compiled(topology, *cases):
     """What each pipeline holds and sends, compiled in one process for all."""
-    return run_script(COMPILE, topology, *cases, **LITTLE_EFFORT)
+    return run_script(COMPILE, topology, *cases)
 
 
 def growth(schedule, figure):

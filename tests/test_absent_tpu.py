@@ -53,7 +53,7 @@ PARAMS = """
     held = {}
     for offload in ("optimizer_state", "optimizer_state params"):
         options = {"remat": "full", "precision": "bf16", "offload": tuple(offload.split())}
-        held[offload] = measure(config, (8, 512), adamw, **options)
+        held[offload] = measure(config, (8, 128), adamw, **options)
     print(json.dumps(held))
 """
 LAYERS, D_FF, WIDTH, SEQUENCES, LENGTH = 4, 1408, 512, 512, 128
@@ -88,16 +88,16 @@ pytestmark = pytest.mark.slow
 
 
 @functools.cache
-def compiled(script: str) -> dict[str, dict[str, int]]:
+def compiled(script: str, **environment: str) -> dict[str, dict[str, int]]:
     """Setting → bytes of one chip, from one process for all."""
     assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
-    return run_script(textwrap.dedent(SHARED) + textwrap.dedent(script), **LITTLE_EFFORT)
+    return run_script(textwrap.dedent(SHARED) + textwrap.dedent(script), **environment)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_what_optimizer_state_takes_on_the_host_it_takes_no_more_on_the_device(optimizer):
     """A whole model with embedding, head and clip: 97 % of the moved bytes at least, and nothing is kept twice."""
-    held = compiled(STATE)
+    held = compiled(STATE, **LITTLE_EFFORT)
     before, after = held[optimizer], held[f"{optimizer} optimizer_state"]
     assert before["host"] == after["host_temporaries"] == 0
     assert after["host"] > 10e6
@@ -117,7 +117,7 @@ def test_what_parameters_take_on_the_host_they_take_no_more_on_the_device():
 
 def test_thin_shards_are_cut_where_the_chip_can_cut_them():
     """A TPU lays [128256, 16] out by columns, and cannot write a part of them; it compiles, and all is on the host."""
-    held = compiled(THIN_SHARDS)["moments"]
+    held = compiled(THIN_SHARDS, **LITTLE_EFFORT)["moments"]
     assert held["host"] == 2 * 4 * (2 * 4096 * 128_256 + 11_008 * 16_384) // 256
     assert held["host_temporaries"] == 0
 
@@ -127,15 +127,15 @@ HIDDEN = 2 * LAYERS * SEQUENCES * LENGTH * D_FF // 8  # bytes of all layers' mlp
 
 def test_exactly_the_offloaded_activations_are_on_the_host():
     """Of what is named, each layer's on each chip, and nothing else."""
-    assert compiled(ACTIVATIONS)["offload:mlp_hidden"]["host_temporaries"] == HIDDEN
+    assert compiled(ACTIVATIONS, **LITTLE_EFFORT)["offload:mlp_hidden"]["host_temporaries"] == HIDDEN
 
 
 def test_control_a_saved_activation_is_not_on_the_host():
     """The same name, saved, takes no byte of the host."""
-    assert compiled(ACTIVATIONS)["save:mlp_hidden"]["host_temporaries"] == 0
+    assert compiled(ACTIVATIONS, **LITTLE_EFFORT)["save:mlp_hidden"]["host_temporaries"] == 0
 
 
 def test_offloaded_activations_leave_the_device():
     """Nine tenths of them at least; in float32 it is half, because a TPU keeps bfloat16 of what it multiplies."""
-    held = {name: sizes["device"] for name, sizes in compiled(ACTIVATIONS).items()}
+    held = {name: sizes["device"] for name, sizes in compiled(ACTIVATIONS, **LITTLE_EFFORT).items()}
     assert held["save:mlp_hidden"] - held["offload:mlp_hidden"] >= 0.9 * HIDDEN
