@@ -4,7 +4,10 @@ Process 0 writes to the terminal; what the others say comes on stderr, each line
 They share one fate: a signal goes to all, and when one fails, the others are stopped.
 """
 
+import contextlib
 import dataclasses
+import errno
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +22,7 @@ from spmd.launch import EXIT_LOST
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
+_PORTS = range(20_000, 32_768)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +53,16 @@ class Ending:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that nothing listens on.
+
+    It is none of those that systems give to connections, which begin at 32768 on Linux: before process 0 listens there,
+    it starts Python and JAX, and in these seconds a connection of another program could take it.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(errno.EADDRINUSE, f"something listens on every port of {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 def process_commands(train: Sequence[str], processes: int, devices: int, port: int) -> list[list[str]]:

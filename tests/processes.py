@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,12 +56,19 @@ def finish_together(*commands, timeout=400):
     0. Each is read while all run: one whose pipe is full would wait, and the others for it."""
 
     def finish(command):
-        return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        patience = threading.Timer(timeout, process.kill)
+        patience.start()
+        printed = process.communicate()
+        patience.cancel()
+        return process.returncode, *printed
 
     with ThreadPoolExecutor(len(commands)) as threads:
-        finished = list(threads.map(finish, commands))
-    assert [done.returncode for done in finished] == [0] * len(commands), [done.stderr[-3000:] for done in finished]
-    return [done.stdout for done in finished]
+        codes, outputs, errors = zip(*threads.map(finish, commands), strict=True)
+    assert codes == (0,) * len(commands), [error[-3000:] for error in errors]
+    return outputs
 
 
 class Run:

@@ -7,14 +7,28 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from spmd import launch
+from spmd import launch, rehearsal
 from spmd.cli import main
 from spmd.clusters import Group
 from spmd.errors import ConfigError
 from spmd.rehearsal import free_port, process_commands, rehearse
+
+
+def test_a_free_port_is_one_that_no_connection_is_given(monkeypatch):
+    """It is below those of connections, and not one that something listens on."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        port = taken.getsockname()[1]
+        assert port < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        monkeypatch.setattr(rehearsal, "_PORTS", range(port, port + 2))
+        assert free_port() == port + 1
+        monkeypatch.setattr(rehearsal, "_PORTS", range(port, port + 1))
+        with pytest.raises(OSError, match=f"every port of {port} to {port}"):
+            free_port()
 
 
 def group(coordinator, source="--coordinator", is_local=False):
