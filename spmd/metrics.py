@@ -29,7 +29,6 @@ from typing import Any, Protocol, TextIO
 
 import jax
 import rich.console
-import tensorboardX
 from rich.columns import Columns
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -261,6 +260,8 @@ class TensorBoard(Writer):
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep_through: int | None = None) -> None:
+        import tensorboardX  # where PyTorch is installed, this imports it, for longer than all else takes together
+
         first = None if keep_through is None else keep_through + 1
         # The name of an event file has only seconds in it: without a suffix a quick resume would overwrite it.
         self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=first, filename_suffix=f".from_{first or 0}")

@@ -146,14 +146,10 @@ def test_mpirun_trains_as_one_process(folder, environment, by_mpi):
 @pytest.mark.slow
 def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
     """`spmd launch` trains in two processes; one is killed, the other ends too, and the message says which it was."""
-    out = folder / "rehearsed"
-    rehearsal = subprocess.Popen(
-        command("spmd", "launch", "--processes", 2, "--", "train", "tiny.py", "--out", out, *FLAGS, "--devices", 2),
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "rehearsed.txt").open("w"),
-        cwd=folder,
-        env=environment,
-    )
+    out, printed = folder / "rehearsed", folder / "rehearsed.txt"
+    words = command("spmd", "launch", "--processes", 2, "--", "train", "tiny.py", "--out", out, *FLAGS, "--devices", 2)
+    with printed.open("w") as file:
+        rehearsal = subprocess.Popen(words, stdout=file, stderr=file, cwd=folder, env=environment)
     try:
         wait_for("step 3", lambda: len(losses(out)) >= 3 or rehearsal.poll() is not None, 200)
         children = Path(f"/proc/{rehearsal.pid}/task/{rehearsal.pid}/children").read_text().split()
@@ -164,7 +160,7 @@ def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
     finally:
         rehearsal.kill()
     assert rehearsal.returncode == 137
-    assert "process 1 ended with signal SIGKILL" in (folder / "rehearsed.txt").read_text()
+    assert "process 1 ended with signal SIGKILL" in printed.read_text()
     assert time.monotonic() - killed < 60
     assert 3 <= len(losses(out)) < STEPS
     assert not [child for child in children if Path(f"/proc/{child}").exists()]

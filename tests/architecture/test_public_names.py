@@ -56,6 +56,7 @@ def test_is_documented_control() -> None:
 
 PROBE = """
 import os
+import sys
 import jax
 before = dict(os.environ)
 {action}
@@ -63,16 +64,22 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 3)
 assert jax.device_count() == 3
 assert dict(os.environ) == before
+assert "torch" not in sys.modules
 """
 
 
 @pytest.mark.parametrize(
     ("action", "passes"),
-    [("import spmd", True), ("jax.devices()", False), ("os.environ['XLA_FLAGS'] = ''", False)],
-    ids=["import", "control-backend", "control-environment"],
+    [
+        ("import spmd, spmd.cli", True),
+        ("jax.devices()", False),
+        ("os.environ['XLA_FLAGS'] = ''", False),
+        ("sys.modules['torch'] = os", False),
+    ],
+    ids=["import", "control-backend", "control-environment", "control-torch"],
 )
 def test_import_does_nothing(action: str, passes: bool) -> None:
-    """Importing spmd starts no JAX backend and changes no environment variable."""
+    """Importing spmd starts no JAX backend, changes no environment variable, and waits for no PyTorch where one is."""
     probe = [sys.executable, "-c", PROBE.format(action=action)]
     result = subprocess.run(probe, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode == 0) is passes, result.stderr
