@@ -229,8 +229,7 @@ class JsonLines(Writer):
     def write(self, step: int, values: Values) -> None:
         """Appends one line."""
         record: dict[str, Any] = {"step": int(step)}
-        for name, value in values.items():
-            record[name] = value if isinstance(value, int | str | None) else float(value)
+        record |= {n: v if isinstance(v, int | str | None) else float(v) for n, v in values.items()}
         bad = {n: str(v) for n, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
         if bad:
             record |= {**dict.fromkeys(bad), "non_finite": bad}
@@ -260,7 +259,7 @@ class TensorBoard(Writer):
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep_through: int | None = None) -> None:
-        import tensorboardX  # where PyTorch is installed, this imports it, for longer than all else takes together
+        import tensorboardX  # late: it imports PyTorch where that is installed
 
         first = None if keep_through is None else keep_through + 1
         # The name of an event file has only seconds in it: without a suffix a quick resume would overwrite it.
