@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST_XLA = "--xla_cpu_parallel_codegen_split_count=1"
-"""Flags for XLA with which it makes CPU code fastest; they change neither what is computed nor what is sent."""
+"""Flags for XLA with which it makes CPU code fastest: they change what it fuses, not what it computes or sends."""
 if version("jax").startswith("0.10."):  # later ones have one kind of code; XLA ends the process for a flag that it lost
     FAST_XLA += " --xla_cpu_use_fusion_emitters=false"
 FAST_TO_COMPILE = {
@@ -20,10 +20,8 @@ FAST_TO_COMPILE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-"""Variables with which machine code is made fastest, and kept where there is a folder for it.
-
-XLA optimises programs as ever before it makes machine code of them; its flags change what is fused on CPUs.
-"""
+"""Variables with which machine code is made fastest, and kept where there is a folder for it. Before XLA makes machine
+code of a program, it optimises it as ever."""
 
 LITTLE_EFFORT = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0"}
 """With it, the TPU's compiler searches less for the fastest program: five times sooner done with a model of 100 M
