@@ -1,6 +1,7 @@
 """Runs of `spmd train` in processes of their own, one or several, and what they left in their folders."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -40,6 +41,25 @@ config = spmd.TrainConfig(
 )
 """
 """A config whose steps take milliseconds; `write_tiny` fills in where its text is."""
+PACED = """
+import os
+import time
+from spmd.data import Windows
+
+unpaced = Windows.rows
+
+
+def paced(self, indices):
+    time.sleep(float(os.environ.get("PACE", 0)))
+    return unpaced(self, indices)
+
+
+Windows.rows = paced
+"""
+"""Lines of a config that takes steps as slowly as the environment says."""
+SLOWLY = {"PACE": "0.2"}
+"""For a run of thirty steps that a test wants to catch half-way, however late the machine lets the test run: ten steps
+a second, because two batches are read at a time."""
 
 
 def write_tiny(folder, more=""):
@@ -83,9 +103,21 @@ class Run:
         own: More flags, for each.
         host: Where process 0 listens.
         prefixes: What the command of each begins with.
+        environment: Further variables; the default is for a run that the test interrupts.
     """
 
-    def __init__(self, config, out, *arguments, processes=1, devices=4, own=(), host="127.0.0.1", prefixes=()):
+    def __init__(
+        self,
+        config,
+        out,
+        *arguments,
+        processes=1,
+        devices=4,
+        own=(),
+        host="127.0.0.1",
+        prefixes=(),
+        environment=SLOWLY,
+    ):
         common = [sys.executable, "-m", "spmd.cli", "train", config, "--out", out, "--devices", devices, *arguments]
         port = free_port()
         self.out, self.printed, self.processes = out, [], []
@@ -99,7 +131,9 @@ class Run:
             ]
             self.printed.append(out.with_name(f"{out.name}.{i}.txt"))
             with self.printed[-1].open("a") as file:
-                process = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, cwd=ROOT)
+                process = subprocess.Popen(
+                    list(map(str, command)), stdout=file, stderr=file, cwd=ROOT, env={**os.environ, **environment}
+                )
             self.processes.append(process)
 
     def __enter__(self):
@@ -133,7 +167,7 @@ class Run:
 
 def train(config, out, *arguments, **options):
     """Runs to the end; all must exit with 0."""
-    with Run(config, out, *arguments, **options) as run:
+    with Run(config, out, *arguments, **{"environment": {}, **options}) as run:
         codes = run.codes()
         assert codes == [0] * len(codes), [run.text(i)[-3000:] for i in range(len(codes))]
     return run

@@ -20,6 +20,7 @@ from spmd.config import load_config, with_values
 from spmd.mesh import mesh_of
 from spmd.recipe import Recipe
 from spmd.state import abstract_state
+from tests.processes import PACED, SLOWLY
 from tests.slurm_cluster import missing_programs, slurm_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +54,7 @@ def folder(tmp_path_factory):
     """A folder with a config, a corpus, and the command `spmd`, that all runs of this file share."""
     folder = tmp_path_factory.mktemp("launched")
     (folder / "corpus.txt").write_text(TEXT)
-    (folder / "tiny.py").write_text(CONFIG)
+    (folder / "tiny.py").write_text(CONFIG + PACED)
     (folder / "bin").mkdir()
     program = folder / "bin" / "spmd"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m spmd.cli "$@"\n')
@@ -149,7 +150,7 @@ def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
     out, printed = folder / "rehearsed", folder / "rehearsed.txt"
     words = command("spmd", "launch", "--processes", 2, "--", "train", "tiny.py", "--out", out, *FLAGS, "--devices", 2)
     with printed.open("w") as file:
-        rehearsal = subprocess.Popen(words, stdout=file, stderr=file, cwd=folder, env=environment)
+        rehearsal = subprocess.Popen(words, stdout=file, stderr=file, cwd=folder, env={**environment, **SLOWLY})
     try:
         wait_for("step 3", lambda: len(losses(out)) >= 3 or rehearsal.poll() is not None, 200)
         children = Path(f"/proc/{rehearsal.pid}/task/{rehearsal.pid}/children").read_text().split()
@@ -179,7 +180,7 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
     )
     # Slurm's sockets lie deep in its folder, and a path to a socket has at most 108 bytes.
     with tempfile.TemporaryDirectory(dir="/tmp") as short, slurm_cluster(Path(short) / "slurm", nodes=2) as cluster:
-        variables = {**environment, **{name: cluster[name] for name in cluster if name.startswith("SLURM")}}
+        variables = {**environment, **SLOWLY, **{n: cluster[n] for n in cluster if n.startswith("SLURM")}}
         job = slurm(variables, folder, "sbatch", "--parsable", "job.sh").strip()
         log = folder / f"tiny-{job}.log"
 

@@ -7,7 +7,7 @@ import pytest
 
 from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
 from spmd.trainer import Hook, fit
-from tests.processes import Run, assert_same, losses, state, train, write_tiny
+from tests.processes import PACED, Run, assert_same, losses, state, train, write_tiny
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -39,7 +39,7 @@ def test_without_a_signal_it_runs_to_the_end():
 @pytest.mark.slow
 def test_a_preempted_run_goes_on_bitwise(tmp_path):
     """Told to go in step 6 or later, started again with the same command: the curve and the state of the whole."""
-    config = write_tiny(tmp_path)
+    config = write_tiny(tmp_path, PACED)
     train(config, tmp_path / "whole")
     out = tmp_path / "run"
     with Run(config, out, "--resume", "auto") as run:

@@ -1,6 +1,7 @@
 """A run that is killed goes on bitwise, on another mesh it has the same parameters, and two processes equal one."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,14 +18,15 @@ from spmd.recipe import Recipe, config_mesh
 from spmd.run import RunFolder
 from spmd.state import abstract_state
 from tests.command_line import TEXT, write_config
-from tests.processes import ROOT, finish_together, free_port
+from tests.processes import PACED, ROOT, SLOWLY, finish_together, free_port
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A corpus and a config that all runs of this file share."""
     folder = tmp_path_factory.mktemp("run")
-    write_config(folder, TEXT * 4)
+    with write_config(folder, TEXT * 4).open("a") as config:
+        config.write(PACED)
     return folder
 
 
@@ -72,7 +74,11 @@ def test_killed_mid_step_and_resumed_the_curve_joins_bitwise(folder, whole):
     out = folder / "killed"
     arguments = ("--out", out, "--steps", 30, "--devices", 8, "--checkpoint-every", 5, "--keep", 10)
     process = subprocess.Popen(
-        command(folder, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
+        command(folder, *arguments),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        env={**os.environ, **SLOWLY},
     )
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and len(_lines(out)) < 13:

@@ -12,7 +12,7 @@ from spmd.launch import EXIT_LOST
 from spmd.resilience.deadline import EXIT_HUNG
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from tests.networks import ADDRESSES, two_networks
-from tests.processes import ROOT, Run, assert_same, losses, metrics, state, train, write_tiny
+from tests.processes import PACED, ROOT, Run, assert_same, losses, metrics, state, train, write_tiny
 
 pytestmark = pytest.mark.slow
 TWO = {"processes": 2, "devices": 2}
@@ -65,7 +65,7 @@ the process dies as it begins to write a checkpoint."""
 def folder(tmp_path_factory):
     """The corpus, the config, and a run of two processes that nothing interrupts."""
     folder = tmp_path_factory.mktemp("two")
-    train(write_tiny(folder, FAULT), folder / "whole", **TWO)
+    train(write_tiny(folder, FAULT + PACED), folder / "whole", **TWO)
     return folder
 
 
