@@ -14,6 +14,7 @@ from spmd.data import Windows
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.mesh import AXES, AnyMesh, MeshShape, mesh_of
 from spmd.recipe import Recipe, one_device_mesh
+from spmd.start import initial_state
 from spmd.testing import BUGS, Parity, Record, compare, pad_unevenly, record_run
 
 
@@ -57,7 +58,8 @@ class Check:
         if microbatches not in self._references:
             pipeline = dataclasses.replace(self.config.pipeline, microbatches=microbatches)
             alone = Recipe(dataclasses.replace(self.config, pipeline=pipeline), self.alone.mesh)
-            self._references[microbatches] = record_run(alone.plan, alone.grad_fn, self.batches, seed=self.config.seed)
+            state = initial_state(alone)
+            self._references[microbatches] = record_run(alone.plan, alone.grad_fn, self.batches, state=state)
         return self._references[microbatches]
 
     def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
@@ -68,7 +70,8 @@ class Check:
             bug: One of `spmd.testing.BUGS`, to put into the run on the mesh.
 
         Raises:
-            SpmdError: The config cannot run on this mesh; found before anything compiles.
+            SpmdError: The config cannot run on this mesh, which is found before anything compiles, or cannot start with
+                its `init`.
         """
         recipe = Recipe(self.config, mesh)
         recipe.audit()
@@ -78,7 +81,7 @@ class Check:
             problem = Problem(f"schedule {recipe.pipeline.name}", what, fix=fix)
             raise ConfigError("There is nothing to compare:", [problem])
         grad_fn = BUGS[bug](recipe.grad_fn) if bug else recipe.grad_fn
-        ours = record_run(recipe.plan, grad_fn, self.batches, seed=self.config.seed)
+        ours = record_run(recipe.plan, grad_fn, self.batches, state=initial_state(recipe))
         return compare(ours, self.reference(recipe.microbatches))
 
 

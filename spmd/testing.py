@@ -14,7 +14,7 @@ from spmd.gradients.base import GradFn
 from spmd.layerwise import assert_layerwise as assert_layerwise
 from spmd.mesh import batch_sharding
 from spmd.plan import ShardingPlan
-from spmd.state import init_state
+from spmd.state import TrainState, init_state
 from spmd.step import make_train_step
 
 
@@ -135,7 +135,9 @@ class Record:
         return tuple(map(float, self.values["loss"].values()))
 
 
-def record_run(plan: ShardingPlan, grad_fn: GradFn, batches: Sequence[Any], *, seed: int = 0) -> Record:
+def record_run(
+    plan: ShardingPlan, grad_fn: GradFn, batches: Sequence[Any], *, seed: int = 0, state: TrainState | None = None
+) -> Record:
     """Trains under `plan` for one step on each batch, with one compiled program.
 
     Args:
@@ -143,8 +145,9 @@ def record_run(plan: ShardingPlan, grad_fn: GradFn, batches: Sequence[Any], *, s
         grad_fn: How a batch becomes gradients.
         batches: Host arrays, one batch for each step.
         seed: Of the parameters.
+        state: What the run starts with, instead of what the seed gives; it is used up.
     """
-    state = init_state(plan, seed)
+    state = init_state(plan, seed) if state is None else state
     initial = _on_host(state.params)
     step = make_train_step(plan, grad_fn=grad_fn, keep_gradients=True)
     first: dict[str, np.ndarray] = {}

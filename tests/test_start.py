@@ -137,6 +137,40 @@ def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
     assert [problem.where for problem in caught.value.problems] == ["model.class"]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="whole"),
+        pytest.param(("--lora.targets", *LORA.targets), id="adapters", marks=pytest.mark.slow),
+    ],
+)
+def test_a_check_starts_with_it(folder: Path, capsys: pytest.CaptureFixture, more: tuple[str, ...]) -> None:
+    """Both layouts have the folder's parameters; the control: drawn ones have another loss."""
+    flags = ("--check-steps", 1, "--optimizer.learning-rate", "1e-3", "--devices", 8, "--json")
+    command = ("check", folder / "tiny.py", *flags)
+    assert run(*command, "--init", folder / "hf", *more) == 0
+    started = json.loads(capsys.readouterr().out)
+    assert {row["error"] for row in started["rows"] if row["what"] == "initial parameters"} == {0.0}
+    assert run(*command) == 0
+    drawn = json.loads(capsys.readouterr().out)
+    assert started["reference"][0] < drawn["reference"][0] - 0.1
+    assert run(*command, "--init", folder / "hf", *more, "--model.rope-theta", "500") == 2
+    assert "model.rope_theta" in capsys.readouterr().err
+
+
+def test_a_plan_says_what_a_run_starts_with(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """The folder is compared; one that is where the run will be is not asked for here; the control says nothing."""
+    for start, says in (("hf", f"starts with {folder / 'hf'}\n"), ("far", "which is not on this machine"), ("", "")):
+        assert run("plan", folder / "tiny.py", "--init", folder / start if start else "", "--devices", 8) == 0
+        printed = capsys.readouterr().out
+        assert says in printed
+        assert ("starts with" in printed) == bool(says)
+    assert run("plan", folder / "tiny.py", "--init", folder / "hf", "--devices", 8, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["start"] == f"starts with {folder / 'hf'}"
+    assert run("plan", folder / "tiny.py", "--init", folder / "hf", "--devices", 8, "--model.rope-theta", "500") == 2
+    assert "model.rope_theta" in capsys.readouterr().err
+
+
 def test_the_wrong_kind_of_folder_is_told_with_the_right_command(folder: Path, capsys: pytest.CaptureFixture) -> None:
     """A Hugging Face folder is imported first, and a run's config is a file in it."""
     assert run("generate", folder / "hf", "--prompt", "x") == 2

@@ -10,12 +10,13 @@ from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.config import M, TrainConfig
 from spmd.errors import ConfigError, Problem
 from spmd.recipe import config_mesh
+from spmd.start import check_start
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckCommand(Generic[M]):
     """Takes the same steps on the config's mesh and on one device, and compares initial parameters, losses, gradients
-    and parameters leaf by leaf. Exits with 1 if any differs by more than is allowed.
+    and parameters leaf by leaf. Exits with 1 if any differs by more than is allowed. Both start with --init, if given.
     """
 
     config: ConfigFields
@@ -48,6 +49,9 @@ def run_check(arguments: list[str]) -> int:
         raise ConfigError("Nothing to check:", problems)
     launch.start(launch.Launch(config.devices))
     check = Check(config, command.check_steps)
+    starts = check_start(check.alone)
+    if starts and not command.json:
+        print(starts)
     return _check_products(command, check) if command.products else _check_mesh(command, check)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Any, Generic
 
 from spmd import launch
@@ -17,6 +18,7 @@ from spmd.foresight.topology import missing_extra, parse_topology
 from spmd.gradients.lockstep import how_executed
 from spmd.gradients.simulate import simulate
 from spmd.recipe import Recipe, planned_mesh, topology_mesh
+from spmd.start import check_start
 from spmd.tree import human_bytes
 from spmd.xla_flags import START_UP, exports
 
@@ -67,6 +69,7 @@ def run_plan(arguments: list[str]) -> int:
         lines = difference.split("\n") if difference else []
         print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
         return 0
+    starts = _start_line(recipe)
     ledger, audit, refused = Ledger(topology, recipe.memory(topology.platform)), None, ""
     absent = missing_extra(topology) if command.compile else None
     if command.compile and not absent:
@@ -77,7 +80,7 @@ def run_plan(arguments: list[str]) -> int:
             ledger = dataclasses.replace(ledger, compiled=compiled)
         except MemoryError as error:
             refused = str(error)
-    _print_plan(command, recipe, ledger, audit, refused)
+    _print_plan(command, recipe, ledger, audit, refused, starts)
     if absent:
         print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
         return 2
@@ -103,8 +106,16 @@ def _print_schedule(command: PlanCommand, recipe: Recipe) -> int:
     return 0
 
 
+def _start_line(recipe: Recipe) -> str:
+    """What the run would start with, once its folder was compared; it may be where the run will be, and not here."""
+    start = recipe.config.init
+    if start and not Path(start).exists():
+        return f"starts with {start}, which is not on this machine: nothing was compared with it"
+    return check_start(recipe)
+
+
 def _print_plan(
-    command: PlanCommand, recipe: Recipe, ledger: Ledger, audit: CollectiveAudit | None, refused: str
+    command: PlanCommand, recipe: Recipe, ledger: Ledger, audit: CollectiveAudit | None, refused: str, starts: str
 ) -> None:
     """The plan and its ledger, or what is sent and the ledger; and what would fit, where it does not."""
     fits = False if refused else ledger.fits
@@ -115,6 +126,7 @@ def _print_plan(
         if fits is False:
             memory |= {"blame": ledger.blame, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
         about: dict[str, Any] = {"pipeline": recipe.pipeline_line.strip() or None, "topology": str(ledger.topology)}
+        about["start"] = starts or None
         about["xla"] = {
             "flags": [dataclasses.asdict(flag) for flag in recipe.flags(platform)],
             "environment": [dataclasses.asdict(flag) for flag in START_UP[platform]],
@@ -124,6 +136,8 @@ def _print_plan(
         return
     tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
     print(audit if audit else recipe.plan.text(*tables), end=f"{recipe.pipeline_line}{recipe.slices_line}\n")
+    if starts:
+        print(starts)
     print(recipe.flags_text(platform), exports(platform), sep="", end="")
     print(f"\nmemory of one device, {ledger.topology}\n{ledger}")
     if refused:
