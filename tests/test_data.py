@@ -234,10 +234,10 @@ def grain_threads() -> set[threading.Thread]:
 
 @pytest.fixture
 def no_thread_is_left() -> Iterator[None]:
-    """Fails when threads that read ahead outlive the test by more than 5 s."""
+    """Fails when threads that read ahead outlive the test by more than 30 s."""
     before = grain_threads()
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (left := grain_threads() - before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
