@@ -28,6 +28,7 @@ import jax
 
 from spmd.config import TrainConfig, config_difference, config_values, load_config, with_values
 from spmd.errors import CheckpointError, Problem
+from spmd.tokenizer import FILE
 
 IMPORTED = "imported"
 """What the record of a checkpoint has that holds parameters from elsewhere, and no state to go on with."""
@@ -107,7 +108,7 @@ class RunFolder:
         (self.path / "plan.txt").write_text(plan + "\n", encoding="utf-8")
 
     def config(self) -> TrainConfig:
-        """The run's config as it was resolved.
+        """The run's config as it was resolved; an imported run that has been moved since has its tokenizer with it.
 
         Raises:
             CheckpointError: The folder holds no run.
@@ -123,7 +124,10 @@ class RunFolder:
             raise CheckpointError("There is no run:", [problem]) from error
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError("There is no run:", [Problem(str(self.path), f"{error}", fix=fix)]) from error
-        return with_values(load_config(str(self.path / "config.py")), values)
+        config, own = with_values(load_config(str(self.path / "config.py")), values), self.path / FILE
+        recorded = Path(config.data.tokenizer).expanduser()
+        moved = recorded.name == FILE and not recorded.exists() and own.exists()
+        return with_values(config, {"data": {"tokenizer": str(own.absolute())}}) if moved else config
 
 
 class ProcessLog:

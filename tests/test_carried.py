@@ -11,6 +11,7 @@ from spmd.commands.export_hf import _values
 from spmd.config import load_config
 from spmd.data import DataConfig
 from spmd.errors import CheckpointError
+from spmd.folder import RunFolder
 from spmd.hf.carried import ORIGINAL, TOKENIZER, carried_by, tokenizer_problems
 from spmd.hf.family import family_for
 from spmd.hf.save import save_params
@@ -75,7 +76,7 @@ def test_a_tokenizer_of_another_name_goes_along(config, tmp_path):
 
 
 def test_a_tokenizer_that_is_missing_is_said(config, tmp_path):
-    """With all else that is wrong; an imported run that was moved has one of its own."""
+    """With all else that is wrong."""
     path = tmp_path / "imported" / TOKENIZER
     path.unlink()
     (tmp_path / "imported" / ORIGINAL).write_text("[]")
@@ -83,9 +84,18 @@ def test_a_tokenizer_that_is_missing_is_said(config, tmp_path):
         carried_by(tmp_path / "run", config)
     assert "no JSON object" in str(caught.value)
     assert f"data.tokenizer: {path} is missing" in str(caught.value)
-    (tmp_path / "imported" / ORIGINAL).unlink()
-    bpe(tmp_path / "run" / TOKENIZER)
-    assert carried_by(tmp_path / "run", config)[0] == {TOKENIZER: tmp_path / "run" / TOKENIZER}
+
+
+def test_an_imported_run_that_was_moved_has_its_tokenizer_with_it(config, tmp_path):
+    """Unlike one whose tokenizer lies elsewhere: that is named as it was, and missed where it is needed."""
+    before, after = RunFolder(tmp_path / "imported"), RunFolder(tmp_path / "moved")
+    before.describe(config, tmp_path / "tiny.py", "")
+    assert before.config() == config
+    before.path.rename(after.path)
+    assert after.config().data.tokenizer == str(after.path / TOKENIZER)
+    assert carried_by(after.path, after.config())[0][TOKENIZER] == after.path / TOKENIZER
+    (after.path / TOKENIZER).unlink()
+    assert after.config() == config
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", ORIGINAL])

@@ -118,8 +118,6 @@ def _files(run: Path, tokenizer: Path | None) -> dict[str, Path]:
         return files_of(run)
     if tokenizer.is_file():
         return files_of(tokenizer.parent) if tokenizer.name == TOKENIZER else {TOKENIZER: tokenizer}
-    if tokenizer.name == TOKENIZER and (run / TOKENIZER).is_file():  # an imported run that has been moved
-        return files_of(run)
     fix = "put it there again: the model is of no use without it"
     raise CheckpointError("Nothing was exported:", [Problem("data.tokenizer", f"{tokenizer} is missing", fix=fix)])
 
