@@ -252,32 +252,6 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-class TensorBoard(Writer):
-    """Event files in `folder` that TensorBoard shows: numbers as curves, texts as texts.
-
-    With `keep_through`, as for `JsonLines`, it hides what an earlier process wrote of later steps.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], keep_through: int | None = None) -> None:
-        import tensorboardX  # late: it imports PyTorch where that is installed
-
-        first = None if keep_through is None else keep_through + 1
-        # The name of an event file has only seconds in it: without a suffix a quick resume would overwrite it.
-        self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=first, filename_suffix=f".from_{first or 0}")
-
-    def write(self, step: int, values: Values) -> None:
-        """Adds one point for each number and one text for each text."""
-        for name, value in values.items():
-            if isinstance(value, str):
-                self._writer.add_text(name, value, step)
-            elif value is not None:
-                self._writer.add_scalar(name, float(value), step)
-
-    def close(self) -> None:
-        """Writes out what is waiting and closes the file."""
-        self._writer.close()
-
-
 COLUMNS: Mapping[str, Callable[[Any], str]] = {
     "loss": lambda x: f"loss {x:7.4f}",
     "val_loss": lambda x: f"val loss {x:7.4f}",

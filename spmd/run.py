@@ -14,11 +14,12 @@ from spmd.checkpoint import Checkpoints
 from spmd.config import config_difference, config_values
 from spmd.data import Windows, batches, evaluation_batches
 from spmd.errors import BadStepError, CheckpointError, NonFiniteError, Problem
+from spmd.event_files import TensorBoard
 from spmd.folder import IMPORTED, ProcessLog, RunFolder
 from spmd.goodput import Stopwatch
 from spmd.hooks import Evaluate, Instruments, Log, Save
 from spmd.mesh import batch_sharding
-from spmd.metrics import Console, JsonLines, StepClock, TensorBoard, Writer, Writers
+from spmd.metrics import Console, JsonLines, StepClock, Writer, Writers
 from spmd.profiling import Profile
 from spmd.program_cache import program_folder, programs_in
 from spmd.recipe import Recipe

@@ -1,5 +1,6 @@
 """Numbers carry their formula, what is not reported is None, and a curve joins after a kill."""
 
+import importlib
 import io
 import json
 import math
@@ -17,6 +18,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from spmd.errors import ConfigError
+from spmd.event_files import TensorBoard, _hidden
 from spmd.metrics import (
     COLUMNS,
     NOT_REPORTED,
@@ -25,7 +27,6 @@ from spmd.metrics import (
     Flops,
     JsonLines,
     StepClock,
-    TensorBoard,
     Writers,
     device_memory,
     human_count,
@@ -370,3 +371,14 @@ def test_numbers_for_people() -> None:
     assert counts == ["0", "999", "1k", "1.5k", "999k", "1M", "3T", "3e+03T"]
     times = [human_duration(s) for s in (0, 0.00123, 0.9994, 0.9996, 59.94, 59.96, 3599.6)]
     assert times == ["0 ms", "1.23 ms", "999 ms", "1 s", "59.9 s", "1:00", "1:00:00"]
+
+
+def test_a_hidden_package_is_missing_inside_and_there_afterwards():
+    """One that is imported already stays: whoever has it goes on to use it."""
+    sys.modules.pop("this", None)
+    with _hidden("this"), pytest.raises(ModuleNotFoundError):
+        importlib.import_module("this")
+    assert "this" not in sys.modules
+    with _hidden("json"):
+        assert importlib.import_module("json") is json
+    assert sys.modules["json"] is json
