@@ -21,10 +21,6 @@ def _hidden(package: str) -> Iterator[None]:
             del sys.modules[package]
 
 
-with _hidden("torch"):  # imported where it is installed, for seconds: the start of a run would wait for nothing
-    import tensorboardX
-
-
 class TensorBoard(Writer):
     """Event files in `folder` that TensorBoard shows: numbers as curves, texts as texts.
 
@@ -32,6 +28,11 @@ class TensorBoard(Writer):
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep_through: int | None = None) -> None:
+        # It imports PyTorch where that is installed, and a run's start would wait seconds for nothing; and it sets a
+        # variable of the environment, which importing spmd does not.
+        with _hidden("torch"):
+            import tensorboardX
+
         first = None if keep_through is None else keep_through + 1
         # The name of an event file has only seconds in it: without a suffix a quick resume would overwrite it.
         self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=first, filename_suffix=f".from_{first or 0}")

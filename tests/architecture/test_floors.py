@@ -63,7 +63,7 @@ FLOORS = {
 ROOMS = tuple(room for floor in FLOORS.values() for room in floor)
 
 # Those that may be imported inside a block.
-IN_BLOCKS = {"tensorboardX"}  # in one that hides PyTorch, which takes longer to import than all else together
+IN_BLOCKS = {"tensorboardX"}  # it sets a variable of the environment, and would import PyTorch, which takes seconds
 
 # Where a dependency may be imported; one that is not named here may be imported anywhere.
 HOMES = {

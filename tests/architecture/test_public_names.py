@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -81,5 +82,7 @@ assert "torch" not in sys.modules
 def test_import_does_nothing(action: str, passes: bool) -> None:
     """Importing spmd starts no JAX backend, changes no environment variable, and waits for no PyTorch where one is."""
     probe = [sys.executable, "-c", PROBE.format(action=action)]
-    result = subprocess.run(probe, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    # Without this process's variables: one that a library has set here would not be seen to be set there.
+    environment = {"PATH": os.environ["PATH"]}
+    result = subprocess.run(probe, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode == 0) is passes, result.stderr
