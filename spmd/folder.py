@@ -28,7 +28,7 @@ import jax
 
 from spmd.config import TrainConfig, config_difference, config_values, load_config, with_values
 from spmd.errors import CheckpointError, Problem
-from spmd.tokenizer import FILE
+from spmd.tokenizer import TOKENIZER
 
 IMPORTED = "imported"
 """What the record of a checkpoint has that holds parameters from elsewhere, and no state to go on with."""
@@ -124,9 +124,9 @@ class RunFolder:
             raise CheckpointError("There is no run:", [problem]) from error
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError("There is no run:", [Problem(str(self.path), f"{error}", fix=fix)]) from error
-        config, own = with_values(load_config(str(self.path / "config.py")), values), self.path / FILE
+        config, own = with_values(load_config(str(self.path / "config.py")), values), self.path / TOKENIZER
         recorded = Path(config.data.tokenizer).expanduser()
-        moved = recorded.name == FILE and not recorded.exists() and own.exists()
+        moved = recorded.name == TOKENIZER and not recorded.exists() and own.exists()
         return with_values(config, {"data": {"tokenizer": str(own.absolute())}}) if moved else config
 
 

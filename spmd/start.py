@@ -13,7 +13,7 @@ from typing import Any
 from spmd.config import config_difference, config_values
 from spmd.errors import CheckpointError, Problem
 from spmd.folder import RunFolder
-from spmd.hf.carried import ORIGINAL, TOKENIZER, keep_origin
+from spmd.hf.carried import ORIGINAL, keep_origin
 from spmd.hf.load import check_published, load_published
 from spmd.hf.published import CONFIG, Published, published
 from spmd.lora import BASE
@@ -21,6 +21,7 @@ from spmd.params import read_params
 from spmd.recipe import Recipe
 from spmd.seal import read_object
 from spmd.state import TrainState, init_state
+from spmd.tokenizer import TOKENIZER
 
 _HOW = ("stacked", "unroll")
 """Fields of a model that say how it is computed, not what."""

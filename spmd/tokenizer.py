@@ -14,7 +14,7 @@ from spmd.seal import read_object
 
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 """What ends a document where no file beside the tokenizer says it; the first that there is."""
-FILE = "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 """What the file is called that has others of its model beside it."""
 MODEL_FILES = ("generation_config.json", "hf_config.json", "config.json")
 """Those that may have `eos_token_id`; the first one that has it is believed."""
@@ -157,7 +157,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     ids: dict[str, int] = model.get_vocab(with_added_tokens=True)
     vocab, starts = max(ids.values(), default=-1) + 1, _starts(model)
     guess = next((ids[token] for token in END_TOKENS if token in ids), None)
-    ends = _ends(path.parent, ids, problems) if path.name == FILE else ()
+    ends = _ends(path.parent, ids, problems) if path.name == TOKENIZER else ()
     if guess is None and not ends and not problems:
         looked = f"looked for {', '.join(END_TOKENS)}"
         fix = f"add one of them, or a {SETTINGS} with eos_token beside it"
@@ -202,7 +202,7 @@ def _read(path: Path, problems: list[Problem]) -> dict[str, Any]:
     try:
         return read_object(path.resolve(), _LONGEST_BESIDE) if path.exists() else {}
     except (OSError, ValueError) as error:
-        fix = f"put it right, or the {FILE} into a folder of its own"
+        fix = f"put it right, or the {TOKENIZER} into a folder of its own"
         problems.append(Problem(str(path), "cannot be read, and may say what ends a text", str(error), fix))
         return {}
 

@@ -12,11 +12,11 @@ from spmd.config import load_config
 from spmd.data import DataConfig
 from spmd.errors import CheckpointError
 from spmd.folder import RunFolder
-from spmd.hf.carried import ORIGINAL, TOKENIZER, carried_by, tokenizer_problems
+from spmd.hf.carried import ORIGINAL, carried_by, tokenizer_problems
 from spmd.hf.family import family_for
 from spmd.hf.save import save_params
 from spmd.state import init_state
-from spmd.tokenizer import ByteTokenizer
+from spmd.tokenizer import TOKENIZER, ByteTokenizer
 from tests import tiny
 from tests.command_line import run, write_config
 from tests.test_tokenizer import begin_with, bpe

@@ -19,7 +19,7 @@ from spmd.config import TrainConfig, config_values
 from spmd.data import DataConfig
 from spmd.errors import CheckpointError, Problem
 from spmd.folder import IMPORTED, RunFolder
-from spmd.hf.carried import ORIGINAL, TOKENIZER, files_of, tokenizer_problems
+from spmd.hf.carried import ORIGINAL, files_of, tokenizer_problems
 from spmd.hf.family import families
 from spmd.hf.fields import collecting
 from spmd.hf.load import check_published, load_published
@@ -28,6 +28,7 @@ from spmd.hf.save import whole_folder
 from spmd.mesh import MeshShape
 from spmd.model import PRNG
 from spmd.recipe import Recipe, config_mesh
+from spmd.tokenizer import TOKENIZER
 from spmd.versions import library_versions
 
 _LONGEST = 2048

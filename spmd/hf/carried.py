@@ -11,9 +11,8 @@ from spmd.hf.family import families
 from spmd.hf.fields import collecting
 from spmd.hf.published import CONFIG, inside
 from spmd.seal import read_object
-from spmd.tokenizer import MODEL_FILES, load_tokenizer
+from spmd.tokenizer import MODEL_FILES, TOKENIZER, load_tokenizer
 
-TOKENIZER = "tokenizer.json"
 ORIGINAL = "hf_config.json"
 """What the config.json of an imported model is called in a run folder."""
 CARRIED = (
