@@ -28,8 +28,8 @@ class TensorBoard(Writer):
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep_through: int | None = None) -> None:
-        # It imports PyTorch where that is installed, and a run's start would wait seconds for nothing; and it sets a
-        # variable of the environment, which importing spmd does not.
+        # Here, because it sets a variable of the environment, which importing spmd must not; and it would import
+        # PyTorch where that is installed, for which the start of a run would wait seconds, and in vain.
         with _hidden("torch"):
             import tensorboardX
 
