@@ -5,8 +5,9 @@ PYTHON ?= python3
 PYTHON_NEWEST ?= python3.13
 ARGS ?=
 # Two processes and more, each with whole files: the models and compiled steps that a file shares are made once. In
-# order: the files with the fewest tests, which would come last, have the longest.
+# order: the files that take longest come first (tests/conftest.py).
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+CI_TIER := not soak and not architecture
 
 VENV := .venv
 NEWEST := .venv-newest
@@ -15,7 +16,9 @@ BENCH_MESHES := data=1,fsdp=8,tensor=1 data=2,fsdp=2,tensor=2 data=1,fsdp=1,tens
 
 # One stamp for each thing that was installed; pip runs again only when what it reads has changed.
 INSTALLED := $(VENV)/.installed
+TEST_INSTALLED := $(VENV)/.installed-test
 DOCS_INSTALLED := $(VENV)/.installed-docs
+PIP := $(VENV)/bin/python -m pip install -q -c constraints.txt
 
 # make_venv(python, folder, name of the variable that chooses python): an environment, or a sentence on what is missing.
 define make_venv
@@ -28,34 +31,49 @@ define make_venv
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install system demo test fast check bench docs newest
+.PHONY: help install system demo test newest soak durations check bench docs
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(INSTALLED) ## make .venv with the package (editable) and everything tests and checks need
+install: $(TEST_INSTALLED) ## make .venv with the package (editable) and everything tests and checks need
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(call make_venv,$(PYTHON),$(VENV),PYTHON)
 	@echo "installing into $(VENV)"
-	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test,parity,dev,tpu]'
+	@$(PIP) -e .
 	@touch $@
 
-system: ## install Debian's packages of Slurm, Open MPI and ip, which slow tests start (as root)
+$(TEST_INSTALLED): $(INSTALLED)
+	@echo "installing what tests and checks need into $(VENV)"
+	@$(PIP) -e '.[test,parity,dev,tpu]'
+	@touch $@
+
+system: ## install Debian's packages of Slurm, Open MPI and ip, which soak tests start (as root)
 	@dpkg -s $(SYSTEM_PACKAGES) >/dev/null 2>&1 || { \
 	  [ "$$(id -u)" = 0 ] || { echo "as root: apt-get install $(SYSTEM_PACKAGES)" >&2; exit 1; }; \
 	  echo "installing $(SYSTEM_PACKAGES)"; \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(SYSTEM_PACKAGES) >/dev/null; }
 
-demo: install ## train a small Llama over 8 simulated devices, into runs/demo (about 3 minutes on 2 cores)
+demo: $(INSTALLED) ## train a small Llama over 8 simulated devices, into runs/demo (about 3 minutes on 2 cores)
 	@if [ -e runs/demo ]; then echo "removing the previous runs/demo"; rm -rf runs/demo; fi
 	$(VENV)/bin/spmd train demo --out runs/demo
 
-test: install ## run the whole test suite (ARGS="-k mesh" chooses)
-	$(VENV)/bin/python $(PYTEST) $(ARGS)
+test: install ## run the tests that every change must pass (ARGS="-k mesh" chooses; 12 minutes on 2 cores)
+	$(VENV)/bin/python $(PYTEST) -m "$(CI_TIER)" $(ARGS)
 
-fast: install ## run the test suite without its slow part
-	$(VENV)/bin/python $(PYTEST) -m "not slow" $(ARGS)
+newest: ## run the tests of what dependencies can break, on PYTHON_NEWEST with the newest release of everything
+	$(call make_venv,$(PYTHON_NEWEST),$(NEWEST),PYTHON_NEWEST)
+	@echo "installing the newest releases into $(NEWEST)"
+	@$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
+	$(NEWEST)/bin/python $(PYTEST) -m "(unit or compat) and not soak" $(ARGS)
+
+soak: install system ## run the long proofs, which no change waits for (as root, 40 minutes on 2 cores)
+	$(VENV)/bin/python $(PYTEST) -m soak $(ARGS)
+
+durations: install ## write tests/durations.txt: the seconds of each test of `make test`, with nothing compiled before
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && XDG_CACHE_HOME="$$folder" \
+	  $(VENV)/bin/python $(PYTEST) -m "$(CI_TIER)" --record tests/durations.txt
 
 check: install ## lint, formatting, types, import floors, docs coverage
 	$(VENV)/bin/ruff check .
@@ -77,11 +95,5 @@ docs: $(DOCS_INSTALLED) ## build the documentation into site/
 	$(VENV)/bin/mkdocs build --strict --site-dir site
 
 $(DOCS_INSTALLED): $(INSTALLED)
-	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[docs]'
+	@$(PIP) -e '.[docs]'
 	@touch $@
-
-newest: ## run the fast part on PYTHON_NEWEST with the newest release of everything
-	$(call make_venv,$(PYTHON_NEWEST),$(NEWEST),PYTHON_NEWEST)
-	@echo "installing the newest releases into $(NEWEST)"
-	@$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
-	$(NEWEST)/bin/python $(PYTEST) -m "not slow" $(ARGS)

@@ -48,22 +48,32 @@ def fork(run: Callable[[], object], log: Path) -> int:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def serve(cache: str, config: str) -> None:
-    """Runs `spmd` with each list of arguments that comes, says its process id, and then how it ended."""
+def answer(run: Callable[[list[str]], object]) -> None:
+    """Runs each list of arguments that comes in a process of its own; says its process id, and then how it ended."""
+    for line in sys.stdin:
+        log, *arguments = json.loads(line)
+        child = fork(lambda arguments=arguments: run(arguments), Path(log))
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def serve_commands(cache: str, config: str) -> None:
+    """Runs `spmd` with each list of arguments that comes.
+
+    Args:
+        cache: A folder for programs that are compiled once.
+        config: What the runs are of.
+    """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         cli.main(["plan", config])  # needs no device; what it traces need not be traced again in each process
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    for line in sys.stdin:
-        log, *arguments = json.loads(line)
-        child = fork(lambda arguments=arguments: cli.main(arguments), Path(log))
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    answer(cli.main)
 
 
 class Run:
-    """A run of `spmd` in a process of its own."""
+    """What runs in a process of its own."""
 
     def __init__(self, output: IO[bytes]) -> None:
         self._output = output
@@ -79,16 +89,20 @@ class Run:
 
 
 @contextlib.contextmanager
-def server(config: Path, cache: Path) -> Iterator[Callable[[Path, Sequence[object]], Run]]:
-    """Starts a server; what it yields starts `spmd` with arguments, one run at a time.
+def server(program: str, **environment: str) -> Iterator[Callable[[Path, Sequence[object]], Run]]:
+    """Starts a server; what it yields starts a process with arguments, one at a time.
 
     Args:
-        config: What the runs are of.
-        cache: A folder for programs that are compiled once.
+        program: Python that ends in `answer`, from a module that has imported everything.
+        **environment: Further variables.
     """
-    program = f"from tests import forked; forked.serve({str(cache)!r}, {str(config)!r})"
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, bufsize=0
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        bufsize=0,
+        env={**os.environ, **environment},
     )
 
     def start(log: Path, arguments: Sequence[object]) -> Run:
@@ -102,3 +116,8 @@ def server(config: Path, cache: Path) -> Iterator[Callable[[Path, Sequence[objec
     finally:
         process.kill()
         process.communicate()
+
+
+def command_server(config: Path, cache: Path) -> contextlib.AbstractContextManager[Callable[..., Run]]:
+    """A server of `spmd` commands about one config, with a folder for programs that are compiled once."""
+    return server(f"from tests import forked; forked.serve_commands({str(cache)!r}, {str(config)!r})")

@@ -10,7 +10,7 @@ import pytest
 
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.testing import TOLERANCES, assert_parity, compare, drop_weights, record_run, scale_gradients, token_batches
+from spmd.testing import TOLERANCES, compare, drop_weights, record_run, scale_gradients, token_batches
 from tests import tiny
 
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=5)
@@ -36,35 +36,12 @@ def assert_equal(**layout):
     return result
 
 
-LAYOUTS = [
-    {"data": 8},
-    {"fsdp": 8},
-    {"tensor": 2},
-    {"data": 4, "fsdp": 2},
-    {"data": 4, "tensor": 2},
-    {"fsdp": 4, "tensor": 2},
-    {"data": 2, "fsdp": 2, "tensor": 2},
-]
-
-
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda s: "-".join(f"{a}{n}" for a, n in s.items()))
-def test_five_steps_equal_one_device(sizes):
-    """Initial parameters are bitwise equal; losses agree to 1e-5, gradients and parameters to 1e-4."""
-    result = assert_equal(**sizes)
+def test_eight_devices_equal_one():
+    """Five steps with AdamW: initial parameters are bitwise equal; losses agree to 1e-5, gradients and parameters to
+    1e-4. Axes of two devices are in the table."""
+    result = assert_equal(data=2, fsdp=4)
     assert len(result.losses) == 5
     assert {row.what for row in result.rows} == {"initial parameters", "gradients", "loss", "parameters"}
-
-
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"fsdp": 4}, {"data": 2}], ids=str)
-def test_smaller_meshes_equal_one_device(sizes):
-    """The same holds on 2 and 4 devices."""
-    assert_equal(**sizes)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_stages_equal_one_device(stage):
-    """Where the training state is split changes no number."""
-    assert_equal(fsdp=4, tensor=2, options=(("zero", stage),))
 
 
 @pytest.mark.parametrize(
@@ -108,17 +85,9 @@ def test_the_control_is_right_without_padding():
     assert not parity(grad_fn=wrong, optimizer=sgd, fsdp=4).ok
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
-@pytest.mark.parametrize("sizes", [{}, {"data": 2}], ids=str)
-def test_accumulation_equals_the_whole_batch(microbatches, sizes):
-    """Gradients summed over microbatches equal those of the full batch, with padding in the data."""
-    assert_equal(grad_fn=accumulate(GRAD_FN, microbatches), **sizes)
-
-
-@pytest.mark.parametrize("remat", ["full", "save:attention_out", "save:attention_out,mlp_hidden"])
-def test_remat_changes_no_number(remat):
-    """What is recomputed equals what would have been kept."""
-    assert_equal(fsdp=4, options=(("remat", remat),))
+def test_accumulation_equals_the_whole_batch():
+    """Gradients summed over four microbatches equal those of the full batch, with padding in the data."""
+    assert_equal(grad_fn=accumulate(GRAD_FN, 4))
 
 
 def test_bf16_follows_float32():
@@ -127,12 +96,6 @@ def test_bf16_follows_float32():
     result = compare(ours, one_device(), TOLERANCES["bf16"])
     assert result.ok, f"\n{result}"
     assert result.losses != result.reference_losses
-
-
-def test_bf16_on_a_mesh_equals_bf16_on_one_device():
-    """The layout changes bfloat16 training by no more than the order of sums does."""
-    bf16 = (("precision", "bf16"),)
-    assert_parity(tiny.plan(data=2, fsdp=2, tensor=2, options=bf16), tiny.plan(options=bf16), GRAD_FN, BATCHES[:3])
 
 
 def test_unrolled_layers_equal_scanned_ones():
@@ -155,16 +118,3 @@ def test_unrolled_layers_equal_scanned_ones():
             stacked_grads["layers"],
             list_grads["layers"][i],
         )
-
-
-def test_tied_head_equals_one_device():
-    """A tied embedding receives the gradients of both its uses."""
-    tied = tiny.replaced(tied=True)
-    grad_fn = value_and_grad(tiny.loss_fn(tied))
-    assert_parity(tiny.plan(tied, data=2, fsdp=2, tensor=2), tiny.plan(tied), grad_fn, BATCHES[:2])
-
-
-def test_sgd_without_adam_also_agrees():
-    """Adam divides gradients by their size and could hide a factor; plain SGD cannot."""
-    sgd = optax.sgd(0.1)
-    assert_equal(optimizer=sgd, data=2, fsdp=2, tensor=2)

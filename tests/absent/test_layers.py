@@ -1,0 +1,108 @@
+"""What each layer sends, in the programs that are compiled for a TPU slice and for GPUs that are not here."""
+
+import functools
+
+import pytest
+
+from spmd.foresight.topology import missing_extra, parse_topology
+from tests.programs import run_script
+
+LAYERS, D, BATCH, SEQ, LONG = 2, 256, 8, 128, 2048
+COMPILE = f"""
+    import dataclasses, json, sys
+    import jax, optax, spmd
+    from models.llama import LlamaConfig
+    from partition_rules.llama import LLAMA, LLAMA_SEQUENCE_PARALLEL
+    from spmd import launch
+    from spmd.foresight.collectives import audit_collectives
+    from spmd.foresight.topology import parse_topology, topology_devices
+
+    topology = parse_topology(sys.argv[1])
+    launch.start(launch.Launch(absent=topology.platform))
+    model = spmd.from_nnx(LlamaConfig(512, {D}, {LAYERS}, 8, 8, {2 * D}).build)
+    table = dict(LLAMA_SEQUENCE_PARALLEL.activations)
+    wrong = dataclasses.replace(LLAMA_SEQUENCE_PARALLEL, activations=table | {{"mlp_hidden": table["mlp_input"]}})
+    found = {{}}
+    for name, rules, shape, sizes, context in (
+        ("tensor", LLAMA, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
+        ("tokens", LLAMA_SEQUENCE_PARALLEL, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
+        ("wrong", wrong, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
+        ("ring", LLAMA, (1, {LONG}), {{"sequence": 8}}, "ring"),
+        ("all-to-all", LLAMA, (1, {LONG}), {{"sequence": 8}}, "all-to-all"),
+    ):
+        mesh = spmd.make_mesh(devices=topology_devices(topology), **sizes)
+        plan = spmd.make_plan(mesh, rules, model, optax.sgd(1.0), precision="bf16", context=context)
+        batch = {{name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}}
+        batch["weights"] = jax.ShapeDtypeStruct(shape, "float32")
+        step = spmd.make_train_step(plan, spmd.next_token_loss(model)).compile(batch)
+        records = audit_collectives(step, mesh).records
+        found[name] = [(r.kind, r.source, r.op_name, r.array, r.executions, r.payload) for r in records]
+    print(json.dumps(found))
+"""
+TOKENS = 2 * BATCH * SEQ * D  # bytes of a residual stream in bfloat16
+
+ABSENT = [t for t in ("v5e:2x4", "h100:1x8") if t.startswith("v5e") or missing_extra(parse_topology(t)) is None]
+pytestmark = [pytest.mark.soak, pytest.mark.parametrize("topology", ABSENT)]
+
+
+@functools.cache
+def collectives(topology):
+    """Layout → what a step has, compiled in one process for all."""
+    return run_script(COMPILE, topology)
+
+
+def of_one_layer(records, source, payload=None):
+    """(Kind, direction) → how many there are in each layer, of those from a line of some file, of some bytes."""
+    found = {}
+    for kind, where, operation, _, times, bytes_ in records:
+        if source in where and payload in (None, bytes_):
+            direction = "backward" if "transpose(jvp" in operation else "forward"
+            found[kind, direction] = found.get((kind, direction), 0) + times / LAYERS
+    return found
+
+
+def test_tensor_parallel_communication_is_the_published_minimum(topology):
+    """In each layer two all-reduces forward and two backward (arXiv:1909.08053, section 3)."""
+    found = of_one_layer(collectives(topology)["tensor"], "layers.py", TOKENS)
+    assert found == {("all-reduce", "forward"): 2, ("all-reduce", "backward"): 2}
+
+
+def test_sequence_parallel_communication_is_as_published(topology):
+    """Each all-reduce is a reduce-scatter and an all-gather, which on a ring move as much; and tokens, which are kept
+    split, are gathered again for the gradients of kernels (arXiv:2205.05198, section 4.2.2)."""
+    assert of_one_layer(collectives(topology)["tokens"], "layers.py", TOKENS) == {
+        ("all-gather", "forward"): 2,
+        ("reduce-scatter", "forward"): 2,
+        ("all-gather", "backward"): 2 + 2,
+        ("reduce-scatter", "backward"): 2,
+    }
+
+
+def test_control_a_wrong_table_moves_something_else(topology):
+    """Where a table leaves hidden units whole, the counts above notice."""
+    found = collectives(topology)
+    wrong, right = (of_one_layer(found[name], "layers.py", TOKENS) for name in ("wrong", "tokens"))
+    assert wrong != right
+
+
+def test_no_kernel_is_gathered(topology):
+    """Over `tensor`, activations travel and never kernels."""
+    found = collectives(topology)
+    gathered = [array for name in ("tensor", "tokens") for kind, _, _, array, *_ in found[name] if kind == "all-gather"]
+    assert not [array for array in gathered if "kernel" in array]
+
+
+def test_a_ring_sends_keys_and_values_seven_times(topology):
+    """On eight devices each goes around in seven permutes, backward again, and their gradients in seven more."""
+    found = collectives(topology)["ring"]
+    assert of_one_layer(found, "context.py") == {
+        ("collective-permute", "forward"): 2 * 7,
+        ("collective-permute", "backward"): 2 * 7 + 2 * 7,
+    }
+    assert not [kind for kind, *_, bytes_ in found if kind == "all-gather" and bytes_ >= LONG]
+
+
+def test_heads_are_exchanged_for_tokens_four_times(topology):
+    """Queries, keys, values and the output, forward and backward."""
+    found = of_one_layer(collectives(topology)["all-to-all"], "context.py")
+    assert found == {("all-to-all", "forward"): 4, ("all-to-all", "backward"): 4}

@@ -1,0 +1,168 @@
+"""Pipelines as the compilers of a TPU slice and of GPUs see them: memory by microbatches, and what goes over `pipe`."""
+
+import functools
+
+import pytest
+
+from spmd.foresight.closed_forms import pipeline_traffic
+from spmd.foresight.topology import missing_extra, parse_topology
+from tests.programs import run_script
+
+LAYERS, D, D_FF, VOCAB, SEQ, EXAMPLES = 4, 512, 1024, 512, 256, 4
+COMPILE = f"""
+    import json, sys
+    import jax, optax, spmd
+    from models.llama import LlamaConfig
+    from partition_rules.llama import LLAMA
+    from spmd import launch
+    from spmd.foresight.collectives import audit_collectives
+    from spmd.foresight.memory import estimate_memory, read_memory
+    from spmd.foresight.topology import parse_topology, topology_devices
+    from spmd.gradients.lockstep import make_program
+    from spmd.gradients.pipeline import pipeline
+    from spmd.gradients.builders import make_schedule
+
+    topology = parse_topology(sys.argv[1])
+    launch.start(launch.Launch(absent=topology.platform))
+    devices = topology_devices(topology)
+    model = spmd.from_nnx(LlamaConfig({VOCAB}, {D}, {LAYERS}, 8, 8, {D_FF}).build)
+    found = {{}}
+    for case in sys.argv[2:]:
+        name, *sizes = case.split()
+        stages, microbatches, chunks = map(int, sizes)
+        mesh = spmd.make_mesh(devices=devices, pipe=stages, fsdp=2, tensor=2)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+        plan = spmd.make_plan(mesh, LLAMA, model, optimizer, attention="xla")
+        program = make_program(make_schedule(name, stages, microbatches, chunks))
+        dtypes = {{"tokens": "int32", "targets": "int32", "weights": "float32"}}
+        shape = ({EXAMPLES} * microbatches, {SEQ})
+        batch = {{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}}
+        step = spmd.make_train_step(plan, grad_fn=pipeline(spmd.next_token_loss(model), program))
+        estimate, compiled = estimate_memory(step, batch, topology.platform), step.compile(batch)
+        memory, records = read_memory(compiled), audit_collectives(compiled, mesh).records
+        over_pipe = [(r.kind, r.over, r.payload, r.executions, r.is_conditional) for r in records if "pipe" in r.over]
+        found[case] = {{
+            "ticks": program.ticks,
+            "temporaries": memory.temporaries,
+            "total": memory.total,
+            "estimate": estimate.total,
+            "stages": estimate.held["stages"],
+            "over pipe": over_pipe,
+            "irregular": [r.kind for r in records if r.axes is None],
+        }}
+    print(json.dumps(found))
+"""
+FEW, MANY = 4, 32
+FLAT = {"1f1b": "1f1b 2 {} 1", "interleaved": "interleaved 2 {} 2"}
+GROWS = {"gpipe": "gpipe 2 {} 1"}
+CASES = [case.format(m) for case in (FLAT | GROWS).values() for m in (FEW, MANY)]
+
+pytestmark = pytest.mark.soak
+
+
+@functools.cache
+def compiled(topology, *cases):
+    """What each pipeline holds and sends, compiled in one process for all."""
+    return run_script(COMPILE, topology, *cases)
+
+
+def growth(schedule, figure):
+    """How many bytes a figure of the compiler or of the ledger gains from few microbatches to many."""
+    found = compiled("v5e:2x4", *CASES)
+    few, many = (found[(FLAT | GROWS)[schedule].format(m)][figure] for m in (FEW, MANY))
+    return many - few, (many - few) / few
+
+
+@pytest.mark.parametrize("schedule", FLAT)
+def test_memory_does_not_grow_with_microbatches(schedule):
+    """A stage keeps what is on its way, and nothing of microbatches that are through: 2 % are for the batch itself."""
+    assert growth(schedule, "temporaries")[1] < 0.02
+
+
+@pytest.mark.parametrize("figure", ["temporaries", "total", "estimate"])
+def test_control_gpipe_grows(figure):
+    """All microbatches are kept until the last went forward: by the compiler, and by the ledger."""
+    assert growth("gpipe", figure)[1] > 0.3
+
+
+def test_the_ledger_knows_how_much_gpipe_grows():
+    """What it says is what the compiler allocates, within 15 %: a stage input for each further microbatch."""
+    (predicted, _), (allocated, _) = growth("gpipe", "estimate"), growth("gpipe", "total")
+    assert predicted == pytest.approx(allocated, rel=0.15)
+    assert growth("gpipe", "stages")[0] == (MANY - FEW) * STREAM
+    assert growth("1f1b", "estimate")[0] < 0.02 * predicted  # control: the other schedule's growth is none
+
+
+# Each device has a quarter of a stage's layers, of the embedding and of the head, in float32, and all norms.
+STREAM = 4 * EXAMPLES // 2 * SEQ * D
+KERNELS = 4 * D**2 + 3 * D * D_FF
+NORMS = 4 * 2 * D
+SHARED = 2 * VOCAB * D + 4 * D
+SUMS = 256
+
+
+def over_pipe(case):
+    """(Kind, bytes of one execution, whether in a branch) → how many there are in a step, but for single numbers."""
+    counts = {}
+    for kind, axes, payload, times, conditional in compiled("v5e:2x4", *CASES)[case]["over pipe"]:
+        assert axes == "pipe" or payload <= SUMS, f"{kind} over {axes}: {payload} bytes"
+        if payload > SUMS:
+            counts[kind, payload, conditional] = counts.get((kind, payload, conditional), 0) + times
+    return counts
+
+
+def moved(counts, kind):
+    """Bytes of one kind."""
+    return sum(payload * times for (found, payload, _), times in counts.items() if found == kind)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("interleaved")])
+def test_over_pipe_go_streams_and_shared_gradients(case):
+    """One stream on and one gradient back in each tick, in no branch; then what stages share, summed once."""
+    ticks = compiled("v5e:2x4", *CASES)[case]["ticks"]
+    counts = over_pipe(case)
+    traffic = pipeline_traffic(ticks, STREAM, shared=SHARED)
+    assert {key for key in counts if key[0] != "all-reduce"} == {("collective-permute", STREAM, False)}
+    assert moved(counts, "collective-permute") == traffic.permuted
+    assert moved(counts, "all-reduce") == traffic.shared
+    assert moved(counts, "collective-permute") != pipeline_traffic(ticks + 1, STREAM).permuted
+
+
+@pytest.mark.parametrize("case", [FLAT["interleaved"].format(m) for m in (FEW, MANY)])
+def test_interleaved_layers_travel_once(case):
+    """To the stage that computes them and back as gradients, in as many permutes as a leaf has chunks that move.
+
+    Of two stages' two groups each, one stays. On the way there, a TPU rounds some kernels to bfloat16 first.
+    """
+    ticks = compiled("v5e:2x4", *CASES)[case]["ticks"]
+    counts = over_pipe(case)
+    streams = ("collective-permute", STREAM, False)
+    assert counts[streams] == 2 * ticks
+    layers = moved(counts, "collective-permute") - STREAM * counts[streams]
+    group = LAYERS // 4 * (KERNELS + NORMS)
+    traffic = pipeline_traffic(ticks, STREAM, layers=group, gradients=group, shared=SHARED, chunks=2)
+    assert traffic.layers - LAYERS // 4 * KERNELS / 2 <= layers <= traffic.layers
+    permutes = sum(times for (kind, *_), times in counts.items() if kind == "collective-permute")
+    assert permutes == 2 * ticks + 2 * 9  # leaves
+    assert moved(counts, "all-reduce") == traffic.shared
+    assert not any(in_branch for _, _, in_branch in counts)
+
+
+def test_the_ticks_are_as_published():
+    """1F1B fills and drains the pipeline once: m + 2 (p − 1)."""
+    assert compiled("v5e:2x4", *CASES)["1f1b 2 4 1"]["ticks"] == 4 + 2 * (2 - 1)
+    assert compiled("v5e:2x4", *CASES)["1f1b 2 32 1"]["ticks"] == 32 + 2 * (2 - 1)
+
+
+LARGER = [t for t in ("v5e:4x4", "h100:2x8") if t.startswith("v5e") or missing_extra(parse_topology(t)) is None]
+
+
+@pytest.mark.parametrize("topology", LARGER)
+def test_it_compiles_for_larger_machines(topology):
+    """Four stages on sixteen chips; what goes between them is in no branch, which other stages do not enter."""
+    (found,) = compiled(topology, "1f1b 4 8 1").values()
+    assert found["ticks"] == 8 + 2 * 3
+    permutes = [record for record in found["over pipe"] if record[0] == "collective-permute"]
+    assert sum(payload * times for _, _, payload, times, _ in permutes) == pipeline_traffic(14, STREAM).permuted
+    assert not any(conditional for *_, conditional in found["over pipe"])
+    assert not found["irregular"]

@@ -1,0 +1,372 @@
+"""The audit finds what hand-written programs are known to send: kind, axes, bytes, how often; and what is too much."""
+
+import json
+import os
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from spmd.errors import MeshError
+from spmd.foresight.collectives import audit_collectives, compiler_log, expect_collectives
+from spmd.mesh import MeshShape, abstract_mesh, make_mesh
+
+ALL = ("data", "fsdp", "tensor")
+LOCAL = 16 * 8 * 4  # bytes of float32[16, 8], what each device holds of float32[128, 8]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(data=2, fsdp=2, tensor=2)
+
+
+def audit(mesh, f, *, dtype=jnp.float32, shape=(128, 8)):
+    """The audit of `f` run by hand on each device's part of an array that is split over all of them."""
+    spec = P(ALL)
+    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return audit_collectives(mapped.lower(jax.ShapeDtypeStruct(shape, dtype)).compile(), mesh)
+
+
+def summary(audited):
+    return [(r.kind, r.over, r.payload, r.executions) for r in audited.records]
+
+
+AXES = ["data", "fsdp", "tensor", ("data", "fsdp"), ("data", "tensor"), ("fsdp", "tensor"), ALL]
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_each_kind_over_each_axis(mesh, axes) -> None:
+    """Every kind, over each axis and each pair, has exactly its bytes by the convention of its kind."""
+    over = axes if isinstance(axes, str) else "+".join(axes)
+    n = 2 if isinstance(axes, str) else 2 ** len(axes)
+    ring = [(i, (i + 1) % n) for i in range(n)]
+    programs = {
+        "all-reduce": (lambda x: jax.lax.psum(x, axes), LOCAL),
+        "reduce-scatter": (lambda x: jnp.tile(jax.lax.psum_scatter(x, axes, tiled=True), (n, 1)), LOCAL),
+        "all-gather": (lambda x: jax.lax.all_gather(x, axes, tiled=True)[:16], LOCAL * n),
+        "all-to-all": (lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True), LOCAL),
+        "collective-permute": (lambda x: jax.lax.ppermute(x, axes, ring), LOCAL),
+    }
+    for kind, (f, payload) in programs.items():
+        assert summary(audit(mesh, f)) == [(kind, over, payload, 1)], kind
+
+
+def test_sixteen_bits(mesh) -> None:
+    """What XLA:CPU widens to float32 counts as the 16-bit data it is, and the record says how it is written."""
+    audited = audit(mesh, lambda x: jax.lax.psum(x, "data") + jax.lax.ppermute(x, "fsdp", [(0, 1)]), dtype=jnp.bfloat16)
+    assert sorted((r.kind, r.payload, r.written_as) for r in audited.records) == [
+        ("all-reduce", LOCAL // 2, "f32 all-reduce"),
+        ("collective-permute", LOCAL // 2, "f32 collective-permute"),
+    ]
+    assert "all-reduce is written as f32 all-reduce" in str(audited)
+
+
+def test_loops(mesh) -> None:
+    """A collective runs as often as all loops around it turn; a loop of unknown length is said to be one."""
+
+    def inner(x, _):
+        return jnp.sin(jax.lax.psum(x, "data")), None
+
+    def outer(x, _):
+        return jax.lax.ppermute(jax.lax.scan(inner, x, None, length=3)[0], "tensor", [(0, 1), (1, 0)]), None
+
+    def until(x):
+        return jax.lax.while_loop(lambda y: y.sum() < 9, lambda y: jax.lax.psum(y, "fsdp") + 1, x)
+
+    counted = audit(mesh, lambda x: jax.lax.scan(outer, x, None, length=5)[0])
+    assert sorted(summary(counted)) == [("all-reduce", "data", LOCAL, 15), ("collective-permute", "tensor", LOCAL, 5)]
+    assert all(r.is_counted for r in counted.records)
+    unknown = audit(mesh, until)
+    assert [(r.over, r.executions, r.is_counted) for r in unknown.records] == [("fsdp", 1, False)]
+    assert "≥" in str(unknown)
+    assert ["unknown length" in w.what for w in unknown.warnings] == [True]
+    with pytest.raises(AssertionError, match="loop of unknown length"):
+        expect_collectives(unknown, all_reduce=LOCAL, ignore_below=0)
+
+
+def test_branches(mesh) -> None:
+    """A collective in a branch counts once and is marked."""
+
+    def f(x):
+        flag = jax.lax.pmax(x[0, 0] > 0, ALL)
+        return jax.lax.cond(flag, lambda y: jax.lax.psum(y, "data"), lambda y: y, x)
+
+    records = [r for r in audit(mesh, f).records if r.payload == LOCAL]
+    assert [(r.kind, r.over, r.executions, r.is_conditional) for r in records] == [("all-reduce", "data", 1, True)]
+
+
+def test_where_it_comes_from(mesh) -> None:
+    """A record has the operation's name, the line of source, and the argument that is moved, through loops."""
+
+    def f(params, x):
+        def layer(y, kernel):
+            whole = jax.lax.all_gather(kernel.astype(jnp.bfloat16), "fsdp", tiled=True)
+            return y @ whole.astype(y.dtype), None
+
+        return jax.lax.scan(layer, x, params["layers"]["kernel"])[0]
+
+    specs = ({"layers": {"kernel": P(None, "fsdp")}}, P("data"))
+    mapped = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False))
+    kernels = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)
+    compiled = mapped.lower({"layers": {"kernel": kernels}}, jax.ShapeDtypeStruct((4, 8), jnp.float32)).compile()
+    (record,) = audit_collectives(compiled, mesh).records
+    assert (record.array, record.executions, record.over) == ("params/layers/kernel", 3, "fsdp")
+    assert record.op_name.endswith("all_gather")
+    assert record.source.startswith("tests/numerics/test_collectives.py:")
+
+
+def test_permuted_mesh() -> None:
+    """Partition numbers are places in the mesh, whatever numbers the devices have."""
+    turned = make_mesh(devices=[jax.devices()[i] for i in (5, 2, 7, 0, 1, 4, 3, 6)], data=4, tensor=2)
+    f = jax.shard_map(
+        lambda x: jax.lax.psum(x, "tensor"), mesh=turned, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    compiled = jax.jit(f).lower(jax.ShapeDtypeStruct((64, 8), jnp.float32)).compile()
+    assert summary(audit_collectives(compiled, turned)) == [("all-reduce", "tensor", LOCAL, 1)]
+
+
+def text(body: str, before: str = "", devices: int = 8) -> str:
+    lines = (
+        textwrap.dedent(before)
+        + "\nENTRY main {\n"
+        + textwrap.indent(textwrap.dedent(body).strip("\n"), "  ")
+        + "\n}\n"
+    )
+    return f"HloModule m, num_partitions={devices}\n{lines}"
+
+
+ADD = """
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT c = f32[] add(a, b)
+}
+"""
+CUBE = abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))
+PAIRS = "replica_groups={{0,1},{2,3},{4,5},{6,7}}, channel_id=1, use_global_device_ids=true"
+
+ASYNC = [
+    (
+        """
+        x = f32[4,8]{1,0} parameter(0)
+        s = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(x), PAIRS, dimensions={0}
+        ROOT d = f32[8,8]{1,0} all-gather-done(s)
+        """,
+        [("all-gather", "tensor", 256, 1)],
+    ),
+    (
+        """
+        x = f32[4,8]{1,0} parameter(0)
+        y = bf16[2]{0} parameter(1)
+        s = ((f32[4,8]{1,0}, bf16[2]{0}), (f32[8,8]{1,0}, bf16[4]{0})) all-gather-start(x, y), PAIRS, dimensions={0}
+        ROOT d = (f32[8,8]{1,0}, bf16[4]{0}) all-gather-done(s)
+        """,
+        [("all-gather", "tensor", 256, 1), ("all-gather", "tensor", 8, 1)],
+    ),
+    (
+        """
+        x = f32[4,8]{1,0} parameter(0)
+        s = f32[4,8]{1,0} all-reduce-start(x), PAIRS, to_apply=add
+        ROOT d = f32[4,8]{1,0} all-reduce-done(s)
+        """,
+        [("all-reduce", "tensor", 128, 1)],
+    ),
+    (
+        """
+        x = f32[4,8]{1,0} parameter(0)
+        s = (f32[4,8]{1,0}, f32[4,8]{1,0}, u32[], u32[]) collective-permute-start(x), source_target_pairs={{0,4},{4,0}}
+        ROOT d = f32[4,8]{1,0} collective-permute-done(s)
+        """,
+        [("collective-permute", "data", 128, 1)],
+    ),
+    (
+        """
+        x = f32[4,8]{1,0} parameter(0)
+        s = ((f32[4,8]{1,0}), f32[2,8]{1,0}, u32[]) async-start(x), calls=scatter
+        u = ((f32[4,8]{1,0}), f32[2,8]{1,0}, u32[]) async-update(s)
+        ROOT d = f32[2,8]{1,0} async-done(u), calls=scatter
+        """,
+        [("reduce-scatter", "tensor", 128, 1)],
+    ),
+    (
+        """
+        x = f32[4,8]{1,0} parameter(0)
+        o = s32[2]{0} parameter(1)
+        ROOT r = f32[4,8]{1,0} ragged-all-to-all(x, x, o, o, o, o), channel_id=1, replica_groups=[4,2]<=[8]
+        """,
+        [("ragged-all-to-all", "tensor", 128, 1)],
+    ),
+    (
+        """
+        x = f32[4,8]{1,0} parameter(0)
+        ROOT r = f32[4,8]{1,0} collective-broadcast(x), channel_id=1, replica_groups=[4,2]<=[8]
+        """,
+        [("collective-broadcast", "tensor", 128, 1)],
+    ),
+    (
+        """
+        x = f32[4,8]{1,0} parameter(0)
+        s = (f32[4,8]{1,0}, f32[8,8]{1,0}) fusion(x), kind=kCustom, calls=chain_start
+        g = f32[4,8]{1,0} get-tuple-element(s), index=0
+        ROOT d = f32[8,8]{1,0} fusion(g), kind=kCustom, calls=chain_end
+        """,
+        [("all-gather", "tensor", 256, 1)],
+    ),
+]
+CHAINED = f"""
+scatter {{
+  p = f32[4,8]{{1,0}} parameter(0)
+  ROOT r = f32[2,8]{{1,0}} reduce-scatter(p), {PAIRS}, dimensions={{0}}, to_apply=add
+}}
+chain_start {{
+  p = f32[4,8]{{1,0}} parameter(0)
+  g = f32[8,8]{{1,0}} all-gather(p), {PAIRS}, dimensions={{0}}, frontend_attributes={{chain_id="6"}}
+  ROOT c = (f32[4,8]{{1,0}}, f32[8,8]{{1,0}}) custom-call(g), custom_call_target="AsyncCollectiveStart"
+}}
+chain_end {{
+  p = f32[4,8]{{1,0}} parameter(0)
+  g = f32[8,8]{{1,0}} all-gather(p), {PAIRS}, dimensions={{0}}, frontend_attributes={{chain_id="6"}}
+  ROOT c = f32[8,8]{{1,0}} custom-call(g), custom_call_target="AsyncCollectiveDone"
+}}
+"""
+
+
+@pytest.mark.parametrize(("body", "expected"), ASYNC)
+def test_asynchronous_forms(body, expected) -> None:
+    """Starts and ends count once, in pairs, wrapped, combined, and in the chains of fusions that TPUs make of them."""
+    assert (
+        summary(audit_collectives(text(body.replace("PAIRS", PAIRS), ADD + CHAINED), CUBE, backend="gpu")) == expected
+    )
+
+
+SCATTERED = """
+x = f32[4,8]{1,0} parameter(0)
+zero = s32[] constant(0)
+id = u32[] partition-id()
+two = u32[] constant(2)
+mine = u32[] OP(id, two)
+rows = u32[] multiply(mine, two)
+r = (f32[4,8]{1,0}, f32[]) all-reduce(x, y), PAIRS, to_apply=add, metadata={op_name="sum"}
+y = f32[] parameter(1)
+whole = f32[4,8]{1,0} get-tuple-element(r), index=0
+ROOT part = f32[2,8]{1,0} dynamic-slice(whole, rows, zero), dynamic_slice_sizes={2,8}
+"""
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [("remainder", "reduce-scatter"), ("divide", "all-reduce"), ("add", "all-reduce")],
+)
+def test_all_reduce_and_slice(operation, kind) -> None:
+    """An all-reduce is a reduce-scatter if the devices of a group keep different parts of it, and only then."""
+    body = SCATTERED.replace("OP", operation).replace("PAIRS", PAIRS)
+    if operation == "add":
+        body = body.replace("ROOT part", "part") + "ROOT used = (f32[4,8]{1,0}, f32[2,8]{1,0}) tuple(whole, part)\n"
+    audited = audit_collectives(text(body, ADD), CUBE, backend="gpu")
+    assert summary(audited) == [(kind, "tensor", 128, 1), ("all-reduce", "tensor", 4, 1)]
+    assert bool(audited.warnings) is (kind == "reduce-scatter")
+    assert not audit_collectives(text(body, ADD), CUBE, backend="cpu").warnings
+
+
+GATHERED = """
+x = f32[16,8]{1,0} parameter(0), metadata={op_name="NAME"}
+ROOT g = f32[32,8]{1,0} all-gather(x), GROUPS, channel_id=1, dimensions={0}, metadata={op_name="jit(f)/OPERATION"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "operation", "warning"),
+    [
+        ("state.params['mlp']['kernel']", "[4,2]<=[8]", "dot_general", "parameter gathered over tensor"),
+        ("state.params['mlp']['kernel']", "[2,4]<=[4,2]T(1,0)", "dot_general", ""),
+        ("", "[2,4]<=[4,2]T(1,0)", "dot_general", "made whole"),
+        ("", "[4,2]<=[8]", "dot_general", "made whole"),
+        ("", "[4,2]<=[8]", "sharding_constraint", ""),
+        ("", "[2,4]<=[4,2]T(1,0)", "all_gather", ""),
+    ],
+)
+def test_warnings(name, groups, operation, warning) -> None:
+    """A parameter gathered over tensor and an activation gathered unasked are warned of; what was asked for is not."""
+    body = GATHERED.replace("NAME", name).replace("GROUPS", f"replica_groups={groups}").replace("OPERATION", operation)
+    audited = audit_collectives(text(body), abstract_mesh(MeshShape(fsdp=4, tensor=2)), backend="gpu")
+    expected = "fsdp" if "T(1,0)" in groups else "tensor"
+    assert [r.over for r in audited.records] == [expected]
+    assert [warning in w.what for w in audited.warnings] == [True] * bool(warning)
+
+
+def test_wrong_mesh() -> None:
+    """A program for eight devices is not audited on a mesh of four."""
+    with pytest.raises(MeshError, match="the program 8, the mesh 4"):
+        audit_collectives(text("ROOT x = f32[] parameter(0)"), abstract_mesh(MeshShape(fsdp=4)))
+
+
+@pytest.fixture(scope="module")
+def known(mesh):
+    """Two all-reduces over data, one over data and tensor, and a gather over fsdp."""
+
+    def f(x):
+        y = jnp.sin(jax.lax.psum(x, "data")) + 1
+        z = jax.lax.psum(jnp.sin(jax.lax.psum(jnp.cos(y), ("data", "tensor"))) * 2, "data")
+        return jax.lax.all_gather(z, "fsdp", tiled=True)[:128] + z
+
+    return audit(mesh, f, shape=(1024, 8))
+
+
+def test_expectations(known) -> None:
+    """Exact bytes, any amount, axes in any order, and kinds that must not occur all pass where they are true."""
+    size = 8 * LOCAL
+    reduced = {"data": 2 * size, "tensor+data": ...}
+    expect_collectives(known, all_reduce=3 * size, all_gather={"fsdp": 2 * size}, all_to_all=0, collective_permute={})
+    expect_collectives(known, all_reduce=reduced, reduce_scatter=0)
+    assert known.bytes("all-reduce", "tensor+data") == size
+    assert known.bytes("all-gather") == 2 * size
+    assert known.bytes() == 5 * size
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [
+        ({"all_reduce": 0}, "all-reduce over all axes: 12,288 bytes in each step; expected 0"),
+        (
+            {"all_reduce": {"data": 2 * 8 * LOCAL}},
+            r"all-reduce over data\+tensor: 4,096 bytes in each step; expected 0",
+        ),
+        ({"all_gather": {"fsdp": 8000}}, "all-gather over fsdp: 8,192 bytes in each step; expected 8,000"),
+        ({"all_to_all": {"fsdp": ...}}, "all-to-all over fsdp: expected, and there is none"),
+    ],
+)
+def test_control_a_collective_too_many_is_caught(known, expected, message) -> None:
+    """Each kind of difference fails, and the message has it and the table."""
+    with pytest.raises(AssertionError, match=message) as caught:
+        expect_collectives(known, **expected)
+    assert str(known) in str(caught.value)
+
+
+def test_table_and_json(known) -> None:
+    """The table is stable and at most 120 columns wide, and JSON has every record."""
+    lines = str(known).splitlines()
+    assert lines[0].startswith("mesh data=2 fsdp=2 tensor=2   cpu")
+    assert max(map(len, lines)) <= 120
+    assert [line.split()[2:] for line in lines[3:6]] == [
+        ["all-gather", "fsdp", "1", "8", "KiB"],
+        ["all-reduce", "data", "2", "4", "KiB"],
+        ["all-reduce", "data+tensor", "1", "4", "KiB"],
+    ]
+    values = json.loads(json.dumps(known.to_json()))
+    assert values["bytes"] == known.bytes() == sum(record["bytes"] for record in values["collectives"])
+
+
+def test_compiler_log(capfd) -> None:
+    """What the compiler writes to standard error is kept and still written; its last resort becomes a warning."""
+    line = "W0000 partitioner.cc:1] [SPMD] Involuntary full rematerialization. It cannot go from {a} to {b}.\n"
+    with compiler_log() as log:
+        os.write(2, line.encode())
+        os.write(2, b"something else\n")
+    assert log == [line.rstrip("\n"), "something else"]
+    assert capfd.readouterr().err == line + "something else\n"
+    audited = audit_collectives(text("ROOT x = f32[] parameter(0)"), CUBE, log=log)
+    assert [(w.what, w.arithmetic) for w in audited.warnings] == [
+        ("copies an array whole to every device", "It cannot go from {a} to {b}")
+    ]

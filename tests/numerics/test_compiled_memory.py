@@ -1,0 +1,28 @@
+"""The ledger's estimate of a whole step beside what XLA allocates for it."""
+
+import pytest
+
+from tests.programs import run_script
+
+MEASURE = """
+    import dataclasses, json, sys
+    from spmd import launch
+    from spmd.config import load_config
+    from spmd.recipe import Recipe, config_mesh
+    launch.start(launch.Launch(8))
+    totals = {}
+    for zero, remat in ((0, "save:attention_out,mlp_hidden"), (3, "full")):
+        config = dataclasses.replace(load_config("demo"), zero=zero, remat=remat)
+        recipe = Recipe(config, config_mesh(config))
+        totals[f"{zero} {remat}"] = [recipe.memory("cpu").total, recipe.compile()[1].total]
+    print(json.dumps(totals))
+"""
+
+
+def test_the_estimate_is_near_what_is_compiled():
+    """The demo model as it is compiled with all optimisations, within a quarter.
+
+    The aim is a tenth, and is not met: measured on 20 November 2026, ZeRO 3 with remat full is estimated 20 % too high.
+    """
+    for case, (estimated, compiled) in run_script(MEASURE).items():
+        assert estimated == pytest.approx(compiled, rel=0.25), case

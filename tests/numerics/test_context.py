@@ -1,0 +1,372 @@
+"""A sequence that is split over devices attends to itself, in a ring or by heads, as on one device."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import models.llama
+from partition_rules.llama import LLAMA
+from spmd import flax
+from spmd.errors import ConfigError
+from spmd.gradients.base import value_and_grad
+from spmd.loss import next_token_loss
+from spmd.mesh import BATCH_AXES, batch_sharding
+from spmd.parallel import online
+from spmd.parallel.attention import attend
+from spmd.parallel.online import visible_pairs
+from spmd.parallel.order import balanced, positions, zigzag
+from spmd.scope import within
+from spmd.step import make_train_step
+from spmd.testing import token_batches
+from tests import tiny
+from tests.numerics.test_attention import MASKS, arrays, reference, with_gradients
+from tests.one_device import Job
+from tests.programs import run_script
+
+CONFIG = tiny.replaced(layers=1, heads=8, kv_heads=4, d_model=64)
+MASKED = tiny.replaced(layers=1, heads=8, kv_heads=4, d_model=64, window=13)
+SEQ = 32
+
+
+@functools.cache
+def batches(packed=False):
+    """One batch with padding; with documents of uneven lengths, on request."""
+    (batch,) = token_batches((4, SEQ), CONFIG.vocab, steps=1)
+    documents = np.sort(np.random.default_rng(3).integers(0, 3, (4, SEQ)), axis=1).astype(np.int32)
+    return [{**batch, "segments": documents} if packed else batch]
+
+
+@functools.cache
+def job(packed=False):
+    """A step; with a window and packed documents, on request."""
+    config = MASKED if packed else CONFIG
+    return Job(tiny.model(config), LLAMA, value_and_grad(tiny.loss_fn(config)), batches(packed))
+
+
+@pytest.mark.parametrize(("context", "sizes"), [("ring", {"fsdp": 2, "sequence": 4}), ("all-to-all", {"sequence": 4})])
+def test_a_split_sequence_of_documents_trains_as_on_one_device(context, sizes):
+    """Loss, gradients and parameters after a step, with a window and packed documents, over four devices."""
+    job(packed=True).assert_parity(options=(("context", context),), **sizes)
+
+
+def test_control_wrong_positions_are_caught(monkeypatch):
+    """A model that takes its tokens for contiguous where they are in zigzag order does not pass."""
+    monkeypatch.setattr(models.llama, "positions", lambda seq: np.arange(seq)[None])
+    fresh = value_and_grad(next_token_loss(flax.from_nnx(CONFIG.build)))
+    assert not job().parity(grad_fn=fresh, sequence=2).ok
+
+
+def split_attention(window, packed, *, is_balanced, scores=(), **layout):
+    """Output and gradients of attention on a mesh, in the order of the sequence."""
+    *inputs, segments = arrays(128)
+    context = layout.pop("context", "ring")
+    plan = tiny.plan(options=(("context", context),), **layout)
+    order = zigzag(128, plan.mesh.shape["sequence"]) if is_balanced else np.arange(128)
+    spec = NamedSharding(plan.mesh, P(BATCH_AXES, "sequence"))
+    query, key, value, weights, segments = (jax.device_put(x[:, order], spec) for x in (*inputs, segments))
+
+    def kernel(query, key, value, segments):
+        tokens = {"tokens": jnp.zeros(query.shape[:2], jnp.int32)}
+        with within(plan), balanced(tokens, takes_any_order=is_balanced):
+            return attend(query, key, value, window=window, segments=segments, **dict(scores))
+
+    found = with_gradients(kernel, query, key, value, weights, segments if packed else None)
+    back = np.argsort(order)
+    return [np.asarray(x)[:, back] for x in found]
+
+
+@functools.cache
+def whole_attention(window, packed, scores=()):
+    """The same by the formula, computed once."""
+    *inputs, segments = arrays(128)
+    formula = functools.partial(reference, window=window, **dict(scores))
+    return with_gradients(formula, *inputs, segments if packed else None)
+
+
+@pytest.mark.parametrize("context", ["ring", "all-to-all"])
+def test_attention_runs_inside_of_another_manual_region(context):
+    """In a program that is manual over `data` already, the other axes are split as ever."""
+    plan = tiny.plan(options=(("context", context),), data=2, sequence=2)
+    query, key, value, *_ = arrays(128)
+    data = P("data")
+
+    def local(query, key, value):
+        with within(plan):
+            return attend(query, key, value)
+
+    nested = jax.shard_map(local, mesh=plan.mesh, in_specs=data, out_specs=data, axis_names={"data"}, check_vma=False)
+    spec = NamedSharding(plan.mesh, P("data", "sequence"))
+    out = jax.jit(nested)(*(jax.device_put(x, spec) for x in (query, key, value)))
+    np.testing.assert_allclose(out, reference(query, key, value, None), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", ["causal", "both"])
+@pytest.mark.parametrize(
+    ("is_balanced", "layout"),
+    [
+        (True, {"sequence": 4, "data": 2}),
+        (False, {"sequence": 4}),
+        (True, {"sequence": 2, "tensor": 2}),
+        (False, {"sequence": 2, "context": "all-to-all"}),
+    ],
+    ids=str,
+)
+def test_split_attention_is_attention(is_balanced, layout, mask, monkeypatch):
+    """In zigzag order and in the sequence's own, in several chunks on each device, with gradients, under both masks."""
+    monkeypatch.setattr(online, "LARGEST_CHUNK", 8)
+    found = split_attention(*MASKS[mask], is_balanced=is_balanced, **layout)
+    for ours, expected in zip(found, whole_attention(*MASKS[mask]), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+
+
+SCORES = (("scale", 0.5), ("soft_cap", 0.7))
+
+
+@pytest.mark.parametrize("context", ["ring", "all-to-all"])
+def test_split_attention_caps_scores_as_any(context, monkeypatch):
+    """A scale and a soft cap act on a ring and on exchanged heads as the formula says, with gradients."""
+    monkeypatch.setattr(online, "LARGEST_CHUNK", 8)
+    found = split_attention(70, True, is_balanced=context == "ring", scores=SCORES, sequence=2, context=context)
+    for ours, expected in zip(found, whole_attention(70, True, SCORES), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_encoders_split_heads_and_not_a_ring():
+    """Tokens that all see each other are exchanged for heads; a ring says that it cannot do that."""
+    scores = (("causal", False),)
+    found = split_attention(None, False, is_balanced=False, scores=scores, sequence=2, context="all-to-all")
+    for ours, expected in zip(found, whole_attention(None, False, scores), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+    with pytest.raises(ConfigError, match="whose kernel sees only tokens before each one"):
+        split_attention(None, False, is_balanced=False, scores=scores, sequence=2)
+
+
+@pytest.mark.parametrize("is_balanced", [True, False])
+def test_a_window_may_leave_nothing_to_do_at_a_turn(is_balanced):
+    """Where no query sees any of the keys that are there, nothing is computed, and they are passed on."""
+    found = split_attention(3, False, is_balanced=is_balanced, sequence=4)
+    for ours, expected in zip(found, whole_attention(3, False), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_control_the_order_matters():
+    """Attention to tokens in zigzag order, taken for contiguous, is something else."""
+    order = zigzag(128, 4)
+    query, key, value, *_ = arrays(128)
+    wrong = reference(*(x[:, order] for x in (query, key, value)), None)[:, np.argsort(order)]
+    assert float(jnp.abs(wrong - whole_attention(None, False)[0]).max()) > 0.1
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_batch_is_put_into_zigzag_order(devices):
+    """Every array of a batch that has one entry for each token, and none that has not."""
+    plan = tiny.plan(sequence=devices)
+    tokens = np.arange(2 * SEQ, dtype=np.int32).reshape(2, SEQ)
+    batch = {"tokens": tokens, "weights": tokens.astype(np.float32), "lengths": np.array([3, 4])}
+
+    def moved(batch):
+        with within(plan), balanced(batch, takes_any_order=True) as moved:
+            return moved, jnp.asarray(positions(SEQ))
+
+    placed = {name: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)) for name, x in batch.items()}
+    moved_batch, order = jax.jit(moved)(placed)
+    np.testing.assert_array_equal(order[0], zigzag(SEQ, devices))
+    for name in ("tokens", "weights"):
+        np.testing.assert_array_equal(moved_batch[name], batch[name][:, zigzag(SEQ, devices)])
+    np.testing.assert_array_equal(moved_batch["lengths"], batch["lengths"])
+
+
+@pytest.mark.parametrize(
+    ("takes_any_order", "layout"),
+    [(False, {"sequence": 2}), (True, {"fsdp": 2}), (True, {"sequence": 2, "options": (("context", "all-to-all"),)})],
+    ids=str,
+)
+def test_a_batch_stays_as_it_is_where_no_ring_asks_for_more(takes_any_order, layout):
+    """A model that knows of no order, a whole sequence, and an exchange by heads keep the sequence's own order."""
+    batch = {"tokens": np.zeros((2, SEQ), np.int32)}
+    with within(tiny.plan(**layout)), balanced(batch, takes_any_order=takes_any_order) as same:
+        assert same is batch
+        assert positions(4).tolist() == [[0, 1, 2, 3]]
+
+
+def test_only_a_model_that_says_so_gets_another_order():
+    """Llama does; a module that mixes tokens in its own way, and says nothing, does not."""
+
+    class Mixes(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(4, 4, rngs=rngs)
+
+        def __call__(self, tokens):
+            return jnp.cumsum(self.embed(tokens), axis=1)
+
+    assert tiny.model().facts().takes_any_order
+    assert not flax.from_nnx(Mixes).facts().takes_any_order
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_zigzag_order_gives_every_device_the_same_work(turn):
+    """At every turn of a ring of 4 each device visits as many pairs of chunks; in contiguous order it does not."""
+
+    def pairs(order):
+        starts = order.reshape(4, -1)[:, ::4].tolist()
+        return [len(visible_pairs(starts[i], starts[(i - turn) % 4], 4, None)) for i in range(4)]
+
+    assert len(set(pairs(zigzag(64, 4)))) == 1
+    assert turn == 0 or len(set(pairs(np.arange(64)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("seq", "config", "context", "said"),
+    [
+        (20, CONFIG, "ring", r"20 / \(2 × sequence=4\) = 2.5"),
+        (SEQ, tiny.CONFIG, "all-to-all", r"2 / \(sequence=4\) = 0.5"),
+        (8 * 521, CONFIG, "ring", "521 tokens, which divide into chunks of no more than 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_anything_compiles(seq, config, context, said):
+    """A sequence without two blocks for each device, or in blocks of a prime number of tokens, and key/value heads
+    without a device: the arithmetic and the fix."""
+    step = make_train_step(tiny.plan(config, options=(("context", context),), sequence=4), tiny.loss_fn(config))
+    ids = jax.ShapeDtypeStruct((4, seq), "int32")
+    batch = {"tokens": ids, "targets": ids, "weights": jax.ShapeDtypeStruct((4, seq), "float32")}
+    with pytest.raises(ConfigError, match=said) as caught:
+        step.trace(batch)
+    assert all(problem.fix for problem in caught.value.problems)
+
+
+ASK = """
+    import json, re
+    import jax, numpy as np, optax, spmd
+    from spmd.foresight.collectives import audit_collectives
+    from tests import tiny
+
+    spmd.simulate_devices(8)
+    CONFIG = tiny.replaced(kv_heads=4)
+
+    def compile_step(length, options, sizes, batch=1):
+        ids = jax.ShapeDtypeStruct((batch, length), "int32")
+        shapes = {"tokens": ids, "targets": ids, "weights": jax.ShapeDtypeStruct((batch, length), "float32")}
+        plan = tiny.plan(CONFIG, options=tuple(options.items()), **sizes)
+        return plan, spmd.make_train_step(plan, tiny.loss_fn(CONFIG)).compile(shapes)
+
+    def largest(compiled):
+        sizes = re.findall(r" (?:pred|[a-z]+[0-9]+)\\[([0-9,]+)\\]", compiled.as_text())
+        return max(int(np.prod([int(n) for n in size.split(",")])) for size in sizes)
+
+    def moved(options, sizes):
+        plan, compiled = compile_step(64, options, sizes, batch=4)
+        audit = audit_collectives(compiled, plan.mesh)
+        found = {}
+        for record in audit.records:
+            what = "order" if record.source.startswith("spmd/parallel/order") else "rest"
+            if record.over == "sequence" or "sequence" in record.over.split("+"):
+                found[f"{record.kind} {what}"] = found.get(f"{record.kind} {what}", 0) + record.executions
+        return {"counts": found, "warnings": len(audit.warnings)}
+
+    answers = {
+        "ring": moved({}, {"sequence": 4, "fsdp": 2}),
+        "by heads": moved({"context": "all-to-all"}, {"sequence": 4, "fsdp": 2}),
+        "largest": {k: largest(compile_step(1024, {"attention": k}, {})[1]) for k in ("xla", "chunked")},
+        "temporaries": {
+            n: compile_step(32768, {}, {"sequence": n})[1].memory_analysis().temp_size_in_bytes for n in (2, 8)
+        },
+    }
+    print(json.dumps(answers))
+"""
+
+
+@functools.cache
+def answers():
+    """What the optimised program says, from one process for all questions."""
+    return run_script(ASK)
+
+
+LAYERS, TURNS = tiny.CONFIG.layers, 4 - 1
+
+
+def test_a_ring_sends_what_it_says():
+    """`sequence − 1` permutes of keys and of values forward and again backward, and as many of their gradients.
+
+    The batch, of three arrays, takes two for each; nothing of the sequence is gathered.
+    """
+    counts = answers()["ring"]["counts"]
+    assert counts["collective-permute rest"] == LAYERS * TURNS * (2 + 2 + 2)
+    assert counts["collective-permute order"] == 3 * 2
+    assert set(counts) == {"collective-permute rest", "collective-permute order", "all-reduce rest"}
+    assert answers()["ring"]["warnings"] == 0
+
+
+def test_an_exchange_by_heads_sends_what_it_says():
+    """Four all-to-alls forward and four backward for each layer, and nothing is gathered, not the batch either."""
+    counts = answers()["by heads"]["counts"]
+    assert counts["all-to-all rest"] == LAYERS * 8
+    assert set(counts) == {"all-to-all rest", "all-reduce rest"}
+    assert answers()["by heads"]["warnings"] == 0
+
+
+def test_no_buffer_grows_with_the_square_of_the_sequence():
+    """In chunks, the largest array of the whole step is smaller than one head's scores; XLA's form holds more."""
+    chunked, xla = answers()["largest"]["chunked"], answers()["largest"]["xla"]
+    assert chunked <= 4 * 512 * 512  # four heads of one pair of chunks
+    assert xla > 1024 * 1024 / 2
+
+
+def test_memory_falls_as_devices_are_added():
+    """Temporaries of 32,768 tokens: of 8 devices, each needs less than half of what each of 2 needs."""
+    temporaries = answers()["temporaries"]
+    assert temporaries["8"] < temporaries["2"] / 2
+
+
+ON_TPU = """
+    import json
+    import jax, jax.numpy as jnp, spmd
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    from spmd import launch
+    from spmd.scope import within
+    from spmd.foresight.topology import parse_topology, topology_devices
+    from spmd.parallel.attention import attend
+    from tests import tiny
+
+    launch.start(launch.Launch(absent="tpu"))
+    devices = topology_devices(parse_topology("v5e:2x4"))
+    found = {}
+    for name, context, sizes in (
+        ("splash", "ring", {"fsdp": 4, "tensor": 2}),
+        ("splash by heads", "all-to-all", {"fsdp": 2, "sequence": 2, "tensor": 2}),
+        ("ring", "ring", {"fsdp": 2, "sequence": 2, "tensor": 2}),
+    ):
+        mesh = spmd.make_mesh(devices=devices, **sizes)
+        plan = spmd.make_plan(mesh, tiny.LLAMA, tiny.model(), tiny.OPTIMIZER, context=context)
+
+        def loss(query, key, value, segments):
+            with within(plan):
+                return attend(query, key, value, window=300, segments=segments).astype(jnp.float32).sum()
+
+        heads = NamedSharding(mesh, P(("data", "fsdp", "expert"), "sequence", "tensor"))
+        shapes = [jax.ShapeDtypeStruct((4, 1024, count, 128), "bfloat16", sharding=heads) for count in (8, 4, 4)]
+        ids = jax.ShapeDtypeStruct((4, 1024), "int32", sharding=spmd.batch_sharding(mesh))
+        text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes, ids).compile().as_text()
+        words = ("tpu_custom_call", "all-gather", "all-to-all", "collective-permute-start")
+        found[name] = {word: text.count(word) for word in words}
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.soak
+def test_every_form_compiles_for_tpus():
+    """Splash attention, alone and on exchanged heads, and the ring, with a window and documents, for eight chips."""
+    assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    found = run_script(ON_TPU)
+    assert found["splash"]["tpu_custom_call"] >= 3  # forward, the queries' gradient, the keys' and values'
+    assert found["splash"]["all-gather"] == found["splash"]["all-to-all"] == 0
+    assert found["splash by heads"]["tpu_custom_call"] >= 3
+    assert found["splash by heads"]["all-to-all"] > 0
+    assert found["ring"]["tpu_custom_call"] == found["ring"]["all-gather"] == 0
+    assert found["ring"]["collective-permute-start"] > 0

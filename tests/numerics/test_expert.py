@@ -1,0 +1,308 @@
+"""A mixture is the weighted sum of its experts, however tokens are sent to them and wherever they are."""
+
+import dataclasses
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from models.mixtral import PRESETS
+from partition_rules.mixtral import MIXTRAL
+from spmd import flax
+from spmd.errors import AnnotationError, RuleError
+from spmd.foresight.topology import missing_extra, parse_topology
+from spmd.gradients.base import value_and_grad
+from spmd.loss import next_token_loss
+from spmd.mesh import MeshShape, abstract_mesh
+from spmd.parallel.expert import Kernel, mixture
+from spmd.parallel.router import RouterConfig, Routing, route
+from spmd.plan import make_plan
+from spmd.scope import within
+from spmd.step import make_train_step
+from spmd.testing import token_batches
+from tests import tiny
+from tests.one_device import Job
+from tests.programs import run_script
+
+EXPERTS, D, HIDDEN = 4, 16, 24
+NO_LIMIT = RouterConfig(experts=EXPERTS, dispatch="capacity", capacity_factor=math.inf)
+DROPLESS = RouterConfig(experts=EXPERTS, dispatch="dropless")
+
+
+def random(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+X, LOGITS = random(2, 12, D), random(2, 12, EXPERTS, seed=1)
+KERNELS = [random(EXPERTS, *shape, seed=2 + i) / 4 for i, shape in enumerate([(D, HIDDEN), (D, HIDDEN), (HIDDEN, D)])]
+
+
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def mixed(x, logits, kernels, config, key=None):
+    """The library's layer, on one device."""
+    routing, _ = route(logits, config, key=key)
+    into, out = [Kernel(k, None) for k in kernels[:-1]], Kernel(kernels[-1], None)
+    return mixture(x, routing, config, into, out, swiglu if len(into) == 2 else jax.nn.relu)
+
+
+def dense_sum(x, logits, kernels, config, key=None):
+    """Every expert on every token, weighted; a choice that is not followed weighs nothing."""
+    routing, _ = route(logits, config, key=key)
+    hidden = [jnp.einsum("bsd,edf->bsef", x, kernel) for kernel in kernels[:-1]]
+    y = jnp.einsum("bsef,efd->bsed", (swiglu if len(hidden) == 2 else jax.nn.relu)(*hidden), kernels[-1])
+    weights = (jax.nn.one_hot(routing.experts, EXPERTS) * routing.weights[..., None]).sum(axis=2)
+    return (y * weights[..., None]).sum(axis=2)
+
+
+def values_and_gradients(layer):
+    def loss(arguments):
+        y = layer(*arguments)
+        return (y * random(*y.shape, seed=9)).sum(), y
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+ROUTERS = {
+    "top-1": {"top_k": 1, "normalise": False},
+    "top-2": {},
+    "random-second": {"random_second": True},
+    "top-4": {"top_k": 4},
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_capacity_without_limit_equals_dropless_equals_a_dense_sum(name):
+    """Outputs and the gradients of tokens, router and kernels agree to 1e-5 of the largest value."""
+    kernels = KERNELS[1:] if name == "top-1" else KERNELS
+    key = jax.random.key(0) if "random" in name else None
+    arguments, results = (X, LOGITS, kernels), []
+    for layer, config in ((dense_sum, NO_LIMIT), (mixed, NO_LIMIT), (mixed, DROPLESS)):
+        config = dataclasses.replace(config, **ROUTERS[name])
+
+        def call(x, logits, kernels, layer=layer, config=config):
+            y = layer(x, logits, kernels, config, key)
+            return y[0] if isinstance(y, tuple) else y
+
+        results.append(values_and_gradients(call)(arguments))
+    for result in results[1:]:
+        for ours, reference in zip(jax.tree.leaves(result), jax.tree.leaves(results[0]), strict=True):
+            scale = np.abs(reference).max()
+            np.testing.assert_allclose(np.asarray(ours) / scale, np.asarray(reference) / scale, rtol=0, atol=1e-5)
+
+
+def test_expert_choice_equals_a_dense_sum():
+    """Of the tokens that experts took, with gradients."""
+    config = RouterConfig(experts=EXPERTS, choice="expert", balance=0, dispatch="capacity", capacity_factor=1.0)
+    ours, reference = (
+        values_and_gradients(layer)((X, LOGITS, KERNELS))
+        for layer in (lambda *a: mixed(*a, config)[0], lambda *a: dense_sum(*a, config))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, reference)
+
+
+def test_a_token_that_finds_no_room_gets_nothing():
+    """Of three tokens for one expert with room for two, the last is dropped, counted, and its output is zero."""
+    config = RouterConfig(experts=2, top_k=1, normalise=False, dispatch="capacity", capacity_factor=1.0)
+    routing = Routing(jnp.zeros((1, 4, 1), jnp.int32).at[0, 2].set(1), jnp.ones((1, 4, 1)))
+    kernels = [Kernel(jnp.ones((2, D, D)), None)] * 2
+    y, dropped = mixture(X[:1, :4], routing, config, kernels[:1], kernels[1], jax.nn.relu)
+    assert float(dropped) == 1
+    np.testing.assert_array_equal(np.asarray(y[0, 3]), 0.0)
+    np.testing.assert_array_equal(np.asarray((np.abs(y[0, :3]) > 0).any(axis=-1)), np.asarray(X[0, :3].sum(-1) > 0))
+    limited, count = mixed(X, LOGITS, KERNELS, dataclasses.replace(NO_LIMIT, capacity_factor=0.5))
+    assert count > 0
+    assert np.abs(limited - mixed(X, LOGITS, KERNELS, NO_LIMIT)[0]).max() > 1e-2  # the control
+
+
+# One tiny Mixtral on several meshes, against one device.
+
+CONFIGS = {
+    dispatch: dataclasses.replace(
+        PRESETS["test"], router=dataclasses.replace(PRESETS["test"].router, dispatch=dispatch)
+    )
+    for dispatch in ("capacity", "dropless")
+}
+BATCHES = token_batches((8, 16), 64, steps=2)
+
+
+@functools.cache
+def model(dispatch):
+    return flax.from_nnx(CONFIGS[dispatch].build)
+
+
+@functools.cache
+def grad_fn(dispatch):
+    return value_and_grad(next_token_loss(model(dispatch)))
+
+
+def plan(dispatch, mesh=None, rules=MIXTRAL, **sizes):
+    return make_plan(mesh or tiny.mesh(**sizes), rules, model(dispatch), optax.adamw(1e-3))
+
+
+@functools.cache
+def job(dispatch):
+    return Job(model(dispatch), MIXTRAL, grad_fn(dispatch), BATCHES)
+
+
+@pytest.mark.parametrize(("dispatch", "sizes"), [("dropless", {"expert": 8}), ("capacity", {"data": 2, "expert": 4})])
+def test_many_devices_equal_one(dispatch, sizes):
+    """As many devices as experts, and tokens that find no room, which the parity suite's table does not have."""
+    job(dispatch).assert_parity(**sizes)
+
+
+def test_control_tokens_that_stay_where_they_are(monkeypatch):
+    """An all-to-all that sends nothing is noticed."""
+    monkeypatch.setattr(jax.lax, "all_to_all", lambda x, *_, **__: x)
+    own = value_and_grad(next_token_loss(model("capacity")))  # so that nothing compiled before is used
+    assert not job("capacity").parity(grad_fn=own, expert=2).ok
+
+
+# What cannot be is an error before anything compiles.
+
+
+def problems_of(dispatch, **sizes):
+    with pytest.raises(RuleError) as caught:
+        plan(dispatch, mesh=abstract_mesh(MeshShape(**sizes)))
+    return caught.value.problems
+
+
+def test_more_expert_shards_than_experts():
+    """Each kernel is named, with the division that does not come out."""
+    problems = problems_of("dropless", expert=16)
+    assert {p.where.split("/")[-2] for p in problems} == {"gate_proj", "up_proj", "down_proj"}
+    assert all("8 / (expert=16) = 0.5" in p.arithmetic for p in problems)
+
+
+def test_an_expert_axis_on_a_model_without_experts():
+    """It would split the batch alone, which `data` and `fsdp` are for."""
+    with pytest.raises(RuleError, match="no experts") as caught:
+        tiny.plan(expert=2)
+    assert [p.where for p in caught.value.problems] == ["mesh.expert"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({"experts/down_proj/kernel": P("expert", "fsdp", "tensor")}, "the experts' kernels"),
+        ({"experts/(gate|up)_proj/kernel": P(None, "fsdp", "tensor")}, "the experts' kernels"),
+        ({"expert_tokens": P(("data", "fsdp"), "sequence")}, "activation 'expert_tokens'"),
+        ({"expert_tokens": P(("data", "fsdp", "expert"), "tensor")}, "activation 'expert_tokens'"),
+        ({"experts/(gate|up)_proj/kernel": P(("fsdp", "expert"), None, "tensor")}, "the experts' kernels"),
+        ({"expert_tokens": P(("data", "expert"), "sequence")}, "activation 'expert_tokens'"),
+    ],
+    ids=["down", "into", "tokens-whole", "tokens-over-tensor", "no-neighbours", "tokens-not-over-fsdp"],
+)
+def test_tables_that_the_layer_has_no_collectives_for(changed, wrong):
+    """Kernels that are split differently, and tokens that are not split over experts: an error when it is traced."""
+    rules = dataclasses.replace(
+        MIXTRAL,
+        params=[(pattern, changed.get(pattern, spec)) for pattern, spec in MIXTRAL.params],
+        activations=[(name, changed.get(name, spec)) for name, spec in MIXTRAL.activations],
+    )
+    made = plan("dropless", mesh=abstract_mesh(MeshShape(fsdp=2, expert=2, tensor=2)), rules=rules)
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCHES[0].items()}
+    with pytest.raises(AnnotationError) as caught:
+        make_train_step(made, next_token_loss(model("dropless"))).trace(batch)
+    assert [p.where for p in caught.value.problems] == [wrong]
+    assert all(p.fix for p in caught.value.problems)
+
+
+def test_kernels_that_the_table_does_not_know():
+    """A hand-written model must say which rules its kernels go by."""
+    with within(plan("dropless")), pytest.raises(AnnotationError, match="not all in the rule table"):
+        mixed(X, LOGITS, KERNELS, DROPLESS)
+
+
+def test_experts_that_are_not_split_send_nothing():
+    """With experts whole on every device the layer has no all-to-all, and an abstract mesh is enough to see it."""
+    for sizes, expected in (({"fsdp": 4}, False), ({"expert": 4}, True)):
+        made = plan("dropless", mesh=abstract_mesh(MeshShape(**sizes)))
+        with within(made):
+            text = str(
+                jax.make_jaxpr(lambda p, t: model("dropless").apply(p, t).logits)(
+                    made.abstract_params, BATCHES[0]["tokens"]
+                )
+            )
+        assert ("all_to_all" in text) is expected
+
+
+# What is asked of the optimised program, in one process for each compiler.
+
+COMPILE = """
+    import dataclasses, json, sys
+    import jax, optax, spmd
+    from models.mixtral import MixtralConfig, PRESETS, RouterConfig
+    from partition_rules.mixtral import MIXTRAL
+    from spmd import launch
+    from spmd.foresight.collectives import audit_collectives
+    from spmd.foresight.topology import parse_topology, topology_devices
+
+    topology = parse_topology(sys.argv[1])
+    on_cpu = topology.platform == "cpu"
+    launch.start(launch.Launch(8 if on_cpu else 0, absent="" if on_cpu else topology.platform))
+    found = {}
+    for dispatch, remat, sizes in json.loads(sys.argv[2]):
+        router = RouterConfig(experts=8, dispatch=dispatch)
+        config = MixtralConfig(vocab=256, d_model=256, layers=3, heads=4, kv_heads=2, d_ff=256, router=router)
+        model = spmd.from_nnx(config.build)
+        mesh = spmd.make_mesh(devices=topology_devices(topology), **sizes)
+        plan = spmd.make_plan(mesh, MIXTRAL, model, optax.sgd(0.1), remat=remat, precision="bf16")
+        batch = {name: jax.ShapeDtypeStruct((8, 64), "int32") for name in ("tokens", "targets")}
+        batch["weights"] = jax.ShapeDtypeStruct((8, 64), "float32")
+        step = spmd.make_train_step(plan, spmd.next_token_loss(model)).compile(batch)
+        records = audit_collectives(step, mesh).records
+        found[f"{dispatch} {remat}"] = [(r.kind, r.over, r.source, r.executions, r.bytes) for r in records]
+    print(json.dumps(found))
+"""
+
+
+@functools.cache
+def collectives(topology, questions):
+    return run_script(COMPILE, topology, questions)
+
+
+def all_to_alls(records, kind="all-to-all"):
+    """How many times in a step rows are exchanged between experts' devices; the embedding's exchange is in Llama."""
+    return sum(n for k, over, source, n, _ in records if k == kind and over == "expert" and "llama" not in source)
+
+
+MIXED = {"fsdp": 2, "expert": 2, "tensor": 2}
+ON_CPU = json.dumps([["dropless", "none", MIXED], ["capacity", "none", {"expert": 8}], ["capacity", "full", MIXED]])
+
+
+def test_two_all_to_alls_forward_and_two_backward():
+    """In each of three layers, by both kinds of dispatch; recomputation exchanges twice more."""
+    found = collectives("cpu:8", ON_CPU)
+    assert all_to_alls(found["dropless none"]) == 3 * 4
+    assert all_to_alls(found["capacity none"]) == 3 * 4
+    assert all_to_alls(found["capacity full"]) == 3 * 6
+
+
+def test_nothing_else_of_tokens_is_gathered():
+    """Routing needs no all-gather, and dropless dispatch one of sizes: four bytes for each expert of each device."""
+    for name, records in collectives("cpu:8", ON_CPU).items():
+        gathered = [(source, size / n) for k, _, source, n, size in records if k == "all-gather" and "router" in source]
+        assert not gathered, name
+        sizes = [size / n for k, over, _, n, size in records if k == "all-gather" and over == "expert"]
+        assert all(size <= 4 * 8 * 2 for size in sizes), name
+
+
+ABSENT = [t for t in ("v5e:2x4", "h100:1x8") if t.startswith("v5e") or missing_extra(parse_topology(t)) is None]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("topology", ABSENT)
+def test_accelerators_send_only_rows_that_are_filled(topology):
+    """For TPUs and GPUs the exchange is a ragged all-to-all, twice forward and twice backward in each layer."""
+    found = collectives(topology, json.dumps([["dropless", "none", MIXED]]))
+    assert all_to_alls(found["dropless none"], "ragged-all-to-all") == 3 * 4
+    assert all_to_alls(found["dropless none"]) == 0

@@ -1,0 +1,147 @@
+"""NNX and Linen modules alike become two functions, and train under a table without knowing of this framework."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from models.llama import Llama
+from spmd import flax, tree
+from spmd.gradients.base import value_and_grad
+from spmd.loss import next_token_loss
+from spmd.plan import make_plan
+from spmd.rules import Rules, replicate
+from spmd.testing import assert_parity, compare, record_run, scale_gradients, token_batches
+from tests import tiny
+from tests.rounding import assert_close, noise_of
+
+VOCAB, WIDTH = 16, 8
+BATCHES = token_batches((8, 4), VOCAB, steps=1)
+RULES = Rules(
+    params=[
+        ("embed/embedding", P("tensor", "fsdp")),
+        ("hidden/kernel", P("fsdp", "tensor")),
+        ("hidden/bias", P("tensor")),
+        ("head/kernel", P("tensor", "fsdp")),
+        ("head/bias", replicate("a few bytes")),
+    ]
+)
+
+
+class NnxModel(nnx.Module):
+    """A token-wise network that knows nothing of spmd."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.hidden = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.head = nnx.Linear(4 * WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(jax.nn.gelu(self.hidden(self.embed(tokens))))
+
+
+class LinenModel(nn.Module):
+    """The same network in Linen."""
+
+    def setup(self):
+        self.embed = nn.Embed(VOCAB, WIDTH)
+        self.hidden = nn.Dense(4 * WIDTH)
+        self.head = nn.Dense(VOCAB)
+
+    def __call__(self, tokens):
+        return self.head(jax.nn.gelu(self.hidden(self.embed(tokens))))
+
+
+@functools.cache
+def model(kind):
+    tokens = jax.ShapeDtypeStruct((8, 4), jnp.int32)
+    return flax.from_nnx(NnxModel) if kind == "nnx" else flax.from_linen(LinenModel(), tokens)
+
+
+@functools.cache
+def grad_fn(kind):
+    return value_and_grad(next_token_loss(model(kind)))
+
+
+def plan(kind, **sizes):
+    return make_plan(tiny.mesh(**sizes), RULES, model(kind), optax.adamw(1e-2))
+
+
+def test_both_kinds_have_one_interface():
+    """Parameters are nested dictionaries with the same paths, and the same numbers give the same outputs."""
+    ours, theirs = (model(kind).init(jax.random.key(0)) for kind in ("nnx", "linen"))
+    shapes = [{path: leaf.shape for path, leaf in tree.flatten(params).items()} for params in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+    assert list(shapes[0]) == ["embed/embedding", "head/bias", "head/kernel", "hidden/bias", "hidden/kernel"]
+    tokens = BATCHES[0]["tokens"]
+    for params in (ours, theirs):
+        nnx_logits, linen_logits = (model(kind).apply(params, tokens) for kind in ("nnx", "linen"))
+        assert_close(nnx_logits, linen_logits, noise_of(model("linen").apply, params, tokens))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_init_is_a_function_of_the_key(kind):
+    """One key gives one set of parameters, traced or not; another gives another."""
+    init = model(kind).init
+    one = init(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, one, init(jax.random.key(0)))
+    assert not np.array_equal(one["hidden"]["kernel"], init(jax.random.key(1))["hidden"]["kernel"])
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(lambda x: (x.shape, x.dtype), one)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_apply_is_a_function_of_the_parameters(kind):
+    """It holds no parameter of its own: others give other outputs, and the first ones the first outputs again."""
+    one, other = (model(kind).init(jax.random.key(seed)) for seed in (0, 1))
+    tokens = BATCHES[0]["tokens"]
+    before = np.asarray(model(kind).apply(one, tokens))
+    assert not np.allclose(before, model(kind).apply(other, tokens))
+    np.testing.assert_array_equal(before, model(kind).apply(one, tokens))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_model_unknown_to_the_framework_trains_sharded(kind):
+    """One step under a table on fsdp=4, tensor=2 equals one device, with every parameter split as the table says."""
+    sharded = plan(kind, fsdp=4, tensor=2)
+    assert_parity(sharded, plan(kind), grad_fn(kind), BATCHES)
+    specs = {leaf.path: leaf.spec for leaf in sharded.params}
+    assert specs["hidden/kernel"] == P("fsdp", "tensor")
+    assert {leaf.path: leaf.bytes_per_device for leaf in sharded.params}["hidden/kernel"] == WIDTH * 4 * WIDTH * 4 // 8
+
+
+def test_control_a_wrong_gradient_of_it_is_caught():
+    """The comparison of the test above can fail."""
+    wrong = record_run(plan("linen", fsdp=4, tensor=2), scale_gradients(grad_fn("linen"), 1.01), BATCHES)
+    assert not compare(wrong, record_run(plan("linen"), grad_fn("linen"), BATCHES)).ok
+
+
+def test_paths_of_unrolled_layers_are_digits():
+    """A list of layers is `layers/0/…`, which the rules read as one layer; a stack has no number."""
+    unrolled = tiny.replaced(stacked=False, layers=12)
+    paths = tree.flatten(jax.eval_shape(tiny.model(unrolled).init, jax.random.key(0)))
+    assert {path.split("/")[1] for path in paths if path.startswith("layers/")} == set(map(str, range(12)))
+    stack = tree.flatten(jax.eval_shape(tiny.model().init, jax.random.key(0)))
+    names = {path.replace("layers/7/", "layers/") for path in paths if not path.startswith("layers/") or "/7/" in path}
+    assert names == set(stack)
+
+
+def test_a_parameter_knows_its_path():
+    """Layers find their parameters in the plan by the path that this module gives them."""
+    seen = []
+
+    class Curious(Llama):
+        def __call__(self, tokens):
+            seen.append((self.lm_head.kernel.get_metadata("path"), self.layers.mlp.up_proj.kernel.get_metadata("path")))
+            return super().__call__(tokens)
+
+    curious = flax.from_nnx(lambda rngs: Curious(tiny.CONFIG, rngs=rngs))
+    params = jax.eval_shape(curious.init, jax.random.key(0))
+    jax.eval_shape(curious.apply, params, jax.ShapeDtypeStruct((2, 4), jnp.int32))
+    assert seen == [("lm_head/kernel", "layers/mlp/up_proj/kernel")]

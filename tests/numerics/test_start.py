@@ -1,0 +1,179 @@
+"""Training starts from the parameters of a run or of a Hugging Face folder, on any mesh, whole or with adapters."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from models.llama import LlamaConfig
+from partition_rules.llama import LLAMA
+from spmd import tree
+from spmd.checkpoint import Checkpoints
+from spmd.config import TrainConfig, load_config
+from spmd.errors import CheckpointError
+from spmd.lora import BASE, LoraConfig
+from spmd.mesh import MeshShape
+from spmd.params import read_params
+from spmd.recipe import Recipe, config_mesh
+from spmd.start import check_start, initial_state
+from tests.command_line import run
+from tests.train_runs import write_tiny
+
+LORA = LoraConfig(targets=("attention/(q|v)_proj/kernel",), rank=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run of two steps in `base`, and its export in `hf`."""
+    folder = tmp_path_factory.mktemp("start")
+    config = write_tiny(folder)
+    assert (
+        run("train", config, "--out", folder / "base", "--steps", 2, "--optimizer.warmup-steps", 1, "--devices", 8) == 0
+    )
+    assert run("export", folder / "base", "--out", folder / "hf") == 0
+    return folder
+
+
+def recipe(folder: Path, start: str, **fields: object) -> Recipe:
+    """A recipe of the tiny config that starts from a folder."""
+    config: TrainConfig = dataclasses.replace(
+        load_config(str(folder / "tiny.py")), **{"init": str(folder / start), **fields}
+    )
+    return Recipe(config, config_mesh(config))
+
+
+@functools.cache
+def trained(folder: Path) -> dict[str, np.ndarray]:
+    """The parameters that the run ended with, read as they are."""
+    plan = recipe(folder, "base").plan
+    with Checkpoints(folder / "base" / "checkpoints", read_only=True) as checkpoints:
+        state, _ = checkpoints.restore(2, {"params": plan.abstract_params}, branches=["params"])
+    return {path: np.asarray(x) for path, x in tree.flatten(state["params"]).items()}
+
+
+@pytest.mark.parametrize("start", ["base", "hf"])
+@pytest.mark.parametrize("mesh", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=2, tensor=2)], ids=["fsdp", "all"])
+def test_parameters_are_bitwise_those_of_the_folder(folder: Path, start: str, mesh: MeshShape) -> None:
+    """From a run and from its export, in the shards of another mesh; the optimizer and the step begin anew."""
+    began = recipe(folder, start, mesh=mesh)
+    assert str(folder / start) in check_start(began)
+    state = initial_state(began)
+    for path, leaf in tree.flatten(state.params).items():
+        np.testing.assert_array_equal(leaf, trained(folder)[path], err_msg=path)
+        assert leaf.sharding == tree.flatten(began.plan.abstract_params)[path].sharding
+    assert int(state.step) == 0
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer_state))
+
+
+def test_control_without_it_parameters_are_others(folder: Path) -> None:
+    """Drawn from the seed, parameters are not those that a run ended with."""
+    state = initial_state(recipe(folder, "base", init=""))
+    assert not np.allclose(state.params["lm_head"]["kernel"], trained(folder)["lm_head/kernel"])
+
+
+def test_with_adapters_what_is_loaded_is_frozen_and_merged_on_export(folder: Path) -> None:
+    """`--init` with `--lora.targets`: the base is the folder's; an export of the run has its adapters in it."""
+    began = recipe(folder, "hf", lora=LORA, mesh=MeshShape(fsdp=4, tensor=2))
+    state = initial_state(began)
+    for path, leaf in tree.flatten(state.variables[BASE]).items():
+        np.testing.assert_array_equal(leaf, trained(folder)[path], err_msg=path)
+    tuned, out = folder / "tuned", folder / "tuned-hf"
+    flags = ("--init", folder / "hf", "--lora.targets", *LORA.targets, "--lora.rank", 2, "--steps", 3, "--devices", 8)
+    assert run("train", folder / "tiny.py", "--out", tuned, *flags, "--optimizer.warmup-steps", 1) == 0
+    assert run("export", tuned, "--out", out) == 0
+    merged = tree.flatten(initial_state(recipe(folder, "tuned-hf")).params)
+    changed = {path for path, leaf in merged.items() if not np.array_equal(leaf, trained(folder)[path])}
+    assert changed == {f"layers/attention/{name}_proj/kernel" for name in "qv"}
+    abstract = recipe(folder, "base").plan.abstract_params
+    for path, leaf in tree.flatten(read_params(tuned, abstract)).items():
+        np.testing.assert_array_equal(leaf, merged[path], err_msg=path)
+
+
+def test_another_model_is_refused(folder: Path) -> None:
+    """What changes no shape is a difference too: every field is listed, and nothing is read."""
+    other = dataclasses.replace(load_config(str(folder / "tiny.py")).model, rope_theta=500.0, norm_eps=1e-3)
+    for start in ("base", "hf"):
+        with pytest.raises(CheckpointError) as caught:
+            check_start(recipe(folder, start, model=other))
+        assert [problem.where for problem in caught.value.problems] == ["model.norm_eps", "model.rope_theta"]
+
+
+@pytest.mark.parametrize("sign", ["model.safetensors", "model.safetensors.index.json", "architectures"])
+def test_a_folder_from_elsewhere_is_never_executed(folder: Path, tmp_path: Path, sign: str) -> None:
+    """What could be Hugging Face's is read as that, whatever else is in it."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    about = {"config": {}, **({"architectures": ["LlamaForCausalLM"]} if sign == "architectures" else {})}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    if sign != "architectures":
+        (tmp_path / sign).write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        check_start(recipe(folder, str(tmp_path)))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_adapters_beside_noise_are_told(folder: Path) -> None:
+    """Without `init` what is frozen is drawn at random."""
+    assert "drawn at random" in check_start(recipe(folder, "base", init="", lora=LORA))
+    assert check_start(recipe(folder, "base", init="")) == ""
+
+
+def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
+    """A folder that is not there, and a model of another class."""
+    with pytest.raises(CheckpointError, match="is no folder"):
+        check_start(recipe(folder, "nothing"))
+
+    @dataclasses.dataclass(frozen=True)
+    class Other(LlamaConfig):
+        pass
+
+    model = Other(**dataclasses.asdict(load_config(str(folder / "tiny.py")).model))
+    with pytest.raises(CheckpointError) as caught:
+        check_start(recipe(folder, "base", model=model, rules=LLAMA))
+    assert [problem.where for problem in caught.value.problems] == ["model.class"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="whole"),
+        pytest.param(("--lora.targets", *LORA.targets), id="adapters", marks=pytest.mark.soak),
+    ],
+)
+def test_a_check_starts_with_it(folder: Path, capsys: pytest.CaptureFixture, more: tuple[str, ...]) -> None:
+    """Both layouts have the folder's parameters; the control: drawn ones have another loss."""
+    flags = ("--check-steps", 1, "--optimizer.learning-rate", "1e-3", "--devices", 8, "--json")
+    command = ("check", folder / "tiny.py", *flags)
+    assert run(*command, "--init", folder / "hf", *more) == 0
+    started = json.loads(capsys.readouterr().out)
+    assert {row["error"] for row in started["rows"] if row["what"] == "initial parameters"} == {0.0}
+    assert run(*command) == 0
+    drawn = json.loads(capsys.readouterr().out)
+    assert started["reference"][0] < drawn["reference"][0] - 0.1
+    assert run(*command, "--init", folder / "hf", *more, "--model.rope-theta", "500") == 2
+    assert "model.rope_theta" in capsys.readouterr().err
+
+
+def test_a_plan_says_what_a_run_starts_with(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """The folder is compared; one that is where the run will be is not asked for here; the control says nothing."""
+    for start, says in (("hf", f"starts with {folder / 'hf'}\n"), ("far", "which is not on this machine"), ("", "")):
+        assert run("plan", folder / "tiny.py", "--init", folder / start if start else "", "--devices", 8) == 0
+        printed = capsys.readouterr().out
+        assert says in printed
+        assert ("starts with" in printed) == bool(says)
+    assert run("plan", folder / "tiny.py", "--init", folder / "hf", "--devices", 8, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["start"] == f"starts with {folder / 'hf'}"
+    assert run("plan", folder / "tiny.py", "--init", folder / "hf", "--devices", 8, "--model.rope-theta", "500") == 2
+    assert "model.rope_theta" in capsys.readouterr().err
+
+
+def test_the_wrong_kind_of_folder_is_told_with_the_right_command(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """A Hugging Face folder is imported first, and a run's config is a file in it."""
+    assert run("generate", folder / "hf", "--prompt", "x") == 2
+    assert f"spmd import {folder / 'hf'} --out RUN" in capsys.readouterr().err
+    assert run("plan", folder / "base") == 2
+    assert f"{folder / 'base' / 'config.py'}, which is the run's" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Tensor and sequence parallelism: the numbers of one device, and the published memory."""
+
+import functools
+
+import jax
+import optax
+import pytest
+
+from models.llama import LlamaConfig
+from models.mixtral import PRESETS as MIXTRAL_PRESETS
+from partition_rules.llama import (
+    LLAMA,
+    LLAMA_REPLICATED_KV,
+    LLAMA_SEQUENCE_PARALLEL,
+)
+from spmd.errors import AnnotationError
+from spmd.foresight.memory import estimate_memory
+from spmd.gradients.base import value_and_grad
+from spmd.loss import next_token_loss
+from spmd.plan import make_plan
+from spmd.step import make_train_step
+from spmd.testing import compare, record_run, token_batches
+from tests import tiny
+
+BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
+MIXTRAL_CONFIG = MIXTRAL_PRESETS["test"]
+
+
+@functools.cache
+def record(config, rules, sizes, options=()):
+    """Two steps under a rule table."""
+    model = tiny.model(config)
+    plan = make_plan(tiny.mesh(**dict(sizes)), rules, model, tiny.OPTIMIZER, **dict(options))
+    return record_run(plan, value_and_grad(next_token_loss(model, chunk=24)), BATCHES)
+
+
+def parity(config, rules, plain, **sizes):
+    return compare(record(config, rules, tuple(sizes.items())), record(config, plain, ()))
+
+
+def test_key_value_heads_are_replicated_where_the_table_says_so():
+    """Two key/value heads on four devices: an error under the plain table, one device's numbers under the other."""
+    with pytest.raises(AnnotationError, match=r"attention_key(.|\n)*2 / \(tensor=4\) = 0.5"):
+        record(tiny.CONFIG, LLAMA, (("tensor", 4),))
+    result = parity(tiny.CONFIG, LLAMA_REPLICATED_KV, LLAMA, data=2, tensor=4)
+    assert result.ok, f"\n{result}"
+
+
+def test_query_heads_that_do_not_divide_are_refused():
+    """Six heads on four devices: their kernel divides, they do not."""
+    config = LlamaConfig(vocab=64, d_model=48, layers=1, heads=6, kv_heads=6, d_ff=64)
+    with pytest.raises(AnnotationError, match=r"attention_query(.|\n)*6 / \(tensor=4\) = 1.5"):
+        record(config, LLAMA, (("tensor", 4),))
+
+
+SHAPES = {"tokens": "int32", "targets": "int32", "weights": "float32"}
+
+
+def saved(rules, tensor, layers=4, batch=8, seq=128, d=64):
+    """What the layers save for the backward pass with `remat="selective"`: bytes, in those of one residual stream."""
+    model = tiny.model(LlamaConfig(64, d, layers, 4, 4, 2 * d))
+    mesh = tiny.mesh(tensor=tensor)
+    plan = make_plan(mesh, rules, model, optax.sgd(1.0), remat="selective", precision="bf16")
+    step = make_train_step(plan, tiny_loss(model))
+    arrays = {name: jax.ShapeDtypeStruct((batch, seq), dtype) for name, dtype in SHAPES.items()}
+    return sum(estimate_memory(step, arrays, "tpu").saved.values()) / (2 * layers * batch * seq * d)
+
+
+@functools.cache
+def tiny_loss(model):
+    return next_token_loss(model)
+
+
+OUTSIDE, INSIDE = 4, 4 + 3 * 2  # two norms and their inputs; q, k, v and the output; gate, up and hidden, 2 d wide each
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_activations_fall_as_published(tensor):
+    """Tensor parallelism divides what is inside of its regions, sequence parallelism all (table 2 of the paper)."""
+    assert saved(LLAMA, 1) == OUTSIDE + INSIDE
+    assert saved(LLAMA, tensor) == OUTSIDE + INSIDE / tensor
+    assert saved(LLAMA_SEQUENCE_PARALLEL, tensor) == (OUTSIDE + INSIDE) / tensor

@@ -1,0 +1,310 @@
+"""Models written by `transformers` are the same models here, and those that are written here are the same there.
+
+A new family is one line in `MODELS`.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from spmd import flax
+from spmd.generate import Generator
+from spmd.hf import family as families
+from spmd.hf.family import AS_IS, family_of
+from spmd.hf.load import load_params
+from spmd.hf.safetensors import SafetensorsFile, write_safetensors
+from spmd.hf.save import save_params
+from spmd.mesh import make_mesh
+from spmd.model import as_outputs
+from spmd.plan import make_plan
+from spmd.sampling import Sampling
+from spmd.tokenizer import load_tokenizer
+from tests.numerics.test_sampling import LOGITS, expected
+from tests.unit.test_tokenizer import begin_with, bpe
+
+LLAMA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+}
+SCALED = {
+    "rope_theta": 300.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA2 = {  # with caps that scores and logits of this size do reach
+    "head_dim": 16,
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 9,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 1.0,
+}
+VIT = {
+    **{"image_size": 12, "patch_size": 4, "num_labels": 6, "id2label": {n: f"digit {n}" for n in range(6)}},
+    **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48},
+}
+ENDINGS = {"GPT2": "LMHeadModel", "ViT": "ForImageClassification"}
+# The names of transformers' classes, and the fields of a small model.
+MODELS = {
+    "llama": ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
+    "llama-tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "rms_norm_eps": 0.1}),
+    "llama-wide-heads": ("Llama", {**LLAMA, "head_dim": 16}),
+    "llama-3.1": ("Llama", {**LLAMA, "rope_parameters": SCALED}),
+    "mistral": ("Mistral", {**LLAMA, "sliding_window": 4}),
+    "mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16, "tie_word_embeddings": True}),
+    "gemma": ("Gemma", {**LLAMA, "head_dim": 16}),
+    "gemma2": ("Gemma2", {**LLAMA, **GEMMA2}),
+    "gpt2": ("GPT2", {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}),
+    "vit": ("ViT", VIT),
+}
+MESHES = {"one": {}, "fsdp2-tensor2": {"fsdp": 2, "tensor": 2}}
+IN_CI = ("llama", "gpt2")
+"""Models that every change is compared with; the others are soak."""
+
+
+def marked(names):
+    """The names, as soak where they are not among those in CI."""
+    return [name if name in IN_CI else pytest.param(name, marks=pytest.mark.soak) for name in names]
+
+
+TEXT = [name for name in MODELS if name != "vit"]
+TOKENS = np.random.default_rng(0).integers(0, 64, (4, 12), dtype=np.int32)
+IMAGES = np.random.default_rng(1).standard_normal((4, 12, 12, 3), np.float32)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """The library, without its progress bars."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+@pytest.fixture(scope="module")
+def written(transformers, tmp_path_factory):
+    """A function: name of a model → a folder as transformers writes it, in one file or several, and its logits."""
+    import torch
+
+    made = {}
+
+    def write(name):
+        if name not in made:
+            kind, fields = MODELS[name]
+            torch.manual_seed(0)
+            model = getattr(transformers, kind + ENDINGS.get(kind, "ForCausalLM"))(
+                getattr(transformers, f"{kind}Config")(**fields)
+            ).eval()
+            with torch.no_grad():
+                for parameter in model.parameters():  # norms and biases are 1 and 0, where nothing would be seen
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+            folder = tmp_path_factory.mktemp(name)
+            model.save_pretrained(folder / "whole")
+            model.save_pretrained(folder / "sharded", max_shard_size="20KB")
+            made[name] = folder, logits_there(model)
+        return made[name]
+
+    return write
+
+
+def logits_there(model):
+    """What a model of transformers says."""
+    import torch
+
+    asked = TOKENS.astype(np.int64) if model.config.model_type != "vit" else IMAGES.transpose(0, 3, 1, 2)
+    with torch.no_grad():
+        return model(torch.tensor(asked)).logits.numpy()
+
+
+def read(folder, **sizes):
+    """The family, the shape, the plan and the parameters of a folder on a mesh."""
+    values = json.loads((folder / "config.json").read_text())
+    family = family_of(values["architectures"])
+    config = family.read_config(values)
+    count = int(np.prod([*sizes.values(), 1]))
+    mesh = make_mesh(devices=jax.devices()[:count], **sizes)
+    plan = make_plan(mesh, family.rules(config), flax.from_nnx(config.build), optax.sgd(0.1))
+    return family, config, plan, load_params(folder, plan.abstract_params)
+
+
+def logits_here(plan, params):
+    """What the same model says here."""
+    asked = jnp.asarray(IMAGES if "class_token" in params else TOKENS)
+    return np.asarray(jax.jit(lambda p, x: as_outputs(plan.model.apply(p, x)).logits)(params, asked))
+
+
+def difference(ours, theirs):
+    """The largest, of logits of this size."""
+    assert np.abs(theirs).max() > 0.5
+    return np.abs(ours - theirs).max()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", marked(MODELS))
+def test_logits_are_those_of_transformers(name, mesh, written):
+    """In float32, on one device from one file, and on four from several."""
+    folder, theirs = written(name)
+    folder = folder / ("sharded" if MESHES[mesh] else "whole")
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == bool(MESHES[mesh])
+    _, _, plan, params = read(folder, **MESHES[mesh])
+    assert difference(logits_here(plan, params), theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", marked(TEXT))
+def test_greedy_text_is_that_of_transformers(name, written, transformers):
+    """64 tokens after each of four prompts, with keys and values kept here as there, on a mesh."""
+    import torch
+
+    folder, _ = written(name)
+    there = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole").eval()
+    there.generation_config.eos_token_id = None
+    asked = torch.tensor(TOKENS.astype(np.int64))
+    theirs = there.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=64)
+    _, _, plan, params = read(folder / "whole", fsdp=2, tensor=2)
+    generator = Generator(plan, window=96, sampling=Sampling(temperature=0.0))
+    assert not generator.whole_window
+    ours = generator.write(params, {}, list(TOKENS), tokens=64)
+    np.testing.assert_array_equal(np.stack(ours), theirs[:, TOKENS.shape[1] :].numpy())
+    assert len(np.unique(ours)) > 4  # not one token over and over
+
+
+@pytest.mark.parametrize("name", marked(MODELS))
+def test_there_and_back(name, written, transformers, tmp_path):
+    """What is exported from four devices has the same bits, loads in transformers, and says the same."""
+    folder, theirs = written(name)
+    family, config, _, params = read(folder / "sharded", fsdp=2, tensor=2)
+    values = json.loads((folder / "sharded" / "config.json").read_text())
+    save_params(tmp_path / "out", params, family, config, shard_size=20_000, values=values)
+    before, after = tensors(folder / "sharded"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[tensor], after[tensor]) for tensor in before)
+    kind = getattr(transformers, values["architectures"][0])
+    again, about = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(about.values())
+    assert again.config.id2label == kind.from_pretrained(folder / "whole").config.id2label
+    np.testing.assert_allclose(logits_there(again.eval()), theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+
+
+def tensors(folder):
+    """Every tensor of a folder."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with SafetensorsFile(path) as file:
+            found |= {name: file.read(name) for name in file.tensors}
+    return found
+
+
+def test_a_16_bit_checkpoint_is_read_as_transformers_reads_it(written, transformers, tmp_path):
+    """bfloat16 in the files is float32 here, with the same values."""
+    import torch
+
+    folder, _ = written("llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "narrow")
+    _, _, plan, params = read(tmp_path / "narrow", fsdp=2, tensor=2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    assert difference(logits_here(plan, params), logits_there(model.float().eval())) < TOLERANCE
+
+
+def test_a_prefix_may_be_left_out(written, tmp_path):
+    """The published GPT-2 names its tensors without `transformer.`, and has masks among them."""
+    folder, theirs = written("gpt2")
+    there = {name.removeprefix("transformer."): value for name, value in tensors(folder / "whole").items()}
+    there["h.0.attn.bias"] = np.tril(np.ones((1, 1, 128, 128), np.float32))
+    kinds = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in there.items()}
+    write_safetensors(tmp_path / "model.safetensors", kinds, iter(there.values()), {})
+    (tmp_path / "config.json").write_text((folder / "whole" / "config.json").read_text())
+    _, _, plan, params = read(tmp_path)
+    assert difference(logits_here(plan, params), theirs) < TOLERANCE
+
+
+def in_other_lines(monkeypatch, change):
+    """Name maps whose lines are changed."""
+    lines = families.Family.lines
+
+    def changed(self, config, tensors):
+        names, ignored = lines(self, config, tensors)
+        return tuple(map(change, names)), ignored
+
+    monkeypatch.setattr(families.Family, "lines", changed)
+
+
+BUGS = {
+    "a kernel that is not turned": lambda name: (
+        dataclasses.replace(name, how=AS_IS) if name.path.endswith("q_proj/kernel") else name
+    ),
+    "layers in reverse": lambda name: dataclasses.replace(name, first=3, step=-1),
+    "norms exchanged": lambda name: (
+        dataclasses.replace(name, tensor=name.tensor.replace("input_layernorm", "post_attention_layernorm"))
+        if name.path.endswith("attention_norm/scale")
+        else dataclasses.replace(name, tensor=name.tensor.replace("post_attention_layernorm", "input_layernorm"))
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_wrong_line_is_seen(bug, written, monkeypatch):
+    """A control: the tolerance is too small for any of these."""
+    folder, theirs = written("llama")
+    in_other_lines(monkeypatch, BUGS[bug])
+    _, _, plan, params = read(folder / "whole")
+    assert difference(logits_here(plan, params), theirs) > 30 * TOLERANCE
+
+
+@pytest.mark.soak
+def test_a_mirrored_patch_is_seen(written):
+    """A control: rows of pixels are not columns."""
+    folder, theirs = written("vit")
+    _, _, plan, params = read(folder / "whole")
+    params["patch_proj"]["kernel"] = params["patch_proj"]["kernel"].swapaxes(0, 1)
+    assert difference(logits_here(plan, params), theirs) > 30 * TOLERANCE
+
+
+@pytest.mark.parametrize("text", ["the dog", "", "<|im_start|>user the dog<|im_end|>", "  fox\n"])
+@pytest.mark.parametrize("end", [None, ("</s>", 0)], ids=["", "end"])
+def test_a_prompt_is_encoded_as_transformers_does(end, text, tmp_path, transformers):
+    """With the post-processor's tokens in front, and special tokens where they are spelled; the end is left out."""
+    path = bpe(tmp_path / "tokenizer.json", special=("</s>", "<s>", "<|im_start|>", "<|im_end|>"))
+    begin_with(path, ("<s>", 1), end=end)
+    tokenizer = load_tokenizer(str(path))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))(text)["input_ids"]
+    assert tokenizer.encode_prompt(text).tolist() == (theirs[:-1] if end else theirs)
+    assert tokenizer.starts == (1,)
+    # A chat template writes the first token itself, and no second one is put before it.
+    assert tokenizer.encode_prompt("<s>" + text).tolist() == tokenizer.encode_prompt(text).tolist()
+    # In a document, the same letters are text.
+    assert not {0, 1, 2, 3} & set(tokenizer.encode("<s>" + text).tolist())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 3}, {"top_p": 0.7}, {"temperature": 1.5, "top_k": 6, "top_p": 0.8}], ids=str
+)
+def test_cuts_of_a_distribution_are_those_of_transformers(options, transformers):
+    """What NumPy says above is what its warpers leave of the same scores, in the order in which it applies them."""
+    import torch
+    from transformers.generation import logits_process as warpers
+
+    scores = torch.tensor(LOGITS)[None]
+    scores = warpers.TemperatureLogitsWarper(options.get("temperature", 1.0))(None, scores)
+    if "top_k" in options:
+        scores = warpers.TopKLogitsWarper(options["top_k"])(None, scores)
+    if "top_p" in options:
+        scores = warpers.TopPLogitsWarper(options["top_p"])(None, scores)
+    np.testing.assert_allclose(torch.softmax(scores, -1)[0].numpy(), expected(**options), atol=1e-6)

@@ -1,0 +1,95 @@
+"""Every example runs as its docstring says, for a few steps, in a process and a folder of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmd.config import SHIPPED, shipped
+
+ENVIRONMENT = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",  # or it looks for a TPU, whose compiler is installed
+    "PYTHONPATH": str(SHIPPED.parent),
+}
+SCRIPTS = {"linen_model": 20, "nnx_model": 50, "vit_digits": 50}
+"""Scripts and how many steps they take here: enough to print a line of metrics."""
+
+SMALL = (
+    *("--steps", "2", "--data.batch", "8", "--data.sequence", "32", "--evaluate.tokens", "256"),
+    *("--optimizer.warmup-steps", "1", "--sample.tokens", "4", "--data.cache", "cache"),
+)
+CONFIGS = {
+    "own-text": (*SMALL, "--devices", "2", "--mesh.fsdp", "2"),
+    "mixtral-tiny": (*SMALL, "--data.source", "*.txt"),
+}
+"""Configs small enough to be trained here, and how they are made smaller."""
+
+PLANNED_ONLY = {"demo", "llama3-405b", "llama3-70b", "llama3-8b", "mixtral-8x7b", "tinyllama-1b"}
+"""Configs that other tests plan or train."""
+
+
+def run(folder: Path, *command: str, **environment: str) -> str:
+    environment = {**ENVIRONMENT, **environment}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a text in it."""
+    lines = (f"line {n}: the quick brown fox jumps over {n * n} lazy dogs\n" for n in range(400))
+    (tmp_path / "text.txt").write_text("".join(lines))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name", [name if name != "vit_digits" else pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS]
+)
+def test_a_script_trains(folder: Path, name: str) -> None:
+    """It prints its plan and a loss that is a number."""
+    printed = run(folder, sys.executable, str(SHIPPED / f"{name}.py"), "--steps", str(SCRIPTS[name]))
+    assert "parameters   on each device" in printed
+    assert f"step {SCRIPTS[name]}   loss " in printed
+    assert "nan" not in printed
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_trains_and_writes(folder: Path, name: str) -> None:
+    """`spmd train NAME` and `spmd generate` on what it left."""
+    printed = run(folder, sys.executable, "-m", "spmd.cli", "train", name, *CONFIGS[name])
+    assert "sample at temperature" in printed
+    written = run(
+        folder, sys.executable, "-m", "spmd.cli", "generate", f"runs/{name}", "--prompt", "The", "--tokens", "3"
+    )
+    assert written.startswith("The")
+
+
+@pytest.mark.soak
+def test_a_checkpoint_is_fine_tuned_and_written_again(folder: Path) -> None:
+    """The shell script for LoRA, on a folder that `spmd export` wrote."""
+    (folder / "spmd").write_text(f'#!/bin/sh\nexec {sys.executable} -m spmd.cli "$@"\n')
+    (folder / "spmd").chmod(0o755)
+    spmd = str(folder / "spmd")
+    run(folder, spmd, "train", "own-text", *SMALL, "--model.layers", "2")
+    run(folder, spmd, "export", "runs/own-text", "--out", "hf")
+    script = (str(SHIPPED / "lora_from_hugging_face.sh"), "hf", "text.txt", *SMALL[:-2])
+    printed = run(folder, "sh", *script, PATH=f"{folder}:{os.environ['PATH']}")
+    assert "layers/attention/q_proj/kernel_lora_a" in printed
+    assert "LlamaForCausalLM: 885,696 parameters" in printed
+    assert (folder / "tuned-hf" / "model.safetensors").is_file()
+
+
+def test_no_example_is_forgotten() -> None:
+    """Every file of examples/ is run or planned somewhere."""
+    scripts = (
+        {path.stem for path in SHIPPED.glob("*.py")} - {name.replace("-", "_") for name in shipped()} - {"__init__"}
+    )
+    assert scripts == set(SCRIPTS)
+    assert set(shipped()) == set(CONFIGS) | PLANNED_ONLY

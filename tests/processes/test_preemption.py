@@ -1,0 +1,56 @@
+"""A run that is told to go finishes its step, saves, says so by its exit code, and goes on as if nothing had been."""
+
+import os
+import signal
+
+import pytest
+
+from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
+from spmd.trainer import Hook, fit
+from tests.train_runs import PACED, Run, assert_same, losses, state, train, write_tiny
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_training_after_the_step(number):
+    """The step that was running is the last, and its metrics are read."""
+    read = []
+
+    class Send(Hook):
+        def on_metrics(self, step, metrics):
+            read.append(step)
+            if step == 3:
+                os.kill(os.getpid(), number)
+
+    with Preemption() as preemption:
+        fit(0, lambda state, batch: (state + 1, {}), range(100), steps=100, hooks=[Send(), preemption])
+    assert preemption.stopped_at == 4
+    assert read == [1, 2, 3, 4]
+
+
+def test_without_a_signal_it_runs_to_the_end():
+    """The control; and afterwards signals do what they did before."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    with Preemption() as preemption:
+        assert fit(0, lambda state, batch: (state + 1, {}), range(9), steps=9, hooks=[preemption]) == 9
+    assert preemption.stopped_at is None
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
+@pytest.mark.soak
+def test_a_preempted_run_goes_on_bitwise(tmp_path):
+    """Told to go in step 6 or later, started again with the same command: the curve and the state of the whole."""
+    config = write_tiny(tmp_path, PACED)
+    train(config, tmp_path / "whole")
+    out = tmp_path / "run"
+    with Run(config, out, "--resume", "auto") as run:
+        run.wait_for_step(6)
+        run.processes[0].terminate()
+        assert run.codes(120) == [EXIT_PREEMPTED]
+        assert "--resume auto goes on from there" in run.text()
+    reached = max(losses(out))
+    assert 6 <= reached < 30
+    assert (out / "checkpoints" / str(reached)).is_dir(), "it saved the step that it stopped with"
+    train(config, out, "--resume", "auto")
+    assert losses(out) == losses(tmp_path / "whole")
+    assert_same(state(config, out, 30, fsdp=4), state(config, tmp_path / "whole", 30, fsdp=4))
+    assert "in 2 sessions" in (tmp_path / "run.0.txt").read_text()

@@ -1,0 +1,235 @@
+"""Two processes of one run, and what may happen to one of them: the other never hangs, and no step is lost."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from spmd.checkpoint import Checkpoints
+from spmd.launch import EXIT_LOST
+from spmd.resilience.deadline import EXIT_HUNG
+from spmd.resilience.preemption import EXIT_PREEMPTED
+from tests.networks import ADDRESSES, two_networks
+from tests.train_runs import PACED, ROOT, Run, assert_same, losses, metrics, state, train, write_tiny
+
+TWO = {"processes": 2, "devices": 2}
+
+FAULT = """
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from spmd.checkpoint import Checkpoints
+from spmd.data import Windows
+from spmd.metrics import JsonLines
+
+read, write, save = Windows.rows, JsonLines.write, Checkpoints._write
+fault, slow, broken, dying = (Path(__file__).with_name(name) for name in ("fault", "slow", "broken", "dying"))
+
+
+def is_here(file):
+    return file.exists() and file.read_text() in " ".join(sys.argv)
+
+
+def rows(self, indices):
+    while is_here(fault):
+        time.sleep(0.1)
+    time.sleep(1.0 * is_here(slow))
+    return read(self, indices)
+
+
+def writes(self, step, values):
+    if is_here(broken):
+        raise OSError("the disk is gone")
+    write(self, step, values)
+
+
+def saves(self, step, *others):
+    if step == 10 and is_here(dying):
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(self, step, *others)
+
+
+Windows.rows, JsonLines.write, Checkpoints._write = rows, writes, saves
+"""
+"""Lines of a config with faults: a file says on the process with which flags data hang or are slow, metrics fail, or
+the process dies as it begins to write a checkpoint."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The corpus, the config, and a run of two processes that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("two")
+    train(write_tiny(folder, FAULT + PACED), folder / "whole", **TWO)
+    return folder
+
+
+def assert_joins(folder, out, **where):
+    """The run in `out`, resumed, is bitwise the one that nothing interrupted."""
+    train(folder / "tiny.py", out, "--resume", "auto", **TWO, **where)
+    assert losses(out) == losses(folder / "whole")
+    assert_same(*(state(folder / "tiny.py", run, 30, fsdp=4) for run in (out, folder / "whole")))
+
+
+def assert_goes_on_from(out, *steps):
+    """The newest checkpoint that a run would go on from is whole, and of one of these steps."""
+    with Checkpoints(out / "checkpoints", read_only=True) as checkpoints:
+        assert (checkpoints.latest_valid() in steps, checkpoints.lost) == (True, {})
+
+
+def test_processes_that_differ_stop_before_the_first_step(folder):
+    """A learning rate that differs on process 1: both exit with 2 and name it, and no step is taken."""
+    out = folder / "differ"
+    with Run(folder / "tiny.py", out, **TWO, own=[(), ("--optimizer.learning-rate", "0.5")]) as run:
+        assert run.codes(240) == [2, 2]
+        for i in range(2):
+            assert "process 1: config.optimizer.learning_rate is 0.5" in run.text(i)
+            assert "process 0: 0.01" in run.text(i)
+    assert not (out / "metrics.jsonl").exists()
+
+
+@pytest.mark.soak
+def test_both_start_from_a_hugging_face_folder(folder):
+    """Each process reads its own shards, and both train as one process that read all."""
+    command = (sys.executable, "-m", "spmd.cli", "export", str(folder / "whole"), "--out", str(folder / "hf"))
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    flags = ("--init", folder / "hf", "--steps", 3, "--optimizer.warmup-steps", 1)
+    train(folder / "tiny.py", folder / "started", *flags, **TWO)
+    train(folder / "tiny.py", folder / "alone", *flags, processes=1, devices=4)
+    ours, theirs, drawn = (list(losses(folder / name).values()) for name in ("started", "alone", "whole"))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert ours[0] < drawn[0] - 0.1
+
+
+def test_one_that_is_told_to_go_takes_the_other_along(folder):
+    """SIGUSR1 to process 1: both stop after the same step, save and exit with 75; resumed, it is bitwise the whole."""
+    out = folder / "preempted"
+    with Run(folder / "tiny.py", out, **TWO) as run:
+        run.wait_for_step(7)
+        run.processes[1].send_signal(signal.SIGUSR1)
+        assert run.codes(120) == [EXIT_PREEMPTED, EXIT_PREEMPTED]
+    reached = max(losses(out))
+    assert 7 <= reached < 30
+    assert (out / "checkpoints" / str(reached)).is_dir(), "it saved the step that it stopped with"
+    assert_joins(folder, out)
+
+
+def test_data_that_hang_on_one_end_both(folder):
+    """Process 1 gets no more batches: both end within a minute, at least one with 70 and every thread's stack."""
+    out = folder / "hung"
+    with Run(folder / "tiny.py", out, "--recovery.deadline", 8, **TWO) as run:
+        run.wait_for_step(7)
+        (folder / "fault").write_text("--process-id 1")
+        began = time.monotonic()
+        codes = run.codes(90)
+        assert time.monotonic() - began < 60
+        assert all(codes), codes
+        hung = codes.index(EXIT_HUNG)
+        assert "nothing has finished for 8 s" in run.text(hung)
+    (folder / "fault").unlink()
+    log = (out / "logs" / f"process-{hung}.log").read_text()
+    assert "The last that finished: " in log
+    assert "Thread 0x" in log
+    assert_goes_on_from(out, *range(5, 30, 5))
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_one_that_dies_takes_the_other_down(folder, dead):
+    """SIGKILL: the other ends within a minute, not with 0, and says that a process is gone."""
+    out = folder / f"dead{dead}"
+    with Run(folder / "tiny.py", out, **TWO) as run:
+        run.wait_for_step(7)
+        run.processes[dead].kill()
+        began = time.monotonic()
+        codes = run.codes(90)
+        assert time.monotonic() - began < 60
+        assert codes[dead] == -signal.SIGKILL
+        # By an error in a collective, or by the heartbeat.
+        assert codes[1 - dead] in (EXIT_LOST, -signal.SIGABRT), run.text(1 - dead)[-3000:]
+        said = "another process is gone" if codes[1 - dead] == EXIT_LOST else "another task died"
+        assert said in run.text(1 - dead), run.text(1 - dead)[-3000:]
+    if dead:
+        assert_joins(folder, out)
+    else:
+        assert_goes_on_from(out, *range(5, 30, 5))
+
+
+def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder):
+    """SIGKILL in the thread that writes: the other does not wait for it, and the checkpoint before is gone on from."""
+    out = folder / "unwritten"
+    (folder / "dying").write_text("--process-id 1")
+    with Run(folder / "tiny.py", out, **TWO) as run:
+        codes = run.codes(120)
+    (folder / "dying").unlink()
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] in (EXIT_LOST, -signal.SIGABRT)
+    assert not (out / "checkpoints" / "10").exists()
+    assert_goes_on_from(out, 5)
+
+
+def test_one_that_fails_leaves_at_once(folder):
+    """An error that process 0 alone has, while a save may be under way: it is told, and the other ends as well."""
+    out = folder / "broken-run"
+    with Run(folder / "tiny.py", out, **TWO) as run:
+        run.wait_for_step(7)
+        (folder / "broken").write_text("--process-id 0")
+        began = time.monotonic()
+        codes = run.codes(90)
+        assert time.monotonic() - began < 60
+    (folder / "broken").unlink()
+    assert codes[0] == 1
+    assert "OSError: the disk is gone" in run.text(0)
+    assert codes[1] in (EXIT_LOST, -signal.SIGABRT)
+    assert_goes_on_from(out, *range(5, 30, 5))
+
+
+@pytest.mark.soak
+def test_a_trace_on_one_of_them_disturbs_nobody(folder):
+    """SIGUSR2 to process 1, which alone traces; the run is bitwise the whole."""
+    out = folder / "traced"
+    with Run(folder / "tiny.py", out, **TWO) as run:
+        run.wait_for_step(3)
+        run.processes[1].send_signal(signal.SIGUSR2)
+        assert run.codes(120) == [0, 0]
+    assert len(list(out.rglob("*.xplane.pb"))) == 1
+    assert "traced, into" in (out / "logs" / "process-1.log").read_text()
+    assert losses(out) == losses(folder / "whole")
+
+
+@pytest.mark.soak
+def test_a_cut_link_ends_both(folder):
+    """Two machines as far as the network knows, and its cable is cut: both end within the deadline, not with 0."""
+    out, deadline = folder / "cut", 10
+    with two_networks(folder) as networks:
+        where = {"host": ADDRESSES[0], "prefixes": networks.prefixes}
+        limits = "--recovery.deadline", deadline, "--heartbeat", deadline
+        with Run(folder / "tiny.py", out, *limits, **TWO, **where) as run:
+            run.wait_for_step(7)
+            networks.cut()
+            began = time.monotonic()
+            codes = run.codes(90)
+            assert time.monotonic() - began < deadline + 5, "so much for the last step, and to write the stacks"
+            assert all(codes), codes
+            assert max(losses(out)) < 30
+        networks.mend()
+        assert_joins(folder, out, **where)
+
+
+@pytest.mark.soak
+def test_the_one_that_waits_for_data_is_named(folder):
+    """Process 1 reads slowly: once what was read ahead is used up, every line names it, with how long it waited."""
+    (folder / "slow").write_text("--process-id 1")
+    train(folder / "tiny.py", folder / "slowed", "--steps", 24, "--log-every", 4, **TWO)
+    (folder / "slow").unlink()
+    lines = [line for line in metrics(folder / "slowed") if "process_step_s_most" in line and line["step"] > 12]
+    assert len(lines) == 3
+    assert {line["process_of_data_s_most"] for line in lines} == {1}
+    assert all(line["process_data_s_most"] > 0.05 for line in lines)
+    assert all(line["process_step_s_least"] <= line["process_step_s_most"] for line in lines)
+    control = [line for line in metrics(folder / "whole") if "process_data_s_most" in line]
+    assert min(line["process_data_s_most"] for line in control) < 0.05

@@ -1,0 +1,118 @@
+"""Every axis, every pair of axes and products of three train as one device does: Llama and Mixtral, on 8 devices.
+
+The models have grouped-query attention and one layer that is not scanned, which compiles fastest; scanned layers are in
+`test_layouts` and `tests/numerics/test_expert.py`. `spmd check --products` is the same sweep for any config.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import optax
+import pytest
+
+from models.llama import LlamaConfig
+from models.mixtral import MixtralConfig
+from partition_rules.llama import LLAMA
+from partition_rules.mixtral import MIXTRAL
+from spmd import flax
+from spmd.gradients.base import value_and_grad
+from spmd.loss import next_token_loss
+from spmd.parallel.router import RouterConfig
+from spmd.plan import make_plan
+from spmd.testing import BUGS, compare, record_run, token_batches
+from tests import tiny
+
+SHAPE = {"vocab": 64, "d_model": 32, "layers": 1, "heads": 8, "kv_heads": 4, "stacked": False}
+DROPLESS = MixtralConfig(**SHAPE, d_ff=16, router=RouterConfig(z_loss=1e-3))
+
+
+def by_capacity(factor):
+    return dataclasses.replace(
+        DROPLESS, router=dataclasses.replace(DROPLESS.router, dispatch="capacity", capacity_factor=factor)
+    )
+
+
+LLAMA_MODEL, TIGHT, ROOMY = LlamaConfig(**SHAPE, d_ff=64), by_capacity(1.0), by_capacity(math.inf)
+REFERENCES = {ROOMY: DROPLESS}  # where nothing is dropped, that is what is computed
+MODELS = {"llama": LLAMA_MODEL, "mixtral": DROPLESS}
+AXES = {
+    "llama": ("data", "fsdp", "sequence", "tensor"),
+    "mixtral": ("data", "fsdp", "expert", "sequence", "tensor"),
+}
+TRIPLES = {
+    "llama": [("fsdp", "sequence", "tensor"), ("data", "sequence", "tensor"), ("data", "fsdp", "tensor")],
+    "mixtral": [("expert", "sequence", "tensor"), ("fsdp", "expert", "tensor"), ("fsdp", "expert", "sequence")],
+}
+BY_HEADS = {  # not in a ring: sequences are exchanged for heads
+    ("data", "sequence"),
+    ("expert", "sequence"),
+    ("data", "sequence", "tensor"),
+    ("fsdp", "expert", "sequence"),
+}
+BY_CAPACITY = {
+    ("data", "expert"): TIGHT,
+    ("fsdp", "expert", "tensor"): TIGHT,
+    ("expert", "sequence"): TIGHT,
+    ("fsdp", "expert", "sequence"): ROOMY,
+}
+BATCHES = token_batches((8, 16), SHAPE["vocab"], steps=2)
+
+
+@functools.cache
+def model(config):
+    return flax.from_nnx(config.build)
+
+
+def record(config, bug=None, context="ring", **sizes):
+    """Two steps; SGD hides no factor, and makes no whole step of a gradient near zero."""
+    rules = LLAMA if config == LLAMA_MODEL else MIXTRAL
+    plan = make_plan(tiny.mesh(**sizes), rules, model(config), optax.sgd(0.1), context=context)
+    grad_fn = value_and_grad(next_token_loss(model(config)))
+    return record_run(plan, bug(grad_fn) if bug else grad_fn, BATCHES)
+
+
+@functools.cache
+def one_device(config):
+    """What every product is compared with, computed once."""
+    return record(config)
+
+
+def sizes(axes):
+    """Eight devices: 8, 4 × 2 or 2 × 2 × 2; tensor alone has the 4 that there are key/value heads."""
+    if axes == ("tensor",):
+        return {"tensor": 4}
+    return dict(zip(axes, {1: (8,), 2: (4, 2), 3: (2, 2, 2)}[len(axes)], strict=True))
+
+
+def cases():
+    """Every axis and one product of three are fast; the other products are slow."""
+    for name, axes in AXES.items():
+        first, *others = TRIPLES[name]
+        yield from (pytest.param(name, chosen, id=f"{name}-{chosen[0]}") for chosen in itertools.combinations(axes, 1))
+        yield pytest.param(name, first, id=f"{name}-{'-'.join(first)}")
+        for chosen in [*itertools.combinations(axes, 2), *others]:
+            yield pytest.param(name, chosen, id=f"{name}-{'-'.join(chosen)}", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("name", "axes"), list(cases()))
+def test_a_product_equals_one_device(name, axes):
+    """Initial parameters bitwise, losses to 1e-5, gradients and parameters to 1e-4, compared as `spmd check` does."""
+    config = BY_CAPACITY.get(axes, DROPLESS) if name == "mixtral" else LLAMA_MODEL
+    context = "all-to-all" if axes in BY_HEADS else "ring"
+    reference = one_device(REFERENCES.get(config, config))
+    result = compare(record(config, context=context, **sizes(axes)), reference)
+    assert result.ok, f"\n{result}"
+
+
+@pytest.mark.parametrize(("name", "bug"), [("llama", "token-weight"), ("mixtral", "gradient-scale")])
+def test_control_a_bug_is_caught(name, bug):
+    """The comparison that every product passes fails on a deliberate bug."""
+    assert not compare(record(MODELS[name], BUGS[bug], data=8), one_device(MODELS[name])).ok
+
+
+@pytest.mark.soak
+def test_a_tight_capacity_drops_tokens():
+    """The control of what capacity adds to the sweep: some tokens find no room, which changes the loss."""
+    assert abs(one_device(TIGHT).losses[0] - one_device(DROPLESS).losses[0]) > 1e-3
