@@ -6,6 +6,10 @@ One program for each chip, a pipeline and an offload among them; everything else
 import functools
 import importlib.util
 
+import pytest
+
+from tests.absent.test_pipeline import CASES, assert_streams_and_shared_gradients
+from tests.absent.test_pipeline import compiled as pipelines
 from tests.programs import LITTLE_EFFORT, run_script
 
 VOCAB, WIDTH, LAYERS, HEADS, D_FF, EXAMPLES, LENGTH, CHIPS = 512, 512, 2, 4, 1024, 16, 128, 8
@@ -16,7 +20,7 @@ COMPILE = f"""
     from partition_rules.llama import LLAMA
     from spmd import launch
     from spmd.foresight.collectives import audit_collectives
-    from spmd.foresight.memory import estimate_memory, read_memory
+    from spmd.foresight.memory import read_memory
     from spmd.foresight.topology import parse_topology, topology_devices
 
     launch.start(launch.Launch(absent="tpu"))
@@ -35,7 +39,6 @@ COMPILE = f"""
             "arguments": memory.arguments,
             "temporaries": memory.temporaries,
             "host": memory.host_arguments,
-            "estimate": estimate_memory(step, batch, "tpu").total - memory.arguments,
             "gathered": sum(r.bytes for r in records if r.kind == "all-gather"),
             "reduced": sum(r.bytes for r in records if r.kind in ("reduce-scatter", "all-reduce")),
         }}
@@ -53,6 +56,39 @@ def compiled() -> dict[str, dict[str, int]]:
     return run_script(COMPILE, **LITTLE_EFFORT)
 
 
-def test_print():
-    print(compiled(), KERNELS, EMBEDDING, NORMS)
-    assert 0
+PLAIN = ("v5e:2x4", "v5p:2x2x2")
+TEMPORARIES = {"v5e:2x4": 24.5e6, "v5p:2x2x2": 28.5e6}
+"""Bytes that the compiler of libtpu 0.0.42 takes with little effort, 23.7 and 27.6 MB, and 3 % more."""
+
+
+@pytest.mark.parametrize("topology", PLAIN)
+def test_a_step_sends_what_zero_3_sends(topology: str) -> None:
+    """Kernels are gathered in bfloat16, those of layers forward and backward; gradients are reduced in float32."""
+    found = compiled()[topology]
+    head = WIDTH * VOCAB
+    assert found["gathered"] == BF16 * (2 * (KERNELS - head) + head) + 4 * EXAMPLES * LENGTH  # and the tokens
+    assert found["reduced"] == pytest.approx(FLOAT32 * (KERNELS + NORMS), abs=64)  # and a few sums
+
+
+@pytest.mark.parametrize("topology", PLAIN)
+def test_a_step_holds_what_the_plan_says(topology: str) -> None:
+    """Parameters with two moments, norms whole, and the batch are the arguments; temporaries have a bound."""
+    found = compiled()[topology]
+    split = 3 * FLOAT32 * (KERNELS + EMBEDDING) // CHIPS
+    batch = 3 * 4 * EXAMPLES * LENGTH // CHIPS
+    assert split + batch < found["arguments"] < split + batch + 3 * FLOAT32 * NORMS + 8 * 1024
+    assert found["temporaries"] < TEMPORARIES[topology]
+
+
+def test_offloaded_moments_leave_the_chip() -> None:
+    """What is on the host is no argument on the device, to the byte; updates in pieces take less than half of it."""
+    before, after = compiled()["v5e:2x4"], compiled()["v5e:2x4 optimizer_state"]
+    moments = 2 * FLOAT32 * (KERNELS - WIDTH * VOCAB) // CHIPS
+    assert (before["host"], after["host"]) == (0, moments)
+    assert before["arguments"] - after["arguments"] == moments
+    assert after["temporaries"] - before["temporaries"] < moments / 2
+
+
+def test_a_pipeline_sends_streams_and_shared_gradients() -> None:
+    """Two stages under 1F1B, as a v5e slice runs them."""
+    assert_streams_and_shared_gradients(pipelines("v5e:2x4", CASES[0])[CASES[0]])

@@ -17,6 +17,8 @@ from spmd.state import init_state
 from spmd.step import make_train_step
 from tests import tiny
 
+pytestmark = pytest.mark.compat
+
 RULES = Rules([("w", P("fsdp"))], activations=[("hidden", P(("data", "fsdp"), "sequence", "tensor"))])
 
 EIGHT = Model(lambda key: {"w": jnp.zeros(8)}, lambda params, x: params["w"] * x)

@@ -16,6 +16,8 @@ from spmd.logical import Annotation, linen_annotations, nnx_annotations
 from spmd.mesh import AXES, MeshShape, abstract_mesh, entry_axes, make_mesh
 from spmd.rules import Rules, replicate
 
+pytestmark = pytest.mark.compat
+
 MESH = abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))
 LOGICAL = (("embed", "fsdp"), ("mlp", "tensor"), ("heads", ("fsdp", "tensor")), ("norm", None))
 INIT = nnx.initializers.lecun_normal()

@@ -20,6 +20,8 @@ from spmd.errors import CheckpointError
 from spmd.storable import host_copies
 from spmd.versions import library_versions
 
+pytestmark = pytest.mark.compat
+
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3)))
 FSDP = {"kernel": P("fsdp"), "bias": P(None), "scale": P("fsdp")}
 HYBRID = {"kernel": P(("data", "fsdp"), "tensor"), "bias": P("tensor"), "scale": P()}

@@ -13,6 +13,8 @@ from spmd.errors import MeshError
 from spmd.foresight.collectives import audit_collectives, compiler_log, expect_collectives
 from spmd.mesh import MeshShape, abstract_mesh, make_mesh
 
+pytestmark = pytest.mark.compat
+
 ALL = ("data", "fsdp", "tensor")
 LOCAL = 16 * 8 * 4  # bytes of float32[16, 8], what each device holds of float32[128, 8]
 

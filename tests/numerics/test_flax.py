@@ -21,6 +21,8 @@ from spmd.testing import assert_parity, compare, record_run, scale_gradients, to
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 
+pytestmark = pytest.mark.compat
+
 VOCAB, WIDTH = 16, 8
 BATCHES = token_batches((8, 4), VOCAB, steps=1)
 RULES = Rules(

@@ -23,6 +23,8 @@ from spmd.step import make_eval_step, make_train_step
 from spmd.testing import assert_parity, compare, record_run, token_batches
 from tests import tiny
 
+pytestmark = pytest.mark.compat
+
 VOCAB, WIDTH, HEADS = 32, 16, 4
 BATCHES = token_batches((8, 8), VOCAB, steps=3)
 

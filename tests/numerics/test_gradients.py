@@ -12,6 +12,8 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from tests.rounding import assert_close, noise_of
 
+pytestmark = pytest.mark.compat
+
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 0.5]), "deep": ({"b": jnp.float32(0.3)}, [jnp.ones((2, 2))])}

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from spmd import flax, tree
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.generate import Generator
-from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.hosted import Hosted
 from spmd.loss import next_token_loss
@@ -27,6 +26,8 @@ from tests import tiny
 from tests.jaxprs import equations
 from tests.rounding import assert_close, noise_of
 
+pytestmark = pytest.mark.compat
+
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2, schedule="constant", clip_norm=0.1), steps=3)
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
 GRAD_FN = value_and_grad(tiny.loss_fn())
@@ -40,19 +41,19 @@ def plan(offload=(), zero=3, remat="full", precision="float32", **sizes):
 
 
 @functools.cache
-def trained(*args, parts=1):
-    return record_run(plan(*args), accumulate(GRAD_FN, parts), BATCHES)
+def trained(*args):
+    return record_run(plan(*args), GRAD_FN, BATCHES)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("offload", [PARAMS, BOTH])
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("offload", [BOTH])
 def test_training_equals_that_without_offload(offload, zero):
     """Gradients, losses, parameters after two steps with a clip."""
     result = compare(trained(offload, zero), trained((), zero))
     assert result.ok, f"\n{result}"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-params"])
+@pytest.mark.parametrize("precision", ["bf16-params"])
 def test_it_goes_with_narrow_parameters(precision):
     """The layer is fetched as it is stored, and its gradient has the dtype that gradients have."""
     result = compare(trained(BOTH, 3, "full", precision), trained((), 3, "full", precision))
@@ -66,13 +67,6 @@ def test_stochastic_rounding_draws_the_same_bits():
     other = trained((), 3, "full", "bf16-params").values["parameters"]
     assert all(np.array_equal(x, theirs[path]) for path, x in ours.items())
     assert not all(np.array_equal(x, theirs[path]) for path, x in other.items())  # the control: nearest rounding
-
-
-def test_it_goes_with_accumulation_and_saved_names():
-    """The layers are fetched once more in each microbatch."""
-    remat = "save:attention_out"
-    result = compare(trained(PARAMS, 3, remat, parts=2), trained((), 3, remat, parts=2))
-    assert result.ok, f"\n{result}"
 
 
 def test_control_a_lost_gradient_is_seen(monkeypatch):

@@ -16,6 +16,8 @@ from spmd.skip import skip_bad_updates
 from spmd.tree import map_with_path
 from tests import tiny
 
+pytestmark = pytest.mark.compat
+
 PARAMS = {
     "embed": np.ones((16, 8), np.float32),
     "layers": {"kernel": np.ones((3, 8, 8), np.float32), "scale": np.ones((3, 8), np.float32)},

@@ -29,6 +29,8 @@ from spmd.rules import Rules, replicate
 from spmd.tree import flatten, map_with_path
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 
+pytestmark = pytest.mark.compat
+
 LAYERS = 2
 SHAPES = {
     "embed": {"embedding": (16, 8)},
@@ -144,6 +146,11 @@ RAW = {
 }
 
 
+IN_ZERO_1 = ("adamw", "adafactor", "config muon", "config adamw in 8 bits")
+"""Of each kind of state one: like parameters, factored, by matrix, in blocks."""
+STAGES = [*((name, 3) for name in OPTIMIZERS), *((name, 1) for name in IN_ZERO_1)]
+
+
 def plan_of(optimizer: optax.GradientTransformation, zero: int = 3) -> ShardingPlan:
     assert jax.device_count() == 8
     return make_plan(make_mesh(fsdp=4, tensor=2), RULES, MODEL, optimizer, zero=zero)
@@ -206,8 +213,7 @@ def wrong_shards(leaves: tuple[Leaf, ...], arrays: Any) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("zero", [3, 1])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "zero"), STAGES)
 def test_state_lies_as_planned_and_stays(name: str, zero: int) -> None:
     """After init and after updates every leaf has the planned sharding and bytes; ZeRO-1 replicates only parameters."""
     run = on_the_mesh(name, zero)
@@ -227,8 +233,7 @@ def test_no_matrix_of_the_state_is_whole(name: str) -> None:
     assert matrices or "adafactor" in name
 
 
-@pytest.mark.parametrize("zero", [3, 1])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "zero"), STAGES)
 def test_a_mesh_updates_as_one_device_does(name: str, zero: int) -> None:
     """Two updates on the mesh give the parameters and the state of one device."""
     assert_close(on_the_mesh(name, zero).after, *on_one_device(name))

@@ -12,6 +12,8 @@ from spmd.testing import token_batches
 from tests import tiny
 from tests.jaxprs import equations
 
+pytestmark = pytest.mark.compat
+
 BATCH = token_batches((4, 10), tiny.CONFIG.vocab, steps=1)[0]
 KERNELS = 7  # of one layer: four of attention and three of the MLP
 

@@ -20,6 +20,8 @@ from spmd.testing import token_batches
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 
+pytestmark = pytest.mark.compat
+
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=3)
 
 

@@ -11,6 +11,8 @@ from spmd.errors import NonFiniteError
 from spmd.resilience.bad_steps import FindBadSteps
 from spmd.trainer import Hook, fit
 
+pytestmark = pytest.mark.compat
+
 
 class Recorder(Hook):
     def __init__(self, events, at=()):

@@ -4,7 +4,11 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.train_runs import finish_together, free_port
+
+pytestmark = pytest.mark.compat
 
 PROGRAM = """
 import json, sys

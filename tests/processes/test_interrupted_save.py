@@ -18,6 +18,8 @@ from spmd.errors import CheckpointError
 from tests.forked import ROOT
 from tests.numerics.test_checkpoint import filled, make_mesh
 
+pytestmark = pytest.mark.compat
+
 IMPORTS = """
 import json, os, resource, signal, sys, threading
 from pathlib import Path
