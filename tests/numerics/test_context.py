@@ -26,9 +26,10 @@ from spmd.scope import within
 from spmd.step import make_train_step
 from spmd.testing import token_batches
 from tests import tiny
-from tests.numerics.test_attention import MASKS, arrays, reference, with_gradients
+from tests.numerics.test_attention import MASKS, arrays, computed, lost, reference
 from tests.one_device import Job
 from tests.programs import run_script
+from tests.rounding import assert_close
 
 pytestmark = pytest.mark.compat
 
@@ -65,7 +66,7 @@ def test_control_wrong_positions_are_caught(monkeypatch):
     assert not job().parity(grad_fn=fresh, sequence=2).ok
 
 
-def split_attention(window, packed, *, is_balanced, scores=(), **layout):
+def split_attention(window, packed, *, is_balanced, scores, **layout):
     """Output and gradients of attention on a mesh, in the order of the sequence."""
     *inputs, segments = arrays(128)
     context = layout.pop("context", "ring")
@@ -74,22 +75,22 @@ def split_attention(window, packed, *, is_balanced, scores=(), **layout):
     spec = NamedSharding(plan.mesh, P(BATCH_AXES, "sequence"))
     query, key, value, weights, segments = (jax.device_put(x[:, order], spec) for x in (*inputs, segments))
 
-    def kernel(query, key, value, segments):
+    def total(query, key, value):
         tokens = {"tokens": jnp.zeros(query.shape[:2], jnp.int32)}
         with within(plan), balanced(tokens, takes_any_order=is_balanced):
-            return attend(query, key, value, window=window, segments=segments, **dict(scores))
+            out = attend(query, key, value, window=window, segments=segments if packed else None, **scores)
+        return (out * weights).sum(), out
 
-    found = with_gradients(kernel, query, key, value, weights, segments if packed else None)
+    gradients, out = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(query, key, value)
     back = np.argsort(order)
-    return [np.asarray(x)[:, back] for x in found]
+    return tuple(np.asarray(x)[:, back] for x in (out, *gradients))
 
 
-@functools.cache
-def whole_attention(window, packed, scores=()):
-    """The same by the formula, computed once."""
-    *inputs, segments = arrays(128)
-    formula = functools.partial(reference, window=window, **dict(scores))
-    return with_gradients(formula, *inputs, segments if packed else None)
+def assert_attention(window, packed, scores=None, **layout):
+    """Split attention is that of the formula, but for the order of sums."""
+    options = {"window": window, **(scores or {})}
+    found = split_attention(window, packed, scores=scores or {}, **layout)
+    assert_close(found, computed(reference, 128, packed, **options), lost(128, packed, **options))
 
 
 @pytest.mark.parametrize("context", ["ring", "all-to-all"])
@@ -106,7 +107,8 @@ def test_attention_runs_inside_of_another_manual_region(context):
     nested = jax.shard_map(local, mesh=plan.mesh, in_specs=data, out_specs=data, axis_names={"data"}, check_vma=False)
     spec = NamedSharding(plan.mesh, P("data", "sequence"))
     out = jax.jit(nested)(*(jax.device_put(x, spec) for x in (query, key, value)))
-    np.testing.assert_allclose(out, reference(query, key, value, None), rtol=1e-4, atol=1e-5)
+    expected, noise = computed(reference, 128, False, window=None)[0], lost(128, False, window=None)[0]
+    assert_close({"out": out}, {"out": expected}, {"out": noise})
 
 
 @pytest.mark.parametrize("mask", ["causal", "both"])
@@ -123,29 +125,23 @@ def test_attention_runs_inside_of_another_manual_region(context):
 def test_split_attention_is_attention(is_balanced, layout, mask, monkeypatch):
     """In zigzag order and in the sequence's own, in several chunks on each device, with gradients, under both masks."""
     monkeypatch.setattr(online, "LARGEST_CHUNK", 8)
-    found = split_attention(*MASKS[mask], is_balanced=is_balanced, **layout)
-    for ours, expected in zip(found, whole_attention(*MASKS[mask]), strict=True):
-        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+    assert_attention(*MASKS[mask], is_balanced=is_balanced, **layout)
 
 
-SCORES = (("scale", 0.5), ("soft_cap", 0.7))
+SCORES = {"scale": 0.5, "soft_cap": 0.7}
 
 
 @pytest.mark.parametrize("context", ["ring", "all-to-all"])
 def test_split_attention_caps_scores_as_any(context, monkeypatch):
     """A scale and a soft cap act on a ring and on exchanged heads as the formula says, with gradients."""
     monkeypatch.setattr(online, "LARGEST_CHUNK", 8)
-    found = split_attention(70, True, is_balanced=context == "ring", scores=SCORES, sequence=2, context=context)
-    for ours, expected in zip(found, whole_attention(70, True, SCORES), strict=True):
-        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+    assert_attention(70, True, SCORES, is_balanced=context == "ring", sequence=2, context=context)
 
 
 def test_encoders_split_heads_and_not_a_ring():
     """Tokens that all see each other are exchanged for heads; a ring says that it cannot do that."""
-    scores = (("causal", False),)
-    found = split_attention(None, False, is_balanced=False, scores=scores, sequence=2, context="all-to-all")
-    for ours, expected in zip(found, whole_attention(None, False, scores), strict=True):
-        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+    scores = {"causal": False}
+    assert_attention(None, False, scores, is_balanced=False, sequence=2, context="all-to-all")
     with pytest.raises(ConfigError, match="whose kernel sees only tokens before each one"):
         split_attention(None, False, is_balanced=False, scores=scores, sequence=2)
 
@@ -153,9 +149,7 @@ def test_encoders_split_heads_and_not_a_ring():
 @pytest.mark.parametrize("is_balanced", [True, False])
 def test_a_window_may_leave_nothing_to_do_at_a_turn(is_balanced):
     """Where no query sees any of the keys that are there, nothing is computed, and they are passed on."""
-    found = split_attention(3, False, is_balanced=is_balanced, sequence=4)
-    for ours, expected in zip(found, whole_attention(3, False), strict=True):
-        np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+    assert_attention(3, False, is_balanced=is_balanced, sequence=4)
 
 
 def test_control_the_order_matters():
@@ -163,7 +157,7 @@ def test_control_the_order_matters():
     order = zigzag(128, 4)
     query, key, value, *_ = arrays(128)
     wrong = reference(*(x[:, order] for x in (query, key, value)), None)[:, np.argsort(order)]
-    assert float(jnp.abs(wrong - whole_attention(None, False)[0]).max()) > 0.1
+    assert float(jnp.abs(wrong - computed(reference, 128, False, window=None)[0]).max()) > 0.1
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

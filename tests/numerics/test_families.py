@@ -32,6 +32,7 @@ from spmd.mesh import AXES, MeshShape, abstract_mesh
 from spmd.plan import make_plan
 from spmd.scope import within
 from spmd.testing import BUGS, token_batches
+from tests import tiny
 from tests.one_device import SGD, Job
 
 # Number of elements in the published checkpoints' tensors; a head that is the embedding is counted once.

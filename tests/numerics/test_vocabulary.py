@@ -1,6 +1,7 @@
 """The head and its loss, some tokens at a time: the numbers of the whole, and never the logits of all tokens."""
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -25,6 +26,7 @@ from spmd.testing import token_batches
 from tests import tiny
 from tests.one_device import Job
 from tests.programs import run_script
+from tests.rounding import assert_close, noise_of
 
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
 
@@ -51,8 +53,8 @@ def test_some_tokens_at_a_time_are_the_loss_of_all(axes, chunk):
     """Sums and gradients are those of `cross_entropy` on logits, whether or not the chunk divides the tokens."""
     kernel = random(*((8, 20) if axes == "io" else (20, 8)), seed=1)
     ours = sums(lambda x, kernel: Unembedded(x, kernel, axes), kernel, chunk=chunk)
-    plain = sums(lambda x, kernel: jnp.einsum(f"bsi,{axes}->bso", x, kernel), kernel)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, plain)
+    plain = functools.partial(sums, lambda x, kernel: jnp.einsum(f"bsi,{axes}->bso", x, kernel))
+    assert_close(ours, plain(kernel), noise_of(plain, kernel))
 
 
 @pytest.mark.parametrize("chunk", [5, 1024])
@@ -60,8 +62,8 @@ def test_a_soft_cap_of_logits_is_in_the_loss_and_its_gradients(chunk):
     """Sums and gradients are those of plain autodiff through `cap · tanh(logits / cap)`, and not those without."""
     kernel = random(8, 20, seed=1)
     ours = sums(lambda x, kernel: Unembedded(x, kernel, soft_cap=1.5), kernel, chunk=chunk)
-    plain = sums(lambda x, kernel: 1.5 * jnp.tanh(x @ kernel / 1.5), kernel)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), ours, plain)
+    plain = functools.partial(sums, lambda x, kernel: 1.5 * jnp.tanh(x @ kernel / 1.5))
+    assert_close(ours, plain(kernel), noise_of(plain, kernel))
     for without, capped in zip(sums(jnp.matmul, kernel)[0], ours[0], strict=True):
         assert np.abs(without - capped).max() > 0.1
 
@@ -71,15 +73,15 @@ def test_gradients_of_a_narrow_head_are_not_rounded():
     x, kernel = random(1, 64, 8).astype(jnp.bfloat16), random(8, 20, seed=1)
     targets, weights = jnp.zeros((1, 64), jnp.int32), jnp.ones((1, 64))
 
-    def gradient(chunk):
+    def gradient(chunk, kernel):
         def loss(x, kernel):
             return cross_entropy(Unembedded(x, kernel), targets, weights, chunk=chunk)["loss"]
 
         return jax.grad(loss, argnums=(0, 1))(x, kernel)
 
-    (dx, dkernel), (_, whole) = gradient(16), gradient(64)
+    (dx, dkernel), whole = gradient(16, kernel), gradient(64, kernel)[1]
     assert (dx.dtype, dkernel.dtype) == (jnp.bfloat16, jnp.float32)
-    np.testing.assert_allclose(dkernel, whole, rtol=1e-5, atol=1e-5)
+    assert_close([dkernel], [whole], [noise_of(functools.partial(gradient, 64), kernel)[1]])
 
 
 def test_a_scaled_loss_in_float16_keeps_small_gradients():
@@ -108,7 +110,7 @@ def test_a_model_returns_logits_where_no_loss_asks():
     with deferred():
         head = model.apply(params, tokens)
     assert isinstance(head, Unembedded)
-    np.testing.assert_allclose(logits, head.x @ head.kernel, rtol=1e-5, atol=1e-5)
+    assert_close([logits], [head.x @ head.kernel], [noise_of(jnp.matmul, head.x, head.kernel)])
 
 
 JOB = Job(tiny.model(), LLAMA, value_and_grad(tiny.loss_fn()), BATCHES)

@@ -28,9 +28,10 @@ from spmd.state import init_state
 from spmd.step import make_eval_step
 from spmd.testing import Record, Tolerance, compare, record_run, token_batches
 from tests import tiny
+from tests.one_device import REORDERED
+from tests.rounding import EPS, FACTOR
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-EXACT = Tolerance(loss=1e-6, gradients=1e-5, params=1e-5)
 MICROBATCHES = 4
 BATCHES = token_batches((16, 16), tiny.CONFIG.vocab, steps=2)
 
@@ -51,7 +52,7 @@ def alone(layers: int = 4, tied: bool = False):
 def parity(program: Program, layers: int = 4, tied: bool = False, options: tuple = (), **axes: int):
     config = tiny.replaced(layers=layers, tied=tied)
     plan = tiny.plan(config, OPTIMIZER, options, pipe=program.stages, **axes)
-    return compare(record_run(plan, pipeline(tiny.loss_fn(config), program), BATCHES), alone(layers, tied), EXACT)
+    return compare(record_run(plan, pipeline(tiny.loss_fn(config), program), BATCHES), alone(layers, tied), REORDERED)
 
 
 def assert_equal(program: Program, **layout):
@@ -64,7 +65,7 @@ def assert_equal(program: Program, **layout):
     [("1f1b", 4), *(pytest.param(name, 4, marks=pytest.mark.soak) for name in ("gpipe", "interleaved"))],
 )
 def test_four_stages_equal_one_device(schedule, stages):
-    """Losses agree to 1e-6, gradients and parameters after two steps to 1e-5; two stages are in the table."""
+    """Losses, gradients and parameters after two steps agree but for the order of sums; two stages are in the table."""
     assert_equal(program(schedule, stages), layers=8 if schedule == "interleaved" else 4)
 
 
@@ -127,9 +128,9 @@ def test_experts_and_their_losses(schedule):
     """Routers' losses and metrics of all stages are those of one device, beside expert and data parallelism."""
     grad_fn = pipeline(next_token_loss(routed()), program(schedule, 2))
     ours = record_routed(grad_fn, pipe=2, expert=2, data=2)
-    result = compare(ours, routed_alone(), EXACT)
+    result = compare(ours, routed_alone(), REORDERED)
     assert result.ok, f"\n{result}"
-    assert not compare(ours, routed_alone(train=False), EXACT).ok, (
+    assert not compare(ours, routed_alone(train=False), REORDERED).ok, (
         "the control: auxiliary losses are a part of the loss"
     )
 
@@ -170,6 +171,6 @@ def test_evaluation_goes_through_the_stages():
     found = sums(plan, pipelined(loss_fn, 4, MICROBATCHES), BATCHES[0])
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found[name], value, rtol=FACTOR * EPS, err_msg=name)
     fewer = {**BATCHES[0], "weights": jnp.asarray(BATCHES[0]["weights"]).at[::MICROBATCHES].set(0)}
     assert sums(whole, loss_fn, fewer)["loss"] != pytest.approx(float(expected["loss"]), rel=1e-2)

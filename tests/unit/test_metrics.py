@@ -145,7 +145,7 @@ def test_json_lines_are_plain_json(tmp_path: Path) -> None:
     """The step comes first, scalars of NumPy and JAX are numbers, and what is not finite stays valid JSON."""
     path = tmp_path / "run" / "metrics.jsonl"
     writer = JsonLines(path)
-    values = {"loss": np.float32(0.5), "rate": jax.numpy.float32(0.25), "n": 3, "note": "µ"}
+    values = {"loss": np.float32(0.5), "rate": jax.device_put(np.float32(0.25)), "n": 3, "note": "µ"}
     writer.write(1, values)
     writer.write(2, {"loss": math.nan, "norm": -math.inf})
     writer.close()
