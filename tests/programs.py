@@ -19,8 +19,11 @@ FAST_TO_COMPILE = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    # One line of source for each operation, which audits read; a kept program with other lines is another one.
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1",
+    "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "1",
 }
-"""Variables with which machine code is made fastest, and kept where there is a folder for it. Before XLA makes machine
+"""Variables with which programs are made fastest, and kept where there is a folder for them. Before XLA makes machine
 code of a program, it optimises it as ever."""
 
 LITTLE_EFFORT = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0"}

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import spmd
 from models.llama import LlamaConfig
 from partition_rules.llama import LLAMA
 from spmd.loss import cross_entropy
@@ -223,3 +224,22 @@ def test_bytes_per_device_are_those_of_the_shards():
     for tree, category in ((state.params, "params"), (state.optimizer_state, "optimizer_state")):
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
         assert plan.bytes_per_device()[category] == held
+
+
+def test_every_step_has_a_key_of_its_own():
+    """A loss that reports what it draws reports another number in each step, and the same in the same step."""
+    model = spmd.Model(lambda key: {"w": jnp.ones(4)}, lambda params, x: x)
+    plan = make_plan(tiny.mesh(), spmd.Rules([("w", spmd.replicate("16 bytes"))]), model, optax.sgd(0.1))
+
+    def loss(params, variables, batch, key):
+        return {"loss": params["w"].sum(), "drawn": jax.random.uniform(key), "weight": jnp.float32(1)}, variables
+
+    def drawn():
+        state, step = init_state(plan), make_train_step(plan, loss)
+        for _ in range(3):
+            state, metrics = step(state, jnp.zeros(8))
+            yield float(metrics["drawn"])
+
+    first, again = list(drawn()), list(drawn())
+    assert first == again
+    assert len(set(first)) == 3

@@ -16,6 +16,8 @@ from tests.networks import ADDRESSES, two_networks
 from tests.train_runs import PACED, ROOT, Run, assert_same, losses, metrics, state, train, write_tiny
 
 TWO = {"processes": 2, "devices": 2}
+SOON = ("--heartbeat", 10)
+"""Flags with which a process notices within ten seconds that the other is gone."""
 
 FAULT = """
 import os
@@ -142,7 +144,7 @@ def test_data_that_hang_on_one_end_both(folder):
 def test_one_that_dies_takes_the_other_down(folder, dead):
     """SIGKILL: the other ends within a minute, not with 0, and says that a process is gone."""
     out = folder / f"dead{dead}"
-    with Run(folder / "tiny.py", out, **TWO) as run:
+    with Run(folder / "tiny.py", out, *SOON, **TWO) as run:
         run.wait_for_step(7)
         run.processes[dead].kill()
         began = time.monotonic()
@@ -163,7 +165,7 @@ def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder):
     """SIGKILL in the thread that writes: the other does not wait for it, and the checkpoint before is gone on from."""
     out = folder / "unwritten"
     (folder / "dying").write_text("--process-id 1")
-    with Run(folder / "tiny.py", out, **TWO) as run:
+    with Run(folder / "tiny.py", out, *SOON, **TWO) as run:
         codes = run.codes(120)
     (folder / "dying").unlink()
     assert codes[1] == -signal.SIGKILL
@@ -175,7 +177,7 @@ def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder):
 def test_one_that_fails_leaves_at_once(folder):
     """An error that process 0 alone has, while a save may be under way: it is told, and the other ends as well."""
     out = folder / "broken-run"
-    with Run(folder / "tiny.py", out, **TWO) as run:
+    with Run(folder / "tiny.py", out, *SOON, **TWO) as run:
         run.wait_for_step(7)
         (folder / "broken").write_text("--process-id 0")
         began = time.monotonic()
