@@ -227,19 +227,19 @@ def test_bytes_per_device_are_those_of_the_shards():
 
 
 def test_every_step_has_a_key_of_its_own():
-    """A loss that reports what it draws reports another number in each step, and the same in the same step."""
+    """A loss that reports what it draws reports another number in each step and for each seed, and else the same."""
     model = spmd.Model(lambda key: {"w": jnp.ones(4)}, lambda params, x: x)
     plan = make_plan(tiny.mesh(), spmd.Rules([("w", spmd.replicate("16 bytes"))]), model, optax.sgd(0.1))
 
     def loss(params, variables, batch, key):
         return {"loss": params["w"].sum(), "drawn": jax.random.uniform(key), "weight": jnp.float32(1)}, variables
 
-    def drawn():
-        state, step = init_state(plan), make_train_step(plan, loss)
+    def drawn(seed):
+        state, step = init_state(plan, seed), make_train_step(plan, loss)
         for _ in range(3):
             state, metrics = step(state, jnp.zeros(8))
             yield float(metrics["drawn"])
 
-    first, again = list(drawn()), list(drawn())
+    first, again, other = (list(drawn(seed)) for seed in (0, 0, 1))
     assert first == again
-    assert len(set(first)) == 3
+    assert len({*first, *other}) == 6
