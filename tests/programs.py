@@ -19,7 +19,7 @@ FAST_TO_COMPILE = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    # One line of source for each operation, which audits read; a kept program with other lines is another one.
+    # One line of source for each operation; a kept program with other lines is another one.
     "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1",
     "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "1",
 }
@@ -33,7 +33,7 @@ parameters. Where arrays are kept and what is sent stay as planned; temporaries 
 
 def run_script(script: str, *arguments: str, timeout: float = 1500, **environment: str) -> Any:
     """Runs a script at the root of the repository: the JSON value in the last line it prints, or None."""
-    environment = {**os.environ, **environment}
+    environment = {**os.environ, "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "10", **environment}  # audits read whole stacks
     command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False

@@ -26,14 +26,18 @@ from spmd.config import TrainConfig, config_values, with_values
 from spmd.data import DataConfig
 from spmd.errors import ConfigError
 from spmd.generate import Generator
+from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.gradients.builders import make_schedule
+from spmd.gradients.lockstep import make_program
+from spmd.gradients.pipeline import pipeline
 from spmd.loss import next_token_loss
 from spmd.mesh import AXES, MeshShape, abstract_mesh
 from spmd.plan import make_plan
 from spmd.scope import within
-from spmd.testing import BUGS, token_batches
+from spmd.testing import BUGS, compare, token_batches
 from tests import tiny
-from tests.one_device import SGD, Job
+from tests.one_device import REORDERED, SGD, Job
 
 # Number of elements in the published checkpoints' tensors; a head that is the embedding is counted once.
 # GPT-2: huggingface.co/openai-community/{gpt2,gpt2-medium,gpt2-large,gpt2-xl}, without the masks that they store.
@@ -126,8 +130,8 @@ def job(name):
 
 
 THREE_AXES = {"data": 2, "fsdp": 2, "tensor": 2}
-FAMILIES_HERE = ["qwen2", "qwen3", *(pytest.param(name, marks=pytest.mark.soak) for name in ("mistral", "gemma"))]
-"""Gemma 2 and GPT-2 are in the parity suite's table."""
+FAMILIES_HERE = ["gemma2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("mistral", "qwen3", "gemma"))]
+"""Qwen 2 and GPT-2 are in the parity suite's table."""
 
 
 @pytest.mark.parametrize("name", FAMILIES_HERE)
@@ -151,6 +155,16 @@ def test_tables_for_other_layouts_train_alike():
         ("gpt2", GPT2_WHOLE_VOCABULARY),
     ):
         job(name).assert_parity(rules=rules, fsdp=2, tensor=2)
+
+
+@pytest.mark.soak
+def test_pairs_of_layers_go_through_a_pipeline():
+    """The two pairs of a Gemma 2 are two stages, with the numbers of one device."""
+    gemma2, program = job("gemma2"), make_program(make_schedule("1f1b", 2, 2, 1))
+    loss_fn = next_token_loss(gemma2.model, chunk=7)
+    piped = gemma2.on(grad_fn=pipeline(loss_fn, program), pipe=2, fsdp=2)
+    result = compare(piped, gemma2.on(grad_fn=accumulate(gemma2.grad_fn, 2)), REORDERED)
+    assert result.ok, f"\n{result}"
 
 
 TABLES = {
