@@ -21,8 +21,6 @@ from spmd.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 
-pytestmark = pytest.mark.compat
-
 HERE = {
     "xla": xla_attention,
     "chunked": chunked_attention,

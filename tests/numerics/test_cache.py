@@ -23,8 +23,6 @@ from tests import tiny
 from tests.jaxprs import equations
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 
-pytestmark = pytest.mark.compat
-
 LLAMA = dataclasses.replace(llama.PRESETS["test"], layers=3)
 CONFIGS = {
     "llama": LLAMA,

@@ -31,8 +31,6 @@ from tests.one_device import Job
 from tests.programs import run_script
 from tests.rounding import assert_close
 
-pytestmark = pytest.mark.compat
-
 CONFIG = tiny.replaced(layers=1, heads=8, kv_heads=4, d_model=64)
 MASKED = tiny.replaced(layers=1, heads=8, kv_heads=4, d_model=64, window=13)
 SEQ = 32

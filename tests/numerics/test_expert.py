@@ -31,8 +31,6 @@ from tests.one_device import Job
 from tests.programs import run_script
 from tests.rounding import assert_close, noise_of
 
-pytestmark = pytest.mark.compat
-
 EXPERTS, D, HIDDEN = 4, 16, 24
 NO_LIMIT = RouterConfig(experts=EXPERTS, dispatch="capacity", capacity_factor=math.inf)
 DROPLESS = RouterConfig(experts=EXPERTS, dispatch="dropless")

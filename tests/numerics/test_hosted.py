@@ -26,8 +26,6 @@ from tests import tiny
 from tests.jaxprs import equations
 from tests.rounding import assert_close, noise_of
 
-pytestmark = pytest.mark.compat
-
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2, schedule="constant", clip_norm=0.1), steps=3)
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
 GRAD_FN = value_and_grad(tiny.loss_fn())

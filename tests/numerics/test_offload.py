@@ -27,8 +27,6 @@ from spmd.testing import compare, record_run, token_batches
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 
-pytestmark = pytest.mark.compat
-
 BIG = tiny.replaced(vocab=512)
 BATCHES = token_batches((8, 16), BIG.vocab, steps=2)
 GRAD_FN = value_and_grad(tiny.loss_fn(BIG))

@@ -35,8 +35,6 @@ from spmd.step import make_train_step
 from spmd.testing import compare, record_run
 from tests import tiny
 
-pytestmark = pytest.mark.compat
-
 SHAPES = {
     name: jax.ShapeDtypeStruct((16, 16), dtype)
     for name, dtype in (("tokens", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32))

@@ -110,8 +110,12 @@ def name_of(row: Row) -> str:
     return "-".join(choice for name, choice in row.items() if choice != CHOICES[name][0])
 
 
+COMPAT = TABLE[::5]
+"""Rows for the newest JAX."""
+
+
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.compat] * (n % 2), id=name_of(row)) for n, row in enumerate(TABLE)]
+    "row", [pytest.param(row, marks=[pytest.mark.compat] * (row in COMPAT), id=name_of(row)) for row in TABLE]
 )
 def test_a_layout_gives_the_numbers_of_one_device(row: Row) -> None:
     """Initial parameters bitwise; losses, gradients and parameters after two steps as near as the precision lets."""
