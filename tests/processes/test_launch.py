@@ -125,12 +125,14 @@ def test_leaving_waits_for_nobody():
     environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": "x.invalid"}
     processes = [subprocess.Popen(python(JOIN, address, i, 60), env=environment, **pipes) for i in range(2)]
     try:
-        (second_output, second_error) = processes[1].communicate(timeout=60)
+        # Longer than they wait for each other, so that a failure says why.
+        (second_output, second_error) = processes[1].communicate(timeout=100)
         processes[0].communicate(timeout=20)
     finally:
         for process in processes:
             process.kill()
-    assert processes[1].returncode == 1
+            process.communicate()
+    assert processes[1].returncode == 1, second_error
     assert second_output == "met\n"
     assert "KeyError: 'a bug'" in second_error
     assert processes[0].returncode == 7
