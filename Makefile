@@ -73,7 +73,7 @@ soak: install system ## run the long proofs, which no change waits for (as root,
 
 durations: install ## write tests/durations.txt: the seconds of each test of `make test`, with nothing compiled before
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && XDG_CACHE_HOME="$$folder" \
-	  $(VENV)/bin/python $(PYTEST) -m "$(CI_TIER)" --record tests/durations.txt
+	  $(VENV)/bin/python $(PYTEST) -m "$(CI_TIER)" --record=tests/durations.txt
 
 check: install ## lint, formatting, types, import floors, docs coverage
 	$(VENV)/bin/ruff check .
