@@ -43,7 +43,7 @@ def trained(*args):
     return record_run(plan(*args), GRAD_FN, BATCHES)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("offload", [BOTH])
 def test_training_equals_that_without_offload(offload, zero):
     """Gradients, losses, parameters after two steps with a clip."""
@@ -51,7 +51,8 @@ def test_training_equals_that_without_offload(offload, zero):
     assert result.ok, f"\n{result}"
 
 
-@pytest.mark.parametrize("precision", ["bf16-params"])
+@pytest.mark.soak
+@pytest.mark.parametrize("precision", ["bf16", "bf16-params"])
 def test_it_goes_with_narrow_parameters(precision):
     """The layer is fetched as it is stored, and its gradient has the dtype that gradients have."""
     result = compare(trained(BOTH, 3, "full", precision), trained((), 3, "full", precision))

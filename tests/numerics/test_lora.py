@@ -229,6 +229,7 @@ def test_targets_that_cannot_be_adapted_are_all_named() -> None:
     assert [problem.where for problem in caught.value.problems] == ["lora.rank", "lora.targets[0]"]
 
 
+@pytest.mark.soak
 def test_experts_may_have_adapters() -> None:
     """Merged before the model runs, they lie over `expert` as kernels do; numbers are those of one device."""
     model = flax.from_nnx(MIXTRAL_PRESETS["test"].build)

@@ -159,6 +159,7 @@ def test_control_another_optimizer_is_seen():
     assert max(found.values()) > 100 * FACTOR
 
 
+@pytest.mark.soak
 def test_training_equals_that_without_offload():
     """The whole step, with accumulation and a clip, and a step that is not finite, which changes nothing."""
     grad_fn = accumulate(GRAD_FN, 2)

@@ -134,6 +134,7 @@ def test_gradients_are_exactly_one_update_behind(stages, axes):
     assert difference(found[-1][1], delayed(0)[-1][1]) > 1e-3, "the control: gradients without delay"
 
 
+@pytest.mark.soak
 def test_adapters_are_one_update_behind_too():
     """What is frozen is there once, for the batch before as well."""
     lora = LoraConfig(targets=("attention/(q|v)_proj/kernel",), rank=4)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.train_runs import finish_together, free_port, write_tiny
 
+pytestmark = pytest.mark.soak
 DEVICES = 8
 AUDIT = """
 import dataclasses
@@ -65,7 +66,7 @@ def config(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("weak"))
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_more_processes_send_nothing_more(config, processes):
     """With eight devices in all, each process's program has the same collectives, of the same bytes, as that of one."""
     (alone,) = audits(config, 1)
