@@ -1,1 +1,1 @@
-"""What each verb of the command line does; `spmd.cli` chooses among them."""
+"""The commands of `spmd`, one module each."""

@@ -1,1 +1,1 @@
-"""Every way to turn a batch into gradients: each is a `GradFn`, or takes one and returns one."""
+"""Gradient functions: each turns a batch into gradients, or wraps one that does."""

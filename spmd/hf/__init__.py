@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints in and out: safetensors files, families of models, loading and saving."""
+"""Hugging Face checkpoints: families of models, loading and saving."""

@@ -1,1 +1,1 @@
-"""What keeps a long run alive and honest: agreement, deadlines, preemption, and checks of what devices compute."""
+"""Preemption, watchdogs, divergence, and silent data corruption."""

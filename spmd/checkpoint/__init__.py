@@ -1,0 +1,1 @@
+"""Checkpoints that are verified before they are used."""

@@ -1,0 +1,1 @@
+"""Corpora, tokenizers, and batches as a function of the step."""

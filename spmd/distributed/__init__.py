@@ -1,0 +1,1 @@
+"""Processes: how they find each other, exchange values, and configure XLA."""

@@ -1,0 +1,1 @@
+"""Text generation with a cache of keys and values."""

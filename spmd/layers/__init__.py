@@ -1,0 +1,1 @@
+"""Layers that communicate: attention over a split sequence, experts, a split vocabulary."""

@@ -1,0 +1,1 @@
+"""What a model declares about itself: its functions, precision, rematerialization and attention."""

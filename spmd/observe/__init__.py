@@ -1,0 +1,1 @@
+"""Metrics, traces, and where the time of a run went."""

@@ -1,0 +1,1 @@
+"""Optimizers that see layers: configuration, wrappers, and narrow or offloaded state."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, tick tables, and the program that executes them."""

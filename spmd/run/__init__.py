@@ -1,0 +1,1 @@
+"""A training run from its config: building, starting, checking and running it."""

@@ -1,0 +1,1 @@
+"""Training state, the compiled step, and the loop around it."""
