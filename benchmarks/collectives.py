@@ -1,10 +1,10 @@
-"""What a side of `benchmarks/step.py` sends between devices, in the terms of `spmd.foresight.census`."""
+"""What a side of `benchmarks/step.py` sends between devices, in the terms of `spmd.analysis.collectives`."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.foresight.collectives import audit_collectives
-from spmd.mesh import MeshShape, abstract_mesh
+from spmd.analysis.collective_audit import audit_collectives
+from spmd.sharding.mesh import MeshShape, abstract_mesh
 
 
 def describe(program: str, mesh: Mapping[str, int]) -> dict[str, Any]:

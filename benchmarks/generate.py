@@ -17,14 +17,14 @@ import jax
 import numpy as np
 import optax
 
-from models.llama import PRESETS
-from partition_rules.llama import LLAMA
-from spmd.flax import from_nnx
-from spmd.generate import Generator
-from spmd.mesh import make_mesh, simulate_devices
-from spmd.plan import make_plan
-from spmd.sampling import Sampling
-from spmd.state import init_state
+from spmd.generate.generator import Generator
+from spmd.generate.sampling import Sampling
+from spmd.models.llama import PRESETS
+from spmd.partition_rules.llama import LLAMA
+from spmd.plan.flax import from_nnx
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import make_mesh, simulate_devices
+from spmd.train.state import init_state
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:

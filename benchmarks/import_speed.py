@@ -25,15 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from models.llama import LlamaConfig
-from spmd import flax, launch, tree
+from spmd import tree
 from spmd.cli import main as spmd
+from spmd.distributed import initialize as launch
 from spmd.hf.family import Family, family_for, sources
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
-from spmd.mesh import MeshShape, mesh_of
-from spmd.optim import OptimizerConfig, make_optimizer
-from spmd.plan import ShardingPlan, make_plan
+from spmd.models.llama import LlamaConfig
+from spmd.optim.config import OptimizerConfig, make_optimizer
+from spmd.plan import flax
+from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.sharding.mesh import MeshShape, mesh_of
 from spmd.tree import human_bytes
 
 FILES = 4

@@ -34,16 +34,16 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from benchmarks import bare_layers
 from benchmarks.collectives import describe
-from models.layers import rotary_angles
-from models.llama import Attention, Block, LlamaConfig
-from models.mixtral import MixtralConfig, MixtureOfExperts
-from partition_rules.llama import LLAMA
-from partition_rules.mixtral import MIXTRAL
 from spmd import tree
-from spmd.parallel.order import balanced, positions, zigzag
-from spmd.parallel.router import RouterConfig
-from spmd.rules import Rules
-from spmd.scope import within
+from spmd.layers.router import RouterConfig
+from spmd.layers.zigzag import balanced, positions, zigzag
+from spmd.models.layers import rotary_angles
+from spmd.models.llama import Attention, Block, LlamaConfig
+from spmd.models.mixtral import MixtralConfig, MixtureOfExperts
+from spmd.partition_rules.llama import LLAMA
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.plan.context import within
+from spmd.sharding.rules import Rules
 
 DEVICES = 8
 CLOSE = 1e-4

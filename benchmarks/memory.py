@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-from spmd import launch
-from spmd.config import load_config
-from spmd.foresight.topology import parse_topology
-from spmd.mesh import MeshShape
-from spmd.recipe import Recipe, planned_mesh, topology_mesh
+from spmd.analysis.topology import parse_topology
+from spmd.distributed import initialize as launch
+from spmd.run.build import Recipe, planned_mesh, topology_mesh
+from spmd.run.config import load_config
+from spmd.sharding.mesh import MeshShape
 
 
 def versions() -> dict[str, str]:

@@ -16,8 +16,8 @@ import time
 import jax
 
 import spmd
-from models.llama import LlamaConfig
-from partition_rules.llama import LLAMA
+from spmd.models.llama import LlamaConfig
+from spmd.partition_rules.llama import LLAMA
 from spmd.testing import token_batches
 
 SETTINGS = ((), ("optimizer_state",), ("params",), ("optimizer_state", "params"))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from models.llama import LlamaConfig
-from partition_rules.llama import LLAMA
+from spmd.models.llama import LlamaConfig
+from spmd.partition_rules.llama import LLAMA
 from spmd.tree import size
 
 PRECISION = {"float32": "float32", "bfloat16": "bf16"}

@@ -7,8 +7,8 @@ python -m benchmarks.pipeline --work matmuls --stages 4 --microbatches 8
 
 All schedules run the same layers, four on each stage, and must agree on the loss before they are timed; they take
 turns, in another order each time. Times are relative to GPipe's of the same turn, and so are predictions: the makespan
-of `spmd.gradients.simulate`, where a backward task costs a forward pass more than its derivative, because it computes
-the forward pass again; and the time in step, of `spmd.gradients.lockstep`.
+of `spmd.pipeline.simulate`, where a backward task costs a forward pass more than its derivative, because it computes
+the forward pass again; and the time in step, of `spmd.pipeline.tick_table`.
 
 Simulated devices share the machine's cores. So there are two kinds of layers:
 
@@ -41,15 +41,15 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.lockstep import Program, make_program
-from spmd.gradients.pipeline import pipeline
-from spmd.gradients.schedules import Schedule
-from spmd.gradients.simulate import simulate
-from spmd.loss import Sums
-from spmd.model import Model
-from spmd.parallel.stages import through_layers
-from spmd.scope import within
+from spmd.gradients.losses import Sums
+from spmd.layers.pipelined_layers import through_layers
+from spmd.model_api.model import Model
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.schedule import Schedule
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.simulate import simulate
+from spmd.pipeline.tick_table import Program, make_program
+from spmd.plan.context import within
 
 DEVICES = 8
 LAYERS = 4  # of each stage, so that it can have up to four chunks

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import jax
 
-from spmd import launch
-from spmd.checkpoint import Checkpoints
-from spmd.config import load_config
-from spmd.data import Windows, batches
-from spmd.mesh import batch_sharding
-from spmd.recipe import Recipe, config_mesh
-from spmd.state import TrainState, init_state
-from spmd.trainer import Hook, fit
+from spmd.checkpoint.manager import Checkpoints
+from spmd.data.loader import Windows, batches
+from spmd.distributed import initialize as launch
+from spmd.run.build import Recipe, config_mesh
+from spmd.run.config import load_config
+from spmd.sharding.mesh import batch_sharding
+from spmd.train.loop import Hook, fit
+from spmd.train.state import TrainState, init_state
 
 
 class TimedSave(Hook):

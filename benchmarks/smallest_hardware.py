@@ -18,11 +18,11 @@ from typing import Any
 import jax
 
 import spmd
+from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import SpmdError
-from spmd.foresight.topology import Topology, parse_topology
 from spmd.hf.family import family_for
-from spmd.lora import LoraConfig
-from spmd.recipe import Recipe, planned_mesh
+from spmd.plan.lora import LoraConfig
+from spmd.run.build import Recipe, planned_mesh
 
 MACHINES = {
     "v5e": ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16"),

@@ -6,8 +6,8 @@ Expect a validation loss below 2.0 nats per byte in about three minutes on two c
 """
 
 import spmd
-from models.llama import PRESETS
-from partition_rules.llama import LLAMA
+from spmd.models.llama import PRESETS
+from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
     model=PRESETS["demo"],

@@ -8,8 +8,8 @@ the model's.
 """
 
 import spmd
-from models.llama import PRESETS
-from partition_rules.llama import LLAMA
+from spmd.models.llama import PRESETS
+from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
     model=PRESETS["llama3-70b"],

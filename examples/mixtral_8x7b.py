@@ -8,8 +8,8 @@ the model's.
 """
 
 import spmd
-from models.mixtral import PRESETS
-from partition_rules.mixtral import MIXTRAL
+from spmd.models.mixtral import PRESETS
+from spmd.partition_rules.mixtral import MIXTRAL
 
 config = spmd.TrainConfig(
     model=PRESETS["mixtral-8x7b"],

@@ -7,8 +7,8 @@ byte in five to ten minutes on two cores; a bigram count model reaches 2.3.
 """
 
 import spmd
-from models.mixtral import PRESETS
-from partition_rules.mixtral import MIXTRAL
+from spmd.models.mixtral import PRESETS
+from spmd.partition_rules.mixtral import MIXTRAL
 
 config = spmd.TrainConfig(
     model=PRESETS["mixtral-tiny"],

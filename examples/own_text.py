@@ -9,8 +9,8 @@ of text is enough to learn to spell.
 """
 
 import spmd
-from models.llama import PRESETS
-from partition_rules.llama import LLAMA
+from spmd.models.llama import PRESETS
+from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
     model=PRESETS["demo"],

@@ -15,8 +15,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import spmd
-from models.vit import ViTConfig
-from partition_rules.vit import VIT
+from spmd.models.vit import ViTConfig
+from spmd.partition_rules.vit import VIT
 
 CONFIG = ViTConfig(image=8, patch=2, channels=1, d_model=64, layers=4, heads=4, d_ff=128, classes=10)
 HELD_OUT = 297

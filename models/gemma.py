@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.layers import Angles, RMSNorm, gelu_gated, make_layers, run_layers
-from models.llama import MLP, Attention, Embedding, LlamaConfig
-from spmd.annotate import annotate
 from spmd.errors import Problem
-from spmd.parallel.context import Segments
-from spmd.parallel.vocabulary import Unembedded
+from spmd.layers.lm_head import Unembedded
+from spmd.layers.ring_attention import Segments
+from spmd.models.layers import Angles, RMSNorm, gelu_gated, make_layers, run_layers
+from spmd.models.llama import MLP, Attention, Embedding, LlamaConfig
+from spmd.plan.annotate import annotate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.layers import Dense, LayerNorm, columns, gelu, make_layers, rows, run_layers
-from models.llama import Embedding
-from spmd.annotate import annotate
 from spmd.errors import ConfigError, Problem
-from spmd.parallel.attention import attend
-from spmd.parallel.cache import room
-from spmd.parallel.context import Segments
-from spmd.parallel.order import positions
-from spmd.parallel.vocabulary import Unembedded
+from spmd.layers.attention import attend
+from spmd.layers.kv_cache import room
+from spmd.layers.lm_head import Unembedded
+from spmd.layers.ring_attention import Segments
+from spmd.layers.zigzag import positions
+from spmd.models.layers import Dense, LayerNorm, columns, gelu, make_layers, rows, run_layers
+from spmd.models.llama import Embedding
+from spmd.plan.annotate import annotate
 
 
 class TransformerConfig(Protocol):
@@ -118,7 +118,7 @@ PRESETS = {
 }
 """Published shapes by name, and a small one for tests.
 
-The published vocabulary, 50,257 words, divides over no `tensor` above 1; see `partition_rules.gpt2`.
+The published vocabulary, 50,257 words, divides over no `tensor` above 1; see `spmd.partition_rules.gpt2`.
 """
 
 

@@ -11,14 +11,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.rope_scaling import RopeScaling
-from spmd.adapted import frozen, low_rank
-from spmd.annotate import annotate, checkpoint_layer, is_split_otherwise, remat_interval, split_like
-from spmd.parallel.cache import apart, recorded, room, threaded
-from spmd.parallel.soft_cap import soft_capped
-from spmd.parallel.stages import through_layers
-from spmd.parallel.vocabulary import Unembedded, is_deferred
-from spmd.weights import Weight, gather, gathered, is_kept, scatter, weight
+from spmd.layers.kv_cache import apart, recorded, room, threaded
+from spmd.layers.lm_head import Unembedded, is_deferred
+from spmd.layers.pipelined_layers import through_layers
+from spmd.layers.soft_cap import soft_capped
+from spmd.models.rope_scaling import RopeScaling
+from spmd.plan.annotate import annotate, checkpoint_layer, is_split_otherwise, remat_interval, split_like
+from spmd.plan.fsdp import Weight, gather, gathered, is_kept, scatter, weight
+from spmd.plan.lora_layer import frozen, low_rank
 
 Angles = tuple[np.ndarray | Array, np.ndarray | Array]
 """Cosines and sines of each position, `[batch, seq, head_dim / 2]` each; a batch of 1 where rows are alike."""

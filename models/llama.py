@@ -2,7 +2,7 @@
 
 ```python
 config = dataclasses.replace(PRESETS["tinyllama-1b"], layers=4)
-model = spmd.flax.from_nnx(lambda rngs: Llama(config, rngs=rngs))
+model = spmd.plan.flax.from_nnx(lambda rngs: Llama(config, rngs=rngs))
 ```
 """
 
@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.layers import (
+from spmd.errors import ConfigError, Problem
+from spmd.layers.attention import attend
+from spmd.layers.lm_head import Unembedded
+from spmd.layers.ring_attention import Segments
+from spmd.layers.zigzag import positions
+from spmd.models.layers import (
     Angles,
     Dense,
     Head,
@@ -27,13 +32,8 @@ from models.layers import (
     run_layers,
     unembed,
 )
-from models.rope_scaling import RopeScaling
-from spmd.annotate import annotate, as_annotated, to_compute
-from spmd.errors import ConfigError, Problem
-from spmd.parallel.attention import attend
-from spmd.parallel.context import Segments
-from spmd.parallel.order import positions
-from spmd.parallel.vocabulary import Unembedded
+from spmd.models.rope_scaling import RopeScaling
+from spmd.plan.annotate import annotate, as_annotated, to_compute
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ its width divided by their number.
 
 import dataclasses
 
-from models.llama import LlamaConfig
+from spmd.models.llama import LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True)

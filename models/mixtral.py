@@ -2,7 +2,7 @@
 
 ```python
 config = dataclasses.replace(PRESETS["mixtral-8x7b"], layers=4)
-model = spmd.from_nnx(config.build)       # returns spmd.model.Outputs: logits, auxiliary losses, metrics
+model = spmd.from_nnx(config.build)       # returns spmd.model_api.model.Outputs: logits, auxiliary losses, metrics
 ```
 
 The router is a field, so Switch, GShard, Qwen and DeepSeek-V3 are presets of the same model. What is theirs and not
@@ -18,7 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.layers import (
+from spmd.errors import Problem
+from spmd.layers.moe import Kernel, mixture
+from spmd.layers.ring_attention import Segments
+from spmd.layers.router import RouterConfig, balanced_bias, jittered, route
+from spmd.model_api.model import Outputs
+from spmd.models.layers import (
     Angles,
     Head,
     RMSNorm,
@@ -28,14 +33,9 @@ from models.layers import (
     make_layers,
     run_layers,
 )
-from models.llama import MLP, Attention, Block, Embedding, LlamaConfig
-from spmd.annotate import annotate
-from spmd.errors import Problem
-from spmd.model import Outputs
-from spmd.parallel.context import Segments
-from spmd.parallel.expert import Kernel, mixture
-from spmd.parallel.router import RouterConfig, balanced_bias, jittered, route
-from spmd.weights import weight
+from spmd.models.llama import MLP, Attention, Block, Embedding, LlamaConfig
+from spmd.plan.annotate import annotate
+from spmd.plan.fsdp import weight
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ model = spmd.from_nnx(config.build)
 
 import dataclasses
 
-from models.llama import LlamaConfig
+from spmd.models.llama import LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.gpt2 import Block, transformer_problems
-from models.layers import Dense, LayerNorm, biased, dense, make_layers, run_layers
-from spmd.annotate import annotate, to_compute
 from spmd.errors import ConfigError, Problem
+from spmd.models.gpt2 import Block, transformer_problems
+from spmd.models.layers import Dense, LayerNorm, biased, dense, make_layers, run_layers
+from spmd.plan.annotate import annotate, to_compute
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models.gemma import Gemma2Config, GemmaConfig
-from name_maps import llama
-from partition_rules.gemma import GEMMA, GEMMA2
 from spmd.hf.family import Family, Name
 from spmd.hf.fields import Fields
+from spmd.models.gemma import Gemma2Config, GemmaConfig
+from spmd.name_maps import llama
+from spmd.partition_rules.gemma import GEMMA, GEMMA2
 
 _TANH = "gelu_pytorch_tanh"
 _NORMS = {

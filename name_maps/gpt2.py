@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from models.gpt2 import GPT2Config
-from partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
 from spmd.hf.family import Family, Ignored, Name, part
 from spmd.hf.fields import Fields
+from spmd.models.gpt2 import GPT2Config
+from spmd.partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
 
 _PREFIX = "transformer."
 _LAYER = _PREFIX + "h.{layer}."

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from models.llama import LlamaConfig
-from models.rope_scaling import RopeScaling
-from partition_rules.llama import LLAMA, LLAMA_TIED
 from spmd.hf.family import TRANSPOSED, Family, Ignored, Name
 from spmd.hf.fields import Fields
-from spmd.rules import Rules
+from spmd.models.llama import LlamaConfig
+from spmd.models.rope_scaling import RopeScaling
+from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
+from spmd.sharding.rules import Rules
 
 _LAYER = "model.layers.{layer}."
 ATTENTION = (

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from models.llama import LlamaConfig
-from models.mistral import MistralConfig
-from name_maps import llama
-from spmd.config import ModelConfig
 from spmd.hf.family import Family
 from spmd.hf.fields import Fields
+from spmd.models.llama import LlamaConfig
+from spmd.models.mistral import MistralConfig
+from spmd.name_maps import llama
+from spmd.run.config import ModelConfig
 
 _SHAPES = (LlamaConfig, MistralConfig)
 

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models.mixtral import MixtralConfig
-from name_maps import llama
-from partition_rules.mixtral import MIXTRAL
-from spmd.config import ModelConfig
 from spmd.hf.family import TRANSPOSED, Family, Name
 from spmd.hf.fields import Fields
-from spmd.parallel.router import RouterConfig
+from spmd.layers.router import RouterConfig
+from spmd.models.mixtral import MixtralConfig
+from spmd.name_maps import llama
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.run.config import ModelConfig
 
 _MOE = "model.layers.{layer}.block_sparse_moe."
 _EXPERT = _MOE + "experts.{expert}."

@@ -4,13 +4,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from models.qwen import QwenConfig
-from name_maps import llama
-from partition_rules.qwen import QWEN2, QWEN2_TIED, QWEN3, QWEN3_TIED
-from spmd.config import ModelConfig
 from spmd.hf.family import Family, Name
 from spmd.hf.fields import Fields
-from spmd.rules import Rules
+from spmd.models.qwen import QwenConfig
+from spmd.name_maps import llama
+from spmd.partition_rules.qwen import QWEN2, QWEN2_TIED, QWEN3, QWEN3_TIED
+from spmd.run.config import ModelConfig
+from spmd.sharding.rules import Rules
 
 _BIASES = tuple(
     Name(f"layers/attention/{x}_proj/bias", f"model.layers.{{layer}}.self_attn.{x}_proj.bias") for x in "qkv"

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from models.vit import ViTConfig
-from partition_rules.vit import VIT
 from spmd.hf.family import AS_IS, TRANSPOSED, Family, Ignored, Name
 from spmd.hf.fields import Fields
+from spmd.models.vit import ViTConfig
+from spmd.partition_rules.vit import VIT
 
 _PREFIX = "vit."
 _LAYER = _PREFIX + "encoder.layer.{layer}."

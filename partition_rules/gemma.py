@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from partition_rules.llama import LLAMA_TIED
-from spmd.rules import replicate
+from spmd.partition_rules.llama import LLAMA_TIED
+from spmd.sharding.rules import replicate
 
 GEMMA = LLAMA_TIED
 GEMMA2 = dataclasses.replace(

@@ -8,9 +8,9 @@ import dataclasses
 
 from jax.sharding import PartitionSpec as P
 
-from partition_rules.llama import LLAMA_TIED
-from spmd.mesh import BATCH_AXES
-from spmd.rules import Rules, replicate
+from spmd.partition_rules.llama import LLAMA_TIED
+from spmd.sharding.mesh import BATCH_AXES
+from spmd.sharding.rules import Rules, replicate
 
 LAYERS = (
     ("attention/(q|k|v)_proj/kernel", P("fsdp", "tensor")),  # [d, d]: whole heads on each device

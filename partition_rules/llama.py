@@ -9,8 +9,8 @@ import dataclasses
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.mesh import BATCH_AXES
-from spmd.rules import Replicate, Rules, replicate
+from spmd.sharding.mesh import BATCH_AXES
+from spmd.sharding.rules import Replicate, Rules, replicate
 
 _QKV = "attention/(q|k|v)_proj/kernel"
 QKV_BIAS = "attention/(q|k|v)_proj/bias"

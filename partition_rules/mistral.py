@@ -1,5 +1,5 @@
 """Mistral: Llama's table."""
 
-from partition_rules.llama import LLAMA
+from spmd.partition_rules.llama import LLAMA
 
 MISTRAL = LLAMA

@@ -1,14 +1,14 @@
 """Mixtral and its relatives: Llama's table, with experts split over `expert` and, inside, like an MLP.
 
-Tokens go to the experts and back in one program that is manual over the mesh (`spmd.parallel.expert`), so the table
+Tokens go to the experts and back in one program that is manual over the mesh (`spmd.layers.moe`), so the table
 says how they are split where it begins and ends, and how kernels are stored.
 """
 
 from jax.sharding import PartitionSpec as P
 
-from partition_rules.llama import LLAMA
-from spmd.mesh import BATCH_AXES
-from spmd.rules import Rules, replicate
+from spmd.partition_rules.llama import LLAMA
+from spmd.sharding.mesh import BATCH_AXES
+from spmd.sharding.rules import Rules, replicate
 
 _EXPERTS = (
     ("experts/(gate|up)_proj/kernel", P("expert", "fsdp", "tensor")),  # [expert, d, d_ff]

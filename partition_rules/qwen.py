@@ -4,8 +4,8 @@ import dataclasses
 
 from jax.sharding import PartitionSpec as P
 
-from partition_rules.llama import LLAMA, LLAMA_TIED, QKV_BIAS
-from spmd.rules import Rules, replicate
+from spmd.partition_rules.llama import LLAMA, LLAMA_TIED, QKV_BIAS
+from spmd.sharding.rules import Rules, replicate
 
 _BIASES = (QKV_BIAS, P("tensor"))  # [heads·head_dim], as their kernels' outputs
 _NORMS = ("attention/(q|k)_norm/scale", replicate("one scale of head_dim for all heads of a layer"))

@@ -2,9 +2,9 @@
 
 from jax.sharding import PartitionSpec as P
 
-from partition_rules.gpt2 import LAYERS
-from spmd.mesh import BATCH_AXES
-from spmd.rules import Rules, replicate
+from spmd.partition_rules.gpt2 import LAYERS
+from spmd.sharding.mesh import BATCH_AXES
+from spmd.sharding.rules import Rules, replicate
 
 _SPLIT = ("attention_query", "attention_key", "attention_value", "attention_out", "mlp_up", "mlp_hidden")
 _WHOLE = ("residual", "attention_input", "mlp_input")

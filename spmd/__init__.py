@@ -10,25 +10,25 @@ state = spmd.fit(state, step, batches, steps=1000)
 ```
 """
 
-from spmd.annotate import annotate
-from spmd.config import EvaluationConfig, FaultsConfig, PipelineConfig, RecoveryConfig, SampleConfig, TrainConfig
-from spmd.data import DataConfig
+from spmd.data.loader import DataConfig
 from spmd.errors import SpmdError
-from spmd.flax import from_linen, from_nnx
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.loss import classification_loss, cross_entropy, next_token_loss
-from spmd.mesh import MeshShape, batch_sharding, make_mesh, simulate_devices
-from spmd.model import Model
-from spmd.optim import OptimizerConfig, make_optimizer
-from spmd.per_layer import per_layer
-from spmd.plan import ShardingPlan, make_plan
-from spmd.precision import Precision
-from spmd.remat import Remat
-from spmd.rules import Rules, replicate
-from spmd.state import TrainState, init_state
-from spmd.step import make_train_step
-from spmd.trainer import Hook, fit
+from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
+from spmd.model_api.model import Model
+from spmd.model_api.precision import Precision
+from spmd.model_api.remat import Remat
+from spmd.optim.config import OptimizerConfig, make_optimizer
+from spmd.optim.per_layer import per_layer
+from spmd.plan.annotate import annotate
+from spmd.plan.flax import from_linen, from_nnx
+from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.run.config import EvaluationConfig, FaultsConfig, PipelineConfig, RecoveryConfig, SampleConfig, TrainConfig
+from spmd.sharding.mesh import MeshShape, batch_sharding, make_mesh, simulate_devices
+from spmd.sharding.rules import Rules, replicate
+from spmd.train.loop import Hook, fit
+from spmd.train.state import TrainState, init_state
+from spmd.train.step import make_train_step
 
 __all__ = [
     "DataConfig",

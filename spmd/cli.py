@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from spmd import launch
 from spmd.commands.check import run_check
 from spmd.commands.export_hf import run_export
 from spmd.commands.generate import run_generate
@@ -17,8 +16,9 @@ from spmd.commands.launch import run_launch
 from spmd.commands.plan import run_plan
 from spmd.commands.script import run_script
 from spmd.commands.train import run_train
-from spmd.config import shipped
+from spmd.distributed import initialize as launch
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
+from spmd.run.config import shipped
 
 USAGE = """\
 usage: spmd VERB …

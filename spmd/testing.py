@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from spmd import tree
-from spmd.foresight.collectives import expect_collectives as expect_collectives
+from spmd.analysis.collective_audit import expect_collectives as expect_collectives
 from spmd.gradients.base import GradFn
-from spmd.layerwise import assert_layerwise as assert_layerwise
-from spmd.mesh import batch_sharding
-from spmd.plan import ShardingPlan
-from spmd.state import TrainState, init_state
-from spmd.step import make_train_step
+from spmd.optim.layerwise import assert_layerwise as assert_layerwise
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import batch_sharding
+from spmd.train.state import TrainState, init_state
+from spmd.train.step import make_train_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ from spmd.cli import main
 
 CONFIG = """
 import spmd
-from models.llama import LlamaConfig
-from partition_rules.llama import LLAMA
+from spmd.models.llama import LlamaConfig
+from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
     model=LlamaConfig(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),

@@ -39,7 +39,7 @@ os.environ |= FAST_TO_COMPILE | {"JAX_COMPILATION_CACHE_DIR": str(programs_folde
 import jax  # noqa: E402 (JAX and XLA read variables when they are imported)
 import pytest  # noqa: E402
 
-from spmd.mesh import simulate_devices  # noqa: E402
+from spmd.sharding.mesh import simulate_devices  # noqa: E402
 
 gc.set_threshold(50_000)  # tracing makes many objects and few cycles
 simulate_devices(8)

@@ -8,9 +8,9 @@ from typing import Any
 import optax
 
 from spmd.gradients.base import GradFn
-from spmd.model import Model
-from spmd.plan import make_plan
-from spmd.rules import Rules
+from spmd.model_api.model import Model
+from spmd.plan.plan import make_plan
+from spmd.sharding.rules import Rules
 from spmd.testing import Parity, Record, Tolerance, compare, record_run
 from tests import tiny
 

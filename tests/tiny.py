@@ -6,12 +6,12 @@ import functools
 import jax
 import optax
 
-from models.llama import PRESETS, LlamaConfig
-from partition_rules.llama import LLAMA, LLAMA_TIED
-from spmd import flax
-from spmd.loss import LossFn, next_token_loss
-from spmd.mesh import AnyMesh, make_mesh
-from spmd.plan import ShardingPlan, make_plan
+from spmd.gradients.losses import LossFn, next_token_loss
+from spmd.models.llama import PRESETS, LlamaConfig
+from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
+from spmd.plan import flax
+from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.sharding.mesh import AnyMesh, make_mesh
 
 CONFIG = PRESETS["test"]
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95, weight_decay=0.1))

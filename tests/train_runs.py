@@ -13,19 +13,19 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from spmd.checkpoint import Checkpoints
-from spmd.config import load_config, with_values
-from spmd.mesh import mesh_of
-from spmd.recipe import Recipe
-from spmd.rehearsal import free_port
-from spmd.state import abstract_state
+from spmd.checkpoint.manager import Checkpoints
+from spmd.distributed.local import free_port
+from spmd.run.build import Recipe
+from spmd.run.config import load_config, with_values
+from spmd.sharding.mesh import mesh_of
+from spmd.train.state import abstract_state
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = """
 import dataclasses
 import spmd
-from models.llama import PRESETS
-from partition_rules.llama import LLAMA
+from spmd.models.llama import PRESETS
+from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
     model=dataclasses.replace(PRESETS["test"], vocab=256),
@@ -44,7 +44,7 @@ config = spmd.TrainConfig(
 PACED = """
 import os
 import time
-from spmd.data import Windows
+from spmd.data.loader import Windows
 
 unpaced = Windows.rows
 

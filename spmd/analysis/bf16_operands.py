@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from spmd.foresight.traced import Operation, Program, Value
+from spmd.analysis.jaxpr import Operation, Program, Value
 
 _FORMS = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "name", "sharding_constraint", "stack_turns")
 """Operations whose result has the elements of their operands, and is read in their place."""

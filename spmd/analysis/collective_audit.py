@@ -8,7 +8,7 @@ print(audit)
 expect_collectives(audit, all_gather={"fsdp": 64_000_000}, all_to_all=0)
 ```
 
-What counts as payload, and what backends write in place of something else, stands in `spmd.foresight.census`.
+What counts as payload, and what backends write in place of something else, stands in `spmd.analysis.collectives`.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
+from spmd.analysis.collectives import Collective, find_collectives
+from spmd.analysis.hlo import parse
 from spmd.errors import MeshError, Problem
-from spmd.foresight.census import Collective, find_collectives
-from spmd.foresight.hlo import parse
-from spmd.mesh import BATCH_AXES, AnyMesh, slice_numbers
-from spmd.step import TrainStep
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh, slice_numbers
+from spmd.train.step import TrainStep
 from spmd.tree import human_bytes
 
 Expected = int | Mapping[str, int | EllipsisType] | None

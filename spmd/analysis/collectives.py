@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from spmd.foresight.groups import Groups, kind_of, mesh_axes, on_mesh, per_device, read_groups, spans
-from spmd.foresight.hlo import Array, Instruction, Program, Value, trip_count
+from spmd.analysis.hlo import Array, Instruction, Program, Value, trip_count
+from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, on_mesh, per_device, read_groups, spans
 
 KINDS = (
     "all-gather",

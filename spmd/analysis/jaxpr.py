@@ -1,6 +1,6 @@
 """A traced program as plain values and operations, each value with the part of it that one device holds.
 
-Which part that is follows from the operations, and is found by `spmd.foresight.propagation`.
+Which part that is follows from the operations, and is found by `spmd.analysis.propagation`.
 """
 
 import dataclasses

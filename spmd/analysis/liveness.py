@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from spmd.foresight.traced import Operation, Program, Value
+from spmd.analysis.jaxpr import Operation, Program, Value
 
 READS_MEMORY = ("dot_general", "ragged_dot", "pallas_call", "scatter-add", "scatter", "gather", "sort", "top_k")
 """Operations that read their operands from memory, so that nothing is fused into them."""

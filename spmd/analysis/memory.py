@@ -7,7 +7,7 @@ print(Ledger(parse_topology("v5e:16x16"), estimate, compiled))
 ```
 
 The estimate adds the training state, which the plan knows to the byte, and what the traced step has in memory at its
-fullest moment (`spmd.foresight.liveness`). Nothing in it knows of a model, an optimizer or a remat policy.
+fullest moment (`spmd.analysis.liveness`). Nothing in it knows of a model, an optimizer or a remat policy.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ from typing import Any
 
 import jax
 
-from spmd.foresight.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
-from spmd.foresight.operands import narrow_operands
-from spmd.foresight.propagation import place, propagate
-from spmd.foresight.topology import Topology
-from spmd.foresight.traced import Program, Value, read_program
-from spmd.leaf import Leaf
-from spmd.parallel.stages import SLOTS
-from spmd.plan import ShardingPlan
-from spmd.step import TrainStep
+from spmd.analysis.bf16_operands import narrow_operands
+from spmd.analysis.jaxpr import Program, Value, read_program
+from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
+from spmd.analysis.propagation import place, propagate
+from spmd.analysis.topology import Topology
+from spmd.layers.pipelined_layers import SLOTS
+from spmd.plan.plan import ShardingPlan
+from spmd.plan.records import Leaf
+from spmd.train.step import TrainStep
 from spmd.tree import human_bytes
 
 CATEGORIES = {

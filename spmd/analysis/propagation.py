@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from spmd.foresight.traced import Dims, Operation, Program, Value
-from spmd.mesh import entry_axes
+from spmd.analysis.jaxpr import Dims, Operation, Program, Value
+from spmd.sharding.mesh import entry_axes
 
 VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "reduce_precision")
 """Operations that change only the form of an array, which keeps its name."""

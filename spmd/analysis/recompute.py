@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd import tree
-from spmd.annotate import REMAT_MARK
-from spmd.foresight.hlo import Instruction, Program, parse, trip_count
-from spmd.loss import LossFn
-from spmd.mesh import batch_sharding
-from spmd.model import PRNG
-from spmd.plan import ShardingPlan
-from spmd.scope import within
-from spmd.step import make_train_step
+from spmd.analysis.hlo import Instruction, Program, parse, trip_count
+from spmd.gradients.losses import LossFn
+from spmd.model_api.model import PRNG
+from spmd.plan.annotate import REMAT_MARK
+from spmd.plan.context import within
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import batch_sharding
+from spmd.train.step import make_train_step
 
 _SAME_VALUES = ("copy", "device_put", "reduce_precision", "sharding_constraint")
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")

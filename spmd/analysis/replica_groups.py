@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from spmd.foresight.hlo import Instruction, Program, Value
+from spmd.analysis.hlo import Instruction, Program, Value
 
 Groups = Sequence[Sequence[int]]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.schedule_files import to_csv
-from spmd.gradients.schedules import Task
-from spmd.gradients.simulate import Slot, Timeline
+from spmd.pipeline.schedule import Task
+from spmd.pipeline.schedule_files import to_csv
+from spmd.pipeline.simulate import Slot, Timeline
 
 NAMES = {"F": "forward", "BW": "backward", "B": "gradient of the input", "W": "gradients of the weights"}
 IDLE = "·"
@@ -64,8 +64,8 @@ def chart(timeline: Timeline, width: int = 100) -> str:
     of its microbatch as long as the shortest task has a column, and of its kind in a chart of still less detail.
 
     Example:
-        >>> from spmd.gradients.builders import make_schedule
-        >>> from spmd.gradients.simulate import simulate
+        >>> from spmd.pipeline.schedules import make_schedule
+        >>> from spmd.pipeline.simulate import simulate
         >>> print(chart(simulate(make_schedule("1f1b", stages=2, microbatches=2)), width=50))
         1f1b: 2 stages, 2 microbatches
         stage 0  F0  F1  ········BW0     ····BW1
@@ -124,8 +124,8 @@ def svg(timeline: Timeline) -> str:
     Each box says in its tooltip what it is and when.
 
     Example:
-    >>> from spmd.gradients.builders import make_schedule
-    >>> from spmd.gradients.simulate import simulate
+    >>> from spmd.pipeline.schedules import make_schedule
+    >>> from spmd.pipeline.simulate import simulate
     >>> svg(simulate(make_schedule("1f1b", stages=2, microbatches=2))).count('class="task"')
     8
     """

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from spmd.analysis.chips import CHIPS, Chip
+from spmd.analysis.collective_audit import compiler_log
 from spmd.errors import ConfigError, MeshError, Problem, did_you_mean
-from spmd.foresight.chips import CHIPS, Chip
-from spmd.foresight.collectives import compiler_log
 
 EXAMPLES = "v4:4x4x4, v5e:16x16, v5p:4x4x8, v6e:16x16, tpu7x:4x4x4, a100:16x8, h100:16x8, h200:16x8, b200:16x8, cpu:8"
 """One topology of each kind."""
@@ -149,7 +149,7 @@ def missing_extra(topology: Topology) -> Problem | None:
 def topology_devices(topology: Topology) -> list[jax.Device]:
     """The devices of a machine that is not here, to compile for and nothing else.
 
-    Call `spmd.launch.start` with the topology's platform before JAX starts.
+    Call `spmd.distributed.initialize.start` with the topology's platform before JAX starts.
 
     Raises:
         ConfigError: The extra with the compiler is not installed.

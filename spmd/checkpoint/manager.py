@@ -33,11 +33,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from spmd import tree
+from spmd.checkpoint.manifest import check_seal, read_object, seal, sync
+from spmd.checkpoint.retention import Keep, Metrics, look, set_aside
+from spmd.checkpoint.tree import differences, from_stored_form, host_copies, layout_problems, storable, stored_form
+from spmd.distributed.hosts import from_first, plain_problems, problems_from_first, read_problems
 from spmd.errors import CheckpointError, Problem
-from spmd.kept import Keep, Metrics, look, set_aside
-from spmd.processes import from_first, plain_problems, problems_from_first, read_problems
-from spmd.seal import check_seal, read_object, seal, sync
-from spmd.storable import differences, from_stored_form, host_copies, layout_problems, storable, stored_form
 from spmd.tree import human_bytes
 
 PyTree = Any

@@ -79,7 +79,7 @@ def check_seal(folder: Path, *, contents: bool = True) -> list[Problem]:
             return [Problem(".", "is a symbolic link")]
         sealed = _parse(read_bounded(folder / SEAL, _AT_MOST))
     except FileNotFoundError:
-        fix = "if you know it to be whole, seal it as it is: spmd.seal.seal(folder)"
+        fix = "if you know it to be whole, seal it as it is: spmd.checkpoint.manifest.seal(folder)"
         return [Problem(SEAL, "is missing: the checkpoint was never finished, or was copied in part", fix=fix)]
     except (OSError, ValueError) as error:
         return [Problem(SEAL, f"cannot be read: {_reason(error)}")]

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from spmd.checkpoint.manifest import check_seal, read_object
 from spmd.errors import Problem
-from spmd.seal import check_seal, read_object
 
 Metrics = Mapping[str, float]
 

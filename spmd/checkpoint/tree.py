@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from spmd import tree
+from spmd.checkpoint.manifest import read_object
 from spmd.errors import CheckpointError, Problem
-from spmd.seal import read_object
 
 PyTree = Any
 

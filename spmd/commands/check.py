@@ -4,13 +4,13 @@ import dataclasses
 import json
 from typing import Generic, Literal
 
-from spmd import launch
-from spmd.check import Check, Sweep, axes_text
 from spmd.commands.parsing import ConfigFields, parse_command
-from spmd.config import M, TrainConfig
+from spmd.distributed import initialize as launch
 from spmd.errors import ConfigError, Problem
-from spmd.recipe import config_mesh
-from spmd.start import check_start
+from spmd.run.build import config_mesh
+from spmd.run.check import Check, Sweep, axes_text
+from spmd.run.config import M, TrainConfig
+from spmd.run.init_from import check_start
 
 
 @dataclasses.dataclass(frozen=True)

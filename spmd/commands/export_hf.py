@@ -11,16 +11,17 @@ import tyro
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd import launch, tree
+from spmd import tree
 from spmd.commands.parsing import parse_flags
-from spmd.folder import RunFolder
-from spmd.hf.carried import carried_by
+from spmd.distributed import initialize as launch
 from spmd.hf.family import Family, family_for
 from spmd.hf.save import parse_size, save_params
-from spmd.model import PRNG
-from spmd.params import read_params
-from spmd.precision import cast_floats
-from spmd.recipe import Recipe, one_device_mesh
+from spmd.hf.sidecar_files import carried_by
+from spmd.model_api.model import PRNG
+from spmd.model_api.precision import cast_floats
+from spmd.run.build import Recipe, one_device_mesh
+from spmd.run.load_params import read_params
+from spmd.run.run_dir import RunFolder
 
 _DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -50,7 +51,7 @@ def run_export(arguments: list[str]) -> int:
     command: ExportCommand = parse_flags(ExportCommand, arguments, "spmd export")
     began, run, out = time.perf_counter(), Path(command.run), Path(command.out)
     size, config = parse_size(command.shard_size), RunFolder(run).config()
-    files, values = carried_by(run, config)
+    files, values = carried_by(run, config.data.tokenizer, config.model)
     named = values.get("architectures")
     family = family_for(config.model, map(str, named) if isinstance(named, list) else ())
     launch.start(launch.Launch(config.devices or 1))  # devices of this machine, simulated ones

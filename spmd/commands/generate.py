@@ -8,18 +8,18 @@ from pathlib import Path
 import jax
 import tyro
 
-from spmd import launch
-from spmd.checkpoint import Checkpoints
-from spmd.config import TrainConfig
+from spmd.checkpoint.manager import Checkpoints
+from spmd.distributed import initialize as launch
 from spmd.errors import ConfigError, Problem
-from spmd.folder import RunFolder
-from spmd.generate import window_problems
+from spmd.generate.generator import window_problems
+from spmd.generate.sampling import Sampling
 from spmd.hf.fields import collecting
-from spmd.mesh import MeshShape
-from spmd.params import restore_model
-from spmd.recipe import Recipe, config_mesh
-from spmd.sampling import Sampling
-from spmd.text import encode, make_generator, stream_text, write_texts
+from spmd.run.build import Recipe, config_mesh
+from spmd.run.config import TrainConfig
+from spmd.run.generated_text import encode, make_generator, stream_text, write_texts
+from spmd.run.load_params import restore_model
+from spmd.run.run_dir import RunFolder
+from spmd.sharding.mesh import MeshShape
 
 TOKENS = 200
 """Added by default, if the window has room for them."""

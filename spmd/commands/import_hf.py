@@ -12,24 +12,25 @@ from typing import Any, Literal
 import jax
 import tyro
 
-from spmd import launch, tree
-from spmd.checkpoint import Checkpoints
+from spmd import tree
+from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.versions import library_versions
 from spmd.commands.parsing import parse_flags
-from spmd.config import TrainConfig, config_values
-from spmd.data import DataConfig
+from spmd.data.loader import DataConfig
+from spmd.data.tokenizer import TOKENIZER
+from spmd.distributed import initialize as launch
 from spmd.errors import CheckpointError, Problem
-from spmd.folder import IMPORTED, RunFolder
-from spmd.hf.carried import ORIGINAL, files_of, tokenizer_problems
 from spmd.hf.family import families
 from spmd.hf.fields import collecting
+from spmd.hf.folder import CONFIG, Published, inside, published
 from spmd.hf.load import check_published, load_published
-from spmd.hf.published import CONFIG, Published, inside, published
 from spmd.hf.save import whole_folder
-from spmd.mesh import MeshShape
-from spmd.model import PRNG
-from spmd.recipe import Recipe, config_mesh
-from spmd.tokenizer import TOKENIZER
-from spmd.versions import library_versions
+from spmd.hf.sidecar_files import ORIGINAL, files_of, tokenizer_problems
+from spmd.model_api.model import PRNG
+from spmd.run.build import Recipe, config_mesh
+from spmd.run.config import TrainConfig, config_values
+from spmd.run.run_dir import IMPORTED, RunFolder
+from spmd.sharding.mesh import MeshShape
 
 _LONGEST = 2048
 """Tokens of a sequence, where the model has room for more and nothing else is asked for."""

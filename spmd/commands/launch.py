@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from spmd.clusters import Asked
 from spmd.commands.parsing import parse_command, parse_flags
 from spmd.commands.train import TrainCommand
+from spmd.distributed.cluster_env import Asked
+from spmd.distributed.local import free_port, process_commands, rehearse
 from spmd.errors import ConfigError, Problem
-from spmd.rehearsal import free_port, process_commands, rehearse
 
 
 @dataclasses.dataclass(frozen=True)

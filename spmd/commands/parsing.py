@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from spmd.clusters import Asked
-from spmd.config import M, TrainConfig, load_config, shipped
+from spmd.distributed.cluster_env import Asked
 from spmd.errors import ConfigError, Problem
+from spmd.run.config import M, TrainConfig, load_config, shipped
 
 ConfigFields = Annotated[TrainConfig[M], tyro.conf.arg(name="")]
 """The type of a command's `config`: its fields are flags without a prefix."""

@@ -6,21 +6,21 @@ import sys
 from pathlib import Path
 from typing import Any, Generic
 
-from spmd import launch
+from spmd.analysis.collective_audit import CollectiveAudit
+from spmd.analysis.memory import CATEGORIES, Ledger
+from spmd.analysis.schedule_chart import chart, to_json, write_svg
+from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.parsing import ConfigFields, parse_command
-from spmd.config import M, load_config
+from spmd.distributed import initialize as launch
+from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, Problem, SpmdError
-from spmd.fitting import fitting
-from spmd.foresight.collectives import CollectiveAudit
-from spmd.foresight.memory import CATEGORIES, Ledger
-from spmd.foresight.timeline import chart, to_json, write_svg
-from spmd.foresight.topology import missing_extra, parse_topology
-from spmd.gradients.lockstep import how_executed
-from spmd.gradients.simulate import simulate
-from spmd.recipe import Recipe, planned_mesh, topology_mesh
-from spmd.start import check_start
+from spmd.pipeline.simulate import simulate
+from spmd.pipeline.tick_table import how_executed
+from spmd.run.build import Recipe, planned_mesh, topology_mesh
+from spmd.run.config import M, load_config
+from spmd.run.init_from import check_start
+from spmd.run.suggest import fitting
 from spmd.tree import human_bytes
-from spmd.xla_flags import START_UP, exports
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from spmd.clusters import Asked
 from spmd.commands.parsing import parse_command, parse_flags
 from spmd.commands.train import TrainCommand
-from spmd.config import TrainConfig
+from spmd.distributed.cluster_env import Asked
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.recipe import Recipe, planned_mesh
-from spmd.script import Job, jobset_manifest, slurm_script, to_yaml, topology_chips
+from spmd.run.build import Recipe, planned_mesh
+from spmd.run.config import TrainConfig
+from spmd.run.job_files import Job, jobset_manifest, slurm_script, to_yaml, topology_chips
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,39}[a-z0-9])?")
 """What Kubernetes takes for a name, short enough for that of a pod that is made from it."""

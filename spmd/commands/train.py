@@ -7,21 +7,21 @@ from typing import Generic
 
 import jax
 
-from spmd import launch
-from spmd.clusters import Asked
 from spmd.commands.parsing import AskedFields, ConfigFields, parse_command
-from spmd.config import M, TrainConfig
-from spmd.data import bigram_loss
-from spmd.folder import Resume, RunFolder
-from spmd.goodput import measure_goodput
-from spmd.metrics import Console, device_memory
-from spmd.profiling import parse_steps
-from spmd.recipe import Recipe, config_mesh
+from spmd.data.loader import bigram_loss
+from spmd.distributed import initialize as launch
+from spmd.distributed.cluster_env import Asked
+from spmd.generate.sampling import Sampling
+from spmd.observe.goodput import measure_goodput
+from spmd.observe.metrics import Console, device_memory
+from spmd.observe.profiling import parse_steps
 from spmd.resilience.preemption import EXIT_PREEMPTED
-from spmd.run import train
-from spmd.sampling import Sampling
-from spmd.start import check_start
-from spmd.text import make_generator, write_texts
+from spmd.run.build import Recipe, config_mesh
+from spmd.run.config import M, TrainConfig
+from spmd.run.generated_text import make_generator, write_texts
+from spmd.run.init_from import check_start
+from spmd.run.run_dir import Resume, RunFolder
+from spmd.run.train import train
 
 
 @dataclasses.dataclass(frozen=True)

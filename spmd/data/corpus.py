@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd.data.tokenizer import Tokenizer
 from spmd.errors import DataError, Problem, did_you_mean, nearest_file
-from spmd.tokenizer import Tokenizer
 
 TEXT_SUFFIXES = ".txt .md .rst .tex .html .jsonl .py .c .h .cpp .cu .rs .go .java .js .ts .jl .r .sh"
 

@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spmd.corpus import Corpus, make_corpus
+from spmd.data.corpus import Corpus, make_corpus
+from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.errors import ConfigError, DataError, MeshError, Problem
-from spmd.mesh import entry_axes
-from spmd.tokenizer import Tokenizer, load_tokenizer
+from spmd.sharding.mesh import entry_axes
 
 __all__ = [
     "Batch",

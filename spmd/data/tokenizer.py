@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+from spmd.checkpoint.manifest import read_object
 from spmd.errors import DataError, Problem, nearest_file
-from spmd.seal import read_object
 
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 """What ends a document where no file beside the tokenizer says it; the first that there is."""

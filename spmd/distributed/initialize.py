@@ -16,9 +16,9 @@ from typing import NoReturn
 
 import jax
 
-from spmd.clusters import Asked, Group, find_group, split_address
+from spmd.distributed.cluster_env import Asked, Group, find_group, split_address
 from spmd.errors import ConfigError, Problem
-from spmd.mesh import simulate_devices
+from spmd.sharding.mesh import simulate_devices
 
 _CPU_FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 """Simulated devices share cores, so one of them may be long in coming to a collective."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
-from spmd.launch import EXIT_LOST
+from spmd.distributed.initialize import EXIT_LOST
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1

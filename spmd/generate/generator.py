@@ -6,9 +6,9 @@ prompts = [tokenizer.encode_prompt("def "), tokenizer.encode_prompt("import ")]
 texts = generator.write(params, variables, prompts, tokens=100)
 ```
 
-Two programs are compiled: one runs the prompts through the model and keeps keys and values (`spmd.parallel.cache`), one
-adds a token to every row. Prompts and cache are padded to a few lengths, so that other prompts seldom compile again. A
-model whose keys and values cannot be kept runs on the whole window for every token; `whole_window` says why.
+Two programs are compiled: one runs the prompts through the model and keeps keys and values (`spmd.layers.kv_cache`),
+one adds a token to every row. Prompts and cache are padded to a few lengths, so that other prompts seldom compile
+again. A model whose keys and values cannot be kept runs on the whole window for every token; `whole_window` says why.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import CacheError, ConfigError, Problem
-from spmd.mesh import batch_sharding, shards_of
-from spmd.model import PRNG, as_outputs
-from spmd.parallel.cache import alone, decode, prefill
-from spmd.parallel.stages import relay
-from spmd.parallel.vocabulary import Unembedded, deferred, multiplied
-from spmd.plan import ShardingPlan
-from spmd.sampling import Sampling, draw
-from spmd.scope import within
-from spmd.weights import as_taken
+from spmd.generate.sampling import Sampling, draw
+from spmd.layers.kv_cache import alone, decode, prefill
+from spmd.layers.lm_head import Unembedded, deferred, multiplied
+from spmd.layers.pipelined_layers import relay
+from spmd.model_api.model import PRNG, as_outputs
+from spmd.plan.context import within
+from spmd.plan.fsdp import as_taken
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import batch_sharding, shards_of
 
 SHORTEST = 32
 """Tokens that a prompt is padded to at least."""
@@ -145,7 +145,7 @@ class Generator:
             _, cache = jax.eval_shape(trace, *shapes, ids)
         except CacheError as error:
             return "; ".join(f"{problem.where} {problem.what}" for problem in error.problems)
-        return "" if cache else "the model never calls spmd.parallel.attention.attend"
+        return "" if cache else "the model never calls spmd.layers.attention.attend"
 
     @functools.cached_property
     def _first(self) -> Callable[..., Any]:

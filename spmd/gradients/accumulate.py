@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
-from spmd.loss import Sums
-from spmd.weights import accumulation_dtype
+from spmd.gradients.losses import Sums
+from spmd.plan.fsdp import accumulation_dtype
 
 
 def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:

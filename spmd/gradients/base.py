@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from spmd.loss import LossFn, Sums
-from spmd.precision import scale_loss, split_loss_scale
-from spmd.weights import as_taken, gradient_view
+from spmd.gradients.losses import LossFn, Sums
+from spmd.model_api.precision import scale_loss, split_loss_scale
+from spmd.plan.fsdp import as_taken, gradient_view
 
 GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
 """`(params, variables, batch, key) -> (gradients of sums["loss"], sums, variables afterwards)`."""

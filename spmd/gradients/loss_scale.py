@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from spmd.gradients.base import GradFn
-from spmd.loss import Sums
-from spmd.precision import LOSS_SCALE, LossScale
-from spmd.skip import all_finite
+from spmd.gradients.losses import Sums
+from spmd.model_api.precision import LOSS_SCALE, LossScale
+from spmd.optim.skip_updates import all_finite
 
 
 def unscale(grad_fn: GradFn, loss_scale: LossScale | None) -> GradFn:

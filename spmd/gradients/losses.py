@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spmd.model import Model, as_outputs
-from spmd.parallel.order import balanced
-from spmd.parallel.vocabulary import CHUNK, Unembedded, chunked_cross_entropy, deferred
+from spmd.layers.lm_head import CHUNK, Unembedded, chunked_cross_entropy, deferred
+from spmd.layers.zigzag import balanced
+from spmd.model_api.model import Model, as_outputs
 
 Sums = dict[str, jax.Array]
 """Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name."""
@@ -67,11 +67,11 @@ def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> 
     A batch may have `segments` too, the document of each token, which the model then takes behind the tokens.
 
     Args:
-        model: Tokens in, logits `[batch, sequence, vocab]` or `spmd.model.Outputs` out.
+        model: Tokens in, logits `[batch, sequence, vocab]` or `spmd.model_api.model.Outputs` out.
         train: Whether the model runs as in training (dropout drops, batch statistics are updated, auxiliary losses are
             a part of the loss) or in evaluation.
         chunk: Of how many tokens of a device there are logits at once, if the model leaves its head to the loss
-            (`spmd.parallel.vocabulary`).
+            (`spmd.layers.lm_head`).
     """
 
     def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.rules import Rules
+from spmd.sharding.rules import Rules
 
 GROUP = "spmd.families"
 """The group of entry points; the value of each is `module:NAME` of a `Family`."""

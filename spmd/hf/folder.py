@@ -17,11 +17,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.checkpoint.manifest import read_object
 from spmd.errors import CheckpointError, Problem, first_of
 from spmd.hf.family import Family, Ignored, Source, family_of
 from spmd.hf.fields import collecting
 from spmd.hf.safetensors import SafetensorsFile, Tensor
-from spmd.seal import read_object
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

@@ -24,7 +24,7 @@ from spmd import tree
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import Source, sources
 from spmd.hf.fields import collecting
-from spmd.hf.published import Published, published, tensor_problems
+from spmd.hf.folder import Published, published, tensor_problems
 from spmd.hf.safetensors import SafetensorsFile
 
 AT_ONCE = 4 << 20

@@ -23,8 +23,8 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.checkpoint.manifest import open_regular
 from spmd.errors import CheckpointError, Problem, did_you_mean, first_of
-from spmd.seal import open_regular
 
 HEADER_AT_MOST = 100_000_000
 """Bytes of a header; the format's own bound."""

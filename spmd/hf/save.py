@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from spmd import tree
+from spmd.checkpoint.manifest import sync
 from spmd.errors import CheckpointError, ConfigError, Problem
 from spmd.hf.family import Family, Source, sources
 from spmd.hf.fields import HARMLESS
-from spmd.hf.published import CONFIG, INDEX, SINGLE
+from spmd.hf.folder import CONFIG, INDEX, SINGLE
 from spmd.hf.safetensors import write_safetensors
-from spmd.seal import sync
 from spmd.tree import human_bytes
 
 UNFINISHED = ".unfinished"

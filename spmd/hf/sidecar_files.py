@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd.config import TrainConfig
+from spmd.checkpoint.manifest import read_object
+from spmd.data.tokenizer import MODEL_FILES, TOKENIZER, load_tokenizer
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import families
 from spmd.hf.fields import collecting
-from spmd.hf.published import CONFIG, inside
-from spmd.seal import read_object
-from spmd.tokenizer import MODEL_FILES, TOKENIZER, load_tokenizer
+from spmd.hf.folder import CONFIG, inside
 
 ORIGINAL = "hf_config.json"
 """What the config.json of an imported model is called in a run folder."""
@@ -63,29 +62,30 @@ def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
     return problems
 
 
-def carried_by(run: Path, config: TrainConfig) -> tuple[dict[str, Path], dict[str, Any]]:
+def carried_by(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path], dict[str, Any]]:
     """What a run has to give back: the files, and the config.json that its model had; nothing where it had none.
 
     Args:
         run: The run folder.
-        config: Its config; what a run was fine-tuned from may be beside its tokenizer.
+        tokenizer: Its `data.tokenizer`; what a run was fine-tuned from may be beside it.
+        model: Its `model`, the shape.
 
     Raises:
         CheckpointError: The tokenizer is missing, or a file cannot be read; all at once.
     """
     problems: list[Problem] = []
     files, values = dict[str, Path](), dict[str, Any]()
-    tokenizer = None if config.data.tokenizer == "bytes" else Path(config.data.tokenizer).expanduser()
+    text = None if tokenizer == "bytes" else Path(tokenizer).expanduser()
     with collecting(problems):
-        files = _files(run, tokenizer)
-    for place in [run, tokenizer.parent] if tokenizer else [run]:
+        files = _files(run, text)
+    for place in [run, text.parent] if text else [run]:
         if not values and (place / ORIGINAL).exists():
             try:
                 found = read_object(place / ORIGINAL, _AT_MOST)
             except (OSError, ValueError) as error:
                 problems.append(Problem(str(place / ORIGINAL), str(error)))
             else:
-                values = found if _fits(found, config.model) else {}
+                values = found if _fits(found, model) else {}
     if problems:
         raise CheckpointError("Nothing was exported:", problems)
     return files, values

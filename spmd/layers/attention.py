@@ -4,8 +4,8 @@
 out = attend(query, key, value, window=4096, segments=document_ids)
 ```
 
-Which kernel runs is up to the plan in scope (`spmd.kernels`), and so is what happens where mesh axis `sequence` is
-larger than 1. Every kernel takes the softmax in float32.
+The plan in scope chooses the kernel (`spmd.model_api.attention_config`), and what happens where mesh axis `sequence`
+is larger than 1. Every kernel takes the softmax in float32.
 """
 
 import functools
@@ -18,14 +18,14 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jaxtyping import Array, Float
 
-from spmd.annotate import attention, checkpoint_core
 from spmd.errors import ConfigError, Problem
-from spmd.kernels import SPLASH_BLOCK
-from spmd.parallel.cache import cached_attention
-from spmd.parallel.context import Ring, Segments, by_heads, online_attention
-from spmd.parallel.online import LARGEST_CHUNK, UNSEEN
-from spmd.parallel.order import is_balanced
-from spmd.parallel.soft_cap import soft_capped
+from spmd.layers.blockwise_attention import LARGEST_CHUNK, UNSEEN
+from spmd.layers.kv_cache import cached_attention
+from spmd.layers.ring_attention import Ring, Segments, by_heads, online_attention
+from spmd.layers.soft_cap import soft_capped
+from spmd.layers.zigzag import is_balanced
+from spmd.model_api.attention_config import SPLASH_BLOCK
+from spmd.plan.annotate import attention, checkpoint_core
 
 _CHUNK_UNIT = 128
 
@@ -51,7 +51,7 @@ def attend(
         window: How many tokens each one sees, itself included; None for all before it.
         segments: The document of each token; those of other documents are not seen. None for one document.
         scale: Of the products of queries and keys; None for `dim ** -0.5`.
-        soft_cap: What scores stay below (`spmd.parallel.soft_cap`); None for no cap.
+        soft_cap: What scores stay below (`spmd.layers.soft_cap`); None for no cap.
         causal: Whether tokens are seen by those behind them alone. If not, all see each other.
 
     Raises:
@@ -169,8 +169,8 @@ def chunked_attention(
     soft_cap: float | None = None,
     causal: bool = True,
 ) -> Array:
-    """Softmax taken online over chunks of keys; see `spmd.parallel.online`."""
-    assert causal, "spmd.kernels refuses it"
+    """Softmax taken online over chunks of keys; see `spmd.layers.blockwise_attention`."""
+    assert causal, "spmd.model_api.attention_config refuses it"
     seq = query.shape[1]
     padding = -seq % _CHUNK_UNIT if seq > LARGEST_CHUNK else 0  # behind the last token, where no one sees it
 
@@ -197,8 +197,8 @@ def cudnn_attention(
     causal: bool = True,
 ) -> Array:
     """The fused attention of cuDNN."""
-    assert segments is None, "spmd.kernels refuses it"
-    assert soft_cap is None, "spmd.kernels refuses it"
+    assert segments is None, "spmd.model_api.attention_config refuses it"
+    assert soft_cap is None, "spmd.model_api.attention_config refuses it"
     reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=causal, local_window_size=reach, implementation="cudnn"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from spmd.parallel.soft_cap import before_soft_cap, soft_capped
+from spmd.layers.soft_cap import before_soft_cap, soft_capped
 
 UNSEEN = -1e30
 """The score of a key that is hidden: finite, so that differences of two are no NaN."""

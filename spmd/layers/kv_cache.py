@@ -1,7 +1,7 @@
 """Keys and values of the tokens so far, so that the next token is computed alone.
 
 A text is written in two programs. `prefill` runs the model on the prompts as ever, and keeps the keys and values that
-each call of `spmd.parallel.attention.attend` gets. `decode` runs it on one token of each row: `attend` then looks at
+each call of `spmd.layers.attention.attend` gets. `decode` runs it on one token of each row: `attend` then looks at
 what is kept, and the model is none the wiser.
 
 ```
@@ -15,7 +15,7 @@ position of its own. On a mesh the cache is split like keys and values are: batc
 `tensor`, and layers over `pipe`.
 
 Layers that are scanned or checkpointed are functions of arrays, so they get their part of the cache as an argument and
-return what they add (`apart`, `threaded`, `recorded`); `models.layers.run_layers` does so for every model.
+return what they add (`apart`, `threaded`, `recorded`); `spmd.models.layers.run_layers` does so for every model.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import CacheError, Problem
-from spmd.mesh import BATCH_AXES, AnyMesh, shards_of
-from spmd.parallel.online import UNSEEN
-from spmd.parallel.soft_cap import soft_capped
-from spmd.scope import current, scope_of
+from spmd.layers.blockwise_attention import UNSEEN
+from spmd.layers.soft_cap import soft_capped
+from spmd.plan.context import current, scope_of
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh, shards_of
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def prefill(run: Callable[[], T], length: int) -> tuple[T, Cache]:
         CacheError: Tokens see what is behind them, documents share a row, or `attend` is called where none can follow.
 
     Example:
-        >>> from spmd.parallel.attention import attend
+        >>> from spmd.layers.attention import attend
         >>> x = jnp.ones((1, 3, 2, 8))
         >>> _, cache = prefill(lambda: attend(x, x, x), length=4)
         >>> cache[0].key.shape

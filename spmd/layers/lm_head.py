@@ -30,11 +30,11 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 from jaxtyping import Array, Float, Int
 
-from spmd.annotate import annotate, manual_over, placement
 from spmd.errors import AnnotationError, Problem
-from spmd.mesh import AnyMesh, entry_axes
-from spmd.parallel.soft_cap import before_soft_cap, soft_capped
-from spmd.weights import Weight, gather
+from spmd.layers.soft_cap import before_soft_cap, soft_capped
+from spmd.plan.annotate import annotate, manual_over, placement
+from spmd.plan.fsdp import Weight, gather
+from spmd.sharding.mesh import AnyMesh, entry_axes
 
 CHUNK = 1024
 """Tokens whose logits are there at once: so many that the products take longer than reading the table does."""
@@ -47,7 +47,7 @@ _DEFERRED = jax.make_user_context(default_value=False)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unembedded:
-    """Logits that are not multiplied out, for `spmd.loss.cross_entropy` to take some tokens at a time.
+    """Logits that are not multiplied out, for `spmd.gradients.losses.cross_entropy` to take some tokens at a time.
 
     Attributes:
         x: `[batch, seq, d]`, split like the activation `tokens`.
@@ -56,7 +56,7 @@ class Unembedded:
         placed: How the plan in scope places the kernel; None outside a plan.
         tokens: The activation that `x` is split like.
         logits: The activation that logits are marked as.
-        soft_cap: What logits stay below (`spmd.parallel.soft_cap`); None for no cap.
+        soft_cap: What logits stay below (`spmd.layers.soft_cap`); None for no cap.
     """
 
     x: Float[Array, "batch seq d"]
@@ -155,7 +155,7 @@ def multiplied(head: Unembedded) -> Float[Array, "batch seq vocab"]:
 def chunked_cross_entropy(
     head: Unembedded, targets: Int[Array, "batch seq"], weights: Float[Array, "batch seq"], chunk: int = CHUNK
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The summed cross-entropy in nats, and the sum of tokens predicted exactly; see `spmd.loss.cross_entropy`.
+    """Return the summed cross-entropy in nats, and how many tokens are predicted exactly.
 
     Args:
         head: From a model.

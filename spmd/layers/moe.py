@@ -28,12 +28,12 @@ from jax.sharding import Mesh, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from spmd.annotate import annotate, placement
 from spmd.errors import AnnotationError, Problem
-from spmd.mesh import AnyMesh, entry_axes
-from spmd.parallel.router import RouterConfig, Routing, places
-from spmd.rules import spec_text
-from spmd.weights import Weight
+from spmd.layers.router import RouterConfig, Routing, places
+from spmd.plan.annotate import annotate, placement
+from spmd.plan.fsdp import Weight
+from spmd.sharding.mesh import AnyMesh, entry_axes
+from spmd.sharding.rules import spec_text
 
 Activation = Callable[..., Array]
 """What is between an expert's matmuls: of one array, or of a gate and what it gates."""
@@ -45,7 +45,7 @@ class Kernel:
 
     Attributes:
         array: The kernels.
-        placed: From `spmd.weights.weight`; None outside a plan.
+        placed: From `spmd.plan.fsdp.weight`; None outside a plan.
     """
 
     array: Float[Array, "expert in out"]
@@ -90,7 +90,7 @@ def mixture(
 
     Args:
         x: Tokens; under a plan they are split as its table says of the activation `expert_tokens`.
-        routing: From `spmd.parallel.router.route`.
+        routing: From `spmd.layers.router.route`.
         config: Of the router; its `dispatch` is what is done here.
         into: Kernels `[expert, d, hidden]`: one, or a gate's and that of what it gates.
         out: Kernels `[expert, hidden, d]`.
@@ -340,8 +340,11 @@ def _mlp(x: Array, sizes: Array | None, *, kernels: Sequence[Array], activation:
 def _grouped(
     x: Array, kernel: Array, sizes: Array | None, gathers: tuple[tuple[str, ...], ...], is_kept: bool
 ) -> Array:
-    """Rows times their expert's kernel, as `models.layers.dense` is for one: gathered in the dtype of `x` for as long
-    as it is used, with a gradient that leaves the matmul in the kernel's own dtype and is summed in it."""
+    """Multiply rows by their expert's kernel, as `spmd.models.layers.dense` does by one kernel.
+
+    The kernel is gathered in the dtype of `x` for as long as it is used; its gradient leaves the matmul in the
+    kernel's own dtype and is summed in it.
+    """
     return _grouped_forward(x, kernel, sizes, gathers, is_kept)[0]
 
 

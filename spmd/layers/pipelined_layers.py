@@ -1,7 +1,7 @@
 """Where a model's layers begin and end, said by the model, so that a pipeline may cut it into stages.
 
 A model runs its stacked layers through `through_layers`. Outside a pipeline that is a plain call. A pipeline
-(`spmd.gradients.pipeline`) traces the same loss function three times, and each time answers the call in another way:
+(`spmd.pipeline.grad_fn`) traces the same loss function three times, and each time answers the call in another way:
 
 ```
 enter    loss_fn ──▶ embedding ──▶ through_layers                     the stream as it enters the first layer
@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmd.annotate import manual_over
-from spmd.mesh import AnyMesh
-from spmd.scope import current
+from spmd.plan.annotate import manual_over
+from spmd.plan.context import current
+from spmd.sharding.mesh import AnyMesh
 
 Run = Callable[[Any, Any], tuple[jax.Array, Any]]
 """`(x, layers) -> (x after them, a value of each layer, stacked)`, for any number of layers."""

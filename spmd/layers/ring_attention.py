@@ -27,10 +27,8 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 from jaxtyping import Array, Float, Int
 
-from spmd.annotate import manual_over
 from spmd.errors import ConfigError, Problem
-from spmd.mesh import BATCH_AXES, AnyMesh
-from spmd.parallel.online import (
+from spmd.layers.blockwise_attention import (
     Backward,
     Visit,
     chunk_of,
@@ -41,7 +39,9 @@ from spmd.parallel.online import (
     see,
     visible_pairs,
 )
-from spmd.parallel.order import zigzag
+from spmd.layers.zigzag import zigzag
+from spmd.plan.annotate import manual_over
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 Segments = Int[Array, "batch seq"] | None
 """The document of each token, where several share a sequence; tokens of different documents do not see each other."""

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from spmd.annotate import attention, manual_over
 from spmd.errors import ConfigError, Problem
-from spmd.parallel.cache import token_positions
+from spmd.layers.kv_cache import token_positions
+from spmd.plan.annotate import attention, manual_over
 
 _BALANCED = jax.make_user_context(default_value=False)
 
@@ -50,9 +50,9 @@ def positions(seq: int) -> np.ndarray | jax.Array:
     """The position of each token as it is traced: 0, 1, 2, …, or those of the zigzag order where it holds.
 
     They are constants `[1, seq]`, the same for each row, except for tokens that come one at a time
-    (`spmd.parallel.cache`): then each row is somewhere else, and they are `[batch, 1]`.
+    (`spmd.layers.kv_cache`): then each row is somewhere else, and they are `[batch, 1]`.
 
-    A model that takes positions from here, and mixes tokens by `spmd.parallel.attention.attend` alone, may say so by
+    A model that takes positions from here, and mixes tokens by `spmd.layers.attention.attend` alone, may say so by
     the attribute `takes_any_order = True`.
 
     Example:

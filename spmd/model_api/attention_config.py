@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.mesh import AnyMesh
+from spmd.sharding.mesh import AnyMesh
 
 KERNELS = {"xla": "", "chunked": "", "cudnn": "gpu", "splash": "tpu"}
 """Kernel → the platform it needs, if any."""
@@ -122,7 +122,7 @@ def make_attention(mesh: AnyMesh, kernel: str, context: str) -> Attention:
         ConfigError: An unknown name; a kernel that the mesh's devices do not have, or that a ring does not take.
 
     Example:
-        >>> from spmd.mesh import MeshShape, abstract_mesh
+        >>> from spmd.sharding.mesh import MeshShape, abstract_mesh
         >>> print(make_attention(abstract_mesh(MeshShape(sequence=4)), "xla", "all-to-all"))
         xla   context all-to-all
     """

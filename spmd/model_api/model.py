@@ -1,6 +1,6 @@
 """A model as pure functions, which is all that the rest of this framework knows of it.
 
-`spmd.flax` makes one from any NNX or Linen module. Hand-written functions do as well: `Model(init, apply)`.
+`spmd.plan.flax` makes one from any NNX or Linen module. Hand-written functions do as well: `Model(init, apply)`.
 """
 
 import dataclasses
@@ -24,13 +24,14 @@ class Facts:
             `Rules.from_annotations`.
         replicated: Path of any other variable that no rule is asked for → why it is whole on every device.
         placed: Path of any variable that no rule is asked for → its spec.
-        multiplied: Paths of kernels that may be `spmd.adapted.Adapted`, because the module multiplies with them by it.
+        multiplied: Paths of kernels that may be `spmd.plan.lora_layer.Adapted`, because the module
+            multiplies with them by it.
         frozen: Path of a variable that never changes → the path of the module's parameter that it is. In stacked layers
             it may live in host memory, as a parameter may.
-        takes_any_order: Whether the model asks for the positions of its tokens (`spmd.parallel.order`), so that they
+        takes_any_order: Whether the model asks for the positions of its tokens (`spmd.layers.zigzag`), so that they
             may come in another order.
-        takes_one_token: Whether tokens see each other by `spmd.parallel.attention.attend` alone, so that they may come
-            one at a time where keys and values are kept (`spmd.parallel.cache`).
+        takes_one_token: Whether tokens see each other by `spmd.layers.attention.attend` alone, so that they may come
+            one at a time where keys and values are kept (`spmd.layers.kv_cache`).
     """
 
     tied: tuple[tuple[str, ...], ...] = ()
@@ -53,7 +54,7 @@ class Outputs:
     a mean over microbatches that is weighted by their tokens.
 
     Attributes:
-        logits: `[batch, sequence, vocab]`, or a head that is not multiplied out (`spmd.parallel.vocabulary`).
+        logits: `[batch, sequence, vocab]`, or a head that is not multiplied out (`spmd.layers.lm_head`).
         losses: Name → an auxiliary loss, with its weight, which training adds to the mean loss of a token.
         metrics: Name → anything else.
     """

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.model import Model
+from spmd.model_api.model import Model
 
 LOSS_SCALE = "loss_scale"
 """Where the state of loss scaling is among the model's variables."""

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from spmd.metrics import Values, Writer
+from spmd.observe.metrics import Values, Writer
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ import optax
 from optax import contrib
 
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.moments import BLOCK, Kind, compact
-from spmd.per_layer import per_layer
-from spmd.rules import compile_pattern
-from spmd.staged import Staged, staged
+from spmd.optim.per_layer import per_layer
+from spmd.optim.quantized import BLOCK, Kind, compact
+from spmd.optim.two_phase import Staged, staged
+from spmd.sharding.rules import compile_pattern
 from spmd.tree import PyTree, map_with_path
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]

@@ -17,11 +17,11 @@ import numpy as np
 import optax
 
 from spmd import tree
-from spmd.derive import followed_params, is_random_key
 from spmd.errors import Problem
-from spmd.per_layer import stack_ends
+from spmd.optim.per_layer import stack_ends
+from spmd.sharding.optimizer_state import followed_params, is_random_key
 
-_FIX = "wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
+_FIX = "wrap what looks at whole arrays in spmd.optim.per_layer, and choose parameters by path instead of by rank"
 _PER_LAYER = re.compile(r"(?:^|(?<=/))(rest|stacked/[^/]+)/")  # where `per_layer` keeps the state of its transform
 _TOTALS = {"add", "and", "max", "min", "or"}
 _LINEAR_ALGEBRA = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd", "triangular_solve"}

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.precision import Precision
-from spmd.rounding import round_stochastically, salt_of, seed_of
-from spmd.skip import skip_bad_updates
-from spmd.staged import Staged, staged, stages
+from spmd.model_api.precision import Precision
+from spmd.optim.skip_updates import skip_bad_updates
+from spmd.optim.stochastic_rounding import round_stochastically, salt_of, seed_of
+from spmd.optim.two_phase import Staged, staged, stages
 from spmd.tree import map_with_path
 
 

@@ -12,11 +12,11 @@ import jax
 import optax
 
 from spmd import tree
-from spmd.derive import Derived, shard_bytes
 from spmd.errors import Problem
-from spmd.layerwise import trace_update
-from spmd.mesh import shards_of
-from spmd.per_layer import stack_ends
+from spmd.optim.layerwise import trace_update
+from spmd.optim.per_layer import stack_ends
+from spmd.sharding.mesh import shards_of
+from spmd.sharding.optimizer_state import Derived, shard_bytes
 
 PIECE_BYTES = 4 * 2**20
 """The largest piece of an array outside a stack on one device, in float32, where its shape allows."""
@@ -87,7 +87,7 @@ def make_cuts(
         Problem(
             path,
             f"its update depends on {sorted(seen.others)[0]}, and on {len(seen.others) - 1} other parameters",
-            fix="let spmd.staged compute what needs the whole gradient, such as a global norm",
+            fix="let spmd.optim.two_phase compute what needs the whole gradient, such as a global norm",
         )
         for path, seen in trace_update(rule, abstract, {}, totals=False).items()
         if seen.others

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from spmd.derive import is_random_key
 from spmd.errors import ConfigError, Problem
+from spmd.sharding.optimizer_state import is_random_key
 from spmd.tree import PyTree, flatten, merge, select
 
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from spmd.errors import ConfigError, Problem
-from spmd.per_layer import stack_ends
-from spmd.rounding import random_bits, round_stochastically, salt_of, seed_of
+from spmd.optim.per_layer import stack_ends
+from spmd.optim.stochastic_rounding import random_bits, round_stochastically, salt_of, seed_of
 from spmd.tree import PyTree, flatten, map_with_path
 
 Kind = Literal["float32", "bfloat16", "8bit"]

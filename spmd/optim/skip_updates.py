@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.staged import Staged, staged, stages
+from spmd.optim.two_phase import Staged, staged, stages
 
 
 class SkipState(NamedTuple):

@@ -2,7 +2,7 @@
 
 Clipping by the global norm and leaving out steps that are not finite look at every gradient; Adam looks at one
 parameter at a time. An optimizer that keeps the two apart can be run on one part of the parameters after another
-(`spmd.offload`).
+(`spmd.train.offloaded_update`).
 """
 
 from collections.abc import Callable

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd.gradients.exchange import AXIS
-from spmd.gradients.lockstep import IDLE, Program
-from spmd.gradients.stages import Stages, at, part
-from spmd.parallel.stages import SLOTS, Stream
-from spmd.weights import accumulation_dtype
+from spmd.layers.pipelined_layers import SLOTS, Stream
+from spmd.pipeline.interleave import AXIS
+from spmd.pipeline.partition import Stages, at, part
+from spmd.pipeline.tick_table import IDLE, Program
+from spmd.plan.fsdp import accumulation_dtype
 
 Carry = dict[str, Any]
 """What goes from tick to tick: slots for `inputs` and `gradients`, what `arrived` and what is to be `sent_back`, and

@@ -1,7 +1,7 @@
 """A pipeline over the mesh axis `pipe` as one more gradient function: any schedule, in one SPMD program.
 
 The program is manual over `pipe` alone; all other axes are left to the plan, as without a pipeline. It scans over the
-ticks of a `Program` (`spmd.gradients.ticks`), in each of which a stage does what its row of the tables says.
+ticks of a `Program` (`spmd.pipeline.executor`), in each of which a stage does what its row of the tables says.
 
 A stage with nothing to do computes nothing (`lax.cond`). Before the first task of a microbatch comes the embedding, and
 the last one ends with the head and the loss. Only what enters a task is kept for its backward task, which computes the
@@ -17,19 +17,19 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.annotate import manual_over
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import cut_batch
 from spmd.gradients.base import GradFn
-from spmd.gradients.exchange import AXIS, exchange
-from spmd.gradients.lockstep import Program
-from spmd.gradients.stages import TITLE, Stages, split_in_flight
-from spmd.gradients.ticks import either, first_carry, run_ticks, shift, zeros
-from spmd.loss import LossFn, Sums
-from spmd.parallel.stages import Stream
-from spmd.precision import scale_loss, split_loss_scale
-from spmd.scope import current
-from spmd.weights import gradient_view
+from spmd.gradients.losses import LossFn, Sums
+from spmd.layers.pipelined_layers import Stream
+from spmd.model_api.precision import scale_loss, split_loss_scale
+from spmd.pipeline.executor import either, first_carry, run_ticks, shift, zeros
+from spmd.pipeline.interleave import AXIS, exchange
+from spmd.pipeline.partition import TITLE, Stages, split_in_flight
+from spmd.pipeline.tick_table import Program
+from spmd.plan.annotate import manual_over
+from spmd.plan.context import current
+from spmd.plan.fsdp import gradient_view
 
 
 def pipeline(loss_fn: LossFn, program: Program) -> GradFn:
@@ -40,8 +40,8 @@ def pipeline(loss_fn: LossFn, program: Program) -> GradFn:
     stage when the step begins, shard by shard, and their gradients travel back (`exchange`).
 
     Args:
-        loss_fn: Of a model that runs its layers through `spmd.parallel.stages.through_layers`.
-        program: What each stage does when, from `spmd.gradients.lockstep.make_program`.
+        loss_fn: Of a model that runs its layers through `spmd.layers.pipelined_layers.through_layers`.
+        program: What each stage does when, from `spmd.pipeline.tick_table.make_program`.
 
     Raises:
         ConfigError: At trace time: the mesh has another number of stages, the layers do not divide into so many

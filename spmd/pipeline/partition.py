@@ -10,9 +10,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.exchange import AXIS
-from spmd.loss import LossFn, Sums
-from spmd.parallel.stages import Answer, Reached, Run, Stream, answered
+from spmd.gradients.losses import LossFn, Sums
+from spmd.layers.pipelined_layers import Answer, Reached, Run, Stream, answered
+from spmd.pipeline.interleave import AXIS
 
 TITLE = "This model cannot be cut into stages:"
 
@@ -137,7 +137,7 @@ class Stages:
                 self._loss(layers, shared, i, chunk)
         except Reached as reached:
             return reached.stream
-        fix = "run stacked layers through spmd.parallel.stages.through_layers"
+        fix = "run stacked layers through spmd.layers.pipelined_layers.through_layers"
         problem = Problem("layers", "are nowhere: the model does not say where they begin", fix=fix)
         raise ConfigError(TITLE, [problem])
 

@@ -22,24 +22,24 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
-from spmd.gradients.exchange import AXIS
-from spmd.gradients.lockstep import Program
-from spmd.gradients.pipeline import cut, on_stages
-from spmd.gradients.stages import IN_FLIGHT, TITLE, Stages, split_in_flight
-from spmd.gradients.ticks import first_carry, run_ticks
-from spmd.loss import LossFn, Sums
-from spmd.mesh import batch_sharding
-from spmd.model import PRNG, Facts, Model
-from spmd.plan import ShardingPlan
-from spmd.scope import within
-from spmd.weights import gradient_view
+from spmd.gradients.losses import LossFn, Sums
+from spmd.model_api.model import PRNG, Facts, Model
+from spmd.pipeline.executor import first_carry, run_ticks
+from spmd.pipeline.grad_fn import cut, on_stages
+from spmd.pipeline.interleave import AXIS
+from spmd.pipeline.partition import IN_FLIGHT, TITLE, Stages, split_in_flight
+from spmd.pipeline.tick_table import Program
+from spmd.plan.context import within
+from spmd.plan.fsdp import gradient_view
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import batch_sharding
 
 
 def pipedream(loss_fn: LossFn, program: Program) -> GradFn:
     """Gradients of the batch before, in a pipeline that is full when the step begins and when it ends.
 
     Args:
-        loss_fn: As for `spmd.gradients.pipeline.pipeline`.
+        loss_fn: As for `spmd.pipeline.grad_fn.pipeline`.
         program: Of a schedule without a flush.
 
     Raises:

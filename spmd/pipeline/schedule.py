@@ -1,7 +1,7 @@
 """Pipeline schedules as data: which task each stage runs, in which order.
 
 A schedule says nothing about arrays or time. Each stage runs its list from the first task to the last, and a task
-starts when what it needs is there; `spmd.gradients.simulate` turns that into times.
+starts when what it needs is there; `spmd.pipeline.simulate` turns that into times.
 """
 
 import dataclasses

@@ -14,8 +14,8 @@ import io
 from pathlib import Path
 
 from spmd.errors import Problem, ScheduleError
-from spmd.gradients.schedules import Schedule, Task, check_schedule, parse_task
-from spmd.gradients.simulate import as_table
+from spmd.pipeline.schedule import Schedule, Task, check_schedule, parse_task
+from spmd.pipeline.simulate import as_table
 
 
 def read_schedule(
@@ -82,7 +82,7 @@ def to_csv(schedule: Schedule) -> str:
         ScheduleError: A schedule that cannot be run.
 
     Example:
-        >>> from spmd.gradients.builders import make_schedule
+        >>> from spmd.pipeline.schedules import make_schedule
         >>> print(to_csv(make_schedule("1f1b", stages=2, microbatches=2)), end="")
         F0,F1,,BW0,,BW1
         ,F0,BW0,F1,BW1,

@@ -14,8 +14,8 @@
 from collections.abc import Callable, Iterator
 
 from spmd.errors import Problem, ScheduleError, did_you_mean
-from spmd.gradients.schedules import Schedule, Task, below_one, in_turn
-from spmd.gradients.zero_bubble import fill_bubbles
+from spmd.pipeline.schedule import Schedule, Task, below_one, in_turn
+from spmd.pipeline.zero_bubble import fill_bubbles
 
 
 def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from spmd.errors import Problem, ScheduleError
-from spmd.gradients.schedules import SPLIT, Part, Schedule, Task, check_schedule, consecutive, run_order
+from spmd.pipeline.schedule import SPLIT, Part, Schedule, Task, check_schedule, consecutive, run_order
 
 BATCHES = 4  # without a flush: the first fills the pipeline, the last drains it, and those between are all alike
 
@@ -103,7 +103,7 @@ def simulate(
         ScheduleError: A cost that cannot be, or a schedule that `check_schedule` finds wrong.
 
     Example:
-        >>> from spmd.gradients.builders import make_schedule
+        >>> from spmd.pipeline.schedules import make_schedule
         >>> timeline = simulate(make_schedule("1f1b", stages=4, microbatches=8))
         >>> timeline.makespan, timeline.bubble, timeline.peak_in_flight
         (33.0, 0.375, (4, 3, 2, 1))
@@ -169,7 +169,7 @@ def as_table(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
         ScheduleError: A schedule that `check_schedule` finds wrong.
 
     Example:
-        >>> from spmd.gradients.builders import make_schedule
+        >>> from spmd.pipeline.schedules import make_schedule
         >>> for row in as_table(make_schedule("1f1b", stages=2, microbatches=2)):
         ...     print(*(task or "--" for task in row))
         F0 F1 -- BW0 -- BW1

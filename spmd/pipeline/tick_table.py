@@ -21,7 +21,7 @@ import dataclasses
 import numpy as np
 
 from spmd.errors import Problem, ScheduleError
-from spmd.gradients.schedules import Schedule, Task
+from spmd.pipeline.schedule import Schedule, Task
 
 IDLE = -1
 
@@ -151,7 +151,7 @@ def how_executed(schedule: Schedule) -> str:
     """One line on how the schedule is executed, or why it is not.
 
     Example:
-        >>> from spmd.gradients.builders import make_schedule
+        >>> from spmd.pipeline.schedules import make_schedule
         >>> how_executed(make_schedule("1f1b", stages=2, microbatches=8))
         'executed in lock step: 10 ticks of a forward and a backward task; a stage holds the inputs of at most 3 tasks'
     """

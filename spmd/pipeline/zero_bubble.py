@@ -14,7 +14,7 @@ from collections import Counter
 from fractions import Fraction
 
 from spmd.errors import Problem, ScheduleError
-from spmd.gradients.schedules import Part, Schedule, Task, below_one
+from spmd.pipeline.schedule import Part, Schedule, Task, below_one
 
 HELD = {"F": 1.0, "B": -0.5, "W": -0.5}  # what a task changes of the activations that a stage holds
 

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
 from spmd.errors import AnnotationError, Problem, did_you_mean
-from spmd.hosted import fetch
-from spmd.kernels import Attention
-from spmd.mesh import AnyMesh
-from spmd.plan import ShardingPlan
-from spmd.remat import Remat
-from spmd.scope import Scope, constrain, current, scope_of
-from spmd.weights import Weight
+from spmd.model_api.attention_config import Attention
+from spmd.model_api.remat import Remat
+from spmd.plan.context import Scope, constrain, current, scope_of
+from spmd.plan.fsdp import Weight
+from spmd.plan.host_params import fetch
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import AnyMesh
 
 F = TypeVar("F", bound=Callable)
 
@@ -248,7 +248,9 @@ def check_marks(plan: ShardingPlan, jaxpr: Any) -> None:
         raise AnnotationError("The rule table names activations that the model does not have:", problems)
     if plan.remat.kind != "none" and REMAT_MARK not in marked:
         call = "checkpoint_core" if plan.remat.kind == "selective" else "checkpoint_layer"
-        problem = Problem(f"remat {plan.remat}", f"the model never calls spmd.annotate.{call}", fix="call it, or none")
+        problem = Problem(
+            f"remat {plan.remat}", f"the model never calls spmd.plan.annotate.{call}", fix="call it, or none"
+        )
         raise AnnotationError("The remat policy acts on nothing:", [problem])
 
 

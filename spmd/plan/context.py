@@ -12,14 +12,14 @@ import jax
 from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from spmd.derive import drop_axis
 from spmd.errors import AnnotationError
-from spmd.kernels import Attention
-from spmd.mesh import AnyMesh
-from spmd.plan import ShardingPlan
-from spmd.precision import Precision
-from spmd.remat import Remat
-from spmd.rules import Rules, audit_spec, spec_text
+from spmd.model_api.attention_config import Attention
+from spmd.model_api.precision import Precision
+from spmd.model_api.remat import Remat
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.optimizer_state import drop_axis
+from spmd.sharding.rules import Rules, audit_spec, spec_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,9 @@ from flax import nnx
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.logical import linen_annotations, nnx_annotations
-from spmd.model import PRNG, Facts, Model
-from spmd.weights import gather_params
+from spmd.model_api.model import PRNG, Facts, Model
+from spmd.plan.fsdp import gather_params
+from spmd.sharding.from_flax import linen_annotations, nnx_annotations
 
 
 def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
@@ -30,9 +30,9 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     the model's variables, under its own path. `forward` runs it in the mode of its `train()` or `eval()`.
 
     A parameter is gathered over `fsdp` as the module takes it, unless its metadata say `gathered_by_layer=True`: then
-    the layer does so where it uses it (`spmd.weights.gather`). A module whose attribute `takes_any_order` is true gets
-    its tokens in the order that suits ring attention (`spmd.parallel.order`), and text is generated from it one token
-    at a time (`spmd.parallel.cache`); for the latter alone the attribute is `takes_one_token`.
+    the layer does so where it uses it (`spmd.plan.fsdp.gather`). A module whose attribute `takes_any_order` is true
+    gets its tokens in the order that suits ring attention (`spmd.layers.zigzag`), and text is generated from it
+    one token at a time (`spmd.layers.kv_cache`); for the latter alone the attribute is `takes_one_token`.
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so no array of

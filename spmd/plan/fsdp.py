@@ -14,14 +14,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.adapted import is_adapted
-from spmd.derive import ZERO_KEEPS, drop_axis
 from spmd.errors import AnnotationError
-from spmd.hosted import Hosted, is_hosted, misplaced
-from spmd.mesh import AnyMesh
-from spmd.precision import cast_floats
-from spmd.rules import Replicate
-from spmd.scope import Scope, constrain, current
+from spmd.model_api.precision import cast_floats
+from spmd.plan.context import Scope, constrain, current
+from spmd.plan.host_params import Hosted, is_hosted, misplaced
+from spmd.plan.lora_layer import is_adapted
+from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.optimizer_state import ZERO_KEEPS, drop_axis
+from spmd.sharding.rules import Replicate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def weight(path: str | None) -> Weight | None:
     """What the plan in scope says of the parameter at `path` inside its layer; None outside a plan.
 
     Args:
-        path: The path that `spmd.flax` gave to the parameter, if it did.
+        path: The path that `spmd.plan.flax` gave to the parameter, if it did.
     """
     scope = current()
     match = scope.rules.match(path) if scope and path else None

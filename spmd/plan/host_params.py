@@ -49,7 +49,7 @@ class Hosted:
 
 def misplaced(path: str) -> Problem:
     """What is wrong with a model that takes a parameter otherwise than layer by layer."""
-    fix = "run the layers as functions of their parameters through spmd.annotate.checkpoint_layer, or do not offload it"
+    fix = "run layers as functions of parameters through spmd.plan.annotate.checkpoint_layer, or do not offload it"
     return Problem(path, "is in host memory, and the model does not take it one layer at a time", fix=fix)
 
 

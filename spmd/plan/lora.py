@@ -23,16 +23,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.adapted import Adapted
-from spmd.derive import drop_axis
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.hosted import is_hosted
-from spmd.mesh import entry_axes
-from spmd.model import PRNG, Facts, Model
-from spmd.precision import cast_floats
-from spmd.rules import Replicate, Rules, replicate
-from spmd.search_tables import compile_pattern
-from spmd.weights import as_taken
+from spmd.model_api.model import PRNG, Facts, Model
+from spmd.model_api.precision import cast_floats
+from spmd.plan.fsdp import as_taken
+from spmd.plan.host_params import is_hosted
+from spmd.plan.lora_layer import Adapted
+from spmd.sharding.from_search import compile_pattern
+from spmd.sharding.mesh import entry_axes
+from spmd.sharding.optimizer_state import drop_axis
+from spmd.sharding.rules import Replicate, Rules, replicate
 
 BASE = "base"
 """The name among the variables of what is frozen."""
@@ -158,7 +158,7 @@ def with_adapters(base: Any, adapters: Any, lora: LoraConfig, multiplied: Contai
         base: A nested dictionary of all parameters.
         adapters: The parameters of `with_lora`.
         lora: Of that model.
-        multiplied: Paths of those that stay `Adapted`, for a model that multiplies with them by `spmd.adapted`.
+        multiplied: Paths of those that stay `Adapted`, for a model that multiplies with them by `spmd.plan.lora_layer`.
     """
     flat = tree.flatten(adapters)
 

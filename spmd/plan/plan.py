@@ -16,19 +16,19 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.cuts import Cut, make_cuts
-from spmd.derive import ZERO_KEEPS, drop_axis, optimizer_specs, shard_bytes
 from spmd.errors import ConfigError, Problem, RuleError, did_you_mean
-from spmd.kernels import Attention, make_attention
-from spmd.layerwise import check_layerwise
-from spmd.leaf import Leaf, aligned, make_leaf
-from spmd.mesh import AnyMesh, entry_axes
-from spmd.model import PRNG, Model
-from spmd.narrow import at_precision
-from spmd.precision import Precision, cast_floats, make_precision, with_loss_scale
-from spmd.remat import Remat, make_remat
-from spmd.rules import Match, Rules, audit_spec, replicate, spec_text
-from spmd.staged import stages
+from spmd.model_api.attention_config import Attention, make_attention
+from spmd.model_api.model import PRNG, Model
+from spmd.model_api.precision import Precision, cast_floats, make_precision, with_loss_scale
+from spmd.model_api.remat import Remat, make_remat
+from spmd.optim.layerwise import check_layerwise
+from spmd.optim.master_weights import at_precision
+from spmd.optim.offload_chunks import Cut, make_cuts
+from spmd.optim.two_phase import stages
+from spmd.plan.records import Leaf, aligned, make_leaf
+from spmd.sharding.mesh import AnyMesh, entry_axes
+from spmd.sharding.optimizer_state import ZERO_KEEPS, drop_axis, optimizer_specs, shard_bytes
+from spmd.sharding.rules import Match, Rules, audit_spec, replicate, spec_text
 
 OFFLOADABLE = ("optimizer_state", "params")
 """What can live in host memory."""
@@ -225,7 +225,7 @@ def make_plan(
         remat: What the backward pass keeps: `"none"`, `"full"`, or `Remat(save=("attention_out",))`.
         precision: Which dtype is where: the name of a policy, such as `"bf16"`, or a `Precision`.
         offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or nothing.
-        attention: The kernel: `"auto"`, or one of `spmd.kernels.KERNELS`.
+        attention: The kernel: `"auto"`, or one of `spmd.model_api.attention_config.KERNELS`.
         context: How a sequence that is split over `sequence` attends to itself: `"ring"` or `"all-to-all"`.
 
     Raises:

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.derive import shard_bytes
-from spmd.rules import Match, spec_text
+from spmd.sharding.optimizer_state import shard_bytes
+from spmd.sharding.rules import Match, spec_text
 from spmd.tree import human_bytes
 
 

@@ -49,11 +49,11 @@ def agree(statements: Statements) -> None:
 
 def source_fingerprint() -> str:
     """A digest of the source of this package and of those that ship with it: an edited file on one machine shows."""
-    root = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
+    linked = (path for name in ("models", "partition_rules", "name_maps") for path in (package / name).glob("*.py"))
     digest = hashlib.sha256()
-    for package in ("spmd", "models", "partition_rules", "name_maps"):
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    for path in sorted({*package.rglob("*.py"), *linked}):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

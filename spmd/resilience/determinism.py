@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import Problem
 from spmd.gradients.base import GradFn
-from spmd.mesh import batch_sharding
-from spmd.model import PRNG
-from spmd.plan import ShardingPlan
+from spmd.model_api.model import PRNG
+from spmd.plan.context import within
+from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_shards, name_device
-from spmd.scope import within
-from spmd.state import TrainState, abstract_state
+from spmd.sharding.mesh import batch_sharding
+from spmd.train.state import TrainState, abstract_state
 
 
 class Repeat:

@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.cuts import Cut, cut_large
 from spmd.errors import Problem
-from spmd.mesh import AnyMesh
+from spmd.optim.offload_chunks import Cut, cut_large
+from spmd.sharding.mesh import AnyMesh
 
 LANES = (0x9E3779B1, 0x85EBCA77)
 """What a place is multiplied with in each of the two sums. Two words at different places that give the same in one sum

@@ -1,8 +1,8 @@
 """Steps whose numbers cannot be trusted: a loss or gradient that is not finite, a loss that leaps.
 
-What is done about one is decided elsewhere: such a step can be left out inside the compiled step (`spmd.skip`), stop
-the run, or send it back to its last checkpoint, from where it goes on behind the batches that led there, as PaLM was
-trained (Chowdhery et al., arXiv:2204.02311, section 5.1).
+What is done about one is decided elsewhere: the compiled step can skip its update (`spmd.optim.skip_updates`), or the
+run stops, or rolls back to its last checkpoint and skips the batches since, as PaLM was trained (Chowdhery et al.,
+arXiv:2204.02311, section 5.1).
 """
 
 import collections
@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 
 from spmd.errors import NonFiniteError, Problem, SpikeError
-from spmd.trainer import Hook
+from spmd.train.loop import Hook
 
 
 class FindBadSteps(Hook):

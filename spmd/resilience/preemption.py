@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
-from spmd.trainer import Hook
+from spmd.train.loop import Hook
 
 EXIT_PREEMPTED = 75
 """The exit code of a run that was told to go and has saved: start it again (EX_TEMPFAIL of sysexits.h)."""

@@ -19,11 +19,11 @@ import numpy as np
 
 from spmd.errors import FaultError, Problem
 from spmd.gradients.base import GradFn
-from spmd.plan import ShardingPlan
+from spmd.plan.plan import ShardingPlan
+from spmd.resilience.determinism import Repeat
 from spmd.resilience.digests import make_digest, replica_differences
-from spmd.resilience.repeat import Repeat
-from spmd.state import TrainState, abstract_state
-from spmd.trainer import Hook
+from spmd.train.loop import Hook
+from spmd.train.state import TrainState, abstract_state
 
 
 class _Check(Hook, abc.ABC):

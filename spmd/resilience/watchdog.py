@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
-from spmd.trainer import Hook
+from spmd.train.loop import Hook
 
 EXIT_HUNG = 70
 """The exit code of a process whose deadline has passed (EX_SOFTWARE of sysexits.h)."""

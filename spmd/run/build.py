@@ -11,37 +11,37 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from spmd import flax
-from spmd.config import TrainConfig, config_values
-from spmd.data import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
+from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives, compiler_log
+from spmd.analysis.memory import Compiled, Estimate, estimate_memory, read_memory
+from spmd.analysis.topology import Topology, topology_devices
+from spmd.data.loader import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
+from spmd.distributed.compilation_cache import programs_in
+from spmd.distributed.xla_flags import Flag, compiler_options, describe, flags_for
 from spmd.errors import ConfigError, Problem, RuleError
-from spmd.foresight.collectives import CollectiveAudit, audit_collectives, compiler_log
-from spmd.foresight.memory import Compiled, Estimate, estimate_memory, read_memory
-from spmd.foresight.topology import Topology, topology_devices
-from spmd.generate import check_window
+from spmd.generate.generator import check_window
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.in_flight import pipedream, with_in_flight
-from spmd.gradients.lockstep import how_executed, make_program
 from spmd.gradients.loss_scale import keep_variables
-from spmd.gradients.pipeline import pipeline, pipelined
-from spmd.gradients.schedule_files import read_schedule
-from spmd.gradients.schedules import Schedule
-from spmd.lora import lora_rules, with_lora
-from spmd.loss import LossFn, next_token_loss
-from spmd.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, check_slices, mesh_of, shards_of
-from spmd.metrics import Flops, transformer_flops
-from spmd.model import Model
-from spmd.optim import check_no_decay, make_learning_rate, make_optimizer
-from spmd.plan import ShardingPlan, make_plan
-from spmd.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
-from spmd.program_cache import programs_in
-from spmd.rules import Rules
-from spmd.skip import skip_bad_updates, skipped_steps
-from spmd.state import TrainState
-from spmd.step import TrainStep, make_train_step
-from spmd.xla_flags import Flag, compiler_options, describe, flags_for
+from spmd.gradients.losses import LossFn, next_token_loss
+from spmd.model_api.model import Model
+from spmd.model_api.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
+from spmd.observe.metrics import Flops, transformer_flops
+from spmd.optim.config import check_no_decay, make_learning_rate, make_optimizer
+from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
+from spmd.pipeline.grad_fn import pipeline, pipelined
+from spmd.pipeline.pipedream import pipedream, with_in_flight
+from spmd.pipeline.schedule import Schedule
+from spmd.pipeline.schedule_files import read_schedule
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import how_executed, make_program
+from spmd.plan import flax
+from spmd.plan.lora import lora_rules, with_lora
+from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.run.config import TrainConfig, config_values
+from spmd.sharding.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, check_slices, mesh_of, shards_of
+from spmd.sharding.rules import Rules
+from spmd.train.state import TrainState
+from spmd.train.step import TrainStep, make_train_step
 
 MICROBATCHES = 4
 """For each stage, at most, by default: enough for a negligible bubble (Huang et al., arXiv:1811.06965, section 4)."""

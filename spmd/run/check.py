@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.config import TrainConfig
-from spmd.data import Windows
+from spmd.data.loader import Windows
 from spmd.errors import ConfigError, Problem, SpmdError
-from spmd.mesh import AXES, AnyMesh, MeshShape, mesh_of
-from spmd.recipe import Recipe, one_device_mesh
-from spmd.start import initial_state
+from spmd.run.build import Recipe, one_device_mesh
+from spmd.run.config import TrainConfig
+from spmd.run.init_from import initial_state
+from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, mesh_of
 from spmd.testing import BUGS, Parity, Record, compare, pad_unevenly, record_run
 
 

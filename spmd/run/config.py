@@ -3,8 +3,8 @@
 ```python
 # my_run.py                          spmd train my_run.py --out runs/mine --mesh.fsdp 8 --optimizer.learning-rate 1e-3
 config = spmd.TrainConfig(
-    model=models.llama.PRESETS["tinyllama-1b"],
-    rules=partition_rules.llama.LLAMA,
+    model=spmd.models.llama.PRESETS["tinyllama-1b"],
+    rules=spmd.partition_rules.llama.LLAMA,
     mesh=spmd.MeshShape(fsdp=8),
     steps=1000,
 )
@@ -25,18 +25,18 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import tyro
 from flax import nnx
 
-from spmd.data import DataConfig
+from spmd.data.loader import DataConfig
+from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
-from spmd.gradients.builders import SCHEDULES
-from spmd.kernels import name_problems
-from spmd.lora import LoraConfig
-from spmd.mesh import MeshShape
-from spmd.optim import OptimizerConfig
-from spmd.parallel.vocabulary import CHUNK
-from spmd.precision import make_precision
-from spmd.remat import make_remat
-from spmd.rules import Rules
-from spmd.xla_flags import PRESET, flag_problems
+from spmd.layers.lm_head import CHUNK
+from spmd.model_api.attention_config import name_problems
+from spmd.model_api.precision import make_precision
+from spmd.model_api.remat import make_remat
+from spmd.optim.config import OptimizerConfig
+from spmd.pipeline.schedules import SCHEDULES
+from spmd.plan.lora import LoraConfig
+from spmd.sharding.mesh import MeshShape
+from spmd.sharding.rules import Rules
 
 SHIPPED = Path(__file__).resolve().parent.parent / "examples"
 """The folder of the configs that ship with the package."""
@@ -62,7 +62,7 @@ class ModelConfig(Protocol):
         """Parameters that each token is multiplied with, for the FLOP count."""
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The model: tokens `[batch, seq]` in, logits `[batch, seq, vocab]` or `spmd.model.Outputs` out."""
+        """The model: tokens `[batch, seq]` in, logits `[batch, seq, vocab]` or `spmd.model_api.model.Outputs` out."""
 
 
 _OF_LANGUAGE_MODELS = ("vocab", "layers", "attention_width", "matmul_params", "build")

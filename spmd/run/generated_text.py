@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spmd.data import Tokenizer
-from spmd.generate import Generator
-from spmd.recipe import Recipe
-from spmd.sampling import Sampling
-from spmd.state import ModelState, TrainState
+from spmd.data.loader import Tokenizer
+from spmd.generate.generator import Generator
+from spmd.generate.sampling import Sampling
+from spmd.run.build import Recipe
+from spmd.train.state import ModelState, TrainState
 
 _CUT = "\ufffd"
 """What a tokenizer decodes a part of a character to."""
@@ -24,7 +24,7 @@ class Pieces:
         ids: Those that come before; they are not part of the text.
 
     Example:
-        >>> from spmd.tokenizer import ByteTokenizer
+        >>> from spmd.data.tokenizer import ByteTokenizer
         >>> pieces = Pieces(ByteTokenizer(), [104])
         >>> [pieces.add(token) for token in "é!".encode()]
         ['', 'é', '!']

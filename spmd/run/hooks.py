@@ -7,21 +7,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.checkpoint import Checkpoints
-from spmd.config import config_values
-from spmd.data import Windows, evaluation_batches
-from spmd.folder import ProcessLog
-from spmd.goodput import Stopwatch
-from spmd.mesh import batch_sharding
-from spmd.metrics import StepClock, Writers, device_memory, process_peak_rss, utilization
-from spmd.recipe import Recipe
-from spmd.resilience.deadline import Watchdog
+from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.versions import library_versions
+from spmd.data.loader import Windows, evaluation_batches
+from spmd.observe.goodput import Stopwatch
+from spmd.observe.metrics import StepClock, Writers, device_memory, process_peak_rss, utilization
+from spmd.observe.stragglers import Spread
 from spmd.resilience.preemption import Preemption
-from spmd.resilience.spread import Spread
-from spmd.state import TrainState
-from spmd.step import make_eval_step
-from spmd.trainer import Hook
-from spmd.versions import library_versions
+from spmd.resilience.watchdog import Watchdog
+from spmd.run.build import Recipe
+from spmd.run.config import config_values
+from spmd.run.run_dir import ProcessLog
+from spmd.sharding.mesh import batch_sharding
+from spmd.train.loop import Hook
+from spmd.train.state import TrainState
+from spmd.train.step import make_eval_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spmd.config import config_difference, config_values
+from spmd.checkpoint.manifest import read_object
+from spmd.data.tokenizer import TOKENIZER
 from spmd.errors import CheckpointError, Problem
-from spmd.folder import RunFolder
-from spmd.hf.carried import ORIGINAL, keep_origin
+from spmd.hf.folder import CONFIG, Published, published
 from spmd.hf.load import check_published, load_published
-from spmd.hf.published import CONFIG, Published, published
-from spmd.lora import BASE
-from spmd.params import read_params
-from spmd.recipe import Recipe
-from spmd.seal import read_object
-from spmd.state import TrainState, init_state
-from spmd.tokenizer import TOKENIZER
+from spmd.hf.sidecar_files import ORIGINAL, keep_origin
+from spmd.plan.lora import BASE
+from spmd.run.build import Recipe
+from spmd.run.config import config_difference, config_values
+from spmd.run.load_params import read_params
+from spmd.run.run_dir import RunFolder
+from spmd.train.state import TrainState, init_state
 
 _HOW = ("stacked", "unroll")
 """Fields of a model that say how it is computed, not what."""

@@ -15,10 +15,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd.launch import EXIT_LOST
-from spmd.resilience.deadline import EXIT_HUNG
+from spmd.distributed.initialize import EXIT_LOST
+from spmd.distributed.xla_flags import START_UP, exports
 from spmd.resilience.preemption import EXIT_PREEMPTED
-from spmd.xla_flags import START_UP, exports
+from spmd.resilience.watchdog import EXIT_HUNG
 
 COORDINATOR_PORT = 7777
 """Where process 0 listens in a pod, which has an address of its own."""

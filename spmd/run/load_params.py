@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.checkpoint import Checkpoints
-from spmd.folder import RunFolder
-from spmd.lora import BASE, with_adapters
-from spmd.mesh import MeshShape, abstract_mesh
-from spmd.model import PRNG
-from spmd.plan import ShardingPlan
-from spmd.recipe import Recipe
-from spmd.state import ModelState
+from spmd.checkpoint.manager import Checkpoints
+from spmd.model_api.model import PRNG
+from spmd.plan.lora import BASE, with_adapters
+from spmd.plan.plan import ShardingPlan
+from spmd.run.build import Recipe
+from spmd.run.run_dir import RunFolder
+from spmd.sharding.mesh import MeshShape, abstract_mesh
+from spmd.train.state import ModelState
 
 
 def restore_model(checkpoints: Checkpoints, step: int | None, plan: ShardingPlan) -> ModelState:

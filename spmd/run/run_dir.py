@@ -9,7 +9,7 @@ runs/demo/
   goodput.jsonl        where the time went, over all restarts
   logs/process-0.log   what each process says of itself: restarts, steps, signals, stacks of a hang
   checkpoints/         Orbax: state, and beside it data position, seed, config, plan, mesh, versions
-  tokenizer.json       of an imported model, with what else goes along with it (`spmd.hf.carried`)
+  tokenizer.json       of an imported model, with what else goes along with it (`spmd.hf.sidecar_files`)
   hf_config.json       the config.json of the model that was imported, or that the run started from
   tensorboard/
   profile/             traces of chosen steps
@@ -26,9 +26,9 @@ from typing import Literal, Self
 
 import jax
 
-from spmd.config import TrainConfig, config_difference, config_values, load_config, with_values
+from spmd.data.tokenizer import TOKENIZER
 from spmd.errors import CheckpointError, Problem
-from spmd.tokenizer import TOKENIZER
+from spmd.run.config import TrainConfig, config_difference, config_values, load_config, with_values
 
 IMPORTED = "imported"
 """What the record of a checkpoint has that holds parameters from elsewhere, and no state to go on with."""

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
+from spmd.analysis.topology import Topology
 from spmd.errors import SpmdError
-from spmd.foresight.topology import Topology
-from spmd.recipe import Recipe
+from spmd.run.build import Recipe
 
 
 def fitting(recipe: Recipe, topology: Topology) -> list[tuple[str, int]]:

@@ -10,28 +10,28 @@ from typing import Any
 
 import jax
 
-from spmd.checkpoint import Checkpoints
-from spmd.config import config_difference, config_values
-from spmd.data import Windows, batches, evaluation_batches
+from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.versions import library_versions
+from spmd.data.loader import Windows, batches, evaluation_batches
+from spmd.distributed.compilation_cache import program_folder, programs_in
 from spmd.errors import BadStepError, CheckpointError, NonFiniteError, Problem
-from spmd.event_files import TensorBoard
-from spmd.folder import IMPORTED, ProcessLog, RunFolder
-from spmd.goodput import Stopwatch
-from spmd.hooks import Evaluate, Instruments, Log, Save
-from spmd.mesh import batch_sharding
-from spmd.metrics import Console, JsonLines, StepClock, Writer, Writers
-from spmd.profiling import Profile
-from spmd.program_cache import program_folder, programs_in
-from spmd.recipe import Recipe
-from spmd.resilience.agreement import agree, source_fingerprint
-from spmd.resilience.bad_steps import FindBadSteps
-from spmd.resilience.checks import CheckRepeats, CheckReplicas
-from spmd.resilience.deadline import Watchdog
+from spmd.observe.goodput import Stopwatch
+from spmd.observe.metrics import Console, JsonLines, StepClock, Writer, Writers
+from spmd.observe.profiling import Profile
+from spmd.observe.tensorboard import TensorBoard
+from spmd.resilience.consistency import agree, source_fingerprint
+from spmd.resilience.divergence import FindBadSteps
 from spmd.resilience.preemption import Preemption
-from spmd.start import describe_start, initial_state
-from spmd.state import TrainState, abstract_state
-from spmd.trainer import Hook, fit
-from spmd.versions import library_versions
+from spmd.resilience.sdc import CheckRepeats, CheckReplicas
+from spmd.resilience.watchdog import Watchdog
+from spmd.run.build import Recipe
+from spmd.run.config import config_difference, config_values
+from spmd.run.hooks import Evaluate, Instruments, Log, Save
+from spmd.run.init_from import describe_start, initial_state
+from spmd.run.run_dir import IMPORTED, ProcessLog, RunFolder
+from spmd.sharding.mesh import batch_sharding
+from spmd.train.loop import Hook, fit
+from spmd.train.state import TrainState, abstract_state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
-from spmd.mesh import AXES, entry_axes
+from spmd.sharding.mesh import AXES, entry_axes
 
 LogicalRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Logical name → mesh axes, in order of precedence; no axes is a dimension left whole."""

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
-from spmd.mesh import AXES, entry_axes
+from spmd.sharding.mesh import AXES, entry_axes
 
 Value = P | str
 """A spec for one layer, or why the parameter is replicated."""

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.mesh import entry_axes, shards_of
+from spmd.sharding.mesh import entry_axes, shards_of
 
 ZERO_KEEPS = {
     0: (),

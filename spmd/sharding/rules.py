@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
-from spmd.logical import Annotation, resolve_annotations
-from spmd.mesh import entry_axes, shards_of
-from spmd.search_tables import as_python, compile_pattern, is_catch_all, read_search_table
+from spmd.sharding.from_flax import Annotation, resolve_annotations
+from spmd.sharding.from_search import as_python, compile_pattern, is_catch_all, read_search_table
+from spmd.sharding.mesh import entry_axes, shards_of
 
 _STACKED = (("layers", "pipe"),)
 Tied = Iterable[Sequence[str]]  # groups of paths; all paths of a group lead to one array
@@ -186,7 +186,7 @@ class Rules:
         """A table from the sharding metadata of a Flax model, one rule for each annotated parameter.
 
         Args:
-            annotations: Parameter path → annotation, as `spmd.logical` reads them.
+            annotations: Parameter path → annotation, as `spmd.sharding.from_flax` reads them.
             logical: `(logical name, mesh axis or tuple or None)` pairs. The first whose axes are free in the array
                 applies; names without one are mesh axes.
             stacked: As in a table; by default as in `table`.

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from spmd.state import TrainState
-from spmd.step import TrainStep
+from spmd.train.state import TrainState
+from spmd.train.step import TrainStep
 
 
 class Hook:

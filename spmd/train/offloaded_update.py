@@ -14,10 +14,10 @@ import optax
 from jax.sharding import NamedSharding
 
 from spmd import tree
-from spmd.cuts import Cut
-from spmd.leaf import Leaf
-from spmd.plan import ShardingPlan
-from spmd.staged import stages
+from spmd.optim.offload_chunks import Cut
+from spmd.optim.two_phase import stages
+from spmd.plan.plan import ShardingPlan
+from spmd.plan.records import Leaf
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 """`(gradients, optimizer state, params) -> (params, optimizer state)`."""

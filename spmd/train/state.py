@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.model import PRNG
-from spmd.plan import ShardingPlan
-from spmd.precision import cast_floats
+from spmd.model_api.model import PRNG
+from spmd.model_api.precision import cast_floats
+from spmd.plan.plan import ShardingPlan
 
 
 @jax.tree_util.register_dataclass

@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.annotate import check_marks
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.loss_scale import unscale
-from spmd.loss import LossFn, Sums
-from spmd.mesh import batch_sharding
-from spmd.model import PRNG
-from spmd.offload import make_update
-from spmd.plan import ShardingPlan
-from spmd.precision import split_loss_scale
-from spmd.scope import within
-from spmd.state import TrainState, abstract_state
-from spmd.weights import as_taken
+from spmd.gradients.losses import LossFn, Sums
+from spmd.model_api.model import PRNG
+from spmd.model_api.precision import split_loss_scale
+from spmd.plan.annotate import check_marks
+from spmd.plan.context import within
+from spmd.plan.fsdp import as_taken
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import batch_sharding
+from spmd.train.offloaded_update import make_update
+from spmd.train.state import TrainState, abstract_state
 
 Metrics = dict[str, Any]
 """Scalars of one step, still on the devices; and its gradients, if the step was asked to keep them."""

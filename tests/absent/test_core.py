@@ -16,12 +16,12 @@ VOCAB, WIDTH, LAYERS, HEADS, D_FF, EXAMPLES, LENGTH, CHIPS = 512, 512, 2, 4, 102
 COMPILE = f"""
     import json, sys
     import jax, spmd
-    from models.llama import LlamaConfig
-    from partition_rules.llama import LLAMA
-    from spmd import launch
-    from spmd.foresight.collectives import audit_collectives
-    from spmd.foresight.memory import read_memory
-    from spmd.foresight.topology import parse_topology, topology_devices
+    from spmd.models.llama import LlamaConfig
+    from spmd.partition_rules.llama import LLAMA
+    from spmd.distributed import initialize as launch
+    from spmd.analysis.collective_audit import audit_collectives
+    from spmd.analysis.memory import read_memory
+    from spmd.analysis.topology import parse_topology, topology_devices
 
     launch.start(launch.Launch(absent="tpu"))
     model = spmd.from_nnx(LlamaConfig({VOCAB}, {WIDTH}, {LAYERS}, {HEADS}, {HEADS}, {D_FF}).build)

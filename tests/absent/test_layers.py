@@ -4,18 +4,18 @@ import functools
 
 import pytest
 
-from spmd.foresight.topology import missing_extra, parse_topology
+from spmd.analysis.topology import missing_extra, parse_topology
 from tests.programs import run_script
 
 LAYERS, D, BATCH, SEQ, LONG = 2, 256, 8, 128, 2048
 COMPILE = f"""
     import dataclasses, json, sys
     import jax, optax, spmd
-    from models.llama import LlamaConfig
-    from partition_rules.llama import LLAMA, LLAMA_SEQUENCE_PARALLEL
-    from spmd import launch
-    from spmd.foresight.collectives import audit_collectives
-    from spmd.foresight.topology import parse_topology, topology_devices
+    from spmd.models.llama import LlamaConfig
+    from spmd.partition_rules.llama import LLAMA, LLAMA_SEQUENCE_PARALLEL
+    from spmd.distributed import initialize as launch
+    from spmd.analysis.collective_audit import audit_collectives
+    from spmd.analysis.topology import parse_topology, topology_devices
 
     topology = parse_topology(sys.argv[1])
     launch.start(launch.Launch(absent=topology.platform))

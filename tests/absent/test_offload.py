@@ -14,13 +14,13 @@ from tests.programs import LITTLE_EFFORT, run_script
 SHARED = """
     import json, sys
     import jax, optax, spmd
-    from models.llama import LlamaConfig
-    from partition_rules.llama import LLAMA
-    from spmd import launch
-    from spmd.foresight.memory import read_memory
-    from spmd.foresight.topology import parse_topology, topology_devices
-    from spmd.per_layer import per_layer
-    from spmd.staged import staged
+    from spmd.models.llama import LlamaConfig
+    from spmd.partition_rules.llama import LLAMA
+    from spmd.distributed import initialize as launch
+    from spmd.analysis.memory import read_memory
+    from spmd.analysis.topology import parse_topology, topology_devices
+    from spmd.optim.per_layer import per_layer
+    from spmd.optim.two_phase import staged
 
     launch.start(launch.Launch(absent="tpu"))
     mesh = spmd.make_mesh(devices=topology_devices(parse_topology("v5e:2x4")), fsdp=8)
@@ -69,7 +69,7 @@ ACTIVATIONS = f"""
 # The head, the embedding and a kernel of Llama-3 8B as 256 chips hold them: [128, 16032], [128256, 16], [1376, 128].
 THIN_SHARDS = """
     from jax.sharding import PartitionSpec as P
-    from spmd.offload import make_update
+    from spmd.train.offloaded_update import make_update
 
     shapes = {"head": (4096, 128_256), "embed": (128_256, 4096), "kernel": (11_008, 16_384)}
     model = spmd.Model(lambda key: {name: jax.numpy.ones(shape) for name, shape in shapes.items()}, None)

@@ -4,23 +4,23 @@ import functools
 
 import pytest
 
-from spmd.foresight.closed_forms import pipeline_traffic
-from spmd.foresight.topology import missing_extra, parse_topology
+from spmd.analysis.topology import missing_extra, parse_topology
 from tests.programs import run_script
+from tests.published.closed_forms import pipeline_traffic
 
 LAYERS, D, D_FF, VOCAB, SEQ, EXAMPLES = 4, 512, 1024, 512, 256, 4
 COMPILE = f"""
     import json, sys
     import jax, optax, spmd
-    from models.llama import LlamaConfig
-    from partition_rules.llama import LLAMA
-    from spmd import launch
-    from spmd.foresight.collectives import audit_collectives
-    from spmd.foresight.memory import estimate_memory, read_memory
-    from spmd.foresight.topology import parse_topology, topology_devices
-    from spmd.gradients.lockstep import make_program
-    from spmd.gradients.pipeline import pipeline
-    from spmd.gradients.builders import make_schedule
+    from spmd.models.llama import LlamaConfig
+    from spmd.partition_rules.llama import LLAMA
+    from spmd.distributed import initialize as launch
+    from spmd.analysis.collective_audit import audit_collectives
+    from spmd.analysis.memory import estimate_memory, read_memory
+    from spmd.analysis.topology import parse_topology, topology_devices
+    from spmd.pipeline.tick_table import make_program
+    from spmd.pipeline.grad_fn import pipeline
+    from spmd.pipeline.schedules import make_schedule
 
     topology = parse_topology(sys.argv[1])
     launch.start(launch.Launch(absent=topology.platform))

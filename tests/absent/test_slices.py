@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from spmd.analysis.replica_groups import spans
+from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.plan import run_plan
-from spmd.config import load_config
 from spmd.errors import ConfigError, MeshError
-from spmd.foresight.groups import spans
-from spmd.foresight.topology import missing_extra, parse_topology
-from spmd.mesh import AXES, MeshShape, mesh_of, slice_numbers
-from spmd.recipe import planned_mesh
+from spmd.run.build import planned_mesh
+from spmd.run.config import load_config
+from spmd.sharding.mesh import AXES, MeshShape, mesh_of, slice_numbers
 from tests.programs import run_script
 
 
@@ -124,12 +124,12 @@ SCALES = 4 * NORMS  # those of norms, which go whole, or as shards too
 COMPILE = f"""
     import json, sys
     import jax, optax, spmd
-    from models.llama import LlamaConfig
-    from partition_rules.llama import LLAMA
-    from spmd import launch
-    from spmd.foresight.collectives import audit_collectives
-    from spmd.foresight.topology import parse_topology, topology_devices
-    from spmd.mesh import MeshShape, mesh_of
+    from spmd.models.llama import LlamaConfig
+    from spmd.partition_rules.llama import LLAMA
+    from spmd.distributed import initialize as launch
+    from spmd.analysis.collective_audit import audit_collectives
+    from spmd.analysis.topology import parse_topology, topology_devices
+    from spmd.sharding.mesh import MeshShape, mesh_of
 
     topology = parse_topology(sys.argv[1])
     simulated = topology.platform == "cpu"

@@ -80,12 +80,12 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 # What the packages beside spmd may import, besides the standard library and themselves.
 MODELS_MAY_IMPORT = (
     *("flax", "jax", "jaxtyping", "numpy"),
-    *("spmd.adapted", "spmd.annotate", "spmd.errors", "spmd.model", "spmd.parallel", "spmd.weights"),
+    *("spmd.plan.lora_layer", "spmd.annotate", "spmd.errors", "spmd.model_api.model", "spmd.layers", "spmd.plan.fsdp"),
 )
-PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.mesh", "spmd.rules")
+PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.sharding.mesh", "spmd.sharding.rules")
 NAME_MAPS_MAY_IMPORT = (
-    *("models", "partition_rules", "spmd.config", "spmd.hf.family", "spmd.hf.fields"),
-    *("spmd.parallel.router", "spmd.rules"),
+    *("models", "partition_rules", "spmd.run.config", "spmd.hf.family", "spmd.hf.fields"),
+    *("spmd.layers.router", "spmd.sharding.rules"),
 )
 
 # A library that raises plain `Exception` leaves no choice: one handler for each room named here.
@@ -269,35 +269,35 @@ GENERAL_CHECKS: tuple[Check, ...] = (check_imports_on_top, check_private, check_
 
 # A check, the module that breaks its rule, and what the report must name.
 CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
-    (check_floor, "spmd.mesh", "from spmd.plan import make_plan", "spmd.plan.make_plan"),
-    (check_floor, "spmd.mesh", "from spmd import plan", "spmd.plan"),
-    (check_floor, "spmd.mesh", "from spmd import make_plan", "spmd.make_plan"),
-    (check_floor, "spmd.mesh", "import spmd", "imports spmd"),
-    (check_floor, "spmd.mesh", "from spmd.mesh import make_mesh", "spmd.mesh.make_mesh"),
-    (check_floor, "spmd.mesh", "from . import errors", "relatively"),
+    (check_floor, "spmd.sharding.mesh", "from spmd.plan.plan import make_plan", "spmd.plan.plan.make_plan"),
+    (check_floor, "spmd.sharding.mesh", "from spmd import plan", "spmd.plan.plan"),
+    (check_floor, "spmd.sharding.mesh", "from spmd import make_plan", "spmd.make_plan"),
+    (check_floor, "spmd.sharding.mesh", "import spmd", "imports spmd"),
+    (check_floor, "spmd.sharding.mesh", "from spmd.sharding.mesh import make_mesh", "spmd.sharding.mesh.make_mesh"),
+    (check_floor, "spmd.sharding.mesh", "from . import errors", "relatively"),
     (check_floor, "spmd.gradients.base", "import spmd.gradients.accumulate", "gradients.accumulate"),
     (check_floor, "spmd.attic", "", "no floor"),
-    (check_inside_out, "spmd.cli", "from models.llama import PRESETS", "models.llama"),
-    (check_inside_out, "spmd.cli", "import partition_rules.llama", "partition_rules.llama"),
-    (check_homes, "spmd.run", "import orbax.checkpoint as ocp", "orbax.checkpoint"),
-    (check_homes, "spmd.run", "from rich.text import Text", "rich.text.Text"),
-    (check_environment, "spmd.mesh", "import os\nos.environ['A'] = '1'", "mesh:2 uses os.environ"),
-    (check_environment, "spmd.mesh", "from os import getenv", "os.getenv"),
-    (check_imports_on_top, "spmd.plan", "import os\n\ndef f():\n    import json", "plan:4"),
-    (check_imports_on_top, "spmd.plan", "try:\n    import json\nfinally:\n    pass", "plan:2"),
-    (check_imports_on_top, "spmd.plan", "def f():\n    import tensorboardX, json", "plan:2"),
-    (check_private, "spmd.plan", "from flax._src import core", "flax._src.core"),
-    (check_private, "spmd.plan", "import flax\nflax._src.core", "plan:2"),
-    (check_private, "spmd.plan", "from spmd.rules import _match", "spmd.rules._match"),
-    (check_excepts, "spmd.plan", "try:\n    f()\nexcept:\n    pass", "[3]"),
-    (check_excepts, "spmd.plan", "try:\n    f()\nexcept (KeyError, Exception):\n    pass", "[3]"),
-    (check_excepts, "spmd.tokenizer", "try:\n    f()\nexcept KeyError:\n    pass", "[]"),
-    (check_length, "spmd.plan", "\n" * 401, "401"),
+    (check_inside_out, "spmd.cli", "from spmd.models.llama import PRESETS", "spmd.models.llama"),
+    (check_inside_out, "spmd.cli", "import spmd.partition_rules.llama", "spmd.partition_rules.llama"),
+    (check_homes, "spmd.run.train", "import orbax.checkpoint as ocp", "orbax.checkpoint"),
+    (check_homes, "spmd.run.train", "from rich.text import Text", "rich.text.Text"),
+    (check_environment, "spmd.sharding.mesh", "import os\nos.environ['A'] = '1'", "mesh:2 uses os.environ"),
+    (check_environment, "spmd.sharding.mesh", "from os import getenv", "os.getenv"),
+    (check_imports_on_top, "spmd.plan.plan", "import os\n\ndef f():\n    import json", "plan:4"),
+    (check_imports_on_top, "spmd.plan.plan", "try:\n    import json\nfinally:\n    pass", "plan:2"),
+    (check_imports_on_top, "spmd.plan.plan", "def f():\n    import tensorboardX, json", "plan:2"),
+    (check_private, "spmd.plan.plan", "from flax._src import core", "flax._src.core"),
+    (check_private, "spmd.plan.plan", "import flax\nflax._src.core", "plan:2"),
+    (check_private, "spmd.plan.plan", "from spmd.sharding.rules import _match", "spmd.sharding.rules._match"),
+    (check_excepts, "spmd.plan.plan", "try:\n    f()\nexcept:\n    pass", "[3]"),
+    (check_excepts, "spmd.plan.plan", "try:\n    f()\nexcept (KeyError, Exception):\n    pass", "[3]"),
+    (check_excepts, "spmd.data.tokenizer", "try:\n    f()\nexcept KeyError:\n    pass", "[]"),
+    (check_length, "spmd.plan.plan", "\n" * 401, "401"),
     (check_name, "spmd.mesh_utils.utils", "", "says nothing"),
-    (check_models, "models.llama", "from spmd.mesh import make_mesh", "spmd.mesh"),
-    (check_models, "models.llama", "import optax", "optax"),
-    (check_partition_rules, "partition_rules.llama", "from models.llama import Llama", "models.llama"),
-    (check_name_maps, "name_maps.llama", "from spmd.hf.load import load_params", "spmd.hf.load"),
+    (check_models, "spmd.models.llama", "from spmd.sharding.mesh import make_mesh", "spmd.sharding.mesh"),
+    (check_models, "spmd.models.llama", "import optax", "optax"),
+    (check_partition_rules, "spmd.partition_rules.llama", "from spmd.models.llama import Llama", "spmd.models.llama"),
+    (check_name_maps, "spmd.name_maps.llama", "from spmd.hf.load import load_params", "spmd.hf.load"),
 )
 
 

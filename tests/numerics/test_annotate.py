@@ -6,15 +6,15 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd.annotate import annotate, checkpoint_layer, to_compute
 from spmd.errors import AnnotationError
-from spmd.mesh import batch_sharding, make_mesh
-from spmd.model import Model
-from spmd.plan import make_plan
-from spmd.rules import Rules
-from spmd.scope import within
-from spmd.state import init_state
-from spmd.step import make_train_step
+from spmd.model_api.model import Model
+from spmd.plan.annotate import annotate, checkpoint_layer, to_compute
+from spmd.plan.context import within
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import batch_sharding, make_mesh
+from spmd.sharding.rules import Rules
+from spmd.train.state import init_state
+from spmd.train.step import make_train_step
 from tests import tiny
 
 pytestmark = pytest.mark.compat

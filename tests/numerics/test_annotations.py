@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import RuleError
-from spmd.logical import Annotation, linen_annotations, nnx_annotations
-from spmd.mesh import AXES, MeshShape, abstract_mesh, entry_axes, make_mesh
-from spmd.rules import Rules, replicate
+from spmd.sharding.from_flax import Annotation, linen_annotations, nnx_annotations
+from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, entry_axes, make_mesh
+from spmd.sharding.rules import Rules, replicate
 
 pytestmark = pytest.mark.compat
 

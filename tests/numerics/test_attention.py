@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from partition_rules.llama import LLAMA
-from spmd.config import TrainConfig
 from spmd.errors import ConfigError
-from spmd.kernels import CHUNKED_FROM, KERNELS, Attention, make_attention
-from spmd.mesh import MeshShape, abstract_mesh
-from spmd.parallel import online
-from spmd.parallel.attention import attend, chunked_attention, splash_attention_tpu, xla_attention
-from spmd.parallel.online import chunk_of, visible_pairs
-from spmd.scope import within
-from spmd.step import make_train_step
+from spmd.layers import blockwise_attention as online
+from spmd.layers.attention import attend, chunked_attention, splash_attention_tpu, xla_attention
+from spmd.layers.blockwise_attention import chunk_of, visible_pairs
+from spmd.model_api.attention_config import CHUNKED_FROM, KERNELS, Attention, make_attention
+from spmd.partition_rules.llama import LLAMA
+from spmd.plan.context import within
+from spmd.run.config import TrainConfig
+from spmd.sharding.mesh import MeshShape, abstract_mesh
+from spmd.train.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 

@@ -10,20 +10,20 @@ import optax
 import pytest
 
 from spmd.cli import main
-from spmd.config import load_config
-from spmd.data import Windows, batches
+from spmd.data.loader import Windows, batches
 from spmd.errors import NonFiniteError, SpikeError
-from spmd.mesh import batch_sharding
-from spmd.recipe import Recipe, config_mesh
-from spmd.resilience.bad_steps import FindBadSteps
-from spmd.skip import skip_bad_updates, skipped_steps
-from spmd.state import init_state
+from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
+from spmd.resilience.divergence import FindBadSteps
+from spmd.run.build import Recipe, config_mesh
+from spmd.run.config import load_config
+from spmd.sharding.mesh import batch_sharding
+from spmd.train.state import init_state
 from tests.train_runs import assert_same, losses, state, write_tiny
 
 POISON = """
 import numpy as np
 
-from spmd.data import Windows
+from spmd.data.loader import Windows
 
 read = getattr(Windows.rows, "clean", Windows.rows)
 

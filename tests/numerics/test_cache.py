@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import gemma, gpt2, llama, mistral, mixtral, qwen
-from models.layers import Dense, dense, make_layers, run_layers
-from spmd import flax
 from spmd.errors import CacheError
-from spmd.loss import next_token_loss
-from spmd.parallel.attention import attend
-from spmd.parallel.cache import Entry, decode, prefill
-from spmd.parallel.order import positions
-from spmd.scope import within
-from spmd.state import init_state
+from spmd.gradients.losses import next_token_loss
+from spmd.layers.attention import attend
+from spmd.layers.kv_cache import Entry, decode, prefill
+from spmd.layers.zigzag import positions
+from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen
+from spmd.models.layers import Dense, dense, make_layers, run_layers
+from spmd.plan import flax
+from spmd.plan.context import within
+from spmd.train.state import init_state
 from tests import tiny
 from tests.jaxprs import equations
 from tests.rounding import FACTOR, assert_close, noise_of, ratios

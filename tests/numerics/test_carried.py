@@ -6,20 +6,25 @@ import types
 
 import pytest
 
-from models.gpt2 import PRESETS as GPT2_PRESETS
 from spmd.commands.export_hf import _values
-from spmd.config import load_config
-from spmd.data import DataConfig
+from spmd.data.loader import DataConfig
+from spmd.data.tokenizer import TOKENIZER, ByteTokenizer
 from spmd.errors import CheckpointError
-from spmd.folder import RunFolder
-from spmd.hf.carried import ORIGINAL, carried_by, tokenizer_problems
 from spmd.hf.family import family_for
 from spmd.hf.save import save_params
-from spmd.state import init_state
-from spmd.tokenizer import TOKENIZER, ByteTokenizer
+from spmd.hf.sidecar_files import ORIGINAL, carried_by, tokenizer_problems
+from spmd.models.gpt2 import PRESETS as GPT2_PRESETS
+from spmd.run.config import load_config
+from spmd.run.run_dir import RunFolder
+from spmd.train.state import init_state
 from tests import tiny
 from tests.command_line import run, write_config
 from tests.unit.test_tokenizer import begin_with, bpe
+
+
+def of(config):
+    """What a run's config says of the tokenizer and the model."""
+    return config.data.tokenizer, config.model
 
 
 def published(folder, config):
@@ -58,21 +63,21 @@ def config(tmp_path):
 
 def test_the_files_beside_a_tokenizer_go_along(config, tmp_path):
     """With the values of the model that it belongs to, where the run's is of that family; else without them."""
-    files, values = carried_by(tmp_path / "run", config)
+    files, values = carried_by(tmp_path / "run", *of(config))
     assert set(files) == {TOKENIZER, "chat_template.jinja"}
     assert values["use_cache"] is False
     other = dataclasses.replace(config, model=dataclasses.replace(GPT2_PRESETS["test"], context=256))
-    assert carried_by(tmp_path / "run", other) == (files, {})
+    assert carried_by(tmp_path / "run", *of(other)) == (files, {})
     (tmp_path / "run" / ORIGINAL).write_text('{"architectures": ["GPT2LMHeadModel"], "use_cache": true}')
-    assert carried_by(tmp_path / "run", other)[1]["use_cache"] is True
-    assert carried_by(tmp_path / "run", config)[1] == values
+    assert carried_by(tmp_path / "run", *of(other))[1]["use_cache"] is True
+    assert carried_by(tmp_path / "run", *of(config))[1] == values
 
 
 def test_a_tokenizer_of_another_name_goes_along(config, tmp_path):
     """As tokenizer.json, and alone: what is beside it is not about it."""
     path = (tmp_path / "imported" / TOKENIZER).rename(tmp_path / "words.json")
     config = dataclasses.replace(config, data=DataConfig(tokenizer=str(path)))
-    assert carried_by(tmp_path / "run", config) == ({TOKENIZER: path}, {})
+    assert carried_by(tmp_path / "run", *of(config)) == ({TOKENIZER: path}, {})
 
 
 def test_a_tokenizer_that_is_missing_is_said(config, tmp_path):
@@ -81,7 +86,7 @@ def test_a_tokenizer_that_is_missing_is_said(config, tmp_path):
     path.unlink()
     (tmp_path / "imported" / ORIGINAL).write_text("[]")
     with pytest.raises(CheckpointError) as caught:
-        carried_by(tmp_path / "run", config)
+        carried_by(tmp_path / "run", *of(config))
     assert "no JSON object" in str(caught.value)
     assert f"data.tokenizer: {path} is missing" in str(caught.value)
 
@@ -93,7 +98,7 @@ def test_an_imported_run_that_was_moved_has_its_tokenizer_with_it(config, tmp_pa
     assert before.config() == config
     before.path.rename(after.path)
     assert after.config().data.tokenizer == str(after.path / TOKENIZER)
-    assert carried_by(after.path, after.config())[0][TOKENIZER] == after.path / TOKENIZER
+    assert carried_by(after.path, *of(after.config()))[0][TOKENIZER] == after.path / TOKENIZER
     (after.path / TOKENIZER).unlink()
     assert after.config() == config
 

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from spmd import check, testing
+from spmd import testing
+from spmd.run import check
 from tests.command_line import run, write_config
 
 

@@ -15,10 +15,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.checkpoint import Checkpoints
+from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.tree import host_copies
+from spmd.checkpoint.versions import library_versions
 from spmd.errors import CheckpointError
-from spmd.storable import host_copies
-from spmd.versions import library_versions
 
 pytestmark = pytest.mark.compat
 

@@ -15,16 +15,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.cli import main
-from spmd.config import FaultsConfig, load_config
 from spmd.errors import ConfigError, FaultError
 from spmd.gradients.base import value_and_grad
-from spmd.mesh import batch_sharding
-from spmd.resilience.checks import CheckRepeats, CheckReplicas
-from spmd.resilience.repeat import Repeat
-from spmd.state import init_state
-from spmd.step import TrainStep, make_train_step
+from spmd.resilience.determinism import Repeat
+from spmd.resilience.sdc import CheckRepeats, CheckReplicas
+from spmd.run.config import FaultsConfig, load_config
+from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
-from spmd.trainer import fit
+from spmd.train.loop import fit
+from spmd.train.state import init_state
+from spmd.train.step import TrainStep, make_train_step
 from tests import tiny
 from tests.faults import with_flip
 from tests.programs import ROOT
@@ -198,10 +198,10 @@ def test_a_run_with_a_flip_stops_before_it_saves(flags, expected, tmp_path, monk
 TWO_PROCESSES = """
     import json, sys
     import jax, numpy as np
-    from spmd import launch
+    from spmd.distributed import initialize as launch
     launch.start(launch.Launch(4, launch.Asked(sys.argv[2], 2, int(sys.argv[1]))))
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from spmd.mesh import make_mesh
+    from spmd.sharding.mesh import make_mesh
     from spmd.resilience.digests import make_digest, replica_differences
     from tests.faults import flip
 

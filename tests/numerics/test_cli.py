@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd.config import shipped
-from spmd.foresight import topology
+from spmd.analysis import topology
+from spmd.run.config import shipped
 from tests.command_line import run, write_config
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd.foresight.collectives import CollectiveAudit, audit_collectives, expect_collectives
-from spmd.mesh import MeshShape, abstract_mesh
+from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives, expect_collectives
+from spmd.sharding.mesh import MeshShape, abstract_mesh
 from tests.programs import run_script
 
 VOCAB, D, LAYERS, HEADS, D_FF, BATCH, SEQ = 512, 128, 2, 8, 256, 16, 32
@@ -90,8 +90,8 @@ SCRIPT = """
 import dataclasses, json, sys
 import jax
 import spmd
-from models.llama import LlamaConfig
-from partition_rules.llama import LLAMA
+from spmd.models.llama import LlamaConfig
+from spmd.partition_rules.llama import LLAMA
 
 spmd.simulate_devices(8)
 vocab, d, layers, heads, d_ff, batch, seq = json.loads(sys.argv[1])

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from spmd.analysis.collective_audit import audit_collectives, compiler_log, expect_collectives
 from spmd.errors import MeshError
-from spmd.foresight.collectives import audit_collectives, compiler_log, expect_collectives
-from spmd.mesh import MeshShape, abstract_mesh, make_mesh
+from spmd.sharding.mesh import MeshShape, abstract_mesh, make_mesh
 
 pytestmark = pytest.mark.compat
 

@@ -6,9 +6,9 @@ from tests.programs import run_script
 
 MEASURE = """
     import dataclasses, json, sys
-    from spmd import launch
-    from spmd.config import load_config
-    from spmd.recipe import Recipe, config_mesh
+    from spmd.distributed import initialize as launch
+    from spmd.run.config import load_config
+    from spmd.run.build import Recipe, config_mesh
     launch.start(launch.Launch(8))
     totals = {}
     for zero, remat in ((0, "save:attention_out,mlp_hidden"), (3, "full")):

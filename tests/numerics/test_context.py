@@ -11,20 +11,20 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import models.llama
-from partition_rules.llama import LLAMA
-from spmd import flax
+import spmd.models.llama
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
-from spmd.loss import next_token_loss
-from spmd.mesh import BATCH_AXES, batch_sharding
-from spmd.parallel import online
-from spmd.parallel.attention import attend
-from spmd.parallel.online import visible_pairs
-from spmd.parallel.order import balanced, positions, zigzag
-from spmd.scope import within
-from spmd.step import make_train_step
+from spmd.gradients.losses import next_token_loss
+from spmd.layers import blockwise_attention as online
+from spmd.layers.attention import attend
+from spmd.layers.blockwise_attention import visible_pairs
+from spmd.layers.zigzag import balanced, positions, zigzag
+from spmd.partition_rules.llama import LLAMA
+from spmd.plan import flax
+from spmd.plan.context import within
+from spmd.sharding.mesh import BATCH_AXES, batch_sharding
 from spmd.testing import token_batches
+from spmd.train.step import make_train_step
 from tests import tiny
 from tests.numerics.test_attention import MASKS, arrays, computed, lost, reference
 from tests.one_device import Job
@@ -59,7 +59,7 @@ def test_a_split_sequence_of_documents_trains_as_on_one_device(context, sizes):
 
 def test_control_wrong_positions_are_caught(monkeypatch):
     """A model that takes its tokens for contiguous where they are in zigzag order does not pass."""
-    monkeypatch.setattr(models.llama, "positions", lambda seq: np.arange(seq)[None])
+    monkeypatch.setattr(spmd.models.llama, "positions", lambda seq: np.arange(seq)[None])
     fresh = value_and_grad(next_token_loss(flax.from_nnx(CONFIG.build)))
     assert not job().parity(grad_fn=fresh, sequence=2).ok
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_split_is_refused_before_anything_compiles(seq, config, c
 ASK = """
     import json, re
     import jax, numpy as np, optax, spmd
-    from spmd.foresight.collectives import audit_collectives
+    from spmd.analysis.collective_audit import audit_collectives
     from tests import tiny
 
     spmd.simulate_devices(8)
@@ -322,10 +322,10 @@ ON_TPU = """
     import json
     import jax, jax.numpy as jnp, spmd
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from spmd import launch
-    from spmd.scope import within
-    from spmd.foresight.topology import parse_topology, topology_devices
-    from spmd.parallel.attention import attend
+    from spmd.distributed import initialize as launch
+    from spmd.plan.context import within
+    from spmd.analysis.topology import parse_topology, topology_devices
+    from spmd.layers.attention import attend
     from tests import tiny
 
     launch.start(launch.Launch(absent="tpu"))

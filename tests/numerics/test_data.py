@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.data import (
+from spmd.data.loader import (
     Batch,
     DataConfig,
     Windows,
@@ -352,7 +352,7 @@ def test_bigram_counts_do_not_lose_pairs_between_pieces(monkeypatch: pytest.Monk
     """Counting in pieces of seven gives the same loss as counting all at once."""
     train, validation = np.random.default_rng(1).integers(0, 5, (2, 200)).astype(np.uint16)
     whole = bigram_loss(train, validation, vocab=5)
-    monkeypatch.setattr("spmd.data._COUNTED_AT_ONCE", 7)
+    monkeypatch.setattr("spmd.data.loader._COUNTED_AT_ONCE", 7)
     assert bigram_loss(train, validation, vocab=5) == whole
 
 

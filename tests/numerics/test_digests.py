@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import tree
-from spmd.mesh import make_mesh
 from spmd.resilience.digests import make_digest, replica_differences
-from spmd.state import abstract_state, init_state
+from spmd.sharding.mesh import make_mesh
+from spmd.train.state import abstract_state, init_state
 from tests import tiny
 from tests.faults import altered, flip, with_flip
 from tests.programs import run_script
@@ -186,13 +186,13 @@ def test_nothing_is_sent_but_the_digests():
 ABSENT = """
     import json
     import jax, spmd
-    from models.llama import LlamaConfig
-    from partition_rules.llama import LLAMA
-    from spmd import launch
-    from spmd.foresight.memory import read_memory
-    from spmd.foresight.topology import parse_topology, topology_devices
+    from spmd.models.llama import LlamaConfig
+    from spmd.partition_rules.llama import LLAMA
+    from spmd.distributed import initialize as launch
+    from spmd.analysis.memory import read_memory
+    from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.resilience.digests import make_digest
-    from spmd.state import abstract_state
+    from spmd.train.state import abstract_state
 
     launch.start(launch.Launch(absent="tpu"))
     mesh = spmd.make_mesh(devices=topology_devices(parse_topology("v5e:2x4")), data=2, fsdp=4)

@@ -12,20 +12,20 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from models.mixtral import PRESETS
-from partition_rules.mixtral import MIXTRAL
-from spmd import flax
+from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.errors import AnnotationError, RuleError
-from spmd.foresight.topology import missing_extra, parse_topology
 from spmd.gradients.base import value_and_grad
-from spmd.loss import next_token_loss
-from spmd.mesh import MeshShape, abstract_mesh
-from spmd.parallel.expert import Kernel, mixture
-from spmd.parallel.router import RouterConfig, Routing, route
-from spmd.plan import make_plan
-from spmd.scope import within
-from spmd.step import make_train_step
+from spmd.gradients.losses import next_token_loss
+from spmd.layers.moe import Kernel, mixture
+from spmd.layers.router import RouterConfig, Routing, route
+from spmd.models.mixtral import PRESETS
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.plan import flax
+from spmd.plan.context import within
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import token_batches
+from spmd.train.step import make_train_step
 from tests import tiny
 from tests.one_device import Job
 from tests.programs import run_script
@@ -242,11 +242,11 @@ def test_experts_that_are_not_split_send_nothing():
 COMPILE = """
     import dataclasses, json, sys
     import jax, optax, spmd
-    from models.mixtral import MixtralConfig, PRESETS, RouterConfig
-    from partition_rules.mixtral import MIXTRAL
-    from spmd import launch
-    from spmd.foresight.collectives import audit_collectives
-    from spmd.foresight.topology import parse_topology, topology_devices
+    from spmd.models.mixtral import MixtralConfig, PRESETS, RouterConfig
+    from spmd.partition_rules.mixtral import MIXTRAL
+    from spmd.distributed import initialize as launch
+    from spmd.analysis.collective_audit import audit_collectives
+    from spmd.analysis.topology import parse_topology, topology_devices
 
     topology = parse_topology(sys.argv[1])
     on_cpu = topology.platform == "cpu"

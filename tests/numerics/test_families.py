@@ -9,32 +9,33 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import gemma, gpt2, mistral, qwen
-from models.gemma import Gemma2Config, GemmaConfig
-from models.gpt2 import GPT2Config
-from models.layers import LayerNorm, RMSNorm, biased, rotary_angles
-from models.llama import LlamaConfig
-from models.qwen import QwenConfig
-from models.rope_scaling import RopeScaling
-from partition_rules.gemma import GEMMA, GEMMA2
-from partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
-from partition_rules.llama import LLAMA, replicated_kv, sequence_parallel
-from partition_rules.mistral import MISTRAL
-from partition_rules.qwen import QWEN2, QWEN2_TIED, QWEN3, QWEN3_TIED
-from spmd import flax, tree
-from spmd.config import TrainConfig, config_values, with_values
-from spmd.data import DataConfig
+from spmd import tree
+from spmd.data.loader import DataConfig
 from spmd.errors import ConfigError
-from spmd.generate import Generator
+from spmd.generate.generator import Generator
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.lockstep import make_program
-from spmd.gradients.pipeline import pipeline
-from spmd.loss import next_token_loss
-from spmd.mesh import AXES, MeshShape, abstract_mesh
-from spmd.plan import make_plan
-from spmd.scope import within
+from spmd.gradients.losses import next_token_loss
+from spmd.models import gemma, gpt2, mistral, qwen
+from spmd.models.gemma import Gemma2Config, GemmaConfig
+from spmd.models.gpt2 import GPT2Config
+from spmd.models.layers import LayerNorm, RMSNorm, biased, rotary_angles
+from spmd.models.llama import LlamaConfig
+from spmd.models.qwen import QwenConfig
+from spmd.models.rope_scaling import RopeScaling
+from spmd.partition_rules.gemma import GEMMA, GEMMA2
+from spmd.partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
+from spmd.partition_rules.llama import LLAMA, replicated_kv, sequence_parallel
+from spmd.partition_rules.mistral import MISTRAL
+from spmd.partition_rules.qwen import QWEN2, QWEN2_TIED, QWEN3, QWEN3_TIED
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import make_program
+from spmd.plan import flax
+from spmd.plan.context import within
+from spmd.plan.plan import make_plan
+from spmd.run.config import TrainConfig, config_values, with_values
+from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh
 from spmd.testing import BUGS, compare, token_batches
 from tests import tiny
 from tests.one_device import REORDERED, SGD, Job

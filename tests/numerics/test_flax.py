@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models.llama import Llama
-from spmd import flax, tree
+from spmd import tree
 from spmd.gradients.base import value_and_grad
-from spmd.loss import next_token_loss
-from spmd.plan import make_plan
-from spmd.rules import Rules, replicate
+from spmd.gradients.losses import next_token_loss
+from spmd.models.llama import Llama
+from spmd.plan import flax
+from spmd.plan.plan import make_plan
+from spmd.sharding.rules import Rules, replicate
 from spmd.testing import assert_parity, compare, record_run, scale_gradients, token_batches
 from tests import tiny
 from tests.rounding import assert_close, noise_of

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import tree
-from spmd.checkpoint import Checkpoints
+from spmd.checkpoint.manager import Checkpoints
 from spmd.errors import ConfigError, RuleError
-from spmd.plan import make_plan
-from spmd.rules import Rules, replicate
-from spmd.state import abstract_state, init_state
-from spmd.step import make_eval_step, make_train_step
+from spmd.plan.plan import make_plan
+from spmd.sharding.rules import Rules, replicate
 from spmd.testing import assert_parity, compare, record_run, token_batches
+from spmd.train.state import abstract_state, init_state
+from spmd.train.step import make_eval_step, make_train_step
 from tests import tiny
 
 pytestmark = pytest.mark.compat

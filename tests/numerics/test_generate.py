@@ -11,19 +11,19 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models import gemma, mixtral
-from partition_rules.gemma import GEMMA2
-from partition_rules.llama import LLAMA, replicated_kv, sequence_parallel
-from partition_rules.mixtral import MIXTRAL
-from spmd import flax
 from spmd.errors import ConfigError
-from spmd.generate import ENDED, Generator
-from spmd.model import Model
-from spmd.parallel.attention import attend
-from spmd.plan import make_plan
-from spmd.rules import Rules, replicate
-from spmd.sampling import Sampling
-from spmd.state import init_state
+from spmd.generate.generator import ENDED, Generator
+from spmd.generate.sampling import Sampling
+from spmd.layers.attention import attend
+from spmd.model_api.model import Model
+from spmd.models import gemma, mixtral
+from spmd.partition_rules.gemma import GEMMA2
+from spmd.partition_rules.llama import LLAMA, replicated_kv, sequence_parallel
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.plan import flax
+from spmd.plan.plan import make_plan
+from spmd.sharding.rules import Rules, replicate
+from spmd.train.state import init_state
 from tests import tiny
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=12, top_p=0.9)

@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.gpt2 import PRESETS as GPT2_PRESETS
-from models.vit import PRESETS as VIT_PRESETS
-from spmd import flax
-from spmd.config import load_config
 from spmd.errors import CheckpointError, ConfigError
-from spmd.folder import RunFolder
 from spmd.hf import load
 from spmd.hf.family import Ignored, Name, Source, families, family_for, family_of, part, sources
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import SafetensorsFile, write_safetensors
 from spmd.hf.save import parse_size, save_params
-from spmd.params import read_params
-from spmd.plan import make_plan
-from spmd.state import init_state
+from spmd.models.gpt2 import PRESETS as GPT2_PRESETS
+from spmd.models.vit import PRESETS as VIT_PRESETS
+from spmd.plan import flax
+from spmd.plan.plan import make_plan
+from spmd.run.config import load_config
+from spmd.run.load_params import read_params
+from spmd.run.run_dir import RunFolder
+from spmd.train.state import init_state
 from tests import tiny
 from tests.command_line import run
 

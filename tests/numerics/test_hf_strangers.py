@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from models import gemma, gpt2, llama, mixtral, qwen, vit
-from spmd import flax
 from spmd.errors import CheckpointError, ConfigError, Problem, SpmdError
-from spmd.hf import published as published_module
+from spmd.hf import folder as published_module
 from spmd.hf.family import family_for
+from spmd.hf.folder import published
 from spmd.hf.load import check_published
-from spmd.hf.published import published
 from spmd.hf.safetensors import SafetensorsFile, write_safetensors
 from spmd.hf.save import save_params
+from spmd.models import gemma, gpt2, llama, mixtral, qwen, vit
+from spmd.plan import flax
 from tests.command_line import run
 
 EMBEDDING = "model.embed_tokens.weight"

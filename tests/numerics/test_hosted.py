@@ -9,19 +9,20 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from spmd import flax, tree
+from spmd import tree
 from spmd.errors import AnnotationError, ConfigError, RuleError
-from spmd.generate import Generator
+from spmd.generate.generator import Generator
+from spmd.generate.sampling import Sampling
 from spmd.gradients.base import value_and_grad
-from spmd.hosted import Hosted
-from spmd.loss import next_token_loss
-from spmd.optim import OptimizerConfig, make_optimizer
-from spmd.plan import make_plan
-from spmd.rules import Rules, replicate
-from spmd.sampling import Sampling
-from spmd.state import init_state
-from spmd.step import make_eval_step, make_train_step
+from spmd.gradients.losses import next_token_loss
+from spmd.optim.config import OptimizerConfig, make_optimizer
+from spmd.plan import flax
+from spmd.plan.host_params import Hosted
+from spmd.plan.plan import make_plan
+from spmd.sharding.rules import Rules, replicate
 from spmd.testing import compare, record_run, token_batches
+from spmd.train.state import init_state
+from spmd.train.step import make_eval_step, make_train_step
 from tests import tiny
 from tests.jaxprs import equations
 from tests.rounding import assert_close, noise_of

@@ -9,10 +9,10 @@ import optax
 import pytest
 from optax import contrib
 
-from spmd.layerwise import assert_layerwise, check_layerwise
-from spmd.optim import OptimizerConfig, make_optimizer
-from spmd.per_layer import per_layer
-from spmd.skip import skip_bad_updates
+from spmd.optim.config import OptimizerConfig, make_optimizer
+from spmd.optim.layerwise import assert_layerwise, check_layerwise
+from spmd.optim.per_layer import per_layer
+from spmd.optim.skip_updates import skip_bad_updates
 from spmd.tree import map_with_path
 from tests import tiny
 

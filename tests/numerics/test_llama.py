@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.layers import RMSNorm, dense, rotary_angles, rotate, unembed
-from models.llama import PRESETS, LlamaConfig
-from spmd import flax, tree
+from spmd import tree
 from spmd.errors import ConfigError
-from spmd.parallel.attention import xla_attention
+from spmd.layers.attention import xla_attention
+from spmd.models.layers import RMSNorm, dense, rotary_angles, rotate, unembed
+from spmd.models.llama import PRESETS, LlamaConfig
+from spmd.plan import flax
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 

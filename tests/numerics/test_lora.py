@@ -10,24 +10,25 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from models.mixtral import PRESETS as MIXTRAL_PRESETS
-from partition_rules.llama import LLAMA
-from partition_rules.mixtral import MIXTRAL
-from spmd import flax, tree
+from spmd import tree
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.lockstep import make_program
-from spmd.gradients.pipeline import pipeline
-from spmd.lora import BASE, LoraConfig, lora_rules, with_adapters, with_lora
-from spmd.loss import next_token_loss
-from spmd.mesh import batch_sharding
-from spmd.model import Model
-from spmd.plan import ShardingPlan, make_plan
-from spmd.rules import Rules
-from spmd.state import TrainState, init_state
-from spmd.step import make_train_step
+from spmd.gradients.losses import next_token_loss
+from spmd.model_api.model import Model
+from spmd.models.mixtral import PRESETS as MIXTRAL_PRESETS
+from spmd.partition_rules.llama import LLAMA
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import make_program
+from spmd.plan import flax
+from spmd.plan.lora import BASE, LoraConfig, lora_rules, with_adapters, with_lora
+from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.sharding.mesh import batch_sharding
+from spmd.sharding.rules import Rules
+from spmd.train.state import TrainState, init_state
+from spmd.train.step import make_train_step
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 

@@ -15,14 +15,14 @@ from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.loss_scale import keep_variables, unscale
-from spmd.mesh import make_mesh
-from spmd.model import Model
-from spmd.plan import make_plan
-from spmd.precision import LOSS_SCALE, POLICIES, LossScale, Precision, split_loss_scale, with_loss_scale
-from spmd.rules import Rules
-from spmd.skip import skip_bad_updates, skipped_steps
-from spmd.state import init_state
-from spmd.step import make_eval_step, make_train_step
+from spmd.model_api.model import Model
+from spmd.model_api.precision import LOSS_SCALE, POLICIES, LossScale, Precision, split_loss_scale, with_loss_scale
+from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import make_mesh
+from spmd.sharding.rules import Rules
+from spmd.train.state import init_state
+from spmd.train.step import make_eval_step, make_train_step
 
 BAD, GOOD = False, True
 

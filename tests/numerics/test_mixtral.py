@@ -11,18 +11,19 @@ import numpy as np
 import optax
 import pytest
 
-from models.mixtral import DEEPSEEK_V3, GSHARD, PRESETS, SWITCH, MixtralConfig
-from partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
-from spmd import flax, tree
+from spmd import tree
 from spmd.cli import main
-from spmd.config import load_config
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.loss import cross_entropy, next_token_loss
-from spmd.model import Model, Outputs
-from spmd.parallel.router import RouterConfig
-from spmd.plan import make_plan
+from spmd.gradients.losses import cross_entropy, next_token_loss
+from spmd.layers.router import RouterConfig
+from spmd.model_api.model import Model, Outputs
+from spmd.models.mixtral import DEEPSEEK_V3, GSHARD, PRESETS, SWITCH, MixtralConfig
+from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
+from spmd.plan import flax
+from spmd.plan.plan import make_plan
+from spmd.run.config import load_config
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
 from tests.jaxprs import equations

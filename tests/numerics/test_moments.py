@@ -13,14 +13,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.data import Windows, batches, load_corpus
-from spmd.derive import optimizer_specs
+from spmd.data.loader import Windows, batches, load_corpus
 from spmd.errors import ConfigError, RuleError
-from spmd.moments import BLOCK, Blocks, CompactState, Kind, block_of, compact, dequantize, quantize
-from spmd.optim import OptimizerConfig, make_optimizer
-from spmd.per_layer import per_layer
-from spmd.state import init_state
-from spmd.step import make_train_step
+from spmd.optim.config import OptimizerConfig, make_optimizer
+from spmd.optim.per_layer import per_layer
+from spmd.optim.quantized import BLOCK, Blocks, CompactState, Kind, block_of, compact, dequantize, quantize
+from spmd.sharding.optimizer_state import optimizer_specs
+from spmd.train.state import init_state
+from spmd.train.step import make_train_step
 from spmd.tree import flatten
 from tests import tiny
 

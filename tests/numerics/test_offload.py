@@ -10,20 +10,21 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd import cuts, tree
+from spmd import tree
 from spmd.errors import ConfigError, RuleError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.mesh import MeshShape, abstract_mesh
-from spmd.model import Model
-from spmd.offload import make_update
-from spmd.optim import OptimizerConfig, make_optimizer
-from spmd.per_layer import per_layer
-from spmd.plan import make_plan
-from spmd.rules import Rules, replicate
-from spmd.skip import skip_bad_updates
-from spmd.state import init_state
+from spmd.model_api.model import Model
+from spmd.optim import offload_chunks as cuts
+from spmd.optim.config import OptimizerConfig, make_optimizer
+from spmd.optim.per_layer import per_layer
+from spmd.optim.skip_updates import skip_bad_updates
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import MeshShape, abstract_mesh
+from spmd.sharding.rules import Rules, replicate
 from spmd.testing import compare, record_run, token_batches
+from spmd.train.offloaded_update import make_update
+from spmd.train.state import init_state
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 

@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from spmd.errors import ConfigError
-from spmd.optim import (
+from spmd.optim.config import (
     OptimizerConfig,
     check_no_decay,
     make_learning_rate,
     make_optimizer,
     make_update_rule,
 )
-from spmd.per_layer import PerLayerState, per_layer
+from spmd.optim.per_layer import PerLayerState, per_layer
 from spmd.tree import flatten, map_with_path
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 

@@ -17,15 +17,15 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from spmd.errors import RuleError
-from spmd.layerwise import assert_layerwise, check_layerwise
-from spmd.mesh import make_mesh
-from spmd.model import Model
-from spmd.narrow import at_precision
-from spmd.optim import OptimizerConfig, make_optimizer
-from spmd.per_layer import per_layer
-from spmd.plan import Leaf, ShardingPlan, make_plan
-from spmd.precision import POLICIES
-from spmd.rules import Rules, replicate
+from spmd.model_api.model import Model
+from spmd.model_api.precision import POLICIES
+from spmd.optim.config import OptimizerConfig, make_optimizer
+from spmd.optim.layerwise import assert_layerwise, check_layerwise
+from spmd.optim.master_weights import at_precision
+from spmd.optim.per_layer import per_layer
+from spmd.plan.plan import Leaf, ShardingPlan, make_plan
+from spmd.sharding.mesh import make_mesh
+from spmd.sharding.rules import Rules, replicate
 from spmd.tree import flatten, map_with_path
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 

@@ -7,22 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from partition_rules.llama import LLAMA
-from spmd.checkpoint import Checkpoints
-from spmd.config import TrainConfig
+from spmd.checkpoint.manager import Checkpoints
 from spmd.errors import CheckpointError
-from spmd.folder import RunFolder
-from spmd.lora import LoraConfig, with_adapters
-from spmd.mesh import MeshShape
-from spmd.params import read_params, restore_model
-from spmd.recipe import Recipe, config_mesh
-from spmd.state import init_state
+from spmd.partition_rules.llama import LLAMA
+from spmd.plan.lora import LoraConfig, with_adapters
+from spmd.run.build import Recipe, config_mesh
+from spmd.run.config import TrainConfig
+from spmd.run.load_params import read_params, restore_model
+from spmd.run.run_dir import RunFolder
+from spmd.sharding.mesh import MeshShape
+from spmd.train.state import init_state
 from tests import tiny
 
 SOURCE = """
 import spmd
-from models.llama import PRESETS
-from partition_rules.llama import LLAMA
+from spmd.models.llama import PRESETS
+from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(model=PRESETS["test"], rules=LLAMA)
 """

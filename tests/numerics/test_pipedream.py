@@ -10,26 +10,26 @@ import optax
 import pytest
 
 import spmd
-from models.llama import PRESETS
-from partition_rules.llama import LLAMA
-from spmd.check import Check
-from spmd.checkpoint import Checkpoints
+from spmd.checkpoint.manager import Checkpoints
 from spmd.errors import SpmdError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.in_flight import IN_FLIGHT, pipedream, with_in_flight
-from spmd.gradients.lockstep import make_program
-from spmd.gradients.pipeline import pipelined
-from spmd.lora import LoraConfig, lora_rules, with_lora
-from spmd.loss import next_token_loss
-from spmd.mesh import batch_sharding
-from spmd.plan import make_plan
-from spmd.recipe import Recipe, planned_mesh
-from spmd.scope import within
-from spmd.state import abstract_state, init_state
-from spmd.step import make_eval_step, make_train_step
+from spmd.gradients.losses import next_token_loss
+from spmd.models.llama import PRESETS
+from spmd.partition_rules.llama import LLAMA
+from spmd.pipeline.grad_fn import pipelined
+from spmd.pipeline.pipedream import IN_FLIGHT, pipedream, with_in_flight
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import make_program
+from spmd.plan.context import within
+from spmd.plan.lora import LoraConfig, lora_rules, with_lora
+from spmd.plan.plan import make_plan
+from spmd.run.build import Recipe, planned_mesh
+from spmd.run.check import Check
+from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
+from spmd.train.state import abstract_state, init_state
+from spmd.train.step import make_eval_step, make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 

@@ -12,27 +12,27 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from models.llama import PRESETS
-from models.mixtral import PRESETS as MIXTRALS
-from partition_rules.llama import LLAMA
-from partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
-from spmd import flax
-from spmd.annotate import manual_over
-from spmd.check import Check
 from spmd.cli import main
 from spmd.errors import SpmdError
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.exchange import exchange
-from spmd.gradients.lockstep import make_program
-from spmd.gradients.pipeline import pipeline
-from spmd.loss import next_token_loss
-from spmd.model import Outputs
-from spmd.parallel.stages import through_layers
-from spmd.plan import make_plan
-from spmd.recipe import Recipe, planned_mesh
-from spmd.rules import Rules, replicate
-from spmd.step import make_train_step
+from spmd.gradients.losses import next_token_loss
+from spmd.layers.pipelined_layers import through_layers
+from spmd.model_api.model import Outputs
+from spmd.models.llama import PRESETS
+from spmd.models.mixtral import PRESETS as MIXTRALS
+from spmd.partition_rules.llama import LLAMA
+from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.interleave import exchange
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import make_program
+from spmd.plan import flax
+from spmd.plan.annotate import manual_over
+from spmd.plan.plan import make_plan
+from spmd.run.build import Recipe, planned_mesh
+from spmd.run.check import Check
+from spmd.sharding.rules import Rules, replicate
 from spmd.testing import compare, record_run
+from spmd.train.step import make_train_step
 from tests import tiny
 
 SHAPES = {

@@ -12,17 +12,17 @@ import numpy as np
 import optax
 import pytest
 
-from spmd.foresight import hlo
-from spmd.gradients import ticks as engine
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.lockstep import Program, make_program
-from spmd.gradients.pipeline import pipeline
-from spmd.model import Model
-from spmd.parallel.stages import through_layers
-from spmd.plan import make_plan
-from spmd.rules import Rules, replicate
-from spmd.scope import within
-from spmd.state import init_state
+from spmd.analysis import hlo
+from spmd.layers.pipelined_layers import through_layers
+from spmd.model_api.model import Model
+from spmd.pipeline import executor as engine
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import Program, make_program
+from spmd.plan.context import within
+from spmd.plan.plan import make_plan
+from spmd.sharding.rules import Rules, replicate
+from spmd.train.state import init_state
 from tests import tiny
 from tests.programs import run_script
 
@@ -120,10 +120,10 @@ SCHEDULE = ("interleaved", 2, 2, 2)
 OPTIMISED = """
 import json, sys, spmd
 spmd.simulate_devices(8)
-from spmd.gradients.lockstep import make_program
-from spmd.gradients.pipeline import pipeline
-from spmd.gradients.builders import make_schedule
-from spmd.step import make_train_step
+from spmd.pipeline.tick_table import make_program
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.schedules import make_schedule
+from spmd.train.step import make_train_step
 from spmd.testing import token_batches
 from tests import tiny
 config = tiny.replaced(layers=4)

@@ -11,17 +11,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.checkpoint import Checkpoints
+from spmd.checkpoint.manager import Checkpoints
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.narrow import MasterState, RoundedState, at_precision
-from spmd.precision import POLICIES, LossScale, Precision, make_precision
-from spmd.rounding import round_stochastically
-from spmd.scope import within
-from spmd.state import abstract_state, init_state
-from spmd.step import make_train_step
+from spmd.model_api.precision import POLICIES, LossScale, Precision, make_precision
+from spmd.optim.master_weights import MasterState, RoundedState, at_precision
+from spmd.optim.stochastic_rounding import round_stochastically
+from spmd.plan.context import within
 from spmd.testing import BUGS, compare, record_run, token_batches
+from spmd.train.state import abstract_state, init_state
+from spmd.train.step import make_train_step
 from tests import tiny
 
 BATCHES = token_batches((8, 10), tiny.CONFIG.vocab, steps=3)

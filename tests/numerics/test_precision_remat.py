@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from spmd.gradients.base import value_and_grad
-from spmd.scope import within
-from spmd.state import init_state
+from spmd.plan.context import within
 from spmd.testing import token_batches
+from spmd.train.state import init_state
 from tests import tiny
 from tests.jaxprs import equations
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.llama import Block, LlamaConfig
-from spmd.annotate import checkpoint_core, checkpoint_layer
-from spmd.foresight.hlo import parse
-from spmd.foresight.recompute import Recompute, compare_remat, matmul_flops, remat_table, saved_activations
-from spmd.scope import within
+from spmd.analysis.hlo import parse
+from spmd.analysis.recompute import Recompute, compare_remat, matmul_flops, remat_table, saved_activations
+from spmd.models.llama import Block, LlamaConfig
+from spmd.plan.annotate import checkpoint_core, checkpoint_layer
+from spmd.plan.context import within
 from tests import tiny
 
 GPT3 = LlamaConfig(d_model=12_288, layers=1, heads=96, kv_heads=96, d_ff=4 * 12_288)

@@ -9,15 +9,15 @@ import optax
 import pytest
 
 import spmd
-from spmd.annotate import annotate, checkpoint_core, checkpoint_layer
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.gradients.base import value_and_grad
-from spmd.mesh import abstract_mesh
-from spmd.remat import Remat, make_remat
-from spmd.scope import within
-from spmd.state import init_state
-from spmd.step import make_train_step
+from spmd.model_api.remat import Remat, make_remat
+from spmd.plan.annotate import annotate, checkpoint_core, checkpoint_layer
+from spmd.plan.context import within
+from spmd.sharding.mesh import abstract_mesh
 from spmd.testing import token_batches
+from spmd.train.state import init_state
+from spmd.train.step import make_train_step
 from tests import tiny
 from tests.jaxprs import equations
 from tests.rounding import assert_close, noise_of
@@ -167,7 +167,7 @@ def test_a_policy_that_acts_on_nothing_is_an_error(remat, call):
         return make_train_step(plan, loss)
 
     batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-    with pytest.raises(AnnotationError, match=f"remat {remat}: the model never calls spmd.annotate.{call}"):
+    with pytest.raises(AnnotationError, match=f"remat {remat}: the model never calls spmd.plan.annotate.{call}"):
         make(lambda layer: layer).lower(batch)
     make(checkpoint_core if remat == "selective" else functools.partial(checkpoint_layer, scanned=False)).lower(batch)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd.errors import ConfigError
-from spmd.parallel.router import (
+from spmd.layers.router import (
     RouterConfig,
     balance_loss,
     balanced_bias,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd.errors import ConfigError
-from spmd.sampling import Sampling, draw
+from spmd.generate.sampling import Sampling, draw
 
 LOGITS = np.random.default_rng(1).permutation(12).astype(np.float32) / 3
 DRAWS = 20_000

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 import tensorstore
 
-from spmd.checkpoint import Checkpoints
+from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manifest import check_seal, read_bounded, read_object, seal
 from spmd.errors import CheckpointError
-from spmd.seal import check_seal, read_bounded, read_object, seal
 
 STATE = {"a": {"b": jnp.arange(1000.0)}, "c": jnp.ones(3)}
 TEMPLATE = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)
@@ -65,7 +65,7 @@ def test_any_change_of_one_byte_of_the_seal_is_found(folder):
 def test_large_files_are_looked_at_in_passing_by_their_size_only(folder, monkeypatch):
     """Without contents, a change that keeps the size of a large file is not looked for; control: with them it is."""
     (folder / "a").write_bytes(b"12346")
-    monkeypatch.setattr("spmd.seal.SMALL", 4)
+    monkeypatch.setattr("spmd.checkpoint.manifest.SMALL", 4)
     assert whats(folder, contents=False) == []
     assert whats(folder) == [("a", "has changed since it was sealed")]
     (folder / "a").write_bytes(b"1234567")

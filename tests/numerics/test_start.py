@@ -9,17 +9,17 @@ import jax
 import numpy as np
 import pytest
 
-from models.llama import LlamaConfig
-from partition_rules.llama import LLAMA
 from spmd import tree
-from spmd.checkpoint import Checkpoints
-from spmd.config import TrainConfig, load_config
+from spmd.checkpoint.manager import Checkpoints
 from spmd.errors import CheckpointError
-from spmd.lora import BASE, LoraConfig
-from spmd.mesh import MeshShape
-from spmd.params import read_params
-from spmd.recipe import Recipe, config_mesh
-from spmd.start import check_start, initial_state
+from spmd.models.llama import LlamaConfig
+from spmd.partition_rules.llama import LLAMA
+from spmd.plan.lora import BASE, LoraConfig
+from spmd.run.build import Recipe, config_mesh
+from spmd.run.config import TrainConfig, load_config
+from spmd.run.init_from import check_start, initial_state
+from spmd.run.load_params import read_params
+from spmd.sharding.mesh import MeshShape
 from tests.command_line import run
 from tests.train_runs import write_tiny
 

@@ -9,15 +9,15 @@ import optax
 import pytest
 
 import spmd
-from models.llama import LlamaConfig
-from partition_rules.llama import LLAMA
-from spmd.loss import cross_entropy
-from spmd.mesh import batch_sharding
-from spmd.plan import make_plan
-from spmd.skip import skip_bad_updates
-from spmd.state import compile_init, init_state
-from spmd.step import make_train_step
+from spmd.gradients.losses import cross_entropy
+from spmd.models.llama import LlamaConfig
+from spmd.optim.skip_updates import skip_bad_updates
+from spmd.partition_rules.llama import LLAMA
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
+from spmd.train.state import compile_init, init_state
+from spmd.train.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 

@@ -6,20 +6,20 @@ import jax
 import optax
 import pytest
 
-from models.llama import LlamaConfig
-from models.mixtral import PRESETS as MIXTRAL_PRESETS
-from partition_rules.llama import (
+from spmd.analysis.memory import estimate_memory
+from spmd.errors import AnnotationError
+from spmd.gradients.base import value_and_grad
+from spmd.gradients.losses import next_token_loss
+from spmd.models.llama import LlamaConfig
+from spmd.models.mixtral import PRESETS as MIXTRAL_PRESETS
+from spmd.partition_rules.llama import (
     LLAMA,
     LLAMA_REPLICATED_KV,
     LLAMA_SEQUENCE_PARALLEL,
 )
-from spmd.errors import AnnotationError
-from spmd.foresight.memory import estimate_memory
-from spmd.gradients.base import value_and_grad
-from spmd.loss import next_token_loss
-from spmd.plan import make_plan
-from spmd.step import make_train_step
+from spmd.plan.plan import make_plan
 from spmd.testing import compare, record_run, token_batches
+from spmd.train.step import make_train_step
 from tests import tiny
 
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from spmd.errors import NonFiniteError
-from spmd.resilience.bad_steps import FindBadSteps
-from spmd.trainer import Hook, fit
+from spmd.resilience.divergence import FindBadSteps
+from spmd.train.loop import Hook, fit
 
 pytestmark = pytest.mark.compat
 

@@ -12,18 +12,18 @@ import numpy as np
 import optax
 import pytest
 
-from spmd import flax
-from spmd.generate import Generator
+from spmd.data.tokenizer import load_tokenizer
+from spmd.generate.generator import Generator
+from spmd.generate.sampling import Sampling
 from spmd.hf import family as families
 from spmd.hf.family import AS_IS, family_of
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import SafetensorsFile, write_safetensors
 from spmd.hf.save import save_params
-from spmd.mesh import make_mesh
-from spmd.model import as_outputs
-from spmd.plan import make_plan
-from spmd.sampling import Sampling
-from spmd.tokenizer import load_tokenizer
+from spmd.model_api.model import as_outputs
+from spmd.plan import flax
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import make_mesh
 from tests.numerics.test_sampling import LOGITS, expected
 from tests.unit.test_tokenizer import begin_with, bpe
 

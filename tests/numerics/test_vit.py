@@ -8,15 +8,16 @@ import numpy as np
 import optax
 import pytest
 
-from models.vit import PRESETS, ViTConfig
-from partition_rules.vit import VIT
-from spmd import flax, tree
+from spmd import tree
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
-from spmd.loss import classification_loss
-from spmd.mesh import MeshShape, abstract_mesh
-from spmd.plan import make_plan
-from spmd.scope import within
+from spmd.gradients.losses import classification_loss
+from spmd.models.vit import PRESETS, ViTConfig
+from spmd.partition_rules.vit import VIT
+from spmd.plan import flax
+from spmd.plan.context import within
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import BUGS, compare, record_run
 from tests import tiny
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from partition_rules.llama import LLAMA
-from spmd.annotate import annotate
+from spmd.analysis.collective_audit import audit_collectives
 from spmd.errors import AnnotationError
-from spmd.foresight.collectives import audit_collectives
 from spmd.gradients.base import value_and_grad
-from spmd.loss import cross_entropy, next_token_loss
-from spmd.mesh import MeshShape, abstract_mesh
-from spmd.parallel import vocabulary
-from spmd.parallel.vocabulary import Unembedded, deferred
-from spmd.scope import within
+from spmd.gradients.losses import cross_entropy, next_token_loss
+from spmd.layers import lm_head as vocabulary
+from spmd.layers.lm_head import Unembedded, deferred
+from spmd.partition_rules.llama import LLAMA
+from spmd.plan.annotate import annotate
+from spmd.plan.context import within
+from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import token_batches
 from tests import tiny
 from tests.one_device import Job
@@ -160,8 +160,8 @@ VOCAB, D, BATCH, SEQ, CHUNK = 128_256, 16, 8, 1024, 256
 SCRIPT = """
 import json, sys
 import jax, optax, spmd
-from models.llama import LlamaConfig
-from partition_rules.llama import LLAMA, LLAMA_TIED
+from spmd.models.llama import LlamaConfig
+from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
 
 spmd.simulate_devices(8)
 vocab, d, batch, seq = json.loads(sys.argv[1])

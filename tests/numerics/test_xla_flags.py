@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import pytest
 import yaml
 
+from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.plan import run_plan
-from spmd.config import load_config
+from spmd.distributed.xla_flags import CROSSING, PRESETS, START_UP, compiler_options, flags_for
 from spmd.errors import ConfigError
-from spmd.foresight.topology import missing_extra, parse_topology
-from spmd.mesh import MeshShape
-from spmd.recipe import Recipe, planned_mesh
-from spmd.script import Job, jobset_manifest, slurm_script, to_yaml
-from spmd.step import make_train_step
-from spmd.xla_flags import CROSSING, PRESETS, START_UP, compiler_options, flags_for
+from spmd.run.build import Recipe, planned_mesh
+from spmd.run.config import load_config
+from spmd.run.job_files import Job, jobset_manifest, slurm_script, to_yaml
+from spmd.sharding.mesh import MeshShape
+from spmd.train.step import make_train_step
 from tests import tiny
 from tests.programs import run_script
 
@@ -49,9 +49,9 @@ ABSENT = """
     import json, sys
     import jax, jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from spmd import launch
-    from spmd.foresight.topology import parse_topology, topology_devices
-    from spmd.mesh import MeshShape, mesh_of
+    from spmd.distributed import initialize as launch
+    from spmd.analysis.topology import parse_topology, topology_devices
+    from spmd.sharding.mesh import MeshShape, mesh_of
 
     topology = parse_topology(sys.argv[1])
     launch.start(launch.Launch(absent=topology.platform))

@@ -9,24 +9,24 @@ import numpy as np
 import optax
 import pytest
 
-from models.mixtral import PRESETS as MIXTRALS
-from partition_rules.mixtral import MIXTRAL
-from spmd import flax
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.lockstep import Program, make_program
 from spmd.gradients.loss_scale import unscale
-from spmd.gradients.pipeline import pipeline, pipelined
-from spmd.gradients.schedule_files import read_schedule
-from spmd.loss import next_token_loss
-from spmd.mesh import batch_sharding
-from spmd.model import Model
-from spmd.plan import make_plan
-from spmd.precision import make_precision, with_loss_scale
-from spmd.state import init_state
-from spmd.step import make_eval_step
+from spmd.gradients.losses import next_token_loss
+from spmd.model_api.model import Model
+from spmd.model_api.precision import make_precision, with_loss_scale
+from spmd.models.mixtral import PRESETS as MIXTRALS
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.pipeline.grad_fn import pipeline, pipelined
+from spmd.pipeline.schedule_files import read_schedule
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import Program, make_program
+from spmd.plan import flax
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import batch_sharding
 from spmd.testing import Record, Tolerance, compare, record_run, token_batches
+from spmd.train.state import init_state
+from spmd.train.step import make_eval_step
 from tests import tiny
 from tests.one_device import REORDERED
 from tests.rounding import EPS, FACTOR

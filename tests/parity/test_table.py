@@ -12,17 +12,17 @@ import math
 import pytest
 
 import spmd
-from models import gpt2, llama, mixtral, qwen
-from partition_rules.gpt2 import GPT2
-from partition_rules.llama import LLAMA, sequence_parallel
-from partition_rules.mixtral import MIXTRAL
-from partition_rules.qwen import QWEN2
-from spmd.config import ModelConfig, PipelineConfig, TrainConfig
-from spmd.data import DataConfig
-from spmd.mesh import MeshShape
-from spmd.parallel.router import RouterConfig
-from spmd.recipe import Recipe
-from spmd.rules import Rules
+from spmd.data.loader import DataConfig
+from spmd.layers.router import RouterConfig
+from spmd.models import gpt2, llama, mixtral, qwen
+from spmd.partition_rules.gpt2 import GPT2
+from spmd.partition_rules.llama import LLAMA, sequence_parallel
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.partition_rules.qwen import QWEN2
+from spmd.run.build import Recipe
+from spmd.run.config import ModelConfig, PipelineConfig, TrainConfig
+from spmd.sharding.mesh import MeshShape
+from spmd.sharding.rules import Rules
 from spmd.testing import BUGS, Parity, Record, Tolerance, compare, record_run, token_batches
 from tests import tiny
 from tests.one_device import REORDERED

@@ -20,10 +20,10 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 port, me, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, me)
-import spmd.checkpoint
-from spmd.checkpoint import Checkpoints
+import spmd.checkpoint.manager
+from spmd.checkpoint.manager import Checkpoints
 from spmd.errors import CheckpointError
-from spmd.processes import from_first
+from spmd.distributed.hosts import from_first
 sharding = NamedSharding(jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,)), P("fsdp"))
 template = {"w": jax.ShapeDtypeStruct((64, 64), np.float32, sharding=sharding)}
 
@@ -49,13 +49,13 @@ with Checkpoints(directory) as checkpoints:
     def failing(folder):
         raise OSError(28, "No space left on device")
 
-    sealing, spmd.checkpoint.seal = spmd.checkpoint.seal, failing
+    sealing, spmd.checkpoint.manager.seal = spmd.checkpoint.manager.seal, failing
     checkpoints.save(3, filled(3), {"step": 3})
     try:
         checkpoints.wait()
     except CheckpointError as error:
         out["failed"] = str(error)
-    spmd.checkpoint.seal = sealing
+    spmd.checkpoint.manager.seal = sealing
     out["after"] = checkpoints.steps()
     checkpoints.save(3, filled(3), {"step": 3})
     state, record = checkpoints.restore(None, template)

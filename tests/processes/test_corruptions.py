@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.checkpoint import Checkpoints
+from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manifest import SMALL
 from spmd.errors import CheckpointError
-from spmd.seal import SMALL
 from tests.forked import ROOT
 
 KEEP = 5
@@ -204,7 +204,7 @@ def test_a_damaged_folder_is_named_and_the_checkpoint_before_is_restored(directo
 def test_it_is_the_seal_that_finds_a_flipped_bit(directory, monkeypatch):
     """Control: with the check turned off, a bit that was flipped in the data is restored, and nobody is told."""
     flip(FILES["data"](directory / "30"))
-    monkeypatch.setattr("spmd.checkpoint.check_seal", lambda folder, contents=True: [])
+    monkeypatch.setattr("spmd.checkpoint.manager.check_seal", lambda folder, contents=True: [])
     state = make_state(30)
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     with Checkpoints(directory, read_only=True) as checkpoints:
@@ -250,7 +250,7 @@ import json, os, subprocess, sys
 from pathlib import Path
 import jax
 jax.config.update("jax_platforms", "cpu")
-from spmd.checkpoint import Checkpoints
+from spmd.checkpoint.manager import Checkpoints
 from spmd.errors import CheckpointError
 from tests.processes.test_corruptions import assert_restored, contents, flip, make_state, FILES
 directory = Path(sys.argv[1])

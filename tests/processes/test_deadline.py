@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from spmd.resilience.deadline import EXIT_HUNG, Watchdog
+from spmd.resilience.watchdog import EXIT_HUNG, Watchdog
 from tests.train_runs import ROOT
 
 
@@ -70,7 +70,7 @@ def test_a_hung_process_prints_its_stacks_and_ends(tmp_path, hang, code):
     """For real, in a process of its own, with the interpreter's lock free and held."""
     program = f"""
 import ctypes, time
-from spmd.resilience import deadline
+from spmd.resilience import watchdog as deadline
 
 deadline.GRACE = 2.0
 

@@ -25,7 +25,7 @@ import jax
 import pytest
 
 from spmd.cli import main
-from spmd.mesh import simulate_devices
+from spmd.sharding.mesh import simulate_devices
 from tests import forked
 from tests.architecture.test_docs import NOT_RUN, Block, blocks
 

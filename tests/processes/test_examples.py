@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd.config import SHIPPED, shipped
+from spmd.run.config import SHIPPED, shipped
 
 ENVIRONMENT = {
     **os.environ,

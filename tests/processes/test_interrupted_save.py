@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.checkpoint import Checkpoints
+from spmd.checkpoint.manager import Checkpoints
 from spmd.errors import CheckpointError
 from tests.forked import ROOT
 from tests.numerics.test_checkpoint import filled, make_mesh
@@ -25,7 +25,7 @@ import json, os, resource, signal, sys, threading
 from pathlib import Path
 import jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
-from spmd.checkpoint import Checkpoints
+from spmd.checkpoint.manager import Checkpoints
 from spmd.errors import CheckpointError
 directory = Path(sys.argv[1])
 """

@@ -21,20 +21,20 @@ import jax
 import numpy as np
 import pytest
 
-from spmd.checkpoint import Checkpoints
-from spmd.config import load_config
-from spmd.mesh import mesh_of
-from spmd.recipe import Recipe
-from spmd.seal import SEAL, check_seal, seal
-from spmd.state import abstract_state
+from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manifest import SEAL, check_seal, seal
+from spmd.run.build import Recipe
+from spmd.run.config import load_config
+from spmd.sharding.mesh import mesh_of
+from spmd.train.state import abstract_state
 from tests import forked
 
 LANES = 2
 STEPS, EVERY, KEEP = 120, 4, 2
 CONFIG = """
 import spmd
-from models.llama import LlamaConfig
-from partition_rules.llama import LLAMA
+from spmd.models.llama import LlamaConfig
+from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
     model=LlamaConfig(vocab=256, d_model=8, layers=1, heads=2, kv_heads=1, d_ff=16),

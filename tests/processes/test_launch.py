@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from spmd import launch, rehearsal
 from spmd.cli import main
-from spmd.clusters import Group
+from spmd.distributed import initialize as launch
+from spmd.distributed import local as rehearsal
+from spmd.distributed.cluster_env import Group
+from spmd.distributed.local import free_port, process_commands, rehearse
 from spmd.errors import ConfigError
-from spmd.rehearsal import free_port, process_commands, rehearse
 
 
 def test_a_free_port_is_one_that_no_connection_is_given(monkeypatch):
@@ -88,8 +89,8 @@ def python(program, *arguments):
 
 JOIN = """
 import sys
-from spmd import launch
-from spmd.clusters import Asked
+from spmd.distributed import initialize as launch
+from spmd.distributed.cluster_env import Asked
 from spmd.errors import SpmdError
 
 address, process_id, seconds = sys.argv[1:]

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 import pytest
 
-from spmd.checkpoint import Checkpoints
-from spmd.config import load_config, with_values
-from spmd.mesh import mesh_of
-from spmd.recipe import Recipe
-from spmd.state import abstract_state
+from spmd.checkpoint.manager import Checkpoints
+from spmd.run.build import Recipe
+from spmd.run.config import load_config, with_values
+from spmd.sharding.mesh import mesh_of
+from spmd.train.state import abstract_state
 from tests.slurm_cluster import missing_programs, slurm_cluster
 from tests.train_runs import PACED, SLOWLY
 
@@ -28,8 +28,8 @@ STEPS = 60
 FLAGS = ("--steps", STEPS, "--checkpoint-every", 20)
 CONFIG = """
 import spmd
-from models.llama import LlamaConfig
-from partition_rules.llama import LLAMA
+from spmd.models.llama import LlamaConfig
+from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
     model=LlamaConfig(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),

@@ -9,12 +9,12 @@ import jax
 import pytest
 
 from spmd.errors import ConfigError
-from spmd.mesh import batch_sharding
-from spmd.profiling import ON_DEMAND, Profile, parse_steps
-from spmd.state import init_state
-from spmd.step import make_train_step
+from spmd.observe.profiling import ON_DEMAND, Profile, parse_steps
+from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
-from spmd.trainer import Hook, fit
+from spmd.train.loop import Hook, fit
+from spmd.train.state import init_state
+from spmd.train.step import make_train_step
 from tests import tiny
 
 STEPS = 9

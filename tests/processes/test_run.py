@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from spmd.checkpoint import Checkpoints
-from spmd.config import load_config, with_values
-from spmd.mesh import mesh_of
-from spmd.recipe import Recipe, config_mesh
-from spmd.run import RunFolder
-from spmd.state import abstract_state
+from spmd.checkpoint.manager import Checkpoints
+from spmd.run.build import Recipe, config_mesh
+from spmd.run.config import load_config, with_values
+from spmd.run.train import RunFolder
+from spmd.sharding.mesh import mesh_of
+from spmd.train.state import abstract_state
 from tests.command_line import TEXT, write_config
 from tests.rounding import EPS, FACTOR
 from tests.train_runs import PACED, ROOT, SLOWLY, finish_together, free_port

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from spmd.checkpoint import Checkpoints
-from spmd.launch import EXIT_LOST
-from spmd.resilience.deadline import EXIT_HUNG
+from spmd.checkpoint.manager import Checkpoints
+from spmd.distributed.initialize import EXIT_LOST
 from spmd.resilience.preemption import EXIT_PREEMPTED
+from spmd.resilience.watchdog import EXIT_HUNG
 from tests.networks import ADDRESSES, two_networks
 from tests.train_runs import PACED, ROOT, Run, assert_same, losses, metrics, state, train, write_tiny
 
@@ -26,9 +26,9 @@ import sys
 import time
 from pathlib import Path
 
-from spmd.checkpoint import Checkpoints
-from spmd.data import Windows
-from spmd.metrics import JsonLines
+from spmd.checkpoint.manager import Checkpoints
+from spmd.data.loader import Windows
+from spmd.observe.metrics import JsonLines
 
 read, write, save = Windows.rows, JsonLines.write, Checkpoints._write
 fault, slow, broken, dying = (Path(__file__).with_name(name) for name in ("fault", "slow", "broken", "dying"))

@@ -18,12 +18,12 @@ import sys
 import jax
 import optax
 
-from spmd import launch
-from spmd.clusters import Asked
-from spmd.config import load_config, with_values
-from spmd.foresight.collectives import audit_collectives
-from spmd.recipe import Recipe, config_mesh
-from spmd.step import make_train_step
+from spmd.distributed import initialize as launch
+from spmd.distributed.cluster_env import Asked
+from spmd.run.config import load_config, with_values
+from spmd.analysis.collective_audit import audit_collectives
+from spmd.run.build import Recipe, config_mesh
+from spmd.train.step import make_train_step
 
 config, port, processes, process = sys.argv[1], *map(int, sys.argv[2:])
 asked = Asked(f"127.0.0.1:{port}", processes, process) if processes > 1 else launch.ALONE

@@ -1,6 +1,6 @@
 """The published formulas of what training a transformer holds, for a model of which only the size is known.
 
-The ledger of `spmd.foresight.memory` knows better where there is a model to trace. These are for a first thought, and
+The ledger of `spmd.analysis.memory` knows better where there is a model to trace. These are for a first thought, and
 for comparing with what others print: 16, 18 or 20 bytes for each parameter are the same formula with other dtypes.
 """
 
@@ -149,7 +149,7 @@ class PipelineTraffic:
 def pipeline_traffic(
     ticks: int, stream: float, *, layers: float = 0, gradients: float = 0, shared: float = 0, chunks: int = 1
 ) -> PipelineTraffic:
-    """What a pipeline sends between its stages (`spmd.gradients.pipeline`).
+    """What a pipeline sends between its stages (`spmd.pipeline.grad_fn`).
 
     In every tick a stage sends one microbatch on and one gradient back, as point-to-point pipelines do (Narayanan et
     al., arXiv:2104.04473, section 3.2: `b s h` elements each); idle stages send along, so ticks count, not

@@ -24,13 +24,13 @@ from pathlib import Path
 
 import jax
 
-import spmd.run
-from spmd.step import TrainStep
+import spmd.run.train
+from spmd.train.step import TrainStep
 
 config = dataclasses.replace(
     config, optimizer=dataclasses.replace(config.optimizer, schedule="constant"), steps=24, checkpoint_every=0
 )
-take, read = TrainStep.__call__, spmd.run.batches
+take, read = TrainStep.__call__, spmd.run.train.batches
 
 
 def take_and_tell(self, state, batch):
@@ -52,7 +52,7 @@ if sys.argv[1:2] == ["train"]:
     out = Path(sys.argv[sys.argv.index("--out") + 1])
     TrainStep.__call__ = take_and_tell
     if out.name == "fault":
-        spmd.run.batches = read_past_one
+        spmd.run.train.batches = read_past_one
 """
 """Lines of a config under which each process writes down what its devices feed to each step, just before they do.
 
@@ -60,9 +60,9 @@ The learning rate is constant after its warmup, so that legs may end where `--st
 """
 
 EXPERTS = """
-from models.mixtral import MixtralConfig
-from partition_rules.mixtral import MIXTRAL
-from spmd.parallel.router import RouterConfig
+from spmd.models.mixtral import MixtralConfig
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.layers.router import RouterConfig
 
 # A loss of balance over examples, not batches: the same for any microbatches.
 router = RouterConfig(experts=4, balance_over="example")

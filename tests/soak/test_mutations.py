@@ -55,13 +55,13 @@ class Mutation:
 
 MUTATIONS = {
     "wrong psum axis": Mutation(
-        "spmd/parallel/vocabulary.py",
+        "spmd/layers/lm_head.py",
         "totals = tuple(_sum(s, layout.summed) for s in sums[:2])",
         "totals = tuple(_sum(s, layout.vocabulary) for s in sums[:2])",
         ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[P('tensor', 'fsdp')]",),
     ),
     "wrong psum axis of a gradient": Mutation(
-        "spmd/parallel/vocabulary.py",
+        "spmd/layers/lm_head.py",
         "_sum(dx, tuple(axis for axis in layout.vocabulary if axis not in layout.joined))",
         "_sum(dx, tuple(axis for axis in layout.summed if axis not in layout.joined))",
         ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[P('tensor', 'fsdp')]",),
@@ -73,19 +73,19 @@ MUTATIONS = {
         ("tests/numerics/test_gradients.py::test_accumulation_equals_the_whole_batch[2-an array]",),
     ),
     "stale slot": Mutation(
-        "spmd/gradients/ticks.py",
+        "spmd/pipeline/executor.py",
         '*(part(chunks, group), own, at(inputs, do["backward_slot"])),',
         '*(part(chunks, group), own, at(carry["inputs"], do["backward_slot"])),',
         ("tests/parity/test_pipelines.py::test_a_schedule_from_a_file",),
     ),
     "slot taken too early": Mutation(
-        "spmd/gradients/lockstep.py",
+        "spmd/pipeline/tick_table.py",
         "if end < first]",
         "if end <= first]",
         ("tests/unit/test_lockstep.py::test_a_file_in_another_order",),
     ),
     "transposed spec": Mutation(
-        "spmd/rules.py",
+        "spmd/sharding/rules.py",
         "return Match(index, pattern, value, P(*leading, *one_layer), reason)",
         "return Match(index, pattern, value, P(*leading, *reversed(one_layer)), reason)",
         ("tests/unit/test_plan.py::test_the_text_of_a_plan_is_as_reviewed[llama-zero3]",),
@@ -103,19 +103,19 @@ MUTATIONS = {
         ("tests/numerics/test_hf.py::test_a_tensor_is_the_transpose_of_a_layer",),
     ),
     "un-donated state": Mutation(
-        "spmd/step.py",
+        "spmd/train/step.py",
         "jax.jit(self._step, donate_argnums=0, out",
         "jax.jit(self._step, out",
         ("tests/numerics/test_step.py::test_the_state_is_donated",),
     ),
     "skipped clip": Mutation(
-        "spmd/optim.py",
+        "spmd/optim/config.py",
         "return clip.update(gradients, clip.init(gradients))[0], {}",
         "return gradients, {}",
         ("tests/numerics/test_optim.py::test_clip_is_over_the_whole_gradient",),
     ),
     "wrong seed fold": Mutation(
-        "spmd/step.py",
+        "spmd/train/step.py",
         "jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=PRNG), state.step)",
         "jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=PRNG), 0)",
         ("tests/numerics/test_step.py::test_every_step_has_a_key_of_its_own",),
@@ -127,13 +127,13 @@ MUTATIONS = {
         ("tests/numerics/test_gradients.py::test_every_microbatch_has_a_key_of_its_own",),
     ),
     "off-by-one resume": Mutation(
-        "spmd/data.py",
+        "spmd/data/loader.py",
         "grain.MapDataset.range(start, steps)",
         "grain.MapDataset.range(min(start, 1) + start, steps)",
         ("tests/numerics/test_data.py::test_a_resumed_run_sees_exactly_the_remaining_batches[0-4]",),
     ),
     "off-by-one resume of a run": Mutation(
-        "spmd/run.py",
+        "spmd/run/train.py",
         "start=start + left_out,",
         "start=start + left_out + (start > 0),",
         (
@@ -142,31 +142,31 @@ MUTATIONS = {
         ),
     ),
     "missing weight in loss": Mutation(
-        "spmd/parallel/vocabulary.py",
+        "spmd/layers/lm_head.py",
         "loss = ((jnp.log(total) + largest - target) * weights).sum()",
         "loss = (jnp.log(total) + largest - target).sum()",
         ("tests/numerics/test_vocabulary.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",),
     ),
     "missing weight in a gradient": Mutation(
-        "spmd/parallel/vocabulary.py",
+        "spmd/layers/lm_head.py",
         "dlogits = (likely / total[..., None] - is_target) * weights[..., None]",
         "dlogits = likely / total[..., None] - is_target",
         ("tests/numerics/test_vocabulary.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",),
     ),
     "wrong ring order": Mutation(
-        "spmd/parallel/context.py",
+        "spmd/layers/ring_attention.py",
         "path = [(i, (i + 1) % self.devices) for i in range(self.devices)]",
         "path = [(i, (i - 1) % self.devices) for i in range(self.devices)]",
         ("tests/numerics/test_context.py::test_a_split_sequence_of_documents_trains_as_on_one_device[ring-sizes0]",),
     ),
     "wrong ZeRO stage": Mutation(
-        "spmd/derive.py",
+        "spmd/sharding/optimizer_state.py",
         '2: ("optimizer", "gradients"),',
         '2: ("optimizer",),',
         ("tests/unit/test_plan.py::test_zero_stages_split_what_they_say[2-1-8-8]",),
     ),
     "wrong ZeRO stage in a layer": Mutation(
-        "spmd/weights.py",
+        "spmd/plan/fsdp.py",
         "(spec if table in ZERO_KEEPS[scope.zero] else used",
         "(spec if table in ZERO_KEEPS[3] else used",
         ("tests/numerics/test_closed_forms.py::test_bytes_are_the_closed_form[zero 1]",),

@@ -12,15 +12,15 @@ import math
 import optax
 import pytest
 
-from models.llama import LlamaConfig
-from models.mixtral import MixtralConfig
-from partition_rules.llama import LLAMA
-from partition_rules.mixtral import MIXTRAL
-from spmd import flax
 from spmd.gradients.base import value_and_grad
-from spmd.loss import next_token_loss
-from spmd.parallel.router import RouterConfig
-from spmd.plan import make_plan
+from spmd.gradients.losses import next_token_loss
+from spmd.layers.router import RouterConfig
+from spmd.models.llama import LlamaConfig
+from spmd.models.mixtral import MixtralConfig
+from spmd.partition_rules.llama import LLAMA
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.plan import flax
+from spmd.plan.plan import make_plan
 from spmd.testing import BUGS, compare, record_run, token_batches
 from tests import tiny
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd.resilience.agreement import SHOWN, agree, differences, source_fingerprint
+from spmd.resilience.consistency import SHOWN, agree, differences, source_fingerprint
 
 
 def test_equal_statements_have_no_differences():

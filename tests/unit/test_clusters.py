@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd.clusters import CLUSTERS, Asked, Group, find_group
+from spmd.distributed.cluster_env import CLUSTERS, Asked, Group, find_group
 from spmd.errors import ConfigError
 
 # As a real srun, sbatch and mpirun set them, without what nothing here reads.

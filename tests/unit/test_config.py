@@ -6,9 +6,9 @@ import json
 import pytest
 
 import spmd
-from partition_rules.llama import LLAMA
-from spmd.config import config_difference, config_values, load_config, shipped, with_values
 from spmd.errors import ConfigError, MeshError
+from spmd.partition_rules.llama import LLAMA
+from spmd.run.config import config_difference, config_values, load_config, shipped, with_values
 from tests import tiny
 
 CONFIG = spmd.TrainConfig(model=tiny.CONFIG, rules=LLAMA)
@@ -152,7 +152,7 @@ def test_a_config_is_frozen_and_equal_by_value():
         CONFIG.steps = 3
 
 
-SOURCE = "import spmd\nfrom models.llama import PRESETS\nfrom partition_rules.llama import LLAMA\n"
+SOURCE = "import spmd\nfrom spmd.models.llama import PRESETS\nfrom spmd.partition_rules.llama import LLAMA\n"
 
 
 def test_a_config_file_is_loaded_by_path(tmp_path):

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd import corpus as corpus_module
-from spmd import tokenizer as tokenizer_module
-from spmd.corpus import Corpus, make_corpus
+from spmd.data import corpus as corpus_module
+from spmd.data import tokenizer as tokenizer_module
+from spmd.data.corpus import Corpus, make_corpus
+from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import DataError
-from spmd.tokenizer import load_tokenizer
 from tests.unit.test_tokenizer import WORDS, begin_with, bpe
 
 
@@ -185,9 +185,9 @@ def test_no_line_is_read_without_a_bound(tmp_path: Path, cache: Path, monkeypatc
     path = tmp_path / "long.jsonl"
     line = json.dumps({"text": "x" * 80}) + "\n"
     path.write_text(line * 2)
-    monkeypatch.setattr("spmd.corpus._LONGEST", len(line))
+    monkeypatch.setattr("spmd.data.corpus._LONGEST", len(line))
     assert make(path, cache=cache).documents == 2
-    monkeypatch.setattr("spmd.corpus._LONGEST", len(line) - 1)
+    monkeypatch.setattr("spmd.data.corpus._LONGEST", len(line) - 1)
     with pytest.raises(DataError, match=rf"long.jsonl:1: .*\n.*longer than {len(line) - 1} bytes"):
         make(path, cache=tmp_path / "another")
 

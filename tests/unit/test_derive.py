@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
-from spmd.derive import MAX_CONSTANT_BYTES, Derived, optimizer_specs
-from spmd.mesh import shards_of
-from spmd.per_layer import per_layer, stack_ends
+from spmd.optim.per_layer import per_layer, stack_ends
+from spmd.sharding.mesh import shards_of
+from spmd.sharding.optimizer_state import MAX_CONSTANT_BYTES, Derived, optimizer_specs
 from spmd.tree import flatten
 
 AXES = ("fsdp", "tensor", "data")

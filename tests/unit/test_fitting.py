@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmd import fitting
 from spmd.errors import ConfigError, Problem
+from spmd.run import suggest as fitting
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from spmd.errors import CheckpointError
-from spmd.folder import RunFolder
+from spmd.run.run_dir import RunFolder
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from spmd.goodput import Stopwatch, measure_goodput, process_start
+from spmd.observe.goodput import Stopwatch, measure_goodput, process_start
 
 
 class Clock:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd.foresight.groups import mesh_axes, per_device, read_groups
-from spmd.foresight.hlo import Array, Frame, Value, integer, parse, trip_count
+from spmd.analysis.hlo import Array, Frame, Value, integer, parse, trip_count
+from spmd.analysis.replica_groups import mesh_axes, per_device, read_groups
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "tensor": 2}
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd.errors import ScheduleError
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.lockstep import IDLE, Program, make_program
-from spmd.gradients.schedule_files import read_schedule, to_csv
-from spmd.gradients.schedules import Schedule, Task, check_schedule
-from spmd.gradients.simulate import simulate
+from spmd.pipeline.schedule import Schedule, Task, check_schedule
+from spmd.pipeline.schedule_files import read_schedule, to_csv
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.simulate import simulate
+from spmd.pipeline.tick_table import IDLE, Program, make_program
 
 EXECUTED = ("gpipe", "1f1b", "interleaved")
 Value = tuple[int, int] | None  # what a group of layers gets: its microbatch and the group; None: zeros

@@ -8,16 +8,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.foresight.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
-from spmd.foresight.memory import Compiled, Estimate, Ledger, estimate_memory
-from spmd.foresight.operands import narrow_operands
-from spmd.foresight.propagation import place, propagate
-from spmd.foresight.topology import parse_topology
-from spmd.foresight.traced import read_program
-from spmd.mesh import MeshShape, abstract_mesh
-from spmd.parallel.attention import splash_attention_tpu
-from spmd.plan import make_plan
-from spmd.step import make_train_step
+from spmd.analysis.bf16_operands import narrow_operands
+from spmd.analysis.jaxpr import read_program
+from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
+from spmd.analysis.memory import Compiled, Estimate, Ledger, estimate_memory
+from spmd.analysis.propagation import place, propagate
+from spmd.analysis.topology import parse_topology
+from spmd.layers.attention import splash_attention_tpu
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import MeshShape, abstract_mesh
+from spmd.train.step import make_train_step
 from tests import tiny
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}

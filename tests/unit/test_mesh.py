@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AxisType
 
 from spmd.errors import MeshError
-from spmd.mesh import AXES, MeshShape, abstract_mesh, make_mesh, simulate_devices
+from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, make_mesh, simulate_devices
 
 
 def test_every_mesh_has_all_axes_in_order():

@@ -18,8 +18,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from spmd.errors import ConfigError
-from spmd.event_files import TensorBoard, _hidden
-from spmd.metrics import (
+from spmd.observe.metrics import (
     COLUMNS,
     NOT_REPORTED,
     PEAK_FLOPS,
@@ -37,6 +36,7 @@ from spmd.metrics import (
     transformer_flops,
     utilization,
 )
+from spmd.observe.tensorboard import TensorBoard, _hidden
 
 
 class FakeDevice:
@@ -223,7 +223,7 @@ def test_a_killed_process_loses_no_finished_line(tmp_path: Path) -> None:
     """Every line that was written before SIGKILL is in the file."""
     path = tmp_path / "metrics.jsonl"
     code = (
-        "import os, signal, sys; from spmd.metrics import JsonLines; writer = JsonLines(sys.argv[1])\n"
+        "import os, signal, sys; from spmd.observe.metrics import JsonLines; writer = JsonLines(sys.argv[1])\n"
         "for step in range(100): writer.write(step, {'loss': 1.0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

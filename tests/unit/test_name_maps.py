@@ -7,19 +7,20 @@ import re
 import jax
 import pytest
 
-from models import gemma, gpt2, llama, mistral, mixtral, qwen, vit
-from models.rope_scaling import RopeScaling
-from name_maps import gemma as gemma_names
-from name_maps import gpt2 as gpt2_names
-from name_maps import llama as llama_names
-from name_maps import mistral as mistral_names
-from name_maps import mixtral as mixtral_names
-from name_maps import qwen as qwen_names
-from name_maps import vit as vit_names
-from partition_rules.gpt2 import GPT2_WHOLE_VOCABULARY
-from spmd import flax, tree
+from spmd import tree
 from spmd.errors import ConfigError
 from spmd.hf.family import sources
+from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen, vit
+from spmd.models.rope_scaling import RopeScaling
+from spmd.name_maps import gemma as gemma_names
+from spmd.name_maps import gpt2 as gpt2_names
+from spmd.name_maps import llama as llama_names
+from spmd.name_maps import mistral as mistral_names
+from spmd.name_maps import mixtral as mixtral_names
+from spmd.name_maps import qwen as qwen_names
+from spmd.name_maps import vit as vit_names
+from spmd.partition_rules.gpt2 import GPT2_WHOLE_VOCABULARY
+from spmd.plan import flax
 
 SCALED = dataclasses.replace(llama.PRESETS["test"], rope_scaling=RopeScaling(factor=8.0, original_context=16))
 FAMILIES = {

@@ -11,13 +11,13 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from partition_rules.llama import LLAMA, LLAMA_TIED
 from spmd.errors import ConfigError, RuleError
-from spmd.mesh import MeshShape, abstract_mesh, make_mesh
-from spmd.model import Model
-from spmd.per_layer import per_layer
-from spmd.plan import make_plan
-from spmd.rules import Rules, replicate
+from spmd.model_api.model import Model
+from spmd.optim.per_layer import per_layer
+from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import MeshShape, abstract_mesh, make_mesh
+from spmd.sharding.rules import Rules, replicate
 from tests import tiny
 
 GOLDEN = Path(__file__).parent / "golden"

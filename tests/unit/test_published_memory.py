@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from spmd.foresight.closed_forms import activation_bytes, model_state_bytes
+from tests.published.closed_forms import activation_bytes, model_state_bytes
 from tests.unit.test_zero import LARGEST, PUBLISHED
 
 GB, GIB, MIB = 1e9, 2**30, 2**20

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.schedule_files import read_schedule
-from spmd.gradients.schedules import Schedule, Task, check_schedule, parse_task
-from spmd.gradients.simulate import Timeline, simulate
-from spmd.gradients.zero_bubble import fill_bubbles
+from spmd.pipeline.schedule import Schedule, Task, check_schedule, parse_task
+from spmd.pipeline.schedule_files import read_schedule
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.simulate import Timeline, simulate
+from spmd.pipeline.zero_bubble import fill_bubbles
 
 CASES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("published_schedules.json").read_text("utf-8"))
 OURS = {"1f1b": "1f1b", "vpp": "interleaved", "zb1p": "zero-bubble", "zb2p": "zb-h2", "zbv": "zb-v"}

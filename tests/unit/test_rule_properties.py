@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.derive import drop_axis, shard_bytes
 from spmd.errors import RuleError
-from spmd.logical import Annotation
-from spmd.mesh import AXES, MeshShape, abstract_mesh, entry_axes, shards_of
-from spmd.rules import Rules, replicate
+from spmd.sharding.from_flax import Annotation
+from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, entry_axes, shards_of
+from spmd.sharding.optimizer_state import drop_axis, shard_bytes
+from spmd.sharding.rules import Rules, replicate
 
 SHORT = settings(max_examples=40, deadline=None, derandomize=True)
 SIZES = st.sampled_from((1, 2, 3, 4))

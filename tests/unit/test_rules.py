@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import RuleError
-from spmd.rules import Rules, compile_pattern, replicate
+from spmd.sharding.rules import Rules, compile_pattern, replicate
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd.errors import ScheduleError
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.schedule_files import read_schedule, to_csv
-from spmd.gradients.schedules import Schedule, Task, check_schedule, consecutive, parse_task, run_order
-from spmd.gradients.simulate import as_table, simulate
-from spmd.gradients.zero_bubble import fill_bubbles
+from spmd.pipeline.schedule import Schedule, Task, check_schedule, consecutive, parse_task, run_order
+from spmd.pipeline.schedule_files import read_schedule, to_csv
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.simulate import as_table, simulate
+from spmd.pipeline.zero_bubble import fill_bubbles
 
 COSTS = st.integers(1, 5)
 EACH = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("pipedream", 1)]
@@ -31,7 +31,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def closed_form(schedule: Schedule, forward: int, backward: int, weight: int) -> Fraction:
-    """The bubble of one batch, as the papers in the docstring of `spmd.gradients.builders` have it."""
+    """The bubble of one batch, as the papers in the docstring of `spmd.pipeline.schedules` have it."""
     work = forward + backward + weight
     bubbles = {
         "gpipe": work,

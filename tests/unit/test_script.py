@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from spmd.cli import main
-from spmd.script import RESTARTED, Job, jobset_manifest, slurm_script, to_yaml
+from spmd.run.job_files import RESTARTED, Job, jobset_manifest, slurm_script, to_yaml
 from tests.command_line import run, write_config
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text(encoding="utf-8"))

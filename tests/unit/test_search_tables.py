@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import RuleError
-from spmd.mesh import entry_axes
-from spmd.rules import Replicate, Rules
+from spmd.sharding.mesh import entry_axes
+from spmd.sharding.rules import Replicate, Rules
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
 EASYLM = (

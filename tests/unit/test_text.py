@@ -5,9 +5,9 @@ import types
 
 import pytest
 
-from spmd.sampling import Sampling
-from spmd.text import Pieces, make_generator
-from spmd.tokenizer import ByteTokenizer, load_tokenizer
+from spmd.data.tokenizer import ByteTokenizer, load_tokenizer
+from spmd.generate.sampling import Sampling
+from spmd.run.generated_text import Pieces, make_generator
 from tests.unit.test_tokenizer import bpe
 
 TEXT = "naïve café, 東京 🦊 the fox\n"

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ET
 import pytest
 from hypothesis import given, settings
 
-from spmd.foresight.timeline import COLOURS, IDLE_COLOUR, LIGHTEST, chart, lighten, svg
-from spmd.gradients.builders import make_schedule
-from spmd.gradients.schedules import Schedule
-from spmd.gradients.simulate import Timeline, simulate
+from spmd.analysis.schedule_chart import COLOURS, IDLE_COLOUR, LIGHTEST, chart, lighten, svg
+from spmd.pipeline.schedule import Schedule
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.simulate import Timeline, simulate
 from tests.unit.test_schedules import schedules
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tokenizers
 
+from spmd.data.tokenizer import END_TOKENS, load_tokenizer
 from spmd.errors import DataError
-from spmd.tokenizer import END_TOKENS, load_tokenizer
 
 WORDS = "the quick brown fox jumps over the lazy dog and the dog sleeps; naïve café, 東京 🦊\n"
 
@@ -103,7 +103,7 @@ def test_a_first_token_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tokenizer is read that is larger than any."""
     path = bpe(tmp_path / "tokenizer.json")
-    monkeypatch.setattr("spmd.tokenizer._LONGEST", path.stat().st_size - 1)
+    monkeypatch.setattr("spmd.data.tokenizer._LONGEST", path.stat().st_size - 1)
     with pytest.raises(DataError, match="larger than any tokenizer"):
         load_tokenizer(str(path))
 

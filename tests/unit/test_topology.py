@@ -8,11 +8,11 @@ import textwrap
 
 import pytest
 
+from spmd.analysis import topology as room
+from spmd.analysis.chips import CHIPS
+from spmd.analysis.topology import EXAMPLES, EXTRAS, missing_extra, parse_topology
 from spmd.errors import MeshError
-from spmd.foresight import topology as room
-from spmd.foresight.chips import CHIPS
-from spmd.foresight.topology import EXAMPLES, EXTRAS, missing_extra, parse_topology
-from spmd.metrics import peak_flops
+from spmd.observe.metrics import peak_flops
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 PROBE = """
     import json, sys
-    from spmd import launch
-    from spmd.foresight.topology import missing_extra, parse_topology, topology_devices
-    from spmd.mesh import MeshShape, mesh_of
+    from spmd.distributed import initialize as launch
+    from spmd.analysis.topology import missing_extra, parse_topology, topology_devices
+    from spmd.sharding.mesh import MeshShape, mesh_of
     launch.start(launch.Launch(absent="tpu"))
     found = []
     for name in sys.argv[1:]:

@@ -9,11 +9,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd.mesh import MeshShape, abstract_mesh
-from spmd.model import Model
-from spmd.plan import make_plan
-from spmd.precision import Precision
-from spmd.rules import Rules
+from spmd.model_api.model import Model
+from spmd.model_api.precision import Precision
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import MeshShape, abstract_mesh
+from spmd.sharding.rules import Rules
 
 GB = 1e9
 HALF = Precision("half, and a float32 master of its own", params="bfloat16", compute="bfloat16", gradients="bfloat16")
