@@ -28,7 +28,7 @@ import safetensors
 from spmd import tree
 from spmd.cli import main as spmd
 from spmd.distributed import initialize as launch
-from spmd.hf.family import Family, family_for, sources
+from spmd.hf.family import Family, family_for, tensor_sources
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
 from spmd.models.llama import LlamaConfig
@@ -69,7 +69,7 @@ def write(folder: Path, config: LlamaConfig, dtype: str) -> int:
     shapes = {leaf.path: leaf.shape for leaf in plan_of(config, dtype).params}
     kinds = {
         name: jax.ShapeDtypeStruct(source.stored, DTYPES[dtype])
-        for source in sources(family.names(config), shapes).values()
+        for source in tensor_sources(family.names(config), shapes).values()
         for _, name in source.tensors()
     }
     names, index = list(kinds), {}

@@ -36,13 +36,13 @@ from benchmarks import bare_layers
 from benchmarks.collectives import describe
 from spmd import tree
 from spmd.layers.router import RouterConfig
-from spmd.layers.zigzag import balanced, positions, zigzag
+from spmd.layers.zigzag import positions, zigzag, zigzag_batch
 from spmd.models.layers import rotary_angles
 from spmd.models.llama import Attention, Block, LlamaConfig
 from spmd.models.mixtral import MixtralConfig, MixtureOfExperts
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.sharding.rules import Rules
 
 DEVICES = 8
@@ -125,7 +125,7 @@ def ours(case: Case, devices: int, arguments: tuple[Tree, Any, Any]) -> Program:
 
     def apply(params: Tree, x: jax.Array) -> jax.Array:
         tokens = {"tokens": jnp.zeros(x.shape[:2], jnp.int32)}
-        with within(plan), balanced(tokens, takes_any_order=True):
+        with use_plan(plan), zigzag_batch(tokens, position_aware=True):
             return model.apply(params, x)
 
     params = jax.tree.map(lambda leaf: leaf.sharding, plan.abstract_params)

@@ -15,7 +15,7 @@ import jax
 
 from spmd.analysis.topology import parse_topology
 from spmd.distributed import initialize as launch
-from spmd.run.build import Recipe, planned_mesh, topology_mesh
+from spmd.run.build import TrainSetup, planned_mesh, topology_mesh
 from spmd.run.config import load_config
 from spmd.sharding.mesh import MeshShape
 
@@ -36,13 +36,13 @@ def measure(options: argparse.Namespace, zero: int, remat: str, offload: tuple[s
     if options.layers:
         changes["model"] = dataclasses.replace(config.model, layers=options.layers)
     config = dataclasses.replace(config, **changes)
-    recipe = Recipe(config, topology_mesh(config, topology) if options.compile else planned_mesh(config))
-    estimate = recipe.memory(topology.platform)
+    setup = TrainSetup(config, topology_mesh(config, topology) if options.compile else planned_mesh(config))
+    estimate = setup.memory(topology.platform)
     line = {"config": options.config, "topology": topology.name, "mesh": options.mesh, **sizes, "zero": zero}
     line |= {"remat": remat, "offload": list(offload), "estimated": estimate.total, "limit": topology.memory}
     if options.compile:
         try:
-            compiled = recipe.compile()[1]
+            compiled = setup.compile()[1]
             line |= {"compiled": compiled and compiled.to_json()}
             line |= {"ratio": compiled and round(estimate.total / compiled.total, 3)}
         except MemoryError as error:

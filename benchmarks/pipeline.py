@@ -42,14 +42,14 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.gradients.losses import Sums
-from spmd.layers.pipelined_layers import through_layers
+from spmd.layers.pipelined_layers import pipelined_layers
 from spmd.model_api.model import Model
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.simulate import simulate
-from spmd.pipeline.tick_table import Program, make_program
-from spmd.plan.context import within
+from spmd.pipeline.tick_table import TickTable, tabulate
+from spmd.plan.context import use_plan
 
 DEVICES = 8
 LAYERS = 4  # of each stage, so that it can have up to four chunks
@@ -116,7 +116,7 @@ class Step:
 
     def __init__(self, schedule: Schedule, work: Work) -> None:
         self.schedule = schedule
-        self.program: Program = make_program(schedule)
+        self.program: TickTable = tabulate(schedule)
         shape = (LAYERS * schedule.stages, work.width, work.width)
 
         def init(key: jax.Array) -> Any:
@@ -127,7 +127,7 @@ class Step:
             def run(x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
                 return jax.lax.scan(lambda x, kernel: (work.layer(x, kernel), jnp.zeros(())), x, layers["kernel"])
 
-            return through_layers(run, x, params["layers"])[0] @ params["head"]["scale"]
+            return pipelined_layers(run, x, params["layers"])[0] @ params["head"]["scale"]
 
         def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
             y = apply(params, batch["x"])
@@ -140,7 +140,7 @@ class Step:
         grad_fn = pipeline(loss_fn, self.program)
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
-            with within(plan):
+            with use_plan(plan):
                 return grad_fn(params, {}, batch, key)[:2]
 
         x = np.random.default_rng(0).standard_normal((schedule.microbatches * work.rows, work.width), np.float32)

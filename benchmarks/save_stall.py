@@ -17,10 +17,10 @@ from pathlib import Path
 
 import jax
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.data.loader import Windows, batches
 from spmd.distributed import initialize as launch
-from spmd.run.build import Recipe, config_mesh
+from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.loop import Hook, fit
@@ -30,7 +30,7 @@ from spmd.train.state import TrainState, init_state
 class TimedSave(Hook):
     """Saves every so many steps and after the last; takes when each step was finished and how long saves block."""
 
-    def __init__(self, checkpoints: Checkpoints, every: int, steps: int) -> None:
+    def __init__(self, checkpoints: CheckpointManager, every: int, steps: int) -> None:
         self.checkpoints, self.every, self.steps = checkpoints, every, steps
         self.blocked, self.finished = dict[int, float](), dict[int, float]()
 
@@ -47,18 +47,18 @@ class TimedSave(Hook):
         self.blocked[step] = time.perf_counter() - began
 
 
-def measure(recipe: Recipe, directory: Path) -> dict[str, object]:
+def measure(setup: TrainSetup, directory: Path) -> dict[str, object]:
     """Trains and saves; seconds."""
-    config, windows = recipe.config, Windows(recipe.corpus.train, recipe.config.data.sequence)
+    config, windows = setup.config, Windows(setup.corpus.train, setup.config.data.sequence)
     written: list[float] = []
-    with Checkpoints(directory, keep=config.keep) as checkpoints:
+    with CheckpointManager(directory, max_to_keep=config.max_to_keep) as checkpoints:
         watch = TimedSave(checkpoints, config.checkpoint_every, config.steps)
-        sharding = batch_sharding(recipe.mesh)
+        sharding = batch_sharding(setup.mesh)
         stream = batches(
             windows, batch=config.data.batch, sharding=sharding, seed=config.seed, start=0, steps=config.steps
         )
         with stream:
-            fit(init_state(recipe.plan, config.seed), recipe.step, stream, steps=config.steps, hooks=[watch])
+            fit(init_state(setup.plan, config.seed), setup.step, stream, steps=config.steps, hooks=[watch])
         began = time.perf_counter()
         checkpoints.wait()
         written.append(time.perf_counter() - began)
@@ -90,7 +90,7 @@ def main() -> None:
     config = dataclasses.replace(load_config(options.config), steps=options.steps, checkpoint_every=options.every)
     launch.start(launch.Launch(config.devices))
     with tempfile.TemporaryDirectory() as directory:
-        line = measure(Recipe(config, config_mesh(config)), Path(directory))
+        line = measure(TrainSetup(config, config_mesh(config)), Path(directory))
     print(json.dumps({"config": options.config, "steps": options.steps, "every": options.every, **line}))
 
 

@@ -21,8 +21,8 @@ import spmd
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import SpmdError
 from spmd.hf.family import family_for
-from spmd.plan.lora import LoraConfig
-from spmd.run.build import Recipe, planned_mesh
+from spmd.plan.lora import LoRAConfig
+from spmd.run.build import TrainSetup, planned_mesh
 
 MACHINES = {
     "v5e": ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16"),
@@ -44,7 +44,7 @@ def estimate(
     machine: Topology,
     mesh: spmd.MeshShape,
     offload: tuple[str, ...],
-    lora: LoraConfig,
+    lora: LoRAConfig,
 ) -> int:
     """Bytes on each device.
 
@@ -63,10 +63,10 @@ def estimate(
         lora=lora,
         data=spmd.DataConfig(sequence=sequence, batch=machine.devices),
     )
-    return Recipe(config, planned_mesh(config)).memory(machine.platform).total
+    return TrainSetup(config, planned_mesh(config)).memory(machine.platform).total
 
 
-def smallest(model: Any, names: tuple[str, ...], lora: LoraConfig) -> str:
+def smallest(model: Any, names: tuple[str, ...], lora: LoRAConfig) -> str:
     """The first machine that the model fits on, and what a device of it holds."""
     rules = family_for(model).rules(model)
     for mesh, offload, note in WAYS:
@@ -83,7 +83,7 @@ def smallest(model: Any, names: tuple[str, ...], lora: LoraConfig) -> str:
     return f"more than {names[-1]}"
 
 
-def rows(family: str, lora: LoraConfig) -> Iterator[str]:
+def rows(family: str, lora: LoRAConfig) -> Iterator[str]:
     """One line for each published preset."""
     for name, model in importlib.import_module(f"models.{family}").PRESETS.items():
         shapes = jax.eval_shape(spmd.from_nnx(model.build).init, jax.random.key(0))
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("families", nargs="+")
     parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
-    lora = LoraConfig(targets=("attention/(q|k|v|o)_proj/kernel",), rank=16) if options.lora else LoraConfig()
+    lora = LoRAConfig(targets=("attention/(q|k|v|o)_proj/kernel",), rank=16) if options.lora else LoRAConfig()
     print(f"| preset | parameters | {' | '.join(MACHINES)} |\n|---|---|{'---|' * len(MACHINES)}")
     for family in options.families:
         for row in rows(family, lora):

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import Problem
-from spmd.layers.lm_head import Unembedded
+from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
 from spmd.models.layers import Angles, RMSNorm, gelu_gated, make_layers, run_layers
 from spmd.models.llama import MLP, Attention, Embedding, LlamaConfig
@@ -154,7 +154,7 @@ class Pair(nnx.Module):
 class Gemma(nnx.Module):
     """Tokens in, next-token logits out."""
 
-    takes_any_order = True
+    position_aware = True
 
     def __init__(self, config: GemmaConfig, *, rngs: nnx.Rngs) -> None:
         make: Callable[..., nnx.Module] = functools.partial(Block, config, window=config.window)
@@ -169,7 +169,7 @@ class Gemma(nnx.Module):
 
     def __call__(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None
-    ) -> Float[Array, "batch seq vocab"] | Unembedded:
+    ) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Logits of the token that follows each position; to a loss, what they are made of.
 
         Args:

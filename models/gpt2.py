@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from spmd.errors import ConfigError, Problem
 from spmd.layers.attention import attend
-from spmd.layers.kv_cache import room
-from spmd.layers.lm_head import Unembedded
+from spmd.layers.kv_cache import cache_length
+from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
 from spmd.layers.zigzag import positions
 from spmd.models.layers import Dense, LayerNorm, columns, gelu, make_layers, rows, run_layers
@@ -191,7 +191,7 @@ class Block(nnx.Module):
 class GPT2(nnx.Module):
     """Tokens in, next-token logits out."""
 
-    takes_any_order = True
+    position_aware = True
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -205,7 +205,7 @@ class GPT2(nnx.Module):
 
     def __call__(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None
-    ) -> Float[Array, "batch seq vocab"] | Unembedded:
+    ) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Logits of the token that follows each position; to a loss, what they are the product of.
 
         Args:
@@ -217,7 +217,9 @@ class GPT2(nnx.Module):
         """
         seq = tokens.shape[1]
         at = positions(seq)
-        longest = room() if isinstance(at, jax.Array) else seq  # one token of a text that may become as long as that
+        longest = (
+            cache_length() if isinstance(at, jax.Array) else seq
+        )  # one token of a text that may become as long as that
         if longest > self.config.context:
             arithmetic = f"{longest} tokens > {self.config.context} positions"
             problem = Problem("sequence", "is longer than the model", arithmetic, "a shorter one, or model.context")

@@ -11,14 +11,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.layers.kv_cache import apart, recorded, room, threaded
-from spmd.layers.lm_head import Unembedded, is_deferred
-from spmd.layers.pipelined_layers import through_layers
+from spmd.layers.kv_cache import cache_length, collect_cache, isolate_layer, thread_cache
+from spmd.layers.lm_head import LazyLogits, is_lazy
+from spmd.layers.pipelined_layers import pipelined_layers
 from spmd.layers.soft_cap import soft_capped
 from spmd.models.rope_scaling import RopeScaling
-from spmd.plan.annotate import annotate, checkpoint_layer, is_split_otherwise, remat_interval, split_like
-from spmd.plan.fsdp import Weight, gather, gathered, is_kept, scatter, weight
-from spmd.plan.lora_layer import frozen, low_rank
+from spmd.plan.annotate import annotate, constrain_like, has_other_spec, remat_interval, remat_layer
+from spmd.plan.fsdp import ParamPlacement, gather, gathered, placement_of, saves_gathered, scatter
+from spmd.plan.lora_layer import base_weight, lora_delta
 
 Angles = tuple[np.ndarray | Array, np.ndarray | Array]
 """Cosines and sines of each position, `[batch, seq, head_dim / 2]` each; a batch of 1 where rows are alike."""
@@ -61,7 +61,7 @@ def columns(
         whole: What tokens are marked as where they meet the kernels.
     """
     static = _Products(tuple(map(_placed, kernels)), into=whole)
-    return _multiplied(split_like(x, "residual"), kernels, static)
+    return _multiplied(constrain_like(x, "residual"), kernels, static)
 
 
 def rows(x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str) -> Float[Array, "batch seq d"]:
@@ -72,16 +72,16 @@ def rows(x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str) -> 
         kernel: A parameter.
         whole: What tokens are marked as where their gradient meets the kernel.
     """
-    return split_like(_multiplied(x, (kernel,), _Products((_placed(kernel),), out=whole))[0], "residual")
+    return constrain_like(_multiplied(x, (kernel,), _Products((_placed(kernel),), out=whole))[0], "residual")
 
 
 def unembed(
     x: Float[Array, "batch seq d"],
     kernel: Float[Array, "..."],
-    placed: Weight | None,
+    placed: ParamPlacement | None,
     axes: str,
     soft_cap: float | None = None,
-) -> Float[Array, "batch seq vocab"] | Unembedded:
+) -> Float[Array, "batch seq vocab"] | LazyLogits:
     """How well each word fits each token, in float32; where a loss asks for it, that product still to be taken.
 
     Args:
@@ -91,9 +91,9 @@ def unembed(
         axes: `"io"` for the one, `"oi"` for the other.
         soft_cap: What logits stay below; None for no cap.
     """
-    x = split_like(x, "residual")
-    if is_deferred():
-        return Unembedded(x, kernel, axes, placed, soft_cap=soft_cap)
+    x = constrain_like(x, "residual")
+    if is_lazy():
+        return LazyLogits(x, kernel, axes, placed, soft_cap=soft_cap)
     how = _Products((placed,), axes, jnp.float32)
     return annotate(soft_capped(_products(x, (kernel,), how)[0], soft_cap), "logits")
 
@@ -117,7 +117,7 @@ class _Products:
         precision: Of all products, as in `jax.lax.dot`.
     """
 
-    placed: tuple[Weight | None, ...]
+    placed: tuple[ParamPlacement | None, ...]
     axes: str = "io"
     dtype: Any = None
     into: str = ""
@@ -137,8 +137,8 @@ class _Products:
 def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products) -> tuple[Array, ...]:
     """An array times each kernel, with what the kernel's adapter adds, if it has one."""
     values = [kernel.get_value() for kernel in kernels]
-    ys = _products(x, tuple(map(frozen, values)), how)
-    added = [low_rank(x, value) for value in values]
+    ys = _products(x, tuple(map(base_weight, values)), how)
+    added = [lora_delta(x, value) for value in values]
     return tuple(y if change is None else y + change for y, change in zip(ys, added, strict=True))
 
 
@@ -152,18 +152,20 @@ def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> t
     used = [gather(kernel.astype(x.dtype), placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
     dtype = how.dtype or x.dtype
     ys = tuple(how.einsum(f"...{how.inputs},{how.axes}->...o", tokens, kernel, dtype) for kernel in used)
-    kept = [u if is_kept(placed) else k for u, k, placed in zip(used, kernels, how.placed, strict=True)]
+    kept = [u if saves_gathered(placed) else k for u, k, placed in zip(used, kernels, how.placed, strict=True)]
     return ys, (x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
 
 
 def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
     x, kept, like_kernels = saved
     # Barriers keep XLA from taking the copy that the forward pass gathered, and from keeping that until now.
-    if how.into and is_split_otherwise("residual", how.into):
+    if how.into and has_other_spec("residual", how.into):
         x = annotate(jax.lax.optimization_barrier(x), how.into)
     dxs, dkernels = [], []
     for kernel, placed, like_kernel, dy in zip(kept, how.placed, like_kernels, dys, strict=True):
-        used = kernel if is_kept(placed) else gather(jax.lax.optimization_barrier(kernel).astype(x.dtype), placed)
+        used = (
+            kernel if saves_gathered(placed) else gather(jax.lax.optimization_barrier(kernel).astype(x.dtype), placed)
+        )
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
         dkernel = how.einsum(f"...{how.inputs},...o->{how.axes}", x, dy, like_kernel.dtype)
@@ -176,8 +178,8 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
 _products.defvjp(_products_forward, _products_backward)
 
 
-def _placed(kernel: nnx.Param) -> Weight | None:
-    return weight(kernel.get_metadata("path", None))
+def _placed(kernel: nnx.Param) -> ParamPlacement | None:
+    return placement_of(kernel.get_metadata("path", None))
 
 
 class Dense(nnx.Module):
@@ -189,7 +191,7 @@ class Dense(nnx.Module):
     def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, bias: bool = False, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         table = init(rngs.params(), (inputs, outputs), jnp.float32)
-        self.kernel = nnx.Param(table, gathered_by_layer=True, multiplied=True)
+        self.kernel = nnx.Param(table, gathered_by_layer=True, supports_lora=True)
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32), gathered_by_layer=True) if bias else None
 
     def with_bias(self, x: Float[Array, "batch seq out"]) -> Float[Array, "batch seq out"]:
@@ -202,9 +204,9 @@ class Head(nnx.Module):
 
     def __init__(self, width: int, vocab: int, *, rngs: nnx.Rngs) -> None:
         self.kernel = Dense(width, vocab, rngs=rngs).kernel
-        self.kernel.set_metadata(multiplied=False)  # by a loss, perhaps, in chunks
+        self.kernel.set_metadata(supports_lora=False)  # by a loss, perhaps, in chunks
 
-    def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | Unembedded:
+    def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """The logits of each token, or what they are the product of."""
         return unembed(x, self.kernel[...], _placed(self.kernel), "io")
 
@@ -283,7 +285,8 @@ def rotary_angles(
     """
     if isinstance(positions, jax.Array):
         cos, sin = (
-            jnp.asarray(a)[0, positions] for a in rotary_angles(np.arange(room())[None], head_dim, theta, scaling)
+            jnp.asarray(a)[0, positions]
+            for a in rotary_angles(np.arange(cache_length())[None], head_dim, theta, scaling)
         )
         return cos, sin
     frequencies = scaling.scaled(theta ** (-np.arange(0, head_dim, 2) / head_dim))
@@ -336,12 +339,12 @@ def collect_layers(layers: nnx.Module, x: Array, each: Any, *context: Any, unrol
 
 
 def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Array, Any]], unroll: int) -> Any:
-    step, each = threaded(step, each)
+    step, each = thread_cache(step, each)
 
     def run(x: Array, states: list[Any], graphs: Sequence[nnx.GraphDef], scanned: bool) -> tuple[Array, Any]:
         values = []
         for number, (graph, state) in enumerate(zip(graphs, states, strict=True)):
-            x, value = step(checkpoint_layer(_call(graph), scanned=scanned, number=number), x, *state)
+            x, value = step(remat_layer(_call(graph), scanned=scanned, number=number), x, *state)
             values.append(value)
         return x, jax.tree.map(lambda *values: jnp.stack(values), *values)
 
@@ -349,7 +352,7 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
         graphs, states = zip(*map(nnx.split, layers), strict=True)
         owns = [jax.tree.map(lambda own: own[number], each) for number in range(len(states))]  # noqa: B023
         x, values = run(x, list(zip(states, owns, strict=True)), graphs, False)
-        return x, recorded(values)
+        return x, collect_cache(values)
     graph, state = nnx.split(layers)
     size = remat_interval()
 
@@ -358,7 +361,7 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
         turn = max(1, unroll // size)
         scanned = turn == 1 and turns > 1  # in one program, XLA could merge recomputation and original
         if size == 1:
-            call = checkpoint_layer(_call(graph), scanned=scanned, number=0)
+            call = remat_layer(_call(graph), scanned=scanned, number=0)
             return jax.lax.scan(lambda x, layer: step(call, x, *layer), x, stack, unroll=turn)
         groups = jax.tree.map(lambda w: w[: turns * size].reshape(turns, size, *w.shape[1:]), stack)
         x, values = jax.lax.scan(
@@ -370,8 +373,8 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
         x, rest = run(x, _unstack(jax.tree.map(lambda w: w[turns * size :], stack)), (graph,) * left, False)
         return x, jax.tree.map(lambda v, r: jnp.concatenate([v, r]), values, rest)
 
-    x, values = through_layers(scan, x, (state, each))
-    return x, recorded(values)
+    x, values = pipelined_layers(scan, x, (state, each))
+    return x, collect_cache(values)
 
 
 def _unstack(group: Any) -> list[Any]:
@@ -384,4 +387,4 @@ def _unstack(group: Any) -> list[Any]:
 
 
 def _call(graph: nnx.GraphDef) -> Callable[..., Array]:
-    return apart(lambda state, x, *context: nnx.merge(graph, state)(x, *context))
+    return isolate_layer(lambda state, x, *context: nnx.merge(graph, state)(x, *context))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from spmd.errors import ConfigError, Problem
 from spmd.layers.attention import attend
-from spmd.layers.lm_head import Unembedded
+from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
 from spmd.layers.zigzag import positions
 from spmd.models.layers import (
@@ -33,7 +33,7 @@ from spmd.models.layers import (
     unembed,
 )
 from spmd.models.rope_scaling import RopeScaling
-from spmd.plan.annotate import annotate, as_annotated, to_compute
+from spmd.plan.annotate import annotate, cast_to_compute, placement_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,21 +265,21 @@ class Embedding(nnx.Module):
         The lookup is marked before and after, so that a table may say where rows are looked up and how they travel.
         """
         tokens = annotate(tokens, "embed_tokens")
-        rows = to_compute(self.embedding.at[tokens].get(mode="clip"))
+        rows = cast_to_compute(self.embedding.at[tokens].get(mode="clip"))
         return annotate(annotate(rows, "embed_rows"), "embed_exchange")
 
     def attend(
         self, x: Float[Array, "batch seq d"], soft_cap: float | None = None
-    ) -> Float[Array, "batch seq vocab"] | Unembedded:
+    ) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """The tied head: how well each row of the table fits each token; `soft_cap` is what logits stay below."""
         table = annotate(annotate(self.embedding[...], "tied_columns"), "tied_head")
-        return unembed(x, table, as_annotated("tied_head"), "oi", soft_cap)
+        return unembed(x, table, placement_like("tied_head"), "oi", soft_cap)
 
 
 class Llama(nnx.Module):
     """Tokens in, next-token logits out."""
 
-    takes_any_order = True
+    position_aware = True
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -292,7 +292,7 @@ class Llama(nnx.Module):
 
     def __call__(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None
-    ) -> Float[Array, "batch seq vocab"] | Unembedded:
+    ) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Logits of the token that follows each position; to a loss, what they are the product of.
 
         Args:

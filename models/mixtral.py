@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import Problem
-from spmd.layers.moe import Kernel, mixture
+from spmd.layers.moe import ExpertKernel, mixture_of_experts
 from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, balanced_bias, jittered, route
 from spmd.model_api.model import Outputs
@@ -35,7 +35,7 @@ from spmd.models.layers import (
 )
 from spmd.models.llama import MLP, Attention, Block, Embedding, LlamaConfig
 from spmd.plan.annotate import annotate
-from spmd.plan.fsdp import weight
+from spmd.plan.fsdp import placement_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,9 +204,9 @@ class ExpertDense(nnx.Module):
         init = nnx.initializers.normal(scale * inputs**-0.5)
         self.kernel = nnx.Param(init(rngs.params(), (experts, inputs, outputs), jnp.float32), gathered_by_layer=True)
 
-    def placed(self) -> Kernel:
+    def placed(self) -> ExpertKernel:
         """The kernels, and where the plan in scope has them."""
-        return Kernel(self.kernel[...], weight(self.kernel.get_metadata("path", None)))
+        return ExpertKernel(self.kernel[...], placement_of(self.kernel.get_metadata("path", None)))
 
 
 class Experts(nnx.Module):
@@ -242,7 +242,7 @@ class MixtureOfExperts(nnx.Module):
         routing, report = route(logits, self.config, key=second, bias=bias)
         experts = self.experts
         into = [proj.placed() for proj in (experts.gate_proj, experts.up_proj) if proj is not None]
-        y, dropped = mixture(
+        y, dropped = mixture_of_experts(
             x, routing, self.config, into, experts.down_proj.placed(), gated if experts.gate_proj else jax.nn.relu
         )
         if self.shared is not None:
@@ -298,12 +298,12 @@ class Mixtral(nnx.Module):
         self.noise = nnx.Rngs(rngs.params()) if config.router.is_random else None
 
     @property
-    def takes_any_order(self) -> bool:
+    def position_aware(self) -> bool:
         """Whether no token has a place or a draw by its position: not with capacities, nor with random routing."""
         return self.config.router.dispatch == "dropless" and not self.config.router.is_random
 
     @property
-    def takes_one_token(self) -> bool:
+    def supports_kv_cache(self) -> bool:
         """Whether experts do not choose tokens. With capacities, a token that comes alone always finds a place."""
         return self.config.router.choice == "token"
 

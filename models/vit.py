@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from spmd.errors import ConfigError, Problem
 from spmd.models.gpt2 import Block, transformer_problems
 from spmd.models.layers import Dense, LayerNorm, biased, dense, make_layers, run_layers
-from spmd.plan.annotate import annotate, to_compute
+from spmd.plan.annotate import annotate, cast_to_compute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ class ViT(nnx.Module):
             arithmetic = f"{' × '.join(map(str, shape))} ≠ {side} × {side} × {channels}"
             fix = "cut or scale them, or change model.image and model.channels"
             raise ConfigError("This ViT cannot see:", [Problem("images", "have another shape", arithmetic, fix)])
-        x = self.patch_proj(to_compute(images))
+        x = self.patch_proj(cast_to_compute(images))
         first = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (batch, 1, x.shape[-1]))
         x = jnp.concatenate([first, x], axis=1) + self.positions[...].astype(x.dtype)
         x = run_layers(self.layers, annotate(x, "residual"), unroll=self.config.unroll)

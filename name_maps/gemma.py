@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import Family, Name
+from spmd.hf.family import Family, TensorMapping
 from spmd.hf.fields import Fields
 from spmd.models.gemma import Gemma2Config, GemmaConfig
 from spmd.name_maps import llama
@@ -70,9 +70,12 @@ def _write2(config: Gemma2Config) -> dict[str, Any]:
     }
 
 
-def _names2(config: Gemma2Config) -> tuple[Name, ...]:
+def _names2(config: Gemma2Config) -> tuple[TensorMapping, ...]:
     plain = [name for name in llama.names(config) if name.path.endswith("kernel")]
-    norms = [Name(f"layers/{ours}/scale", f"model.layers.{{layer}}.{theirs}.weight") for ours, theirs in _NORMS.items()]
+    norms = [
+        TensorMapping(f"layers/{ours}/scale", f"model.layers.{{layer}}.{theirs}.weight")
+        for ours, theirs in _NORMS.items()
+    ]
     pairs = [
         dataclasses.replace(name, path=name.path.replace("layers/", f"layers/{kind}_block/"), first=first, step=2)
         for first, kind in enumerate(("local", "global"))

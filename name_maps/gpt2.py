@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import Family, Ignored, Name, part
+from spmd.hf.family import Family, Ignored, TensorMapping, part
 from spmd.hf.fields import Fields
 from spmd.models.gpt2 import GPT2Config
 from spmd.partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
@@ -11,23 +11,23 @@ from spmd.partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
 _PREFIX = "transformer."
 _LAYER = _PREFIX + "h.{layer}."
 _QKV = tuple(
-    Name(f"layers/attention/{x}_proj/{ours}", f"{_LAYER}attn.c_attn.{theirs}", part(number, 3))
+    TensorMapping(f"layers/attention/{x}_proj/{ours}", f"{_LAYER}attn.c_attn.{theirs}", part(number, 3))
     for number, x in enumerate("qkv")
     for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
 )
 _DENSE = {"attention/o_proj": "attn.c_proj", "mlp/up_proj": "mlp.c_fc", "mlp/down_proj": "mlp.c_proj"}
 _NORMS = {"layers/attention_norm": f"{_LAYER}ln_1", "layers/mlp_norm": f"{_LAYER}ln_2", "norm": f"{_PREFIX}ln_f"}
 _NAMES = (
-    Name("embed/embedding", _PREFIX + "wte.weight"),
-    Name("positions", _PREFIX + "wpe.weight"),
+    TensorMapping("embed/embedding", _PREFIX + "wte.weight"),
+    TensorMapping("positions", _PREFIX + "wpe.weight"),
     *_QKV,
     *(
-        Name(f"layers/{ours}/{a}", f"{_LAYER}{theirs}.{b}")
+        TensorMapping(f"layers/{ours}/{a}", f"{_LAYER}{theirs}.{b}")
         for ours, theirs in _DENSE.items()
         for a, b in (("kernel", "weight"), ("bias", "bias"))
     ),
     *(
-        Name(f"{ours}/{a}", f"{theirs}.{b}")
+        TensorMapping(f"{ours}/{a}", f"{theirs}.{b}")
         for ours, theirs in _NORMS.items()
         for a, b in (("scale", "weight"), ("bias", "bias"))
     ),

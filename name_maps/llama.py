@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import TRANSPOSED, Family, Ignored, Name
+from spmd.hf.family import TRANSPOSED, Family, Ignored, TensorMapping
 from spmd.hf.fields import Fields
 from spmd.models.llama import LlamaConfig
 from spmd.models.rope_scaling import RopeScaling
@@ -12,34 +12,37 @@ from spmd.sharding.rules import Rules
 
 _LAYER = "model.layers.{layer}."
 ATTENTION = (
-    Name("layers/attention_norm/scale", _LAYER + "input_layernorm.weight"),
-    Name("layers/attention/q_proj/kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
-    Name("layers/attention/k_proj/kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
-    Name("layers/attention/v_proj/kernel", _LAYER + "self_attn.v_proj.weight", TRANSPOSED),
-    Name("layers/attention/o_proj/kernel", _LAYER + "self_attn.o_proj.weight", TRANSPOSED),
-    Name("layers/mlp_norm/scale", _LAYER + "post_attention_layernorm.weight"),
+    TensorMapping("layers/attention_norm/scale", _LAYER + "input_layernorm.weight"),
+    TensorMapping("layers/attention/q_proj/kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
+    TensorMapping("layers/attention/k_proj/kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
+    TensorMapping("layers/attention/v_proj/kernel", _LAYER + "self_attn.v_proj.weight", TRANSPOSED),
+    TensorMapping("layers/attention/o_proj/kernel", _LAYER + "self_attn.o_proj.weight", TRANSPOSED),
+    TensorMapping("layers/mlp_norm/scale", _LAYER + "post_attention_layernorm.weight"),
 )
 _MLP = (
-    Name("layers/mlp/gate_proj/kernel", _LAYER + "mlp.gate_proj.weight", TRANSPOSED),
-    Name("layers/mlp/up_proj/kernel", _LAYER + "mlp.up_proj.weight", TRANSPOSED),
-    Name("layers/mlp/down_proj/kernel", _LAYER + "mlp.down_proj.weight", TRANSPOSED),
+    TensorMapping("layers/mlp/gate_proj/kernel", _LAYER + "mlp.gate_proj.weight", TRANSPOSED),
+    TensorMapping("layers/mlp/up_proj/kernel", _LAYER + "mlp.up_proj.weight", TRANSPOSED),
+    TensorMapping("layers/mlp/down_proj/kernel", _LAYER + "mlp.down_proj.weight", TRANSPOSED),
 )
-_ENDS = (Name("embed/embedding", "model.embed_tokens.weight"), Name("norm/scale", "model.norm.weight"))
+_ENDS = (
+    TensorMapping("embed/embedding", "model.embed_tokens.weight"),
+    TensorMapping("norm/scale", "model.norm.weight"),
+)
 _SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",
     "high_freq_factor": "high_frequency_factor",
     "original_max_position_embeddings": "original_context",
 }
-_HEAD = Name("lm_head/kernel", "lm_head.weight", TRANSPOSED)
+_HEAD = TensorMapping("lm_head/kernel", "lm_head.weight", TRANSPOSED)
 
 
-def ends(config: LlamaConfig) -> tuple[Name, ...]:
+def ends(config: LlamaConfig) -> tuple[TensorMapping, ...]:
     """The lines of what is outside the layers."""
     return _ENDS if config.tied else (*_ENDS, _HEAD)
 
 
-def names(config: LlamaConfig) -> tuple[Name, ...]:
+def names(config: LlamaConfig) -> tuple[TensorMapping, ...]:
     """The table of a shape."""
     return (*ends(config), *ATTENTION, *_MLP)
 

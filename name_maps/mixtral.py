@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import TRANSPOSED, Family, Name
+from spmd.hf.family import TRANSPOSED, Family, TensorMapping
 from spmd.hf.fields import Fields
 from spmd.layers.router import RouterConfig
 from spmd.models.mixtral import MixtralConfig
@@ -15,14 +15,14 @@ from spmd.run.config import ModelConfig
 _MOE = "model.layers.{layer}.block_sparse_moe."
 _EXPERT = _MOE + "experts.{expert}."
 _EXPERTS = (
-    Name("layers/moe/router/kernel", _MOE + "gate.weight", TRANSPOSED),
-    Name("layers/moe/experts/gate_proj/kernel", _EXPERT + "w1.weight", TRANSPOSED),
-    Name("layers/moe/experts/up_proj/kernel", _EXPERT + "w3.weight", TRANSPOSED),
-    Name("layers/moe/experts/down_proj/kernel", _EXPERT + "w2.weight", TRANSPOSED),
+    TensorMapping("layers/moe/router/kernel", _MOE + "gate.weight", TRANSPOSED),
+    TensorMapping("layers/moe/experts/gate_proj/kernel", _EXPERT + "w1.weight", TRANSPOSED),
+    TensorMapping("layers/moe/experts/up_proj/kernel", _EXPERT + "w3.weight", TRANSPOSED),
+    TensorMapping("layers/moe/experts/down_proj/kernel", _EXPERT + "w2.weight", TRANSPOSED),
 )
 
 
-def _names(config: MixtralConfig) -> tuple[Name, ...]:
+def _names(config: MixtralConfig) -> tuple[TensorMapping, ...]:
     return (*llama.ends(config), *llama.ATTENTION, *_EXPERTS)
 
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import Family, Name
+from spmd.hf.family import Family, TensorMapping
 from spmd.hf.fields import Fields
 from spmd.models.qwen import QwenConfig
 from spmd.name_maps import llama
@@ -13,10 +13,10 @@ from spmd.run.config import ModelConfig
 from spmd.sharding.rules import Rules
 
 _BIASES = tuple(
-    Name(f"layers/attention/{x}_proj/bias", f"model.layers.{{layer}}.self_attn.{x}_proj.bias") for x in "qkv"
+    TensorMapping(f"layers/attention/{x}_proj/bias", f"model.layers.{{layer}}.self_attn.{x}_proj.bias") for x in "qkv"
 )
 _NORMS = tuple(
-    Name(f"layers/attention/{x}_norm/scale", f"model.layers.{{layer}}.self_attn.{x}_norm.weight") for x in "qk"
+    TensorMapping(f"layers/attention/{x}_norm/scale", f"model.layers.{{layer}}.self_attn.{x}_norm.weight") for x in "qk"
 )
 
 
@@ -47,7 +47,7 @@ def _rules(config: QwenConfig) -> Rules:
     return QWEN3_TIED if config.tied else QWEN3
 
 
-def _names(config: QwenConfig) -> tuple[Name, ...]:
+def _names(config: QwenConfig) -> tuple[TensorMapping, ...]:
     return (*llama.names(config), *(_BIASES if config.qkv_bias else _NORMS))
 
 

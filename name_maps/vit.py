@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import AS_IS, TRANSPOSED, Family, Ignored, Name
+from spmd.hf.family import AS_IS, TRANSPOSED, Family, Ignored, TensorMapping
 from spmd.hf.fields import Fields
 from spmd.models.vit import ViTConfig
 from spmd.partition_rules.vit import VIT
@@ -27,15 +27,15 @@ _NORMS = {
     "norm": _PREFIX + "layernorm",
 }
 _NAMES = (
-    Name("class_token", _PREFIX + "embeddings.cls_token"),
-    Name("positions", _PREFIX + "embeddings.position_embeddings"),
+    TensorMapping("class_token", _PREFIX + "embeddings.cls_token"),
+    TensorMapping("positions", _PREFIX + "embeddings.position_embeddings"),
     *(
-        Name(f"{ours}/{a}", f"{theirs}.{b}", how)
+        TensorMapping(f"{ours}/{a}", f"{theirs}.{b}", how)
         for ours, theirs in _DENSE.items()
         for a, b, how in (("kernel", "weight", TRANSPOSED), ("bias", "bias", AS_IS))
     ),
     *(
-        Name(f"{ours}/{a}", f"{theirs}.{b}")
+        TensorMapping(f"{ours}/{a}", f"{theirs}.{b}")
         for ours, theirs in _NORMS.items()
         for a, b in (("scale", "weight"), ("bias", "bias"))
     ),

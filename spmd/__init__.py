@@ -23,7 +23,7 @@ from spmd.optim.per_layer import per_layer
 from spmd.plan.annotate import annotate
 from spmd.plan.flax import from_linen, from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
-from spmd.run.config import EvaluationConfig, FaultsConfig, PipelineConfig, RecoveryConfig, SampleConfig, TrainConfig
+from spmd.run.config import EvaluationConfig, PipelineConfig, RecoveryConfig, SampleConfig, SDCConfig, TrainConfig
 from spmd.sharding.mesh import MeshShape, batch_sharding, make_mesh, simulate_devices
 from spmd.sharding.rules import Rules, replicate
 from spmd.train.loop import Hook, fit
@@ -33,7 +33,6 @@ from spmd.train.step import make_train_step
 __all__ = [
     "DataConfig",
     "EvaluationConfig",
-    "FaultsConfig",
     "Hook",
     "MeshShape",
     "Model",
@@ -43,6 +42,7 @@ __all__ = [
     "RecoveryConfig",
     "Remat",
     "Rules",
+    "SDCConfig",
     "SampleConfig",
     "ShardingPlan",
     "SpmdError",

@@ -30,12 +30,12 @@ _LONGEST = 2000
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """One thing that is wrong: where, what, the arithmetic behind it, and how to fix it.
+    """One thing that is wrong: where, what, the detail behind it, and how to fix it.
 
     Args:
         where: The thing that is wrong: a parameter path, a field, a file.
         what: One clause that says what is wrong with it.
-        arithmetic: The numbers that show it, such as `"7 / (fsdp=2) = 3.5"`. May be empty.
+        detail: The numbers that show it, such as `"7 / (fsdp=2) = 3.5"`. May be empty.
         fix: What the user can do. May be empty.
 
     Example:
@@ -47,13 +47,13 @@ class Problem:
 
     where: str
     what: str
-    arithmetic: str = ""
+    detail: str = ""
     fix: str = ""
 
     def __str__(self) -> str:
         lines = [f"{_shown(self.where)}: {_shown_lines(self.what)}"]
-        if self.arithmetic:
-            lines.append(f"    {_shown_lines(self.arithmetic)}")
+        if self.detail:
+            lines.append(f"    {_shown_lines(self.detail)}")
         if self.fix:
             lines.append(f"    fix: {_shown_lines(self.fix)}")
         return "\n".join(lines)
@@ -123,7 +123,7 @@ class AgreementError(SpmdError):
     """Processes of one run are about to do different things."""
 
 
-class BadStepError(SpmdError):
+class DivergenceError(SpmdError):
     """A step whose numbers cannot be trusted.
 
     Args:
@@ -137,15 +137,15 @@ class BadStepError(SpmdError):
         self.step = step
 
 
-class NonFiniteError(BadStepError):
+class NonFiniteError(DivergenceError):
     """The loss or a gradient is NaN or infinite."""
 
 
-class SpikeError(BadStepError):
+class SpikeError(DivergenceError):
     """The loss is far above what it was."""
 
 
-class FaultError(SpmdError):
+class DataCorruptionError(SpmdError):
     """A device computed or keeps other bits than it should: silent data corruption."""
 
 

@@ -103,7 +103,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Hands the counts of a worker to the process that prints."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = dict(LEFT_OUT)
+        session.config.workeroutput["skipped_batches"] = dict(LEFT_OUT)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -116,7 +116,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_testnodedown(node: object) -> None:
     """Takes over a worker's counts; all workers have the same."""
     if not LEFT_OUT:
-        LEFT_OUT.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+        LEFT_OUT.update(getattr(node, "workeroutput", {}).get("skipped_batches", {}))
 
 
 # Durations.

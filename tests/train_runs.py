@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.distributed.local import free_port
-from spmd.run.build import Recipe
+from spmd.run.build import TrainSetup
 from spmd.run.config import load_config, with_values
 from spmd.sharding.mesh import mesh_of
 from spmd.train.state import abstract_state
@@ -37,7 +37,7 @@ config = spmd.TrainConfig(
     steps=30,
     log_every=1,
     checkpoint_every=5,
-    keep=20,
+    max_to_keep=20,
 )
 """
 """A config whose steps take milliseconds; `write_tiny` fills in where its text is."""
@@ -188,9 +188,9 @@ def state(config, out, step, **mesh):
     """The training state of a checkpoint as NumPy arrays, restored onto a mesh of this process's devices."""
     config = with_values(load_config(str(config)), {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, **mesh}})
     size = int(np.prod(list(mesh.values()) or [1]))
-    recipe = Recipe(config, mesh_of(config.mesh, jax.devices()[:size]))
-    with Checkpoints(out / "checkpoints", read_only=True) as checkpoints:
-        restored, _ = checkpoints.restore(step, abstract_state(recipe.plan))
+    setup = TrainSetup(config, mesh_of(config.mesh, jax.devices()[:size]))
+    with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:
+        restored, _ = checkpoints.restore(step, abstract_state(setup.plan))
     return jax.tree.map(np.asarray, restored)
 
 

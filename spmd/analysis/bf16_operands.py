@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from spmd.analysis.jaxpr import Operation, Program, Value
+from spmd.analysis.jaxpr import Operation, TracedProgram, TracedValue
 
 _FORMS = ("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "name", "sharding_constraint", "stack_turns")
 """Operations whose result has the elements of their operands, and is read in their place."""
@@ -18,21 +18,21 @@ _ELSEWHERE = None
 """A reader that needs all 32 bits."""
 
 
-def narrow_operands(program: Program) -> None:
+def narrow_operands(program: TracedProgram) -> None:
     """Marks the values of a program, and of those inside it, that are kept in bfloat16; not its inputs.
 
     Args:
         program: For a TPU.
     """
-    readers: dict[int, list[Value | None]] = collections.defaultdict(list)
-    values: dict[int, Value] = {}
+    readers: dict[int, list[TracedValue | None]] = collections.defaultdict(list)
+    values: dict[int, TracedValue] = {}
     for value, reader in [*_reads(program), *((value, _ELSEWHERE) for value in program.outputs)]:
         values[id(value)] = value
         if reader is not value:
             readers[id(value)].append(reader)
     known: dict[int, bool] = {id(value): False for value in program.inputs}
 
-    def is_multiplied(value: Value) -> bool:
+    def is_multiplied(value: TracedValue) -> bool:
         if id(value) not in known:
             known[id(value)] = True  # what goes round in a circle says nothing
             known[id(value)] = all(r is not _ELSEWHERE and is_multiplied(r) for r in readers[id(value)])
@@ -44,7 +44,7 @@ def narrow_operands(program: Program) -> None:
             value.kept = 2
 
 
-def _reads(program: Program) -> Iterator[tuple[Value, Value | None]]:
+def _reads(program: TracedProgram) -> Iterator[tuple[TracedValue, TracedValue | None]]:
     """Each value with what is made of it: the same elements elsewhere, itself for a product, None for all else."""
     for operation in program.operations:
         if operation.primitive == "dot_general" and _rounds(operation):

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from spmd.analysis.hlo import Array, Instruction, Program, Value, trip_count
+from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction, trip_count
 from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, on_mesh, per_device, read_groups, spans
 
 KINDS = (
@@ -102,7 +102,7 @@ class Collective:
 
 
 def find_collectives(
-    program: Program, axes: Mapping[str, int], *, cpu: bool, slices: np.ndarray
+    program: HloModule, axes: Mapping[str, int], *, cpu: bool, slices: np.ndarray
 ) -> tuple[Collective, ...]:
     """All collectives that move something, in the order in which the program runs them.
 
@@ -120,7 +120,7 @@ def find_collectives(
 class _Walk:
     """A walk through everything the program runs, with how often it runs there."""
 
-    def __init__(self, program: Program, axes: Mapping[str, int], cpu: bool, slices: np.ndarray) -> None:
+    def __init__(self, program: HloModule, axes: Mapping[str, int], cpu: bool, slices: np.ndarray) -> None:
         self.program, self.axes, self.cpu, self.slices = program, axes, cpu, slices
         count = program.partitions * program.replicas
         self.devices = slices.size if count == 1 else count
@@ -128,7 +128,7 @@ class _Walk:
         self.places = in_order.reshape(-1, self.devices)  # a row for each program
         self.found: dict[tuple[str, ...], Collective] = {}
         self._first: dict[tuple[str, ...], str] = {}
-        self._reduced: dict[Value, tuple[str, ...]] = {}
+        self._reduced: dict[HloValue, tuple[str, ...]] = {}
         self._talks: dict[str, bool] = {}
 
     def visit(self, name: str, times: int, counted: bool, conditional: bool) -> None:
@@ -171,35 +171,35 @@ class _Walk:
             found[key] = dataclasses.replace(found[key], written_as=written)
         return found
 
-    def _added_to(self, value: Value) -> set[Value]:
+    def _added_to(self, value: HloValue) -> set[HloValue]:
         """The sum of all-reduces over the same axes that a value is a term of; nothing if it goes anywhere else."""
         terms, todo = {value}, [value]
         while todo:
             added = [self._terms(other) for other in self._other_terms(todo.pop())]
-            found = set[Value]().union(*added)
+            found = set[HloValue]().union(*added)
             if not all(added) or not found or any(self._over(term) != self._over(value) for term in found):
                 return set()
             todo += found - terms
             terms |= found
         return terms if len(terms) > 1 else set()
 
-    def _over(self, value: Value) -> tuple[str, ...] | None:
+    def _over(self, value: HloValue) -> tuple[str, ...] | None:
         return self.found[self._reduced[value]].axes
 
-    def _other_terms(self, value: Value) -> list[Value]:
+    def _other_terms(self, value: HloValue) -> list[HloValue]:
         """What is added to a value, in each addition that it goes into; nothing if it goes anywhere else."""
         others, todo = [], [value]
         while todo:
             for computation, user, position in self.program.uses(todo.pop()):
                 if user is not None and user.is_move:
-                    todo.append(Value(computation, user.name))
+                    todo.append(HloValue(computation, user.name))
                 elif user is not None and user.opcode == "add":
-                    others.append(Value(computation, user.operands[1 - position]))
+                    others.append(HloValue(computation, user.operands[1 - position]))
                 else:
                     return []
         return others
 
-    def _terms(self, value: Value) -> set[Value]:
+    def _terms(self, value: HloValue) -> set[HloValue]:
         """The all-reduces whose sum a value is; nothing if it is none."""
         value = self.program.settled(value)
         if value in self._reduced:
@@ -207,8 +207,8 @@ class _Walk:
         instruction = self.program.at(value)
         if instruction.opcode != "add" or not self._other_terms(value):
             return set()
-        parts = [self._terms(Value(value.computation, operand)) for operand in instruction.operands]
-        return set[Value]().union(*parts) if all(parts) else set()
+        parts = [self._terms(HloValue(value.computation, operand)) for operand in instruction.operands]
+        return set[HloValue]().union(*parts) if all(parts) else set()
 
     def _any_talks(self, instruction: Instruction) -> bool:
         return any(self._is_talking(callee) for _, callee in instruction.callees())
@@ -236,14 +236,14 @@ class _Walk:
         apart = parts > 1 and kind not in _ONE_ARRAY and not in_place
         for part in range(parts if apart else 1):
             names = instruction.operands if kind == "all-to-all" else instruction.operands[part : part + 1]
-            operands = [Value(name, operand) for operand in names]
+            operands = [HloValue(name, operand) for operand in names]
             arrays = [self.program.at(operand).arrays[0] for operand in operands]
             several = apart or (len(self.program.at(last).arrays) > 1 and kind == "all-to-all")
             results = [
                 last._replace(element=part + i if several else None) for i in range(len(operands) if several else 1)
             ]
             narrow = self._narrow(instruction, operands, arrays[0], results) if self.cpu else ""
-            moved = [Array(narrow or array.dtype, array.dims) for array in arrays]
+            moved = [HloArray(narrow or array.dtype, array.dims) for array in arrays]
             scatters = kind == "all-reduce" and not pairs and self._keeps_part(results[0], arrays[0], groups)
             means = "reduce-scatter" if scatters else kind
             metadata = self._metadata(name, instruction, results[0])
@@ -283,7 +283,7 @@ class _Walk:
         callers = self.program.callers[name]
         return callers[0][1].opcode if callers else ""
 
-    def _done(self, name: str, instruction: Instruction) -> Value:
+    def _done(self, name: str, instruction: Instruction) -> HloValue:
         """Where the result of an instruction is to be had: for an asynchronous start, its end."""
         while instruction.opcode.endswith(("-start", "-update")):
             users = self.program.computations[name].users[instruction.name]
@@ -291,9 +291,9 @@ class _Walk:
             if not later:
                 break
             instruction = later[0]
-        return Value(name, instruction.name)
+        return HloValue(name, instruction.name)
 
-    def _metadata(self, name: str, instruction: Instruction, result: Value) -> Instruction:
+    def _metadata(self, name: str, instruction: Instruction, result: HloValue) -> Instruction:
         """The instruction that knows most of where this comes from."""
         users = self.program.computations[name].users[result.name]
         element = [
@@ -310,7 +310,7 @@ class _Walk:
         asked = [frame for frame in frames if not frame.file.endswith(_MARKS)]
         return next((f"{_relative(frame.file)}:{frame.line}" for frame in asked or frames), "")
 
-    def _keeps_part(self, result: Value, array: Array, groups: Groups) -> bool:
+    def _keeps_part(self, result: HloValue, array: HloArray, groups: Groups) -> bool:
         """Whether each device of a group uses its own part of a value and nothing else, all parts being equal."""
         members = len(groups[0])
         todo, slices = [result], 0
@@ -319,11 +319,11 @@ class _Walk:
                 if user is None:
                     return False
                 if user.is_move:
-                    todo.append(Value(computation, user.name))
+                    todo.append(HloValue(computation, user.name))
                     continue
                 if user.opcode != "dynamic-slice" or position or user.arrays[0].size * members != array.size:
                     return False
-                starts = [per_device(self.program, Value(computation, o), self.devices) for o in user.operands[1:]]
+                starts = [per_device(self.program, HloValue(computation, o), self.devices) for o in user.operands[1:]]
                 if not all(start is not None and start.shape[1] == 1 for start in starts):
                     return False
                 corner = np.concatenate([start for start in starts if start is not None], axis=1)
@@ -332,10 +332,12 @@ class _Walk:
                 slices += 1
         return slices > 0
 
-    def _narrow(self, instruction: Instruction, operands: list[Value], array: Array, results: list[Value]) -> str:
+    def _narrow(
+        self, instruction: Instruction, operands: list[HloValue], array: HloArray, results: list[HloValue]
+    ) -> str:
         """The 16-bit type that data has before it is widened for this collective alone; nothing if it is not."""
         before = {a.dtype for o in operands for v in self._trail(o) for a in self.program.at(v).arrays}
-        halves = [dtype for dtype in sorted(before) if Array(dtype, (1,)).bytes == 2]
+        halves = [dtype for dtype in sorted(before) if HloArray(dtype, (1,)).bytes == 2]
         if array.dtype != "f32" or "_promoted" not in instruction.attribute(r"to_apply=(\S+)"):
             return halves[0] if array.dtype == "f32" and halves and "to_apply=" not in instruction.attributes else ""
         # The compiler marks the reductions that it has widened; the type stands behind them.
@@ -345,10 +347,10 @@ class _Walk:
                 if user is not None and user.opcode == "convert":
                     types.add(user.arrays[0].dtype)
                 elif user is not None and (user.is_move or user.opcode in _CUTS):
-                    todo.append(Value(computation, user.name))
+                    todo.append(HloValue(computation, user.name))
         return next(iter(sorted({*types, *halves})), "bf16")
 
-    def _trail(self, value: Value) -> Iterator[Value]:
+    def _trail(self, value: HloValue) -> Iterator[HloValue]:
         """The values behind a value, through what only moves, converts, cuts, gathers or exchanges parts."""
         for _ in range(_FAR):
             value = self.program.producer(value)
@@ -356,15 +358,15 @@ class _Walk:
             instruction = self.program.at(value)
             if not instruction.is_move and instruction.opcode not in _CUTS | _GATHERS | _EXCHANGES:
                 return
-            value = Value(value.computation, instruction.operands[0])
+            value = HloValue(value.computation, instruction.operands[0])
 
-    def _argument(self, value: Value) -> str:
+    def _argument(self, value: HloValue) -> str:
         """The argument of the program that a value is, moved, converted, cut or gathered."""
         *_, last = self._trail(value)
         is_argument = self.program.at(last).opcode == "parameter" and last.computation == self.program.entry
         return _path(self.program.at(last)) if is_argument else ""
 
-    def _destination(self, result: Value) -> str:
+    def _destination(self, result: HloValue) -> str:
         """The parameter whose new value follows from a value element by element; nothing where several do, or none."""
         inputs = self.program.computations[self.program.entry].parameters
         todo, seen, reached = [result], {result}, set[str]()
@@ -372,11 +374,11 @@ class _Walk:
             for computation, user, position in self.program.uses(todo.pop()):
                 if user is None:
                     if (number := self.program.aliases.get(position)) is not None:
-                        reached.add(_path(self.program.at(Value(self.program.entry, inputs[number]))))
+                        reached.add(_path(self.program.at(HloValue(self.program.entry, inputs[number]))))
                 elif (user.is_move or user.opcode not in _MIXES) and any(
                     a.size > 1 and a.dtype != "pred" for a in user.arrays
                 ):
-                    following = Value(computation, user.name)
+                    following = HloValue(computation, user.name)
                     if following not in seen:
                         seen.add(following)
                         todo.append(following)

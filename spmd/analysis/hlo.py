@@ -25,7 +25,7 @@ _TABLE_ROW = re.compile(r"(\d+) (?:\"(.*)\"|\{(.*)\})$")
 _CALLS = ("fusion", "call", "async-start")
 
 
-class Array(NamedTuple):
+class HloArray(NamedTuple):
     """Element type and dimensions of one array, as one device holds it."""
 
     dtype: str
@@ -52,7 +52,7 @@ class Instruction:
 
     name: str
     opcode: str
-    arrays: tuple[Array, ...]
+    arrays: tuple[HloArray, ...]
     operands: tuple[str, ...]
     literal: str
     attributes: str
@@ -98,7 +98,7 @@ class Computation:
         return users
 
 
-class Value(NamedTuple):
+class HloValue(NamedTuple):
     """What an instruction computes, or one element of the tuple that it computes."""
 
     computation: str
@@ -122,7 +122,7 @@ class Frame(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloModule:
     """A parsed module.
 
     Attributes:
@@ -151,7 +151,7 @@ class Program:
                     callers.setdefault(callee, []).append((computation.name, instruction, role))
         return callers
 
-    def at(self, value: Value) -> Instruction:
+    def at(self, value: HloValue) -> Instruction:
         """The instruction of a value."""
         return self.computations[value.computation].instructions[value.name]
 
@@ -171,23 +171,23 @@ class Program:
             number = parent if parent < number else 0
         return stack
 
-    def producer(self, value: Value) -> Value:
+    def producer(self, value: HloValue) -> HloValue:
         """Where a value comes from, through tuples, calls, fusions and loops that pass it on unchanged."""
         for _ in range(1000):
             instruction, (computation, _, index) = self.at(value), value
             opcode, operands = instruction.opcode, instruction.operands
-            before: Value | None = None
+            before: HloValue | None = None
             if opcode == "get-tuple-element":
-                before = Value(computation, operands[0], int(instruction.attribute(r"\bindex=(\d+)")))
+                before = HloValue(computation, operands[0], int(instruction.attribute(r"\bindex=(\d+)")))
             elif opcode == "tuple" and index is not None:
-                before = Value(computation, operands[index])
+                before = HloValue(computation, operands[index])
             elif opcode == "opt-barrier" or opcode in ("async-done", "async-update"):
-                before = Value(computation, operands[0], index)
+                before = HloValue(computation, operands[0], index)
             elif opcode in _CALLS:
                 callee = next((name for _, name in instruction.callees() if name in self.computations), None)
-                before = Value(callee, self.computations[callee].root, index) if callee else None
+                before = HloValue(callee, self.computations[callee].root, index) if callee else None
             elif opcode == "while" and index is not None and self._is_kept(instruction, index):
-                before = Value(computation, operands[0], index)
+                before = HloValue(computation, operands[0], index)
             elif opcode == "parameter" and computation != self.entry:
                 before = self._argument(value, int(instruction.literal))
             if before is None:
@@ -195,27 +195,27 @@ class Program:
             value = before
         return value
 
-    def settled(self, value: Value) -> Value:
+    def settled(self, value: HloValue) -> HloValue:
         """Where a value comes from, also through what moves it."""
         value = self.producer(value)
         while (instruction := self.at(value)).is_move:
-            value = self.producer(Value(value.computation, instruction.operands[0]))
+            value = self.producer(HloValue(value.computation, instruction.operands[0]))
         return value
 
-    def _argument(self, value: Value, number: int) -> Value | None:
+    def _argument(self, value: HloValue, number: int) -> HloValue | None:
         for caller, call, role in self.callers[value.computation][:1]:
             if call.opcode == "while":
                 if value.element is not None and self._is_kept(call, value.element):
-                    return Value(caller, call.operands[0], value.element)
+                    return HloValue(caller, call.operands[0], value.element)
             elif call.opcode == "conditional":
                 branches = [name for _, name in call.callees()]
-                return Value(caller, call.operands[1 + branches.index(value.computation)], value.element)
+                return HloValue(caller, call.operands[1 + branches.index(value.computation)], value.element)
             elif role in ("calls", "to_apply", "called_computations") and call.opcode in (
                 "fusion",
                 "call",
                 "async-start",
             ):
-                return Value(caller, call.operands[number], value.element)
+                return HloValue(caller, call.operands[number], value.element)
         return None
 
     def _is_kept(self, loop: Instruction, index: int) -> bool:
@@ -231,9 +231,9 @@ class Program:
             and source.attribute(r"\bindex=(\d+)") == str(index)
         )
 
-    def uses(self, value: Value) -> Iterator[Use]:
+    def uses(self, value: HloValue) -> Iterator[Use]:
         """Every use of a value, through tuples, calls, fusions and loops."""
-        seen: set[Value] = set()
+        seen: set[HloValue] = set()
         todo = [value]
         while todo:
             here = todo.pop()
@@ -249,24 +249,24 @@ class Program:
                         role in ("calls", "to_apply", "body")
                         and call.opcode in ("fusion", "call", "while", "async-start")
                     ) or call.opcode == "conditional":
-                        todo.append(Value(caller, call.name, here.element))
+                        todo.append(HloValue(caller, call.name, here.element))
                     if role == "body":
-                        todo.append(Value(computation.name, computation.parameters[0], here.element))
+                        todo.append(HloValue(computation.name, computation.parameters[0], here.element))
             for user, position in computation.users[here.name]:
                 following = self._inside(here, user, position)
                 todo += following
                 if not following and user.opcode != "get-tuple-element":
                     yield Use(computation.name, user, position)
 
-    def _inside(self, value: Value, user: Instruction, position: int) -> list[Value]:
+    def _inside(self, value: HloValue, user: Instruction, position: int) -> list[HloValue]:
         """Where a value goes on to in a user that only hands it on."""
         computation, _, index = value
         if user.opcode == "get-tuple-element":
-            return [Value(computation, user.name)] if user.attribute(r"\bindex=(\d+)") == str(index) else []
+            return [HloValue(computation, user.name)] if user.attribute(r"\bindex=(\d+)") == str(index) else []
         if user.opcode == "tuple":
-            return [Value(computation, user.name, position)] if index is None else []
+            return [HloValue(computation, user.name, position)] if index is None else []
         if user.opcode in ("opt-barrier", "async-done", "async-update"):
-            return [Value(computation, user.name, index)]
+            return [HloValue(computation, user.name, index)]
         roles = [(role, name) for role, name in user.callees() if name in self.computations]
         if user.opcode == "while":
             roles = [(role, name) for role, name in roles if role == "body"]
@@ -274,7 +274,7 @@ class Program:
             roles, position = roles[position - 1 : position] if position else [], 0
         elif user.opcode not in _CALLS:
             return []
-        return [Value(name, self.computations[name].parameters[position], index) for _, name in roles]
+        return [HloValue(name, self.computations[name].parameters[position], index) for _, name in roles]
 
 
 def _field(text: str, name: str) -> int:
@@ -282,7 +282,7 @@ def _field(text: str, name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloModule:
     """Reads `compiled.as_text()`.
 
     Example:
@@ -318,7 +318,7 @@ def parse(text: str) -> Program:
             body[last] = _instruction(last, written)
     aliased = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header)
     pairs = re.findall(r"\{(\d*)\}: \((\d+)", aliased[1]) if aliased else []
-    return Program(
+    return HloModule(
         computations,
         entry or next(reversed(computations), ""),
         {int(output or 0): int(parameter) for output, parameter in pairs},
@@ -341,7 +341,8 @@ def _instruction(name: str, text: str) -> Instruction:
             bare = re.sub(r"\([^()]*\)", "", bare)
         operands = tuple(part.split()[-1].lstrip("%") for part in bare.split(","))
     arrays = tuple(
-        Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(shape)
+        HloArray(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n))
+        for dtype, dims in _ARRAY.findall(shape)
     )
     return Instruction(name, opcode, arrays, operands, literal, rest[stop:])
 
@@ -356,7 +357,7 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def trip_count(program: Program, computation: str, loop: Instruction) -> int | None:
+def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:
     """How often a `while` turns: as the compiler says, or from its start, step and condition; None if that fails.
 
     Args:
@@ -367,28 +368,28 @@ def trip_count(program: Program, computation: str, loop: Instruction) -> int | N
     if known := loop.attribute(r"known_trip_count\D*(\d+)"):
         return int(known)
     called = dict(loop.callees())
-    test = program.settled(Value(called["condition"], program.computations[called["condition"]].root))
+    test = program.settled(HloValue(called["condition"], program.computations[called["condition"]].root))
     compare = program.at(test)
     if compare.opcode != "compare":
         return None
-    counter, limit = (program.settled(Value(test.computation, operand)) for operand in compare.operands)
+    counter, limit = (program.settled(HloValue(test.computation, operand)) for operand in compare.operands)
     if counter.element is None or program.at(counter).opcode != "parameter":
         return None
     body = program.computations[called["body"]]
-    advance = program.settled(Value(body.name, body.root, counter.element))
-    terms = [program.settled(Value(advance.computation, operand)) for operand in program.at(advance).operands]
+    advance = program.settled(HloValue(body.name, body.root, counter.element))
+    terms = [program.settled(HloValue(advance.computation, operand)) for operand in program.at(advance).operands]
     steps = [step for term in terms if (step := integer(program, term)) is not None]
-    before = Value(body.name, body.parameters[0], counter.element)
+    before = HloValue(body.name, body.parameters[0], counter.element)
     if program.at(advance).opcode != "add" or len(steps) != 1 or before not in terms:
         return None
-    start, stop = integer(program, Value(computation, loop.operands[0], counter.element)), integer(program, limit)
+    start, stop = integer(program, HloValue(computation, loop.operands[0], counter.element)), integer(program, limit)
     if start is None or stop is None or steps[0] <= 0:
         return None
     ahead = {"LT": stop - start, "LE": stop - start + 1}.get(compare.attribute(r"direction=(\w+)"))
     return None if ahead is None else max(0, -(-ahead // steps[0]))
 
 
-def integer(program: Program, value: Value) -> int | None:
+def integer(program: HloModule, value: HloValue) -> int | None:
     """The value of a constant integer scalar; None if it is something else."""
     instruction = program.at(program.settled(value))
     number = re.fullmatch(r"-?\d+", instruction.literal.strip())

@@ -23,7 +23,7 @@ _NOT_CALLED = ("scan", "shard_map", "pallas_call")
 
 
 @dataclasses.dataclass(eq=False)
-class Value:
+class TracedValue:
     """One array of a program; compared by identity.
 
     Attributes:
@@ -55,23 +55,23 @@ class Operation:
     """One operation, with those it contains: the body of a loop, the branches of a condition."""
 
     primitive: str
-    inputs: list[Value]
-    outputs: list[Value]
+    inputs: list[TracedValue]
+    outputs: list[TracedValue]
     params: Mapping[str, Any]
-    bodies: "list[Program]" = dataclasses.field(default_factory=list)
+    bodies: "list[TracedProgram]" = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
-class Program:
+class TracedProgram:
     """Operations in order, calls inlined; only loops, conditions and manual regions have programs of their own."""
 
-    inputs: list[Value]
-    outputs: list[Value]
+    inputs: list[TracedValue]
+    outputs: list[TracedValue]
     operations: list[Operation]
 
 
-def read_program(jaxpr: Any, *, eager: bool = False) -> Program:
-    """A jaxpr as a `Program`.
+def read_program(jaxpr: Any, *, eager: bool = False) -> TracedProgram:
+    """A jaxpr as a `TickTable`.
 
     Args:
         jaxpr: Closed or not.
@@ -81,17 +81,17 @@ def read_program(jaxpr: Any, *, eager: bool = False) -> Program:
     return _read(jaxpr, None, {}, eager)
 
 
-Stacks = dict[int, list[Value]]
+Stacks = dict[int, list[TracedValue]]
 """Stack → its slices, where both are known: the results of loops that are unrolled."""
 
 
-def _read(jaxpr: Any, inputs: Sequence[Value] | None, stacks: Stacks, eager: bool) -> Program:
+def _read(jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: Stacks, eager: bool) -> TracedProgram:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    program = Program(list(map(_value, jaxpr.invars) if inputs is None else inputs), [], [])
-    env: dict[Any, Value] = dict(zip(jaxpr.invars, program.inputs, strict=True))
+    program = TracedProgram(list(map(_value, jaxpr.invars) if inputs is None else inputs), [], [])
+    env: dict[Any, TracedValue] = dict(zip(jaxpr.invars, program.inputs, strict=True))
     env.update((variable, _value(variable)) for variable in jaxpr.constvars)
 
-    def read(atom: Any) -> Value:
+    def read(atom: Any) -> TracedValue:
         return _value(atom) if hasattr(atom, "val") else env[atom]
 
     for equation in jaxpr.eqns:
@@ -135,17 +135,17 @@ def _scan_params(equation: Any) -> dict[str, Any]:
     return {key: equation.params[key] for key in ("jaxpr", "length", "reverse", "unroll")} | counts
 
 
-def _unroll(params: Mapping[str, Any], operands: list[Value], stacks: Stacks, eager: bool) -> Program:
+def _unroll(params: Mapping[str, Any], operands: list[TracedValue], stacks: Stacks, eager: bool) -> TracedProgram:
     """A loop whose turns are all written out, as one straight program."""
     count, consts, length = params["num_carry"], operands[: params["num_consts"]], params["length"]
     carry, xs = operands[len(consts) :][:count], operands[len(consts) + count :]
-    program = Program(operands, [], [])
+    program = TracedProgram(operands, [], [])
     for stack in xs:
         if id(stack) not in stacks:
-            stacks[id(stack)] = [Value(stack.shape[1:], stack.itemsize, name=stack.name) for _ in range(length)]
+            stacks[id(stack)] = [TracedValue(stack.shape[1:], stack.itemsize, name=stack.name) for _ in range(length)]
             drop = {"dimensions": (0,)}
             program.operations += [Operation("squeeze", [stack], [part], drop) for part in stacks[id(stack)]]
-    turns: list[list[Value]] = []
+    turns: list[list[TracedValue]] = []
     early: list[Operation] = []
     late: list[Operation] = []
     for turn in reversed(range(length)) if params["reverse"] else range(length):
@@ -159,7 +159,7 @@ def _unroll(params: Mapping[str, Any], operands: list[Value], stacks: Stacks, ea
         turns.append(slices)
     program.operations += early + late
     for slices in map(list, zip(*(reversed(turns) if params["reverse"] else turns), strict=True)):
-        stack = Value((length, *slices[0].shape), slices[0].itemsize, name=slices[0].name)
+        stack = TracedValue((length, *slices[0].shape), slices[0].itemsize, name=slices[0].name)
         stacks[id(stack)] = slices
         program.operations.append(Operation("stack_turns", slices, [stack], {"reverse": params["reverse"]}))
         program.outputs.append(stack)
@@ -167,6 +167,6 @@ def _unroll(params: Mapping[str, Any], operands: list[Value], stacks: Stacks, ea
     return program
 
 
-def _value(atom: Any) -> Value:
+def _value(atom: Any) -> TracedValue:
     aval = atom.aval
-    return Value(tuple(getattr(aval, "shape", ())), getattr(getattr(aval, "dtype", None), "itemsize", 0))
+    return TracedValue(tuple(getattr(aval, "shape", ())), getattr(getattr(aval, "dtype", None), "itemsize", 0))

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from spmd.analysis.jaxpr import Operation, Program, Value
+from spmd.analysis.jaxpr import Operation, TracedProgram, TracedValue
 
 READS_MEMORY = ("dot_general", "ragged_dot", "pallas_call", "scatter-add", "scatter", "gather", "sort", "top_k")
 """Operations that read their operands from memory, so that nothing is fused into them."""
@@ -50,7 +50,7 @@ class Buffer:
 
 
 def find_buffers(
-    program: Program, axes: Mapping[str, int], aliased: Iterable[Value] = (), platform: str = "tpu"
+    program: TracedProgram, axes: Mapping[str, int], aliased: Iterable[TracedValue] = (), platform: str = "tpu"
 ) -> list[Buffer]:
     """Every buffer of a program but its arguments, with the moments of its life.
 
@@ -64,7 +64,7 @@ def find_buffers(
     return _Lives(program, axes, frozenset(map(id, aliased)), kept, start=0).buffers
 
 
-def saved_activations(program: Program, axes: Mapping[str, int]) -> list[Buffer]:
+def saved_activations(program: TracedProgram, axes: Mapping[str, int]) -> list[Buffer]:
     """What the loops of a program save for others that run backwards, wherever it is used."""
     saved = []
     for operation in program.operations:
@@ -116,12 +116,12 @@ class _Lives:
     """The buffers of a program and of those inside it; `end` is the moment after its last operation."""
 
     def __init__(
-        self, program: Program, axes: Mapping[str, int], free: frozenset[int], kept: Sequence[str], start: int
+        self, program: TracedProgram, axes: Mapping[str, int], free: frozenset[int], kept: Sequence[str], start: int
     ) -> None:
         self.program, self.axes, self.kept = program, axes, kept
         self.free = free | {id(value) for value in program.inputs}
-        self.roots: dict[int, frozenset[Value]] = {id(value): frozenset([value]) for value in program.inputs}
-        self.written: dict[int, tuple[Value, Operation | None, int]] = {}
+        self.roots: dict[int, frozenset[TracedValue]] = {id(value): frozenset([value]) for value in program.inputs}
+        self.written: dict[int, tuple[TracedValue, Operation | None, int]] = {}
         self.last: dict[int, int] = {}
         self.saved: set[int] = set()
         self.buffers: list[Buffer] = []
@@ -213,7 +213,7 @@ class _Lives:
             yield Buffer("converted", "", (), size, False, start, end)
 
 
-def _given_back(condition: Operation, i: int) -> Value | None:
+def _given_back(condition: Operation, i: int) -> TracedValue | None:
     """The operand that some branch returns as a result, unchanged: then the others write theirs over it."""
     for body in condition.bodies:
         operands = dict(zip(map(id, body.inputs), condition.inputs[-len(body.inputs) :], strict=False))
@@ -222,13 +222,13 @@ def _given_back(condition: Operation, i: int) -> Value | None:
     return None
 
 
-def _is_view(value: Value, roots: frozenset[Value]) -> bool:
+def _is_view(value: TracedValue, roots: frozenset[TracedValue]) -> bool:
     """Whether a value is one buffer in another form, or one that is written over it: it needs none of its own."""
     (root, *rest) = roots
     return not rest and root.itemsize == value.itemsize and math.prod(root.shape) == math.prod(value.shape)
 
 
-def _is_reshaped(value: Value, roots: frozenset[Value]) -> bool:
+def _is_reshaped(value: TracedValue, roots: frozenset[TracedValue]) -> bool:
     """Whether a value is one buffer with other dimensions of size 1."""
     (root, *_) = roots
     return _is_view(value, roots) and [n for n in root.shape if n > 1] == [n for n in value.shape if n > 1]
@@ -244,7 +244,7 @@ def _moves(operation: Operation, axes: Mapping[str, int]) -> bool:
     return value.dims is not None and value.bytes(axes) != output.bytes(axes)
 
 
-def _buffer(value: Value, operation: Operation | None, axes: Mapping[str, int], *, saved: bool = False) -> Buffer:
+def _buffer(value: TracedValue, operation: Operation | None, axes: Mapping[str, int], *, saved: bool = False) -> Buffer:
     kind = "value"
     if saved:
         kind = "saved"

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 
 from spmd.analysis.bf16_operands import narrow_operands
-from spmd.analysis.jaxpr import Program, Value, read_program
+from spmd.analysis.jaxpr import TracedProgram, TracedValue, read_program
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
 from spmd.analysis.propagation import place, propagate
 from spmd.analysis.topology import Topology
 from spmd.layers.pipelined_layers import SLOTS
 from spmd.plan.plan import ShardingPlan
-from spmd.plan.records import Leaf
+from spmd.plan.records import PlanEntry
 from spmd.train.step import TrainStep
 from spmd.tree import human_bytes
 
@@ -109,7 +109,7 @@ class Compiled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ledger:
+class MemoryReport:
     """Both columns beside what the chip has; `print` shows them.
 
     Attributes:
@@ -138,7 +138,7 @@ class Ledger:
         return None if self.limit is None else self.total <= self.limit
 
     @property
-    def blame(self) -> str:
+    def largest(self) -> str:
         """The category with the most bytes at the fullest moment."""
         return max(self.estimated.at_peak, key=lambda name: self.estimated.at_peak[name])
 
@@ -227,7 +227,7 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
 
 
 def _gathered_results(
-    donated: Sequence[Value], results: Sequence[Value], axes: Mapping[str, int], moment: int
+    donated: Sequence[TracedValue], results: Sequence[TracedValue], axes: Mapping[str, int], moment: int
 ) -> list[Buffer]:
     """Results that are computed in parts and returned whole, as parameters of ZeRO stages 1 and 2.
 
@@ -258,7 +258,7 @@ def read_memory(compiled: jax.stages.Compiled) -> Compiled | None:
 
 def _arguments(plan: ShardingPlan, batch: Any, axes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of one device's arguments by category: on the device, and in host memory."""
-    tables: dict[str, list[Leaf]] = {"params": list(plan.params), "master": [], "optimizer": []}
+    tables: dict[str, list[PlanEntry]] = {"params": list(plan.params), "master": [], "optimizer": []}
     tables["variables"] = list(plan.variables)
     for leaf in plan.optimizer_state:
         tables["master" if "master" in leaf.path.split("/") else "optimizer"].append(leaf)
@@ -268,7 +268,7 @@ def _arguments(plan: ShardingPlan, batch: Any, axes: Mapping[str, int]) -> tuple
         elsewhere = sum(leaf.bytes_per_device for leaf in leaves if leaf.memory_kind != "device")
         if elsewhere:
             host[name] = elsewhere
-    values = [Value(leaf.shape, leaf.dtype.itemsize) for leaf in jax.tree.leaves(batch)]
+    values = [TracedValue(leaf.shape, leaf.dtype.itemsize) for leaf in jax.tree.leaves(batch)]
     for value, leaf in zip(values, jax.tree.leaves(batch), strict=True):
         place(value, leaf.sharding)
     return device | {"batch": sum(value.bytes(axes) for value in values)}, host
@@ -277,7 +277,7 @@ def _arguments(plan: ShardingPlan, batch: Any, axes: Mapping[str, int]) -> tuple
 class _Names:
     """What a buffer is, by its shape and by where it comes from."""
 
-    def __init__(self, plan: ShardingPlan, program: Program) -> None:
+    def __init__(self, plan: ShardingPlan, program: TracedProgram) -> None:
         self._params = {leaf.shape for leaf in plan.params if len(leaf.shape) > 1}
         self._logits = list(_named("logits", program))
 
@@ -298,7 +298,7 @@ class _Names:
         return max((value.bytes(axes) for value in self._logits), default=0)
 
 
-def _named(name: str, program: Program) -> Iterator[Value]:
+def _named(name: str, program: TracedProgram) -> Iterator[TracedValue]:
     """The values that a model marks so, wherever they are."""
     for operation in program.operations:
         yield from (value for value in operation.outputs if value.name == name)

@@ -11,14 +11,14 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from spmd.analysis.jaxpr import Dims, Operation, Program, Value
+from spmd.analysis.jaxpr import Dims, Operation, TracedProgram, TracedValue
 from spmd.sharding.mesh import entry_axes
 
 VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "reduce_precision")
 """Operations that change only the form of an array, which keeps its name."""
 
 
-def place(value: Value, sharding: Any) -> None:
+def place(value: TracedValue, sharding: Any) -> None:
     """Says how a value is split, and whether it lives on the host."""
     if isinstance(sharding, NamedSharding):
         value.dims = dims_of(sharding.spec, len(value.shape))
@@ -36,7 +36,7 @@ def dims_of(spec: Iterable[Any], rank: int) -> Dims:
     return entries + ((),) * (rank - len(entries))
 
 
-def propagate(program: Program) -> None:
+def propagate(program: TracedProgram) -> None:
     """Says how every value of a program is split, from what is known of its inputs and of constrained values."""
     for operation in program.operations:
         if operation.primitive == "scan":

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd import tree
-from spmd.analysis.hlo import Instruction, Program, parse, trip_count
+from spmd.analysis.hlo import HloModule, Instruction, parse, trip_count
 from spmd.gradients.losses import LossFn
 from spmd.model_api.model import PRNG
 from spmd.plan.annotate import REMAT_MARK
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.step import make_train_step
@@ -138,7 +138,7 @@ def saved_activations(plan: ShardingPlan, loss_fn: LossFn, batch: Any) -> tuple[
 
     def forward(params: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
         def loss(params: Any) -> jax.Array:
-            with within(plan):
+            with use_plan(plan):
                 return loss_fn(params, variables, batch, key)[0]["loss"]
 
         return jax.vjp(loss, params)[1]
@@ -222,7 +222,7 @@ def _scan_labels(scan: Any, operands: list[_Label]) -> list[_Label]:
         operands = [*operands[:start], *after, *operands[start + carried :]]
 
 
-def matmul_flops(program: Program) -> int | None:
+def matmul_flops(program: HloModule) -> int | None:
     """Floating-point operations of all matmuls and convolutions of a compiled program, loops as often as they turn.
 
     Returns:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from spmd.analysis.hlo import Instruction, Program, Value
+from spmd.analysis.hlo import HloModule, HloValue, Instruction
 
 Groups = Sequence[Sequence[int]]
 
@@ -172,7 +172,7 @@ def spans(groups: Groups, parts: np.ndarray) -> bool:
     return any(len(set(parts[list(group)].tolist())) > 1 for group in groups)
 
 
-def per_device(program: Program, value: Value, devices: int) -> np.ndarray | None:
+def per_device(program: HloModule, value: HloValue, devices: int) -> np.ndarray | None:
     """An integer of the program as each device computes it from its own number.
 
     Args:
@@ -199,7 +199,7 @@ def per_device(program: Program, value: Value, devices: int) -> np.ndarray | Non
     operands = []
     if instruction.is_move or instruction.opcode in (*_INTEGERS, "dynamic-slice"):
         for name in instruction.operands:
-            operand = per_device(program, Value(value.computation, name), devices)
+            operand = per_device(program, HloValue(value.computation, name), devices)
             if operand is None:
                 return None
             operands.append(operand)

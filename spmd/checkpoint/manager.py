@@ -14,7 +14,7 @@ before it is removed. So what bears the name of a step was whole once, and the s
 damaged checkpoint is never used and never removed: it becomes `damaged-100` when the run saves on.
 
 Arrays are stored by path, so the classes that hold them may change; what may not change in silence is a path,
-a shape or a dtype: `Checkpoints.restore` compares all of them before it reads anything.
+a shape or a dtype: `CheckpointManager.restore` compares all of them before it reads anything.
 """
 
 import contextlib
@@ -33,18 +33,25 @@ import jax
 import orbax.checkpoint as ocp
 
 from spmd import tree
-from spmd.checkpoint.manifest import check_seal, read_object, seal, sync
-from spmd.checkpoint.retention import Keep, Metrics, look, set_aside
-from spmd.checkpoint.tree import differences, from_stored_form, host_copies, layout_problems, storable, stored_form
-from spmd.distributed.hosts import from_first, plain_problems, problems_from_first, read_problems
+from spmd.checkpoint.manifest import read_object, sync, verify_manifest, write_manifest
+from spmd.checkpoint.retention import Metrics, RetentionPolicy, quarantine, scan
+from spmd.checkpoint.tree import (
+    from_serialized,
+    host_copies,
+    layout_problems,
+    serialized_spec,
+    storable,
+    structure_mismatches,
+)
+from spmd.distributed.hosts import broadcast_from_first, broadcast_problems, plain_problems, read_problems
 from spmd.errors import CheckpointError, Problem
 from spmd.tree import human_bytes
 
 PyTree = Any
 
 
-class Checkpoints:
-    """The checkpoints of one run: the newest `keep` and the `keep_best` with the lowest `best`.
+class CheckpointManager:
+    """The checkpoints of one run: the newest `max_to_keep` and the `keep_best` with the lowest `best`.
 
     One run writes to a directory at a time, and only that run opens it: opening removes what an interrupted
     save left behind. With several processes, each opens the same directory and makes every call; process 0 looks at
@@ -52,7 +59,7 @@ class Checkpoints:
 
     Args:
         directory: Where the checkpoints are; made if it is absent.
-        keep: How many of the newest checkpoints stay, at least 1.
+        max_to_keep: How many of the newest checkpoints stay, at least 1.
         keep_best: How many of the checkpoints with the lowest finite `best` stay besides, at least 0.
         best: The metric that ranks checkpoints, lower is better. One saved without it is never among the best.
         read_only: Only look: nothing is made, saved or removed, so a run that is still training is safe.
@@ -64,7 +71,7 @@ class Checkpoints:
             files, wrong sizes and changes of small files; restoring reads all of what it restores.
 
     Raises:
-        CheckpointError: If `keep` or `keep_best` is too small, or the directory cannot be used.
+        CheckpointError: If `max_to_keep` or `keep_best` is too small, or the directory cannot be used.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -78,12 +85,12 @@ class Checkpoints:
         self,
         directory: Path,
         *,
-        keep: int = 3,
+        max_to_keep: int = 3,
         keep_best: int = 1,
         best: str = "val_loss",
         read_only: bool = False,
     ) -> None:
-        limits = {"keep": (keep, 1), "keep_best": (keep_best, 0)}
+        limits = {"max_to_keep": (max_to_keep, 1), "keep_best": (keep_best, 0)}
         if problems := [
             Problem(name, f"is {n}, and must be at least {least}", fix=f"{name}={least}")
             for name, (n, least) in limits.items()
@@ -91,7 +98,7 @@ class Checkpoints:
         ]:
             raise CheckpointError("the checkpoints cannot be kept as asked", problems)
         self.directory = Path(directory).absolute()
-        self._policy = Keep(keep, keep_best, best)
+        self._policy = RetentionPolicy(max_to_keep, keep_best, best)
         self._saving: tuple[int, Metrics, Future[None]] | None = None
         self._metrics: dict[int, Metrics] = {}
         self.lost: dict[int, tuple[Problem, ...]] = {}
@@ -171,9 +178,9 @@ class Checkpoints:
             return
         for name, text in files.items():
             (self._unfinished(step) / name).write_text(text, encoding="utf-8")
-        seal(self._unfinished(step))
+        write_manifest(self._unfinished(step))
         for lost in in_the_way:
-            set_aside(self.directory / str(lost))
+            quarantine(self.directory / str(lost))
         self._unfinished(step).rename(self.directory / str(step))
         sync(self.directory)
         for old in pruned:
@@ -205,7 +212,7 @@ class Checkpoints:
         if jax.process_index() != 0:
             with self._write_errors(step):
                 finishing.result()
-        if failed := problems_from_first(functools.partial(self._failure, step, finishing)):
+        if failed := broadcast_problems(functools.partial(self._failure, step, finishing)):
             self._look(make=False)
             raise CheckpointError("writing the checkpoint failed", failed)
         self._metrics[step] = numbers
@@ -287,14 +294,14 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {arrays.parent} is not one of ours", problems)
         with _os_errors(arrays, "reading the checkpoint", _UNREADABLE):
             stored = tree.flatten(self._arrays.handler.metadata(arrays).tree)
-        if problems := differences(stored, wanted, branches):
+        if problems := structure_mismatches(stored, wanted, branches):
             raise CheckpointError(f"checkpoint {arrays.parent} does not fit the state", problems)
         with _os_errors(arrays, "reading the checkpoint", _UNREADABLE):
-            targets = {path: stored_form(leaf) for path, leaf in wanted.items()}
+            targets = {path: serialized_spec(leaf) for path, leaf in wanted.items()}
             places = ocp.checkpoint_utils.construct_restore_args(targets)
             args = ocp.args.PyTreeRestore(targets, restore_args=places, partial_restore=True)
             restored = self._arrays.restore(arrays, args=args)
-        leaves = [from_stored_form(restored[path], leaf) for path, leaf in wanted.items()]
+        leaves = [from_serialized(restored[path], leaf) for path, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), self._record(step)
 
     def _existing(self, step: int | None, *, contents: bool = True) -> int:
@@ -313,7 +320,7 @@ class Checkpoints:
 
     def _check(self, step: int, *, contents: bool = True) -> tuple[Problem, ...]:
         folder = self.directory / str(step)
-        problems = problems_from_first(lambda: check_seal(folder, contents=contents))
+        problems = broadcast_problems(lambda: verify_manifest(folder, contents=contents))
         if problems:
             self.lost[step] = problems
             self._in_the_way.add(step)
@@ -336,13 +343,13 @@ class Checkpoints:
                 with _os_errors(self.directory, "opening the checkpoints", "choose a directory that can be written"):
                     if make:
                         self.directory.mkdir(parents=True, exist_ok=True)
-                    found = look(self.directory)
+                    found = scan(self.directory)
             except CheckpointError as error:
                 return {"failed": plain_problems(error.problems)}
             lost = [(step, plain_problems(problems)) for step, problems in found.lost.items()]
             return {"leftovers": found.leftovers, "metrics": list(found.metrics.items()), "lost": lost}
 
-        found = from_first(on_first)
+        found = broadcast_from_first(on_first)
         if "failed" in found:
             raise CheckpointError("opening the checkpoints failed", read_problems(found["failed"]))
         # What was found by reading all of it is not forgotten.

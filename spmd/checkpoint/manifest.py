@@ -19,7 +19,7 @@ from typing import Any
 
 from spmd.errors import CheckpointError, Problem
 
-SEAL = "seal.json"
+MANIFEST = "seal.json"
 SMALL = 1 << 20
 """Bytes of a file whose contents are always checked."""
 
@@ -28,7 +28,7 @@ _THREADS = 4
 _Sums = dict[str, tuple[int, str]]
 
 
-def seal(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Forces every file of a folder onto the disk, and writes down what they are.
 
     The seal appears at once or not at all; an earlier one is replaced.
@@ -57,17 +57,17 @@ def seal(folder: Path) -> None:
         raise CheckpointError(f"{folder} cannot be sealed", problems)
     with ThreadPoolExecutor(_THREADS) as pool:
         files = dict(zip(sizes, pool.map(lambda name: _sum(folder / name, sync=True), sizes), strict=True))
-    unfinished = folder / f"{SEAL}.unfinished"
+    unfinished = folder / f"{MANIFEST}.unfinished"
     with unfinished.open("wb") as file:
         file.write(_text(files))
         file.flush()
         os.fsync(file.fileno())
-    unfinished.replace(folder / SEAL)
+    unfinished.replace(folder / MANIFEST)
     for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync(place)
 
 
-def check_seal(folder: Path, *, contents: bool = True) -> list[Problem]:
+def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
     """Everything in which a folder is not as it was sealed, by file; empty for a folder that is as it was.
 
     Args:
@@ -77,12 +77,12 @@ def check_seal(folder: Path, *, contents: bool = True) -> list[Problem]:
     try:
         if stat.S_ISLNK(folder.lstat().st_mode):
             return [Problem(".", "is a symbolic link")]
-        sealed = _parse(read_bounded(folder / SEAL, _AT_MOST))
+        sealed = _parse(read_bounded(folder / MANIFEST, _AT_MOST))
     except FileNotFoundError:
-        fix = "if you know it to be whole, seal it as it is: spmd.checkpoint.manifest.seal(folder)"
-        return [Problem(SEAL, "is missing: the checkpoint was never finished, or was copied in part", fix=fix)]
+        fix = "if you know it to be whole, seal it as it is: spmd.checkpoint.manifest.write_manifest(folder)"
+        return [Problem(MANIFEST, "is missing: the checkpoint was never finished, or was copied in part", fix=fix)]
     except (OSError, ValueError) as error:
-        return [Problem(SEAL, f"cannot be read: {_reason(error)}")]
+        return [Problem(MANIFEST, f"cannot be read: {_reason(error)}")]
     sizes, problems = _files(folder)
     named = {problem.where for problem in problems}
     for name, (size, _) in sealed.items():
@@ -180,7 +180,7 @@ def _files(folder: Path) -> tuple[dict[str, int], list[Problem]]:
         else:
             what = "a symbolic link" if stat.S_ISLNK(about.st_mode) else "no regular file"
             problems.append(Problem(name, f"is {what}"))
-    sizes.pop(SEAL, None)
+    sizes.pop(MANIFEST, None)
     return sizes, problems
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmd.checkpoint.manifest import check_seal, read_object
+from spmd.checkpoint.manifest import read_object, verify_manifest
 from spmd.errors import Problem
 
 Metrics = Mapping[str, float]
@@ -18,7 +18,7 @@ _METRICS_AT_MOST = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ScanResult:
     """What is in a directory of checkpoints.
 
     Attributes:
@@ -32,18 +32,18 @@ class Found:
     lost: dict[int, list[Problem]]
 
 
-def look(directory: Path) -> Found:
+def scan(directory: Path) -> ScanResult:
     """Goes through a directory: big files are asked for their size only, so that it takes no time.
 
     Raises:
         OSError: The directory cannot be read.
     """
     names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
-    found = Found(tuple(name for name in names if _LEFTOVER.fullmatch(name)), {}, {})
+    found = ScanResult(tuple(name for name in names if _LEFTOVER.fullmatch(name)), {}, {})
     for name in names:
         if _STEP.fullmatch(name):
             folder = directory / name
-            problems = check_seal(folder, contents=False)
+            problems = verify_manifest(folder, contents=False)
             try:
                 numbers = {} if problems else read_object(folder / "metrics.json", _METRICS_AT_MOST)
                 metrics = {key: float(number) for key, number in numbers.items()}
@@ -56,7 +56,7 @@ def look(directory: Path) -> Found:
     return found
 
 
-def set_aside(folder: Path) -> None:
+def quarantine(folder: Path) -> None:
     """Gives a damaged checkpoint a name that is no step, for a person to look at; done already is done."""
     names = [f"damaged-{folder.name}", *(f"damaged-{folder.name}.{n}" for n in range(2, 1000))]
     free = next(name for name in names if not os.path.lexists(folder.with_name(name)))
@@ -65,7 +65,7 @@ def set_aside(folder: Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """Which checkpoints stay: the newest, and those with the lowest finite metric.
 
     Args:

@@ -87,7 +87,9 @@ def _one_replica_per_process(sharding: jax.sharding.Sharding) -> jax.sharding.Sh
     return NamedSharding(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)
 
 
-def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], branches: Sequence[str] = ("",)) -> list[Problem]:
+def structure_mismatches(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], branches: Sequence[str] = ("",)
+) -> list[Problem]:
     """Everything that keeps a checkpoint from filling a state, by path; of the rest, what is in one of the branches."""
     missing = [path for path in wanted if path not in stored]
     heads = tuple(f"{branch}/" if branch else "" for branch in branches)
@@ -117,14 +119,14 @@ def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], branches: 
     return problems
 
 
-def stored_form(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def serialized_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """What a leaf is stored as, in the leaf's sharding: random keys as their integers."""
     stored = _on_disk(leaf)
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=leaf.sharding)
 
 
-def from_stored_form(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """The inverse of `stored_form`, for the array that was restored."""
+def from_serialized(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """The inverse of `serialized_spec`, for the array that was restored."""
     if not _is_key(leaf):
         return array
     implementations: list[Any] = []

@@ -16,12 +16,12 @@ from spmd.commands.parsing import parse_flags
 from spmd.distributed import initialize as launch
 from spmd.hf.family import Family, family_for
 from spmd.hf.save import parse_size, save_params
-from spmd.hf.sidecar_files import carried_by
+from spmd.hf.sidecar_files import sidecar_files
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import cast_floats
-from spmd.run.build import Recipe, one_device_mesh
+from spmd.run.build import TrainSetup, one_device_mesh
 from spmd.run.load_params import read_params
-from spmd.run.run_dir import RunFolder
+from spmd.run.run_dir import RunDir
 
 _DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -50,15 +50,15 @@ def run_export(arguments: list[str]) -> int:
     """Exports; the exit code."""
     command: ExportCommand = parse_flags(ExportCommand, arguments, "spmd export")
     began, run, out = time.perf_counter(), Path(command.run), Path(command.out)
-    size, config = parse_size(command.shard_size), RunFolder(run).config()
-    files, values = carried_by(run, config.data.tokenizer, config.model)
+    size, config = parse_size(command.shard_size), RunDir(run).config()
+    files, values = sidecar_files(run, config.data.tokenizer, config.model)
     named = values.get("architectures")
     family = family_for(config.model, map(str, named) if isinstance(named, list) else ())
     launch.start(launch.Launch(config.devices or 1))  # devices of this machine, simulated ones
-    recipe = Recipe(config, one_device_mesh())
-    params = read_params(run, _abstract(recipe), command.step)
+    setup = TrainSetup(config, one_device_mesh())
+    params = read_params(run, _abstract(setup), command.step)
     dtype = _DTYPES.get(command.dtype)
-    values = values or _values(recipe, family)
+    values = values or _values(setup, family)
     save_params(out, params, family, config.model, dtype=dtype, shard_size=size, files=files, values=values)
     print(
         f"{family.architectures[0]}: {tree.size(params):,} parameters in {time.perf_counter() - began:.3g} s\n"
@@ -67,10 +67,10 @@ def run_export(arguments: list[str]) -> int:
     return 0
 
 
-def _values(recipe: Recipe, family: Family) -> dict[str, Any]:
+def _values(setup: TrainSetup, family: Family) -> dict[str, Any]:
     """What `transformers` would otherwise make up for a model that was trained here: the tokens that begin and end a
     text, and how long one may be."""
-    config, tokenizer = recipe.config, recipe.tokenizer
+    config, tokenizer = setup.config, setup.tokenizer
     ends = [token for token in tokenizer.ends if token < config.model.vocab]
     starts = [token for token in tokenizer.starts if token < config.model.vocab]
     values: dict[str, Any] = {
@@ -81,10 +81,10 @@ def _values(recipe: Recipe, family: Family) -> dict[str, Any]:
     return {**values, "max_position_embeddings": config.data.sequence} if rotary else values
 
 
-def _abstract(recipe: Recipe) -> Any:
+def _abstract(setup: TrainSetup) -> Any:
     """The model's own parameters, whole on one device, in the dtype that the run keeps them in."""
     sharding = NamedSharding(one_device_mesh(), P())
     shapes = jax.eval_shape(
-        lambda: cast_floats(recipe.whole_model.init(jax.random.key(0, impl=PRNG)), recipe.precision.params_dtype)
+        lambda: cast_floats(setup.whole_model.init(jax.random.key(0, impl=PRNG)), setup.precision.params_dtype)
     )
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)

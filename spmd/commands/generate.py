@@ -8,17 +8,17 @@ from pathlib import Path
 import jax
 import tyro
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.distributed import initialize as launch
 from spmd.errors import ConfigError, Problem
 from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
-from spmd.hf.fields import collecting
-from spmd.run.build import Recipe, config_mesh
+from spmd.hf.fields import collect_errors
+from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import TrainConfig
 from spmd.run.generated_text import encode, make_generator, stream_text, write_texts
 from spmd.run.load_params import restore_model
-from spmd.run.run_dir import RunFolder
+from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import MeshShape
 
 TOKENS = 200
@@ -59,25 +59,25 @@ class GenerateCommand:
 def run_generate(arguments: list[str]) -> int:
     """Prints texts; the exit code."""
     command = tyro.cli(GenerateCommand, args=arguments, prog="spmd generate")
-    folder = RunFolder(Path(command.run))
+    folder = RunDir(Path(command.run))
     config = _placed(command, folder.config())
     launch.start(launch.Launch(config.devices))
-    recipe = Recipe(config, config_mesh(config))
-    prompts, tokens, sampling = _asked(command, recipe)
-    generator = make_generator(recipe, sampling)
-    with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
-        model = restore_model(checkpoints, command.step, recipe.plan)
+    setup = TrainSetup(config, config_mesh(config))
+    prompts, tokens, sampling = _asked(command, setup)
+    generator = make_generator(setup, sampling)
+    with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
+        model = restore_model(checkpoints, command.step, setup.plan)
     first = jax.process_index() == 0
     show: Callable[[str], None] = _show if first else lambda text: None
     if first and generator.whole_window:
         print(f"spmd: each token takes the whole window: {generator.whole_window}", file=sys.stderr)
     if len(prompts) == 1:
         show(prompts[0])
-        for piece in stream_text(recipe, generator, model, prompts[0], tokens=tokens, seed=command.seed):
+        for piece in stream_text(setup, generator, model, prompts[0], tokens=tokens, seed=command.seed):
             show(piece)
         show("\n")
     else:
-        texts = write_texts(recipe, generator, model, prompts, tokens=tokens, seed=command.seed)
+        texts = write_texts(setup, generator, model, prompts, tokens=tokens, seed=command.seed)
         show("\n\n".join(texts) + "\n")
     return 0
 
@@ -95,7 +95,7 @@ def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _asked(command: GenerateCommand, recipe: Recipe) -> tuple[list[str], int, Sampling]:
+def _asked(command: GenerateCommand, setup: TrainSetup) -> tuple[list[str], int, Sampling]:
     """The prompts, how many tokens to add and how to draw them.
 
     Raises:
@@ -114,10 +114,10 @@ def _asked(command: GenerateCommand, recipe: Recipe) -> tuple[list[str], int, Sa
         problems += error.problems
     if command.seed < 0:
         problems.append(Problem("seed", f"is {command.seed}", fix="0 or more"))
-    tokens, window = command.tokens or 0, recipe.config.data.sequence
-    with collecting(problems):  # a tokenizer that cannot be loaded is one of them
-        problems += _too_many(recipe)
-        ids = encode(recipe, prompts)
+    tokens, window = command.tokens or 0, setup.config.data.sequence
+    with collect_errors(problems):  # a tokenizer that cannot be loaded is one of them
+        problems += _too_many(setup)
+        ids = encode(setup, prompts)
         room = window - max(map(len, ids), default=0)
         tokens = max(min(TOKENS, room), 0) if command.tokens is None else command.tokens
         problems += window_problems(ids, tokens, window)
@@ -126,11 +126,11 @@ def _asked(command: GenerateCommand, recipe: Recipe) -> tuple[list[str], int, Sa
     return prompts, tokens, sampling
 
 
-def _too_many(recipe: Recipe) -> list[Problem]:
+def _too_many(setup: TrainSetup) -> list[Problem]:
     """Whether the tokenizer has tokens that the model has no row for."""
-    theirs, ours = recipe.tokenizer.vocab, recipe.config.model.vocab
+    theirs, ours = setup.tokenizer.vocab, setup.config.model.vocab
     if theirs <= ours:
         return []
-    what = f"{recipe.config.data.tokenizer} has more tokens than the model"
+    what = f"{setup.config.data.tokenizer} has more tokens than the model"
     fix = "a tokenizer that the model was made for"
     return [Problem("data.tokenizer", what, f"{theirs} > model.vocab = {ours}", fix)]

@@ -13,7 +13,7 @@ import jax
 import tyro
 
 from spmd import tree
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.versions import library_versions
 from spmd.commands.parsing import parse_flags
 from spmd.data.loader import DataConfig
@@ -21,15 +21,15 @@ from spmd.data.tokenizer import TOKENIZER
 from spmd.distributed import initialize as launch
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import families
-from spmd.hf.fields import collecting
-from spmd.hf.folder import CONFIG, Published, inside, published
+from spmd.hf.fields import collect_errors
+from spmd.hf.folder import CONFIG, HFFolder, inside, open_folder
 from spmd.hf.load import check_published, load_published
 from spmd.hf.save import whole_folder
 from spmd.hf.sidecar_files import ORIGINAL, files_of, tokenizer_problems
 from spmd.model_api.model import PRNG
-from spmd.run.build import Recipe, config_mesh
+from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import TrainConfig, config_values
-from spmd.run.run_dir import IMPORTED, RunFolder
+from spmd.run.run_dir import IMPORTED, RunDir
 from spmd.sharding.mesh import MeshShape
 
 _LONGEST = 2048
@@ -66,13 +66,13 @@ def run_import(arguments: list[str]) -> int:
     command: ImportCommand = parse_flags(ImportCommand, arguments, "spmd import")
     began, source, out = time.perf_counter(), Path(command.folder), Path(command.out)
     launch.start(launch.Launch(command.devices))
-    with _checked(command, source, out) as (found, recipe):
-        params = load_published(found, recipe.plan.abstract_params)
-        state = {"params": params, "variables": _variables(recipe)}
+    with _checked(command, source, out) as (found, setup):
+        params = load_published(found, setup.plan.abstract_params)
+        state = {"params": params, "variables": _variables(setup)}
         with whole_folder(out) as folder:
-            _describe(found, recipe, folder)
-            record = {"step": 0, IMPORTED: str(source.absolute()), "config": config_values(recipe.config)}
-            with Checkpoints(folder / "checkpoints") as checkpoints:
+            _describe(found, setup, folder)
+            record = {"step": 0, IMPORTED: str(source.absolute()), "config": config_values(setup.config)}
+            with CheckpointManager(folder / "checkpoints") as checkpoints:
                 checkpoints.save(0, state, {**record, "versions": library_versions()}, copied=False)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     print(
@@ -87,32 +87,32 @@ def run_import(arguments: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[Published, Recipe]]:
-    """The folder and the recipe of its model, once nothing is in the way.
+def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[HFFolder, TrainSetup]]:
+    """The folder and the setup of its model, once nothing is in the way.
 
     Raises:
         CheckpointError: Everything that is.
     """
     problems = [Problem(str(out), "exists", fix="another --out")] if out.exists() else []
     with contextlib.ExitStack() as stack:
-        found: Published | None = None
-        recipe: Recipe | None = None
-        with collecting(problems):
-            found = stack.enter_context(published(source))
+        found: HFFolder | None = None
+        setup: TrainSetup | None = None
+        with collect_errors(problems):
+            found = stack.enter_context(open_folder(source))
         problems += (
             tokenizer_problems(source, getattr(found and found.config, "vocab", None)) if source.is_dir() else []
         )
-        with collecting(problems):
+        with collect_errors(problems):
             if found is not None:
                 config = _config(command, found, out)
-                recipe = Recipe(config, config_mesh(config))
-                check_published(found, recipe.plan.abstract_params)
-        if problems or found is None or recipe is None:
+                setup = TrainSetup(config, config_mesh(config))
+                check_published(found, setup.plan.abstract_params)
+        if problems or found is None or setup is None:
             raise CheckpointError("Nothing was imported:", problems)
-        yield found, recipe
+        yield found, setup
 
 
-def _config(command: ImportCommand, found: Published, out: Path) -> TrainConfig:
+def _config(command: ImportCommand, found: HFFolder, out: Path) -> TrainConfig:
     room = getattr(found.config, "context", found.values.get("max_position_embeddings", _LONGEST))
     sequence = command.sequence or min(room if isinstance(room, int) and room > 0 else _LONGEST, _LONGEST)
     has_one = (found.path / TOKENIZER).exists()
@@ -128,25 +128,25 @@ def _config(command: ImportCommand, found: Published, out: Path) -> TrainConfig:
     )
 
 
-def _variables(recipe: Recipe) -> Any:
+def _variables(setup: TrainSetup) -> Any:
     """What the model keeps beside its parameters, as it starts with; most models keep nothing."""
-    abstract = recipe.plan.abstract_variables
+    abstract = setup.plan.abstract_variables
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = recipe.model.init_variables
+    make = setup.model.init_variables
     return jax.jit(make, out_shardings=shardings)(jax.random.key(0, impl=PRNG)) if jax.tree.leaves(abstract) else {}
 
 
-def _describe(found: Published, recipe: Recipe, folder: Path) -> None:
+def _describe(found: HFFolder, setup: TrainSetup, folder: Path) -> None:
     """Writes all of the run folder but its checkpoint."""
     source = folder / "config.py"
-    source.write_text(config_source(recipe.config, found), encoding="utf-8")
+    source.write_text(config_source(setup.config, found), encoding="utf-8")
     for name, file in files_of(found.path).items():
         shutil.copyfile(file, folder / name)
     shutil.copyfile(inside(found.path, CONFIG), folder / ORIGINAL)
-    RunFolder(folder).describe(recipe.config, source, str(recipe.plan))
+    RunDir(folder).describe(setup.config, source, str(setup.plan))
 
 
-def config_source(config: TrainConfig, found: Published) -> str:
+def config_source(config: TrainConfig, found: HFFolder) -> str:
     """The Python file of an imported model's config, with what differs from the defaults.
 
     Args:

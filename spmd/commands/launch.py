@@ -4,8 +4,8 @@ import dataclasses
 
 from spmd.commands.parsing import parse_command, parse_flags
 from spmd.commands.train import TrainCommand
-from spmd.distributed.cluster_env import Asked
-from spmd.distributed.local import free_port, process_commands, rehearse
+from spmd.distributed.cluster_env import LaunchArgs
+from spmd.distributed.local import free_port, launch_local, process_commands
 from spmd.errors import ConfigError, Problem
 
 
@@ -35,7 +35,7 @@ def run_launch(arguments: list[str]) -> int:
         fix = "spmd launch --processes 2 -- train CONFIG …"
         raise ConfigError("spmd launch runs spmd train:", [Problem("after --", what, fix=fix)])
     devices = _devices(command, train[1:])
-    return rehearse(process_commands(train, command.processes, devices, free_port()), grace=command.grace)
+    return launch_local(process_commands(train, command.processes, devices, free_port()), grace=command.grace)
 
 
 def _devices(command: LaunchCommand, train: list[str]) -> int:
@@ -54,7 +54,7 @@ def _devices(command: LaunchCommand, train: list[str]) -> int:
     if command.grace < 0:
         problems.append(Problem("grace", f"is {command.grace:g} seconds", fix="0 or more"))
     for name in ("coordinator", "processes", "process_id"):
-        if getattr(parsed.asked, name) != getattr(Asked(), name):
+        if getattr(parsed.asked, name) != getattr(LaunchArgs(), name):
             flag = name.replace("_", "-")
             problems.append(Problem(f"train --{flag}", "is what spmd launch gives each process", fix="leave it out"))
     if not problems and not command.devices_per_process and config.devices % processes:

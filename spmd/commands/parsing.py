@@ -5,14 +5,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from spmd.distributed.cluster_env import Asked
+from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import ConfigError, Problem
 from spmd.run.config import M, TrainConfig, load_config, shipped
 
 ConfigFields = Annotated[TrainConfig[M], tyro.conf.arg(name="")]
 """The type of a command's `config`: its fields are flags without a prefix."""
 
-AskedFields = Annotated[Asked, tyro.conf.arg(name="")]
+AskedFields = Annotated[LaunchArgs, tyro.conf.arg(name="")]
 """The type of a command's `asked`: which processes train together, as flags without a prefix."""
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from spmd.commands.parsing import parse_command, parse_flags
 from spmd.commands.train import TrainCommand
-from spmd.distributed.cluster_env import Asked
+from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.run.build import Recipe, planned_mesh
+from spmd.run.build import TrainSetup, planned_mesh
 from spmd.run.config import TrainConfig
 from spmd.run.job_files import Job, jobset_manifest, slurm_script, to_yaml, topology_chips
 
@@ -143,7 +143,7 @@ def _check(command: Any, parsed: Any, name: str) -> None:
     if not _NAME.fullmatch(name):
         fix = "at most 41 small letters, digits and dashes, of which the first is a letter: --name"
         problems.append(Problem("name", f"{name!r} is no name of a job", fix=fix))
-    for field, flag in (("asked", Asked()), ("resume", "never")):
+    for field, flag in (("asked", LaunchArgs()), ("resume", "never")):
         if getattr(parsed, field) != flag:
             what = "says how processes meet or go on, which the script does"
             problems.append(Problem(f"flags after -- ({field})", what, fix="leave it out"))
@@ -162,7 +162,7 @@ def _check(command: Any, parsed: Any, name: str) -> None:
     processes = command.nodes * command.processes_per_node
     devices = chips or command.nodes * command.gpus_per_node or processes * config.devices
     if devices:
-        Recipe(config, planned_mesh(dataclasses.replace(config, devices=devices))).audit()
+        TrainSetup(config, planned_mesh(dataclasses.replace(config, devices=devices))).audit()
 
 
 def _tpu_chips(command: KubernetesCommand) -> tuple[int, list[Problem]]:

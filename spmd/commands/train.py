@@ -10,17 +10,17 @@ import jax
 from spmd.commands.parsing import AskedFields, ConfigFields, parse_command
 from spmd.data.loader import bigram_loss
 from spmd.distributed import initialize as launch
-from spmd.distributed.cluster_env import Asked
+from spmd.distributed.cluster_env import LaunchArgs
 from spmd.generate.sampling import Sampling
 from spmd.observe.goodput import measure_goodput
 from spmd.observe.metrics import Console, device_memory
 from spmd.observe.profiling import parse_steps
 from spmd.resilience.preemption import EXIT_PREEMPTED
-from spmd.run.build import Recipe, config_mesh
+from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import M, TrainConfig
 from spmd.run.generated_text import make_generator, write_texts
 from spmd.run.init_from import check_start
-from spmd.run.run_dir import Resume, RunFolder
+from spmd.run.run_dir import Resume, RunDir
 from spmd.run.train import train
 
 
@@ -39,24 +39,24 @@ class TrainCommand(Generic[M]):
     none), always (go on; refuse a folder without a checkpoint). It goes on from the newest checkpoint that is whole."""
     profile: str = ""
     """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any time."""
-    asked: AskedFields = Asked()
+    asked: AskedFields = LaunchArgs()
 
 
 def run_train(arguments: list[str]) -> int:
     """Trains; the exit code."""
     command, source = parse_command(TrainCommand, arguments, "train")
     config: TrainConfig = command.config
-    folder = RunFolder(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
+    folder = RunDir(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
     resume, steps = folder.check_use(command.resume), parse_steps(command.profile)
     launch.start(launch.Launch(config.devices, command.asked))
-    recipe = Recipe(config, config_mesh(config))
-    recipe.audit()
-    starts = "" if resume else check_start(recipe)
+    setup = TrainSetup(config, config_mesh(config))
+    setup.audit()
+    starts = "" if resume else check_start(setup)
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
-    corpus = recipe.corpus
-    show(f"{recipe.plan}{recipe.pipeline_line}{recipe.slices_line}")
-    if flags := recipe.flags_text(jax.devices()[0].platform):
+    corpus = setup.corpus
+    show(f"{setup.plan}{setup.pipeline_line}{setup.slices_line}")
+    if flags := setup.flags_text(jax.devices()[0].platform):
         show(flags)
     if starts:
         show(f"\n{starts}")
@@ -66,7 +66,7 @@ def run_train(arguments: list[str]) -> int:
     )
     console = Console(config.steps) if first else None
     outcome = train(
-        recipe, folder, source, console, resume=resume, profile=steps, environment=launch.compiler_environment()
+        setup, folder, source, console, resume=resume, profile=steps, environment=launch.compiler_environment()
     )
     if console:
         console.close()
@@ -80,27 +80,27 @@ def run_train(arguments: list[str]) -> int:
             seconds=outcome.seconds,
             tokens=tokens,
             loss=outcome.loss,
-            flops=recipe.flops,
+            flops=setup.flops,
             mfu=outcome.mfu,
             memory=device_memory(),
         )
     if outcome.val_loss is not None:
         show(f"\nvalidation loss {outcome.val_loss:.3f} nats/token over {outcome.val_tokens:,} tokens")
-        if recipe.tokenizer.vocab <= 256:
-            show(f"                {_bigram(recipe):.3f} for a bigram count model of the same corpus")
+        if setup.tokenizer.vocab <= 256:
+            show(f"                {_bigram(setup):.3f} for a bigram count model of the same corpus")
     show(f"checkpoint      {folder.checkpoints}/{outcome.checkpoint}")
     show(f"metrics         {folder.metrics}")
     if first:
         show(f"\n{measure_goodput(folder.path)}")
     if config.sample.prompt:
         sample, sampling = config.sample, Sampling(config.sample.temperature, config.sample.top_k, config.sample.top_p)
-        generator = make_generator(recipe, sampling)
-        (text,) = write_texts(recipe, generator, outcome.state, [sample.prompt], tokens=sample.tokens, seed=config.seed)
+        generator = make_generator(setup, sampling)
+        (text,) = write_texts(setup, generator, outcome.state, [sample.prompt], tokens=sample.tokens, seed=config.seed)
         why = f" (the whole window for each token: {generator.whole_window})" if generator.whole_window else ""
         show(f"\nsample at {sampling}{why}:\n{text}")
     return 0
 
 
-def _bigram(recipe: Recipe) -> float:
-    corpus, config = recipe.corpus, recipe.config
-    return bigram_loss(corpus.train, corpus.validation[: config.evaluate.tokens + 1], recipe.tokenizer.vocab)
+def _bigram(setup: TrainSetup) -> float:
+    corpus, config = setup.corpus, setup.config
+    return bigram_loss(corpus.train, corpus.validation[: config.evaluate.tokens + 1], setup.tokenizer.vocab)

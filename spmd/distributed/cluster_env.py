@@ -1,8 +1,8 @@
-"""Where a process was started: the clusters that are known, as a table, and what each says about a process.
+"""Where a process was detected: the clusters that are known, as a table, and what each says about a process.
 
 Whoever starts several processes (srun, mpirun, a Kubernetes Job) tells each of them in environment variables how many
-they are and which one it is. `find_group` reads that, puts it together with what the command line says, and reports
-every contradiction. Nothing here reads the real environment: a mapping is passed in.
+they are and which one it is. `detect_process_group` reads that, merges it with the command line, and reports every
+contradiction. Nothing here reads the real environment: a mapping is passed in.
 
 JAX has a detection of its own, which is not used, because it takes a batch script for one of its tasks, gives each task
 of Slurm and Open MPI a single GPU, and does not say where the coordinator is before it has failed to reach it.
@@ -25,7 +25,7 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[^\[\]:\s]+):(?P<port>\d{1,
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class LaunchArgs:
     """What the command line says about the processes that train together; the rest comes from the cluster."""
 
     coordinator: str = ""
@@ -35,7 +35,7 @@ class Asked:
     process_id: int | None = None
     """The number of this process, from 0."""
     cluster: str = "auto"
-    """Who started the processes: openmpi, slurm, tpu, kubernetes, auto to find out, none to take no notice."""
+    """Who detected the processes: openmpi, slurm, tpu, kubernetes, auto to find out, none to take no notice."""
     heartbeat: int = 30
     """Seconds without a sign of life after which a process is dead, and the others stop."""
     start_timeout: int = 300
@@ -58,7 +58,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ProcessGroup:
     """Several processes that train together, and which of them this one is.
 
     Attributes:
@@ -82,31 +82,31 @@ class Cluster:
 
     Attributes:
         name: What `--cluster` calls it.
-        signs: The variables that are all set where it started this process.
-        count: How many processes it started; None where it does not say.
+        env_vars: The variables that are all set where it detected this process.
+        count: How many processes it detected; None where it does not say.
         process_id: Which of them this is.
         coordinator: HOST:PORT for process 0, the same on every process; empty where it does not say.
         is_local: Whether all processes are on one machine, as far as it says.
     """
 
     name: str
-    signs: tuple[str, ...]
+    env_vars: tuple[str, ...]
     count: Callable[[Environment], int | None]
     process_id: Callable[[Environment], int]
     coordinator: Callable[[Environment], str]
     is_local: Callable[[Environment], bool]
 
-    def started(self, environment: Environment) -> bool:
-        """Whether it started this process together with others.
+    def detected(self, environment: Environment) -> bool:
+        """Whether it detected this process together with others.
 
         Raises:
             ValueError: A variable that should hold a number does not.
         """
-        return all(environment.get(sign) for sign in self.signs) and self.count(environment) != 1
+        return all(environment.get(sign) for sign in self.env_vars) and self.count(environment) != 1
 
-    def evidence(self, environment: Environment) -> str:
+    def describe(self, environment: Environment) -> str:
         """The variables that say so, with their values."""
-        return ", ".join(f"{sign}={environment.get(sign, '')}" for sign in self.signs)
+        return ", ".join(f"{sign}={environment.get(sign, '')}" for sign in self.env_vars)
 
 
 def job_port(*numbers: str) -> int:
@@ -167,11 +167,11 @@ def _tpu_coordinator(environment: Environment) -> str:
     return f"{host.split(':')[0]}:{_TPU_PORT}"
 
 
-# In order: what is started inside another comes first, such as mpirun in a job of Slurm.
+# In order: what is detected inside another comes first, such as mpirun in a job of Slurm.
 CLUSTERS = (
     Cluster(
         "openmpi",
-        signs=("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        env_vars=("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
         count=lambda environment: int(environment["OMPI_COMM_WORLD_SIZE"]),
         process_id=lambda environment: int(environment["OMPI_COMM_WORLD_RANK"]),
         coordinator=_openmpi_coordinator,
@@ -180,7 +180,7 @@ CLUSTERS = (
     Cluster(
         "slurm",
         # A batch script has no step, and a shell in an allocation is a step of one task.
-        signs=("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        env_vars=("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
         count=lambda environment: int(environment["SLURM_STEP_NUM_TASKS"]),
         process_id=lambda environment: int(environment["SLURM_PROCID"]),
         coordinator=_slurm_coordinator,
@@ -188,7 +188,7 @@ CLUSTERS = (
     ),
     Cluster(
         "tpu",  # a slice of several hosts on Google Kubernetes Engine, or several slices
-        signs=("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
+        env_vars=("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
         count=lambda environment: len(_tpu_hosts(environment)) * int(environment.get("MEGASCALE_NUM_SLICES") or 1),
         process_id=_tpu_process,
         coordinator=_tpu_coordinator,
@@ -196,7 +196,7 @@ CLUSTERS = (
     ),
     Cluster(
         "kubernetes",  # a pod of an indexed Job knows its index, and neither the others nor their number
-        signs=("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"),
+        env_vars=("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"),
         count=lambda environment: None,
         process_id=lambda environment: int(environment["JOB_COMPLETION_INDEX"]),
         coordinator=lambda environment: "",
@@ -205,7 +205,7 @@ CLUSTERS = (
 )
 
 
-def find_group(asked: Asked, environment: Environment) -> Group | None:
+def detect_process_group(asked: LaunchArgs, environment: Environment) -> ProcessGroup | None:
     """The processes that train together, or None where this one trains alone.
 
     What the command line gives and what the cluster says must agree; what one of them leaves out, the other may give.
@@ -220,53 +220,53 @@ def find_group(asked: Asked, environment: Environment) -> Group | None:
     problems = asked.problems()
     cluster, count, process_id, address = None, None, None, ""
     try:
-        cluster = next((c for c in CLUSTERS if asked.cluster in ("auto", c.name) and c.started(environment)), None)
+        cluster = next((c for c in CLUSTERS if asked.cluster in ("auto", c.name) and c.detected(environment)), None)
         if cluster:
             count, process_id = cluster.count(environment), cluster.process_id(environment)
             address = cluster.coordinator(environment)
     except ValueError as error:
         fix = "mend the variable, or --cluster none to take no notice of it"
         problems.append(Problem("cluster", f"a variable of the environment holds no number: {error}", fix=fix))
-    evidence = cluster.evidence(environment) if cluster else ""
+    describe = cluster.describe(environment) if cluster else ""
     for name, given, found in (("processes", asked.processes, count), ("process-id", asked.process_id, process_id)):
         if cluster and None not in (given, found) and given != found:
             fix = f"leave out --{name}, or --cluster none to take no notice of {cluster.name}"
-            problems.append(Problem(name, f"is {given}, but {cluster.name} says {found}", evidence, fix))
+            problems.append(Problem(name, f"is {given}, but {cluster.name} says {found}", describe, fix))
     named = {c.name: c for c in CLUSTERS}.get(asked.cluster)
     if named and not cluster:
-        fix = f"{', '.join(named.signs)} must be set, for more than one process; or --cluster auto"
+        fix = f"{', '.join(named.env_vars)} must be set, for more than one process; or --cluster auto"
         problems.append(Problem("cluster", f"{named.name} did not start this process with others", fix=fix))
     processes = count if asked.processes is None else asked.processes
     process_id = process_id if asked.process_id is None else asked.process_id
     coordinator = asked.coordinator or address
-    problems += _incomplete(processes, process_id, coordinator, evidence)
+    problems += _incomplete(processes, process_id, coordinator, describe)
     if problems:
-        raise ConfigError("This process cannot be started:", problems)
+        raise ConfigError("This process cannot be detected:", problems)
     if processes is None or process_id is None or processes == 1:
         return None
     if asked.coordinator or not cluster:
-        return Group(processes, process_id, coordinator, "--coordinator")
-    return Group(processes, process_id, coordinator, cluster.name, cluster.is_local(environment))
+        return ProcessGroup(processes, process_id, coordinator, "--coordinator")
+    return ProcessGroup(processes, process_id, coordinator, cluster.name, cluster.is_local(environment))
 
 
-def _incomplete(processes: int | None, process_id: int | None, coordinator: str, evidence: str) -> list[Problem]:
+def _incomplete(processes: int | None, process_id: int | None, coordinator: str, describe: str) -> list[Problem]:
     """What is missing or does not fit together, once nothing contradicts anything."""
     fix = "give --coordinator HOST:PORT, --processes N and --process-id I together"
-    if evidence:
+    if describe:
         fix += ", or --cluster none for a process that trains alone"
     if processes is None:
         given = {"process-id": process_id, "coordinator": coordinator or None}
         values = [f"{name} {value}" for name, value in given.items() if value is not None]
-        return [Problem("processes", f"is missing beside {' and '.join(values)}", evidence, fix)] if values else []
+        return [Problem("processes", f"is missing beside {' and '.join(values)}", describe, fix)] if values else []
     problems = []
     if process_id is None and processes > 1:
-        problems.append(Problem("process-id", f"is missing for {processes} processes", evidence, fix))
+        problems.append(Problem("process-id", f"is missing for {processes} processes", describe, fix))
     if process_id is not None and process_id >= processes:
-        problems.append(Problem("process-id", f"is {process_id} of {processes} processes", evidence, "count from 0"))
+        problems.append(Problem("process-id", f"is {process_id} of {processes} processes", describe, "count from 0"))
     if processes > 1 and not coordinator:
-        problems.append(Problem("coordinator", f"is missing for {processes} processes", evidence, fix))
+        problems.append(Problem("coordinator", f"is missing for {processes} processes", describe, fix))
     if processes == 1 and coordinator:
-        problems.append(Problem("coordinator", f"is {coordinator!r} for 1 process", evidence, fix))
+        problems.append(Problem("coordinator", f"is {coordinator!r} for 1 process", describe, fix))
     if coordinator and not is_address(coordinator):
         where = Problem(
             "coordinator", f"{coordinator!r} is not HOST:PORT", fix="such as 10.0.0.1:7777 or [fd00::1]:7777"

@@ -10,7 +10,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 
-def program_folder(configured: str) -> Path | None:
+def cache_dir(configured: str) -> Path | None:
     """Where programs are kept, None for nowhere.
 
     By default a folder for each kind of processor, as a home folder may be shared by machines, and the programs of
@@ -31,7 +31,7 @@ def program_folder(configured: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def programs_in(folder: Path | None) -> Iterator[None]:
+def compilation_cache(folder: Path | None) -> Iterator[None]:
     """Inside, what takes a second or more to compile is kept in `folder`, and found there; None: always compiled."""
     before = jax.config.values["jax_compilation_cache_dir"]
     _use(None if folder is None else str(folder))

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from spmd.errors import Problem
 
 
-def from_first(look: Callable[[], Any]) -> Any:
+def broadcast_from_first(look: Callable[[], Any]) -> Any:
     """What `look` returns on process 0, on every process; the others do not call it.
 
     Every process calls this, in the same order, from its main thread.
@@ -40,9 +40,9 @@ def from_first(look: Callable[[], Any]) -> Any:
     return json.loads(np.asarray(sent)[:size].tobytes())
 
 
-def problems_from_first(look: Callable[[], Sequence[Problem]]) -> tuple[Problem, ...]:
-    """The problems that `look` finds on process 0, on every process, as for `from_first`."""
-    return read_problems(from_first(lambda: plain_problems(look())))
+def broadcast_problems(look: Callable[[], Sequence[Problem]]) -> tuple[Problem, ...]:
+    """The problems that `look` finds on process 0, on every process, as for `broadcast_from_first`."""
+    return read_problems(broadcast_from_first(lambda: plain_problems(look())))
 
 
 def plain_problems(problems: Sequence[Problem]) -> list[list[str]]:

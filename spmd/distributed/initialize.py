@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import jax
 
-from spmd.distributed.cluster_env import Asked, Group, find_group, split_address
+from spmd.distributed.cluster_env import LaunchArgs, ProcessGroup, detect_process_group, split_address
 from spmd.errors import ConfigError, Problem
 from spmd.sharding.mesh import simulate_devices
 
@@ -39,7 +39,7 @@ _NAME_SECONDS = 60
 _SHUTDOWN_SECONDS = 300
 """How long a process that is done waits for the others to be done: process 0 may still be writing."""
 
-ALONE = Asked(cluster="none")
+ALONE = LaunchArgs(cluster="none")
 """One process, wherever it was started."""
 
 
@@ -54,7 +54,7 @@ class Launch:
     """
 
     devices: int = 0
-    asked: Asked = ALONE
+    asked: LaunchArgs = ALONE
     absent: str = ""
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ def start(launch: Launch) -> None:
     Raises:
         ConfigError: The processes that should train together are not known, or cannot meet.
     """
-    group = find_group(launch.asked, os.environ)
+    group = detect_process_group(launch.asked, os.environ)
     # Orbax logs its own tracebacks of errors that it also raises, and that we report.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     if launch.absent:
@@ -103,7 +103,7 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _join(group: Group, asked: Asked) -> None:
+def _join(group: ProcessGroup, asked: LaunchArgs) -> None:
     """Meets the other processes."""
     if any(os.environ.get(name) for name in _PROXY):
         exempt = next((os.environ[name] for name in _NO_PROXY if os.environ.get(name)), "")
@@ -134,7 +134,7 @@ def _join(group: Group, asked: Asked) -> None:
     sys.excepthook = _leave_after
 
 
-def bind_address(group: Group) -> str | None:
+def bind_address(group: ProcessGroup) -> str | None:
     """The interface and port on which process 0 listens; None for all interfaces.
 
     That is the coordinator's own address, and no other. Only where a cluster names a host that this machine takes for
@@ -165,7 +165,7 @@ def bind_address(group: Group) -> str | None:
     return f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}"
 
 
-def _resolve(host: str, group: Group) -> tuple[socket.AddressFamily, str]:
+def _resolve(host: str, group: ProcessGroup) -> tuple[socket.AddressFamily, str]:
     """Family and address of a host, once its name is known."""
     until = time.monotonic() + _NAME_SECONDS
     while True:
@@ -181,12 +181,12 @@ def _resolve(host: str, group: Group) -> tuple[socket.AddressFamily, str]:
             return family, str(place[0])
 
 
-def _described(group: Group) -> str:
+def _described(group: ProcessGroup) -> str:
     source = "" if group.source == "--coordinator" else f" (as {group.source} says)"
     return f"{group.coordinator}{source}"
 
 
-def _give_up(group: Group, asked: Asked) -> None:
+def _give_up(group: ProcessGroup, asked: LaunchArgs) -> None:
     """Ends a process that has met the others in vain; the thread that waits for them cannot be reached."""
     tried = "listened at" if group.process_id == 0 else "tried"
     what = f"process {group.process_id} {tried} {_described(group)}, and not all {group.processes} processes came"

@@ -80,7 +80,7 @@ def process_commands(train: Sequence[str], processes: int, devices: int, port: i
     return [[*command, "--process-id", str(process_id)] for process_id in range(processes)]
 
 
-def rehearse(commands: Sequence[Sequence[str]], *, grace: float) -> int:
+def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
     """Runs several commands at the same time; the exit code of the first that fails, or 0.
 
     Args:

@@ -25,12 +25,12 @@ from jaxtyping import Array, Float, Int
 
 from spmd.errors import CacheError, ConfigError, Problem
 from spmd.generate.sampling import Sampling, draw
-from spmd.layers.kv_cache import alone, decode, prefill
-from spmd.layers.lm_head import Unembedded, deferred, multiplied
-from spmd.layers.pipelined_layers import relay
+from spmd.layers.kv_cache import decode, prefill, single_token
+from spmd.layers.lm_head import LazyLogits, lazy_logits, materialize
+from spmd.layers.pipelined_layers import sequential_stages
 from spmd.model_api.model import PRNG, as_outputs
-from spmd.plan.context import within
-from spmd.plan.fsdp import as_taken
+from spmd.plan.context import use_plan
+from spmd.plan.fsdp import params_for_forward
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding, shards_of
 
@@ -130,15 +130,15 @@ class Generator:
         if not self.cached:
             return "it is not asked for"
         model = self.plan.model
-        if not model.facts().takes_one_token:
-            return "the model does not say takes_one_token, nor takes_any_order"
+        if not model.info().supports_kv_cache:
+            return "the model does not say supports_kv_cache, nor position_aware"
         key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
         shapes = jax.eval_shape(model.init, key), jax.eval_shape(model.init_variables, key)
         shards = shards_of(batch_sharding(self.plan.mesh).spec[0], self.plan.mesh.shape)
         ids = jax.ShapeDtypeStruct((shards, self._padded(1)), jnp.int32)
 
         def trace(params: Any, variables: Any, ids: Any) -> Any:
-            with within(self.plan):
+            with use_plan(self.plan):
                 return prefill(lambda: self._outputs(params, variables, ids), ids.shape[1])
 
         try:
@@ -153,7 +153,7 @@ class Generator:
         get = _window_prefill if self.whole_window else _cached_prefill
 
         def run(params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int) -> Any:
-            with within(self.plan):
+            with use_plan(self.plan):
                 outputs = functools.partial(self._outputs, params, variables)
                 logits, kept = get(outputs, ids, lengths, length)
                 return *self._drawn(logits, lengths, key), kept
@@ -166,7 +166,7 @@ class Generator:
         get = _window_decode if self.whole_window else _cached_decode
 
         def run(params: Any, variables: Any, kept: Any, token: Any, position: Any, key: Any) -> Any:
-            with within(self.plan):
+            with use_plan(self.plan):
                 outputs = functools.partial(self._outputs, params, variables)
                 logits, kept = get(outputs, kept, token, position)
                 return *self._drawn(logits, position + 1, key), kept
@@ -175,8 +175,8 @@ class Generator:
 
     def _outputs(self, params: Any, variables: Any, ids: Array) -> Any:
         """The logits of each position, or what they are the product of."""
-        with deferred(), relay():
-            returned, _ = self.plan.model.forward(as_taken(params), variables, None, ids, train=False)
+        with lazy_logits(), sequential_stages():
+            returned, _ = self.plan.model.forward(params_for_forward(params), variables, None, ids, train=False)
         return as_outputs(returned).logits
 
     def _drawn(self, logits: Array, position: Array, key: Array) -> tuple[Array, Array]:
@@ -187,7 +187,7 @@ class Generator:
         )
 
 
-Outputs = Callable[[Int[Array, "batch seq"]], Float[Array, "batch seq vocab"] | Unembedded]
+Outputs = Callable[[Int[Array, "batch seq"]], Float[Array, "batch seq vocab"] | LazyLogits]
 
 
 def _cached_prefill(outputs: Outputs, ids: Array, lengths: Array, length: int) -> tuple[Array, Any]:
@@ -211,16 +211,16 @@ def _window_decode(outputs: Outputs, ids: Array, token: Array, position: Array) 
     return _at(outputs(ids), position), ids
 
 
-def _at(logits: Float[Array, "batch seq vocab"] | Unembedded, position: Int[Array, "batch"]) -> Array:
+def _at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]) -> Array:
     """The logits `[batch, vocab]` of one position of each row; the others are not computed, if the model lets it."""
 
     def pick(x: Array) -> Array:
         return jnp.take_along_axis(x, position[:, None, None], axis=1)
 
-    if not isinstance(logits, Unembedded):
+    if not isinstance(logits, LazyLogits):
         return pick(logits)[:, 0]
-    with alone():
-        return multiplied(dataclasses.replace(logits, x=pick(logits.x)))[:, 0]
+    with single_token():
+        return materialize(dataclasses.replace(logits, x=pick(logits.x)))[:, 0]
 
 
 def check_window(prompts: Sequence[Tokens], tokens: int, window: int) -> None:

@@ -41,7 +41,7 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
             total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (gradients, sums))
             return (total, variables), None
 
-        parts = (cut_batch(batch, microbatches), jax.random.split(key, microbatches))
+        parts = (split_microbatches(batch, microbatches), jax.random.split(key, microbatches))
         gradients, sums, _ = jax.eval_shape(grad_fn, params, variables, *jax.tree.map(lambda x: x[0], parts))
         zeros = (
             jax.tree.map(lambda g: jnp.zeros(g.shape, accumulation_dtype(g.dtype)), gradients),
@@ -53,7 +53,7 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
     return accumulated
 
 
-def cut_batch(batch: Any, microbatches: int) -> Any:
+def split_microbatches(batch: Any, microbatches: int) -> Any:
     """The batch in equal parts: every array `[batch, …]` as `[microbatches, batch / microbatches, …]`.
 
     Part *i* takes the examples *i*, *i* + `microbatches`, …, so it stays spread over the devices that hold the batch.

@@ -11,7 +11,7 @@ import jax
 
 from spmd.gradients.losses import LossFn, Sums
 from spmd.model_api.precision import scale_loss, split_loss_scale
-from spmd.plan.fsdp import as_taken, gradient_view
+from spmd.plan.fsdp import grad_targets, params_for_forward
 
 GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
 """`(params, variables, batch, key) -> (gradients of sums["loss"], sums, variables afterwards)`."""
@@ -35,10 +35,10 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         own, scaling = split_loss_scale(variables)
 
         def objective(view: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
-            sums, after = loss_fn(as_taken(params, view), own, batch, key)
+            sums, after = loss_fn(params_for_forward(params, view), own, batch, key)
             return scale_loss(sums["loss"], scaling), (sums, after)
 
-        gradients, (sums, after) = jax.grad(objective, has_aux=True)(gradient_view(params))
+        gradients, (sums, after) = jax.grad(objective, has_aux=True)(grad_targets(params))
         return gradients, sums, {**after, **scaling} if scaling else after
 
     return grad_fn

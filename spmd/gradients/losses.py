@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spmd.layers.lm_head import CHUNK, Unembedded, chunked_cross_entropy, deferred
-from spmd.layers.zigzag import balanced
+from spmd.layers.lm_head import CHUNK, LazyLogits, chunked_cross_entropy, lazy_logits
+from spmd.layers.zigzag import zigzag_batch
 from spmd.model_api.model import Model, as_outputs
 
 Sums = dict[str, jax.Array]
@@ -24,7 +24,7 @@ without variables passes them on."""
 
 
 def cross_entropy(
-    logits: Float[Array, "batch seq vocab"] | Unembedded,
+    logits: Float[Array, "batch seq vocab"] | LazyLogits,
     targets: Int[Array, "batch seq"],
     weights: Float[Array, "batch seq"],
     *,
@@ -45,7 +45,7 @@ def cross_entropy(
     Returns:
         Sums `loss`, `weight` and `accuracy`.
     """
-    if isinstance(logits, Unembedded):
+    if isinstance(logits, LazyLogits):
         loss, correct = chunked_cross_entropy(logits, targets, weights, chunk)
         return {"loss": loss, "weight": weights.sum(), "accuracy": correct}
     logits = logits.astype(jnp.float32)
@@ -75,7 +75,7 @@ def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> 
     """
 
     def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        with balanced(batch, takes_any_order=model.facts().takes_any_order) as batch, deferred():
+        with zigzag_batch(batch, position_aware=model.info().position_aware) as batch, lazy_logits():
             inputs = [batch[name] for name in ("tokens", "segments") if name in batch]
             returned, variables = model.forward(params, variables, key, *inputs, train=train)
             outputs = as_outputs(returned)

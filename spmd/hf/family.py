@@ -27,7 +27,7 @@ _TENSORS = ("tensor", "same_as")
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class TensorLayout:
     """How a tensor becomes a parameter of one layer: cut first or turned first is the same.
 
     Attributes:
@@ -41,17 +41,17 @@ class How:
     parts: int = 1
 
 
-AS_IS = How()
-TRANSPOSED = How(transposed=True)
+AS_IS = TensorLayout()
+TRANSPOSED = TensorLayout(transposed=True)
 
 
-def part(number: int, parts: int, *, transposed: bool = False) -> How:
+def part(number: int, parts: int, *, transposed: bool = False) -> TensorLayout:
     """One of several parameters that share a tensor, side by side: GPT-2's queries are `part(0, 3)` of `c_attn`."""
-    return How(transposed, number, parts)
+    return TensorLayout(transposed, number, parts)
 
 
 @dataclasses.dataclass(frozen=True)
-class Name:
+class TensorMapping:
     """One line of a family's table: a parameter and the tensor that it is.
 
     Attributes:
@@ -64,7 +64,7 @@ class Name:
 
     path: str
     tensor: str
-    how: How = AS_IS
+    how: TensorLayout = AS_IS
     first: int = 0
     step: int = 1
 
@@ -74,7 +74,7 @@ class Ignored:
     """Tensors that a checkpoint may have and no parameter is made of; they are named, not dropped in silence.
 
     Attributes:
-        tensor: Their name, as in `Name`.
+        tensor: Their name, as in `TensorMapping`.
         why: Why nothing is lost.
         same_as: The tensor that it must equal, bit for bit, where the checkpoint has both; empty for none.
     """
@@ -114,12 +114,12 @@ class Family:
     write_config: Callable[[Any], dict[str, Any]]
     fits: Callable[[Any], bool]
     rules: Callable[[Any], Rules]
-    names: Callable[[Any], tuple[Name, ...]]
+    names: Callable[[Any], tuple[TensorMapping, ...]]
     ignored: Callable[[Any], tuple[Ignored, ...]] = lambda config: ()
     prefix: str = ""
     kept: tuple[str, ...] = ()
 
-    def lines(self, config: Any, tensors: Iterable[str]) -> tuple[tuple[Name, ...], tuple[Ignored, ...]]:
+    def lines(self, config: Any, tensors: Iterable[str]) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
         """The table of a shape, and what else there may be, by the names that a checkpoint uses.
 
         Args:
@@ -206,7 +206,7 @@ def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class TensorSource:
     """The tensors that one parameter is made of.
 
     Attributes:
@@ -218,7 +218,7 @@ class Source:
 
     path: str
     shape: tuple[int, ...]
-    name: Name
+    name: TensorMapping
     numbers: tuple[int, ...] = ()
 
     @property
@@ -262,7 +262,7 @@ class Source:
             yield place, self.tensor(place)
 
 
-def sources(names: Iterable[Name], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Source]:
+def tensor_sources(names: Iterable[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
     """Which tensors each parameter is made of.
 
     Args:
@@ -279,7 +279,7 @@ def sources(names: Iterable[Name], shapes: Mapping[str, tuple[int, ...]]) -> dic
         bare = "/".join(p for p in parts if not p.isdigit())
         if bare in lines:
             used.add(bare)
-            found[path] = Source(path, tuple(shape), lines[bare], tuple(int(p) for p in parts if p.isdigit()))
+            found[path] = TensorSource(path, tuple(shape), lines[bare], tuple(int(p) for p in parts if p.isdigit()))
         else:
             problems.append(Problem(path, "has no line in the name map", fix=did_you_mean(bare, lines)))
     for path in lines.keys() - used:

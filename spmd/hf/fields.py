@@ -123,7 +123,7 @@ class Fields:
 
     def nested(self, make: Callable[..., T], **values: Any) -> T | None:
         """A part of the shape that is a class of its own; None, and its complaints kept, where it cannot be made."""
-        with collecting(self._problems):
+        with collect_errors(self._problems):
             return make(**values)
         return None
 
@@ -186,7 +186,7 @@ class Fields:
 
 
 @contextlib.contextmanager
-def collecting(problems: list[Problem]) -> Iterator[None]:
+def collect_errors(problems: list[Problem]) -> Iterator[None]:
     """Puts the problems of an error that is raised inside into a list."""
     try:
         yield

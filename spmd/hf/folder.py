@@ -19,8 +19,8 @@ import numpy as np
 
 from spmd.checkpoint.manifest import read_object
 from spmd.errors import CheckpointError, Problem, first_of
-from spmd.hf.family import Family, Ignored, Source, family_of
-from spmd.hf.fields import collecting
+from spmd.hf.family import Family, Ignored, TensorSource, family_of
+from spmd.hf.fields import collect_errors
 from spmd.hf.safetensors import SafetensorsFile, Tensor
 
 CONFIG = "config.json"
@@ -35,7 +35,7 @@ _COMPARED_AT_ONCE = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Published:
+class HFFolder:
     """A folder whose headers have been read.
 
     Attributes:
@@ -77,7 +77,7 @@ class Published:
 
 
 @contextlib.contextmanager
-def published(path: Path) -> Iterator[Published]:
+def open_folder(path: Path) -> Iterator[HFFolder]:
     """Opens a folder; its files are closed at the end.
 
     Args:
@@ -92,20 +92,20 @@ def published(path: Path) -> Iterator[Published]:
         raise CheckpointError("Nothing was read:", [Problem(str(path), "is no folder", fix=fix)])
     values: dict[str, Any] = {}
     family, config = None, None
-    with collecting(problems):
+    with collect_errors(problems):
         values = _read_json(path, CONFIG, _CONFIG_AT_MOST)
         named = values.get("architectures")
         family = family_of(map(str, named) if isinstance(named, list) else ())
         config = family.read_config(values)
     with contextlib.ExitStack() as stack:
         files: dict[str, SafetensorsFile] = {}
-        with collecting(problems):
+        with collect_errors(problems):
             files = _open_all(path, stack, problems)
             if family is not None and not problems:
                 problems += _size_problems(family, config, len(files))
         if problems or family is None:
             raise CheckpointError(f"{path} cannot be read:", first_of(problems))
-        yield Published(path, values, family, config, files)
+        yield HFFolder(path, values, family, config, files)
 
 
 def _size_problems(family: Family, config: Any, tensors: int) -> list[Problem]:
@@ -178,7 +178,7 @@ def _open_all(folder: Path, stack: contextlib.ExitStack, problems: list[Problem]
         if not name.endswith(".safetensors"):
             problems.append(Problem(f"{INDEX}: {name}", "is no safetensors file", fix="only safetensors are read"))
             continue
-        with collecting(problems):
+        with collect_errors(problems):
             try:
                 file = stack.enter_context(SafetensorsFile(inside(folder, name)))
             except OSError as error:
@@ -210,7 +210,7 @@ def _without_weights(folder: Path) -> list[Problem]:
 
 
 def tensor_problems(
-    sources: Iterable[Source], floats: Mapping[str, bool], ignored: Iterable[Ignored], found: Mapping[str, Tensor]
+    sources: Iterable[TensorSource], floats: Mapping[str, bool], ignored: Iterable[Ignored], found: Mapping[str, Tensor]
 ) -> list[Problem]:
     """Everything that keeps the tensors of a folder from being the parameters of a model.
 

@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import CheckpointError, Problem
-from spmd.hf.family import Source, sources
-from spmd.hf.fields import collecting
-from spmd.hf.folder import Published, published, tensor_problems
+from spmd.hf.family import TensorSource, tensor_sources
+from spmd.hf.fields import collect_errors
+from spmd.hf.folder import HFFolder, open_folder, tensor_problems
 from spmd.hf.safetensors import SafetensorsFile
 
 AT_ONCE = 4 << 20
@@ -47,11 +47,11 @@ def load_params(folder: Path, abstract: Any) -> Any:
     Raises:
         CheckpointError: Everything that keeps the folder from being these parameters; nothing has been allocated.
     """
-    with published(Path(folder)) as found:
+    with open_folder(Path(folder)) as found:
         return load_published(found, abstract)
 
 
-def load_published(found: Published, abstract: Any) -> Any:
+def load_published(found: HFFolder, abstract: Any) -> Any:
     """`load_params`, from a folder that is open.
 
     Args:
@@ -66,18 +66,18 @@ def load_published(found: Published, abstract: Any) -> Any:
         )
 
 
-def check_published(found: Published, abstract: Any) -> dict[str, Source]:
+def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
     """Which tensors each parameter is made of.
 
     Raises:
         CheckpointError: Tensors that are missing, extra, or of another shape or kind, all of them.
     """
     leaves = tree.flatten(abstract)
-    table: dict[str, Source] = {}
+    table: dict[str, TensorSource] = {}
     problems: list[Problem] = []
     names, ignored = found.family.lines(found.config, found.files)
-    with collecting(problems):
-        table = sources(names, {path: leaf.shape for path, leaf in leaves.items()})
+    with collect_errors(problems):
+        table = tensor_sources(names, {path: leaf.shape for path, leaf in leaves.items()})
     if not problems:
         floats = {path: jnp.issubdtype(leaf.dtype, jnp.floating) for path, leaf in leaves.items()}
         tensors = {name: found.tensor(name) for name in found.files}
@@ -115,7 +115,7 @@ class _Cut:
 class _Loader:
     """Fills the shards of one parameter, one tensor after the other."""
 
-    source: Source
+    source: TensorSource
     leaf: Any
     files: Mapping[str, SafetensorsFile]
     memory: np.ndarray

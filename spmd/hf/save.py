@@ -17,7 +17,7 @@ import numpy as np
 from spmd import tree
 from spmd.checkpoint.manifest import sync
 from spmd.errors import CheckpointError, ConfigError, Problem
-from spmd.hf.family import Family, Source, sources
+from spmd.hf.family import Family, TensorSource, tensor_sources
 from spmd.hf.fields import HARMLESS
 from spmd.hf.folder import CONFIG, INDEX, SINGLE
 from spmd.hf.safetensors import write_safetensors
@@ -29,7 +29,7 @@ UNFINISHED = ".unfinished"
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 """What sizes are written in."""
 
-_Pieces = list[tuple[Source, tuple[int, ...]]]
+_Pieces = list[tuple[TensorSource, tuple[int, ...]]]
 """The parameters that a tensor is made of, side by side, each with its place in its stack."""
 
 
@@ -63,7 +63,9 @@ def save_params(
     if out.exists():
         raise CheckpointError("Nothing was exported:", [Problem(str(out), "exists", fix="another --out")])
     leaves = tree.flatten(params)
-    tensors = _tensors(sources(family.names(config), {path: leaf.shape for path, leaf in leaves.items()}).values())
+    tensors = _tensors(
+        tensor_sources(family.names(config), {path: leaf.shape for path, leaf in leaves.items()}).values()
+    )
     kinds = {
         name: jax.ShapeDtypeStruct(pieces[0][0].stored, dtype or leaves[pieces[0][0].path].dtype)
         for name, pieces in tensors.items()
@@ -136,7 +138,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _tensors(table: Iterable[Source]) -> dict[str, _Pieces]:
+def _tensors(table: Iterable[TensorSource]) -> dict[str, _Pieces]:
     """Tensor → its pieces in their order; tensors are sorted as people count, layer 2 before layer 10.
 
     Raises:

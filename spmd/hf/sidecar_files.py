@@ -9,12 +9,12 @@ from spmd.checkpoint.manifest import read_object
 from spmd.data.tokenizer import MODEL_FILES, TOKENIZER, load_tokenizer
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import families
-from spmd.hf.fields import collecting
+from spmd.hf.fields import collect_errors
 from spmd.hf.folder import CONFIG, inside
 
 ORIGINAL = "hf_config.json"
 """What the config.json of an imported model is called in a run folder."""
-CARRIED = (
+SIDECAR_FILES = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     "generation_config.json",
 )
@@ -30,7 +30,7 @@ def files_of(folder: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: One of them is a link that leads out of the folder.
     """
-    return {name: inside(folder, name) for name in CARRIED if (folder / name).exists()}
+    return {name: inside(folder, name) for name in SIDECAR_FILES if (folder / name).exists()}
 
 
 def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
@@ -41,13 +41,13 @@ def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
         vocab: Rows of the embedding; None where they are not known.
     """
     leading_out: list[Problem] = []
-    for name in sorted({*CARRIED, *MODEL_FILES}):  # all that is read
-        with collecting(leading_out):
+    for name in sorted({*SIDECAR_FILES, *MODEL_FILES}):  # all that is read
+        with collect_errors(leading_out):
             if (folder / name).exists():
                 inside(folder, name)
     problems = [problem for problem in leading_out if problem.where != CONFIG]  # of which `published` speaks
     if (folder / TOKENIZER).exists() and not leading_out:
-        with collecting(problems):
+        with collect_errors(problems):
             size = load_tokenizer(str(folder / TOKENIZER)).vocab
             if vocab is not None and size > vocab:
                 arithmetic = f"{size} tokens, and {vocab} rows of the embedding"
@@ -62,7 +62,7 @@ def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
     return problems
 
 
-def carried_by(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path], dict[str, Any]]:
+def sidecar_files(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path], dict[str, Any]]:
     """What a run has to give back: the files, and the config.json that its model had; nothing where it had none.
 
     Args:
@@ -76,7 +76,7 @@ def carried_by(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path], 
     problems: list[Problem] = []
     files, values = dict[str, Path](), dict[str, Any]()
     text = None if tokenizer == "bytes" else Path(tokenizer).expanduser()
-    with collecting(problems):
+    with collect_errors(problems):
         files = _files(run, text)
     for place in [run, text.parent] if text else [run]:
         if not values and (place / ORIGINAL).exists():
@@ -91,7 +91,7 @@ def carried_by(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path], 
     return files, values
 
 
-def keep_origin(start: Path, config: Path, run: Path) -> None:
+def copy_origin(start: Path, config: Path, run: Path) -> None:
     """Puts what goes along with a model into the folder of a run that starts from it, where it is not there yet.
 
     The tokenizer stays where it is: the run's config names the one that it uses.

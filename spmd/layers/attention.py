@@ -19,13 +19,13 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 from jaxtyping import Array, Float
 
 from spmd.errors import ConfigError, Problem
-from spmd.layers.blockwise_attention import LARGEST_CHUNK, UNSEEN
+from spmd.layers.blockwise_attention import LARGEST_CHUNK, MASK_VALUE
 from spmd.layers.kv_cache import cached_attention
-from spmd.layers.ring_attention import Ring, Segments, by_heads, online_attention
+from spmd.layers.ring_attention import Ring, Segments, blockwise_attention, ulysses_attention
 from spmd.layers.soft_cap import soft_capped
-from spmd.layers.zigzag import is_balanced
+from spmd.layers.zigzag import is_zigzag
 from spmd.model_api.attention_config import SPLASH_BLOCK
-from spmd.plan.annotate import attention, checkpoint_core
+from spmd.plan.annotate import attention_config, remat_attention
 
 _CHUNK_UNIT = 128
 
@@ -64,7 +64,7 @@ def attend(
     """
     if problems := _option_problems(window, scale, soft_cap, causal):
         raise ConfigError("Nothing can be attended to:", problems)
-    choice = attention()
+    choice = attention_config()
     key, value = (_repeated(x, query.shape[2], choice.tensor) for x in (key, value))
     cached = cached_attention(query, key, value, segments, window=window, scale=scale, soft_cap=soft_cap, causal=causal)
     if cached is not None:
@@ -77,12 +77,12 @@ def attend(
         query = (query.astype(jnp.float32) * (scale * query.shape[-1] ** 0.5)).astype(query.dtype)
     run = functools.partial(_KERNELS[kernel], window=window, soft_cap=soft_cap, causal=causal)
     if choice.is_ring:
-        ring = Ring(choice.mesh, choice.sequence, is_balanced(), window, soft_cap)
+        ring = Ring(choice.mesh, choice.sequence, is_zigzag(), window, soft_cap)
         run = functools.partial(_online, ring=ring)
     elif choice.mesh is not None and (choice.sequence > 1 or kernel == "splash"):
         # The compiler does not know how to split a Pallas kernel: it gets what one device holds.
-        run = functools.partial(by_heads, run, choice.mesh)
-    return checkpoint_core(run, keeps_scores=kernel == "xla")(query, key, value, segments)
+        run = functools.partial(ulysses_attention, run, choice.mesh)
+    return remat_attention(run, keeps_scores=kernel == "xla")(query, key, value, segments)
 
 
 def _option_problems(window: int | None, scale: float | None, soft_cap: float | None, causal: bool) -> list[Problem]:
@@ -138,7 +138,7 @@ def xla_attention(
         if segments is not None:
             seen = seen & (segments[:, start:end, None] == segments[:, None, first:last])[:, None]
         # Added, not chosen by: a mask would be kept for the backward pass, with a byte for each score.
-        bias = jnp.where(seen, 0.0, UNSEEN) if causal or segments is not None else None
+        bias = jnp.where(seen, 0.0, MASK_VALUE) if causal or segments is not None else None
         visible = key[:, first:last], value[:, first:last]
         if soft_cap is None:
             blocks.append(jax.nn.dot_product_attention(query[:, start:end], *visible, bias=bias))
@@ -183,7 +183,7 @@ def chunked_attention(
 
 def _online(query: Array, key: Array, value: Array, segments: Segments, *, ring: Ring) -> Array:
     wide = _widened(query, key, value)
-    return online_attention(wide[0], wide[1], wide[2], segments, ring).astype(query.dtype)
+    return blockwise_attention(wide[0], wide[1], wide[2], segments, ring).astype(query.dtype)
 
 
 def cudnn_attention(

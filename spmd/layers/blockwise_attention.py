@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from spmd.layers.soft_cap import before_soft_cap, soft_capped
 
-UNSEEN = -1e30
+MASK_VALUE = -1e30
 """The score of a key that is hidden: finite, so that differences of two are no NaN."""
 
 LARGEST_CHUNK = 512
@@ -83,7 +83,7 @@ class Softmax(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Visit:
+class BlockPairs:
     """The chunks of one device against those of one device's keys.
 
     Attributes:
@@ -132,22 +132,22 @@ class Visit:
         return seen[:, None, :, None]
 
 
-def nothing_seen(query: Float[Array, "batch kv_heads seq group dim"]) -> Softmax:
+def init_softmax(query: Float[Array, "batch kv_heads seq group dim"]) -> Softmax:
     """The softmax before its first key."""
     rows = query.shape[:-1]
     return Softmax(
-        jnp.zeros(query.shape, jnp.float32), jnp.full(rows, UNSEEN, jnp.float32), jnp.zeros(rows, jnp.float32)
+        jnp.zeros(query.shape, jnp.float32), jnp.full(rows, MASK_VALUE, jnp.float32), jnp.zeros(rows, jnp.float32)
     )
 
 
-def see(visit: Visit, softmax: Softmax, query: Array, key: Array, value: Array) -> Softmax:
+def update_softmax(visit: BlockPairs, softmax: Softmax, query: Array, key: Array, value: Array) -> Softmax:
     """The softmax after these keys as well."""
     chunk, scale = visit.chunk, query.shape[-1] ** -0.5
 
     def add(start: Array, at: Array, seen: Array, softmax: tuple) -> tuple:
         out, largest, total = (_part(x, start, chunk) for x in softmax)
         scores = soft_capped(_scores(_part(query, start, chunk), _part(key, at, chunk)) * scale, visit.soft_cap)
-        scores = jnp.where(seen, scores, UNSEEN)
+        scores = jnp.where(seen, scores, MASK_VALUE)
         new = jnp.maximum(largest, scores.max(axis=-1))
         weights = jnp.where(seen, jnp.exp(scores - new[..., None]), 0.0)
         before = jnp.exp(largest - new)
@@ -158,14 +158,20 @@ def see(visit: Visit, softmax: Softmax, query: Array, key: Array, value: Array) 
     return Softmax(*visit.walk(add, tuple(softmax)))
 
 
-def result(softmax: Softmax) -> tuple[Array, Array]:
+def finalize_softmax(softmax: Softmax) -> tuple[Array, Array]:
     """Attention's output, and the logarithm of the sum of exponentials of each query's scores, both float32."""
     return softmax.out / softmax.total[..., None], softmax.largest + jnp.log(softmax.total)
 
 
 class Backward(NamedTuple):
-    """What the backward pass knows of each query: it, its output's gradient, `log_total` from `result`, and the product
-    of the output and its gradient."""
+    """Inputs of the backward pass for each query.
+
+    Attributes:
+        query: The query.
+        dout: The gradient of its output.
+        log_total: From `finalize_softmax`.
+        product: The sum over the head of output times gradient.
+    """
 
     query: Float[Array, "batch kv_heads seq group dim"]
     dout: Float[Array, "batch kv_heads seq group dim"]
@@ -173,8 +179,8 @@ class Backward(NamedTuple):
     product: Float[Array, "batch kv_heads seq group"]
 
 
-def give_back(
-    visit: Visit, saved: Backward, gradients: tuple[Array, Array, Array], key: Array, value: Array
+def backward_block(
+    visit: BlockPairs, saved: Backward, gradients: tuple[Array, Array, Array], key: Array, value: Array
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, float32, with the part of these keys added."""
     chunk, dtype, scale = visit.chunk, key.dtype, saved.query.shape[-1] ** -0.5

@@ -14,8 +14,9 @@ The layers only read: what all of them add is written at once, in place. Rows ne
 position of its own. On a mesh the cache is split like keys and values are: batch, tokens over `sequence`, heads over
 `tensor`, and layers over `pipe`.
 
-Layers that are scanned or checkpointed are functions of arrays, so they get their part of the cache as an argument and
-return what they add (`apart`, `threaded`, `recorded`); `spmd.models.layers.run_layers` does so for every model.
+Layers that are scanned or checkpointed are functions of arrays, so each takes its part of the cache as an argument and
+returns what it adds (`isolate_layer`, `thread_cache`, `collect_cache`); `spmd.models.layers.run_layers` calls these for
+every model.
 """
 
 import contextlib
@@ -31,20 +32,20 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import CacheError, Problem
-from spmd.layers.blockwise_attention import UNSEEN
+from spmd.layers.blockwise_attention import MASK_VALUE
 from spmd.layers.soft_cap import soft_capped
-from spmd.plan.context import current, scope_of
+from spmd.plan.context import current, override
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, shards_of
 
 T = TypeVar("T")
 
 Cache = tuple[Any, ...]
-"""What calls of `attend` keep, in their order: an `Entry`, or a tuple of what each of a stack of layers keeps."""
+"""What calls of `attend` keep, in their order: an `KVCache`, or a tuple of what each of a stack of layers keeps."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class KVCache:
     """The keys and values of one call of `attend`, or of that call in each of a stack of layers.
 
     Attributes:
@@ -133,7 +134,7 @@ def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -
     """
     first = next((leaf for leaf in jax.tree.leaves(cache)), None)
     length = 0 if first is None else first.shape[-3]
-    with _traced(_Trace(cache, positions, length)) as trace, alone():
+    with _traced(_Trace(cache, positions, length)) as trace, single_token():
         result = run()
         added = tuple(trace.calls[-1].added)
     return result, split(jax.tree.map(lambda whole, new: _written(whole, new, positions), cache, added))
@@ -147,10 +148,10 @@ def _traced(trace: _Trace) -> Iterator[_Trace]:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def single_token() -> Iterator[None]:
     """Inside, tokens come one at a time: the dimension of activations that has one is split over no axis."""
     scope = current()
-    with contextlib.nullcontext() if scope is None else scope_of(dataclasses.replace(scope, one_token=True)):
+    with contextlib.nullcontext() if scope is None else override(dataclasses.replace(scope, one_token=True)):
         yield
 
 
@@ -160,7 +161,7 @@ def token_positions() -> Int[Array, "batch 1"] | None:
     return None if trace is None or trace.positions is None else trace.positions[:, None]
 
 
-def room() -> int:
+def cache_length() -> int:
     """How many tokens the cache in use has room for."""
     return _TRACE.value.length
 
@@ -205,16 +206,16 @@ def cached_attention(
     if problems:
         raise CacheError(_TITLE, problems)
     past = trace.take()
-    trace.calls[-1].add(Entry(key, value))
+    trace.calls[-1].add(KVCache(key, value))
     if trace.positions is None:
         return None
-    return _attend(query, Entry(key, value), past, trace.positions, window, scale, soft_cap)
+    return _attend(query, KVCache(key, value), past, trace.positions, window, scale, soft_cap)
 
 
 def _attend(
     query: Array,
-    own: Entry,
-    past: Entry,
+    own: KVCache,
+    past: KVCache,
     positions: Array,
     window: int | None,
     scale: float | None,
@@ -232,7 +233,7 @@ def _attend(
         products = jnp.einsum(form, grouped, key, preferred_element_type=jnp.float32) * (scale or dim**-0.5)
         return soft_capped(products, soft_cap)
 
-    before = jnp.where(seen[:, None, None], scores("bhgd,blhd->bhgl", past.key), UNSEEN)
+    before = jnp.where(seen[:, None, None], scores("bhgd,blhd->bhgl", past.key), MASK_VALUE)
     itself = scores("bhgd,bkhd->bhgk", own.key)
     largest = jnp.maximum(before.max(axis=-1, keepdims=True), itself)
     before, itself = jnp.exp(before - largest), jnp.exp(itself - largest)
@@ -272,7 +273,7 @@ Layer = Callable[..., Any]
 """A layer as a function of its state and arrays."""
 
 
-def apart(layer: Layer) -> Layer:
+def isolate_layer(layer: Layer) -> Layer:
     """With a cache, `((state, part of the cache), *arrays) -> (result, what is added)`; without one, `layer` as it is.
 
     Args:
@@ -294,7 +295,7 @@ def apart(layer: Layer) -> Layer:
     return run
 
 
-def threaded(step: Callable[..., tuple[Any, Any]], each: Any) -> tuple[Callable[..., tuple[Any, Any]], Any]:
+def thread_cache(step: Callable[..., tuple[Any, Any]], each: Any) -> tuple[Callable[..., tuple[Any, Any]], Any]:
     """With a cache, a step over layers that hands each its part; without one, both as they are.
 
     Args:
@@ -302,8 +303,8 @@ def threaded(step: Callable[..., tuple[Any, Any]], each: Any) -> tuple[Callable[
         each: What each layer has of its own, with a leading layer dimension.
 
     Returns:
-        A step for layers that are `apart`, and `each` with what the cache has for each layer. Its values go through
-        `recorded`.
+        A step for layers that are `isolate_layer`, and `each` with what the cache has for each layer. Its values go
+        through `collect_cache`.
     """
     trace = _TRACE.value
     if trace is None:
@@ -324,7 +325,7 @@ def threaded(step: Callable[..., tuple[Any, Any]], each: Any) -> tuple[Callable[
     return run, (each, trace.take())
 
 
-def recorded(values: Any) -> Any:
+def collect_cache(values: Any) -> Any:
     """The values of a step over layers; what the layers add to the cache is taken out of them."""
     trace = _TRACE.value
     if trace is None:

@@ -2,7 +2,7 @@
 
 A head multiplies each token with a table of the vocabulary. For 8,192 tokens and 128,256 words that is 4 GiB in
 float32, and as much again for their gradient: more than all else. So a model that is asked for its loss returns its
-head `Unembedded`, and the loss takes some tokens at a time: their logits, their softmax, their gradients, the next
+head `LazyLogits`, and the loss takes some tokens at a time: their logits, their softmax, their gradients, the next
 tokens.
 
 Under a plan that is one manual program over the mesh. Each device has its part of the tokens and, over `tensor`, its
@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 from spmd.errors import AnnotationError, Problem
 from spmd.layers.soft_cap import before_soft_cap, soft_capped
 from spmd.plan.annotate import annotate, manual_over, placement
-from spmd.plan.fsdp import Weight, gather
+from spmd.plan.fsdp import ParamPlacement, gather
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
 CHUNK = 1024
@@ -46,7 +46,7 @@ _DEFERRED = jax.make_user_context(default_value=False)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Unembedded:
+class LazyLogits:
     """Logits that are not multiplied out, for `spmd.gradients.losses.cross_entropy` to take some tokens at a time.
 
     Attributes:
@@ -62,21 +62,21 @@ class Unembedded:
     x: Float[Array, "batch seq d"]
     kernel: Float[Array, "..."]
     axes: str = dataclasses.field(default="io", metadata={"static": True})
-    placed: Weight | None = dataclasses.field(default=None, metadata={"static": True})
+    placed: ParamPlacement | None = dataclasses.field(default=None, metadata={"static": True})
     tokens: str = dataclasses.field(default="residual", metadata={"static": True})
     logits: str = dataclasses.field(default="logits", metadata={"static": True})
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
-    """Asks the models that run inside for `Unembedded` logits; those that do not know of it return them as ever."""
+def lazy_logits() -> Iterator[None]:
+    """Asks the models that run inside for `LazyLogits` logits; those that do not know of it return them as ever."""
     with _DEFERRED(True):
         yield
 
 
-def is_deferred() -> bool:
-    """Whether a model may return its logits `Unembedded`."""
+def is_lazy() -> bool:
+    """Whether a model may return its logits `LazyLogits`."""
     return _DEFERRED.value
 
 
@@ -85,7 +85,7 @@ class _Layout:
     """What the program is, and how it lies on the devices; by default on one.
 
     Attributes:
-        axes: Of the kernel, as in `Unembedded`.
+        axes: Of the kernel, as in `LazyLogits`.
         logits: What logits are marked as.
         soft_cap: Of logits.
         chunk: Of how many tokens there are some at once.
@@ -137,7 +137,7 @@ class _Layout:
         return tuple(axis for axis in self.over if axis not in self.vocabulary)
 
 
-def multiplied(head: Unembedded) -> Float[Array, "batch seq vocab"]:
+def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
     """The logits after all, in float32: of a few tokens, such as those that others are drawn from.
 
     Args:
@@ -153,7 +153,7 @@ def multiplied(head: Unembedded) -> Float[Array, "batch seq vocab"]:
 
 
 def chunked_cross_entropy(
-    head: Unembedded, targets: Int[Array, "batch seq"], weights: Float[Array, "batch seq"], chunk: int = CHUNK
+    head: LazyLogits, targets: Int[Array, "batch seq"], weights: Float[Array, "batch seq"], chunk: int = CHUNK
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the summed cross-entropy in nats, and how many tokens are predicted exactly.
 
@@ -173,7 +173,7 @@ def chunked_cross_entropy(
     return loss, correct
 
 
-def _layout(head: Unembedded, chunk: int) -> _Layout:
+def _layout(head: LazyLogits, chunk: int) -> _Layout:
     scope = placement(head.tokens)
     if scope is None:
         return _Layout(head.axes, head.logits, head.soft_cap, chunk)

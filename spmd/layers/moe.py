@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 from spmd.errors import AnnotationError, Problem
 from spmd.layers.router import RouterConfig, Routing, places
 from spmd.plan.annotate import annotate, placement
-from spmd.plan.fsdp import Weight
+from spmd.plan.fsdp import ParamPlacement
 from spmd.sharding.mesh import AnyMesh, entry_axes
 from spmd.sharding.rules import spec_text
 
@@ -40,16 +40,16 @@ Activation = Callable[..., Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class ExpertKernel:
     """The kernels of all experts of a layer, `[expert, in, out]`, and how the plan in scope places them.
 
     Attributes:
         array: The kernels.
-        placed: From `spmd.plan.fsdp.weight`; None outside a plan.
+        placed: From `spmd.plan.fsdp.placement_of`; None outside a plan.
     """
 
     array: Float[Array, "expert in out"]
-    placed: Weight | None
+    placed: ParamPlacement | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +78,12 @@ class _Layout:
         return self.expert[1] if self.expert else 1
 
 
-def mixture(
+def mixture_of_experts(
     x: Float[Array, "batch seq d"],
     routing: Routing,
     config: RouterConfig,
-    into: Sequence[Kernel],
-    out: Kernel,
+    into: Sequence[ExpertKernel],
+    out: ExpertKernel,
     activation: Activation,
 ) -> tuple[Float[Array, "batch seq d"], Float[Array, ""]]:
     """Each token's experts, `out(activation(into(x)))`, weighted and added up, and how many choices were dropped.
@@ -133,7 +133,7 @@ def mixture(
     return manual(*arrays), dropped
 
 
-def _layout(mesh: AnyMesh, tokens: P, kernels: Sequence[Kernel]) -> _Layout:
+def _layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> _Layout:
     """How the plan in scope splits the layer.
 
     Raises:

@@ -1,6 +1,6 @@
 """Where a model's layers begin and end, said by the model, so that a pipeline may cut it into stages.
 
-A model runs its stacked layers through `through_layers`. Outside a pipeline that is a plain call. A pipeline
+A model runs its stacked layers through `pipelined_layers`. Outside a pipeline that is a plain call. A pipeline
 (`spmd.pipeline.grad_fn`) traces the same loss function three times, and each time answers the call in another way:
 
 ```
@@ -12,7 +12,7 @@ leave    loss_fn ──────────────▶ through_layers �
 What stands before the layers and is not asked for (the embedding, for any stage but the first) is dead code, and so is
 what stands behind them.
 
-Where there is nothing to overlap, as when a text is written token by token, the stages take turns (`relay`).
+Where nothing can overlap, as in generation token by token, the stages run one after the other (`sequential_stages`).
 """
 
 import contextlib
@@ -70,13 +70,13 @@ _ANSWER = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def answered(answer: Answer) -> Iterator[None]:
-    """Inside, `through_layers` does what `answer` says."""
+    """Inside, `pipelined_layers` does what `answer` says."""
     with _ANSWER(answer):
         yield
 
 
 @contextlib.contextmanager
-def relay() -> Iterator[None]:
+def sequential_stages() -> Iterator[None]:
     """Inside, each stage of mesh axis `pipe` runs its own layers in its turn, and passes the stream on.
 
     Left to itself, the compiler would bring all layers to every stage.
@@ -111,7 +111,7 @@ def _in_turns(mesh: AnyMesh, run: Run, x: jax.Array, layers: Any) -> tuple[jax.A
     return manual_over(mesh, ("pipe",), local, (P(), P("pipe")), (P(), P("pipe")))(x, layers)
 
 
-def through_layers(run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+def pipelined_layers(run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
     """`run(x, layers)`; in a pipeline, on the layers of one stage.
 
     Args:

@@ -30,13 +30,13 @@ from jaxtyping import Array, Float, Int
 from spmd.errors import ConfigError, Problem
 from spmd.layers.blockwise_attention import (
     Backward,
-    Visit,
+    BlockPairs,
+    backward_block,
     chunk_of,
-    give_back,
+    finalize_softmax,
+    init_softmax,
     is_awkward,
-    nothing_seen,
-    result,
-    see,
+    update_softmax,
     visible_pairs,
 )
 from spmd.layers.zigzag import zigzag
@@ -71,12 +71,12 @@ class Ring:
         """`f` on each device's tokens."""
         return f if self.mesh is None else manual_over(self.mesh, ("sequence",), f, in_specs, out_specs)
 
-    def pass_on(self, arrays: Any) -> Any:
+    def rotate(self, arrays: Any) -> Any:
         """What each device holds, sent to the next."""
         path = [(i, (i + 1) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, "sequence", path), arrays)
 
-    def visit(self, turn: int, query: Array, segments: Segments, key_segments: Segments) -> Visit:
+    def visit(self, turn: int, query: Array, segments: Segments, key_segments: Segments) -> BlockPairs:
         """What each device's queries see of the keys that are there after so many turns."""
         local = query.shape[2]
         chunk = chunk_of(local // 2 if self.is_balanced else local)
@@ -90,14 +90,14 @@ class Ring:
         padded = [np.pad(table, ((0, max(counts) - len(table)), (0, 0))) for table in tables]
         rest = chunk, self.window, segments, key_segments, self.soft_cap
         if self.devices == 1:
-            return Visit(jnp.asarray(padded[0]), counts[0], *rest)
+            return BlockPairs(jnp.asarray(padded[0]), counts[0], *rest)
         device = jax.lax.axis_index("sequence")
         # Where all devices do the same work, the compiler is told how much.
         count = counts[0] if min(counts) == max(counts) else jnp.asarray(counts)[device]
-        return Visit(jnp.asarray(np.stack(padded))[device], count, *rest)
+        return BlockPairs(jnp.asarray(np.stack(padded))[device], count, *rest)
 
 
-def online_attention(
+def blockwise_attention(
     query: Float[Array, "batch seq heads dim"],
     key: Float[Array, "batch seq kv_heads dim"],
     value: Float[Array, "batch seq kv_heads dim"],
@@ -139,15 +139,15 @@ def _attend(query: Array, key: Array, value: Array, segments: Segments, ring: Ri
 
 def _forward(query: Array, key: Array, value: Array, segments: Segments, ring: Ring) -> tuple[Array, tuple[Any, ...]]:
     def around(query: Array, key: Array, value: Array, segments: Segments) -> tuple[Array, Array]:
-        softmax, here = nothing_seen(query), (key, value, segments)
+        softmax, here = init_softmax(query), (key, value, segments)
         for turn in range(ring.devices):
             is_last = turn == ring.devices - 1
-            coming = None if is_last else ring.pass_on(here)
-            softmax = see(ring.visit(turn, query, segments, here[2]), softmax, query, *here[:2])
+            coming = None if is_last else ring.rotate(here)
+            softmax = update_softmax(ring.visit(turn, query, segments, here[2]), softmax, query, *here[:2])
             if not is_last:
                 # Without a barrier, all keys may be sent before the first are used, and be there at once.
                 here, softmax = jax.lax.optimization_barrier((coming, softmax))
-        out, log_total = result(softmax)
+        out, log_total = finalize_softmax(softmax)
         return out.astype(query.dtype), log_total
 
     specs = (_QUERY, _KEY, _KEY, _IDS)
@@ -162,15 +162,15 @@ def _backward(ring: Ring, saved: tuple[Any, ...], dout: Array) -> tuple[Array | 
         product = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=-1)
         known = Backward(query, dout, log_total, product)
         own = (key, value, segments)
-        here = own if ring.devices == 1 else ring.pass_on(own)
+        here = own if ring.devices == 1 else ring.rotate(own)
         dquery = jnp.zeros(query.shape, jnp.float32)
         travelling: Any = None
         for turn in (*range(1, ring.devices), 0):
-            coming = ring.pass_on(here) if 0 < turn < ring.devices - 1 else own
-            arrived = None if travelling is None else ring.pass_on(travelling)
+            coming = ring.rotate(here) if 0 < turn < ring.devices - 1 else own
+            arrived = None if travelling is None else ring.rotate(travelling)
             zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
             visit = ring.visit(turn, query, segments, here[2])
-            dquery, *parts = give_back(visit, known, (dquery, *zeros), *here[:2])
+            dquery, *parts = backward_block(visit, known, (dquery, *zeros), *here[:2])
             travelling = tuple(parts) if arrived is None else jax.tree.map(jnp.add, arrived, tuple(parts))
             if turn:
                 here, dquery, travelling = jax.lax.optimization_barrier((coming, dquery, travelling))
@@ -183,7 +183,7 @@ def _backward(ring: Ring, saved: tuple[Any, ...], dout: Array) -> tuple[Array | 
 _attend.defvjp(_forward, _backward)
 
 
-def by_heads(
+def ulysses_attention(
     kernel: Callable[..., Array],
     mesh: AnyMesh,
     query: Float[Array, "batch seq heads dim"],

@@ -10,8 +10,8 @@ contiguous   0 1 2 3 | 4 5 6 7
 zigzag       0 1 6 7 | 2 3 4 5
 ```
 
-A loss function puts its batch into that order once, where it begins (`balanced`); RoPE asks for the `positions` of the
-tokens it sees; ring attention asks which order holds. A loss is a sum over tokens, so nothing is put back.
+A loss function puts its batch into that order once, where it begins (`zigzag_batch`); RoPE asks for the `positions`
+of the tokens it sees; ring attention asks which order holds. A loss is a sum over tokens, so nothing is put back.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import ConfigError, Problem
 from spmd.layers.kv_cache import token_positions
-from spmd.plan.annotate import attention, manual_over
+from spmd.plan.annotate import attention_config, manual_over
 
 _BALANCED = jax.make_user_context(default_value=False)
 
 
-def is_balanced() -> bool:
+def is_zigzag() -> bool:
     """Whether the tokens that are traced now are in zigzag order."""
     return _BALANCED.value
 
@@ -53,7 +53,7 @@ def positions(seq: int) -> np.ndarray | jax.Array:
     (`spmd.layers.kv_cache`): then each row is somewhere else, and they are `[batch, 1]`.
 
     A model that takes positions from here, and mixes tokens by `spmd.layers.attention.attend` alone, may say so by
-    the attribute `takes_any_order = True`.
+    the attribute `position_aware = True`.
 
     Example:
         >>> positions(4).tolist()
@@ -61,16 +61,16 @@ def positions(seq: int) -> np.ndarray | jax.Array:
     """
     if (decoded := token_positions()) is not None:
         return decoded
-    return (zigzag(seq, attention().sequence) if is_balanced() else np.arange(seq))[None]
+    return (zigzag(seq, attention_config().sequence) if is_zigzag() else np.arange(seq))[None]
 
 
 @contextlib.contextmanager
-def balanced(batch: Any, *, takes_any_order: bool) -> Iterator[Any]:
+def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
     """The batch in the order in which a ring has the least to wait for; it holds inside the `with`.
 
     Args:
         batch: A dictionary of arrays, each `[batch, seq]`; `tokens` is among them.
-        takes_any_order: Whether the model says that it asks for positions. One that does not gets its batch as it is.
+        position_aware: Whether the model says that it asks for positions. One that does not gets its batch as it is.
 
     Yields:
         The batch, each array with two permutes over `sequence`; as it is, where no plan is in scope or no ring in it.
@@ -78,8 +78,8 @@ def balanced(batch: Any, *, takes_any_order: bool) -> Iterator[Any]:
     Raises:
         ConfigError: The sequence does not divide into two blocks for each device.
     """
-    ring = attention()
-    if ring.mesh is None or not (ring.is_ring and takes_any_order):
+    ring = attention_config()
+    if ring.mesh is None or not (ring.is_ring and position_aware):
         yield batch
         return
     seq, blocks = batch["tokens"].shape[1], 2 * ring.sequence

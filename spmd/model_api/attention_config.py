@@ -36,8 +36,8 @@ _CUDNN_HEAD_DIM = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
-    """How attention is computed under a plan, or outside of any; made by `make_attention`.
+class AttentionConfig:
+    """How attention is computed under a plan, or outside of any; made by `make_attention_config`.
 
     Attributes:
         mesh: The plan's mesh; None outside of a plan.
@@ -115,7 +115,7 @@ class Attention:
         return fused + anywhere + context
 
 
-def make_attention(mesh: AnyMesh, kernel: str, context: str) -> Attention:
+def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> AttentionConfig:
     """The choice, checked against the mesh.
 
     Raises:
@@ -126,8 +126,8 @@ def make_attention(mesh: AnyMesh, kernel: str, context: str) -> Attention:
         >>> print(make_attention(abstract_mesh(MeshShape(sequence=4)), "xla", "all-to-all"))
         xla   context all-to-all
     """
-    made = Attention(mesh, kernel, context)
-    problems = name_problems(kernel, context)
+    made = AttentionConfig(mesh, kernel, context)
+    problems = attention_problems(kernel, context)
     needed = KERNELS.get(kernel, "")
     if needed and made.platform not in ("", needed):
         what = f"{kernel} needs a {needed.upper()}, and the mesh is of {made.platform} devices"
@@ -140,7 +140,7 @@ def make_attention(mesh: AnyMesh, kernel: str, context: str) -> Attention:
     return made
 
 
-def name_problems(kernel: str, context: str) -> list[Problem]:
+def attention_problems(kernel: str, context: str) -> list[Problem]:
     """What is wrong with the two names, whatever the mesh."""
     return [
         Problem(field, f"is {name!r}", fix=did_you_mean(name, names))

@@ -14,7 +14,7 @@ PRNG = "threefry2x32"
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class ModelInfo:
     """What a module's source says of its arrays, besides their shapes.
 
     Attributes:
@@ -24,13 +24,13 @@ class Facts:
             `Rules.from_annotations`.
         replicated: Path of any other variable that no rule is asked for → why it is whole on every device.
         placed: Path of any variable that no rule is asked for → its spec.
-        multiplied: Paths of kernels that may be `spmd.plan.lora_layer.Adapted`, because the module
+        lora_kernels: Paths of kernels that may be `spmd.plan.lora_layer.LoRAParam`, because the module
             multiplies with them by it.
         frozen: Path of a variable that never changes → the path of the module's parameter that it is. In stacked layers
             it may live in host memory, as a parameter may.
-        takes_any_order: Whether the model asks for the positions of its tokens (`spmd.layers.zigzag`), so that they
+        position_aware: Whether the model asks for the positions of its tokens (`spmd.layers.zigzag`), so that they
             may come in another order.
-        takes_one_token: Whether tokens see each other by `spmd.layers.attention.attend` alone, so that they may come
+        supports_kv_cache: Whether tokens see each other by `spmd.layers.attention.attend` alone, so that they may come
             one at a time where keys and values are kept (`spmd.layers.kv_cache`).
     """
 
@@ -39,10 +39,10 @@ class Facts:
     annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     replicated: Mapping[str, str] = dataclasses.field(default_factory=dict)
     placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    multiplied: frozenset[str] = frozenset()
+    lora_kernels: frozenset[str] = frozenset()
     frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    takes_any_order: bool = False
-    takes_one_token: bool = False
+    position_aware: bool = False
+    supports_kv_cache: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +88,7 @@ class Model:
         forward: `(params, variables, key, *inputs, train)` → `(outputs, variables afterwards)`; by default `apply`,
             which leaves the variables as they are. In evaluation (`train=False`) nothing is dropped, statistics are
             used and not updated, and the key may be None.
-        facts: What the module's source says besides; nothing by default.
+        info: What the module's source says besides; nothing by default.
 
     Example:
         >>> model = Model(lambda key: {"w": jax.numpy.ones(3)}, lambda params, x: params["w"] * x)
@@ -101,7 +101,7 @@ class Model:
     apply: Callable[..., Any]
     init_variables: Callable[[jax.Array], Any] = lambda key: {}
     forward: Callable[..., tuple[Any, Any]] = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
-    facts: Callable[[], Facts] = Facts
+    info: Callable[[], ModelInfo] = ModelInfo
 
     def __post_init__(self) -> None:
         if self.forward is None:

@@ -251,12 +251,12 @@ def with_loss_scale(model: Model, loss_scale: LossScale | None) -> Model:
         outputs, after = model.forward(params, own, *inputs, train=train)
         return outputs, {**after, **scaling}
 
-    def facts() -> Any:
-        known = model.facts()
+    def info() -> Any:
+        known = model.info()
         paths = (f"{LOSS_SCALE}/{name}" for name in loss_scale.init())
         return dataclasses.replace(known, replicated={**known.replicated, **dict.fromkeys(paths, _REASON)})
 
-    return dataclasses.replace(model, init_variables=init_variables, forward=forward, facts=facts)
+    return dataclasses.replace(model, init_variables=init_variables, forward=forward, info=info)
 
 
 def split_loss_scale(variables: Any) -> tuple[Any, dict[str, Any]]:

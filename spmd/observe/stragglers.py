@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-class Spread:
+class StepTimeExchange:
     """Exchanges a row of numbers between processes; what is sent in one call is returned by the next.
 
     So no call waits for a device that has other work: the row travels behind the steps that were dispatched before it.

@@ -26,8 +26,8 @@ from optax import contrib
 
 from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.optim.per_layer import per_layer
-from spmd.optim.quantized import BLOCK, Kind, compact
-from spmd.optim.two_phase import Staged, staged
+from spmd.optim.quantized import BLOCK, Kind, quantize_moments
+from spmd.optim.two_phase import TwoPhaseOptimizer, two_phase
 from spmd.sharding.rules import compile_pattern
 from spmd.tree import PyTree, map_with_path
 
@@ -174,7 +174,7 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return schedule
 
 
-def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] = ("layers",)) -> Staged:
+def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] = ("layers",)) -> TwoPhaseOptimizer:
     """The optimizer that `config` describes, behind one clip of the whole gradient.
 
     Args:
@@ -202,7 +202,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] =
         with jax.numpy_dtype_promotion("standard"):
             return clip.update(gradients, clip.init(gradients))[0], {}
 
-    return staged(whole, make_update_rule(config, steps, stacked))
+    return two_phase(whole, make_update_rule(config, steps, stacked))
 
 
 def make_update_rule(
@@ -262,7 +262,7 @@ def _compact(
     transform: optax.GradientTransformation, config: OptimizerConfig, stacked: Sequence[str]
 ) -> optax.GradientTransformation:
     """The transform with its moments stored as `config` says."""
-    return compact(transform, config.moments, config.moments_block, stacked)
+    return quantize_moments(transform, config.moments, config.moments_block, stacked)
 
 
 MUON_RMS = 0.2

@@ -21,7 +21,7 @@ from spmd.errors import Problem
 from spmd.optim.per_layer import stack_ends
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
-_FIX = "wrap what looks at whole arrays in spmd.optim.per_layer, and choose parameters by path instead of by rank"
+_FIX = "wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
 _PER_LAYER = re.compile(r"(?:^|(?<=/))(rest|stacked/[^/]+)/")  # where `per_layer` keeps the state of its transform
 _TOTALS = {"add", "and", "max", "min", "or"}
 _LINEAR_ALGEBRA = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd", "triangular_solve"}

@@ -14,7 +14,7 @@ import optax
 from spmd.model_api.precision import Precision
 from spmd.optim.skip_updates import skip_bad_updates
 from spmd.optim.stochastic_rounding import round_stochastically, salt_of, seed_of
-from spmd.optim.two_phase import Staged, staged, stages
+from spmd.optim.two_phase import TwoPhaseOptimizer, phases, two_phase
 from spmd.tree import map_with_path
 
 
@@ -33,7 +33,9 @@ class RoundedState(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def at_precision(optimizer: optax.GradientTransformation, precision: Precision) -> optax.GradientTransformation:
+def wrap_optimizer_for_precision(
+    optimizer: optax.GradientTransformation, precision: Precision
+) -> optax.GradientTransformation:
     """The optimizer as a plan of this precision runs it; the same object for the same arguments.
 
     With loss scaling it leaves out steps that are not finite. It always computes in float32, whatever the parameters
@@ -44,16 +46,16 @@ def at_precision(optimizer: optax.GradientTransformation, precision: Precision) 
     if precision.params == "float32":
         return optimizer
     if precision.master:
-        return with_master(optimizer)
-    return with_rounding(optimizer) if precision.rounding == "stochastic" else in_float32(optimizer)
+        return with_master_weights(optimizer)
+    return with_stochastic_rounding(optimizer) if precision.rounding == "stochastic" else in_float32(optimizer)
 
 
-def with_master(optimizer: optax.GradientTransformation) -> Staged:
+def with_master_weights(optimizer: optax.GradientTransformation) -> TwoPhaseOptimizer:
     """The optimizer on float32 master weights, which its state holds.
 
     The updates it returns take the parameters exactly to the master weights, rounded.
     """
-    whole, rule = stages(optimizer)
+    whole, rule = phases(optimizer)
 
     def init(params: Any) -> MasterState:
         master = _wide(params)
@@ -65,15 +67,15 @@ def with_master(optimizer: optax.GradientTransformation) -> Staged:
         rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
         return _difference(rounded, params), MasterState(master, inner)
 
-    return staged(whole, optax.GradientTransformationExtraArgs(init, update))
+    return two_phase(whole, optax.GradientTransformationExtraArgs(init, update))
 
 
-def with_rounding(optimizer: optax.GradientTransformation) -> Staged:
+def with_stochastic_rounding(optimizer: optax.GradientTransformation) -> TwoPhaseOptimizer:
     """The optimizer on bfloat16 parameters, which are rounded stochastically after each update.
 
     The random bits depend on how many updates there were, and are the same on every mesh.
     """
-    whole, rule = stages(optimizer)
+    whole, rule = phases(optimizer)
 
     def init(params: Any) -> RoundedState:
         return RoundedState(jnp.zeros((), jnp.int32), rule.init(_wide(params)))
@@ -88,17 +90,17 @@ def with_rounding(optimizer: optax.GradientTransformation) -> Staged:
         rounded = map_with_path(move, exact, updates)
         return _difference(rounded, params), RoundedState(optax.safe_increment(state.steps), inner)
 
-    return staged(whole, optax.GradientTransformationExtraArgs(init, update))
+    return two_phase(whole, optax.GradientTransformationExtraArgs(init, update))
 
 
-def in_float32(optimizer: optax.GradientTransformation) -> Staged:
+def in_float32(optimizer: optax.GradientTransformation) -> TwoPhaseOptimizer:
     """The optimizer, which sees parameters and gradients in float32."""
-    whole, rule = stages(optimizer)
+    whole, rule = phases(optimizer)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return rule.update(_wide(updates), state, _wide(params), **extra)
 
-    return staged(whole, optax.GradientTransformationExtraArgs(lambda params: rule.init(_wide(params)), update))
+    return two_phase(whole, optax.GradientTransformationExtraArgs(lambda params: rule.init(_wide(params)), update))
 
 
 def _wide(params: Any) -> Any:

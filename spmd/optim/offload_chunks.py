@@ -16,9 +16,9 @@ from spmd.errors import Problem
 from spmd.optim.layerwise import trace_update
 from spmd.optim.per_layer import stack_ends
 from spmd.sharding.mesh import shards_of
-from spmd.sharding.optimizer_state import Derived, shard_bytes
+from spmd.sharding.optimizer_state import DerivedSpec, shard_bytes
 
-PIECE_BYTES = 4 * 2**20
+CHUNK_BYTES = 4 * 2**20
 """The largest piece of an array outside a stack on one device, in float32, where its shape allows."""
 
 SMALL_BYTES = 2**20
@@ -29,7 +29,7 @@ ROWS, LANES = 8, 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class UpdateChunk:
     """How the arrays of some parameters are cut into equal pieces.
 
     Attributes:
@@ -58,15 +58,15 @@ class Cut:
         return jax.tree.map(lambda p: jax.ShapeDtypeStruct(self.shape(tuple(p.shape)), p.dtype), chosen)
 
 
-def make_cuts(
+def plan_chunks(
     rule: optax.GradientTransformation,
     params: Any,
-    state: Mapping[str, Derived],
+    state: Mapping[str, DerivedSpec],
     specs: Mapping[str, Any],
     axes: Mapping[str, int],
     stacked: Sequence[str],
     offload: Sequence[str],
-) -> tuple[tuple[Cut, ...], list[Problem]]:
+) -> tuple[tuple[UpdateChunk, ...], list[Problem]]:
     """Cuts the update of all parameters into pieces.
 
     Args:
@@ -105,17 +105,20 @@ def make_cuts(
     cuts = []
     for (_, length), paths in stacks.items():  # a piece is one layer, of each stage of a pipeline
         stages = _shards(flat[paths[0]].shape, specs[paths[0]], axes)[0]
-        cuts.append(Cut(tuple(paths), 0, length // stages, stages))
+        cuts.append(UpdateChunk(tuple(paths), 0, length // stages, stages))
     ranks = {path: len(flat[path].shape) for path in single}
     elementwise = {
         path
         for path, seen in trace_update(rule, abstract, ranks).items()
         if path in ranks and not seen.mixed and not seen.random and {shape for _, shape in seen.state} <= {()}
     }
-    parts = [(path, cut_large(path, flat[path], specs[path], axes) if path in elementwise else None) for path in single]
+    parts = [
+        (path, chunk_large_array(path, flat[path], specs[path], axes) if path in elementwise else None)
+        for path in single
+    ]
     cuts += [cut for _, cut in parts if cut]
     if whole := tuple(path for path, cut in parts if not cut):
-        cuts.append(Cut(whole))
+        cuts.append(UpdateChunk(whole))
     if "optimizer_state" in offload:
         cuts = [dataclasses.replace(cut, host=_host(cut, rule, abstract, state, axes)) for cut in cuts]
     if "params" in offload:
@@ -127,7 +130,7 @@ def make_cuts(
     return tuple(cuts), problems
 
 
-def cut_large(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> Cut | None:
+def chunk_large_array(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> UpdateChunk | None:
     """The cut of one large array into pieces of whole rows of tiles, the finest if none is small enough; None for one
     that is small or has no such cut."""
     shape = tuple(leaf.shape)
@@ -136,13 +139,13 @@ def cut_large(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> Cut |
     total = 4
     for size in local:
         total *= size
-    if total <= PIECE_BYTES or len(shape) < 2:
+    if total <= CHUNK_BYTES or len(shape) < 2:
         return None
     dim = len(shape) + _row_dim(local)
     rows, left = divmod(local[dim], ROWS)
     counts = [] if left else [pieces for pieces in range(2, rows + 1) if rows % pieces == 0]
-    small = (pieces for pieces in counts if total // pieces <= PIECE_BYTES)
-    return Cut((path,), dim, next(small, counts[-1]), shards[dim]) if counts else None
+    small = (pieces for pieces in counts if total // pieces <= CHUNK_BYTES)
+    return UpdateChunk((path,), dim, next(small, counts[-1]), shards[dim]) if counts else None
 
 
 def _shards(shape: Sequence[int], spec: Any, axes: Mapping[str, int]) -> list[int]:
@@ -162,16 +165,16 @@ def _row_dim(local: Sequence[int]) -> int:
     return -2 if padded(*local[-2:]) <= padded(*local[:-3:-1]) else -1
 
 
-def _host_params(cut: Cut, params: Mapping[str, Any]) -> frozenset[str]:
+def _host_params(cut: UpdateChunk, params: Mapping[str, Any]) -> frozenset[str]:
     """Which parameters of a stack live in host memory: those of which one layer is made of whole tiles."""
     return frozenset(path for path in cut.paths if len(params[path].shape) > 2)
 
 
 def _host(
-    cut: Cut,
+    cut: UpdateChunk,
     rule: optax.GradientTransformation,
     params: Any,
-    state: Mapping[str, Derived],
+    state: Mapping[str, DerivedSpec],
     axes: Mapping[str, int],
 ) -> frozenset[str]:
     """Which state of a cut lives in host memory: pieces of at least two dimensions, and arrays no larger than a piece.
@@ -182,7 +185,7 @@ def _host(
     for path, piece in tree.flatten(jax.eval_shape(rule.init, cut.piece(params))).items():
         whole, rank = state[path], len(piece.shape)
         if piece.shape == whole.shape:
-            fits = SMALL_BYTES <= shard_bytes(whole.shape, whole.dtype, whole.spec, axes) <= PIECE_BYTES
+            fits = SMALL_BYTES <= shard_bytes(whole.shape, whole.dtype, whole.spec, axes) <= CHUNK_BYTES
         elif cut.dim < rank - 2:
             fits = True
         else:

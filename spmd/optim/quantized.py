@@ -47,7 +47,7 @@ class Blocks(NamedTuple):
     scale: jax.Array
 
 
-class CompactState(NamedTuple):
+class QuantizedState(NamedTuple):
     """How many updates there were (int32 scalar), and the transform's state with its moments as they are stored."""
 
     steps: jax.Array
@@ -65,7 +65,7 @@ def block_of(size: int, largest: int = BLOCK) -> int:
     return block if block >= min(_LEAST_BLOCK, largest) else 0
 
 
-def compact(
+def quantize_moments(
     transform: optax.GradientTransformation, kind: Kind, block: int = BLOCK, stacked: Sequence[str] = ("layers",)
 ) -> optax.GradientTransformationExtraArgs:
     """The transform with every moment stored as `kind`.
@@ -110,16 +110,16 @@ def compact(
 
         return state._replace(**{name: field(name, getattr(state, name)) for name in state._fields})
 
-    def init(params: PyTree) -> CompactState:
+    def init(params: PyTree) -> QuantizedState:
         count = jnp.zeros((), jnp.int32)
-        return CompactState(count, store(inner.init(params), params, count))
+        return QuantizedState(count, store(inner.init(params), params, count))
 
     def update(
-        updates: PyTree, state: CompactState, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, CompactState]:
+        updates: PyTree, state: QuantizedState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, QuantizedState]:
         updates, after = inner.update(updates, _load(state.inner), params, **extra)
         count = optax.safe_increment(state.steps)
-        return updates, CompactState(count, store(after, updates, count))
+        return updates, QuantizedState(count, store(after, updates, count))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.optim.two_phase import Staged, staged, stages
+from spmd.optim.two_phase import TwoPhaseOptimizer, phases, two_phase
 
 
 class SkipState(NamedTuple):
@@ -37,7 +37,9 @@ def skipped_steps(state: Any) -> jax.Array:
     return next(node.skipped for node in jax.tree.leaves(state, is_leaf=found) if found(node))
 
 
-def skip_bad_updates(optimizer: optax.GradientTransformation, factor: float = 0.0, window: int = 50) -> Staged:
+def skip_bad_updates(
+    optimizer: optax.GradientTransformation, factor: float = 0.0, window: int = 50
+) -> TwoPhaseOptimizer:
     """The optimizer, which leaves out an update whose gradient has a norm that is NaN, infinite or far too large.
 
     Then no parameter and no moment changes, on any device, and the optimizer's own step count (and with it the learning
@@ -49,7 +51,7 @@ def skip_bad_updates(optimizer: optax.GradientTransformation, factor: float = 0.
         factor: A norm above this many means of those before is too large; 0: none is.
         window: Over about how many updates that mean goes; before half as many were taken, no norm is too large.
     """
-    first, rule = stages(optimizer)
+    first, rule = phases(optimizer)
 
     def init(params: Any) -> SkipState:
         zero = jnp.zeros((), jnp.int32)
@@ -74,4 +76,4 @@ def skip_bad_updates(optimizer: optax.GradientTransformation, factor: float = 0.
         usual = jnp.where(take, mean, state.usual_norm).astype(jnp.float32)
         return updates, SkipState(state.skipped + jnp.logical_not(take), taken, usual, inner)
 
-    return staged(whole, optax.GradientTransformationExtraArgs(init, update))
+    return two_phase(whole, optax.GradientTransformationExtraArgs(init, update))

@@ -11,23 +11,23 @@ from typing import Any
 import jax
 import optax
 
-Whole = Callable[[Any], tuple[Any, dict[str, jax.Array]]]
+GlobalPhase = Callable[[Any], tuple[Any, dict[str, jax.Array]]]
 """The whole gradient → the gradient to go on with, and scalars that the rule takes as extra arguments."""
 
 
-class Staged(optax.GradientTransformationExtraArgs):
-    """An optax transformation that knows its two stages; made by `staged`.
+class TwoPhaseOptimizer(optax.GradientTransformationExtraArgs):
+    """An optax transformation that knows its two stages; made by `two_phase`.
 
     Attributes:
         whole: The first stage, which keeps no state.
         rule: The second stage, an optax transformation whose update of one parameter depends on no other.
     """
 
-    whole: Whole
+    whole: GlobalPhase
     rule: optax.GradientTransformationExtraArgs
 
 
-def staged(whole: Whole, rule: optax.GradientTransformation) -> Staged:
+def two_phase(whole: GlobalPhase, rule: optax.GradientTransformation) -> TwoPhaseOptimizer:
     """The optimizer that runs `rule` on what `whole` makes of the gradient; its state is the rule's.
 
     Example:
@@ -42,13 +42,13 @@ def staged(whole: Whole, rule: optax.GradientTransformation) -> Staged:
         gradients, scalars = whole(gradients)
         return inner.update(gradients, state, params, **extra, **scalars)
 
-    optimizer = Staged(inner.init, update)
+    optimizer = TwoPhaseOptimizer(inner.init, update)
     optimizer.whole, optimizer.rule = whole, inner
     return optimizer
 
 
-def stages(optimizer: optax.GradientTransformation) -> tuple[Whole, optax.GradientTransformationExtraArgs]:
-    """The two stages of an optimizer; any that is not `Staged` is all rule."""
-    if isinstance(optimizer, Staged):
+def phases(optimizer: optax.GradientTransformation) -> tuple[GlobalPhase, optax.GradientTransformationExtraArgs]:
+    """The two stages of an optimizer; any that is not `TwoPhaseOptimizer` is all rule."""
+    if isinstance(optimizer, TwoPhaseOptimizer):
         return optimizer.whole, optimizer.rule
     return lambda gradients: (gradients, {}), optax.with_extra_args_support(optimizer)

@@ -1,4 +1,4 @@
-"""The loop over the ticks of a pipeline: what every stage does in each, by the tables of a `Program`.
+"""The loop over the ticks of a pipeline: what every stage does in each, by the tables of a `TickTable`.
 
 ```
 what the stage before sent ──▶ slots ──▶ forward task ──▶ to the stage behind, while the backward task computes
@@ -19,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd.layers.pipelined_layers import SLOTS, Stream
 from spmd.pipeline.interleave import AXIS
-from spmd.pipeline.partition import Stages, at, part
-from spmd.pipeline.tick_table import IDLE, Program
+from spmd.pipeline.partition import Stages, read_slot, select_chunk
+from spmd.pipeline.tick_table import IDLE, TickTable
 from spmd.plan.fsdp import accumulation_dtype
 
 Carry = dict[str, Any]
@@ -28,7 +28,7 @@ Carry = dict[str, Any]
 `totals`: gradients of layers `[version · chunk, …]`, all other gradients and sums `[version, …]`."""
 
 
-def first_carry(model: Stages, chunks: Any, shared: Any, program: Program) -> Carry:
+def first_carry(model: Stages, chunks: Any, shared: Any, program: TickTable) -> Carry:
     """The carry of a pipeline with nothing in it."""
     stream, sums = model.shapes(shared)
     empty = zeros(stream)
@@ -45,7 +45,7 @@ def first_carry(model: Stages, chunks: Any, shared: Any, program: Program) -> Ca
     }
 
 
-def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program: Program, carry: Carry) -> Carry:
+def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program: TickTable, carry: Carry) -> Carry:
     """What one stage does.
 
     Args:
@@ -66,55 +66,57 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
     def tick(carry: Carry, row: dict[str, jax.Array]) -> tuple[Carry, None]:
         do = {name: column[stage] for name, column in row.items()}
         arrived_back = move(carry["sent_back"], by=-1)  # while the forward task computes
-        inputs = put(carry["inputs"], do["arrives"], carry["arrived"])
+        inputs = write_slot(carry["inputs"], do["arrives"], carry["arrived"])
 
         # The embedding is looked up on all stages at once: no stage waits for it, and no matrix is multiplied.
         i = row["forward"][0]
         begins = (i >= 0) & (row["forward_chunk"][0] == 0)
-        entered = either(begins, lambda: model.enter(part(shared, version(i)), i), lambda: empty)
-        inputs = put(inputs, jnp.where(begins & (stage == 0), do["forward_slot"], IDLE), entered)
+        entered = cond(begins, lambda: model.enter(select_chunk(shared, version(i)), i), lambda: empty)
+        inputs = write_slot(inputs, jnp.where(begins & (stage == 0), do["forward_slot"], IDLE), entered)
 
         def forward() -> Stream:
             i, chunk = do["forward"], do["forward_chunk"]
-            layers = part(chunks, version(i) * program.chunks + chunk)
-            return model.inside(layers, part(shared, version(i)), at(inputs, do["forward_slot"]), i, chunk)
+            layers = select_chunk(chunks, version(i) * program.chunks + chunk)
+            return model.inside(
+                layers, select_chunk(shared, version(i)), read_slot(inputs, do["forward_slot"]), i, chunk
+            )
 
-        arrived = move(either(do["forward"] >= 0, forward, lambda: empty), by=1)  # while the backward one does
-        gradients = put(carry["gradients"], do["gradient_arrives"], arrived_back)
+        arrived = move(cond(do["forward"] >= 0, forward, lambda: empty), by=1)  # while the backward one does
+        gradients = write_slot(carry["gradients"], do["gradient_arrives"], arrived_back)
 
         def backward(totals: Any) -> tuple[Stream, Any]:
             i, chunk = do["backward"], do["backward_chunk"]
-            own, group = part(shared, version(i)), version(i) * program.chunks + chunk
+            own, group = select_chunk(shared, version(i)), version(i) * program.chunks + chunk
             d_chunks, d_shared, sums = totals
             left, pull = jax.vjp(
                 lambda layers, shared, stream: model.inside(layers, shared, stream, i, chunk),
-                *(part(chunks, group), own, at(inputs, do["backward_slot"])),
+                *(select_chunk(chunks, group), own, read_slot(inputs, do["backward_slot"])),
             )
 
             def from_loss(d_shared: Any, sums: Any) -> tuple[Stream, Any, Any]:
                 _, pull, found = jax.vjp(lambda shared, x: model.leave(shared, x, i), own, left, has_aux=True)
                 d, d_left = pull(scale)
-                return d_left, added(d_shared, d, version(i)), added(sums, found, version(i))
+                return d_left, accumulate_at(d_shared, d, version(i)), accumulate_at(sums, found, version(i))
 
             def from_behind(d_shared: Any, sums: Any) -> tuple[Stream, Any, Any]:
-                return at(gradients, do["gradient_slot"]), d_shared, sums
+                return read_slot(gradients, do["gradient_slot"]), d_shared, sums
 
             ends = (stage == program.stages - 1) & (chunk == program.chunks - 1)
-            d_left, d_shared, sums = either(ends, from_loss, from_behind, d_shared, sums)
+            d_left, d_shared, sums = cond(ends, from_loss, from_behind, d_shared, sums)
             d_layers, d, d_entered = pull(d_left)
-            return d_entered, (added(d_chunks, d_layers, group), added(d_shared, d, version(i)), sums)
+            return d_entered, (accumulate_at(d_chunks, d_layers, group), accumulate_at(d_shared, d, version(i)), sums)
 
-        sent_back, totals = either(do["backward"] >= 0, backward, lambda totals: (empty, totals), carry["totals"])
+        sent_back, totals = cond(do["backward"] >= 0, backward, lambda totals: (empty, totals), carry["totals"])
 
         def into_embedding(d_shared: Any) -> Any:
             i = row["backward"][0]
             of_first = jax.tree.map(lambda d: jnp.where(stage == 0, d, jnp.zeros_like(d)), sent_back)
-            (d,) = jax.vjp(lambda w: model.enter(w, i), part(shared, version(i)))[1](of_first)
-            return added(d_shared, d, version(i))
+            (d,) = jax.vjp(lambda w: model.enter(w, i), select_chunk(shared, version(i)))[1](of_first)
+            return accumulate_at(d_shared, d, version(i))
 
         d_chunks, d_shared, sums = totals
         begins = (row["backward"][0] >= 0) & (row["backward_chunk"][0] == 0)
-        d_shared = either(begins, into_embedding, lambda d_shared: d_shared, d_shared)
+        d_shared = cond(begins, into_embedding, lambda d_shared: d_shared, d_shared)
         totals = d_chunks, d_shared, sums
         slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), {"inputs": inputs, "gradients": gradients})
         return {**slots, "arrived": arrived, "sent_back": sent_back, "totals": totals}, None
@@ -123,7 +125,7 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
     return jax.lax.scan(tick, carry, table)[0]
 
 
-def either(predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
+def cond(predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
     """`jax.lax.cond`, whose branches end in no sharding constraint: XLA refuses two that end in different ones."""
 
     def ended(branch: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,23 +146,23 @@ def zeros(like: Any, *leading: int) -> Any:
     return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), like)
 
 
-def put(slots: Any, slot: jax.Array, value: Any) -> Any:
+def write_slot(slots: Any, slot: jax.Array, value: Any) -> Any:
     """The slots with `value` in one of them; as they are, for slot -1."""
     where = jnp.maximum(slot, 0)
 
     def one(x: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(x, jnp.where(slot >= 0, new, old), where, 0)
 
-    return jax.tree.map(one, slots, value, at(slots, where))
+    return jax.tree.map(one, slots, value, read_slot(slots, where))
 
 
-def added(total: Any, d: Any, which: jax.Array) -> Any:
+def accumulate_at(total: Any, d: Any, which: jax.Array) -> Any:
     """The parts with `d` added to one of them, in their dtype."""
 
     def add(x: jax.Array, y: jax.Array) -> jax.Array:
         y = y.astype(x.dtype)
         if x.shape[0] == 1:
             return x + y[None]
-        return jax.lax.dynamic_update_index_in_dim(x, at(x, which) + y, which, 0)
+        return jax.lax.dynamic_update_index_in_dim(x, read_slot(x, which) + y, which, 0)
 
     return jax.tree.map(add, total, d)

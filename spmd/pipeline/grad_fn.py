@@ -1,7 +1,7 @@
 """A pipeline over the mesh axis `pipe` as one more gradient function: any schedule, in one SPMD program.
 
 The program is manual over `pipe` alone; all other axes are left to the plan, as without a pipeline. It scans over the
-ticks of a `Program` (`spmd.pipeline.executor`), in each of which a stage does what its row of the tables says.
+ticks of a `TickTable` (`spmd.pipeline.executor`), in each of which a stage does what its row of the tables says.
 
 A stage with nothing to do computes nothing (`lax.cond`). Before the first task of a microbatch comes the embedding, and
 the last one ends with the head and the loss. Only what enters a task is kept for its backward task, which computes the
@@ -18,30 +18,30 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.accumulate import cut_batch
+from spmd.gradients.accumulate import split_microbatches
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import LossFn, Sums
 from spmd.layers.pipelined_layers import Stream
 from spmd.model_api.precision import scale_loss, split_loss_scale
-from spmd.pipeline.executor import either, first_carry, run_ticks, shift, zeros
-from spmd.pipeline.interleave import AXIS, exchange
+from spmd.pipeline.executor import cond, first_carry, run_ticks, shift, zeros
+from spmd.pipeline.interleave import AXIS, interleave
 from spmd.pipeline.partition import TITLE, Stages, split_in_flight
-from spmd.pipeline.tick_table import Program
+from spmd.pipeline.tick_table import TickTable
 from spmd.plan.annotate import manual_over
 from spmd.plan.context import current
-from spmd.plan.fsdp import gradient_view
+from spmd.plan.fsdp import grad_targets
 
 
-def pipeline(loss_fn: LossFn, program: Program) -> GradFn:
+def pipeline(loss_fn: LossFn, program: TickTable) -> GradFn:
     """Gradients of the batch, which goes in microbatches through stages that each have some of the layers.
 
     The stages are those of mesh axis `pipe`: the parameters that the plan splits over it are the layers, everything
     else is on every stage. Layers stay where the plan has them; where stages have several chunks, they travel to their
-    stage when the step begins, shard by shard, and their gradients travel back (`exchange`).
+    stage when the step begins, shard by shard, and their gradients travel back (`interleave`).
 
     Args:
-        loss_fn: Of a model that runs its layers through `spmd.layers.pipelined_layers.through_layers`.
-        program: What each stage does when, from `spmd.pipeline.tick_table.make_program`.
+        loss_fn: Of a model that runs its layers through `spmd.layers.pipelined_layers.pipelined_layers`.
+        program: What each stage does when, from `spmd.pipeline.tick_table.tabulate`.
 
     Raises:
         ConfigError: At trace time: the mesh has another number of stages, the layers do not divide into so many
@@ -50,10 +50,10 @@ def pipeline(loss_fn: LossFn, program: Program) -> GradFn:
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_loss_scale(variables)
-        arrays = cut(gradient_view(params), own, batch, key, program.stages, program.chunks, program.microbatches)
+        arrays = partition(grad_targets(params), own, batch, key, program.stages, program.chunks, program.microbatches)
         scale = scale_loss(jnp.float32(1), scaling)
         local = functools.partial(_backward, loss_fn=loss_fn, program=program)
-        d_layers, d_shared, sums = on_stages(local, (P(AXIS), P(), P()), *arrays, scale)
+        d_layers, d_shared, sums = shard_over_stages(local, (P(AXIS), P(), P()), *arrays, scale)
         merged = tree.flatten(tree.merge(d_layers, d_shared))
         return tree.map_with_path(lambda path, _: merged[path], params), sums, variables
 
@@ -73,21 +73,21 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
     """
 
     def whole(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        arrays = cut(params, split_in_flight(variables)[0], batch, key, stages, 1, microbatches)
+        arrays = partition(params, split_in_flight(variables)[0], batch, key, stages, 1, microbatches)
         local = functools.partial(_forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches)
-        return on_stages(local, P(), *arrays), variables
+        return shard_over_stages(local, P(), *arrays), variables
 
     return whole
 
 
-def on_stages(local: Callable[..., Any], out: Any, layers: Any, *others: Any) -> Any:
+def shard_over_stages(local: Callable[..., Any], out: Any, layers: Any, *others: Any) -> Any:
     """`local` on every stage: its layers, and the whole of all else."""
     scope = current()
     assert scope is not None, "a step is traced within its plan"
     return manual_over(scope.mesh, (AXIS,), local, (P(AXIS), *(P(),) * len(others)), out)(layers, *others)
 
 
-def cut(
+def partition(
     params: Any, variables: Any, batch: Any, key: jax.Array, stages: int, chunks: int, microbatches: int
 ) -> tuple[Any, Any, Any]:
     """Layers, all else, and microbatches with a key for each; if the model and the mesh are made for it.
@@ -136,13 +136,13 @@ def cut(
     ]
     if problems:
         raise ConfigError(TITLE, problems)
-    parts = cut_batch(batch, microbatches), jax.random.split(key, microbatches)
+    parts = split_microbatches(batch, microbatches), jax.random.split(key, microbatches)
     return (layers, frozen_layers), (shared, frozen_others), parts
 
 
-def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, program: Program) -> Any:
+def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, program: TickTable) -> Any:
     """What one stage does: gradients of its layers, and its part of all others and of the sums."""
-    chunks, frozen = exchange(layers, program.stages, program.chunks)
+    chunks, frozen = interleave(layers, program.stages, program.chunks)
     shared, others = shared
     some_layers = jax.tree.map(lambda w: w[0], chunks)
     model = Stages(loss_fn, parts, some_layers, program.stages, (frozen, others), program.chunks)
@@ -150,7 +150,7 @@ def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn
     carry = run_ticks(model, chunks, shared, scale, program, first_carry(model, chunks, shared, program))
     d_chunks, d_shared, sums = carry["totals"]
     d_shared, sums = jax.tree.map(lambda x: x[0], (d_shared, sums))
-    return exchange(d_chunks, program.stages, program.chunks, back=True), *jax.lax.psum((d_shared, sums), AXIS)
+    return interleave(d_chunks, program.stages, program.chunks, back=True), *jax.lax.psum((d_shared, sums), AXIS)
 
 
 def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: int, microbatches: int) -> Sums:
@@ -162,20 +162,20 @@ def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: i
 
     def tick(carry: tuple[Stream, Sums], number: jax.Array) -> tuple[tuple[Stream, Sums], None]:
         arrived, sums = carry
-        entered = either(number < microbatches, lambda: model.enter(shared, number), lambda: empty)
+        entered = cond(number < microbatches, lambda: model.enter(shared, number), lambda: empty)
         stream = jax.tree.map(lambda x, y: jnp.where(stage == 0, x, y), entered, arrived)
         i = number - stage
 
         def task() -> Stream:
             return model.inside(layers, shared, stream, i)
 
-        left = either((i >= 0) & (i < microbatches), task, lambda: empty)
+        left = cond((i >= 0) & (i < microbatches), task, lambda: empty)
         ends = (i >= 0) & (stage == stages - 1)
 
         def leave(sums: Sums) -> Sums:
             return jax.tree.map(jnp.add, sums, model.leave(shared, left, i)[1])
 
-        sums = either(ends, leave, lambda sums: sums, sums)
+        sums = cond(ends, leave, lambda sums: sums, sums)
         return (shift(left, stages, 1), sums), None
 
     (_, sums), _ = jax.lax.scan(tick, (empty, none), jnp.arange(microbatches + stages - 1))

@@ -10,7 +10,7 @@ import numpy as np
 AXIS = "pipe"
 
 
-def exchange(layers: Any, stages: int, chunks: int, *, back: bool = False) -> Any:
+def interleave(layers: Any, stages: int, chunks: int, *, back: bool = False) -> Any:
     """Each stage's layers as they lie in the training state, in order, to chunks as they are computed, or back.
 
     Group *j* of all layers lies on stage *j* // `chunks`, and is computed on stage *j* mod `stages`. In each of

@@ -26,15 +26,15 @@ def split_in_flight(variables: Any) -> tuple[Any, Any]:
     return {name: value for name, value in variables.items() if name != IN_FLIGHT}, variables.get(IN_FLIGHT)
 
 
-def at(slots: Any, slot: Any) -> Any:
+def read_slot(slots: Any, slot: Any) -> Any:
     """What is in a slot."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), slots)
 
 
-def part(parts: Any, which: Any) -> Any:
+def select_chunk(parts: Any, which: Any) -> Any:
     """One of several parts; of one alone, that one."""
     alone = all(w.shape[0] == 1 for w in jax.tree.leaves(parts))
-    return jax.tree.map(lambda w: w[0], parts) if alone else at(parts, which)
+    return jax.tree.map(lambda w: w[0], parts) if alone else read_slot(parts, which)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +137,14 @@ class Stages:
                 self._loss(layers, shared, i, chunk)
         except Reached as reached:
             return reached.stream
-        fix = "run stacked layers through spmd.layers.pipelined_layers.through_layers"
+        fix = "run stacked layers through spmd.layers.pipelined_layers.pipelined_layers"
         problem = Problem("layers", "are nowhere: the model does not say where they begin", fix=fix)
         raise ConfigError(TITLE, [problem])
 
     def _loss(self, layers: Any, shared: Any, i: jax.Array, chunk: Any = 0) -> Sums:
-        batch, key = at(self.parts, i)
+        batch, key = read_slot(self.parts, i)
         frozen, others = self.frozen
-        return self.loss_fn(tree.merge(layers, shared), tree.merge(part(frozen, chunk), others), batch, key)[0]
+        return self.loss_fn(tree.merge(layers, shared), tree.merge(select_chunk(frozen, chunk), others), batch, key)[0]
 
     def _own(self, stack: Any, first: Any) -> Any:
         """Of what is there for all layers, the part that is for these."""

@@ -23,19 +23,19 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import LossFn, Sums
-from spmd.model_api.model import PRNG, Facts, Model
+from spmd.model_api.model import PRNG, Model, ModelInfo
 from spmd.pipeline.executor import first_carry, run_ticks
-from spmd.pipeline.grad_fn import cut, on_stages
+from spmd.pipeline.grad_fn import partition, shard_over_stages
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import IN_FLIGHT, TITLE, Stages, split_in_flight
-from spmd.pipeline.tick_table import Program
-from spmd.plan.context import within
-from spmd.plan.fsdp import gradient_view
+from spmd.pipeline.tick_table import TickTable
+from spmd.plan.context import use_plan
+from spmd.plan.fsdp import grad_targets
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding
 
 
-def pipedream(loss_fn: LossFn, program: Program) -> GradFn:
+def pipedream(loss_fn: LossFn, program: TickTable) -> GradFn:
     """Gradients of the batch before, in a pipeline that is full when the step begins and when it ends.
 
     Args:
@@ -56,12 +56,14 @@ def pipedream(loss_fn: LossFn, program: Program) -> GradFn:
 
         def arrays(params: Any, data: Any) -> tuple[Any, Any, Any]:
             key = jax.random.wrap_key_data(data["key"], impl=PRNG)
-            return cut(gradient_view(params), own, data["batch"], key, program.stages, 1, program.microbatches)
+            return partition(grad_targets(params), own, data["batch"], key, program.stages, 1, program.microbatches)
 
         now, before = arrays(params, data), arrays(flight["params"], flight["data"])
         local = functools.partial(_steady, loss_fn=loss_fn, program=program)
         flying = now[0], before[0], flight["stages"]
-        d_layers, d_shared, sums, flying = on_stages(local, (P(AXIS), P(), P(), P(AXIS)), flying, now[1:], before[1:])
+        d_layers, d_shared, sums, flying = shard_over_stages(
+            local, (P(AXIS), P(), P(), P(AXIS)), flying, now[1:], before[1:]
+        )
         merged = tree.flatten(tree.merge(d_layers, d_shared))
         after = {"params": params, "data": data, "stages": flying}
         return tree.map_with_path(lambda path, _: merged[path], params), sums, {**own, IN_FLIGHT: after}
@@ -69,7 +71,7 @@ def pipedream(loss_fn: LossFn, program: Program) -> GradFn:
     return grad_fn
 
 
-def _steady(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, program: Program) -> Any:
+def _steady(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, program: TickTable) -> Any:
     """What one stage does in the ticks of one batch."""
     (layers, frozen), (layers_before, _), flying = layers
     (shared, others), (shared_before, _) = now[0], before[0]
@@ -82,7 +84,7 @@ def _steady(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, program: Pro
     return d_layers, *jax.lax.psum((d_shared, sums), AXIS), _kept(carry, program)
 
 
-def _kept(carry: Any, program: Program) -> dict[str, Any]:
+def _kept(carry: Any, program: TickTable) -> dict[str, Any]:
     """What of a carry the next batch begins with, each array with a dimension for the stages."""
     d_layers, d_shared, sums = jax.tree.map(lambda x: x[0], carry["totals"])
     # A microbatch's slot is its number, which becomes less by a batch, modulo the slots.
@@ -113,7 +115,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
     return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(value))}
 
 
-def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any, program: Program) -> Model:
+def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any, program: TickTable) -> Model:
     """The model with what is under way between steps among its variables.
 
     Args:
@@ -125,8 +127,8 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
     """
 
     def under_way(params: Any, variables: Any, batch: Any, key: Any) -> Any:
-        with within(plan):
-            arrays = cut(gradient_view(params), variables, batch, key, program.stages, 1, program.microbatches)
+        with use_plan(plan):
+            arrays = partition(grad_targets(params), variables, batch, key, program.stages, 1, program.microbatches)
             (layers, frozen), (shared, others), parts = arrays
             some, frozen = jax.tree.map(lambda w: w[: w.shape[0] // program.stages], (layers, frozen))
             chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (some, shared))
@@ -150,8 +152,8 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
         outputs, after = model.forward(params, own, *inputs, train=train)
         return outputs, {**after, IN_FLIGHT: flight}
 
-    def facts() -> Facts:
-        return dataclasses.replace(model.facts(), placed={f"{IN_FLIGHT}/{path}": spec for path, spec in placed.items()})
+    def info() -> ModelInfo:
+        return dataclasses.replace(model.info(), placed={f"{IN_FLIGHT}/{path}": spec for path, spec in placed.items()})
 
     rows = batch_sharding(plan.mesh).spec
     placed = {f"data/{path}": rows if path != "key" else P() for path in ("key", *(f"batch/{name}" for name in batch))}
@@ -159,7 +161,7 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
         for path in tree.flatten(local[name]):
             of_stage = _spec(plan, path) if name == "of_others" else rows if path == "0" else P()
             placed[f"stages/{name}/{path}"] = P(AXIS, *of_stage)
-    return dataclasses.replace(model, init_variables=init_variables, forward=forward, facts=facts)
+    return dataclasses.replace(model, init_variables=init_variables, forward=forward, info=info)
 
 
 def _spec(plan: ShardingPlan, path: str) -> P:

@@ -27,7 +27,7 @@ IDLE = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class TickTable:
     """What every stage does in every tick: `[tick, stage]` arrays of int32, -1 for nothing.
 
     A stage keeps what enters each of its tasks in `depth` slots from when it arrives until it went backward, and the
@@ -95,7 +95,7 @@ class Program:
         return sum((tasks >= 0).any(axis=1).sum() * time / self.chunks for tasks, time in halves)
 
 
-def make_program(schedule: Schedule) -> Program:
+def tabulate(schedule: Schedule) -> TickTable:
     """The schedule in step.
 
     Raises:
@@ -112,7 +112,7 @@ def make_program(schedule: Schedule) -> Program:
         {task: tick for task, tick in ticks.items() if (task[2] == "F") == is_forward} for is_forward in (True, False)
     )
     length = max(backward.values()) + 1
-    names = [field.name for field in dataclasses.fields(Program) if field.name not in _SIZES]
+    names = [field.name for field in dataclasses.fields(TickTable) if field.name not in _SIZES]
     columns = {name: np.full((length, stages), IDLE, np.int32) for name in names}
 
     def own(group: int) -> tuple[int, int]:
@@ -144,10 +144,10 @@ def make_program(schedule: Schedule) -> Program:
         for begins, tick, task in gradients[stage]:
             columns["gradient_slot"][tick, stage] = gradient_slots[stage][task]
             columns["gradient_arrives"][begins, stage] = gradient_slots[stage][task]
-    return Program(schedule.microbatches, schedule.chunks, max(depths), max(1, *gradient_depths), **columns)  # type: ignore[arg-type]
+    return TickTable(schedule.microbatches, schedule.chunks, max(depths), max(1, *gradient_depths), **columns)  # type: ignore[arg-type]
 
 
-def how_executed(schedule: Schedule) -> str:
+def describe_execution(schedule: Schedule) -> str:
     """One line on how the schedule is executed, or why it is not.
 
     Example:
@@ -157,7 +157,7 @@ def how_executed(schedule: Schedule) -> str:
     """
     if problems := _not_executed(schedule):
         return f"drawn, not executed: it {problems[0].what}; {problems[0].fix}"
-    program = make_program(schedule)
+    program = tabulate(schedule)
     if not schedule.flush:
         kept = f"a stage holds the inputs of at most {program.depth} tasks, and the weights of the batch before"
         return f"executed without a flush: {program.ticks} ticks of a forward and a backward task a batch; {kept}"
@@ -228,7 +228,7 @@ def _ticks(schedule: Schedule) -> dict[tuple[int, int, str], int]:
     return done
 
 
-def _steady(stages: int, microbatches: int) -> Program:
+def _steady(stages: int, microbatches: int) -> TickTable:
     """1F1B that never runs dry: every stage has a forward and a backward task in every tick of a batch.
 
     When a batch begins, the last microbatches of the one before are still under way: those of its tasks that are not
@@ -247,7 +247,7 @@ def _steady(stages: int, microbatches: int) -> Program:
         return np.where(chosen, column, IDLE).astype(np.int32)
 
     not_first, not_last = one + stage > 0, one + stage < stages - 1
-    return Program(
+    return TickTable(
         microbatches=microbatches,
         chunks=1,
         depth=depth,

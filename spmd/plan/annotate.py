@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
 from spmd.errors import AnnotationError, Problem, did_you_mean
-from spmd.model_api.attention_config import Attention
+from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.remat import Remat
-from spmd.plan.context import Scope, constrain, current, scope_of
-from spmd.plan.fsdp import Weight
+from spmd.plan.context import TraceContext, constrain, current, override
+from spmd.plan.fsdp import ParamPlacement
 from spmd.plan.host_params import fetch
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import AnyMesh
@@ -49,7 +49,7 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(constrain(x, scope.mesh, _spec_of(scope, name, x.shape), f"activation {name!r}"), name)
 
 
-def split_like(x: jax.Array, name: str) -> jax.Array:
+def constrain_like(x: jax.Array, name: str) -> jax.Array:
     """`x`, split as activation `name` is, without being one: it has no name for remat or offload.
 
     Args:
@@ -78,19 +78,19 @@ def placement(name: str, shape: tuple[int, ...] = ()) -> tuple[AnyMesh, P] | Non
     return None if scope is None else (scope.mesh, _spec_of(scope, name, shape))
 
 
-def is_split_otherwise(name: str, other: str) -> bool:
+def has_other_spec(name: str, other: str) -> bool:
     """Whether the table of the plan in scope splits activations `name` and `other` differently."""
     scope = current()
     return scope is not None and _spec_of(scope, name) != _spec_of(scope, other)
 
 
-def as_annotated(name: str) -> Weight | None:
+def placement_like(name: str) -> ParamPlacement | None:
     """A parameter that lies as the activation `name` does, in use and as its gradient; None outside a plan."""
     found = placement(name)
-    return None if found is None else Weight(found[0], found[1], found[1], found[1])
+    return None if found is None else ParamPlacement(found[0], found[1], found[1], found[1])
 
 
-def _spec_of(scope: Scope, name: str, shape: tuple[int, ...] = ()) -> P:
+def _spec_of(scope: TraceContext, name: str, shape: tuple[int, ...] = ()) -> P:
     table = dict(scope.rules.activations)
     if name not in table:
         problem = Problem(f"activation {name!r}", "is not in the rule table", fix=did_you_mean(name, table))
@@ -100,16 +100,16 @@ def _spec_of(scope: Scope, name: str, shape: tuple[int, ...] = ()) -> P:
     return P(*(None if shape[dim : dim + 1] == (1,) else entry for dim, entry in enumerate(table[name])))
 
 
-def to_compute(x: jax.Array) -> jax.Array:
+def cast_to_compute(x: jax.Array) -> jax.Array:
     """`x` in the plan's compute dtype; call it where activations begin, and let the rest follow their dtype."""
     scope = current()
     return x if scope is None else x.astype(scope.precision.compute_dtype)
 
 
-def attention() -> Attention:
+def attention_config() -> AttentionConfig:
     """How the plan in scope computes attention; what works everywhere, outside a plan."""
     scope = current()
-    return Attention() if scope is None else scope.attention
+    return AttentionConfig() if scope is None else scope.attention
 
 
 def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
@@ -146,7 +146,7 @@ def remat_interval() -> int:
     return 1 if scope is None else scope.remat.every
 
 
-def checkpoint_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
+def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
     """One layer of the model, as a function of arrays, under the plan's remat policy.
 
     Args:
@@ -182,7 +182,7 @@ def checkpoint_layer(layer: F, *, scanned: bool, number: int | None = None) -> F
     return run  # type: ignore[return-value]
 
 
-def checkpoint_core(core: F, *, keeps_scores: bool = True) -> F:
+def remat_attention(core: F, *, keeps_scores: bool = True) -> F:
     """The core of attention, as a function of queries, keys and values: all that `selective` recomputes.
 
     Args:
@@ -200,9 +200,9 @@ def _fetching(layer: F) -> F:
     return lambda *arrays: layer(*fetch(arrays))  # type: ignore[return-value]
 
 
-def _in_scope(scope: Scope, layer: F) -> F:
+def _in_scope(scope: TraceContext, layer: F) -> F:
     def run(*arrays: Any) -> Any:
-        with scope_of(scope):
+        with override(scope):
             return layer(*arrays)
 
     return run  # type: ignore[return-value]
@@ -226,7 +226,7 @@ def _check_names(remat: Remat, layer: Callable, arrays: tuple[Any, ...]) -> None
         raise AnnotationError("The remat policy names activations that the model's layers do not have:", problems)
 
 
-def check_marks(plan: ShardingPlan, jaxpr: Any) -> None:
+def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
     """Whether a traced model marks every activation that the plan's table names.
 
     Args:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError
-from spmd.model_api.attention_config import Attention
+from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
 from spmd.plan.plan import ShardingPlan
@@ -23,7 +23,7 @@ from spmd.sharding.rules import Rules, audit_spec, spec_text
 
 
 @dataclasses.dataclass(frozen=True)
-class Scope:
+class TraceContext:
     """What model code needs of a plan.
 
     Attributes:
@@ -45,7 +45,7 @@ class Scope:
     zero: int
     remat: Remat
     precision: Precision
-    attention: Attention
+    attention: AttentionConfig
     hosted: frozenset[str] = frozenset()
     frozen: frozenset[tuple[str, str]] = frozenset()
     gathers_again: bool = False
@@ -55,27 +55,27 @@ class Scope:
 _SCOPE = jax.make_user_context(default_value=None)
 
 
-def current() -> Scope | None:
+def current() -> TraceContext | None:
     """What is in scope; None outside a plan."""
     return _SCOPE.value
 
 
 @contextlib.contextmanager
-def scope_of(scope: Scope) -> Iterator[None]:
+def override(scope: TraceContext) -> Iterator[None]:
     """Puts another scope in the place of the one around it."""
     with _SCOPE(scope):
         yield
 
 
 @contextlib.contextmanager
-def within(plan: ShardingPlan) -> Iterator[None]:
+def use_plan(plan: ShardingPlan) -> Iterator[None]:
     """Puts `plan` in scope for the model code that is traced inside.
 
     Args:
         plan: From `make_plan`.
     """
     decided = plan.mesh, plan.rules, plan.zero, plan.remat, plan.precision, plan.attention
-    with _SCOPE(Scope(*decided, plan.hosted_params, plan.frozen)):
+    with _SCOPE(TraceContext(*decided, plan.hosted_params, plan.frozen)):
         yield
 
 

@@ -18,7 +18,7 @@ from flax import nnx
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.model_api.model import PRNG, Facts, Model
+from spmd.model_api.model import PRNG, Model, ModelInfo
 from spmd.plan.fsdp import gather_params
 from spmd.sharding.from_flax import linen_annotations, nnx_annotations
 
@@ -30,9 +30,9 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     the model's variables, under its own path. `forward` runs it in the mode of its `train()` or `eval()`.
 
     A parameter is gathered over `fsdp` as the module takes it, unless its metadata say `gathered_by_layer=True`: then
-    the layer does so where it uses it (`spmd.plan.fsdp.gather`). A module whose attribute `takes_any_order` is true
+    the layer does so where it uses it (`spmd.plan.fsdp.gather`). A module whose attribute `position_aware` is true
     gets its tokens in the order that suits ring attention (`spmd.layers.zigzag`), and text is generated from it
-    one token at a time (`spmd.layers.kv_cache`); for the latter alone the attribute is `takes_one_token`.
+    one token at a time (`spmd.layers.kv_cache`); for the latter alone the attribute is `supports_kv_cache`.
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so no array of
@@ -88,23 +88,23 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         _check_none(tree.flatten(nnx.to_pure_dict(structure()[3])))
         return forward(params, {}, None, *inputs, train=False)[0]
 
-    def facts() -> Facts:
+    def info() -> ModelInfo:
         module, _, params, variables = structure()
         paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
         shared = [["/".join(map(str, path)) for path in group] for group in nnx.find_duplicates(module)]
         random_state = ("/".join(map(str, p)) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.RngState))
         tied = tuple(filter(None, (_aliases(path, shared) for path in paths)))
-        any_order = getattr(module, "takes_any_order", False)
-        return Facts(
+        any_order = getattr(module, "position_aware", False)
+        return ModelInfo(
             tied,
             frozenset(random_state),
             nnx_annotations(params),
-            multiplied=marked("multiplied"),
-            takes_any_order=any_order,
-            takes_one_token=getattr(module, "takes_one_token", any_order),
+            lora_kernels=marked("supports_lora"),
+            position_aware=any_order,
+            supports_kv_cache=getattr(module, "supports_kv_cache", any_order),
         )
 
-    return Model(init, apply, init_variables, forward, facts)
+    return Model(init, apply, init_variables, forward, info)
 
 
 def from_linen(
@@ -160,10 +160,10 @@ def from_linen(
     def abstract() -> dict[str, Any]:
         return jax.eval_shape(lambda: create(jax.random.key(0, impl=PRNG)))
 
-    def facts() -> Facts:
-        return Facts(annotations=linen_annotations(abstract().get("params", {})))
+    def info() -> ModelInfo:
+        return ModelInfo(annotations=linen_annotations(abstract().get("params", {})))
 
-    return Model(init, apply, init_variables, forward, facts)
+    return Model(init, apply, init_variables, forward, info)
 
 
 def _as_data(leaf: jax.Array) -> jax.Array:

@@ -16,16 +16,16 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import AnnotationError
 from spmd.model_api.precision import cast_floats
-from spmd.plan.context import Scope, constrain, current
-from spmd.plan.host_params import Hosted, is_hosted, misplaced
-from spmd.plan.lora_layer import is_adapted
+from spmd.plan.context import TraceContext, constrain, current
+from spmd.plan.host_params import HostParam, host_param_error, is_host_param
+from spmd.plan.lora_layer import is_lora
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import ZERO_KEEPS, drop_axis
 from spmd.sharding.rules import Replicate
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class ParamPlacement:
     """How one layer's parameter is placed while it is used, and how its gradient is afterwards.
 
     Attributes:
@@ -43,7 +43,7 @@ class Weight:
     is_kept: bool = True
 
 
-def weight(path: str | None) -> Weight | None:
+def placement_of(path: str | None) -> ParamPlacement | None:
     """What the plan in scope says of the parameter at `path` inside its layer; None outside a plan.
 
     Args:
@@ -57,23 +57,23 @@ def weight(path: str | None) -> Weight | None:
     return _placed(scope, spec, not scope.gathers_again)
 
 
-def _placed(scope: Scope, spec: P, is_kept: bool) -> Weight:
+def _placed(scope: TraceContext, spec: P, is_kept: bool) -> ParamPlacement:
     used = drop_axis(spec, "fsdp")
     stored, gradient = (spec if table in ZERO_KEEPS[scope.zero] else used for table in ("params", "gradients"))
-    return Weight(scope.mesh, stored, used, gradient, is_kept)
+    return ParamPlacement(scope.mesh, stored, used, gradient, is_kept)
 
 
-def is_kept(placed: Weight | None) -> bool:
+def saves_gathered(placed: ParamPlacement | None) -> bool:
     """Whether a derivative keeps the parameter as it is used."""
     return placed is None or placed.is_kept
 
 
-def gather(kernel: jax.Array, placed: Weight | None) -> jax.Array:
+def gather(kernel: jax.Array, placed: ParamPlacement | None) -> jax.Array:
     """A layer's parameter as it is used: whole over `fsdp`. What the backward pass keeps of it is up to remat."""
     return kernel if placed is None else constrain(kernel, placed.mesh, placed.used, "a layer's parameter")
 
 
-def scatter(gradient: jax.Array, placed: Weight | None) -> jax.Array:
+def scatter(gradient: jax.Array, placed: ParamPlacement | None) -> jax.Array:
     """A layer's gradient, summed over devices into the place where the plan keeps it."""
     return gradient if placed is None else constrain(gradient, placed.mesh, placed.gradient, "a layer's gradient")
 
@@ -94,7 +94,7 @@ def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda pa
     scope = current()
     if scope is None:
         return params
-    if wrong := [misplaced(path) for path in sorted(scope.hosted) if not gathered_later(path)]:
+    if wrong := [host_param_error(path) for path in sorted(scope.hosted) if not gathered_later(path)]:
         raise AnnotationError("This model takes its parameters all at once:", wrong)
 
     def place(path: str, param: Any) -> Any:
@@ -103,11 +103,11 @@ def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda pa
             return param
         return gathered(param, _placed(scope, match.spec, is_kept=True))
 
-    return tree.map_with_path(place, params, is_leaf=lambda x: is_hosted(x) or is_adapted(x))
+    return tree.map_with_path(place, params, is_leaf=lambda x: is_host_param(x) or is_lora(x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gathered(param: jax.Array, placed: Weight | None) -> jax.Array:
+def gathered(param: jax.Array, placed: ParamPlacement | None) -> jax.Array:
     """`gather`, whose derivative is `scatter`: for a parameter that is used as it is, such as a bias."""
     return gather(param, placed)
 
@@ -118,7 +118,7 @@ gathered.defvjp(
 )
 
 
-def gradient_view(params: Any) -> Any:
+def grad_targets(params: Any) -> Any:
     """What gradients are taken with respect to: the parameters in the dtype in which the plan sums gradients.
 
     For a parameter in host memory it is a stand-in on the device.
@@ -134,12 +134,12 @@ def gradient_view(params: Any) -> Any:
     return tree.map_with_path(view, params)
 
 
-def as_taken(params: Any, view: Any = None) -> Any:
+def params_for_forward(params: Any, view: Any = None) -> Any:
     """The parameters as a model takes them: of those in host memory, each layer brings its own to the device.
 
     Args:
         params: A nested dictionary.
-        view: What `gradient_view` made of them, to differentiate with respect to it; None to differentiate nothing.
+        view: What `grad_targets` made of them, to differentiate with respect to it; None to differentiate nothing.
     """
     scope = current()
     seen = params if view is None else view
@@ -148,10 +148,10 @@ def as_taken(params: Any, view: Any = None) -> Any:
     views = {} if view is None else tree.flatten(view)
 
     def take(path: str, param: jax.Array, seen: jax.Array) -> Any:
-        placed = weight(path) if path in scope.hosted else None
+        placed = placement_of(path) if path in scope.hosted else None
         if placed is None:
             return seen
-        return Hosted(param, views.get(path), NamedSharding(scope.mesh, placed.stored, memory_kind="device"))
+        return HostParam(param, views.get(path), NamedSharding(scope.mesh, placed.stored, memory_kind="device"))
 
     return tree.map_with_path(take, params, seen)
 

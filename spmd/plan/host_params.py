@@ -14,7 +14,7 @@ from spmd.errors import AnnotationError, Problem
 
 
 @jax.tree_util.register_pytree_node_class
-class Hosted:
+class HostParam:
     """A parameter in host memory, one layer's or a stack of them.
 
     Attributes:
@@ -25,42 +25,42 @@ class Hosted:
     """
 
     def __init__(self, array: Any, view: Any, sharding: NamedSharding) -> None:
-        self.array, self.view, self.sharding = array, view, sharding
+        self.array, self.grad_proxy, self.sharding = array, view, sharding
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], NamedSharding]:
         """The arrays, and what is static."""
-        return (self.array, self.view), self.sharding
+        return (self.array, self.grad_proxy), self.sharding
 
     @classmethod
-    def tree_unflatten(cls, sharding: NamedSharding, arrays: tuple[Any, Any]) -> "Hosted":
+    def tree_unflatten(cls, sharding: NamedSharding, arrays: tuple[Any, Any]) -> "HostParam":
         """The inverse of `tree_flatten`."""
         return cls(*arrays, sharding)
 
     def fetch(self) -> jax.Array:
         """The parameter of one layer on the device."""
-        if self.view is None:
+        if self.grad_proxy is None:
             return jax.device_put(self.array, self.sharding)
-        return _fetch(self.array, self.view, self.sharding)
+        return _fetch(self.array, self.grad_proxy, self.sharding)
 
     def __jax_array__(self) -> jax.Array:
         """It is no array where a layer has not begun."""
-        raise AnnotationError("A parameter is used where it is in host memory:", [misplaced("a parameter")])
+        raise AnnotationError("A parameter is used where it is in host memory:", [host_param_error("a parameter")])
 
 
-def misplaced(path: str) -> Problem:
+def host_param_error(path: str) -> Problem:
     """What is wrong with a model that takes a parameter otherwise than layer by layer."""
-    fix = "run layers as functions of parameters through spmd.plan.annotate.checkpoint_layer, or do not offload it"
+    fix = "run layers as functions of parameters through spmd.plan.annotate.remat_layer, or do not offload it"
     return Problem(path, "is in host memory, and the model does not take it one layer at a time", fix=fix)
 
 
-def is_hosted(x: Any) -> bool:
-    """Whether a node of a tree is a `Hosted` parameter; for `is_leaf`."""
-    return isinstance(x, Hosted)
+def is_host_param(x: Any) -> bool:
+    """Whether a node of a tree is a `HostParam` parameter; for `is_leaf`."""
+    return isinstance(x, HostParam)
 
 
 def fetch(tree: Any) -> Any:
     """A tree with what is in host memory brought to the device."""
-    return jax.tree.map(lambda x: x.fetch() if is_hosted(x) else x, tree, is_leaf=is_hosted)
+    return jax.tree.map(lambda x: x.fetch() if is_host_param(x) else x, tree, is_leaf=is_host_param)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -24,11 +24,11 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.model_api.model import PRNG, Facts, Model
+from spmd.model_api.model import PRNG, Model, ModelInfo
 from spmd.model_api.precision import cast_floats
-from spmd.plan.fsdp import as_taken
-from spmd.plan.host_params import is_hosted
-from spmd.plan.lora_layer import Adapted
+from spmd.plan.fsdp import params_for_forward
+from spmd.plan.host_params import is_host_param
+from spmd.plan.lora_layer import LoRAParam
 from spmd.sharding.from_search import compile_pattern
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import drop_axis
@@ -42,7 +42,7 @@ _SMALL = "a low-rank adapter is small"
 
 
 @dataclasses.dataclass(frozen=True)
-class LoraConfig:
+class LoRAConfig:
     """Low-rank adapters beside frozen parameters."""
 
     targets: tuple[str, ...] = ()
@@ -50,11 +50,11 @@ class LoraConfig:
     rank: int = 8
     """Columns of A and rows of B."""
     alpha: float = 16.0
-    """The product of A and B is multiplied with alpha / rank."""
+    """The product of A and B is kept with alpha / rank."""
 
     def __post_init__(self) -> None:
         problems = [Problem("lora.rank", f"is {self.rank}", fix="1 or more")] if self.rank < 1 else []
-        if not self.targets and (self.rank, self.alpha) != (LoraConfig.rank, LoraConfig.alpha):
+        if not self.targets and (self.rank, self.alpha) != (LoRAConfig.rank, LoRAConfig.alpha):
             fix = "patterns over parameter paths, such as 'attention/(q|v)_proj/kernel'"
             problems.append(Problem("lora.targets", "is empty, so nothing has an adapter of this rank", fix=fix))
         if not (math.isfinite(self.alpha) and self.alpha):
@@ -69,11 +69,11 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is multiplied with."""
+        """What the product of A and B is kept with."""
         return self.alpha / self.rank
 
 
-def adapted_paths(model: Model, lora: LoraConfig, rules: Rules) -> dict[str, tuple[int, ...]]:
+def adapted_paths(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters that have an adapter, by path.
 
     Raises:
@@ -102,7 +102,7 @@ def adapted_paths(model: Model, lora: LoraConfig, rules: Rules) -> dict[str, tup
 
 
 @functools.lru_cache(maxsize=16)
-def with_lora(model: Model, lora: LoraConfig, rules: Rules, dtype: str = "float32") -> Model:
+def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float32") -> Model:
     """The model with adapters as its parameters and its own as variables; the same object for the same arguments.
 
     `A` is drawn with variance 1 / in, `B` is zero, so it starts as the model itself.
@@ -133,7 +133,7 @@ def with_lora(model: Model, lora: LoraConfig, rules: Rules, dtype: str = "float3
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
         own = {name: value for name, value in variables.items() if name != BASE}
-        merged = with_adapters(as_taken(variables[BASE]), params, lora, model.facts().multiplied)
+        merged = with_adapters(params_for_forward(variables[BASE]), params, lora, model.info().lora_kernels)
         outputs, after = model.forward(merged, own, key, *inputs, train=train)
         return outputs, {**after, BASE: variables[BASE]}
 
@@ -142,36 +142,36 @@ def with_lora(model: Model, lora: LoraConfig, rules: Rules, dtype: str = "float3
         problem = Problem(BASE, "holds the frozen parameters, which are variables", fix=fix)
         raise ConfigError("This model cannot be applied to adapters alone:", [problem])
 
-    def facts() -> Facts:
-        known = model.facts()
+    def info() -> ModelInfo:
+        known = model.info()
         tied = tuple(tuple(f"{BASE}/{path}" for path in group) for group in known.tied)
-        taken = (path for path in tree.flatten(_abstract(model)) if path not in paths or path in known.multiplied)
+        taken = (path for path in tree.flatten(_abstract(model)) if path not in paths or path in known.lora_kernels)
         return dataclasses.replace(known, tied=tied, annotations={}, frozen={f"{BASE}/{path}": path for path in taken})
 
-    return Model(init, apply, init_variables, forward, facts)
+    return Model(init, apply, init_variables, forward, info)
 
 
-def with_adapters(base: Any, adapters: Any, lora: LoraConfig, multiplied: Container[str] = ()) -> Any:
+def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, kept: Container[str] = ()) -> Any:
     """The model's parameters with what their adapters add.
 
     Args:
         base: A nested dictionary of all parameters.
         adapters: The parameters of `with_lora`.
         lora: Of that model.
-        multiplied: Paths of those that stay `Adapted`, for a model that multiplies with them by `spmd.plan.lora_layer`.
+        kept: Paths of those that stay `LoRAParam`, for a model that multiplies by `spmd.plan.lora_layer`.
     """
     flat = tree.flatten(adapters)
 
     def place(path: str, leaf: Any) -> Any:
         if path + _A not in flat:
             return leaf
-        whole = Adapted(leaf, flat[path + _A], flat[path + _B], lora.scale)
-        return whole if path in multiplied else whole.merged()
+        whole = LoRAParam(leaf, flat[path + _A], flat[path + _B], lora.scale)
+        return whole if path in kept else whole.merged()
 
-    return tree.map_with_path(place, base, is_leaf=is_hosted)
+    return tree.map_with_path(place, base, is_leaf=is_host_param)
 
 
-def lora_rules(model: Model, lora: LoraConfig, rules: Rules) -> Rules:
+def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
     """The model's table with a row for each adapter.
 
     Args:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Adapted:
+class LoRAParam:
     """A parameter and its adapter, of one layer or of a stack of them.
 
     Attributes:
@@ -35,24 +35,24 @@ class Adapted:
         return (self.base.astype(jnp.float32) + self.scale * change).astype(self.base.dtype)
 
 
-def is_adapted(x: Any) -> bool:
-    """Whether a node of a tree is an `Adapted` parameter; for `is_leaf`."""
-    return isinstance(x, Adapted)
+def is_lora(x: Any) -> bool:
+    """Whether a node of a tree is an `LoRAParam` parameter; for `is_leaf`."""
+    return isinstance(x, LoRAParam)
 
 
-def frozen(kernel: Any) -> jax.Array:
+def base_weight(kernel: Any) -> jax.Array:
     """The parameter without its adapter, if it has one."""
-    return kernel.base if is_adapted(kernel) else kernel
+    return kernel.base if is_lora(kernel) else kernel
 
 
-def low_rank(x: Float[Array, "batch seq in"], kernel: Any) -> Float[Array, "batch seq out"] | None:
+def lora_delta(x: Float[Array, "batch seq in"], kernel: Any) -> Float[Array, "batch seq out"] | None:
     """What a kernel's adapter adds to `x @ kernel`, in the dtype of `x`; None where it has none.
 
     Args:
         x: Activations.
         kernel: A parameter of one layer.
     """
-    if not is_adapted(kernel):
+    if not is_lora(kernel):
         return None
     narrow = jnp.einsum("...i,ir->...r", x, kernel.a.astype(x.dtype))
     return jnp.einsum("...r,ro->...o", narrow, kernel.b.astype(x.dtype)) * kernel.scale

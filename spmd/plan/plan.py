@@ -17,15 +17,15 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, RuleError, did_you_mean
-from spmd.model_api.attention_config import Attention, make_attention
+from spmd.model_api.attention_config import AttentionConfig, make_attention_config
 from spmd.model_api.model import PRNG, Model
 from spmd.model_api.precision import Precision, cast_floats, make_precision, with_loss_scale
 from spmd.model_api.remat import Remat, make_remat
 from spmd.optim.layerwise import check_layerwise
-from spmd.optim.master_weights import at_precision
-from spmd.optim.offload_chunks import Cut, make_cuts
-from spmd.optim.two_phase import stages
-from spmd.plan.records import Leaf, aligned, make_leaf
+from spmd.optim.master_weights import wrap_optimizer_for_precision
+from spmd.optim.offload_chunks import UpdateChunk, plan_chunks
+from spmd.optim.two_phase import phases
+from spmd.plan.records import PlanEntry, format_table, make_entry
 from spmd.sharding.mesh import AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import ZERO_KEEPS, drop_axis, optimizer_specs, shard_bytes
 from spmd.sharding.rules import Match, Rules, audit_spec, replicate, spec_text
@@ -53,7 +53,7 @@ class ShardingPlan:
         variables: One record for each variable that the model changes by itself; none for most models.
         optimizer_state: One record for each leaf of the optimizer's state.
         offload: What lives in host memory.
-        cuts: How the update of offloaded state goes piece by piece; empty where nothing is offloaded.
+        update_chunks: How the update of offloaded state goes piece by piece; empty where nothing is offloaded.
         model: The model as functions.
         optimizer: The optax transformation.
     """
@@ -63,13 +63,13 @@ class ShardingPlan:
     zero: int
     remat: Remat
     precision: Precision
-    attention: Attention
-    params: tuple[Leaf, ...]
-    gradients: tuple[Leaf, ...]
-    variables: tuple[Leaf, ...]
-    optimizer_state: tuple[Leaf, ...]
+    attention: AttentionConfig
+    params: tuple[PlanEntry, ...]
+    gradients: tuple[PlanEntry, ...]
+    variables: tuple[PlanEntry, ...]
+    optimizer_state: tuple[PlanEntry, ...]
     offload: tuple[str, ...]
-    cuts: tuple[Cut, ...]
+    update_chunks: tuple[UpdateChunk, ...]
     model: Model = dataclasses.field(repr=False)
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
 
@@ -94,12 +94,12 @@ class ShardingPlan:
         """The paths, in the model's modules, of the parameters that live in host memory, trained or frozen."""
         frozen = dict(self.frozen)
         hosted = (frozen[leaf.path] for leaf in self.variables if leaf.memory_kind != "device")
-        return frozenset((*(path for cut in self.cuts for path in cut.host_params), *hosted))
+        return frozenset((*(path for cut in self.update_chunks for path in cut.host_params), *hosted))
 
     @functools.cached_property
     def frozen(self) -> frozenset[tuple[str, str]]:
         """The path of each variable that never changes, and of the parameter that it is in the model's modules."""
-        return frozenset(self.model.facts().frozen.items())
+        return frozenset(self.model.info().frozen.items())
 
     @functools.cached_property
     def gradient_shardings(self) -> Any:
@@ -107,7 +107,7 @@ class ShardingPlan:
         tree_of = self._abstract(_abstract_params(self.model, self.precision), self.gradients)
         return jax.tree.map(lambda leaf: leaf.sharding, tree_of)
 
-    def _abstract(self, shapes: Any, leaves: tuple[Leaf, ...]) -> Any:
+    def _abstract(self, shapes: Any, leaves: tuple[PlanEntry, ...]) -> Any:
         records = {leaf.path: leaf for leaf in leaves}
 
         def place(path: str, array: Any) -> jax.ShapeDtypeStruct:
@@ -148,8 +148,8 @@ class ShardingPlan:
         rows = []
         for table in tables:
             head = "" if table in ("params", "variables") else f"{table.removesuffix('_state')}: "
-            rows += [(head + path, *cells) for path, *cells in (leaf.cells for leaf in getattr(self, table))]
-        lines = aligned(rows)
+            rows += [(head + path, *cells) for path, *cells in (leaf.row for leaf in getattr(self, table))]
+        lines = format_table(rows)
         held, hosted = (
             "   ".join(f"{name} {tree.human_bytes(size)}" for name, size in sizes.items())
             for sizes in (self.bytes_per_device(), self.bytes_on_host())
@@ -181,7 +181,7 @@ class ShardingPlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values: the mesh, the decisions, and one record for each leaf."""
 
-        def record(leaf: Leaf) -> dict[str, Any]:
+        def record(leaf: PlanEntry) -> dict[str, Any]:
             return {**dataclasses.asdict(leaf), "spec": spec_text(leaf.spec), "shape": list(leaf.shape)}
 
         return {
@@ -236,16 +236,16 @@ def make_plan(
         raise ConfigError("This plan cannot be made:", [Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3")])
     precision, remat = make_precision(precision), make_remat(remat)
     offload = _check_offload(mesh, offload, remat)
-    core = make_attention(mesh, attention, context)
-    model, optimizer = with_loss_scale(model, precision.loss_scale), at_precision(optimizer, precision)
-    params, facts = _abstract_params(model, precision), model.facts()
+    core = make_attention_config(mesh, attention, context)
+    model, optimizer = with_loss_scale(model, precision.loss_scale), wrap_optimizer_for_precision(optimizer, precision)
+    params, info = _abstract_params(model, precision), model.info()
     variables = tree.flatten(_abstract_variables(model))
-    unruled = {path: _RANDOM_STATE for path in facts.random_state}
-    unruled |= {path: Match(-1, "whole", replicate(why), P(), why) for path, why in facts.replicated.items()}
-    unruled |= {path: Match(-1, "where it is made", spec, spec, "") for path, spec in facts.placed.items()}
+    unruled = {path: _RANDOM_STATE for path in info.random_state}
+    unruled |= {path: Match(-1, "whole", replicate(why), P(), why) for path, why in info.replicated.items()}
+    unruled |= {path: Match(-1, "where it is made", spec, spec, "") for path, spec in info.placed.items()}
     ruled = {path: leaf for path, leaf in variables.items() if path not in unruled}
     shapes = {path: tuple(leaf.shape) for path, leaf in (tree.flatten(params) | ruled).items()}
-    problems = rules.audit(shapes, mesh.shape, tied=facts.tied)
+    problems = rules.audit(shapes, mesh.shape, tied=info.tied)
     problems += [
         Problem(f"remat {word}:{name}", "is no activation of the rule table", fix=f"one of: {', '.join(known)}")
         for known in [[name for name, _ in rules.activations]]
@@ -281,26 +281,26 @@ def make_plan(
         smaller = f"smaller blocks than {derived.block} (OptimizerConfig.moments_block), so each shard has whole ones"
         problems += [dataclasses.replace(p, fix=smaller) for p in found] if derived.block > 1 else found
     problems += mixed
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[UpdateChunk, ...] = ()
     # Beside frozen parameters, those that are trained are small.
-    frozen = {path for path in facts.frozen if "params" in offload and _is_stacked_matrix(rules, path, variables[path])}
-    updated = tuple(name for name in offload if name != "params" or not facts.frozen)
+    frozen = {path for path in info.frozen if "params" in offload and _is_stacked_matrix(rules, path, variables[path])}
+    updated = tuple(name for name in offload if name != "params" or not info.frozen)
     if updated and not problems:
-        rule = stages(optimizer)[1]
-        cuts, problems = make_cuts(rule, params, state, tables["optimizer"], mesh.shape, stacked, updated)
+        rule = phases(optimizer)[1]
+        cuts, problems = plan_chunks(rule, params, state, tables["optimizer"], mesh.shape, stacked, updated)
     if problems:
         raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 
     hosted = {path for cut in cuts for path in cut.host_params}
 
-    def table(name: str, leaves: Mapping[str, Any], on_host: Container[str] = ()) -> tuple[Leaf, ...]:
+    def table(name: str, leaves: Mapping[str, Any], on_host: Container[str] = ()) -> tuple[PlanEntry, ...]:
         return tuple(
-            make_leaf(path, leaf, matches[path], tables[name][path], zero, mesh.shape, path in on_host)
+            make_entry(path, leaf, matches[path], tables[name][path], zero, mesh.shape, path in on_host)
             for path, leaf in leaves.items()
         )
 
     optimizer_leaves = tuple(
-        Leaf(
+        PlanEntry(
             path=path,
             shape=d.shape,
             dtype=str(d.dtype),

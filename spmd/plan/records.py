@@ -12,7 +12,7 @@ from spmd.tree import human_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class PlanEntry:
     """One array of the training state and what was decided about it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Leaf:
     bytes_per_device: int
 
     @property
-    def cells(self) -> tuple[str, str, str, str, str]:
+    def row(self) -> tuple[str, str, str, str, str]:
         """Path, dtype and shape, spec in force, bytes of a shard, and the rule with its reason."""
         shape = "×".join(map(str, self.shape)) or "scalar"
         return (
@@ -52,10 +52,12 @@ class Leaf:
         )
 
     def __str__(self) -> str:
-        return "  ".join(self.cells)
+        return "  ".join(self.row)
 
 
-def make_leaf(path: str, array: Any, match: Match, spec: P, zero: int, axes: Mapping[str, int], on_host: bool) -> Leaf:
+def make_entry(
+    path: str, array: Any, match: Match, spec: P, zero: int, axes: Mapping[str, int], on_host: bool
+) -> PlanEntry:
     """The record of an array that a rule matched.
 
     Args:
@@ -69,7 +71,7 @@ def make_leaf(path: str, array: Any, match: Match, spec: P, zero: int, axes: Map
     """
     shape, dtype = tuple(array.shape), str(array.dtype)
     dropped = "" if spec == match.spec else f"zero={zero}: whole over fsdp"
-    return Leaf(
+    return PlanEntry(
         path=path,
         shape=shape,
         dtype=dtype,
@@ -82,7 +84,7 @@ def make_leaf(path: str, array: Any, match: Match, spec: P, zero: int, axes: Map
     )
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """The cells of leaves as lines with columns: sizes to the right, the last column as it is."""
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
     return [

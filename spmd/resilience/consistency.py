@@ -25,7 +25,7 @@ Statements = Mapping[str, Any]
 """Name → JSON value; the lines of a text are compared one by one."""
 
 
-def agree(statements: Statements) -> None:
+def check_hosts_agree(statements: Statements) -> None:
     """Returns where every process states the same; every process makes this call.
 
     Args:

@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import Problem
 from spmd.gradients.base import GradFn
 from spmd.model_api.model import PRNG
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_shards, name_device
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.state import TrainState, abstract_state
 
 
-class Repeat:
+class DeterminismCheck:
     """`(state, batch) -> digests` of the gradients, uint32[devices, leaves, 2], the same on every device.
 
     Nothing is donated, and nothing but the digests comes out, so it needs a step's memory less the update.
@@ -69,7 +69,7 @@ class Repeat:
 
     def _digests(self, state: TrainState, batch: Any) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=PRNG), state.step)
-        with within(self.plan):
+        with use_plan(self.plan):
             gradients, _, _ = self.grad_fn(state.params, state.variables, batch, key)
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
         return digest_shards(gradients, self.plan.gradient_shardings)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.optim.offload_chunks import Cut, cut_large
+from spmd.optim.offload_chunks import UpdateChunk, chunk_large_array
 from spmd.sharding.mesh import AnyMesh
 
 LANES = (0x9E3779B1, 0x85EBCA77)
@@ -75,7 +75,7 @@ def _digest(x: jax.Array, place: NamedSharding) -> jax.Array:
     if place.memory_kind != "pinned_host":
         return _sums(x, x.shape)
     device = jax.memory.Space.Device
-    cut = Cut((), 0, x.shape[0]) if x.ndim > 2 else cut_large("", x, P(), {})
+    cut = UpdateChunk((), 0, x.shape[0]) if x.ndim > 2 else chunk_large_array("", x, P(), {})
     if cut is None:
         return _sums(jax.device_put(x, device), x.shape)
     dim, size = cut.dim, x.shape[cut.dim] // cut.pieces

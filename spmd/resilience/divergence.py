@@ -14,12 +14,12 @@ from spmd.errors import NonFiniteError, Problem, SpikeError
 from spmd.train.loop import Hook
 
 
-class FindBadSteps(Hook):
+class DivergenceCheck(Hook):
     """Raises when a step's loss or gradient is NaN or infinite, or its loss a spike.
 
     Args:
         batch: Sequences in a global batch, to name the batch's position in the data.
-        left_out: How many batches of the data were passed over before.
+        skipped_batches: How many batches of the data were passed over before.
         last_good: Says where training can go on from.
         non_finite: Whether to look for what is not finite.
         floor: A step with a larger `loss_scale` is let through: it was left out, and the scale is lowered.
@@ -31,14 +31,14 @@ class FindBadSteps(Hook):
         self,
         batch: int,
         *,
-        left_out: int = 0,
+        skipped_batches: int = 0,
         last_good: Callable[[], int | None] = lambda: None,
         non_finite: bool = True,
         floor: float = 0.0,
         factor: float = 0.0,
         window: int = 50,
     ) -> None:
-        self.batch, self.left_out, self.last_good = batch, left_out, last_good
+        self.batch, self.skipped_batches, self.last_good = batch, skipped_batches, last_good
         self.non_finite, self.floor, self.factor = non_finite, floor, factor
         self._losses: collections.deque[float] = collections.deque(maxlen=window)
         self._enough = max(window // 2, 1)
@@ -69,6 +69,6 @@ class FindBadSteps(Hook):
     def _problem(self, step: int, fix: str) -> Problem:
         good = self.last_good()
         kept = f"the newest checkpoint is of step {good}" if good is not None else "there is no checkpoint yet"
-        first = (step - 1 + self.left_out) * self.batch
+        first = (step - 1 + self.skipped_batches) * self.batch
         batch = f"its batch is sequences {first} … {first + self.batch - 1} of the shuffled data"
         return Problem(f"step {step}", batch, kept, fix)

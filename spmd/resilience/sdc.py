@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.errors import FaultError, Problem
+from spmd.errors import DataCorruptionError, Problem
 from spmd.gradients.base import GradFn
 from spmd.plan.plan import ShardingPlan
-from spmd.resilience.determinism import Repeat
+from spmd.resilience.determinism import DeterminismCheck
 from spmd.resilience.digests import make_digest, replica_differences
 from spmd.train.loop import Hook
 from spmd.train.state import TrainState, abstract_state
@@ -45,11 +45,11 @@ class _Check(Hook, abc.ABC):
         return bool(self.every) and step % self.every == 0
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Raises `FaultError` with each array and the devices that differ, the same on every process."""
+        """Raises `DataCorruptionError` with each array and the devices that differ, the same on every process."""
         with self.around():
             problems = self.problems(state)
         if problems:
-            raise FaultError(f"{self.title} after step {step}:", problems)
+            raise DataCorruptionError(f"{self.title} after step {step}:", problems)
 
     @abc.abstractmethod
     def problems(self, state: TrainState) -> list[Problem]:
@@ -108,7 +108,7 @@ class CheckRepeats(_Check):
         around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         super().__init__(every, around)
-        self.repeat, self.probe = Repeat(plan, grad_fn), probe
+        self.repeat, self.probe = DeterminismCheck(plan, grad_fn), probe
 
     def problems(self, state: TrainState) -> list[Problem]:
         """Each array whose gradient is another, and the devices that have it."""

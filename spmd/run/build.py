@@ -15,7 +15,7 @@ from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives, c
 from spmd.analysis.memory import Compiled, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
-from spmd.distributed.compilation_cache import programs_in
+from spmd.distributed.compilation_cache import compilation_cache
 from spmd.distributed.xla_flags import Flag, compiler_options, describe, flags_for
 from spmd.errors import ConfigError, Problem, RuleError
 from spmd.generate.generator import check_window
@@ -33,7 +33,7 @@ from spmd.pipeline.pipedream import pipedream, with_in_flight
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.schedule_files import read_schedule
 from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.tick_table import how_executed, make_program
+from spmd.pipeline.tick_table import describe_execution, tabulate
 from spmd.plan import flax
 from spmd.plan.lora import lora_rules, with_lora
 from spmd.plan.plan import ShardingPlan, make_plan
@@ -48,7 +48,7 @@ MICROBATCHES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class TrainSetup:
     """What a config describes, on one mesh; each part is made when it is first asked for.
 
     Args:
@@ -117,7 +117,7 @@ class Recipe:
         plan = self._plan_of(self.model)
         if self.stages == 1 or self.pipeline.flush:
             return plan
-        program = make_program(self.pipeline)
+        program = tabulate(self.pipeline)
         if problems := self._not_without_a_flush():
             raise ConfigError("A pipeline without a flush cannot do this:", problems)
         return self._plan_of(with_in_flight(self.model, plan, self.loss_fn, self.abstract_batch(), program))
@@ -164,7 +164,7 @@ class Recipe:
     @functools.cached_property
     def loss_fn(self) -> LossFn:
         """Next-token cross-entropy of the model."""
-        return next_token_loss(self.model, chunk=self.config.loss_chunk)
+        return next_token_loss(self.model, chunk=self.config.logits_chunk)
 
     @property
     def stages(self) -> int:
@@ -197,7 +197,7 @@ class Recipe:
         """What the plan is followed by: the schedule and how it is executed; nothing without a pipeline."""
         if self.stages == 1:
             return ""
-        return f"\npipeline {self.pipeline.name}, {self.microbatches} microbatches; {how_executed(self.pipeline)}"
+        return f"\npipeline {self.pipeline.name}, {self.microbatches} microbatches; {describe_execution(self.pipeline)}"
 
     @property
     def slices_line(self) -> str:
@@ -220,7 +220,7 @@ class Recipe:
     def grad_fn(self) -> GradFn:
         """How a batch becomes gradients."""
         if self.stages > 1:
-            program = make_program(self.pipeline)
+            program = tabulate(self.pipeline)
             grad_fn = pipeline(self.loss_fn, program) if self.pipeline.flush else pipedream(self.loss_fn, program)
         else:
             grad_fn = accumulate(value_and_grad(self.loss_fn), self.microbatches)
@@ -230,7 +230,7 @@ class Recipe:
     @functools.cached_property
     def evaluation_loss_fn(self) -> LossFn:
         """The loss as in evaluation, of a whole batch."""
-        loss_fn = next_token_loss(self.model, train=False, chunk=self.config.loss_chunk)
+        loss_fn = next_token_loss(self.model, train=False, chunk=self.config.logits_chunk)
         return pipelined(loss_fn, self.stages, self.microbatches) if self.stages > 1 else loss_fn
 
     @functools.cached_property
@@ -300,7 +300,7 @@ class Recipe:
         Raises:
             MemoryError: The compiler says that the step does not fit the chip.
         """
-        with programs_in(None), compiler_log() as log:  # a program from the cache says nothing of its compilation
+        with compilation_cache(None), compiler_log() as log:  # a program from the cache says nothing of its compilation
             try:
                 compiled = self.step.compile(self.abstract_batch())
             except jax.errors.JaxRuntimeError as error:

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.data.loader import Windows
 from spmd.errors import ConfigError, Problem, SpmdError
-from spmd.run.build import Recipe, one_device_mesh
+from spmd.run.build import TrainSetup, one_device_mesh
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
 from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, mesh_of
@@ -36,9 +36,9 @@ class Check:
         return f"{steps} of {self.config.precision}, a quarter of the tokens masked as padding"
 
     @functools.cached_property
-    def alone(self) -> Recipe:
+    def alone(self) -> TrainSetup:
         """The config on one device."""
-        return Recipe(self.config, one_device_mesh())
+        return TrainSetup(self.config, one_device_mesh())
 
     @functools.cached_property
     def batches(self) -> list[dict[str, np.ndarray]]:
@@ -57,7 +57,7 @@ class Check:
         """What one device computes, with so many microbatches one after the other; computed once."""
         if microbatches not in self._references:
             pipeline = dataclasses.replace(self.config.pipeline, microbatches=microbatches)
-            alone = Recipe(dataclasses.replace(self.config, pipeline=pipeline), self.alone.mesh)
+            alone = TrainSetup(dataclasses.replace(self.config, pipeline=pipeline), self.alone.mesh)
             state = initial_state(alone)
             self._references[microbatches] = record_run(alone.plan, alone.grad_fn, self.batches, state=state)
         return self._references[microbatches]
@@ -73,16 +73,16 @@ class Check:
             SpmdError: The config cannot run on this mesh, which is found before anything compiles, or cannot start with
                 its `init`.
         """
-        recipe = Recipe(self.config, mesh)
-        recipe.audit()
-        if recipe.stages > 1 and not recipe.pipeline.flush:
+        setup = TrainSetup(self.config, mesh)
+        setup.audit()
+        if setup.stages > 1 and not setup.pipeline.flush:
             what = "gives gradients that are one update behind: one device has others"
             fix = "check the layout with --pipeline.schedule 1f1b"
-            problem = Problem(f"schedule {recipe.pipeline.name}", what, fix=fix)
+            problem = Problem(f"schedule {setup.pipeline.name}", what, fix=fix)
             raise ConfigError("There is nothing to compare:", [problem])
-        grad_fn = BUGS[bug](recipe.grad_fn) if bug else recipe.grad_fn
-        ours = record_run(recipe.plan, grad_fn, self.batches, state=initial_state(recipe))
-        return compare(ours, self.reference(recipe.microbatches))
+        grad_fn = BUGS[bug](setup.grad_fn) if bug else setup.grad_fn
+        ours = record_run(setup.plan, grad_fn, self.batches, state=initial_state(setup))
+        return compare(ours, self.reference(setup.microbatches))
 
 
 def products(most: int, axes: Sequence[str] = AXES) -> list[MeshShape]:

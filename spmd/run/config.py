@@ -29,12 +29,12 @@ from spmd.data.loader import DataConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 from spmd.layers.lm_head import CHUNK
-from spmd.model_api.attention_config import name_problems
+from spmd.model_api.attention_config import attention_problems
 from spmd.model_api.precision import make_precision
 from spmd.model_api.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
-from spmd.plan.lora import LoraConfig
+from spmd.plan.lora import LoRAConfig
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.rules import Rules
 
@@ -129,7 +129,7 @@ class RecoveryConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class FaultsConfig:
+class SDCConfig:
     """How often training is checked for silent data corruption, which stops it."""
 
     replicas_every: int = 0
@@ -141,12 +141,12 @@ class FaultsConfig:
 _LEAST = {
     "steps": 1,
     "accumulate": 1,
-    "loss_chunk": 1,
+    "logits_chunk": 1,
     "pipeline.microbatches": 0,
     "pipeline.chunks": 0,
     "log_every": 1,
     "checkpoint_every": 0,
-    "keep": 1,
+    "max_to_keep": 1,
     "keep_best": 0,
     "devices": 0,
     "seed": 0,
@@ -157,8 +157,8 @@ _LEAST = {
     "recovery.start_deadline": 0,
     "evaluate.every": 0,
     "evaluate.tokens": 1,
-    "faults.replicas_every": 0,
-    "faults.repeat_every": 0,
+    "sdc_checks.replicas_every": 0,
+    "sdc_checks.repeat_every": 0,
     "sample.tokens": 0,
     "sample.temperature": 0,
     "sample.top_k": 0,
@@ -201,7 +201,7 @@ class TrainConfig(Generic[M]):
     """XLA's flags for the step: preset (those that spmd plan lists, with reasons), NAME=VALUE; nothing: XLA's own."""
     pipeline: PipelineConfig = PipelineConfig()
     """The schedule of a pipeline over mesh.pipe."""
-    lora: LoraConfig = LoraConfig()
+    lora: LoRAConfig = LoRAConfig()
     """Train adapters beside frozen parameters instead of all parameters."""
     init: str = ""
     """A run folder, or one from Hugging Face, whose parameters training starts with; empty: drawn from the seed."""
@@ -216,7 +216,7 @@ class TrainConfig(Generic[M]):
     accumulate: int = 1
     """Microbatches that a batch is cut into, to need less memory; the numbers stay the same, but for
     auxiliary losses that are of a whole batch."""
-    loss_chunk: int = CHUNK
+    logits_chunk: int = CHUNK
     """Tokens of a device whose logits are there at once, to need less memory; the numbers stay the same."""
     on_nan: Literal["stop", "skip", "roll-back"] = "stop"
     """What a non-finite loss or gradient does: stop the run; skip that step and count it; roll-back goes on from the
@@ -224,7 +224,7 @@ class TrainConfig(Generic[M]):
     cannot get any lower."""
     recovery: RecoveryConfig = RecoveryConfig()
     """Loss spikes, rolling back, deadlines."""
-    faults: FaultsConfig = FaultsConfig()
+    sdc_checks: SDCConfig = SDCConfig()
     """Checks for silent data corruption."""
     evaluate: EvaluationConfig = EvaluationConfig()
     """Validation."""
@@ -236,11 +236,11 @@ class TrainConfig(Generic[M]):
     """Steps between lines of metrics."""
     checkpoint_every: int = 0
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
-    keep: int = 3
+    max_to_keep: int = 3
     """How many of the newest checkpoints to keep."""
     keep_best: int = 1
     """How many of those with the lowest validation loss to keep besides."""
-    programs: str = ""
+    compilation_cache_dir: str = ""
     """The folder for compiled programs, so that a restart compiles nothing; none: keep none; empty: JAX's own setting
     (JAX_COMPILATION_CACHE_DIR), or ~/.cache/spmd/programs."""
     devices: int = 0
@@ -276,7 +276,7 @@ class TrainConfig(Generic[M]):
         if missing := [name for name in _OF_LANGUAGE_MODELS if not hasattr(self.model, name)]:
             what = f"{type(self.model).__name__} has no {', '.join(missing)}: a TrainConfig is for language models"
             problems.append(Problem("model", what, fix="spmd.make_train_step trains any other, in a program"))
-        problems += name_problems(self.attention, self.context)
+        problems += attention_problems(self.attention, self.context)
         problems += flag_problems(self.xla)
         if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):
             fix = did_you_mean(self.pipeline.schedule, (*SCHEDULES, "FILE.csv"))

@@ -7,7 +7,7 @@ import numpy as np
 from spmd.data.loader import Tokenizer
 from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
-from spmd.run.build import Recipe
+from spmd.run.build import TrainSetup
 from spmd.train.state import ModelState, TrainState
 
 _CUT = "\ufffd"
@@ -16,7 +16,7 @@ _LONGEST_CUT = 3
 """Bytes of UTF-8 that a character may still be without."""
 
 
-class Pieces:
+class IncrementalDetokenizer:
     """The text of tokens that come one by one. A character that is not there as a whole is held back.
 
     Args:
@@ -54,31 +54,31 @@ class Pieces:
         return self._tokenizer.decode(self._ids[self._first :])[len(self._given) :]
 
 
-def make_generator(recipe: Recipe, sampling: Sampling) -> Generator:
-    """What writes on the recipe's mesh, up to a token that ends a text."""
-    return Generator(recipe.plan, recipe.config.data.sequence, sampling, recipe.tokenizer.ends)
+def make_generator(setup: TrainSetup, sampling: Sampling) -> Generator:
+    """What writes on the setup's mesh, up to a token that ends a text."""
+    return Generator(setup.plan, setup.config.data.sequence, sampling, setup.tokenizer.ends)
 
 
-def encode(recipe: Recipe, prompts: Sequence[str]) -> list[np.ndarray]:
+def encode(setup: TrainSetup, prompts: Sequence[str]) -> list[np.ndarray]:
     """The token ids of each prompt, with what the tokenizer begins a text with."""
-    return [recipe.tokenizer.encode_prompt(prompt) for prompt in prompts]
+    return [setup.tokenizer.encode_prompt(prompt) for prompt in prompts]
 
 
 def stream_text(
-    recipe: Recipe, generator: Generator, state: TrainState | ModelState, prompt: str, *, tokens: int, seed: int
+    setup: TrainSetup, generator: Generator, state: TrainState | ModelState, prompt: str, *, tokens: int, seed: int
 ) -> Iterator[str]:
     """What follows a prompt, piece by piece.
 
     Args:
-        recipe: The run.
+        setup: The run.
         generator: From `make_generator`.
         state: The training state, or the model's part of it.
         prompt: What to go on from.
         tokens: How many tokens to add.
         seed: Of the draws.
     """
-    (ids,) = encode(recipe, [prompt])
-    pieces = Pieces(recipe.tokenizer, ids.tolist())
+    (ids,) = encode(setup, [prompt])
+    pieces = IncrementalDetokenizer(setup.tokenizer, ids.tolist())
     for (token,) in generator.stream(state.params, state.variables, [ids], tokens=tokens, seed=seed):
         if token not in generator.ends:
             yield pieces.add(int(token))
@@ -86,7 +86,7 @@ def stream_text(
 
 
 def write_texts(
-    recipe: Recipe,
+    setup: TrainSetup,
     generator: Generator,
     state: TrainState | ModelState,
     prompts: Sequence[str],
@@ -95,11 +95,11 @@ def write_texts(
     seed: int,
 ) -> list[str]:
     """Each prompt and what follows it; the arguments are those of `stream_text`."""
-    ids = encode(recipe, prompts)
+    ids = encode(setup, prompts)
     rows = generator.write(state.params, state.variables, ids, tokens=tokens, seed=seed)
     texts = []
     for prompt, start, row in zip(prompts, ids, rows, strict=True):
-        pieces = Pieces(recipe.tokenizer, start.tolist())
+        pieces = IncrementalDetokenizer(setup.tokenizer, start.tolist())
         added = [pieces.add(int(token)) for token in row if token not in generator.ends]
         texts.append("".join([prompt, *added, pieces.finish()]))
     return texts

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.versions import library_versions
 from spmd.data.loader import Windows, evaluation_batches
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.metrics import StepClock, Writers, device_memory, process_peak_rss, utilization
-from spmd.observe.stragglers import Spread
+from spmd.observe.stragglers import StepTimeExchange
 from spmd.resilience.preemption import Preemption
 from spmd.resilience.watchdog import Watchdog
-from spmd.run.build import Recipe
+from spmd.run.build import TrainSetup
 from spmd.run.config import config_values
 from spmd.run.run_dir import ProcessLog
 from spmd.sharding.mesh import batch_sharding
@@ -25,7 +25,7 @@ from spmd.train.step import make_eval_step
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruments:
+class Telemetry:
     """What the hooks of one process share: its clocks, its log, and who watches over it."""
 
     clock: StepClock
@@ -39,24 +39,24 @@ class Log(Hook):
     """Writes the metrics of every `log_every`-th step, and of the last.
 
     Args:
-        recipe: The run.
-        instruments: Of this process.
+        setup: The run.
+        telemetry: Of this process.
         writers: Where the numbers go.
         folder: Where goodput is kept; None where another process keeps it.
-        left_out: How many batches of the data were passed over.
+        skipped_batches: How many batches of the data were passed over.
     """
 
     def __init__(
-        self, recipe: Recipe, instruments: Instruments, writers: Writers, folder: Path | None, left_out: int
+        self, setup: TrainSetup, telemetry: Telemetry, writers: Writers, folder: Path | None, skipped_batches: int
     ) -> None:
-        self.recipe, self.instruments, self.writers = recipe, instruments, writers
-        self.folder, self.left_out = folder, left_out
-        self.positions = recipe.config.data.batch * recipe.config.data.sequence
+        self.setup, self.telemetry, self.writers = setup, telemetry, writers
+        self.folder, self.skipped_batches = folder, skipped_batches
+        self.positions = setup.config.data.batch * setup.config.data.sequence
         self.last: dict[str, Any] = {}
-        self._spread = Spread() if jax.process_count() > 1 else None
+        self._spread = StepTimeExchange() if jax.process_count() > 1 else None
         self._row: list[float] = []
         self._rows: np.ndarray | None = None
-        self._seconds, self._step = dict(instruments.stopwatch.seconds), 0
+        self._seconds, self._step = dict(telemetry.stopwatch.seconds), 0
 
     def on_start(self, step: int) -> None:
         """The first line of this session, which later ones are compared with."""
@@ -64,22 +64,22 @@ class Log(Hook):
 
     def on_dispatch(self, step: int) -> None:
         """Exchanges the figures of processes: here every process is between the same two steps."""
-        if self._spread and self._row and step % self.recipe.config.log_every == 0:
+        if self._spread and self._row and step % self.setup.config.log_every == 0:
             with jax.transfer_guard("allow"):
                 self._rows = self._spread.exchange(self._row)
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Adds throughput and memory to what the step reports."""
-        clock = self.instruments.clock
+        clock = self.telemetry.clock
         clock.finished()
-        config = self.recipe.config
+        config = self.setup.config
         if step % config.log_every and step != config.steps:
             return
         self.last = values = {**metrics, "tokens": int(metrics["tokens"])}
-        values |= {"left_out_batches": self.left_out} if self.left_out else {}
+        values |= {"left_out_batches": self.skipped_batches} if self.skipped_batches else {}
         if clock.median is not None and clock.p95 is not None:
             rate = self.positions / clock.median
-            mfu = utilization(self.recipe.flops, rate, self.recipe.mesh.devices.flat)
+            mfu = utilization(self.setup.flops, rate, self.setup.mesh.devices.flat)
             values |= {"tokens_per_s": rate, "step_s": clock.median, "step_s_p95": clock.p95}
             values |= {"mfu": mfu} if mfu is not None else {}
         memory = device_memory()
@@ -89,7 +89,7 @@ class Log(Hook):
         self._row = [own["step"], own["data"]]
         values |= {"data_s": own["data"], **self._apart()}
         self.writers.write(step, values)
-        self.instruments.log.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
+        self.telemetry.log.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
 
     def finish(self, step: int) -> None:
         """The last line of this session, with its last checkpoint."""
@@ -97,7 +97,7 @@ class Log(Hook):
 
     def _since(self, step: int) -> dict[str, float]:
         """Seconds by activity for each step since the call before, on this process."""
-        watch = self.instruments.stopwatch
+        watch = self.telemetry.stopwatch
         watch.turn_to("step")
         if self.folder:
             watch.write(self.folder, step)
@@ -118,28 +118,28 @@ class Log(Hook):
 class Evaluate(Hook):
     """Loss and accuracy on the validation half, every `evaluate.every` steps and after the last."""
 
-    def __init__(self, recipe: Recipe, instruments: Instruments, writers: Writers, windows: Windows) -> None:
-        self.recipe, self.instruments, self.writers, self.windows = recipe, instruments, writers, windows
-        self.step = make_eval_step(recipe.plan, recipe.evaluation_loss_fn)
+    def __init__(self, setup: TrainSetup, telemetry: Telemetry, writers: Writers, windows: Windows) -> None:
+        self.setup, self.telemetry, self.writers, self.windows = setup, telemetry, writers, windows
+        self.step = make_eval_step(setup.plan, setup.evaluation_loss_fn)
         self.last: dict[str, float] = {}
         self.last_step, self.tokens = -1, 0
 
     def wants_state(self, step: int) -> bool:
         """At the interval and at the end."""
-        config = self.recipe.config
+        config = self.setup.config
         return step == config.steps or bool(config.evaluate.every and step % config.evaluate.every == 0)
 
     def on_state(self, step: int, state: TrainState) -> None:
         """Writes `val_loss` and `val_accuracy`, weighted by token."""
-        config, watchdog = self.recipe.config, self.instruments.watchdog
+        config, watchdog = self.setup.config, self.telemetry.watchdog
         stream = evaluation_batches(
             self.windows,
             batch=config.data.batch,
-            sharding=batch_sharding(self.recipe.mesh),
+            sharding=batch_sharding(self.setup.mesh),
             tokens_at_most=config.evaluate.tokens,
         )
         parts = []
-        with self.instruments.stopwatch.during("evaluate"):
+        with self.telemetry.stopwatch.during("evaluate"):
             for number, batch in enumerate(stream, 1):
                 watchdog.doing(f"evaluating after step {step}")
                 parts.append(jax.device_get(self.step(state.params, state.variables, batch)))
@@ -148,39 +148,44 @@ class Evaluate(Hook):
         self.tokens, self.last_step = int(sums["weight"]), step
         self.last = {f"val_{name}": total / sums["weight"] for name, total in sums.items() if name != "weight"}
         self.writers.write(step, self.last)
-        self.instruments.clock.restart()
+        self.telemetry.clock.restart()
 
 
 class Save(Hook):
     """A checkpoint every `checkpoint_every` steps, after the last, and where training is told to stop.
 
     Args:
-        recipe: The run.
-        instruments: Of this process.
+        setup: The run.
+        telemetry: Of this process.
         checkpoints: Where they go.
         evaluate: Has the metrics to rank them by.
-        left_out: How many batches of the data were passed over.
+        skipped_batches: How many batches of the data were passed over.
     """
 
     def __init__(
-        self, recipe: Recipe, instruments: Instruments, checkpoints: Checkpoints, evaluate: Evaluate, left_out: int
+        self,
+        setup: TrainSetup,
+        telemetry: Telemetry,
+        checkpoints: CheckpointManager,
+        evaluate: Evaluate,
+        skipped_batches: int,
     ) -> None:
-        self.recipe, self.instruments, self.checkpoints = recipe, instruments, checkpoints
-        self.evaluate, self.left_out = evaluate, left_out
+        self.setup, self.telemetry, self.checkpoints = setup, telemetry, checkpoints
+        self.evaluate, self.skipped_batches = evaluate, skipped_batches
 
     def wants_state(self, step: int) -> bool:
         """At the interval and at the end."""
-        config = self.recipe.config
-        ends = step in (config.steps, self.instruments.preemption.stopped_at)
+        config = self.setup.config
+        ends = step in (config.steps, self.telemetry.preemption.stopped_at)
         return ends or bool(config.checkpoint_every and step % config.checkpoint_every == 0)
 
     def on_state(self, step: int, state: TrainState) -> None:
         """Starts an asynchronous save of everything that must resume together."""
-        config, plan = self.recipe.config, self.recipe.plan
+        config, plan = self.setup.config, self.setup.plan
         record = {
             "step": step,
-            "position": (step + self.left_out) * config.data.batch,
-            "data": self.recipe.corpus.fingerprint,
+            "position": (step + self.skipped_batches) * config.data.batch,
+            "data": self.setup.corpus.fingerprint,
             "seed": config.seed,
             "batch": config.data.batch,
             "sequence": config.data.sequence,
@@ -190,9 +195,9 @@ class Save(Hook):
             "versions": library_versions(),
         }
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
-        self.instruments.watchdog.doing(f"saving step {step}, or waiting for the save before it")
-        with self.instruments.stopwatch.during("checkpoint"):
+        self.telemetry.watchdog.doing(f"saving step {step}, or waiting for the save before it")
+        with self.telemetry.stopwatch.during("checkpoint"):
             self.checkpoints.save(step, state, record, metrics)
-        self.instruments.watchdog.finished(f"the copy of step {step} for its checkpoint")
-        self.instruments.log.say(f"saving step {step}")
-        self.instruments.clock.restart()
+        self.telemetry.watchdog.finished(f"the copy of step {step} for its checkpoint")
+        self.telemetry.log.say(f"saving step {step}")
+        self.telemetry.clock.restart()

@@ -13,14 +13,14 @@ from typing import Any
 from spmd.checkpoint.manifest import read_object
 from spmd.data.tokenizer import TOKENIZER
 from spmd.errors import CheckpointError, Problem
-from spmd.hf.folder import CONFIG, Published, published
+from spmd.hf.folder import CONFIG, HFFolder, open_folder
 from spmd.hf.load import check_published, load_published
-from spmd.hf.sidecar_files import ORIGINAL, keep_origin
+from spmd.hf.sidecar_files import ORIGINAL, copy_origin
 from spmd.plan.lora import BASE
-from spmd.run.build import Recipe
+from spmd.run.build import TrainSetup
 from spmd.run.config import config_difference, config_values
 from spmd.run.load_params import read_params
-from spmd.run.run_dir import RunFolder
+from spmd.run.run_dir import RunDir
 from spmd.train.state import TrainState, init_state
 
 _HOW = ("stacked", "unroll")
@@ -29,7 +29,7 @@ _HOW = ("stacked", "unroll")
 _AT_MOST = 16 << 20
 
 
-def check_start(recipe: Recipe) -> str:
+def check_start(setup: TrainSetup) -> str:
     """Finds what keeps a run from starting with `init`, from configs and headers alone.
 
     Returns:
@@ -38,65 +38,65 @@ def check_start(recipe: Recipe) -> str:
     Raises:
         CheckpointError: There is no such folder, or it holds another model.
     """
-    path = Path(recipe.config.init)
-    if not recipe.config.init:
+    path = Path(setup.config.init)
+    if not setup.config.init:
         drawn = "adapters are trained beside parameters that are drawn at random: --init says whose they should be"
-        return drawn if recipe.config.lora.targets else ""
+        return drawn if setup.config.lora.targets else ""
     if not _is_run(path):
-        with _opened(recipe, path) as found:
+        with _opened(setup, path) as found:
             model = found.config
     else:
-        model = RunFolder(path).config().model
-    _check_model(path, model, recipe.config.model)
+        model = RunDir(path).config().model
+    _check_model(path, model, setup.config.model)
     tokenizer = path / TOKENIZER
-    if tokenizer.exists() and recipe.config.data.tokenizer == "bytes":
+    if tokenizer.exists() and setup.config.data.tokenizer == "bytes":
         return f"starts with {path}, which has a tokenizer that is not used here: --data.tokenizer {tokenizer}"
     return f"starts with {path}"
 
 
-def describe_start(recipe: Recipe, run: Path) -> None:
+def copy_source_files(setup: TrainSetup, run: Path) -> None:
     """Puts what an export gives back of the model that a run starts from into the run's folder.
 
     Args:
-        recipe: The run.
+        setup: The run.
         run: Its folder.
     """
-    if recipe.config.init:
-        start = Path(recipe.config.init)
-        keep_origin(start, start / (ORIGINAL if _is_run(start) else CONFIG), run)
+    if setup.config.init:
+        start = Path(setup.config.init)
+        copy_origin(start, start / (ORIGINAL if _is_run(start) else CONFIG), run)
 
 
-def initial_state(recipe: Recipe) -> TrainState:
-    """The state before the first step, on the recipe's mesh.
+def initial_state(setup: TrainSetup) -> TrainState:
+    """The state before the first step, on the setup's mesh.
 
     Raises:
         CheckpointError: The parameters of `init` cannot be read, or are those of another model.
     """
-    config, plan = recipe.config, recipe.plan
+    config, plan = setup.config, setup.plan
     if not config.init:
         return init_state(plan, config.seed)
     if config.lora.targets:
-        return init_state(plan, config.seed, variables={BASE: _read(recipe)})
-    return init_state(plan, config.seed, params=_read(recipe))
+        return init_state(plan, config.seed, variables={BASE: _read(setup)})
+    return init_state(plan, config.seed, params=_read(setup))
 
 
-def _read(recipe: Recipe) -> Any:
-    path = Path(recipe.config.init)
+def _read(setup: TrainSetup) -> Any:
+    path = Path(setup.config.init)
     if _is_run(path):
-        return read_params(path, _wanted(recipe))
-    with _opened(recipe, path) as found:
-        return load_published(found, _wanted(recipe))
+        return read_params(path, _wanted(setup))
+    with _opened(setup, path) as found:
+        return load_published(found, _wanted(setup))
 
 
-def _wanted(recipe: Recipe) -> Any:
+def _wanted(setup: TrainSetup) -> Any:
     """The model's own parameters as the plan has them: what is trained, or what is frozen."""
-    plan = recipe.plan
-    return plan.abstract_variables[BASE] if recipe.config.lora.targets else plan.abstract_params
+    plan = setup.plan
+    return plan.abstract_variables[BASE] if setup.config.lora.targets else plan.abstract_params
 
 
 def _is_run(path: Path) -> bool:
     """Whether a folder is a run's, whose config.py is executed: one that could be Hugging Face's never is."""
-    if not RunFolder(path).checkpoints.is_dir() or any(path.glob("*.safetensors*")):
+    if not RunDir(path).checkpoints.is_dir() or any(path.glob("*.safetensors*")):
         return False
     try:
         return "architectures" not in read_object(path / CONFIG, _AT_MOST)
@@ -105,10 +105,10 @@ def _is_run(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(recipe: Recipe, path: Path) -> Iterator[Published]:
-    with published(path) as found:
-        _check_model(path, found.config, recipe.config.model)
-        check_published(found, _wanted(recipe))
+def _opened(setup: TrainSetup, path: Path) -> Iterator[HFFolder]:
+    with open_folder(path) as found:
+        _check_model(path, found.config, setup.config.model)
+        check_published(found, _wanted(setup))
         yield found
 
 

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.model_api.model import PRNG
 from spmd.plan.lora import BASE, with_adapters
 from spmd.plan.plan import ShardingPlan
-from spmd.run.build import Recipe
-from spmd.run.run_dir import RunFolder
+from spmd.run.build import TrainSetup
+from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.train.state import ModelState
 
 
-def restore_model(checkpoints: Checkpoints, step: int | None, plan: ShardingPlan) -> ModelState:
+def restore_model(checkpoints: CheckpointManager, step: int | None, plan: ShardingPlan) -> ModelState:
     """The parameters and variables of a checkpoint; no optimizer state is read or made.
 
     Args:
@@ -28,7 +28,7 @@ def restore_model(checkpoints: Checkpoints, step: int | None, plan: ShardingPlan
         plan: The run's, on any mesh with devices.
 
     Raises:
-        CheckpointError: As for `Checkpoints.restore`.
+        CheckpointError: As for `CheckpointManager.restore`.
     """
     wanted = {"params": plan.abstract_params, "variables": plan.abstract_variables}
     restored, _ = checkpoints.restore(step, wanted, branches=("params", "variables"))
@@ -47,21 +47,21 @@ def read_params(run: Path, abstract: Any, step: int | None = None) -> Any:
     Raises:
         CheckpointError: There is no such checkpoint, or it is of another model.
     """
-    folder = RunFolder(Path(run))
-    recipe = Recipe(folder.config(), abstract_mesh(MeshShape()))
-    lora, key = recipe.config.lora, jax.random.key(0, impl=PRNG)
+    folder = RunDir(Path(run))
+    setup = TrainSetup(folder.config(), abstract_mesh(MeshShape()))
+    lora, key = setup.config.lora, jax.random.key(0, impl=PRNG)
     if not lora.targets:
-        wanted, branches = {"params": _stored(abstract, recipe.precision.params_dtype)}, ["params"]
+        wanted, branches = {"params": _stored(abstract, setup.precision.params_dtype)}, ["params"]
     else:
-        kept = jax.tree.leaves(jax.eval_shape(recipe.model.init_variables, key)[BASE])[0].dtype
+        kept = jax.tree.leaves(jax.eval_shape(setup.model.init_variables, key)[BASE])[0].dtype
         whole = NamedSharding(jax.tree.leaves(abstract)[0].sharding.mesh, P())  # adapters are small
         adapters = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, recipe.precision.params_dtype, sharding=whole),
-            jax.eval_shape(recipe.model.init, key),
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, setup.precision.params_dtype, sharding=whole),
+            jax.eval_shape(setup.model.init, key),
         )
         wanted = {"params": adapters, "variables": {BASE: _stored(abstract, kept)}}
         branches = ["params", f"variables/{BASE}"]
-    with Checkpoints(folder.checkpoints, read_only=True) as checkpoints:
+    with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
         restored, _ = checkpoints.restore(step, wanted, branches=branches)
     params = restored["params"]
     if lora.targets:

@@ -37,7 +37,7 @@ Resume = Literal["never", "auto", "always"]
 
 
 @dataclasses.dataclass(frozen=True)
-class RunFolder:
+class RunDir:
     """The files of one run.
 
     Args:

@@ -5,20 +5,20 @@ from typing import Any
 
 from spmd.analysis.topology import Topology
 from spmd.errors import SpmdError
-from spmd.run.build import Recipe
+from spmd.run.build import TrainSetup
 
 
-def fitting(recipe: Recipe, topology: Topology) -> list[tuple[str, int]]:
+def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple[str, int]]:
     """Settings under which the step fits where it does not, by the estimate: the flags and the bytes of a device.
 
     Tried are what costs the least first: sharding more, recomputing, moving optimizer state and then parameters to
     the host, and smaller microbatches; alone, and each with those before it.
 
     Args:
-        recipe: What does not fit.
+        setup: What does not fit.
         topology: The machine.
     """
-    config, together = recipe.config, dict[str, Any]()
+    config, together = setup.config, dict[str, Any]()
     smaller = [("accumulate", config.accumulate * parts) for parts in (2, 4, 8)]
     offload = [("offload", ("optimizer_state",)), ("offload", ("optimizer_state", "params"))]
     for name, value in (("zero", 3), ("remat", "full"), *offload, *smaller):
@@ -28,7 +28,7 @@ def fitting(recipe: Recipe, topology: Topology) -> list[tuple[str, int]]:
         alone, combined = {name: value}, {**together, name: value}
         for settings in [alone] if alone == combined else [alone, combined]:
             try:
-                other = Recipe(dataclasses.replace(config, **settings), recipe.mesh)
+                other = TrainSetup(dataclasses.replace(config, **settings), setup.mesh)
                 other.check_batch()
                 total = other.memory(topology.platform).total
             except SpmdError:  # such as a batch that does not divide into so many microbatches

@@ -10,32 +10,32 @@ from typing import Any
 
 import jax
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.versions import library_versions
 from spmd.data.loader import Windows, batches, evaluation_batches
-from spmd.distributed.compilation_cache import program_folder, programs_in
-from spmd.errors import BadStepError, CheckpointError, NonFiniteError, Problem
+from spmd.distributed.compilation_cache import cache_dir, compilation_cache
+from spmd.errors import CheckpointError, DivergenceError, NonFiniteError, Problem
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.metrics import Console, JsonLines, StepClock, Writer, Writers
 from spmd.observe.profiling import Profile
 from spmd.observe.tensorboard import TensorBoard
-from spmd.resilience.consistency import agree, source_fingerprint
-from spmd.resilience.divergence import FindBadSteps
+from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
+from spmd.resilience.divergence import DivergenceCheck
 from spmd.resilience.preemption import Preemption
 from spmd.resilience.sdc import CheckRepeats, CheckReplicas
 from spmd.resilience.watchdog import Watchdog
-from spmd.run.build import Recipe
+from spmd.run.build import TrainSetup
 from spmd.run.config import config_difference, config_values
-from spmd.run.hooks import Evaluate, Instruments, Log, Save
-from spmd.run.init_from import describe_start, initial_state
-from spmd.run.run_dir import IMPORTED, ProcessLog, RunFolder
+from spmd.run.hooks import Evaluate, Log, Save, Telemetry
+from spmd.run.init_from import copy_source_files, initial_state
+from spmd.run.run_dir import IMPORTED, ProcessLog, RunDir
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.loop import Hook, fit
 from spmd.train.state import TrainState, abstract_state
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """What a finished run has to show.
 
     Attributes:
@@ -62,28 +62,28 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Position:
-    """Where training goes on: `state` has `step` steps behind it; `left_out` batches of the data were passed over."""
+class ResumePoint:
+    """Where training resumes: after `step` steps and `skipped_batches` batches that were skipped."""
 
     step: int
-    left_out: int
+    skipped_batches: int
     state: TrainState
 
 
 def train(
-    recipe: Recipe,
-    folder: RunFolder,
+    setup: TrainSetup,
+    folder: RunDir,
     source: Path,
     console: Console | None,
     *,
     resume: bool = False,
     profile: tuple[int, int] | None = None,
     environment: Mapping[str, str] | None = None,
-) -> Outcome:
+) -> RunResult:
     """Trains to the config's last step, from the beginning or from the newest checkpoint, or until it is told to go.
 
     Args:
-        recipe: On a mesh with devices.
+        setup: On a mesh with devices.
         folder: Holds no other run, or the one to resume.
         source: The config file.
         console: What a person sees; None for nothing.
@@ -95,30 +95,32 @@ def train(
         AgreementError: Processes are about to do different things.
         BadStepError: A step is not finite or a spike, and the config says stop.
     """
-    config = recipe.config
+    config = setup.config
     with contextlib.ExitStack() as stack:
-        stack.enter_context(programs_in(program_folder(config.programs)))
+        stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
         log = stack.enter_context(ProcessLog(folder.log))
         recovery = config.recovery
         watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
         log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
-        agree(_statements(recipe, source, resume, environment or {}))
+        check_hosts_agree(_statements(setup, source, resume, environment or {}))
         preemption = stack.enter_context(Preemption())
         tracing = stack.enter_context(Profile(folder.path / "profile", profile, log.say))
-        instruments = Instruments(StepClock(), Stopwatch(), watchdog, preemption, log)
-        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, keep=config.keep, keep_best=config.keep_best))
+        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, preemption, log)
+        checkpoints = stack.enter_context(
+            CheckpointManager(folder.checkpoints, max_to_keep=config.max_to_keep, keep_best=config.keep_best)
+        )
         console = console if jax.process_index() == 0 else None
-        return _Session(recipe, folder, console, instruments, checkpoints, tracing).run(source, resume)
+        return _Session(setup, folder, console, telemetry, checkpoints, tracing).run(source, resume)
 
 
-def _statements(recipe: Recipe, source: Path, resume: bool, environment: Mapping[str, str]) -> dict[str, Any]:
+def _statements(setup: TrainSetup, source: Path, resume: bool, environment: Mapping[str, str]) -> dict[str, Any]:
     """What all processes must be about to do alike."""
     return {
-        "config": config_values(recipe.config),
+        "config": config_values(setup.config),
         "config file": hashlib.sha256(source.read_bytes()).hexdigest(),
-        "plan": f"{recipe.plan}{recipe.pipeline_line}",
-        "batch": {name: f"{x.dtype}{list(x.shape)}" for name, x in recipe.abstract_batch().items()},
-        "data": recipe.corpus.fingerprint,
+        "plan": f"{setup.plan}{setup.pipeline_line}",
+        "batch": {name: f"{x.dtype}{list(x.shape)}" for name, x in setup.abstract_batch().items()},
+        "data": setup.corpus.fingerprint,
         "versions": library_versions(),
         "source": source_fingerprint(),
         "environment": dict(environment),
@@ -131,81 +133,81 @@ def _statements(recipe: Recipe, source: Path, resume: bool, environment: Mapping
 class _Session:
     """One process of a run, from its start to its end."""
 
-    recipe: Recipe
-    folder: RunFolder
+    setup: TrainSetup
+    folder: RunDir
     console: Console | None
-    instruments: Instruments
-    checkpoints: Checkpoints
+    telemetry: Telemetry
+    checkpoints: CheckpointManager
     profile: Profile
 
     def say(self, text: str) -> None:
         """Tells the log, and the console if there is one."""
-        self.instruments.log.say(text)
+        self.telemetry.log.say(text)
         if self.console:
             self.console.say(text)
 
-    def run(self, source: Path, resume: bool) -> Outcome:
+    def run(self, source: Path, resume: bool) -> RunResult:
         """Trains, and rolls back where the config says so."""
-        began, config = time.perf_counter(), self.recipe.config
+        began, config = time.perf_counter(), self.setup.config
         if self.checkpoints.leftovers:
             self.say(f"removed what interrupted saves have left: {', '.join(self.checkpoints.leftovers)}")
         if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
-            _check_resumable(self.checkpoints.record(latest), self.recipe, self.folder)
-        with self.instruments.stopwatch.during("compile"):
-            self.recipe.step.compile(self.recipe.abstract_batch())
+            _check_resumable(self.checkpoints.record(latest), self.setup, self.folder)
+        with self.telemetry.stopwatch.during("compile"):
+            self.setup.step.compile(self.setup.abstract_batch())
         position = self._newest(resume)
         if jax.process_index() == 0:
-            lines = f"{self.recipe.pipeline_line}{self.recipe.slices_line}"
-            self.folder.describe(config, source, f"{self.recipe.plan}{lines}")
-            describe_start(self.recipe, self.folder.path)
-        self.instruments.stopwatch.turn_to("step")
+            lines = f"{self.setup.pipeline_line}{self.setup.slices_line}"
+            self.folder.describe(config, source, f"{self.setup.plan}{lines}")
+            copy_source_files(self.setup, self.folder.path)
+        self.telemetry.stopwatch.turn_to("step")
         start, rolled_back = position.step, 0
         while True:
             try:
                 outcome = self._fit(position)
                 break
-            except BadStepError as error:
+            except DivergenceError as error:
                 wanted = config.on_nan if isinstance(error, NonFiniteError) else config.recovery.on_spike
                 if wanted != "roll-back" or rolled_back == config.recovery.rollbacks:
                     raise
                 bad, why = error.step, str(error).partition("\n")[0]
                 if jax.process_index() == 0:  # what was reached, of which a part is taken again
-                    self.instruments.stopwatch.write(self.folder.path, bad)
+                    self.telemetry.stopwatch.write(self.folder.path, bad)
             # Only now: the error's traceback held the state, and there may be no room for two.
             rolled_back += 1
             self.say(f"{why}\nrolling back ({rolled_back} of at most {config.recovery.rollbacks} times)")
             newest = self._newest(True)
-            position = dataclasses.replace(newest, left_out=position.left_out + bad - newest.step)
-            self.instruments.clock.restart()
+            position = dataclasses.replace(newest, skipped_batches=position.skipped_batches + bad - newest.step)
+            self.telemetry.clock.restart()
             self.say(f"going on after step {position.step}, past {bad - position.step} batches of the data")
         return dataclasses.replace(outcome, seconds=time.perf_counter() - began, steps=outcome.steps - start)
 
-    def _newest(self, resume: bool) -> Position:
+    def _newest(self, resume: bool) -> ResumePoint:
         """The newest checkpoint to go on from, or the beginning."""
-        recipe, stopwatch = self.recipe, self.instruments.stopwatch
+        setup, stopwatch = self.setup, self.telemetry.stopwatch
         if not resume or not (self.checkpoints.steps() or self.checkpoints.lost):
             if resume:
                 self.say("there is no checkpoint to go on from: training begins again")
-            self.instruments.watchdog.doing("making the initial parameters")
+            self.telemetry.watchdog.doing("making the initial parameters")
             with stopwatch.during("compile"):
-                return Position(0, 0, jax.block_until_ready(initial_state(recipe)))
-        self.instruments.watchdog.doing("restoring a checkpoint")
+                return ResumePoint(0, 0, jax.block_until_ready(initial_state(setup)))
+        self.telemetry.watchdog.doing("restoring a checkpoint")
         with stopwatch.during("restore"):
-            state, record = self.checkpoints.restore(None, abstract_state(recipe.plan))
-        _check_resumable(record, recipe, self.folder)
+            state, record = self.checkpoints.restore(None, abstract_state(setup.plan))
+        _check_resumable(record, setup, self.folder)
         for step, problems in self.checkpoints.lost.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             self.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
         step = int(record["step"])
         self.say(f"resuming after step {step}")
-        for name, (old, new) in config_difference(record["config"], config_values(recipe.config)).items():
+        for name, (old, new) in config_difference(record["config"], config_values(setup.config)).items():
             self.say(f"  {name} was {old} and is {new} from here on")
-        return Position(step, int(record["position"]) // recipe.config.data.batch - step, state)
+        return ResumePoint(step, int(record["position"]) // setup.config.data.batch - step, state)
 
-    def _fit(self, position: Position) -> Outcome:
+    def _fit(self, position: ResumePoint) -> RunResult:
         """Trains from `position`; the outcome's steps count from the beginning."""
-        recipe, instruments, config = self.recipe, self.instruments, self.recipe.config
-        start, left_out = position.step, position.left_out
+        setup, telemetry, config = self.setup, self.telemetry, self.setup.config
+        start, skipped_batches = position.step, position.skipped_batches
         first = jax.process_index() == 0
         files: list[Writer] = []
         if first:
@@ -214,29 +216,29 @@ class _Session:
             for file in files:
                 stack.callback(file.close)
             writers = Writers([*files, *([self.console] if self.console else [])])
-            log = Log(recipe, instruments, writers, self.folder.path if first else None, left_out)
-            evaluate = Evaluate(recipe, instruments, writers, Windows(recipe.corpus.validation, config.data.sequence))
-            save = Save(recipe, instruments, self.checkpoints, evaluate, left_out)
+            log = Log(setup, telemetry, writers, self.folder.path if first else None, skipped_batches)
+            evaluate = Evaluate(setup, telemetry, writers, Windows(setup.corpus.validation, config.data.sequence))
+            save = Save(setup, telemetry, self.checkpoints, evaluate, skipped_batches)
             stream = batches(
-                Windows(recipe.corpus.train, config.data.sequence),
+                Windows(setup.corpus.train, config.data.sequence),
                 batch=config.data.batch,
-                sharding=batch_sharding(recipe.mesh),
+                sharding=batch_sharding(setup.mesh),
                 seed=config.seed,
-                start=start + left_out,
-                steps=config.steps + left_out,
+                start=start + skipped_batches,
+                steps=config.steps + skipped_batches,
                 threads=config.data.threads,
                 prefetch=config.data.prefetch,
             )
             state = fit(
                 position.state,
-                recipe.step,
-                instruments.stopwatch.waiting(stack.enter_context(stream)),
+                setup.step,
+                telemetry.stopwatch.waiting(stack.enter_context(stream)),
                 steps=config.steps,
                 start=start,
                 hooks=[
-                    self._find_bad_steps(left_out),
-                    instruments.watchdog,
-                    instruments.preemption,
+                    self._find_bad_steps(skipped_batches),
+                    telemetry.watchdog,
+                    telemetry.preemption,
                     self.profile,
                     log,
                     evaluate,
@@ -244,15 +246,15 @@ class _Session:
                     save,
                 ],
             )
-            instruments.watchdog.doing("waiting for the last checkpoint to be written")
-            with instruments.stopwatch.during("checkpoint"):
+            telemetry.watchdog.doing("waiting for the last checkpoint to be written")
+            with telemetry.stopwatch.during("checkpoint"):
                 self.checkpoints.wait()
-            instruments.watchdog.finished("the last checkpoint")
-            stopped = instruments.preemption.stopped_at
+            telemetry.watchdog.finished("the last checkpoint")
+            stopped = telemetry.preemption.stopped_at
             if stopped:
-                instruments.log.say(f"told to go: stopped after step {stopped}")
+                telemetry.log.say(f"told to go: stopped after step {stopped}")
             log.finish(stopped or config.steps)
-        return Outcome(
+        return RunResult(
             state=state,
             val_loss=evaluate.last.get("val_loss"),
             val_tokens=evaluate.tokens,
@@ -266,29 +268,29 @@ class _Session:
 
     def _checks(self) -> list[Hook]:
         """The checks for silent faults that the config asks for; the batch that one of them keeps is the first one."""
-        recipe, faults, data = self.recipe, self.recipe.config.faults, self.recipe.config.data
+        setup, sdc_checks, data = self.setup, self.setup.config.sdc_checks, self.setup.config.data
         hooks: list[Hook] = []
-        if faults.replicas_every:
-            hooks.append(CheckReplicas(recipe.plan, faults.replicas_every, self._checking))
-        if faults.repeat_every:
-            windows, whole = Windows(recipe.corpus.train, data.sequence), data.batch * data.sequence
-            sharding = batch_sharding(recipe.mesh)
+        if sdc_checks.replicas_every:
+            hooks.append(CheckReplicas(setup.plan, sdc_checks.replicas_every, self._checking))
+        if sdc_checks.repeat_every:
+            windows, whole = Windows(setup.corpus.train, data.sequence), data.batch * data.sequence
+            sharding = batch_sharding(setup.mesh)
             probe = next(evaluation_batches(windows, batch=data.batch, sharding=sharding, tokens_at_most=whole))
-            hooks.append(CheckRepeats(recipe.plan, recipe.grad_fn, probe, faults.repeat_every, self._checking))
+            hooks.append(CheckRepeats(setup.plan, setup.grad_fn, probe, sdc_checks.repeat_every, self._checking))
         return hooks
 
     @contextlib.contextmanager
     def _checking(self) -> Iterator[None]:
-        self.instruments.watchdog.doing("checking for silent faults")
-        with self.instruments.stopwatch.during("check"):
+        self.telemetry.watchdog.doing("checking for silent faults")
+        with self.telemetry.stopwatch.during("check"):
             yield
-        self.instruments.clock.restart()
+        self.telemetry.clock.restart()
 
-    def _find_bad_steps(self, left_out: int) -> FindBadSteps:
-        config, scaling = self.recipe.config, self.recipe.precision.loss_scale
-        return FindBadSteps(
+    def _find_bad_steps(self, skipped_batches: int) -> DivergenceCheck:
+        config, scaling = self.setup.config, self.setup.precision.loss_scale
+        return DivergenceCheck(
             config.data.batch,
-            left_out=left_out,
+            skipped_batches=skipped_batches,
             last_good=self.checkpoints.latest,
             non_finite=config.on_nan != "skip",
             floor=scaling.floor if scaling else 0.0,
@@ -297,13 +299,13 @@ class _Session:
         )
 
 
-def _check_resumable(record: Mapping[str, Any], recipe: Recipe, folder: RunFolder) -> None:
+def _check_resumable(record: Mapping[str, Any], setup: TrainSetup, folder: RunDir) -> None:
     """Whether the checkpoint's data are the config's.
 
     Raises:
         CheckpointError: They are not.
     """
-    config = recipe.config
+    config = setup.config
     if IMPORTED in record:
         fix = f"--init {folder.path}, and a folder of its own"
         problem = Problem(str(folder.path), "holds imported parameters, and no run to go on with", fix=fix)
@@ -313,7 +315,7 @@ def _check_resumable(record: Mapping[str, Any], recipe: Recipe, folder: RunFolde
         problems = [Problem(name, "is missing from the checkpoint's record, or is something else") for name in unknown]
         raise CheckpointError(f"{folder.path} holds checkpoints of another tool:", problems)
     expected = {
-        "data": recipe.corpus.fingerprint,
+        "data": setup.corpus.fingerprint,
         "seed": config.seed,
         "batch": config.data.batch,
         "sequence": config.data.sequence,

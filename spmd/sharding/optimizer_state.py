@@ -39,7 +39,7 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Derived:
+class DerivedSpec:
     """The spec of a derived leaf, where it comes from, and how many elements of the parameter share one of its own."""
 
     shape: Shape
@@ -95,7 +95,7 @@ class _Dim:
 
 def optimizer_specs(
     init: Callable[[Any], Any], params: Any, specs: Mapping[str, P], leading: Mapping[str, int]
-) -> tuple[dict[str, Derived], list[Problem]]:
+) -> tuple[dict[str, DerivedSpec], list[Problem]]:
     """How each leaf of an optimizer's state is split.
 
     Args:
@@ -122,7 +122,7 @@ def optimizer_specs(
     dims_by_block = _probe(shapes, specs, leading, unit=BLOCKS)
     probed_by_block = _ask(init, params, dims_by_block)
 
-    table: dict[str, Derived] = {}
+    table: dict[str, DerivedSpec] = {}
     problems: list[Problem] = []
     state = jax.eval_shape(init, params)
     followed = followed_params(state, shapes)
@@ -134,7 +134,7 @@ def optimizer_specs(
             blocks = _find(shape, probed_by_block.get(path), dims_by_block[param], in_blocks=True)
             block = math.prod(d.size // size if d else 0 for d, size in zip(blocks or (), shape, strict=False))
             if blocks and block > 1:
-                table[path] = Derived(shape, leaf.dtype, _spec(blocks), f"blocks of {block} of {param}", block)
+                table[path] = DerivedSpec(shape, leaf.dtype, _spec(blocks), f"blocks of {block} of {param}", block)
                 continue
             found = _find_by_size(shape, known)
         if param is not None and (found == known or (found is None and shape == shapes[param])):
@@ -148,7 +148,7 @@ def optimizer_specs(
             continue
         else:
             spec, source = _spec(found), _source(found, known, param)
-        table[path] = Derived(shape, leaf.dtype, spec, source)
+        table[path] = DerivedSpec(shape, leaf.dtype, spec, source)
     return table, problems
 
 

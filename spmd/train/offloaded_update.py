@@ -14,10 +14,10 @@ import optax
 from jax.sharding import NamedSharding
 
 from spmd import tree
-from spmd.optim.offload_chunks import Cut
-from spmd.optim.two_phase import stages
+from spmd.optim.offload_chunks import UpdateChunk
+from spmd.optim.two_phase import phases
 from spmd.plan.plan import ShardingPlan
-from spmd.plan.records import Leaf
+from spmd.plan.records import PlanEntry
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 """`(gradients, optimizer state, params) -> (params, optimizer state)`."""
@@ -25,15 +25,15 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 def make_update(plan: ShardingPlan) -> Update:
     """How gradients change the parameters and the optimizer's state under `plan`."""
-    whole, rule = stages(plan.optimizer)
-    if not plan.cuts:
+    whole, rule = phases(plan.optimizer)
+    if not plan.update_chunks:
 
         def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
             updates, state = plan.optimizer.update(gradients, state, params)
             return optax.apply_updates(params, updates), state
 
         return update
-    pieces = [_piecewise(plan, rule, cut) for cut in plan.cuts]
+    pieces = [_piecewise(plan, rule, cut) for cut in plan.update_chunks]
 
     def streamed(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
         gradients, scalars = whole(gradients)
@@ -49,7 +49,7 @@ def make_update(plan: ShardingPlan) -> Update:
     return streamed
 
 
-def _piecewise(plan: ShardingPlan, rule: optax.GradientTransformationExtraArgs, cut: Cut) -> Callable[..., Any]:
+def _piecewise(plan: ShardingPlan, rule: optax.GradientTransformationExtraArgs, cut: UpdateChunk) -> Callable[..., Any]:
     """The update of the parameters of one cut."""
     mesh = plan.mesh
     like = jax.eval_shape(rule.init, cut.piece(plan.abstract_params))
@@ -57,7 +57,7 @@ def _piecewise(plan: ShardingPlan, rule: optax.GradientTransformationExtraArgs, 
     weights = {leaf.path: leaf for leaf in plan.params}
     cut_paths = [path for path, leaf in tree.flatten(like).items() if leaf.shape != leaves[path].shape]
 
-    def place(leaf: Leaf, x: jax.Array, memory_kind: str = "device") -> jax.Array:
+    def place(leaf: PlanEntry, x: jax.Array, memory_kind: str = "device") -> jax.Array:
         if leaf.memory_kind == "device":
             return x
         return jax.device_put(x, NamedSharding(mesh, leaf.spec, memory_kind=memory_kind))
@@ -95,20 +95,20 @@ def _piecewise(plan: ShardingPlan, rule: optax.GradientTransformationExtraArgs, 
     return run
 
 
-def _take(cut: Cut, x: jax.Array, index: jax.Array) -> jax.Array:
+def _take(cut: UpdateChunk, x: jax.Array, index: jax.Array) -> jax.Array:
     """One piece of an array."""
     local, axis, size = _local(cut, x)
     return jax.lax.dynamic_slice_in_dim(local, index * size, size, axis).reshape(cut.shape(x.shape))
 
 
-def _put(cut: Cut, x: jax.Array, piece: jax.Array, index: jax.Array) -> jax.Array:
+def _put(cut: UpdateChunk, x: jax.Array, piece: jax.Array, index: jax.Array) -> jax.Array:
     """The array with one piece replaced."""
     local, axis, size = _local(cut, x)
     piece = piece.reshape(*local.shape[:axis], size, *local.shape[axis + 1 :])
     return jax.lax.dynamic_update_slice_in_dim(local, piece, index * size, axis).reshape(x.shape)
 
 
-def _local(cut: Cut, x: jax.Array) -> tuple[jax.Array, int, int]:
+def _local(cut: UpdateChunk, x: jax.Array) -> tuple[jax.Array, int, int]:
     """The array with its shards along the cut in a dimension of their own, the dimension to cut, and a piece's size."""
     size = x.shape[cut.dim] // cut.shards
     if cut.shards == 1:

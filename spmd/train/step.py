@@ -14,9 +14,9 @@ from spmd.gradients.loss_scale import unscale
 from spmd.gradients.losses import LossFn, Sums
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import split_loss_scale
-from spmd.plan.annotate import check_marks
-from spmd.plan.context import within
-from spmd.plan.fsdp import as_taken
+from spmd.plan.annotate import check_annotations
+from spmd.plan.context import use_plan
+from spmd.plan.fsdp import params_for_forward
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.offloaded_update import make_update
@@ -95,7 +95,7 @@ class TrainStep:
             AnnotationError: The rule table names an activation that the model never marks.
         """
         traced = self._jitted.trace(*self.arguments(batch))
-        check_marks(self.plan, traced.jaxpr)
+        check_annotations(self.plan, traced.jaxpr)
         return traced
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
@@ -113,7 +113,7 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=PRNG), state.step)
-        with within(self.plan):
+        with use_plan(self.plan):
             gradients, sums, variables = self.grad_fn(state.params, state.variables, batch, key)
         weight = sums.pop("weight")
         divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
@@ -132,9 +132,9 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, A
     """`(params, variables, batch) -> Sums`, compiled under `plan`; nothing is donated, no variable changes."""
 
     def evaluate(params: Any, variables: Any, batch: Any) -> Sums:
-        with within(plan):
+        with use_plan(plan):
             own, _ = split_loss_scale(variables)
-            return loss_fn(as_taken(params), own, batch, jax.random.key(0, impl=PRNG))[0]
+            return loss_fn(params_for_forward(params), own, batch, jax.random.key(0, impl=PRNG))[0]
 
     return jax.jit(evaluate)
 

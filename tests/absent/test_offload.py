@@ -20,7 +20,7 @@ SHARED = """
     from spmd.analysis.memory import read_memory
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.optim.per_layer import per_layer
-    from spmd.optim.two_phase import staged
+    from spmd.optim.two_phase import two_phase
 
     launch.start(launch.Launch(absent="tpu"))
     mesh = spmd.make_mesh(devices=topology_devices(parse_topology("v5e:2x4")), fsdp=8)

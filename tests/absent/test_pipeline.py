@@ -18,7 +18,7 @@ COMPILE = f"""
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.memory import estimate_memory, read_memory
     from spmd.analysis.topology import parse_topology, topology_devices
-    from spmd.pipeline.tick_table import make_program
+    from spmd.pipeline.tick_table import tabulate
     from spmd.pipeline.grad_fn import pipeline
     from spmd.pipeline.schedules import make_schedule
 
@@ -33,7 +33,7 @@ COMPILE = f"""
         mesh = spmd.make_mesh(devices=devices, pipe=stages, fsdp=2, tensor=2)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
         plan = spmd.make_plan(mesh, LLAMA, model, optimizer, attention="xla")
-        program = make_program(make_schedule(name, stages, microbatches, chunks))
+        program = tabulate(make_schedule(name, stages, microbatches, chunks))
         dtypes = {{"tokens": "int32", "targets": "int32", "weights": "float32"}}
         shape = ({EXAMPLES} * microbatches, {SEQ})
         batch = {{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}}

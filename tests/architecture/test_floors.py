@@ -238,7 +238,7 @@ GENERAL_CHECKS: tuple[Check, ...] = (check_imports_on_top, check_private, check_
 # A check, the module that breaks its rule, and what the report must name.
 CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
     (check_floor, "spmd.sharding.mesh", "from spmd.plan.plan import make_plan", "spmd.plan.plan.make_plan"),
-    (check_floor, "spmd.sharding.mesh", "from spmd import plan", "spmd.plan.plan"),
+    (check_floor, "spmd.sharding.mesh", "from spmd import plan", "spmd.plan"),
     (check_floor, "spmd.sharding.mesh", "from spmd import make_plan", "spmd.make_plan"),
     (check_floor, "spmd.sharding.mesh", "import spmd", "imports spmd"),
     (check_floor, "spmd.cli", "from spmd.models.llama import PRESETS", "spmd.models.llama"),

@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError
 from spmd.model_api.model import Model
-from spmd.plan.annotate import annotate, checkpoint_layer, to_compute
-from spmd.plan.context import within
+from spmd.plan.annotate import annotate, cast_to_compute, remat_layer
+from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import batch_sharding, make_mesh
 from spmd.sharding.rules import Rules
@@ -32,13 +32,13 @@ def test_outside_a_plan_it_is_the_identity():
     """A model with marks runs by itself, whatever the names."""
     x = jnp.ones((3, 5))
     assert annotate(x, "no such name") is x
-    assert to_compute(x) is x
-    assert checkpoint_layer(abs, scanned=True) is abs
+    assert cast_to_compute(x) is x
+    assert remat_layer(abs, scanned=True) is abs
 
 
 def test_inside_a_plan_it_constrains_and_names():
     """The traced program holds the sharding and the name."""
-    with within(plan(data=2, fsdp=2, tensor=2)):
+    with use_plan(plan(data=2, fsdp=2, tensor=2)):
         text = str(jax.make_jaxpr(lambda x: annotate(x, "hidden"))(jnp.ones((8, 4, 4))))
     assert "sharding_constraint" in text
     assert "name=hidden" in text
@@ -46,13 +46,13 @@ def test_inside_a_plan_it_constrains_and_names():
 
 def test_an_unknown_name_is_an_error_with_a_suggestion():
     """A typo in the model is found at the first trace."""
-    with within(plan(fsdp=8)), pytest.raises(AnnotationError, match='did you mean "hidden"'):
+    with use_plan(plan(fsdp=8)), pytest.raises(AnnotationError, match='did you mean "hidden"'):
         annotate(jnp.ones((8, 4, 4)), "hiden")
 
 
 def test_an_indivisible_activation_is_an_error():
     """`with_sharding_constraint` alone would drop the spec."""
-    with within(plan(data=2, fsdp=2, tensor=2)), pytest.raises(AnnotationError, match=r"6 / \(tensor=2\)|7 / "):
+    with use_plan(plan(data=2, fsdp=2, tensor=2)), pytest.raises(AnnotationError, match=r"6 / \(tensor=2\)|7 / "):
         annotate(jnp.ones((8, 4, 7)), "hidden")
 
 
@@ -63,7 +63,7 @@ def test_inside_shard_map_the_manual_axes_are_left_out():
     def local(x):
         return annotate(x * 2, "hidden")
 
-    with within(plan(data=2, fsdp=2, tensor=2)):
+    with use_plan(plan(data=2, fsdp=2, tensor=2)):
         mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
         out = jax.jit(mapped)(jnp.ones((8, 4, 4)))
     assert (out == 2).all()
@@ -80,15 +80,15 @@ def test_two_plans_do_not_share_a_traced_function():
 
     x = jnp.ones((8, 4, 4))
     for p in (plan(fsdp=8), plan(data=8), plan(fsdp=8)):
-        with within(p):
+        with use_plan(p):
             inner(x)
     assert len(traces) == 2
 
 
 def test_compute_dtype_is_the_plans():
     """bf16 plans compute in bfloat16."""
-    with within(tiny.plan(options=(("precision", "bf16"),))):
-        assert to_compute(jnp.ones(2)).dtype == jnp.bfloat16
+    with use_plan(tiny.plan(options=(("precision", "bf16"),))):
+        assert cast_to_compute(jnp.ones(2)).dtype == jnp.bfloat16
 
 
 def test_an_activation_that_is_marked_nowhere_is_an_error():

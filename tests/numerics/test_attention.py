@@ -12,9 +12,9 @@ from spmd.errors import ConfigError
 from spmd.layers import blockwise_attention as online
 from spmd.layers.attention import attend, chunked_attention, splash_attention_tpu, xla_attention
 from spmd.layers.blockwise_attention import chunk_of, visible_pairs
-from spmd.model_api.attention_config import CHUNKED_FROM, KERNELS, Attention, make_attention
+from spmd.model_api.attention_config import CHUNKED_FROM, KERNELS, AttentionConfig, make_attention_config
 from spmd.partition_rules.llama import LLAMA
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.run.config import TrainConfig
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.train.step import make_train_step
@@ -182,7 +182,7 @@ def test_the_choice_follows_devices_and_shapes():
     """Splash on TPUs and cuDNN on GPUs where the shapes fit them, else XLA, in chunks from some length on."""
 
     def choose(platform, seq, head_dim=64, dtype="bfloat16", packed=False, **options):
-        class There(Attention):
+        class There(AttentionConfig):
             platform = property(lambda self: where)
 
         where = platform
@@ -221,7 +221,7 @@ def test_the_kernel_that_a_plan_names_is_the_one_that_runs():
     x = jnp.ones((1, 16, 2, 8))
 
     def primitives(kernel):
-        with within(tiny.plan(options=(("attention", kernel),))):
+        with use_plan(tiny.plan(options=(("attention", kernel),))):
             return str(jax.make_jaxpr(attend)(x, x, x))
 
     assert "while[" in primitives("chunked")
@@ -246,7 +246,7 @@ def test_a_kernel_that_cannot_be_is_refused(kernel, context, said):
 def test_all_that_is_wrong_is_said_at_once():
     """Two unknown names are two problems; a config finds them by itself."""
     for make in (
-        lambda: make_attention(abstract_mesh(MeshShape()), "xlaa", "rings"),
+        lambda: make_attention_config(abstract_mesh(MeshShape()), "xlaa", "rings"),
         lambda: TrainConfig(tiny.CONFIG, LLAMA, attention="xlaa", context="rings"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -258,23 +258,23 @@ def test_all_that_is_wrong_is_said_at_once():
 def test_a_ring_takes_no_other_kernel(kernel):
     """A ring computes in chunks; another kernel beside it would be ignored, so it is refused."""
     with pytest.raises(ConfigError, match="a ring has a kernel of its own"):
-        make_attention(abstract_mesh(MeshShape(sequence=2)), kernel, "ring")
+        make_attention_config(abstract_mesh(MeshShape(sequence=2)), kernel, "ring")
 
 
 def test_shapes_that_a_named_kernel_cannot_do_are_refused():
     """The arithmetic is written down, when the model is traced."""
     with pytest.raises(ConfigError, match=r"200 / 128 = 1\.562"):
-        Attention(None, "splash").choose(200, 64, "bfloat16", packed=False)
+        AttentionConfig(None, "splash").choose(200, 64, "bfloat16", packed=False)
     with pytest.raises(ConfigError) as caught:
-        Attention(None, "cudnn").choose(200, 36, "float32", packed=True, capped=True)
+        AttentionConfig(None, "cudnn").choose(200, 36, "float32", packed=True, capped=True)
     assert len(caught.value.problems) == 4
 
 
 def test_who_sees_only_what_is_before_refuses_to_see_everything():
     """Chunks and rings are causal; where a model is not, they say so, with what is to be done."""
     with pytest.raises(ConfigError, match=r'attention chunked: lets .*\n.*fix: attention "auto" or "xla"'):
-        Attention(None, "chunked").choose(256, 64, "bfloat16", packed=False, causal=False)
-    ring = make_attention(abstract_mesh(MeshShape(sequence=2)), "auto", "ring")
+        AttentionConfig(None, "chunked").choose(256, 64, "bfloat16", packed=False, causal=False)
+    ring = make_attention_config(abstract_mesh(MeshShape(sequence=2)), "auto", "ring")
     with pytest.raises(ConfigError, match=r'is a ring, whose .*\n.*fix: "all-to-all"'):
         ring.choose(256, 64, "bfloat16", packed=False, causal=False)
 

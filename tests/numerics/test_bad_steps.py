@@ -13,8 +13,8 @@ from spmd.cli import main
 from spmd.data.loader import Windows, batches
 from spmd.errors import NonFiniteError, SpikeError
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
-from spmd.resilience.divergence import FindBadSteps
-from spmd.run.build import Recipe, config_mesh
+from spmd.resilience.divergence import DivergenceCheck
+from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.state import init_state
@@ -56,22 +56,22 @@ def feed(hook, values, start=1):
 def test_a_leap_of_the_loss_is_a_spike():
     """Above the factor times the median; noise below it is not, nor is anything before enough was seen."""
     noisy = [2.0 + 0.5 * (-1) ** n for n in range(40)]
-    feed(FindBadSteps(8, factor=3.0, window=20), [50.0, 2.0, 60.0, *noisy])
+    feed(DivergenceCheck(8, factor=3.0, window=20), [50.0, 2.0, 60.0, *noisy])
     with pytest.raises(SpikeError, match=r"sequences 320 … 327 of the shuffled data") as caught:
-        feed(FindBadSteps(8, factor=3.0, window=20), [*noisy, 7.6])
+        feed(DivergenceCheck(8, factor=3.0, window=20), [*noisy, 7.6])
     assert caught.value.step == 41
-    feed(FindBadSteps(8, factor=0.0), [*noisy, 1e9])
+    feed(DivergenceCheck(8, factor=0.0), [*noisy, 1e9])
 
 
 def test_the_position_counts_batches_that_were_passed_over():
     """After a roll-back the message still names the right sequences."""
     with pytest.raises(NonFiniteError, match=r"sequences 56 … 63 of"):
-        feed(FindBadSteps(8, left_out=2), [float("nan")], start=6)
+        feed(DivergenceCheck(8, skipped_batches=2), [float("nan")], start=6)
 
 
 def test_what_is_not_looked_for_is_let_through():
     """With on_nan skip the step itself has left it out."""
-    feed(FindBadSteps(8, non_finite=False), [1.0, float("inf"), 1.0])
+    feed(DivergenceCheck(8, non_finite=False), [1.0, float("inf"), 1.0])
 
 
 def test_an_update_with_a_leaping_gradient_is_left_out():
@@ -100,20 +100,20 @@ def test_the_window_of_the_config_is_that_of_skipping(tmp_path):
     config = load_config(str(write_tiny(tmp_path)))
     params = {"w": jnp.ones((2, 3))}
 
-    def left_out(window, *norms):
+    def skipped_batches(window, *norms):
         recovery = dataclasses.replace(config.recovery, on_spike="skip", spike_factor=4.0, spike_window=window)
         chosen = dataclasses.replace(config, recovery=recovery)
-        optimizer = Recipe(chosen, config_mesh(chosen)).optimizer
+        optimizer = TrainSetup(chosen, config_mesh(chosen)).optimizer
         opt_state = optimizer.init(params)
         update = jax.jit(optimizer.update)
         for norm in norms:
             _, opt_state = update({"w": jnp.full((2, 3), norm)}, opt_state, params)
         return int(skipped_steps(opt_state))
 
-    assert [left_out(window, *[1.0] * 6, 5.0) for window in (4, 50)] == [1, 0]
+    assert [skipped_batches(window, *[1.0] * 6, 5.0) for window in (4, 50)] == [1, 0]
     # once both are past their beginning, a short window has forgotten what was before a rise that was slow enough
     rise = [*[1.0] * 40, *[3.0] * 10, 9.0]
-    assert [left_out(window, *rise) for window in (4, 50)] == [0, 1]
+    assert [skipped_batches(window, *rise) for window in (4, 50)] == [0, 1]
 
 
 def train(*arguments):
@@ -125,14 +125,14 @@ def train(*arguments):
 def expected(path):
     """The parameters after 12 steps that pass over batches 4, 5 and 6 of the order (from 0), by hand."""
     config = dataclasses.replace(load_config(str(path)), steps=12)
-    recipe = Recipe(config, config_mesh(config))
-    windows = Windows(recipe.corpus.train, config.data.sequence)
-    sharding = batch_sharding(recipe.mesh)
-    at = init_state(recipe.plan, config.seed)
+    setup = TrainSetup(config, config_mesh(config))
+    windows = Windows(setup.corpus.train, config.data.sequence)
+    sharding = batch_sharding(setup.mesh)
+    at = init_state(setup.plan, config.seed)
     for first, last in ((0, 4), (7, 15)):
         with batches(windows, batch=8, sharding=sharding, seed=0, start=first, steps=last) as stream:
             for batch in stream:
-                at, _ = recipe.step(at, batch)
+                at, _ = setup.step(at, batch)
     return jax.tree.map(np.asarray, at)
 
 
@@ -150,9 +150,9 @@ def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, cl
     """Step 7's batch is damaged: back to step 4, on with batch 7, bitwise as trained without batches 4 to 6."""
     path = write_tiny(tmp_path)
     config = load_config(str(path))
-    recipe = Recipe(config, config_mesh(config))
-    windows = Windows(recipe.corpus.train, 16)
-    with batches(windows, batch=8, sharding=batch_sharding(recipe.mesh), seed=0, start=6, steps=7) as stream:
+    setup = TrainSetup(config, config_mesh(config))
+    windows = Windows(setup.corpus.train, 16)
+    with batches(windows, batch=8, sharding=batch_sharding(setup.mesh), seed=0, start=6, steps=7) as stream:
         rows = np.asarray(next(stream)["tokens"])
     every = windows.rows(np.arange(len(windows)))["tokens"]
     damaged = [int(np.flatnonzero((every == row).all(axis=1))[0]) for row in rows]

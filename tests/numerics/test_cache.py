@@ -12,12 +12,12 @@ from flax import nnx
 from spmd.errors import CacheError
 from spmd.gradients.losses import next_token_loss
 from spmd.layers.attention import attend
-from spmd.layers.kv_cache import Entry, decode, prefill
+from spmd.layers.kv_cache import KVCache, decode, prefill
 from spmd.layers.zigzag import positions
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen
 from spmd.models.layers import Dense, dense, make_layers, run_layers
 from spmd.plan import flax
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.train.state import init_state
 from tests import tiny
 from tests.jaxprs import equations
@@ -101,7 +101,7 @@ def lost(name):
 def test_decoded_logits_are_those_of_the_whole_sequence(name):
     """Every family: rows of different lengths, padding behind the shorter one, up to rounding."""
     model, params = made(CONFIGS[name])
-    assert model.facts().takes_one_token
+    assert model.info().supports_kv_cache
     variables = model.init_variables(jax.random.key(1))
     expected = whole(model, params, variables, TOKENS)
     found = step_by_step(model, 0, params, variables, TOKENS)
@@ -126,7 +126,7 @@ def test_remat_and_bfloat16_change_nothing_else(options):
 
     @jax.jit
     def both(params):
-        with within(plan):
+        with use_plan(plan):
             found = step_by_step.__wrapped__(plan.model, 0, params, {}, TOKENS)
             return found, logits_of(plan.model, params, {}, TOKENS)
 
@@ -154,7 +154,7 @@ class Pair(nnx.Module):
 class Own(nnx.Module):
     """A model with a loop of its own around layers, and stacked layers besides."""
 
-    takes_one_token = True
+    supports_kv_cache = True
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(64, 8, rngs=rngs)
@@ -176,7 +176,7 @@ def test_calls_are_kept_in_their_order_in_and_out_of_a_scan():
     found = by_token(step_by_step(model, 0, params, {}, TOKENS))
     assert_close(found, whole(model, params, {}, TOKENS), rounding)
     _, cache = prefill(lambda: model.apply(params, TOKENS), ROOM)
-    assert [type(kept) for kept in cache] == [Entry] * 4 + [tuple]
+    assert [type(kept) for kept in cache] == [KVCache] * 4 + [tuple]
     assert [kept.key.shape for kept in cache[4]] == [(2, 2, ROOM, 2, 4)] * 2  # two calls, two layers
 
 

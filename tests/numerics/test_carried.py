@@ -12,10 +12,10 @@ from spmd.data.tokenizer import TOKENIZER, ByteTokenizer
 from spmd.errors import CheckpointError
 from spmd.hf.family import family_for
 from spmd.hf.save import save_params
-from spmd.hf.sidecar_files import ORIGINAL, carried_by, tokenizer_problems
+from spmd.hf.sidecar_files import ORIGINAL, sidecar_files, tokenizer_problems
 from spmd.models.gpt2 import PRESETS as GPT2_PRESETS
 from spmd.run.config import load_config
-from spmd.run.run_dir import RunFolder
+from spmd.run.run_dir import RunDir
 from spmd.train.state import init_state
 from tests import tiny
 from tests.command_line import run, write_config
@@ -63,21 +63,21 @@ def config(tmp_path):
 
 def test_the_files_beside_a_tokenizer_go_along(config, tmp_path):
     """With the values of the model that it belongs to, where the run's is of that family; else without them."""
-    files, values = carried_by(tmp_path / "run", *of(config))
+    files, values = sidecar_files(tmp_path / "run", *of(config))
     assert set(files) == {TOKENIZER, "chat_template.jinja"}
     assert values["use_cache"] is False
     other = dataclasses.replace(config, model=dataclasses.replace(GPT2_PRESETS["test"], context=256))
-    assert carried_by(tmp_path / "run", *of(other)) == (files, {})
+    assert sidecar_files(tmp_path / "run", *of(other)) == (files, {})
     (tmp_path / "run" / ORIGINAL).write_text('{"architectures": ["GPT2LMHeadModel"], "use_cache": true}')
-    assert carried_by(tmp_path / "run", *of(other))[1]["use_cache"] is True
-    assert carried_by(tmp_path / "run", *of(config))[1] == values
+    assert sidecar_files(tmp_path / "run", *of(other))[1]["use_cache"] is True
+    assert sidecar_files(tmp_path / "run", *of(config))[1] == values
 
 
 def test_a_tokenizer_of_another_name_goes_along(config, tmp_path):
     """As tokenizer.json, and alone: what is beside it is not about it."""
     path = (tmp_path / "imported" / TOKENIZER).rename(tmp_path / "words.json")
     config = dataclasses.replace(config, data=DataConfig(tokenizer=str(path)))
-    assert carried_by(tmp_path / "run", *of(config)) == ({TOKENIZER: path}, {})
+    assert sidecar_files(tmp_path / "run", *of(config)) == ({TOKENIZER: path}, {})
 
 
 def test_a_tokenizer_that_is_missing_is_said(config, tmp_path):
@@ -86,19 +86,19 @@ def test_a_tokenizer_that_is_missing_is_said(config, tmp_path):
     path.unlink()
     (tmp_path / "imported" / ORIGINAL).write_text("[]")
     with pytest.raises(CheckpointError) as caught:
-        carried_by(tmp_path / "run", *of(config))
+        sidecar_files(tmp_path / "run", *of(config))
     assert "no JSON object" in str(caught.value)
     assert f"data.tokenizer: {path} is missing" in str(caught.value)
 
 
 def test_an_imported_run_that_was_moved_has_its_tokenizer_with_it(config, tmp_path):
     """Unlike one whose tokenizer lies elsewhere: that is named as it was, and missed where it is needed."""
-    before, after = RunFolder(tmp_path / "imported"), RunFolder(tmp_path / "moved")
+    before, after = RunDir(tmp_path / "imported"), RunDir(tmp_path / "moved")
     before.describe(config, tmp_path / "tiny.py", "")
     assert before.config() == config
     before.path.rename(after.path)
     assert after.config().data.tokenizer == str(after.path / TOKENIZER)
-    assert carried_by(after.path, *of(after.config()))[0][TOKENIZER] == after.path / TOKENIZER
+    assert sidecar_files(after.path, *of(after.config()))[0][TOKENIZER] == after.path / TOKENIZER
     (after.path / TOKENIZER).unlink()
     assert after.config() == config
 

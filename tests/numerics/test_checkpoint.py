@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.tree import host_copies
 from spmd.checkpoint.versions import library_versions
 from spmd.errors import CheckpointError
@@ -78,7 +78,7 @@ def test_a_state_comes_back_bitwise_on_any_mesh(tmp_path: Path, target: str) -> 
     """What was saved on fsdp=8 is restored bit for bit, in the shardings asked for, with its record."""
     saved = make_state(sharded(make_mesh(fsdp=8), FSDP))
     record = {"position": 17, "mesh": {"fsdp": 8}, "shape": (1, 2), "versions": library_versions()}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(3, saved, record)
     host = NamedSharding(make_mesh(fsdp=8), P(), memory_kind="pinned_host")
     places = {
@@ -88,7 +88,7 @@ def test_a_state_comes_back_bitwise_on_any_mesh(tmp_path: Path, target: str) -> 
         "host memory": lambda path, x: jax.device_put(x, host),
     }
     template = abstract(make_state(places[target], seed=1))
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         restored, its_record = checkpoints.restore(None, template)
     assert bits(restored) == bits(saved)
     assert bits(restored) != bits(make_state(places[target], seed=1))
@@ -104,7 +104,7 @@ def test_the_saved_state_may_be_donated_at_once(tmp_path: Path) -> None:
     sharding = NamedSharding(make_mesh(fsdp=8), P("fsdp"))
     x = {"w": jax.device_put(np.zeros((256, 1024), np.float32), sharding)}
     step = jax.jit(lambda x: {"w": x["w"] + 1}, donate_argnums=0)
-    with Checkpoints(tmp_path, keep=8) as checkpoints:
+    with CheckpointManager(tmp_path, max_to_keep=8) as checkpoints:
         for i in range(4):
             checkpoints.save(i, x, {})
             x = step(x)
@@ -145,7 +145,7 @@ def test_the_record_may_be_changed_at_once(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "write_text", late)
     record = {"position": {"batch": 1}}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, filled(1), record)
         record["position"]["batch"] = 2
         changed.set()
@@ -156,14 +156,14 @@ def test_the_record_may_be_changed_at_once(tmp_path: Path, monkeypatch: pytest.M
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     """The newest two stay and the one with the lowest metric; NaN and unmeasured ones never count as best."""
     losses = {0: None, 1: 3.0, 2: float("nan"), 3: 1.0, 4: None, 5: 2.0, 6: float("-inf"), 7: None, 8: 1.5}
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
+    with CheckpointManager(tmp_path, max_to_keep=2) as checkpoints:
         assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ((), None, None)
         for step, loss in losses.items():
             checkpoints.save(step, filled(step), {}, {"val_loss": loss} if loss is not None else {"lr": 1e-3})
             if step == 2:
                 assert checkpoints.steps() == (1, 2)
         assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ((3, 7, 8), 8, 3)
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
+    with CheckpointManager(tmp_path, max_to_keep=2) as checkpoints:
         assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ((3, 7, 8), 8, 3)
         checkpoints.save(9, filled(9), {}, {"val_loss": 0.5})
         assert (checkpoints.steps(), checkpoints.best()) == ((8, 9), 9)
@@ -171,7 +171,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 def test_unmeasured_checkpoints_do_not_pile_up_as_best(tmp_path: Path) -> None:
     """Where nothing was measured the newest are all that stays, and none is the best."""
-    with Checkpoints(tmp_path, keep=1, keep_best=3) as checkpoints:
+    with CheckpointManager(tmp_path, max_to_keep=1, keep_best=3) as checkpoints:
         for step in range(4):
             checkpoints.save(step, filled(step), {})
         assert (checkpoints.steps(), checkpoints.best()) == ((3,), None)
@@ -179,7 +179,7 @@ def test_unmeasured_checkpoints_do_not_pile_up_as_best(tmp_path: Path) -> None:
 
 def test_the_first_step_can_be_the_best(tmp_path: Path) -> None:
     """Step 0 is a step like any other; of two equals the later one is the best."""
-    with Checkpoints(tmp_path, best="error", keep=3) as checkpoints:
+    with CheckpointManager(tmp_path, best="error", max_to_keep=3) as checkpoints:
         checkpoints.save(0, filled(0), {}, {"error": 1.0})
         checkpoints.save(1, filled(1), {}, {"error": 2.0})
         assert checkpoints.best() == 0
@@ -203,11 +203,11 @@ def test_a_checkpoint_that_does_not_fit_lists_every_difference(tmp_path: Path) -
         "b": jax.ShapeDtypeStruct((1,), jnp.float32),
         "a": shape(3, 2),
     }
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, stored, {})
         with pytest.raises(CheckpointError) as caught:
             checkpoints.restore(1, wanted)
-        found = [(p.where, p.what.split(":")[0], p.arithmetic) for p in caught.value.problems]
+        found = [(p.where, p.what.split(":")[0], p.detail) for p in caught.value.problems]
         assert found == [
             ("a", "shape differs", "checkpoint (2, 3), state (3, 2)"),
             ("b", "missing", "state float32[1]"),
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_does_not_fit_lists_every_difference(tmp_path: Path) -
 
 def test_an_existing_or_earlier_step_is_refused(tmp_path: Path) -> None:
     """A save that would not become the latest checkpoint is an error, also while its twin is being written."""
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(5, filled(5), {})
         with pytest.raises(CheckpointError, match=r"5: exists already"):
             checkpoints.save(5, filled(6), {})
@@ -238,7 +238,7 @@ def test_an_existing_or_earlier_step_is_refused(tmp_path: Path) -> None:
 
 def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """Leaves that are no arrays, empty arrays, shared paths and records that are no JSON are named at once."""
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         state = {"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1), "c": 3, "d": jnp.zeros((0, 4)), "e": np.ones(2)}
         with pytest.raises(CheckpointError) as caught:
             checkpoints.save(1, state, {})
@@ -253,7 +253,7 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path: P
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
     """Asking for a step that does not exist says which ones do, on restoring and on reading the record."""
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         with pytest.raises(CheckpointError, match=r"there is no checkpoint\n.*there are none"):
             checkpoints.restore(None, abstract(filled(0)))
         checkpoints.save(1, filled(1), {"seed": 4})
@@ -265,16 +265,16 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_limits_and_directories_that_cannot_work_are_refused(tmp_path: Path) -> None:
     """Keeping nothing is refused, both limits at once, and so is a directory that is a file."""
     with pytest.raises(CheckpointError) as caught:
-        Checkpoints(tmp_path / "run", keep=0, keep_best=-1)
+        CheckpointManager(tmp_path / "run", max_to_keep=0, keep_best=-1)
     assert [p.where for p in caught.value.problems] == ["keep", "keep_best"]
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=str(tmp_path / "file")):
-        Checkpoints(tmp_path / "file")
+        CheckpointManager(tmp_path / "file")
 
 
 def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
     """A run may close its checkpoints inside the with statement that closes them again."""
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, filled(1), {})
         checkpoints.close()
     assert [path.name for path in tmp_path.iterdir()] == ["1"]

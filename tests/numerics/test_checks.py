@@ -15,11 +15,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.cli import main
-from spmd.errors import ConfigError, FaultError
+from spmd.errors import ConfigError, DataCorruptionError
 from spmd.gradients.base import value_and_grad
-from spmd.resilience.determinism import Repeat
+from spmd.resilience.determinism import DeterminismCheck
 from spmd.resilience.sdc import CheckRepeats, CheckReplicas
-from spmd.run.config import FaultsConfig, load_config
+from spmd.run.config import SDCConfig, load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
 from spmd.train.loop import fit
@@ -64,7 +64,7 @@ def test_a_run_stops_at_the_first_check_after_a_flip():
     """After step 3 it is flipped, after step 4 it is looked at; the step has summed gradients over `data` by then."""
     plan = tiny.plan(**SIZES)
     step = damaged(make_train_step(plan, tiny.loss_fn()), plan, after=3)
-    with pytest.raises(FaultError, match="after step 4") as caught:
+    with pytest.raises(DataCorruptionError, match="after step 4") as caught:
         fit(init_state(plan), step, placed(plan), steps=4, hooks=[CheckReplicas(plan, every=2)])
     assert PATH in {problem.where for problem in caught.value.problems}
     assert "device 5 (process 0) holds other bits than the other replicas" in str(caught.value)
@@ -117,14 +117,14 @@ def test_a_gradient_that_differs_the_second_time_is_found():
     plan = tiny.plan(**SIZES)
     grad_fn = unsteady(value_and_grad(tiny.loss_fn()), plan.mesh, device=6)
     check = CheckRepeats(plan, grad_fn, placed(plan)[0], every=1)
-    with pytest.raises(FaultError, match="came out differently after step 3") as caught:
+    with pytest.raises(DataCorruptionError, match="came out differently after step 3") as caught:
         check.on_state(3, init_state(plan))
     (problem,) = caught.value.problems
     assert problem.where == "norm/scale"
     assert "device 6 (process 0)" in problem.what
 
 
-class ReadsWrongly(Repeat):
+class ReadsWrongly(DeterminismCheck):
     """A device that reads one bit of a parameter wrongly every second time."""
 
     reads = itertools.count()
@@ -140,7 +140,7 @@ def test_a_device_that_reads_wrongly_reaches_all():
     plan = tiny.plan(**SIZES)
     check = CheckRepeats(plan, value_and_grad(tiny.loss_fn()), placed(plan)[0], every=1)
     check.repeat = ReadsWrongly(plan, check.repeat.grad_fn)
-    with pytest.raises(FaultError) as caught:
+    with pytest.raises(DataCorruptionError) as caught:
         check.on_state(1, init_state(plan))
     differing = {problem.where: problem.what for problem in caught.value.problems}
     assert "on all 8 devices" in differing["norm/scale"]
@@ -148,12 +148,12 @@ def test_a_device_that_reads_wrongly_reaches_all():
 
 def test_intervals_are_checked_with_the_config():
     """A negative one is refused by its field."""
-    with pytest.raises(ConfigError, match=r"faults.replicas_every: is -1"):
-        dataclasses.replace(load_config("demo"), faults=FaultsConfig(replicas_every=-1))
-    assert load_config("demo").faults == FaultsConfig(0, 0)
+    with pytest.raises(ConfigError, match=r"sdc_checks.replicas_every: is -1"):
+        dataclasses.replace(load_config("demo"), sdc_checks=SDCConfig(replicas_every=-1))
+    assert load_config("demo").faults == SDCConfig(0, 0)
 
 
-CHECKED = ("--faults.replicas-every", "2", "--faults.repeat-every", "2")
+CHECKED = ("--sdc-checks.replicas-every", "2", "--sdc-checks.repeat-every", "2")
 
 
 def train(config, out, *flags):

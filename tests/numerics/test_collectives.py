@@ -369,6 +369,6 @@ def test_compiler_log(capfd) -> None:
     assert log == [line.rstrip("\n"), "something else"]
     assert capfd.readouterr().err == line + "something else\n"
     audited = audit_collectives(text("ROOT x = f32[] parameter(0)"), CUBE, log=log)
-    assert [(w.what, w.arithmetic) for w in audited.warnings] == [
+    assert [(w.what, w.detail) for w in audited.warnings] == [
         ("copies an array whole to every device", "It cannot go from {a} to {b}")
     ]

@@ -8,13 +8,13 @@ MEASURE = """
     import dataclasses, json, sys
     from spmd.distributed import initialize as launch
     from spmd.run.config import load_config
-    from spmd.run.build import Recipe, config_mesh
+    from spmd.run.build import TrainSetup, config_mesh
     launch.start(launch.Launch(8))
     totals = {}
     for zero, remat in ((0, "save:attention_out,mlp_hidden"), (3, "full")):
         config = dataclasses.replace(load_config("demo"), zero=zero, remat=remat)
-        recipe = Recipe(config, config_mesh(config))
-        totals[f"{zero} {remat}"] = [recipe.memory("cpu").total, recipe.compile()[1].total]
+        setup = TrainSetup(config, config_mesh(config))
+        totals[f"{zero} {remat}"] = [setup.memory("cpu").total, setup.compile()[1].total]
     print(json.dumps(totals))
 """
 

@@ -18,10 +18,10 @@ from spmd.gradients.losses import next_token_loss
 from spmd.layers import blockwise_attention as online
 from spmd.layers.attention import attend
 from spmd.layers.blockwise_attention import visible_pairs
-from spmd.layers.zigzag import balanced, positions, zigzag
+from spmd.layers.zigzag import positions, zigzag, zigzag_batch
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan import flax
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.sharding.mesh import BATCH_AXES, batch_sharding
 from spmd.testing import token_batches
 from spmd.train.step import make_train_step
@@ -75,7 +75,7 @@ def split_attention(window, packed, *, is_balanced, scores, **layout):
 
     def total(query, key, value):
         tokens = {"tokens": jnp.zeros(query.shape[:2], jnp.int32)}
-        with within(plan), balanced(tokens, takes_any_order=is_balanced):
+        with use_plan(plan), zigzag_batch(tokens, position_aware=is_balanced):
             out = attend(query, key, value, window=window, segments=segments if packed else None, **scores)
         return (out * weights).sum(), out
 
@@ -99,7 +99,7 @@ def test_attention_runs_inside_of_another_manual_region(context):
     data = P("data")
 
     def local(query, key, value):
-        with within(plan):
+        with use_plan(plan):
             return attend(query, key, value)
 
     nested = jax.shard_map(local, mesh=plan.mesh, in_specs=data, out_specs=data, axis_names={"data"}, check_vma=False)
@@ -166,7 +166,7 @@ def test_a_batch_is_put_into_zigzag_order(devices):
     batch = {"tokens": tokens, "weights": tokens.astype(np.float32), "lengths": np.array([3, 4])}
 
     def moved(batch):
-        with within(plan), balanced(batch, takes_any_order=True) as moved:
+        with use_plan(plan), zigzag_batch(batch, position_aware=True) as moved:
             return moved, jnp.asarray(positions(SEQ))
 
     placed = {name: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)) for name, x in batch.items()}
@@ -178,14 +178,14 @@ def test_a_batch_is_put_into_zigzag_order(devices):
 
 
 @pytest.mark.parametrize(
-    ("takes_any_order", "layout"),
+    ("position_aware", "layout"),
     [(False, {"sequence": 2}), (True, {"fsdp": 2}), (True, {"sequence": 2, "options": (("context", "all-to-all"),)})],
     ids=str,
 )
-def test_a_batch_stays_as_it_is_where_no_ring_asks_for_more(takes_any_order, layout):
+def test_a_batch_stays_as_it_is_where_no_ring_asks_for_more(position_aware, layout):
     """A model that knows of no order, a whole sequence, and an exchange by heads keep the sequence's own order."""
     batch = {"tokens": np.zeros((2, SEQ), np.int32)}
-    with within(tiny.plan(**layout)), balanced(batch, takes_any_order=takes_any_order) as same:
+    with use_plan(tiny.plan(**layout)), zigzag_batch(batch, position_aware=position_aware) as same:
         assert same is batch
         assert positions(4).tolist() == [[0, 1, 2, 3]]
 
@@ -200,8 +200,8 @@ def test_only_a_model_that_says_so_gets_another_order():
         def __call__(self, tokens):
             return jnp.cumsum(self.embed(tokens), axis=1)
 
-    assert tiny.model().facts().takes_any_order
-    assert not flax.from_nnx(Mixes).facts().takes_any_order
+    assert tiny.model().info().position_aware
+    assert not flax.from_nnx(Mixes).info().position_aware
 
 
 @pytest.mark.parametrize("turn", range(4))
@@ -323,7 +323,7 @@ ON_TPU = """
     import jax, jax.numpy as jnp, spmd
     from jax.sharding import NamedSharding, PartitionSpec as P
     from spmd.distributed import initialize as launch
-    from spmd.plan.context import within
+    from spmd.plan.context import use_plan
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.layers.attention import attend
     from tests import tiny

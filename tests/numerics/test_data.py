@@ -379,7 +379,7 @@ def test_a_corpus_shorter_than_a_sequence_is_refused_for_both_halves(tmp_path: P
     with pytest.raises(DataError) as caught:
         load_corpus(config)
     assert [problem.where for problem in caught.value.problems] == ["train", "validation"]
-    assert all("11 < data.sequence + 1 = 12" in problem.arithmetic for problem in caught.value.problems)
+    assert all("11 < data.sequence + 1 = 12" in problem.detail for problem in caught.value.problems)
     corpus = load_corpus(dataclasses.replace(config, sequence=10))
     assert len(corpus.train) == len(corpus.validation) == 11
 

@@ -30,9 +30,9 @@ from spmd.partition_rules.mistral import MISTRAL
 from spmd.partition_rules.qwen import QWEN2, QWEN2_TIED, QWEN3, QWEN3_TIED
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.tick_table import make_program
+from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
 from spmd.run.config import TrainConfig, config_values, with_values
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh
@@ -161,7 +161,7 @@ def test_tables_for_other_layouts_train_alike():
 @pytest.mark.soak
 def test_pairs_of_layers_go_through_a_pipeline():
     """The two pairs of a Gemma 2 are two stages, with the numbers of one device."""
-    gemma2, program = job("gemma2"), make_program(make_schedule("1f1b", 2, 2, 1))
+    gemma2, program = job("gemma2"), tabulate(make_schedule("1f1b", 2, 2, 1))
     loss_fn = next_token_loss(gemma2.model, chunk=7)
     piped = gemma2.on(grad_fn=pipeline(loss_fn, program), pipe=2, fsdp=2)
     result = compare(piped, gemma2.on(grad_fn=accumulate(gemma2.grad_fn, 2)), REORDERED)
@@ -185,7 +185,7 @@ def test_a_table_fits_every_axis(name):
         assert all(leaf.rule for leaf in plan.params)
         loss = next_token_loss(model(config))
         batch = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in BATCHES[0].items()}
-        with within(plan):
+        with use_plan(plan):
             jax.eval_shape(lambda p, b, loss=loss: loss(p, {}, b, jax.random.key(0))[0], shapes(config), batch)
 
 

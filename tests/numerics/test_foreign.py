@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import tree
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import ConfigError, RuleError
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
@@ -190,7 +190,7 @@ def test_variables_resume(kind, tmp_path):
     state, _ = make_train_step(layout, grad_fn=grad_fn(kind))(
         init_state(layout), jax.device_put(BATCHES[0], spmd.batch_sharding(layout.mesh))
     )
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, state, {"step": 1}, {})
         checkpoints.wait()
         restored, _ = checkpoints.restore(1, abstract_state(other))
@@ -229,7 +229,7 @@ def test_parameters_alone_are_not_enough(kind, variable):
 
 def test_tied_paths_are_told():
     """One array with two paths goes by the first, and the table is told of both."""
-    assert model("nnx").facts().tied == (("embed/embedding", "head/embedding"),)
+    assert model("nnx").info().tied == (("embed/embedding", "head/embedding"),)
     assert "head/embedding" not in {leaf.path for leaf in plan("nnx").params}
 
 
@@ -333,7 +333,7 @@ def test_a_model_is_sharded_by_its_own_annotations():
     """Its metadata become the table; it trains under it as on one device."""
     annotated = spmd.from_nnx(Annotated)
     logical = [("vocab", "tensor"), ("embed", "fsdp")]
-    rules = Rules.from_annotations(annotated.facts().annotations, logical=logical)
+    rules = Rules.from_annotations(annotated.info().annotations, logical=logical)
     sharded, alone = (
         make_plan(tiny.mesh(**sizes), rules, annotated, OPTIMIZER) for sizes in ({"fsdp": 4, "tensor": 2}, {})
     )

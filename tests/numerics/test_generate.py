@@ -213,7 +213,7 @@ class _Compilations:
 class Mixer(nnx.Module):
     """A model that is told how to mix tokens, and says that it takes one at a time."""
 
-    takes_one_token = True
+    supports_kv_cache = True
 
     def __init__(self, mix, rngs):
         self.mix = mix
@@ -229,7 +229,7 @@ def _attended(x):
 
 
 class Silent(Mixer):
-    takes_one_token = False
+    supports_kv_cache = False
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ class Silent(Mixer):
             lambda x: jax.lax.scan(lambda x, _: (_attended(x), None), x, None, 2)[0],
             "attend is called inside of a transformation",
         ),
-        (Silent, _attended, "does not say takes_one_token"),
+        (Silent, _attended, "does not say supports_kv_cache"),
     ],
     ids=["no-attention", "own-scan", "silent"],
 )
@@ -281,10 +281,10 @@ def test_capacities_are_of_the_token_alone():
     config = dataclasses.replace(
         mixtral.PRESETS["test"], router=dataclasses.replace(mixtral.PRESETS["test"].router, dispatch="capacity")
     )
-    assert flax.from_nnx(config.build).facts().takes_one_token
-    assert not flax.from_nnx(config.build).facts().takes_any_order
+    assert flax.from_nnx(config.build).info().supports_kv_cache
+    assert not flax.from_nnx(config.build).info().position_aware
     choosing = dataclasses.replace(config.router, choice="expert", balance=0, z_loss=0)
-    assert not flax.from_nnx(dataclasses.replace(config, router=choosing).build).facts().takes_one_token
+    assert not flax.from_nnx(dataclasses.replace(config, router=choosing).build).info().supports_kv_cache
 
 
 @pytest.mark.parametrize(

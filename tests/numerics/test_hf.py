@@ -12,7 +12,7 @@ import pytest
 
 from spmd.errors import CheckpointError, ConfigError
 from spmd.hf import load
-from spmd.hf.family import Ignored, Name, Source, families, family_for, family_of, part, sources
+from spmd.hf.family import Ignored, TensorMapping, TensorSource, families, family_for, family_of, part, tensor_sources
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import SafetensorsFile, write_safetensors
 from spmd.hf.save import parse_size, save_params
@@ -22,7 +22,7 @@ from spmd.plan import flax
 from spmd.plan.plan import make_plan
 from spmd.run.config import load_config
 from spmd.run.load_params import read_params
-from spmd.run.run_dir import RunFolder
+from spmd.run.run_dir import RunDir
 from spmd.train.state import init_state
 from tests import tiny
 from tests.command_line import run
@@ -159,7 +159,9 @@ def test_parts_of_a_tensor_are_parameters(tmp_path):
 
 def test_a_stack_may_be_every_other_layer():
     """Numbers of tensors step, and parts of a turned tensor lie along its rows."""
-    source = Source("local/w", (2, 4, 6), Name("local/w", "h.{layer}.w", part(1, 3, transposed=True), first=1, step=2))
+    source = TensorSource(
+        "local/w", (2, 4, 6), TensorMapping("local/w", "h.{layer}.w", part(1, 3, transposed=True), first=1, step=2)
+    )
     assert [name for _, name in source.tensors()] == ["h.1.w", "h.3.w"]
     assert source.stored == (18, 4)
     assert source.region((slice(0, 2), slice(2, 5))) == (slice(8, 11), slice(0, 2))
@@ -171,7 +173,7 @@ def test_a_run_folder_and_back(original, params, tmp_path, capsys):
     flags = ("--mesh.fsdp", "2", "--mesh.tensor", "2", "--mesh.data", "2", "--devices", "8")
     assert run("import", original, "--out", out, *flags) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
-    config = RunFolder(out).config()
+    config = RunDir(out).config()
     assert config == load_config(str(out / "config.py"))
     assert config.model == CONFIG
     assert config.data.tokenizer == str(out / "tokenizer.json")
@@ -200,7 +202,7 @@ def test_what_changes_nothing_is_given_back(folder, tmp_path):
     values = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (values["max_position_embeddings"], values["bos_token_id"], values["use_cache"]) == (99, 7, True)
     assert values["hidden_size"] == CONFIG.d_model
-    assert RunFolder(tmp_path / "run").config().data.sequence == 99
+    assert RunDir(tmp_path / "run").config().data.sequence == 99
 
 
 def drop(name):
@@ -366,7 +368,10 @@ def test_an_export_that_fails_leaves_nothing(params, tmp_path, monkeypatch):
 def test_a_name_map_that_does_not_fit_is_said():
     """A parameter without a line, and a line without a parameter."""
     with pytest.raises(ConfigError) as caught:
-        sources([Name("a/kernel", "a.weight"), Name("c/scale", "c")], {"a/kernel": (2, 3), "b/kernel": (2,)})
+        tensor_sources(
+            [TensorMapping("a/kernel", "a.weight"), TensorMapping("c/scale", "c")],
+            {"a/kernel": (2, 3), "b/kernel": (2,)},
+        )
     assert {problem.where for problem in caught.value.problems} == {"b/kernel", "name 'c/scale'"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from spmd.errors import CheckpointError, ConfigError, Problem, SpmdError
 from spmd.hf import folder as published_module
 from spmd.hf.family import family_for
-from spmd.hf.folder import published
+from spmd.hf.folder import open_folder
 from spmd.hf.load import check_published
 from spmd.hf.safetensors import SafetensorsFile, write_safetensors
 from spmd.hf.save import save_params
@@ -51,7 +51,7 @@ def problems(folder, config):
     """What keeps a folder from being a model of that shape: where and what."""
     abstract = jax.eval_shape(lambda: initial(config))
     try:
-        with published(folder) as found:
+        with open_folder(folder) as found:
             check_published(found, abstract)
     except CheckpointError as error:
         return error.problems
@@ -92,7 +92,7 @@ def test_a_head_of_its_own_is_not_lost(name, head, tmp_path, monkeypatch):
     (problem,) = found
     assert problem.where == "lm_head.weight"
     assert problem.what == f"differs from {embedding}, and this model's head is the embedding"
-    assert arithmetic in problem.arithmetic
+    assert arithmetic in problem.detail
     assert "tie_word_embeddings=false" in problem.fix
 
 
@@ -164,7 +164,7 @@ def test_no_layer_and_no_expert_is_made_for_a_bomb(name, tmp_path):
     folder = write(tmp_path / "a", SHAPES[name], **fields)
     (problem,) = problems(folder, SHAPES[name])
     assert problem.what == "counts more layers and experts than the files have tensors"
-    assert arithmetic in problem.arithmetic
+    assert arithmetic in problem.detail
 
 
 def test_an_error_has_no_more_problems_than_anyone_reads(tmp_path):
@@ -205,7 +205,7 @@ def test_fields_of_training_come_back(name, tmp_path):
     """A family's own, which change nothing in a trained model; they are read, and what else it was is its shape's."""
     config, fields = SHAPES[name], OF_TRAINING[name]
     folder = write(tmp_path / "a", config, **fields, attention_dropout=0.5)
-    with published(folder) as found:
+    with open_folder(folder) as found:
         values = {**found.values, "unheard_of": 5}
     save_params(tmp_path / "b", initial(config), family_for(config), config, values=values)
     written = json.loads((tmp_path / "b" / "config.json").read_text())

@@ -17,7 +17,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.plan import flax
-from spmd.plan.host_params import Hosted
+from spmd.plan.host_params import HostParam
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import compare, record_run, token_batches
@@ -71,7 +71,7 @@ def test_stochastic_rounding_draws_the_same_bits():
 
 def test_control_a_lost_gradient_is_seen(monkeypatch):
     """The comparison of the tests above can fail: here no gradient comes back to what was fetched."""
-    monkeypatch.setattr(Hosted, "fetch", lambda self: jax.device_put(self.array, self.sharding))
+    monkeypatch.setattr(HostParam, "fetch", lambda self: jax.device_put(self.array, self.sharding))
     assert not compare(record_run(plan(PARAMS), value_and_grad(tiny.loss_fn()), BATCHES), trained()).ok
 
 

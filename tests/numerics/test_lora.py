@@ -21,9 +21,9 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.tick_table import make_program
+from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
-from spmd.plan.lora import BASE, LoraConfig, lora_rules, with_adapters, with_lora
+from spmd.plan.lora import BASE, LoRAConfig, lora_rules, with_adapters, with_lora
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.mesh import batch_sharding
 from spmd.sharding.rules import Rules
@@ -32,17 +32,17 @@ from spmd.train.step import make_train_step
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 
-LORA = LoraConfig(targets=("attention/(q|v)_proj/kernel", "mlp/down_proj/kernel"), rank=4)
+LORA = LoRAConfig(targets=("attention/(q|v)_proj/kernel", "mlp/down_proj/kernel"), rank=4)
 STEPS = 3
 
 
 @functools.cache
-def adapted(lora: LoraConfig = LORA) -> Model:
+def adapted(lora: LoRAConfig = LORA) -> Model:
     return with_lora(tiny.model(), lora, LLAMA)
 
 
 @functools.cache
-def plan(lora: LoraConfig = LORA, options: tuple = (), **sizes: int) -> ShardingPlan:
+def plan(lora: LoRAConfig = LORA, options: tuple = (), **sizes: int) -> ShardingPlan:
     rules = lora_rules(tiny.model(), lora, LLAMA)
     return make_plan(tiny.mesh(**sizes), rules, adapted(lora), tiny.OPTIMIZER, **dict(options))
 
@@ -54,12 +54,12 @@ def batch(of: ShardingPlan) -> dict[str, jax.Array]:
 
 
 @functools.cache
-def gradients_of(lora: LoraConfig) -> GradFn:
+def gradients_of(lora: LoRAConfig) -> GradFn:
     return value_and_grad(next_token_loss(adapted(lora)))
 
 
 def trained(
-    of: ShardingPlan, lora: LoraConfig = LORA, grad_fn: GradFn | None = None, start: Any = None
+    of: ShardingPlan, lora: LoRAConfig = LORA, grad_fn: GradFn | None = None, start: Any = None
 ) -> tuple[TrainState, list[float]]:
     """The state after some steps and the losses of them; `start` is what it begins with: parameters and variables."""
     step, state, losses = make_train_step(of, grad_fn=grad_fn or gradients_of(lora)), init_state(of), []
@@ -71,7 +71,7 @@ def trained(
     return state, losses
 
 
-def lost(of: ShardingPlan, lora: LoraConfig = LORA, grad_fn: GradFn | None = None) -> tuple[Any, Any]:
+def lost(of: ShardingPlan, lora: LoRAConfig = LORA, grad_fn: GradFn | None = None) -> tuple[Any, Any]:
     """What float32 loses of the adapters and the losses after some steps."""
 
     def run(*start: Any) -> tuple[Any, list[float]]:
@@ -110,7 +110,7 @@ def test_adapters_train_alike_in_a_pipeline(schedule: str, sizes: dict[str, int]
     """Each stage has its own frozen layers, and gradients are those of its adapters alone."""
     model = tiny.model(tiny.replaced(layers=4))
     low, rules = with_lora(model, LORA, LLAMA), lora_rules(model, LORA, LLAMA)
-    program = make_program(make_schedule(schedule, 2, 4, 2 if schedule == "interleaved" else 1))
+    program = tabulate(make_schedule(schedule, 2, 4, 2 if schedule == "interleaved" else 1))
     loss_fn = next_token_loss(low)
     one, many = (make_plan(tiny.mesh(**axes), rules, low, tiny.OPTIMIZER) for axes in ({}, sizes))
     accumulated = accumulate(value_and_grad(loss_fn), 4)
@@ -163,15 +163,15 @@ def _logits(state: TrainState, tokens: jax.Array) -> jax.Array:
 def test_an_alpha_that_trains_nothing_is_refused(alpha: float) -> None:
     """With 0 every gradient would be zero."""
     with pytest.raises(ConfigError, match=r"lora\.alpha"):
-        LoraConfig(targets=("kernel",), alpha=alpha)
+        LoRAConfig(targets=("kernel",), alpha=alpha)
 
 
 def test_a_rank_that_is_none_is_refused() -> None:
     """Without targets it would be of nothing; above a matrix's own it would be no low one."""
     with pytest.raises(ConfigError, match=r"lora\.targets: is empty"):
-        LoraConfig(rank=4)
+        LoRAConfig(rank=4)
     with pytest.raises(ConfigError, match=r"33 > 32 of \(2, 32, 32\)"):
-        with_lora(tiny.model(), LoraConfig(targets=("attention/q_proj/kernel",), rank=33), LLAMA)
+        with_lora(tiny.model(), LoRAConfig(targets=("attention/q_proj/kernel",), rank=33), LLAMA)
 
 
 def test_an_adapter_lies_as_its_parameter_does() -> None:
@@ -198,7 +198,7 @@ def test_frozen_parameters_may_be_in_host_memory() -> None:
 @pytest.mark.parametrize("target", ["lm_head/kernel", pytest.param("embed/embedding", marks=pytest.mark.soak)])
 def test_what_no_layer_multiplies_with_is_merged(target: str) -> None:
     """An embedding and an output head may have an adapter too."""
-    lora = LoraConfig(targets=(target,), rank=2)
+    lora = LoRAConfig(targets=(target,), rank=2)
     losses = trained(plan(lora, fsdp=2, tensor=2), lora)[1]
     assert_close(losses, trained(plan(lora), lora)[1], lost(plan(lora), lora)[1])
     assert losses[-1] < losses[0]
@@ -207,7 +207,7 @@ def test_what_no_layer_multiplies_with_is_merged(target: str) -> None:
 def test_a_module_that_knows_of_no_adapter_can_have_one() -> None:
     """A user's own Flax module is given the sum of parameter and adapter."""
     model = flax.from_nnx(lambda rngs: flax.nnx.Linear(4, 6, rngs=rngs))
-    lora, rules = LoraConfig(targets=("kernel",), rank=2), Rules([("kernel", P("fsdp", "tensor"))])
+    lora, rules = LoRAConfig(targets=("kernel",), rank=2), Rules([("kernel", P("fsdp", "tensor"))])
     low = with_lora(model, lora, rules)
     params = jax.tree.map(jnp.ones_like, low.init(jax.random.key(0)))
     variables = low.init_variables(jax.random.key(0))
@@ -223,10 +223,10 @@ def test_a_module_that_knows_of_no_adapter_can_have_one() -> None:
 def test_targets_that_cannot_be_adapted_are_all_named() -> None:
     """A pattern without a match, one that is no matrix, no regex, a rank of zero."""
     with pytest.raises(ConfigError) as caught:
-        with_lora(tiny.model(), LoraConfig(targets=("attention/x_proj/kernel", "norm/scale")), LLAMA)
+        with_lora(tiny.model(), LoRAConfig(targets=("attention/x_proj/kernel", "norm/scale")), LLAMA)
     assert [problem.where for problem in caught.value.problems] == ["lora.targets[0]", "lora.targets[1]"]
     with pytest.raises(ConfigError) as caught:
-        LoraConfig(targets=("(",), rank=0)
+        LoRAConfig(targets=("(",), rank=0)
     assert [problem.where for problem in caught.value.problems] == ["lora.rank", "lora.targets[0]"]
 
 
@@ -234,7 +234,7 @@ def test_targets_that_cannot_be_adapted_are_all_named() -> None:
 def test_experts_may_have_adapters() -> None:
     """Merged before the model runs, they lie over `expert` as kernels do; numbers are those of one device."""
     model = flax.from_nnx(MIXTRAL_PRESETS["test"].build)
-    lora = LoraConfig(targets=("experts/(up|down)_proj/kernel", "attention/q_proj/kernel"), rank=2)
+    lora = LoRAConfig(targets=("experts/(up|down)_proj/kernel", "attention/q_proj/kernel"), rank=2)
     low, rules = with_lora(model, lora, MIXTRAL), lora_rules(model, lora, MIXTRAL)
     grad_fn = value_and_grad(next_token_loss(low))
     one, many = (

@@ -17,7 +17,7 @@ from spmd.data.loader import Windows, batches, load_corpus
 from spmd.errors import ConfigError, RuleError
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.per_layer import per_layer
-from spmd.optim.quantized import BLOCK, Blocks, CompactState, Kind, block_of, compact, dequantize, quantize
+from spmd.optim.quantized import BLOCK, Blocks, Kind, QuantizedState, block_of, dequantize, quantize, quantize_moments
 from spmd.sharding.optimizer_state import optimizer_specs
 from spmd.train.state import init_state
 from spmd.train.step import make_train_step
@@ -70,7 +70,7 @@ def test_no_square_becomes_zero() -> None:
 @pytest.mark.parametrize("kind", ["bfloat16", "8bit"])
 def test_a_slow_average_does_not_stand_still(kind: Kind) -> None:
     """With a decay of 0.999 each step is smaller than the distance to the next stored number, and yet it decays."""
-    adam = compact(optax.scale_by_adam(b1=0.9, b2=0.999), kind)
+    adam = quantize_moments(optax.scale_by_adam(b1=0.9, b2=0.999), kind)
     params = {"w": jnp.zeros(4096)}
     _, state = adam.update(
         {"w": jnp.asarray(np.random.default_rng(0).normal(size=4096), jnp.float32)}, adam.init(params)
@@ -80,7 +80,7 @@ def test_a_slow_average_does_not_stand_still(kind: Kind) -> None:
     quiet = jnp.where(jnp.arange(4096) % 256 == 0, 3.0, noise)
     after, _ = jax.lax.scan(lambda s, _: (adam.update({"w": quiet}, s)[1], None), state, length=500)
 
-    def second(state: CompactState) -> np.ndarray:
+    def second(state: QuantizedState) -> np.ndarray:
         nu = state.inner.nu["w"]
         return np.asarray(dequantize(nu) if isinstance(nu, Blocks) else nu, np.float64)[jnp.arange(4096) % 256 != 0]
 
@@ -90,7 +90,9 @@ def test_a_slow_average_does_not_stand_still(kind: Kind) -> None:
 @pytest.mark.parametrize(("kind", "bytes_each"), [("float32", 8), ("bfloat16", 4), ("8bit", 2 + 8 / BLOCK)])
 def test_bytes_for_each_parameter(kind: Kind, bytes_each: float) -> None:
     """Adam's two moments take 8 bytes, 4, or 2 and a scale for each block."""
-    state = jax.eval_shape(compact(optax.scale_by_adam(), kind).init, {"w": jax.ShapeDtypeStruct((64, 512), "float32")})
+    state = jax.eval_shape(
+        quantize_moments(optax.scale_by_adam(), kind).init, {"w": jax.ShapeDtypeStruct((64, 512), "float32")}
+    )
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim)
     assert held == 64 * 512 * bytes_each
 
@@ -115,7 +117,9 @@ def test_scales_are_split_as_the_parameter_is() -> None:
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), shapes, is_leaf=lambda x: isinstance(x, tuple))
     specs = {path: P(*("pipe",) * (len(p.shape) - 2), "fsdp", "tensor") for path, p in flatten(params).items()}
     leading = {path: len(p.shape) - 2 for path, p in flatten(params).items()}
-    table, problems = optimizer_specs(per_layer(compact(optax.scale_by_adam(), "8bit")).init, params, specs, leading)
+    table, problems = optimizer_specs(
+        per_layer(quantize_moments(optax.scale_by_adam(), "8bit")).init, params, specs, leading
+    )
     assert not problems
     assert {path: leaf.block for path, leaf in table.items() if leaf.block > 1 and "mu" in path} == {
         "rest/inner/mu/head/scale": 256,
@@ -144,7 +148,7 @@ def test_what_cannot_be_stored_so_is_refused() -> None:
         with pytest.raises(ConfigError, match="keeps its state in float32"):
             OptimizerConfig(name=name, moments="8bit")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="power of two"):
-        compact(optax.scale_by_adam(), "8bit", 100)
+        quantize_moments(optax.scale_by_adam(), "8bit", 100)
     assert [block_of(n) for n in (1, 8, 48, 14336, 128256)] == [0, 8, 16, 256, 256]
 
 

@@ -38,7 +38,7 @@ OFFLOAD = ("offload", ("optimizer_state",))
 def small_pieces():
     """Arrays of this size are cut, as large ones are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuts, "PIECE_BYTES", 4096)
+        patch.setattr(cuts, "CHUNK_BYTES", 4096)
         patch.setattr(cuts, "SMALL_BYTES", 256)
         yield
 
@@ -186,8 +186,10 @@ def test_large_state_lives_in_host_memory_and_small_state_does_not():
 def test_each_parameter_is_in_one_cut():
     """Layers go one at a time, large arrays in pieces of bounded size, the rest together."""
     layout = plan(OPTIMIZERS["raw adamw"], fsdp=2)
-    assert sorted(path for cut in layout.cuts for path in cut.paths) == sorted(leaf.path for leaf in layout.params)
-    pieces = {cut.paths[0]: (cut.dim, cut.pieces, cut.shards) for cut in layout.cuts}
+    assert sorted(path for cut in layout.update_chunks for path in cut.paths) == sorted(
+        leaf.path for leaf in layout.params
+    )
+    pieces = {cut.paths[0]: (cut.dim, cut.pieces, cut.shards) for cut in layout.update_chunks}
     assert pieces["layers/attention/k_proj/kernel"] == (0, BIG.layers, 1)
     assert pieces["embed/embedding"] == (1, 2, 2)
     assert pieces["norm/scale"] == (0, 1, 1)
@@ -203,7 +205,7 @@ def test_a_split_dimension_is_cut_inside_the_shards():
         optax.adam(1e-2),
         offload=("optimizer_state",),
     )
-    assert [(cut.dim, cut.pieces, cut.shards) for cut in layout.cuts] == [(0, 4, 4)]
+    assert [(cut.dim, cut.pieces, cut.shards) for cut in layout.update_chunks] == [(0, 4, 4)]
     state = init_state(layout)
     program = jax.jit(make_update(layout)).lower(state.params, state.optimizer_state, state.params).compile().as_text()
     assert not any(kind in program for kind in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
@@ -222,7 +224,7 @@ def test_thin_shards_are_cut_along_their_rows_of_tiles(shape, spec, dim):
     model = Model(lambda key: {"w": jnp.ones(shape)}, lambda params: params)
     rules = Rules([("w", spec if spec else replicate("to cut it whole"))])
     layout = make_plan(abstract_mesh(MeshShape(fsdp=32, tensor=8)), rules, model, optax.adam(1e-2), offload=OFFLOAD[1])
-    assert [cut.dim for cut in layout.cuts] == [dim]
+    assert [cut.dim for cut in layout.update_chunks] == [dim]
     assert all(leaf.memory_kind == "pinned_host" for leaf in layout.optimizer_state if leaf.shape == shape)
 
 

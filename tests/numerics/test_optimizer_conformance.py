@@ -21,7 +21,7 @@ from spmd.model_api.model import Model
 from spmd.model_api.precision import POLICIES
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.layerwise import assert_layerwise, check_layerwise
-from spmd.optim.master_weights import at_precision
+from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.optim.per_layer import per_layer
 from spmd.plan.plan import Leaf, ShardingPlan, make_plan
 from spmd.sharding.mesh import make_mesh
@@ -132,7 +132,7 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "config adamw in bfloat16": config("adamw", moments="bfloat16"),
     "config lion in 8 bits": config("lion", moments="8bit", moments_block=2),
     "config sgd in bfloat16": config("sgd", moments="bfloat16"),
-    "master weights": at_precision(optax.adamw(0.1), POLICIES["bf16-params"]),
+    "master weights": wrap_optimizer_for_precision(optax.adamw(0.1), POLICIES["bf16-params"]),
 }
 RAW = {
     "adafactor": optax.adafactor(**FACTORED),

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
 from spmd.partition_rules.llama import LLAMA
-from spmd.plan.lora import LoraConfig, with_adapters
-from spmd.run.build import Recipe, config_mesh
+from spmd.plan.lora import LoRAConfig, with_adapters
+from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import TrainConfig
 from spmd.run.load_params import read_params, restore_model
-from spmd.run.run_dir import RunFolder
+from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import MeshShape
 from spmd.train.state import init_state
 from tests import tiny
@@ -37,19 +37,19 @@ def write_run(folder, **fields):
     """A run folder with one checkpoint, and its state."""
     (folder / "config.py").write_text(SOURCE)
     config = TrainConfig(model=tiny.CONFIG, rules=LLAMA, mesh=MeshShape(fsdp=4, tensor=2), devices=8, **fields)
-    recipe = Recipe(config, config_mesh(config))
-    RunFolder(folder).describe(config, folder / "config.py", str(recipe.plan))
+    setup = TrainSetup(config, config_mesh(config))
+    RunDir(folder).describe(config, folder / "config.py", str(setup.plan))
     # No two adapters are zero, as they all begin.
-    state = jax.tree.map(lambda x: x + 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else x, init_state(recipe.plan, 3))
-    with Checkpoints(RunFolder(folder).checkpoints) as checkpoints:
+    state = jax.tree.map(lambda x: x + 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else x, init_state(setup.plan, 3))
+    with CheckpointManager(RunDir(folder).checkpoints) as checkpoints:
         checkpoints.save(5, state, {"step": 5})
-    return recipe, state
+    return setup, state
 
 
 def test_the_optimizer_is_not_read(tmp_path):
     """Of a checkpoint with everything, the parameters and variables alone are read, onto another mesh."""
     _, state = write_run(tmp_path)
-    with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
+    with CheckpointManager(tmp_path / "checkpoints", read_only=True) as checkpoints:
         model = restore_model(checkpoints, None, tiny.plan(fsdp=2, tensor=2))
         assert equal(model.params, state.params)
         assert model.variables == {}
@@ -72,7 +72,7 @@ def test_parameters_are_cast(precision, wanted, tmp_path):
 
 def test_adapters_are_added(tmp_path):
     """What was fine-tuned is read as the sum, without the adapters beside it."""
-    lora = LoraConfig(targets=("attention/(q|v)_proj/kernel",), rank=2)
+    lora = LoRAConfig(targets=("attention/(q|v)_proj/kernel",), rank=2)
     _, state = write_run(tmp_path, lora=lora)
     base = state.variables["base"]
     expected = with_adapters(base, state.params, lora)
@@ -84,7 +84,7 @@ def test_adapters_are_added(tmp_path):
 
 def test_small_changes_survive_a_narrow_base(tmp_path):
     """Beside a base in bfloat16, adapters are added in the dtype that is asked for, where nothing is rounded away."""
-    lora = LoraConfig(targets=("attention/q_proj/kernel",), rank=2, alpha=0.01)
+    lora = LoRAConfig(targets=("attention/q_proj/kernel",), rank=2, alpha=0.01)
     _, state = write_run(tmp_path, lora=lora, precision="bf16")
     base = jax.tree.map(lambda x: x.astype(jnp.float32), state.variables["base"])
     assert state.variables["base"]["lm_head"]["kernel"].dtype == jnp.bfloat16

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import spmd
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import SpmdError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
@@ -20,11 +20,11 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.pipeline.grad_fn import pipelined
 from spmd.pipeline.pipedream import IN_FLIGHT, pipedream, with_in_flight
 from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.tick_table import make_program
-from spmd.plan.context import within
-from spmd.plan.lora import LoraConfig, lora_rules, with_lora
+from spmd.pipeline.tick_table import tabulate
+from spmd.plan.context import use_plan
+from spmd.plan.lora import LoRAConfig, lora_rules, with_lora
 from spmd.plan.plan import make_plan
-from spmd.run.build import Recipe, planned_mesh
+from spmd.run.build import TrainSetup, planned_mesh
 from spmd.run.check import Check
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
@@ -51,7 +51,7 @@ def trained(lora):
 @functools.cache
 def layout(stages, microbatches=MICROBATCHES, lora=None, **axes):
     """A plan with what is under way, and the step."""
-    program = make_program(make_schedule("pipedream", stages, microbatches))
+    program = tabulate(make_schedule("pipedream", stages, microbatches))
     model, rules, loss_fn = trained(lora)
     plan = make_plan(tiny.mesh(pipe=stages, **axes), rules, model, OPTIMIZER)
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCHES[0].items()}
@@ -72,7 +72,7 @@ def one_device(lora):
 
     @jax.jit
     def gradients(params, batch):
-        with within(plan):
+        with use_plan(plan):
             found, sums, _ = grad_fn(params, state.variables, batch, jax.random.key(0))
         return jax.tree.map(lambda g: g / sums["weight"], found), sums["loss"] / sums["weight"]
 
@@ -137,7 +137,7 @@ def test_gradients_are_exactly_one_update_behind(stages, axes):
 @pytest.mark.soak
 def test_adapters_are_one_update_behind_too():
     """What is frozen is there once, for the batch before as well."""
-    lora = LoraConfig(targets=("attention/(q|v)_proj/kernel",), rank=4)
+    lora = LoRAConfig(targets=("attention/(q|v)_proj/kernel",), rank=4)
     plan, step = layout(2, lora=lora)
     found = trained_in_a_pipeline(plan, step)
     assert_close(found, delayed(1, lora), lost(lora))
@@ -151,7 +151,7 @@ def test_what_is_under_way_is_saved_and_restored(tmp_path):
     state = init_state(plan)
     for batch in BATCHES[:2]:
         state, _ = step(state, placed(plan, batch))
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    with CheckpointManager(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(2, state, {"seed": 0})
         checkpoints.wait()
         restored, _ = checkpoints.restore(None, abstract_state(plan))
@@ -173,11 +173,11 @@ def test_the_layout_of_what_is_under_way():
     assert specs[f"{IN_FLIGHT}/stages/of_others/embed/embedding"][0] == "pipe"
 
 
-def recipe(**fields) -> Recipe:
+def setup(**fields) -> TrainSetup:
     data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=64, batch=16)
     fields = {"mesh": spmd.MeshShape(pipe=2), "pipeline": spmd.PipelineConfig("pipedream", 8), **fields}
     config = spmd.TrainConfig(model=PRESETS["demo"], rules=LLAMA, data=data, **fields)
-    return Recipe(config, planned_mesh(config))
+    return TrainSetup(config, planned_mesh(config))
 
 
 @pytest.mark.parametrize(
@@ -193,13 +193,13 @@ def recipe(**fields) -> Recipe:
 def test_what_goes_only_with_a_flush_is_refused(fields, said):
     """What needs the end of a batch is refused before anything compiles."""
     with pytest.raises(SpmdError) as caught:
-        recipe(**fields).audit()
+        setup(**fields).audit()
     assert said in str(caught.value)
 
 
 def test_it_is_not_compared_with_one_device():
     """`spmd check` says why there is nothing to compare."""
-    config = dataclasses.replace(recipe().config, devices=8)
+    config = dataclasses.replace(setup().config, devices=8)
     with pytest.raises(SpmdError, match="one update behind"):
         Check(config, 1).compare(tiny.mesh(pipe=2))
 

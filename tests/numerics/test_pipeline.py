@@ -15,20 +15,20 @@ import spmd
 from spmd.cli import main
 from spmd.errors import SpmdError
 from spmd.gradients.losses import next_token_loss
-from spmd.layers.pipelined_layers import through_layers
+from spmd.layers.pipelined_layers import pipelined_layers
 from spmd.model_api.model import Outputs
 from spmd.models.llama import PRESETS
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.pipeline.grad_fn import pipeline
-from spmd.pipeline.interleave import exchange
+from spmd.pipeline.interleave import interleave
 from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.tick_table import make_program
+from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
 from spmd.plan.annotate import manual_over
 from spmd.plan.plan import make_plan
-from spmd.run.build import Recipe, planned_mesh
+from spmd.run.build import TrainSetup, planned_mesh
 from spmd.run.check import Check
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import compare, record_run
@@ -41,17 +41,17 @@ SHAPES = {
 }
 
 
-def recipe(model=PRESETS["demo"], rules=LLAMA, batch=16, **fields) -> Recipe:
+def setup(model=PRESETS["demo"], rules=LLAMA, batch=16, **fields) -> TrainSetup:
     fields = {"mesh": spmd.MeshShape(pipe=2), **fields}
     data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=64, batch=batch)
     config = spmd.TrainConfig(model=model, rules=rules, data=data, **fields)
-    return Recipe(config, planned_mesh(config))
+    return TrainSetup(config, planned_mesh(config))
 
 
-def refused(recipe: Recipe) -> str:
+def refused(setup: TrainSetup) -> str:
     """What a config is refused with, before anything compiles."""
     with pytest.raises(SpmdError) as caught:
-        recipe.audit()
+        setup.audit()
     return str(caught.value)
 
 
@@ -63,10 +63,10 @@ def test_layers_travel_to_their_stage_and_back(stages, chunks):
     stack = groups.reshape(-1)
 
     def there(x):
-        return exchange(x, stages, chunks)
+        return interleave(x, stages, chunks)
 
     def and_back(x):
-        return exchange(exchange(x, stages, chunks), stages, chunks, back=True)
+        return interleave(interleave(x, stages, chunks), stages, chunks, back=True)
 
     moved, same = (
         np.asarray(jax.jit(manual_over(mesh, ("pipe",), f, P("pipe"), P("pipe")))(stack)) for f in (there, and_back)
@@ -80,12 +80,12 @@ def test_layers_travel_to_their_stage_and_back(stages, chunks):
 
 def test_the_number_of_microbatches_follows_the_batch():
     """By default up to four for each stage, fewer where the batch does not give them; the plan's mesh counts."""
-    assert recipe(batch=16).microbatches == 8
-    assert recipe(batch=4).microbatches == 4
-    assert recipe(batch=16, mesh=spmd.MeshShape(pipe=2, data=4)).microbatches == 4
-    assert recipe(batch=12, pipeline=spmd.PipelineConfig("interleaved")).microbatches == 6
-    assert recipe(mesh=spmd.MeshShape()).microbatches == 1
-    assert recipe(mesh=spmd.MeshShape(), pipeline=spmd.PipelineConfig(microbatches=4)).microbatches == 4
+    assert setup(batch=16).microbatches == 8
+    assert setup(batch=4).microbatches == 4
+    assert setup(batch=16, mesh=spmd.MeshShape(pipe=2, data=4)).microbatches == 4
+    assert setup(batch=12, pipeline=spmd.PipelineConfig("interleaved")).microbatches == 6
+    assert setup(mesh=spmd.MeshShape()).microbatches == 1
+    assert setup(mesh=spmd.MeshShape(), pipeline=spmd.PipelineConfig(microbatches=4)).microbatches == 4
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_number_of_microbatches_follows_the_batch():
 )
 def test_bad_input(fields, said):
     """What cannot be is refused before anything compiles, with the arithmetic."""
-    assert said in refused(recipe(**fields))
+    assert said in refused(setup(**fields))
 
 
 @pytest.mark.parametrize(
@@ -121,18 +121,18 @@ def test_bad_files(tmp_path, rows, said):
     """A schedule from a file is refused with its stage and tick."""
     path = tmp_path / "mine.csv"
     path.write_text(rows)
-    assert said in refused(recipe(pipeline=spmd.PipelineConfig(str(path))))
+    assert said in refused(setup(pipeline=spmd.PipelineConfig(str(path))))
 
 
 def test_models_that_cannot_be_cut():
     """Layers in a list, two stacks, and variables that the model changes: each is named."""
-    unstacked = recipe(dataclasses.replace(PRESETS["demo"], stacked=False))
+    unstacked = setup(dataclasses.replace(PRESETS["demo"], stacked=False))
     assert "mesh.pipe: splits no parameter" in refused(unstacked)
     base = MIXTRALS["test"]
     two = dataclasses.replace(base, layers=6, dense_layers=2, dense_d_ff=64)
-    assert "stacks of 2 and 4 layers" in refused(recipe(two, MIXTRAL_SHARED))
+    assert "stacks of 2 and 4 layers" in refused(setup(two, MIXTRAL_SHARED))
     moved = dataclasses.replace(base, layers=4, router=dataclasses.replace(base.router, bias_rate=0.01))
-    assert "layers/moe/router/bias: is a variable" in refused(recipe(moved, MIXTRAL))
+    assert "layers/moe/router/bias: is a variable" in refused(setup(moved, MIXTRAL))
 
 
 class Plain(nnx.Module):
@@ -149,15 +149,15 @@ class Plain(nnx.Module):
 
         layers = {"kernel": self.layers["kernel"][...]}
         x = self.embed(tokens)
-        x, _ = through_layers(run, x, layers) if self.says else run(x, layers)
+        x, _ = pipelined_layers(run, x, layers) if self.says else run(x, layers)
         penalty = (layers["kernel"] ** 2).sum() * self.penalty if self.penalty else jnp.float32(0)
         return Outputs(x @ self.embed.embedding[...].T, {"penalty": penalty})
 
 
 def test_a_model_of_ones_own():
-    """A model that knows nothing of this framework but `through_layers` is cut; without it, the error names it."""
+    """A model that knows nothing of this framework but `pipelined_layers` is cut; without it, the error names it."""
     rules = Rules([("embed/embedding", replicate("small")), ("layers/kernel", replicate("small, but for its stages"))])
-    program = make_program(make_schedule("1f1b", 2, 4))
+    program = tabulate(make_schedule("1f1b", 2, 4))
 
     def trace(says: bool, **does):
         model = flax.from_nnx(lambda rngs: Plain(says, rngs, **does))
@@ -186,7 +186,7 @@ def test_the_plan_says_how_many_microbatches(capsys):
 def test_one_stage_is_no_pipeline():
     """A program of one stage is refused: its only task is the first and the last."""
     with pytest.raises(SpmdError, match="has one stage"):
-        make_program(make_schedule("1f1b", 1, 4))
+        tabulate(make_schedule("1f1b", 1, 4))
 
 
 def test_a_check_takes_the_same_microbatches():

@@ -13,13 +13,13 @@ import optax
 import pytest
 
 from spmd.analysis import hlo
-from spmd.layers.pipelined_layers import through_layers
+from spmd.layers.pipelined_layers import pipelined_layers
 from spmd.model_api.model import Model
 from spmd.pipeline import executor as engine
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.tick_table import Program, make_program
-from spmd.plan.context import within
+from spmd.pipeline.tick_table import TickTable, tabulate
+from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.train.state import init_state
@@ -43,7 +43,9 @@ def is_matmul(instruction: hlo.Instruction) -> bool:
     )
 
 
-def matmuls(program: hlo.Program, name: str, guards: tuple[Guard, ...] = ()) -> Iterator[tuple[str, tuple[Guard, ...]]]:
+def matmuls(
+    program: hlo.HloModule, name: str, guards: tuple[Guard, ...] = ()
+) -> Iterator[tuple[str, tuple[Guard, ...]]]:
     """Every matrix multiplication that a computation leads to, with the conditionals on the way."""
     for instruction in program.computations[name].instructions.values():
         if is_matmul(instruction):
@@ -57,7 +59,7 @@ def matmuls(program: hlo.Program, name: str, guards: tuple[Guard, ...] = ()) -> 
             yield from matmuls(program, callee, on_the_way)
 
 
-def sources(program: hlo.Program, value: hlo.Value) -> Iterator[tuple[str, hlo.Array]]:
+def sources(program: hlo.HloModule, value: hlo.HloValue) -> Iterator[tuple[str, hlo.HloArray]]:
     """Where a value comes from, at the ends of all ways: what it is, and its type."""
     todo, seen = [value], set()
     while todo:
@@ -67,21 +69,21 @@ def sources(program: hlo.Program, value: hlo.Value) -> Iterator[tuple[str, hlo.A
         seen.add(value)
         instruction = program.at(value)
         if instruction.operands:
-            todo += [hlo.Value(value.computation, operand) for operand in instruction.operands]
+            todo += [hlo.HloValue(value.computation, operand) for operand in instruction.operands]
         else:
             yield instruction.opcode, instruction.arrays[value.element or 0]
 
 
-def is_own_row(program: hlo.Program, guard: Guard, tables: Program) -> bool:
+def is_own_row(program: hlo.HloModule, guard: Guard, tables: TickTable) -> bool:
     """Whether a conditional asks a table, at a place that depends on the device, and no other array."""
-    found = list(sources(program, hlo.Value(guard.computation, guard.conditional.operands[0])))
+    found = list(sources(program, hlo.HloValue(guard.computation, guard.conditional.operands[0])))
     size = tables.ticks * tables.stages
     table = any(array.dtype == "s32" and array.size == size for _, array in found)
     device = any(opcode == "partition-id" for opcode, _ in found)
     return table and device and not any(array.dtype.startswith(("f", "bf")) for _, array in found)
 
 
-def tick_loops(program: hlo.Program) -> list[str]:
+def tick_loops(program: hlo.HloModule) -> list[str]:
     """The bodies of the loops that send something to a neighbour."""
     return [
         dict(instruction.callees())["body"]
@@ -91,7 +93,7 @@ def tick_loops(program: hlo.Program) -> list[str]:
     ]
 
 
-def sends(program: hlo.Program, name: str) -> bool:
+def sends(program: hlo.HloModule, name: str) -> bool:
     return any(
         instruction.opcode.startswith("collective-permute")
         or any(sends(program, to) for _, to in instruction.callees())
@@ -99,7 +101,7 @@ def sends(program: hlo.Program, name: str) -> bool:
     )
 
 
-def find_unguarded(text: str, tables: Program) -> tuple[list[str], int]:
+def find_unguarded(text: str, tables: TickTable) -> tuple[list[str], int]:
     """The matrix multiplications that a stage does not only do when its own row says so, and how many there are."""
     program = hlo.parse(text)
     (loop,) = tick_loops(program)
@@ -120,14 +122,14 @@ SCHEDULE = ("interleaved", 2, 2, 2)
 OPTIMISED = """
 import json, sys, spmd
 spmd.simulate_devices(8)
-from spmd.pipeline.tick_table import make_program
+from spmd.pipeline.tick_table import tabulate
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.train.step import make_train_step
 from spmd.testing import token_batches
 from tests import tiny
 config = tiny.replaced(layers=4)
-grad_fn = pipeline(tiny.loss_fn(config), make_program(make_schedule(*json.loads(sys.argv[1]))))
+grad_fn = pipeline(tiny.loss_fn(config), tabulate(make_schedule(*json.loads(sys.argv[1]))))
 step = make_train_step(tiny.plan(config, pipe=2, tensor=2), grad_fn=grad_fn)
 print(json.dumps(step.compile(token_batches((2, 16), config.vocab, steps=1)[0]).as_text()))
 """
@@ -136,9 +138,7 @@ print(json.dumps(step.compile(token_batches((2, 16), config.vocab, steps=1)[0]).
 def test_idle_stages_multiply_nothing() -> None:
     """In a Llama's optimised step, every matrix multiplication is in a branch that the stage's row chooses, beside one
     that has none; no others are in the program."""
-    unguarded, count = find_unguarded(
-        run_script(OPTIMISED, json.dumps(SCHEDULE)), make_program(make_schedule(*SCHEDULE))
-    )
+    unguarded, count = find_unguarded(run_script(OPTIMISED, json.dumps(SCHEDULE)), tabulate(make_schedule(*SCHEDULE)))
     assert not unguarded
     assert count >= 7 * 4 + 3, "a block has seven kernels: forward, forward again and two backward; then the head"
 
@@ -152,7 +152,7 @@ class Toy:
         layer: `(x, weights) -> x`, for weights `[4, 4]` of which every one of layer l is l.
     """
 
-    program: Program
+    program: TickTable
     layer: Any
 
     def compile(self) -> tuple[jax.stages.Compiled, tuple[Any, ...]]:
@@ -166,7 +166,7 @@ class Toy:
         grad_fn = pipeline(self.loss_fn, program)
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
-            with within(plan):
+            with use_plan(plan):
                 return grad_fn(params, {}, batch, key)[:2]
 
         x = np.arange(program.microbatches, dtype=np.float32)[:, None] * np.ones(WIDTH, np.float32)
@@ -177,7 +177,7 @@ class Toy:
         def run(x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
             return jax.lax.scan(lambda x, kernel: (self.layer(x, kernel), jnp.zeros(())), x, layers["kernel"])
 
-        return through_layers(run, x * params["scale"][None], params["layers"])[0]
+        return pipelined_layers(run, x * params["scale"][None], params["layers"])[0]
 
     def loss_fn(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
         y = self.apply(params, batch["x"])
@@ -190,7 +190,7 @@ def mask(monkeypatch: pytest.MonkeyPatch) -> None:
     def both(predicate: jax.Array, yes: Any, no: Any, *operands: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes(*operands), no(*operands))
 
-    monkeypatch.setattr(engine, "either", both)
+    monkeypatch.setattr(engine, "cond", both)
 
 
 def follow_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,14 +203,14 @@ def test_idle_stages_control(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> 
     """A tick that masks instead of choosing, or chooses by another stage's row, is reported: each multiplication."""
     if break_it:
         break_it(monkeypatch)
-    program = make_program(make_schedule("1f1b", 4, 4))
+    program = tabulate(make_schedule("1f1b", 4, 4))
     compiled, _ = Toy(program, lambda x, kernel: jnp.tanh(x @ kernel)).compile()
     unguarded, count = find_unguarded(compiled.as_text() or "", program)
     assert count >= 3, "forward, forward again, and backward"
     assert len(unguarded) == (count if break_it else 0)
 
 
-def count_calls(program: Program) -> Counter[tuple[str, int, int]]:
+def count_calls(program: TickTable) -> Counter[tuple[str, int, int]]:
     """How often a layer runs: ("forward" or "backward", microbatch, layer) → calls."""
     calls: Counter[tuple[str, int, int]] = Counter()
 
@@ -239,7 +239,7 @@ def count_calls(program: Program) -> Counter[tuple[str, int, int]]:
     return calls
 
 
-def expected_calls(program: Program) -> Counter[tuple[str, int, int]]:
+def expected_calls(program: TickTable) -> Counter[tuple[str, int, int]]:
     """A forward task is a call, and a backward task two: forward again, and backward. The last group has no forward
     task."""
     groups = program.stages * program.chunks
@@ -256,15 +256,15 @@ def expected_calls(program: Program) -> Counter[tuple[str, int, int]]:
 )
 def test_calls(schedule: tuple[Any, ...]) -> None:
     """Every microbatch goes through every layer once forward, once again, and once backward; nothing else runs."""
-    program = make_program(make_schedule(*schedule))
+    program = tabulate(make_schedule(*schedule))
     assert count_calls(program) == expected_calls(program)
 
 
 def test_calls_control(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ticks are masked, layers run in idle ones too; and one microbatch less makes other counts."""
     mask(monkeypatch)
-    program = make_program(make_schedule("1f1b", 2, 3))
+    program = tabulate(make_schedule("1f1b", 2, 3))
     calls = count_calls(program)
     assert calls.total() == program.stages * program.ticks * 3 > expected_calls(program).total()
-    fewer = make_program(make_schedule("1f1b", 2, 2))
+    fewer = tabulate(make_schedule("1f1b", 2, 2))
     assert expected_calls(fewer) != expected_calls(program)

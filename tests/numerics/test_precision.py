@@ -11,14 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.model_api.precision import POLICIES, LossScale, Precision, make_precision
-from spmd.optim.master_weights import MasterState, RoundedState, at_precision
+from spmd.optim.master_weights import MasterState, RoundedState, wrap_optimizer_for_precision
 from spmd.optim.stochastic_rounding import round_stochastically
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.testing import BUGS, compare, record_run, token_batches
 from spmd.train.state import abstract_state, init_state
 from spmd.train.step import make_train_step
@@ -134,7 +134,7 @@ def test_a_run_resumes_bitwise(name, tmp_path):
             state, _ = step(state, placed(layout, batch))
         return state
 
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(2, take(init_state(layout), BATCHES[:2]), {"step": 2}, {})
         checkpoints.wait()
         restored, _ = checkpoints.restore(2, abstract_state(layout))
@@ -155,7 +155,7 @@ def outputs(jaxpr, primitive):
 
 def gradient_dtypes(precision, grad_fn):
     layout = tiny.plan(options=(("precision", precision),), fsdp=2)
-    with within(layout):
+    with use_plan(layout):
         program = jax.make_jaxpr(grad_fn)(layout.abstract_params, {}, BATCHES[0], jax.random.key(0))
     matrices = {aval.dtype for aval in outputs(program, "dot_general") if aval.ndim == 2}
     count = len(jax.tree.leaves(layout.abstract_params))
@@ -174,7 +174,7 @@ def test_gradients_of_bfloat16_parameters_are_float32(microbatches):
 
 def test_master_weights_are_the_truth():
     """Parameters are the master weights, rounded; a thousand updates that are too small to show do add up."""
-    optimizer = at_precision(optax.sgd(1.0), POLICIES["bf16-params"])
+    optimizer = wrap_optimizer_for_precision(optax.sgd(1.0), POLICIES["bf16-params"])
     params = {"w": jnp.full(4, 1.0, jnp.bfloat16)}
     state = optimizer.init(params)
     for _ in range(1000):
@@ -188,7 +188,7 @@ def test_stochastic_rounding_keeps_what_nearest_loses():
     """The same updates add up in the mean without master weights; rounded to the nearest they are all lost."""
 
     def train(precision):
-        optimizer = at_precision(optax.sgd(1.0), precision)
+        optimizer = wrap_optimizer_for_precision(optax.sgd(1.0), precision)
 
         def one(carry, _):
             params, state = carry

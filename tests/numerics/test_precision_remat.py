@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd.gradients.base import value_and_grad
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.testing import token_batches
 from spmd.train.state import init_state
 from tests import tiny
@@ -21,7 +21,7 @@ KERNELS = 7  # of one layer: four of attention and three of the MLP
 def gradient_program(config=tiny.CONFIG, grad_fn=None, **options):
     """The jaxpr of a batch's gradients under a plan with these options."""
     plan = tiny.plan(config, options=tuple(options.items()), fsdp=2)
-    with within(plan):
+    with use_plan(plan):
         return jax.make_jaxpr(grad_fn or value_and_grad(tiny.loss_fn(config)))(
             plan.abstract_params, {}, BATCH, jax.random.key(0)
         )
@@ -36,7 +36,7 @@ def test_compute_follows_the_precision():
     """In bf16 every matmul of the forward pass but the logits gives bfloat16; in float32 none does."""
     for precision, dtype in (("float32", jnp.float32), ("bf16", jnp.bfloat16)):
         plan = tiny.plan(options=(("precision", precision),))
-        with within(plan):
+        with use_plan(plan):
             forward = jax.make_jaxpr(tiny.model().apply)(plan.abstract_params, BATCH["tokens"])
         products = outputs(forward, "dot_general")
         activations = [aval for aval in products if aval.shape[-1] in (32, 16, 64) and aval.ndim == 3]
@@ -111,7 +111,7 @@ def test_in_bf16_the_gradient_of_a_tied_embedding_has_float32_resolution():
     plan = tiny.plan(config, options=(("precision", "bf16"),))
 
     def gradients(params):
-        with within(plan):
+        with use_plan(plan):
             return value_and_grad(tiny.loss_fn(config))(params, {}, BATCH, jax.random.key(0))[0]
 
     gradient = jax.jit(gradients)(init_state(plan).params)["embed"]["embedding"]

@@ -12,8 +12,8 @@ from flax import nnx
 from spmd.analysis.hlo import parse
 from spmd.analysis.recompute import Recompute, compare_remat, matmul_flops, remat_table, saved_activations
 from spmd.models.llama import Block, LlamaConfig
-from spmd.plan.annotate import checkpoint_core, checkpoint_layer
-from spmd.plan.context import within
+from spmd.plan.annotate import remat_attention, remat_layer
+from spmd.plan.context import use_plan
 from tests import tiny
 
 GPT3 = LlamaConfig(d_model=12_288, layers=1, heads=96, kv_heads=96, d_ff=4 * 12_288)
@@ -37,8 +37,8 @@ def llama_layer(config, remat, dtype):
     angles = (np.ones((1, SEQ, config.head_width // 2), np.float32),) * 2
 
     def layer(state, x):
-        with within(tiny.plan(options=(("remat", remat), ("attention", "xla")))):
-            return checkpoint_layer(lambda s, x: nnx.merge(graph, s)(x, angles), scanned=False, number=0)(state, x)
+        with use_plan(tiny.plan(options=(("remat", remat), ("attention", "xla")))):
+            return remat_layer(lambda s, x: nnx.merge(graph, s)(x, angles), scanned=False, number=0)(state, x)
 
     return layer, nnx.to_pure_dict(state), jax.ShapeDtypeStruct((BATCH, SEQ, config.d_model), dtype)
 
@@ -108,7 +108,7 @@ def megatron_layer(params, x, key, heads=96):
     batch, seq, width = x.shape
     keys = jax.random.split(key, 3)
 
-    @checkpoint_core
+    @remat_attention
     def core(query, key, value):
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * (width // heads) ** -0.5
         unseen = jnp.where(jnp.tri(seq, dtype=bool), 0.0, -1e30).astype(x.dtype)
@@ -127,7 +127,7 @@ def megatron(remat):
     params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
 
     def layer(params, x):
-        with within(tiny.plan(options=(("remat", remat), ("attention", "xla")))):
+        with use_plan(tiny.plan(options=(("remat", remat), ("attention", "xla")))):
             return megatron_layer(params, x, jax.random.key(0))
 
     return layer, params, jax.ShapeDtypeStruct((BATCH, SEQ, h), jnp.bfloat16)

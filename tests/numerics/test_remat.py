@@ -12,8 +12,8 @@ import spmd
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.gradients.base import value_and_grad
 from spmd.model_api.remat import Remat, make_remat
-from spmd.plan.annotate import annotate, checkpoint_core, checkpoint_layer
-from spmd.plan.context import within
+from spmd.plan.annotate import annotate, remat_attention, remat_layer
+from spmd.plan.context import use_plan
 from spmd.sharding.mesh import abstract_mesh
 from spmd.testing import token_batches
 from spmd.train.state import init_state
@@ -30,7 +30,7 @@ NAMES = "attention_out,mlp_hidden"
 def gradient_program(config=tiny.CONFIG, **options):
     """The jaxpr of a batch's gradients under a plan with these options."""
     plan = tiny.plan(config, options=tuple(options.items()), fsdp=2)
-    with within(plan):
+    with use_plan(plan):
         return jax.make_jaxpr(value_and_grad(tiny.loss_fn(config)))(plan.abstract_params, {}, BATCH, jax.random.key(0))
 
 
@@ -52,7 +52,7 @@ def compiled(remat, stacked=True, unroll=1, precision="float32", layers=3):
     plan = tiny.plan(config, options=(("remat", remat), ("precision", precision)), fsdp=2, tensor=2)
 
     def run(params):
-        with within(plan):
+        with use_plan(plan):
             return value_and_grad(tiny.loss_fn(config))(params, {}, BATCH, jax.random.key(0))[0]
 
     return jax.jit(run), init_state(plan).params
@@ -169,16 +169,16 @@ def test_a_policy_that_acts_on_nothing_is_an_error(remat, call):
     batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
     with pytest.raises(AnnotationError, match=f"remat {remat}: the model never calls spmd.plan.annotate.{call}"):
         make(lambda layer: layer).lower(batch)
-    make(checkpoint_core if remat == "selective" else functools.partial(checkpoint_layer, scanned=False)).lower(batch)
+    make(remat_attention if remat == "selective" else functools.partial(remat_layer, scanned=False)).lower(batch)
 
 
 def test_an_interval_needs_layers_with_numbers():
     """A layer that does not say which it is could only be always or never under the policy."""
     with (
-        within(tiny.plan(options=(("remat", "full/2"),))),
+        use_plan(tiny.plan(options=(("remat", "full/2"),))),
         pytest.raises(AnnotationError, match="remat full/2: has an interval"),
     ):
-        checkpoint_layer(jnp.sin, scanned=False)
+        remat_layer(jnp.sin, scanned=False)
 
 
 def test_offload_needs_a_memory_that_is_there():

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 import tensorstore
 
-from spmd.checkpoint.manager import Checkpoints
-from spmd.checkpoint.manifest import check_seal, read_bounded, read_object, seal
+from spmd.checkpoint.manager import CheckpointManager
+from spmd.checkpoint.manifest import read_bounded, read_object, verify_manifest, write_manifest
 from spmd.errors import CheckpointError
 
 STATE = {"a": {"b": jnp.arange(1000.0)}, "c": jnp.ones(3)}
@@ -24,31 +24,31 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "folder" / "deep").mkdir(parents=True)
     (tmp_path / "folder" / "a").write_bytes(b"12345")
     (tmp_path / "folder" / "deep" / "ü").write_bytes(b"")
-    seal(tmp_path / "folder")
+    write_manifest(tmp_path / "folder")
     return tmp_path / "folder"
 
 
 def whats(folder: Path, **options: bool) -> list[tuple[str, str]]:
-    return [(problem.where, problem.what) for problem in check_seal(folder, **options)]
+    return [(problem.where, problem.what) for problem in verify_manifest(folder, **options)]
 
 
 def test_a_seal_says_everything_at_once(folder):
     """Each file that differs is named in one list, sorted, with both sizes or both checksums."""
-    assert check_seal(folder) == []
+    assert verify_manifest(folder) == []
     (folder / "a").write_bytes(b"12346")
     (folder / "deep" / "ü").unlink()
     (folder / "more").write_bytes(b"")
-    problems = check_seal(folder)
+    problems = verify_manifest(folder)
     assert [(p.where, p.what) for p in problems] == [
         ("a", "has changed since it was sealed"),
         ("deep/ü", "is missing"),
         ("more", "is not in the seal"),
     ]
-    assert problems[0].arithmetic.count("…") == 2
+    assert problems[0].detail.count("…") == 2
     (folder / "a").write_bytes(b"123")
-    assert check_seal(folder)[0].arithmetic == "3 bytes, 5 sealed"
-    seal(folder)
-    assert check_seal(folder) == []
+    assert verify_manifest(folder)[0].detail == "3 bytes, 5 sealed"
+    write_manifest(folder)
+    assert verify_manifest(folder) == []
 
 
 def test_any_change_of_one_byte_of_the_seal_is_found(folder):
@@ -95,7 +95,7 @@ def test_links_and_pipes_are_not_sealed_and_not_followed(folder):
     """A link or a pipe is named and not read, so that neither leads out of the folder nor keeps anyone waiting."""
     (folder / "link").symlink_to("/etc")
     with pytest.raises(CheckpointError, match="link: is a symbolic link"):
-        seal(folder)
+        write_manifest(folder)
     assert whats(folder) == [("link", "is a symbolic link")]
     (folder / "link").unlink()
     (folder / "a").unlink()
@@ -121,7 +121,7 @@ def test_what_is_read_is_bounded(tmp_path):
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint of step 1, and beside its directory a copy of it, for a stranger to point at."""
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    with CheckpointManager(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, STATE, {})
     shutil.copytree(tmp_path / "checkpoints" / "1" / "state", tmp_path / "outside")
     return tmp_path / "checkpoints" / "1"
@@ -129,8 +129,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def refused(checkpoint: Path) -> str:
     """What restoring says after a stranger has sealed the checkpoint again."""
-    seal(checkpoint)
-    with Checkpoints(checkpoint.parent, read_only=True) as checkpoints, pytest.raises(CheckpointError) as caught:
+    write_manifest(checkpoint)
+    with CheckpointManager(checkpoint.parent, read_only=True) as checkpoints, pytest.raises(CheckpointError) as caught:
         checkpoints.restore(None, TEMPLATE)
     return str(caught.value)
 
@@ -155,8 +155,8 @@ def test_a_stranger_cannot_make_an_array_of_a_file_outside(checkpoint):
         assert "Invalid key" in refused(checkpoint)
     root["location"] = f"{kind}::node:{offset}:{length}"
     (state / "manifest.ocdbt").write_bytes(tensorstore.ocdbt.undump_manifest(manifest))
-    seal(checkpoint)
-    with Checkpoints(checkpoint.parent, read_only=True) as checkpoints:
+    write_manifest(checkpoint)
+    with CheckpointManager(checkpoint.parent, read_only=True) as checkpoints:
         assert float(checkpoints.restore(None, TEMPLATE)[0]["a"]["b"][999]) == 999
 
 

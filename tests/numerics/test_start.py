@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from spmd import tree
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
-from spmd.plan.lora import BASE, LoraConfig
-from spmd.run.build import Recipe, config_mesh
+from spmd.plan.lora import BASE, LoRAConfig
+from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import TrainConfig, load_config
 from spmd.run.init_from import check_start, initial_state
 from spmd.run.load_params import read_params
@@ -23,7 +23,7 @@ from spmd.sharding.mesh import MeshShape
 from tests.command_line import run
 from tests.train_runs import write_tiny
 
-LORA = LoraConfig(targets=("attention/(q|v)_proj/kernel",), rank=2)
+LORA = LoRAConfig(targets=("attention/(q|v)_proj/kernel",), rank=2)
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +38,19 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def recipe(folder: Path, start: str, **fields: object) -> Recipe:
-    """A recipe of the tiny config that starts from a folder."""
+def setup(folder: Path, start: str, **fields: object) -> TrainSetup:
+    """A setup of the tiny config that starts from a folder."""
     config: TrainConfig = dataclasses.replace(
         load_config(str(folder / "tiny.py")), **{"init": str(folder / start), **fields}
     )
-    return Recipe(config, config_mesh(config))
+    return TrainSetup(config, config_mesh(config))
 
 
 @functools.cache
 def trained(folder: Path) -> dict[str, np.ndarray]:
     """The parameters that the run ended with, read as they are."""
-    plan = recipe(folder, "base").plan
-    with Checkpoints(folder / "base" / "checkpoints", read_only=True) as checkpoints:
+    plan = setup(folder, "base").plan
+    with CheckpointManager(folder / "base" / "checkpoints", read_only=True) as checkpoints:
         state, _ = checkpoints.restore(2, {"params": plan.abstract_params}, branches=["params"])
     return {path: np.asarray(x) for path, x in tree.flatten(state["params"]).items()}
 
@@ -59,7 +59,7 @@ def trained(folder: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("mesh", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=2, tensor=2)], ids=["fsdp", "all"])
 def test_parameters_are_bitwise_those_of_the_folder(folder: Path, start: str, mesh: MeshShape) -> None:
     """From a run and from its export, in the shards of another mesh; the optimizer and the step begin anew."""
-    began = recipe(folder, start, mesh=mesh)
+    began = setup(folder, start, mesh=mesh)
     assert str(folder / start) in check_start(began)
     state = initial_state(began)
     for path, leaf in tree.flatten(state.params).items():
@@ -71,13 +71,13 @@ def test_parameters_are_bitwise_those_of_the_folder(folder: Path, start: str, me
 
 def test_control_without_it_parameters_are_others(folder: Path) -> None:
     """Drawn from the seed, parameters are not those that a run ended with."""
-    state = initial_state(recipe(folder, "base", init=""))
+    state = initial_state(setup(folder, "base", init=""))
     assert not np.allclose(state.params["lm_head"]["kernel"], trained(folder)["lm_head/kernel"])
 
 
 def test_with_adapters_what_is_loaded_is_frozen_and_merged_on_export(folder: Path) -> None:
     """`--init` with `--lora.targets`: the base is the folder's; an export of the run has its adapters in it."""
-    began = recipe(folder, "hf", lora=LORA, mesh=MeshShape(fsdp=4, tensor=2))
+    began = setup(folder, "hf", lora=LORA, mesh=MeshShape(fsdp=4, tensor=2))
     state = initial_state(began)
     for path, leaf in tree.flatten(state.variables[BASE]).items():
         np.testing.assert_array_equal(leaf, trained(folder)[path], err_msg=path)
@@ -85,10 +85,10 @@ def test_with_adapters_what_is_loaded_is_frozen_and_merged_on_export(folder: Pat
     flags = ("--init", folder / "hf", "--lora.targets", *LORA.targets, "--lora.rank", 2, "--steps", 3, "--devices", 8)
     assert run("train", folder / "tiny.py", "--out", tuned, *flags, "--optimizer.warmup-steps", 1) == 0
     assert run("export", tuned, "--out", out) == 0
-    merged = tree.flatten(initial_state(recipe(folder, "tuned-hf")).params)
+    merged = tree.flatten(initial_state(setup(folder, "tuned-hf")).params)
     changed = {path for path, leaf in merged.items() if not np.array_equal(leaf, trained(folder)[path])}
     assert changed == {f"layers/attention/{name}_proj/kernel" for name in "qv"}
-    abstract = recipe(folder, "base").plan.abstract_params
+    abstract = setup(folder, "base").plan.abstract_params
     for path, leaf in tree.flatten(read_params(tuned, abstract)).items():
         np.testing.assert_array_equal(leaf, merged[path], err_msg=path)
 
@@ -98,7 +98,7 @@ def test_another_model_is_refused(folder: Path) -> None:
     other = dataclasses.replace(load_config(str(folder / "tiny.py")).model, rope_theta=500.0, norm_eps=1e-3)
     for start in ("base", "hf"):
         with pytest.raises(CheckpointError) as caught:
-            check_start(recipe(folder, start, model=other))
+            check_start(setup(folder, start, model=other))
         assert [problem.where for problem in caught.value.problems] == ["model.norm_eps", "model.rope_theta"]
 
 
@@ -112,20 +112,20 @@ def test_a_folder_from_elsewhere_is_never_executed(folder: Path, tmp_path: Path,
     if sign != "architectures":
         (tmp_path / sign).write_bytes(b"")
     with pytest.raises(CheckpointError):
-        check_start(recipe(folder, str(tmp_path)))
+        check_start(setup(folder, str(tmp_path)))
     assert not (tmp_path / "ran").exists()
 
 
 def test_adapters_beside_noise_are_told(folder: Path) -> None:
     """Without `init` what is frozen is drawn at random."""
-    assert "drawn at random" in check_start(recipe(folder, "base", init="", lora=LORA))
-    assert check_start(recipe(folder, "base", init="")) == ""
+    assert "drawn at random" in check_start(setup(folder, "base", init="", lora=LORA))
+    assert check_start(setup(folder, "base", init="")) == ""
 
 
 def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
     """A folder that is not there, and a model of another class."""
     with pytest.raises(CheckpointError, match="is no folder"):
-        check_start(recipe(folder, "nothing"))
+        check_start(setup(folder, "nothing"))
 
     @dataclasses.dataclass(frozen=True)
     class Other(LlamaConfig):
@@ -133,7 +133,7 @@ def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
 
     model = Other(**dataclasses.asdict(load_config(str(folder / "tiny.py")).model))
     with pytest.raises(CheckpointError) as caught:
-        check_start(recipe(folder, "base", model=model, rules=LLAMA))
+        check_start(setup(folder, "base", model=model, rules=LLAMA))
     assert [problem.where for problem in caught.value.problems] == ["model.class"]
 
 

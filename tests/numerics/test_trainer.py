@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd.errors import NonFiniteError
-from spmd.resilience.divergence import FindBadSteps
+from spmd.resilience.divergence import DivergenceCheck
 from spmd.train.loop import Hook, fit
 
 pytestmark = pytest.mark.compat
@@ -107,7 +107,7 @@ def test_nan_stops_with_step_position_and_last_good_checkpoint():
     events = []
     step = fake_step(events, loss=lambda n: float("nan") if n == 3 else 1.0)
     with pytest.raises(NonFiniteError) as caught:
-        fit(0, step, range(9), steps=9, hooks=[FindBadSteps(16, last_good=lambda: 2)])
+        fit(0, step, range(9), steps=9, hooks=[DivergenceCheck(16, last_good=lambda: 2)])
     text = str(caught.value)
     assert "step 3" in text
     assert "sequences 32 … 47" in text

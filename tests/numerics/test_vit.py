@@ -15,7 +15,7 @@ from spmd.gradients.losses import classification_loss
 from spmd.models.vit import PRESETS, ViTConfig
 from spmd.partition_rules.vit import VIT
 from spmd.plan import flax
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import BUGS, compare, record_run
@@ -106,7 +106,7 @@ def test_logits_are_float32_whatever_is_computed_in():
     params = jax.eval_shape(model().init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((8, 8, 8, 1), jnp.float32)
     plan = make_plan(abstract_mesh(MeshShape()), VIT, model(), optax.sgd(0.1), precision="bf16")
-    with within(plan):
+    with use_plan(plan):
         logits = jax.eval_shape(model().apply, params, images)
     assert (logits.shape, logits.dtype) == ((8, 10), jnp.float32)
 
@@ -116,7 +116,7 @@ def traced(**sizes):
     plan = make_plan(abstract_mesh(MeshShape(**sizes)), VIT, model(), optax.sgd(0.1), **options)
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batches(1)[0].items()}
     params = jax.eval_shape(model().init, jax.random.key(0))
-    with within(plan):
+    with use_plan(plan):
         return jax.eval_shape(lambda p, b: loss_fn()(p, {}, b, jax.random.key(0))[0], params, batch)
 
 

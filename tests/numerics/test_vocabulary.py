@@ -17,10 +17,10 @@ from spmd.errors import AnnotationError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import cross_entropy, next_token_loss
 from spmd.layers import lm_head as vocabulary
-from spmd.layers.lm_head import Unembedded, deferred
+from spmd.layers.lm_head import LazyLogits, lazy_logits
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.annotate import annotate
-from spmd.plan.context import within
+from spmd.plan.context import use_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import token_batches
 from tests import tiny
@@ -52,7 +52,7 @@ def sums(logits_of, kernel, **options):
 def test_some_tokens_at_a_time_are_the_loss_of_all(axes, chunk):
     """Sums and gradients are those of `cross_entropy` on logits, whether or not the chunk divides the tokens."""
     kernel = random(*((8, 20) if axes == "io" else (20, 8)), seed=1)
-    ours = sums(lambda x, kernel: Unembedded(x, kernel, axes), kernel, chunk=chunk)
+    ours = sums(lambda x, kernel: LazyLogits(x, kernel, axes), kernel, chunk=chunk)
     plain = functools.partial(sums, lambda x, kernel: jnp.einsum(f"bsi,{axes}->bso", x, kernel))
     assert_close(ours, plain(kernel), noise_of(plain, kernel))
 
@@ -61,7 +61,7 @@ def test_some_tokens_at_a_time_are_the_loss_of_all(axes, chunk):
 def test_a_soft_cap_of_logits_is_in_the_loss_and_its_gradients(chunk):
     """Sums and gradients are those of plain autodiff through `cap · tanh(logits / cap)`, and not those without."""
     kernel = random(8, 20, seed=1)
-    ours = sums(lambda x, kernel: Unembedded(x, kernel, soft_cap=1.5), kernel, chunk=chunk)
+    ours = sums(lambda x, kernel: LazyLogits(x, kernel, soft_cap=1.5), kernel, chunk=chunk)
     plain = functools.partial(sums, lambda x, kernel: 1.5 * jnp.tanh(x @ kernel / 1.5))
     assert_close(ours, plain(kernel), noise_of(plain, kernel))
     for without, capped in zip(sums(jnp.matmul, kernel)[0], ours[0], strict=True):
@@ -75,7 +75,7 @@ def test_gradients_of_a_narrow_head_are_not_rounded():
 
     def gradient(chunk, kernel):
         def loss(x, kernel):
-            return cross_entropy(Unembedded(x, kernel), targets, weights, chunk=chunk)["loss"]
+            return cross_entropy(LazyLogits(x, kernel), targets, weights, chunk=chunk)["loss"]
 
         return jax.grad(loss, argnums=(0, 1))(x, kernel)
 
@@ -95,7 +95,7 @@ def test_a_scaled_loss_in_float16_keeps_small_gradients():
 
         return jax.grad(loss, argnums=(0, 1))(x, kernel)
 
-    ours = gradients(Unembedded)
+    ours = gradients(LazyLogits)
     exact = jax.grad(lambda k: 4096 * cross_entropy(jnp.ones((1, 1, 8)) @ k, targets, weights)["loss"])(kernel)
     assert 0 < float(exact[0, 1]) / 4096 < 2.0**-25
     assert (ours[0].dtype, ours[1].dtype) == (jnp.float16, jnp.float32)
@@ -103,13 +103,13 @@ def test_a_scaled_loss_in_float16_keeps_small_gradients():
 
 
 def test_a_model_returns_logits_where_no_loss_asks():
-    """Only inside of `deferred` a head is left to the loss."""
+    """Only inside of `lazy_logits` a head is left to the loss."""
     model, tokens = tiny.model(), jnp.zeros((1, 4), jnp.int32)
     params = model.init(jax.random.key(0))
     logits = model.apply(params, tokens)
-    with deferred():
+    with lazy_logits():
         head = model.apply(params, tokens)
-    assert isinstance(head, Unembedded)
+    assert isinstance(head, LazyLogits)
     assert_close([logits], [head.x @ head.kernel], [noise_of(jnp.matmul, head.x, head.kernel)])
 
 
@@ -146,13 +146,16 @@ def test_control_a_softmax_of_one_part_of_the_vocabulary_is_caught(monkeypatch):
 
 def test_a_head_that_no_rule_knows_is_refused():
     """Under a plan, a head without a rule is an error that says what to do."""
-    head = Unembedded(random(8, 4, 8), random(8, 20))
+    head = LazyLogits(random(8, 4, 8), random(8, 20))
 
     def loss(x):
-        head_of = Unembedded(annotate(x, "residual"), head.kernel)
+        head_of = LazyLogits(annotate(x, "residual"), head.kernel)
         return cross_entropy(head_of, jnp.zeros((8, 4), jnp.int32), jnp.ones((8, 4)))["loss"]
 
-    with within(tiny.plan(fsdp=2)), pytest.raises(AnnotationError, match="the head's kernel: is not in the rule table"):
+    with (
+        use_plan(tiny.plan(fsdp=2)),
+        pytest.raises(AnnotationError, match="the head's kernel: is not in the rule table"),
+    ):
         jax.eval_shape(loss, head.x)
 
 

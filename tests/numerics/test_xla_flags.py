@@ -13,7 +13,7 @@ from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.plan import run_plan
 from spmd.distributed.xla_flags import CROSSING, PRESETS, START_UP, compiler_options, flags_for
 from spmd.errors import ConfigError
-from spmd.run.build import Recipe, planned_mesh
+from spmd.run.build import TrainSetup, planned_mesh
 from spmd.run.config import load_config
 from spmd.run.job_files import Job, jobset_manifest, slurm_script, to_yaml
 from spmd.sharding.mesh import MeshShape
@@ -86,7 +86,7 @@ def test_a_config_may_say_otherwise():
     one = "xla_gpu_enable_latency_hiding_scheduler"
 
     def chosen(*asked, platform="gpu"):
-        options = compiler_options(Recipe(dataclasses.replace(config, xla=asked), mesh).flags(platform))
+        options = compiler_options(TrainSetup(dataclasses.replace(config, xla=asked), mesh).flags(platform))
         return {name: options[name] for name in sorted(options)}
 
     assert chosen("preset")[one] is True
@@ -128,8 +128,8 @@ def test_the_recipe_gives_its_flags_to_the_step():
     """The step on devices has the flags of their platform, those of the config among them."""
     config = dataclasses.replace(load_config("demo"), xla=("preset", "xla_cpu_enable_fast_math=false"))
     mesh = tiny.mesh(**{axis: size for axis, size in config.mesh.sizes.items() if size > 1})
-    assert Recipe(config, mesh).step.compiler_options == {"xla_cpu_enable_fast_math": False}
-    assert Recipe(dataclasses.replace(config, xla=("preset",)), mesh).step.compiler_options == {}
+    assert TrainSetup(config, mesh).step.compiler_options == {"xla_cpu_enable_fast_math": False}
+    assert TrainSetup(dataclasses.replace(config, xla=("preset",)), mesh).step.compiler_options == {}
 
 
 PLAN = ["demo", "--mesh.data", "2", "--mesh.fsdp", "4", "--mesh.tensor", "1", "--slices.data", "2"]
@@ -158,7 +158,7 @@ def test_one_slice_shows_nothing_of_slow_networks(capsys):
     """The control: without `slices`, the flags for crossing axes are not in the plan."""
     config = dataclasses.replace(load_config("demo"), mesh=MeshShape(fsdp=8))
     for platform in ("tpu", "cuda"):
-        text = Recipe(config, planned_mesh(config)).flags_text(platform)
+        text = TrainSetup(config, planned_mesh(config)).flags_text(platform)
         assert all(flag.name in text for flag in PRESETS[platform])
         assert not any(flag.name in text for flag in CROSSING[platform])
 

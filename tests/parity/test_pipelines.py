@@ -20,7 +20,7 @@ from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedule_files import read_schedule
 from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.tick_table import Program, make_program
+from spmd.pipeline.tick_table import TickTable, tabulate
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import batch_sharding
@@ -37,8 +37,8 @@ BATCHES = token_batches((16, 16), tiny.CONFIG.vocab, steps=2)
 
 
 @functools.cache
-def program(schedule: str, stages: int, microbatches: int = MICROBATCHES) -> Program:
-    return make_program(make_schedule(schedule, stages, microbatches, 2 if schedule == "interleaved" else 1))
+def program(schedule: str, stages: int, microbatches: int = MICROBATCHES) -> TickTable:
+    return tabulate(make_schedule(schedule, stages, microbatches, 2 if schedule == "interleaved" else 1))
 
 
 @functools.cache
@@ -49,13 +49,13 @@ def alone(layers: int = 4, tied: bool = False):
     return record_run(tiny.plan(config, OPTIMIZER), grad_fn, BATCHES)
 
 
-def parity(program: Program, layers: int = 4, tied: bool = False, options: tuple = (), **axes: int):
+def parity(program: TickTable, layers: int = 4, tied: bool = False, options: tuple = (), **axes: int):
     config = tiny.replaced(layers=layers, tied=tied)
     plan = tiny.plan(config, OPTIMIZER, options, pipe=program.stages, **axes)
     return compare(record_run(plan, pipeline(tiny.loss_fn(config), program), BATCHES), alone(layers, tied), REORDERED)
 
 
-def assert_equal(program: Program, **layout):
+def assert_equal(program: TickTable, **layout):
     result = parity(program, **layout)
     assert result.ok, f"\n{result}"
 
@@ -80,7 +80,7 @@ def test_a_schedule_from_a_file(tmp_path):
     """Microbatches may go backward in an order of the user's own."""
     path = tmp_path / "mine.csv"
     path.write_text("F0,F1,,,BW1,BW0,F2,F3,,,BW3,BW2\n,F0,F1,BW1,BW0,,,F2,F3,BW3,BW2,\n")
-    assert_equal(make_program(read_schedule(path)))
+    assert_equal(tabulate(read_schedule(path)))
 
 
 def test_a_dropped_microbatch_is_noticed():

@@ -19,7 +19,7 @@ from spmd.partition_rules.gpt2 import GPT2
 from spmd.partition_rules.llama import LLAMA, sequence_parallel
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.partition_rules.qwen import QWEN2
-from spmd.run.build import Recipe
+from spmd.run.build import TrainSetup
 from spmd.run.config import ModelConfig, PipelineConfig, TrainConfig
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.rules import Rules
@@ -68,15 +68,15 @@ def config_of(row: Row) -> TrainConfig:
         optimizer=spmd.OptimizerConfig(name="sgd", learning_rate=0.1, schedule="constant", clip_norm=0.5),
         data=DataConfig(batch=BATCH, sequence=SEQUENCE),
         accumulate=int(row["accumulate"]),
-        loss_chunk=7,
+        logits_chunk=7,
     )
 
 
 def record(config: TrainConfig, bug: str = "") -> Record:
     """Two steps of a run on its mesh."""
-    recipe = Recipe(config, tiny.mesh(**{axis: n for axis, n in config.mesh.sizes.items() if n > 1}))
-    grad_fn = BUGS[bug](recipe.grad_fn) if bug else recipe.grad_fn
-    return record_run(recipe.plan, grad_fn, BATCHES)
+    setup = TrainSetup(config, tiny.mesh(**{axis: n for axis, n in config.mesh.sizes.items() if n > 1}))
+    grad_fn = BUGS[bug](setup.grad_fn) if bug else setup.grad_fn
+    return record_run(setup.plan, grad_fn, BATCHES)
 
 
 @functools.cache

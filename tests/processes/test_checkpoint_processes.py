@@ -21,9 +21,9 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 port, me, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, me)
 import spmd.checkpoint.manager
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
-from spmd.distributed.hosts import from_first
+from spmd.distributed.hosts import broadcast_from_first
 sharding = NamedSharding(jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,)), P("fsdp"))
 template = {"w": jax.ShapeDtypeStruct((64, 64), np.float32, sharding=sharding)}
 
@@ -33,14 +33,14 @@ def filled(value):
 def whole(state, value):
     return all(bool((shard.data == value).all()) for shard in state["w"].addressable_shards)
 
-out = {"first": from_first(lambda: {"process": jax.process_index(), "long": "ü" * 1000})}
-with Checkpoints(directory) as checkpoints:
+out = {"first": broadcast_from_first(lambda: {"process": jax.process_index(), "long": "ü" * 1000})}
+with CheckpointManager(directory) as checkpoints:
     for step in (1, 2, 3):
         checkpoints.save(step, filled(step), {"step": step})
     checkpoints.wait()
     if me == 0:
         (directory / "3" / "record.json").write_text("{}")
-with Checkpoints(directory) as checkpoints:
+with CheckpointManager(directory) as checkpoints:
     with jax.transfer_guard("disallow"):
         state, record = checkpoints.restore(None, template)
     out["restored"] = whole(state, 2), record["step"], checkpoints.latest_valid()
@@ -49,13 +49,13 @@ with Checkpoints(directory) as checkpoints:
     def failing(folder):
         raise OSError(28, "No space left on device")
 
-    sealing, spmd.checkpoint.manager.seal = spmd.checkpoint.manager.seal, failing
+    sealing, spmd.checkpoint.manager.write_manifest = spmd.checkpoint.manager.seal, failing
     checkpoints.save(3, filled(3), {"step": 3})
     try:
         checkpoints.wait()
     except CheckpointError as error:
         out["failed"] = str(error)
-    spmd.checkpoint.manager.seal = sealing
+    spmd.checkpoint.manager.write_manifest = sealing
     out["after"] = checkpoints.steps()
     checkpoints.save(3, filled(3), {"step": 3})
     state, record = checkpoints.restore(None, template)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.manifest import SMALL
 from spmd.errors import CheckpointError
 from tests.forked import ROOT
@@ -32,7 +32,7 @@ def make_state(step: int) -> dict[str, jax.Array]:
     return {"big": big, "small": jnp.arange(40.0) * step, "half": jnp.full((8, 8), step, jnp.bfloat16)}
 
 
-def assert_restored(checkpoints: Checkpoints, step: int | None, expected: int) -> None:
+def assert_restored(checkpoints: CheckpointManager, step: int | None, expected: int) -> None:
     state = make_state(expected)
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     restored, record = checkpoints.restore(step, template)
@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[str, str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of steps 10, 20 and 30, which nothing has happened to."""
     directory = tmp_path_factory.mktemp("whole")
-    with Checkpoints(directory, keep=KEEP) as checkpoints:
+    with CheckpointManager(directory, max_to_keep=KEEP) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, make_state(step), {"step": step}, {"val_loss": 1.0})
     return directory
@@ -162,7 +162,7 @@ def survives(directory: Path, damage: Callable[[Path], object], where: str, what
     before = {step: contents(directory / step) for step in ("10", "20")}
     damage(directory / "30")
     damaged = contents(directory / "30")
-    with Checkpoints(directory, keep=KEEP, read_only=True) as checkpoints:
+    with CheckpointManager(directory, max_to_keep=KEEP, read_only=True) as checkpoints:
         assert_restored(checkpoints, None, 20)
         assert [step for step in checkpoints.lost if step != 30] == []
         found = checkpoints.lost[30]
@@ -173,14 +173,14 @@ def survives(directory: Path, damage: Callable[[Path], object], where: str, what
         assert all(str(directory / "30") in problem.where for problem in caught.value.problems)
         assert (checkpoints.steps(), checkpoints.latest_valid()) == ((10, 20), 20)
     assert contents(directory / "30") == damaged
-    with Checkpoints(directory, keep=KEEP) as checkpoints:
+    with CheckpointManager(directory, max_to_keep=KEEP) as checkpoints:
         assert_restored(checkpoints, None, 20)
         checkpoints.save(30, make_state(30), {"step": 30})
         assert_restored(checkpoints, None, 30)
         assert checkpoints.steps() == (10, 20, 30)
     assert {step: contents(directory / step) for step in ("10", "20")} == before
     assert contents(directory / "damaged-30") == damaged
-    with Checkpoints(directory, keep=KEEP) as checkpoints:
+    with CheckpointManager(directory, max_to_keep=KEEP) as checkpoints:
         assert checkpoints.lost == {}
 
 
@@ -204,10 +204,10 @@ def test_a_damaged_folder_is_named_and_the_checkpoint_before_is_restored(directo
 def test_it_is_the_seal_that_finds_a_flipped_bit(directory, monkeypatch):
     """Control: with the check turned off, a bit that was flipped in the data is restored, and nobody is told."""
     flip(FILES["data"](directory / "30"))
-    monkeypatch.setattr("spmd.checkpoint.manager.check_seal", lambda folder, contents=True: [])
+    monkeypatch.setattr("spmd.checkpoint.manager.verify_manifest", lambda folder, contents=True: [])
     state = make_state(30)
     template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    with Checkpoints(directory, read_only=True) as checkpoints:
+    with CheckpointManager(directory, read_only=True) as checkpoints:
         restored, _ = checkpoints.restore(None, template)
     assert (np.asarray(restored["big"]) != np.asarray(state["big"])).sum() == 1
 
@@ -217,7 +217,7 @@ def test_where_every_checkpoint_is_damaged_all_of_it_is_said(directory):
     for step in (10, 20, 30):
         truncate(directory / str(step) / "record.json")
     for _ in range(2):
-        with Checkpoints(directory) as checkpoints:
+        with CheckpointManager(directory) as checkpoints:
             with pytest.raises(CheckpointError, match="none of the checkpoints is valid") as caught:
                 checkpoints.restore(None, {})
             assert checkpoints.latest() is None
@@ -228,7 +228,7 @@ def test_where_every_checkpoint_is_damaged_all_of_it_is_said(directory):
 def test_a_damaged_checkpoint_does_not_count_as_kept(directory):
     """Where one is to be kept and the newest is damaged, the last valid one stays until the next one is whole."""
     flip(FILES["data"](directory / "30"))
-    with Checkpoints(directory, keep=1, keep_best=0) as checkpoints:
+    with CheckpointManager(directory, max_to_keep=1, keep_best=0) as checkpoints:
         assert checkpoints.latest_valid() == 20
         checkpoints.save(25, make_state(25), {"step": 25})
         assert checkpoints.steps() == (25,)
@@ -250,7 +250,7 @@ import json, os, subprocess, sys
 from pathlib import Path
 import jax
 jax.config.update("jax_platforms", "cpu")
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
 from tests.processes.test_corruptions import assert_restored, contents, flip, make_state, FILES
 directory = Path(sys.argv[1])
@@ -274,7 +274,7 @@ def test_what_may_not_be_read_is_named_and_the_checkpoint_before_is_restored(tmp
 for case, name in {cases!r}.items():
     path = directory / case / "30" / name
     path.chmod(0)
-    with Checkpoints(directory / case, keep={KEEP}) as checkpoints:
+    with CheckpointManager(directory / case, max_to_keep={KEEP}) as checkpoints:
         assert_restored(checkpoints, None, 20)
         out[case] = [[p.where, p.what] for p in checkpoints.lost[30]]
         if case != "checkpoint":  # a folder that may not be written may still be renamed
@@ -310,7 +310,7 @@ def failed(name, leave=None, at=None):
     moment = at
     if leave is not None:
         fill(leave)
-    with Checkpoints(directory / "c") as checkpoints:
+    with CheckpointManager(directory / "c") as checkpoints:
         out[name] = told(lambda: (checkpoints.save(2, state, {"step": 2}), checkpoints.wait()))
         moment = None
         filler.unlink(missing_ok=True)
@@ -324,19 +324,19 @@ def hook(event, args):
 
 moment = None
 sys.addaudithook(hook)
-with Checkpoints(directory / "c") as checkpoints:
+with CheckpointManager(directory / "c") as checkpoints:
     checkpoints.save(1, make_state(1), {"step": 1})
 before = contents(directory / "c" / "1")
 failed("before", leave=size - 1)
 failed("arrays", leave=size + 4096)
 failed("record", at="2.saving/record.json")
 failed("seal", at="seal.json.unfinished")
-with Checkpoints(directory / "c") as checkpoints:
+with CheckpointManager(directory / "c") as checkpoints:
     checkpoints.save(2, state, {"step": 2})
     assert_restored(checkpoints, None, 2)
 flip(FILES["data"](directory / "c" / "2"))
 subprocess.run(["mount", "-o", "remount,ro", directory], check=True)
-with Checkpoints(directory / "c") as checkpoints:
+with CheckpointManager(directory / "c") as checkpoints:
     assert_restored(checkpoints, None, 1)
     out["lost"] = [p.what for p in checkpoints.lost[2]]
     out["read-only"] = told(lambda: checkpoints.save(2, state, {"step": 2}))

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
 from tests.forked import ROOT
 from tests.numerics.test_checkpoint import filled, make_mesh
@@ -25,7 +25,7 @@ import json, os, resource, signal, sys, threading
 from pathlib import Path
 import jax, jax.numpy as jnp
 jax.config.update("jax_platforms", "cpu")
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
 directory = Path(sys.argv[1])
 """
@@ -46,14 +46,14 @@ def child(program: str, directory: Path, prelude: str = IMPORTS + STATE) -> subp
 
 def test_leftovers_of_an_interrupted_save_are_removed_and_reported(tmp_path: Path) -> None:
     """Opening a run removes half-written checkpoints, names them, and touches nothing else."""
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, filled(1), {})
         assert checkpoints.leftovers == ()
     (tmp_path / "4.savings").mkdir()
     for name in ("2.saving", "3.pruned"):
         (tmp_path / name / "state").mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("mine")
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.leftovers == ("2.saving", "3.pruned")
         assert checkpoints.steps() == (1,)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4.savings", "notes.txt"]
@@ -63,7 +63,7 @@ def test_another_process_with_other_devices_restores_in_silence(tmp_path: Path) 
     """A process with one device restores what eight wrote, saves on, and neither prints, nor warns, nor unpickles."""
     sharding = NamedSharding(make_mesh(fsdp=8), P("fsdp"))
     values = np.arange(256 * 256, dtype=np.float32).reshape(256, 256)
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, {"w": jax.device_put(values, sharding)}, {"seed": 0})
     program = """
 import collections, pickle
@@ -71,7 +71,7 @@ unpickled = []
 sys.addaudithook(lambda event, args: unpickled.append(args) if event == "pickle.find_class" else None)
 pickle.loads(pickle.dumps(collections.OrderedDict()))
 assert unpickled == [("collections", "OrderedDict")]
-with Checkpoints(directory) as checkpoints:
+with CheckpointManager(directory) as checkpoints:
     assert jax.device_count() == 1
     state, record = checkpoints.restore(None, abstract)
     checkpoints.save(2, {"w": state["w"] + 1}, record)
@@ -82,7 +82,7 @@ print(record)
     done = child(program, tmp_path)
     assert (done.stdout, done.stderr) == ("{'seed': 0}\n", "")
     template = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         assert (checkpoints.steps(), checkpoints.best()) == ((1, 2, 3), 3)
         np.testing.assert_array_equal(checkpoints.restore(2, template)[0]["w"], values + 1)
 
@@ -99,7 +99,7 @@ def told(call):
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-checkpoints = Checkpoints(directory, keep=1)
+checkpoints = CheckpointManager(directory, max_to_keep=1)
 checkpoints.save(1, state, {})
 checkpoints.wait()
 out = {}
@@ -112,7 +112,7 @@ out["after"] = sorted(os.listdir(directory)), checkpoints.steps(), checkpoints.l
 checkpoints.save(2, state, {})
 out["close"] = told(checkpoints.close)
 limit(resource.RLIM_INFINITY)
-with Checkpoints(directory, keep=1) as checkpoints:
+with CheckpointManager(directory, max_to_keep=1) as checkpoints:
     restored, _ = checkpoints.restore(None, abstract)
     out["equal"] = bool((restored["w"] == state["w"]).all())
     checkpoints.save(2, restored, {})
@@ -165,7 +165,7 @@ def save(place, event, name):
     if event == "os.mkdir":
         returned.set()
     sys.addaudithook(kill)
-    checkpoints = Checkpoints(place / "checkpoints", keep=1)
+    checkpoints = CheckpointManager(place / "checkpoints", max_to_keep=1)
     checkpoints.save(1, {{"w": jnp.arange(65536.0).reshape(256, 256)}}, {{}})
     checkpoints.wait()
     state = {{"w": jnp.arange(65536.0).reshape(256, 256) * 2}}
@@ -190,7 +190,7 @@ def test_a_kill_at_any_stage_of_a_save_leaves_one_whole_checkpoint(killed: Path,
     """Killed at whatever it does, the save is there and sealed or it is a leftover, and none is ever damaged."""
     *_, leftovers, latest = STAGES[stage]
     directory = killed / stage / "checkpoints"
-    with Checkpoints(directory, keep=1) as checkpoints:
+    with CheckpointManager(directory, max_to_keep=1) as checkpoints:
         assert list(checkpoints.leftovers) == leftovers
         assert (checkpoints.latest_valid(), checkpoints.lost) == (latest, {})
         template = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(make_mesh(x=8), P()))}
@@ -203,7 +203,7 @@ def test_a_kill_at_any_stage_of_a_save_leaves_one_whole_checkpoint(killed: Path,
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     """The message has the bytes that are needed and those that are free; what is there stays as it was."""
     state = {"w": jnp.ones((16, 16))}
-    with Checkpoints(tmp_path) as checkpoints:
+    with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, state, {})
         checkpoints.wait()
         monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1023))

@@ -21,9 +21,9 @@ import jax
 import numpy as np
 import pytest
 
-from spmd.checkpoint.manager import Checkpoints
-from spmd.checkpoint.manifest import SEAL, check_seal, seal
-from spmd.run.build import Recipe
+from spmd.checkpoint.manager import CheckpointManager
+from spmd.checkpoint.manifest import MANIFEST, verify_manifest, write_manifest
+from spmd.run.build import TrainSetup
 from spmd.run.config import load_config
 from spmd.sharding.mesh import mesh_of
 from spmd.train.state import abstract_state
@@ -46,7 +46,7 @@ config = spmd.TrainConfig(
     steps={steps},
     log_every=1,
     checkpoint_every={every},
-    keep={keep},
+    max_to_keep={keep},
 )
 """
 
@@ -109,7 +109,7 @@ def stage(out: Path, log: Path) -> str:
     for name in names:
         if name.endswith(".saving"):
             inside = os.listdir(out / "checkpoints" / name)
-            if SEAL in inside:
+            if MANIFEST in inside:
                 return "saving: committing"
             return "saving: sealing" if "state" in inside else "saving: writing the arrays"
     return "training between saves"
@@ -135,7 +135,7 @@ def run_lane(
                 assert "skipped checkpoint" not in log.read_text()
                 done = code == 0
                 steps = {int(name) for name in entries(out) if name.isdigit()}
-                damage = {step: check_seal(out / "checkpoints" / str(step)) for step in steps}
+                damage = {step: verify_manifest(out / "checkpoints" / str(step)) for step in steps}
                 assert not any(damage.values()), damage
                 seen |= steps
                 assert set(sorted(seen)[-KEEP:]) <= steps, "a finished checkpoint is lost"
@@ -153,7 +153,7 @@ def one_batch_off(whole: Path, out: Path) -> Path:
     folder = out / "checkpoints" / str(STEPS - EVERY)
     record = json.loads((folder / "record.json").read_text())
     (folder / "record.json").write_text(json.dumps({**record, "position": record["position"] + record["batch"]}))
-    seal(folder)
+    write_manifest(folder)
     return out
 
 
@@ -173,12 +173,12 @@ def test_kills_at_random_moments_leave_no_trace(kills: int, tmp_path: Path, caps
     stages = sum((lane[0] for lane in lanes), collections.Counter[str]())
     finished = [out for lane in lanes for out in lane[1]]
 
-    recipe = Recipe(load_config(str(config)), mesh_of(load_config(str(config)).mesh, jax.devices()[:2]))
+    setup = TrainSetup(load_config(str(config)), mesh_of(load_config(str(config)).mesh, jax.devices()[:2]))
 
     def final(out: Path) -> tuple[Any, Any]:
-        with Checkpoints(out / "checkpoints", read_only=True) as checkpoints:
+        with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:
             assert (checkpoints.latest(), checkpoints.lost) == (STEPS, {})
-            state, record = checkpoints.restore(None, abstract_state(recipe.plan))
+            state, record = checkpoints.restore(None, abstract_state(setup.plan))
         return jax.tree.map(np.asarray, state), record
 
     state, record = final(whole)

@@ -14,8 +14,8 @@ import pytest
 from spmd.cli import main
 from spmd.distributed import initialize as launch
 from spmd.distributed import local as rehearsal
-from spmd.distributed.cluster_env import Group
-from spmd.distributed.local import free_port, process_commands, rehearse
+from spmd.distributed.cluster_env import ProcessGroup
+from spmd.distributed.local import free_port, launch_local, process_commands
 from spmd.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def test_a_free_port_is_one_that_no_connection_is_given(monkeypatch):
 
 
 def group(coordinator, source="--coordinator", is_local=False):
-    return Group(2, 0, coordinator, source, is_local)
+    return ProcessGroup(2, 0, coordinator, source, is_local)
 
 
 def test_process_0_listens_at_the_named_interface():
@@ -90,11 +90,11 @@ def python(program, *arguments):
 JOIN = """
 import sys
 from spmd.distributed import initialize as launch
-from spmd.distributed.cluster_env import Asked
+from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import SpmdError
 
 address, process_id, seconds = sys.argv[1:]
-asked = Asked(address, 2, int(process_id), "none", start_timeout=int(seconds))
+asked = LaunchArgs(address, 2, int(process_id), "none", start_timeout=int(seconds))
 launch.start(launch.Launch(1, asked))
 print("met", flush=True)
 if process_id == "1":
@@ -155,7 +155,7 @@ print("err of", sys.argv[1], file=sys.stderr)
 
 def test_rehearsal_passes_on_what_processes_say(capfd):
     """Process 0 speaks for itself; the lines of the others carry their number, on stderr."""
-    assert rehearse([python(SAY, i) for i in range(3)], grace=5) == 0
+    assert launch_local([python(SAY, i) for i in range(3)], grace=5) == 0
     captured = capfd.readouterr()
     assert captured.out == "out of 0\n"
     lines = set(captured.err.splitlines())
@@ -186,7 +186,7 @@ def test_rehearsal_shares_one_fate(endings, code, says, capfd):
     """The first failure is named, gives the exit code, and after a while ends the others; ends without one do not."""
     began = time.monotonic()
     grace = 1.5 if len(says) > 1 else 30  # long enough for those that end by themselves
-    assert rehearse([python(END, *ending) for ending in endings], grace=grace) == code
+    assert launch_local([python(END, *ending) for ending in endings], grace=grace) == code
     assert time.monotonic() - began < 45
     error = capfd.readouterr().err
     assert [line for line in says if line not in error] == []
@@ -214,7 +214,7 @@ def test_rehearsal_forwards_signals(number, tmp_path, capfd):
     before = signal.getsignal(number)
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
-    assert rehearse([python(WAIT, int(number), path) for path in ready], grace=20) == 40 + number
+    assert launch_local([python(WAIT, int(number), path) for path in ready], grace=20) == 40 + number
     thread.join(10)
     assert "stopped" not in capfd.readouterr().err, "all three ended by themselves"
     assert signal.getsignal(number) == before

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-from spmd.checkpoint.manager import Checkpoints
-from spmd.run.build import Recipe
+from spmd.checkpoint.manager import CheckpointManager
+from spmd.run.build import TrainSetup
 from spmd.run.config import load_config, with_values
 from spmd.sharding.mesh import mesh_of
 from spmd.train.state import abstract_state
@@ -87,9 +87,9 @@ def losses(out: Path) -> dict[int, float]:
 def params(folder: Path, out: Path):
     """The parameters and the optimizer's state after the last step, on two of this process's devices."""
     config = with_values(load_config(str(folder / "tiny.py")), {"devices": 2})
-    recipe = Recipe(config, mesh_of(config.mesh, jax.devices()[:2]))
-    with Checkpoints(out / "checkpoints") as checkpoints:
-        state, _ = checkpoints.restore(STEPS, abstract_state(recipe.plan))
+    setup = TrainSetup(config, mesh_of(config.mesh, jax.devices()[:2]))
+    with CheckpointManager(out / "checkpoints") as checkpoints:
+        state, _ = checkpoints.restore(STEPS, abstract_state(setup.plan))
     return jax.tree.map(np.asarray, (state.params, state.optimizer_state))
 
 

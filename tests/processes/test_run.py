@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from spmd.checkpoint.manager import Checkpoints
-from spmd.run.build import Recipe, config_mesh
+from spmd.checkpoint.manager import CheckpointManager
+from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import load_config, with_values
 from spmd.run.train import RunFolder
 from spmd.sharding.mesh import mesh_of
@@ -51,9 +51,9 @@ def params(folder, out, step, **mesh):
     """The parameters of a checkpoint, restored onto a mesh of this process's devices."""
     config = with_values(load_config(str(folder / "tiny.py")), {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, **mesh}})
     size = int(np.prod(list(mesh.values()) or [1]))
-    recipe = Recipe(config, mesh_of(config.mesh, jax.devices()[:size]))
-    with Checkpoints(out / "checkpoints") as checkpoints:
-        state, _ = checkpoints.restore(step, abstract_state(recipe.plan))
+    setup = TrainSetup(config, mesh_of(config.mesh, jax.devices()[:size]))
+    with CheckpointManager(out / "checkpoints") as checkpoints:
+        state, _ = checkpoints.restore(step, abstract_state(setup.plan))
     return jax.tree.map(np.asarray, state)
 
 
@@ -65,7 +65,7 @@ def assert_same(a, b):
 def whole(folder):
     """A run of 30 steps that nothing interrupts."""
     out = folder / "whole"
-    train(folder, "--out", out, "--steps", 30, "--devices", 8, "--checkpoint-every", 5, "--keep", 10)
+    train(folder, "--out", out, "--steps", 30, "--devices", 8, "--checkpoint-every", 5, "--max-to-keep", 10)
     return out
 
 
@@ -73,7 +73,7 @@ def whole(folder):
 def test_killed_mid_step_and_resumed_the_curve_joins_bitwise(folder, whole):
     """SIGKILL at an arbitrary moment, then --resume: every loss and the final state are bitwise those of the whole."""
     out = folder / "killed"
-    arguments = ("--out", out, "--steps", 30, "--devices", 8, "--checkpoint-every", 5, "--keep", 10)
+    arguments = ("--out", out, "--steps", 30, "--devices", 8, "--checkpoint-every", 5, "--max-to-keep", 10)
     process = subprocess.Popen(
         command(folder, *arguments),
         stdout=subprocess.DEVNULL,
@@ -110,7 +110,7 @@ def test_a_checkpoint_is_the_same_on_any_mesh(folder, whole):
 
 def test_the_record_beside_a_checkpoint_says_what_it_is_of(folder, whole):
     """Config, plan, mesh, versions, data position and seed lie beside the arrays."""
-    with Checkpoints(whole / "checkpoints") as checkpoints:
+    with CheckpointManager(whole / "checkpoints") as checkpoints:
         record = checkpoints.record(30)
     assert record["position"] == 30 * 8
     assert record["mesh"]["tensor"] == 2
@@ -122,7 +122,7 @@ def test_the_record_beside_a_checkpoint_says_what_it_is_of(folder, whole):
 def test_two_processes_train_the_same_as_one(folder, whole):
     """Two processes of four devices (gloo) and one of eight: the same losses, the same final parameters."""
     port, out = free_port(), folder / "two"
-    arguments = ("--out", out, "--steps", 30, "--devices", 4, "--checkpoint-every", 5, "--keep", 10)
+    arguments = ("--out", out, "--steps", 30, "--devices", 4, "--checkpoint-every", 5, "--max-to-keep", 10)
     arguments += ("--coordinator", f"127.0.0.1:{port}", "--processes", 2)
     outputs = finish_together(*(command(folder, *arguments, "--process-id", i) for i in range(2)))
     assert "step 30/30" in outputs[0]
@@ -159,6 +159,6 @@ def test_nan_stops_the_run_and_skip_goes_on(folder):
 def test_a_config_from_the_run_folder_is_the_resolved_one(whole):
     """`config.py` and `config.json` together give the run's own config back."""
     config = RunFolder(whole).config()
-    assert (config.steps, config.devices, config.keep) == (30, 8, 10)
+    assert (config.steps, config.devices, config.max_to_keep) == (30, 8, 10)
     assert config_mesh(config).size == 8
     assert (whole / "tensorboard").is_dir()

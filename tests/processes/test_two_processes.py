@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.distributed.initialize import EXIT_LOST
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from spmd.resilience.watchdog import EXIT_HUNG
@@ -26,11 +26,11 @@ import sys
 import time
 from pathlib import Path
 
-from spmd.checkpoint.manager import Checkpoints
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.data.loader import Windows
 from spmd.observe.metrics import JsonLines
 
-read, write, save = Windows.rows, JsonLines.write, Checkpoints._write
+read, write, save = Windows.rows, JsonLines.write, CheckpointManager._write
 fault, slow, broken, dying = (Path(__file__).with_name(name) for name in ("fault", "slow", "broken", "dying"))
 
 
@@ -57,7 +57,7 @@ def saves(self, step, *others):
     save(self, step, *others)
 
 
-Windows.rows, JsonLines.write, Checkpoints._write = rows, writes, saves
+Windows.rows, JsonLines.write, CheckpointManager._write = rows, writes, saves
 """
 """Lines of a config with faults: a file says on the process with which flags data hang or are slow, metrics fail, or
 the process dies as it begins to write a checkpoint."""
@@ -80,7 +80,7 @@ def assert_joins(folder, out, **where):
 
 def assert_goes_on_from(out, *steps):
     """The newest checkpoint that a run would go on from is whole, and of one of these steps."""
-    with Checkpoints(out / "checkpoints", read_only=True) as checkpoints:
+    with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:
         assert (checkpoints.latest_valid() in steps, checkpoints.lost) == (True, {})
 
 

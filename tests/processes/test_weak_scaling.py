@@ -19,17 +19,17 @@ import jax
 import optax
 
 from spmd.distributed import initialize as launch
-from spmd.distributed.cluster_env import Asked
+from spmd.distributed.cluster_env import LaunchArgs
 from spmd.run.config import load_config, with_values
 from spmd.analysis.collective_audit import audit_collectives
-from spmd.run.build import Recipe, config_mesh
+from spmd.run.build import TrainSetup, config_mesh
 from spmd.train.step import make_train_step
 
 config, port, processes, process = sys.argv[1], *map(int, sys.argv[2:])
-asked = Asked(f"127.0.0.1:{port}", processes, process) if processes > 1 else launch.ALONE
+asked = LaunchArgs(f"127.0.0.1:{port}", processes, process) if processes > 1 else launch.ALONE
 launch.start(launch.Launch(8 // processes, asked))
 config = with_values(load_config(config), {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}})
-recipe = Recipe(config, config_mesh(config))
+setup = TrainSetup(config, config_mesh(config))
 
 
 def sent(audit):
@@ -39,11 +39,11 @@ def sent(audit):
     ]
 
 
-found = {"processes": jax.process_count(), "devices": jax.local_device_count(), "step": sent(recipe.compile()[0])}
+found = {"processes": jax.process_count(), "devices": jax.local_device_count(), "step": sent(setup.compile()[0])}
 if processes == 1:
-    watch = {**recipe.watch, "norm": lambda state: optax.global_norm(state.params)}
-    step = make_train_step(recipe.plan, grad_fn=recipe.grad_fn, watch=watch)
-    found["step with one more"] = sent(audit_collectives(step.compile(recipe.abstract_batch()), recipe.mesh))
+    watch = {**setup.watch, "norm": lambda state: optax.global_norm(state.params)}
+    step = make_train_step(setup.plan, grad_fn=setup.grad_fn, watch=watch)
+    found["step with one more"] = sent(audit_collectives(step.compile(setup.abstract_batch()), setup.mesh))
 print()
 print("FOUND", json.dumps(found))
 """

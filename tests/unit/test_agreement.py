@@ -2,13 +2,13 @@
 
 import pytest
 
-from spmd.resilience.consistency import SHOWN, agree, differences, source_fingerprint
+from spmd.resilience.consistency import SHOWN, check_hosts_agree, differences, source_fingerprint
 
 
 def test_equal_statements_have_no_differences():
     """The control: nothing is reported where nothing differs."""
     assert differences([{"config": {"steps": 3}, "plan": "a\nb"}] * 3) == []
-    agree({"steps": 3})
+    check_hosts_agree({"steps": 3})
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_equal_statements_have_no_differences():
 def test_a_difference_names_the_process_and_the_value(everyone, where, what, arithmetic):
     """The minority is named, by the dotted path of what it has otherwise."""
     (problem,) = differences(everyone)
-    assert (problem.where, problem.what, problem.arithmetic) == (where, what, arithmetic)
+    assert (problem.where, problem.what, problem.detail) == (where, what, arithmetic)
 
 
 def test_many_differences_of_one_process_are_counted():

@@ -1,8 +1,8 @@
-"""What a process is told by whoever started it, and by its command line, becomes one group or one list of problems."""
+"""What a process is told by whoever detected it, and by its command line, becomes one group or one list of problems."""
 
 import pytest
 
-from spmd.distributed.cluster_env import CLUSTERS, Asked, Group, find_group
+from spmd.distributed.cluster_env import CLUSTERS, LaunchArgs, ProcessGroup, detect_process_group
 from spmd.errors import ConfigError
 
 # As a real srun, sbatch and mpirun set them, without what nothing here reads.
@@ -28,7 +28,7 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 
 def find(environment, **asked):
     """The group, with the port of the coordinator left out where the job's number decides it."""
-    return find_group(Asked(**asked), environment)
+    return detect_process_group(LaunchArgs(**asked), environment)
 
 
 def problems(environment, **asked):
@@ -58,7 +58,7 @@ def problems(environment, **asked):
 def test_found(environment, process_id, processes, host, cluster, is_local):
     """Each cluster's own words become a group: how many, which one, where process 0 is."""
     group = find(environment)
-    assert group == Group(processes, process_id, group.coordinator, cluster, is_local)
+    assert group == ProcessGroup(processes, process_id, group.coordinator, cluster, is_local)
     assert group.coordinator.rpartition(":")[0] == host
     assert find(environment, cluster=cluster) == group
 
@@ -76,7 +76,7 @@ def test_found(environment, process_id, processes, host, cluster, is_local):
     ids=["nothing", "batch-script", "step-of-one-task", "mpirun-of-one", "tpu-of-one-host", "pod"],
 )
 def test_alone(environment):
-    """A process that was started by itself trains by itself: a batch script or a shell in an allocation is no task."""
+    """A process that was detected by itself trains by itself: a batch script or a shell in an allocation is no task."""
     assert find(environment) is None
 
 
@@ -85,7 +85,7 @@ def test_detection_switched_off(environment):
     """`--cluster none` takes no notice of anything, and flags alone decide."""
     assert find(environment, cluster="none") is None
     given = find(environment, cluster="none", coordinator="h:1", processes=9, process_id=7)
-    assert given == Group(9, 7, "h:1", "--coordinator")
+    assert given == ProcessGroup(9, 7, "h:1", "--coordinator")
 
 
 def test_ports_of_steps_differ():
@@ -98,9 +98,13 @@ def test_ports_of_steps_differ():
 
 def test_flags_complete_what_a_cluster_leaves_out():
     """A pod of an indexed Job knows its number; the command line adds the rest, and may move the coordinator."""
-    assert find(POD, coordinator="w-0:7", processes=2) == Group(2, 1, "w-0:7", "--coordinator")
-    assert find(STEP, coordinator="10.0.0.9:7", processes=4, process_id=3) == Group(4, 3, "10.0.0.9:7", "--coordinator")
-    assert find({}, coordinator="[fd00::1]:7", processes=2, process_id=0) == Group(2, 0, "[fd00::1]:7", "--coordinator")
+    assert find(POD, coordinator="w-0:7", processes=2) == ProcessGroup(2, 1, "w-0:7", "--coordinator")
+    assert find(STEP, coordinator="10.0.0.9:7", processes=4, process_id=3) == ProcessGroup(
+        4, 3, "10.0.0.9:7", "--coordinator"
+    )
+    assert find({}, coordinator="[fd00::1]:7", processes=2, process_id=0) == ProcessGroup(
+        2, 0, "[fd00::1]:7", "--coordinator"
+    )
 
 
 def test_contradictions():

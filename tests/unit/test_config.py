@@ -110,7 +110,7 @@ def test_all_fields_that_cannot_be_used_are_listed_at_once():
         "accumulate": 0,
         "log_every": 0,
         "checkpoint_every": -1,
-        "keep": 0,
+        "max_to_keep": 0,
         "keep_best": -1,
         "devices": -8,
         "seed": -1,
@@ -141,7 +141,7 @@ def test_each_field_has_its_range(fields, places):
 
 def test_the_smallest_values_are_accepted():
     """The ranges above begin where they say."""
-    least = {"steps": 1, "accumulate": 1, "log_every": 1, "checkpoint_every": 0, "keep": 1, "keep_best": 0, "seed": 0}
+    least = {"steps": 1, "accumulate": 1, "log_every": 1, "checkpoint_every": 0, "max_to_keep": 1, "keep_best": 0, "seed": 0}
     assert dataclasses.replace(CONFIG, **least, devices=0).steps == 1
 
 

@@ -208,7 +208,7 @@ def test_every_file_that_is_not_utf8_is_named(folder: Path, cache: Path) -> None
     with pytest.raises(DataError, match="is not UTF-8") as caught:
         make(folder, cache=cache)
     assert [Path(p.where).name for p in caught.value.problems] == ["01.txt", "04.txt"]
-    assert all("0xf6" in p.arithmetic for p in caught.value.problems)
+    assert all("0xf6" in p.detail for p in caught.value.problems)
 
 
 def test_every_missing_source_is_named_with_its_nearest_sibling(folder: Path, cache: Path) -> None:
@@ -221,7 +221,7 @@ def test_every_missing_source_is_named_with_its_nearest_sibling(folder: Path, ca
     assert problems["part9"].fix.startswith('did you mean "part')
     assert problems["zzzzzz"].fix == f"look in {folder}"
     assert problems["*.none"].what == problems["pictures"].what == "holds no text files"
-    assert ".txt" in problems["pictures"].arithmetic
+    assert ".txt" in problems["pictures"].detail
 
 
 def test_a_corpus_of_empty_files_is_refused(tmp_path: Path, cache: Path) -> None:

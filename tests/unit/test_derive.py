@@ -14,7 +14,7 @@ from optax import contrib
 
 from spmd.optim.per_layer import per_layer, stack_ends
 from spmd.sharding.mesh import shards_of
-from spmd.sharding.optimizer_state import MAX_CONSTANT_BYTES, Derived, optimizer_specs
+from spmd.sharding.optimizer_state import MAX_CONSTANT_BYTES, DerivedSpec, optimizer_specs
 from spmd.tree import flatten
 
 AXES = ("fsdp", "tensor", "data")
@@ -23,7 +23,7 @@ MESH = {"pipe": 2, "fsdp": 2, "tensor": 2, "data": 2}
 
 def derive(
     init: Any, shapes: Any, specs: dict[str, P] | None = None, stacked: tuple[str, ...] = ("layers",)
-) -> tuple[dict[str, Derived], list[str]]:
+) -> tuple[dict[str, DerivedSpec], list[str]]:
     """The table, and where the problems are; a spec names one axis for each dimension unless given."""
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)

@@ -31,9 +31,9 @@ def found(fits, monkeypatch, **fields):
         def memory(self, platform):
             return SimpleNamespace(total=1 if fits(self.config) else 3)
 
-    monkeypatch.setattr(fitting, "Recipe", Recipe)
+    monkeypatch.setattr(fitting, "TrainSetup", Recipe)
     topology = SimpleNamespace(platform="tpu", memory=2)
-    return fitting.fitting(Recipe(Config(**fields), None), topology)
+    return fitting.suggest_memory_settings(Recipe(Config(**fields), None), topology)
 
 
 BOTH = ("optimizer_state", "params")

@@ -3,7 +3,7 @@
 import pytest
 
 from spmd.errors import CheckpointError
-from spmd.run.run_dir import RunFolder
+from spmd.run.run_dir import RunDir
 
 
 @pytest.fixture
@@ -12,12 +12,12 @@ def folder(tmp_path):
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    return RunFolder(tmp_path / "run")
+    return RunDir(tmp_path / "run")
 
 
 def test_a_run_is_there_or_is_not(folder, tmp_path):
     """Never refuses a run, always refuses none, auto takes both."""
-    empty = RunFolder(tmp_path / "empty")
+    empty = RunDir(tmp_path / "empty")
     assert [folder.check_use(resume) for resume in ("auto", "always")] == [True, True]
     assert [empty.check_use(resume) for resume in ("auto", "never")] == [False, False]
     with pytest.raises(CheckpointError, match="already holds a run"):
@@ -34,7 +34,7 @@ def test_links_out_of_the_folder_are_refused(folder, tmp_path):
     """Each is named with where it leads; one that stays inside is fine, and so is a folder that is itself a link."""
     (folder.path / "config.json").symlink_to(folder.path / "metrics.jsonl")
     (tmp_path / "link").symlink_to(folder.path)
-    assert RunFolder(tmp_path / "link").check_use("auto")
+    assert RunDir(tmp_path / "link").check_use("auto")
     (folder.path / "plan.txt").symlink_to("../elsewhere.txt")
     (folder.path / "logs" / "process-0.log").symlink_to(tmp_path / "elsewhere.log")
     with pytest.raises(CheckpointError, match="leads out of the run folder") as caught:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd.analysis.hlo import Array, Frame, Value, integer, parse, trip_count
+from spmd.analysis.hlo import Frame, HloArray, HloValue, integer, parse, trip_count
 from spmd.analysis.replica_groups import mesh_axes, per_device, read_groups
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "tensor": 2}
@@ -32,7 +32,7 @@ def program(text: str):
 )
 def test_bytes(dtype, dims, size) -> None:
     """An array's bytes follow from the name of its type; types below a byte are packed."""
-    assert Array(dtype, dims).bytes == size
+    assert HloArray(dtype, dims).bytes == size
 
 
 def test_instructions() -> None:
@@ -54,9 +54,9 @@ def test_instructions() -> None:
     body = p.computations["main"]
     assert body.root == "c.1"
     assert body.instructions["b"].operands == ("a", "a")
-    assert body.instructions["b"].arrays == (Array("f32", (2,)), Array("s32", ()), Array("u32", ()))
+    assert body.instructions["b"].arrays == (HloArray("f32", (2,)), HloArray("s32", ()), HloArray("u32", ()))
     assert [(user.name, position) for user, position in body.users["a"]] == [("b", 0), ("b", 1), ("c.1", 0)]
-    assert p.producer(Value("main", "c.1")) == Value("main", "a")
+    assert p.producer(HloValue("main", "c.1")) == HloValue("main", "a")
 
 
 def test_an_instruction_may_take_several_lines() -> None:
@@ -242,11 +242,11 @@ def test_trip_count(changes, turns) -> None:
 def test_values_pass_through_loops() -> None:
     """What a loop hands on unchanged comes from before it, and what it changes does not."""
     p = program(LOOP.format(step=1, direction="LT", stop=7, start="constant(0)", known=""))
-    assert p.producer(Value("main", "w", 1)) == Value("main", "x")
-    assert p.producer(Value("main", "w", 0)) == Value("main", "w", 0)
-    assert p.producer(Value("body", "x")) == Value("main", "x")
-    assert integer(p, Value("condition", "n")) == 7
-    assert [use.instruction for use in p.uses(Value("main", "x"))] == [None]
+    assert p.producer(HloValue("main", "w", 1)) == HloValue("main", "x")
+    assert p.producer(HloValue("main", "w", 0)) == HloValue("main", "w", 0)
+    assert p.producer(HloValue("body", "x")) == HloValue("main", "x")
+    assert integer(p, HloValue("condition", "n")) == 7
+    assert [use.instruction for use in p.uses(HloValue("main", "x"))] == [None]
 
 
 def test_per_device() -> None:
@@ -270,11 +270,11 @@ def test_per_device() -> None:
           ROOT odd = u32[] add(scalar, x)
         }
     """)
-    offset = per_device(p, Value("main", "scalar"), 4)
+    offset = per_device(p, HloValue("main", "scalar"), 4)
     assert offset is not None
     assert offset.tolist() == [[0], [0], [8], [8]]
-    assert per_device(p, Value("main", "odd"), 4) is None
-    place = per_device(p, Value("main", "place"), 4)  # of a table too long for the program's text
+    assert per_device(p, HloValue("main", "odd"), 4) is None
+    place = per_device(p, HloValue("main", "place"), 4)  # of a table too long for the program's text
     assert place is not None
     assert len({*place[:, 0]}) == 4
 

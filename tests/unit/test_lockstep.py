@@ -14,13 +14,13 @@ from spmd.pipeline.schedule import Schedule, Task, check_schedule
 from spmd.pipeline.schedule_files import read_schedule, to_csv
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.simulate import simulate
-from spmd.pipeline.tick_table import IDLE, Program, make_program
+from spmd.pipeline.tick_table import IDLE, TickTable, tabulate
 
 EXECUTED = ("gpipe", "1f1b", "interleaved")
 Value = tuple[int, int] | None  # what a group of layers gets: its microbatch and the group; None: zeros
 
 
-def replay(program: Program) -> list[str]:
+def replay(program: TickTable) -> list[str]:
     """What is wrong with the tables: they are stepped through as the engine does, with names in the place of arrays."""
     stages, last = program.stages, program.stages * program.chunks - 1
     inputs: list[list[Value]] = [[None] * program.depth for _ in range(stages)]
@@ -108,7 +108,7 @@ def any_order(draw: st.DrawFn) -> Schedule:
 @given(named())
 def test_every_task_finds_its_own(schedule: Schedule) -> None:
     """Every task runs once, and finds its own input and gradient in its slots: arrived, and not overwritten."""
-    assert replay(make_program(schedule)) == []
+    assert replay(tabulate(schedule)) == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,14 +116,14 @@ def test_every_task_finds_its_own(schedule: Schedule) -> None:
 def test_any_legal_order(schedule: Schedule) -> None:
     """An order that nobody would write down is put in step as well, if it can be run at all."""
     assert check_schedule(schedule) == []
-    assert replay(make_program(schedule)) == []
+    assert replay(tabulate(schedule)) == []
 
 
 def test_a_file_in_another_order(tmp_path: Path) -> None:
     """A file whose microbatches go forward in one order and backward in another is put in step."""
     path = tmp_path / "odd.csv"
     path.write_text("F2,F0,F1,,,BW0,BW2,BW1\n,F2,F0,BW0,F1,BW2,BW1,\n", encoding="utf-8")
-    program = make_program(read_schedule(path))
+    program = tabulate(read_schedule(path))
     assert replay(program) == []
     assert [i for i in program.forward[:, 0] if i != IDLE] == [2, 0, 1]
     assert [i for i in program.backward[:, 0] if i != IDLE] == [0, 2, 1]
@@ -135,7 +135,7 @@ def test_files_change_nothing(tmp_path_factory: pytest.TempPathFactory, schedule
     """A schedule that went through a file has the same tables."""
     path = tmp_path_factory.mktemp("schedules") / "schedule.csv"
     path.write_text(to_csv(schedule), encoding="utf-8")
-    program, again = make_program(schedule), make_program(read_schedule(path))
+    program, again = tabulate(schedule), tabulate(read_schedule(path))
     assert all(np.array_equal(column, again.columns[name]) for name, column in program.columns.items())
 
 
@@ -146,7 +146,7 @@ def test_files_change_nothing(tmp_path_factory: pytest.TempPathFactory, schedule
 )
 def test_replay_control(schedule: Schedule) -> None:
     """Whichever entry of the tables is another number, the replay reports it."""
-    program = make_program(schedule)
+    program = tabulate(schedule)
     slots = {
         "arrives": program.depth,
         "forward_slot": program.depth,
@@ -176,14 +176,14 @@ def test_time(schedule: Schedule, forward: int, backward: int) -> None:
     """A program takes as long as its published schedule, less one forward task: the last group's, which is the first
     half of its backward task, so the first of them delays nothing."""
     makespan = simulate(schedule, forward=forward, backward=backward, weight=0).makespan
-    assert make_program(schedule).time(forward, backward) == pytest.approx(makespan - forward / schedule.chunks)
+    assert tabulate(schedule).time(forward, backward) == pytest.approx(makespan - forward / schedule.chunks)
 
 
 @settings(max_examples=60, deadline=None)
 @given(named())
 def test_depth(schedule: Schedule) -> None:
     """GPipe keeps every microbatch, 1F1B at most 2(p − 1) + 1 of them, and each gradient is used when it arrives."""
-    program = make_program(schedule)
+    program = tabulate(schedule)
     if schedule.name != "interleaved":
         most = {"gpipe": schedule.microbatches, "1f1b": 2 * (schedule.stages - 1) + 1}[schedule.name]
         assert program.depth == min(schedule.microbatches, most)
@@ -194,14 +194,14 @@ def test_depth(schedule: Schedule) -> None:
 def test_interleaved_is_flat(stages: int, chunks: int) -> None:
     """Interleaved keeps what the published schedule holds at its fullest stage, however many microbatches there are."""
     schedules = [make_schedule("interleaved", stages, turns * stages, chunks) for turns in (2, 3, 8)]
-    depths = {make_program(schedule).depth for schedule in schedules}
+    depths = {tabulate(schedule).depth for schedule in schedules}
     assert depths == {max(simulate(schedules[0]).peak_in_flight)} == {2 * (stages - 1) + (chunks - 1) * stages + 1}
 
 
 def test_busy_all_the_time() -> None:
     """Once its first gradient came, a stage of 1F1B has a forward and a backward task in every tick until its forward
     tasks are done."""
-    program = make_program(make_schedule("1f1b", 4, 16))
+    program = tabulate(make_schedule("1f1b", 4, 16))
     for stage in range(3):
         first = int(np.argmax(program.backward[:, stage] != IDLE))
         end = int(np.argwhere(program.forward[:, stage] != IDLE)[-1, 0]) + 1
@@ -213,10 +213,10 @@ def test_busy_all_the_time() -> None:
 def test_refused() -> None:
     """What cannot be executed is refused, with every reason."""
     with pytest.raises(ScheduleError, match="drawn and not executed") as refused:
-        make_program(make_schedule("zero-bubble", 2, 4))
+        tabulate(make_schedule("zero-bubble", 2, 4))
     assert [problem.what for problem in refused.value.problems] == ["splits the backward pass into B and W"]
     with pytest.raises(ScheduleError) as refused:
-        make_program(make_schedule("zb-v", 2, 4))
+        tabulate(make_schedule("zb-v", 2, 4))
     assert sorted(problem.what for problem in refused.value.problems) == [
         "goes through the stages in the order of a v",
         "splits the backward pass into B and W",

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.analysis.bf16_operands import narrow_operands
 from spmd.analysis.jaxpr import read_program
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
-from spmd.analysis.memory import Compiled, Estimate, Ledger, estimate_memory
+from spmd.analysis.memory import Compiled, Estimate, MemoryReport, estimate_memory
 from spmd.analysis.propagation import place, propagate
 from spmd.analysis.topology import parse_topology
 from spmd.layers.attention import splash_attention_tpu
@@ -239,12 +239,12 @@ def test_the_ledger_compares_with_the_chip():
     """Compiled bytes count where they are known; what is left may be negative."""
     small, large = (Estimate({}, {"params": size, "temporaries": 7}, {}, {"optimizer": 2**30}) for size in (1, 2**40))
     chip = parse_topology("v5e:2x4")
-    assert Ledger(chip, small).fits is True
-    assert Ledger(chip, large).fits is False
-    assert Ledger(chip, large).blame == "params"
-    assert Ledger(chip, large, Compiled(1, 1, 1, 1, 0, 0)).fits is True
-    assert Ledger(parse_topology("cpu:8"), large).fits is None
-    printed = str(Ledger(chip, large))
+    assert MemoryReport(chip, small).fits is True
+    assert MemoryReport(chip, large).fits is False
+    assert MemoryReport(chip, large).largest == "params"
+    assert MemoryReport(chip, large, Compiled(1, 1, 1, 1, 0, 0)).fits is True
+    assert MemoryReport(parse_topology("cpu:8"), large).fits is None
+    printed = str(MemoryReport(chip, large))
     assert "−" in printed.splitlines()[-2]
     assert "on a host of 4" in printed
     assert printed.splitlines()[-1].endswith("4 GiB")

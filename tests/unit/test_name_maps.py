@@ -9,7 +9,7 @@ import pytest
 
 from spmd import tree
 from spmd.errors import ConfigError
-from spmd.hf.family import sources
+from spmd.hf.family import tensor_sources
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen, vit
 from spmd.models.rope_scaling import RopeScaling
 from spmd.name_maps import gemma as gemma_names
@@ -186,7 +186,7 @@ def test_every_tensor_belongs_to_one_parameter(name, stacked):
     """Every parameter has a line and every line a parameter; tensors have the parameters' elements, none twice."""
     family, config = FAMILIES[name]
     config = dataclasses.replace(config, stacked=stacked)
-    table = sources(family.names(config), shapes(config))
+    table = tensor_sources(family.names(config), shapes(config))
     assert set(table) == set(shapes(config))
     parts = [(tensor, s.name.how.number) for s in table.values() for _, tensor in s.tensors()]
     assert len(parts) == len(set(parts))
@@ -197,7 +197,7 @@ def test_every_tensor_belongs_to_one_parameter(name, stacked):
 def test_layers_of_gemma_2_take_turns():
     """Tensors of layers 0 and 2 are local, of 1 and 3 global."""
     family, config = FAMILIES["gemma2"]
-    table = sources(family.names(config), shapes(config))
+    table = tensor_sources(family.names(config), shapes(config))
     for block, numbers in (("local_block", ["0", "2"]), ("global_block", ["1", "3"])):
         tensors = [tensor for _, tensor in table[f"layers/{block}/mlp/up_proj/kernel"].tensors()]
         assert [tensor.split(".")[2] for tensor in tensors] == numbers
@@ -206,7 +206,7 @@ def test_layers_of_gemma_2_take_turns():
 def test_queries_keys_and_values_of_gpt_2_are_thirds_of_a_tensor():
     """Columns 0 to 31, 32 to 63 and 64 to 95 of 96, neither turned nor overlapping."""
     family, config = FAMILIES["gpt2"]
-    table = sources(family.names(config), shapes(config))
+    table = tensor_sources(family.names(config), shapes(config))
     for number, x in enumerate("qkv"):
         source = table[f"layers/attention/{x}_proj/kernel"]
         assert source.stored == (32, 96)

@@ -281,7 +281,7 @@ def test_tied_arrays_are_found_exactly_where_two_specs_meet(data):
     (problem,) = Rules([*table, *aliases]).audit(shapes, mesh.shape, tied=tied)
     assert problem.where == " = ".join(tied[at])
     for pattern in (kernels[at][0], aliases[at][0]):
-        assert f"({pattern!r}) says" in problem.arithmetic
+        assert f"({pattern!r}) says" in problem.detail
 
 
 @settings(SHORT, max_examples=30)

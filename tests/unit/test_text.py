@@ -7,14 +7,14 @@ import pytest
 
 from spmd.data.tokenizer import ByteTokenizer, load_tokenizer
 from spmd.generate.sampling import Sampling
-from spmd.run.generated_text import Pieces, make_generator
+from spmd.run.generated_text import IncrementalDetokenizer, make_generator
 from tests.unit.test_tokenizer import bpe
 
 TEXT = "naïve café, 東京 🦊 the fox\n"
 
 
 def streamed(tokenizer, ids, before=()):
-    pieces = Pieces(tokenizer, before)
+    pieces = IncrementalDetokenizer(tokenizer, before)
     return [*(pieces.add(token) for token in ids), pieces.finish()]
 
 
@@ -48,8 +48,8 @@ def test_every_end_of_the_tokenizer_ends_a_text(tmp_path):
     path = bpe(tmp_path / "tokenizer.json", special=("<|endoftext|>", "<|im_end|>"))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
     config = types.SimpleNamespace(data=types.SimpleNamespace(sequence=8))
-    recipe = types.SimpleNamespace(plan=None, config=config, tokenizer=load_tokenizer(str(path)))
-    assert make_generator(recipe, Sampling()).ends == (1, 0)
+    setup = types.SimpleNamespace(plan=None, config=config, tokenizer=load_tokenizer(str(path)))
+    assert make_generator(setup, Sampling()).ends == (1, 0)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
