@@ -11,10 +11,10 @@ SpmdError                    something is wrong with what was asked; `.problems`
 ├── DataError                a corpus that is missing, empty or too short
 ├── CheckpointError          a checkpoint that does not fit, or a run folder in use
 ├── AgreementError           processes of one run are about to do different things
-├── BadStepError             a step whose numbers cannot be trusted
+├── DivergenceError          a step whose numbers cannot be trusted
 │   ├── NonFiniteError       the loss or a gradient is NaN or infinite
 │   └── SpikeError           the loss is far above what it was
-└── FaultError                a device computed or keeps other bits than it should
+└── DataCorruptionError      a device computed or holds other bits than it should
 ```
 
 All of them are `ValueError`s. A function that finds several problems reports all of them in one error.
@@ -22,10 +22,14 @@ All of them are `ValueError`s. A function that finds several problems reports al
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _LONGEST = 2000
+_BOUNDS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, "at most": operator.le}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -147,6 +151,40 @@ class SpikeError(DivergenceError):
 
 class DataCorruptionError(SpmdError):
     """A device computed or keeps other bits than it should: silent data corruption."""
+
+
+def check_fields(config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: str = "") -> list[Problem]:
+    """Return a problem for each field of a dataclass that breaks its rule.
+
+    Args:
+        config: The dataclass.
+        rules: Field, or dotted path of one → the values it may have, or bounds as text: terms `above 0`, `below 1`,
+            `at least 1`, `at most 1` and `finite`, joined by `and`. The text is also the fix that the problem names.
+            A field that is None breaks no bound.
+        prefix: Written before the field's name, such as `"router."`.
+
+    Example:
+        >>> print(*check_fields(Problem("a", "b"), {"where": ("data", "fsdp")}, prefix="problem."))
+        problem.where: is 'a'
+            fix: one of: data, fsdp
+    """
+    problems = []
+    for field, rule in rules.items():
+        value = operator.attrgetter(field)(config)
+        if not isinstance(rule, str):
+            if value not in rule:
+                fix = did_you_mean(str(value), map(str, rule))
+                problems.append(Problem(prefix + field, f"is {value!r}", fix=fix))
+        elif value is not None and not all(_holds(value, term) for term in rule.split(" and ")):
+            problems.append(Problem(prefix + field, f"is {value}", fix=rule))
+    return problems
+
+
+def _holds(value: Any, term: str) -> bool:
+    if term == "finite":
+        return math.isfinite(value)
+    word, _, bound = term.rpartition(" ")
+    return _BOUNDS[word](value, float(bound))
 
 
 def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:
