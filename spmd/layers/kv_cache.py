@@ -91,9 +91,6 @@ class _Trace:
         return () if self.positions is None else next(self.calls[-1].given)
 
 
-_TRACE = jax.make_user_context(default_value=None)
-
-
 def prefill(run: Callable[[], T], length: int) -> tuple[T, Cache]:
     """`run()`, and the keys and values of its calls of `attend`.
 
@@ -142,7 +139,7 @@ def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -
 
 @contextlib.contextmanager
 def _traced(trace: _Trace) -> Iterator[_Trace]:
-    with _TRACE(trace):
+    with override(kv_cache=trace):
         yield trace
     trace.positions, trace.calls = None, []  # JAX's caches are keyed by it, and would keep these
 
@@ -150,20 +147,19 @@ def _traced(trace: _Trace) -> Iterator[_Trace]:
 @contextlib.contextmanager
 def single_token() -> Iterator[None]:
     """Inside, tokens come one at a time: the dimension of activations that has one is split over no axis."""
-    scope = current()
-    with contextlib.nullcontext() if scope is None else override(dataclasses.replace(scope, one_token=True)):
+    with override(single_token=True):
         yield
 
 
 def token_positions() -> Int[Array, "batch 1"] | None:
     """The positions of the tokens that are decoded; None where none are."""
-    trace = _TRACE.value
+    trace = current().kv_cache
     return None if trace is None or trace.positions is None else trace.positions[:, None]
 
 
 def cache_length() -> int:
     """How many tokens the cache in use has room for."""
-    return _TRACE.value.length
+    return current().kv_cache.length
 
 
 def cached_attention(
@@ -192,7 +188,7 @@ def cached_attention(
     Raises:
         CacheError: Tokens see what comes behind them, or documents share a row.
     """
-    trace = _TRACE.value
+    trace = current().kv_cache
     if trace is None:
         return None
     problems = [
@@ -255,10 +251,9 @@ def _written(whole: Array, new: Array, positions: Array) -> Array:
 
 def split(cache: Cache) -> Cache:
     """The cache as it lies on the mesh of the plan in scope; as it is, outside of a plan."""
-    scope = current()
-    if scope is None:
+    mesh = current().mesh
+    if mesh is None:
         return cache
-    mesh = scope.mesh
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _spec(x.shape, mesh))), cache)
 
 
@@ -279,7 +274,7 @@ def isolate_layer(layer: Layer) -> Layer:
     Args:
         layer: `(state, *arrays) -> result`.
     """
-    trace = _TRACE.value
+    trace = current().kv_cache
     if trace is None:
         return layer
 
@@ -306,7 +301,7 @@ def thread_cache(step: Callable[..., tuple[Any, Any]], each: Any) -> tuple[Calla
         A step for layers that are `isolate_layer`, and `each` with what the cache has for each layer. Its values go
         through `collect_cache`.
     """
-    trace = _TRACE.value
+    trace = current().kv_cache
     if trace is None:
         return step, each
 
@@ -327,7 +322,7 @@ def thread_cache(step: Callable[..., tuple[Any, Any]], each: Any) -> tuple[Calla
 
 def collect_cache(values: Any) -> Any:
     """The values of a step over layers; what the layers add to the cache is taken out of them."""
-    trace = _TRACE.value
+    trace = current().kv_cache
     if trace is None:
         return values
     values, added = values

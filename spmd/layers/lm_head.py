@@ -33,6 +33,7 @@ from jaxtyping import Array, Float, Int
 from spmd.errors import AnnotationError, Problem
 from spmd.layers.soft_cap import before_soft_cap, soft_capped
 from spmd.plan.annotate import annotate, manual_over, placement
+from spmd.plan.context import current, override
 from spmd.plan.fsdp import ParamPlacement, gather
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
@@ -40,8 +41,6 @@ CHUNK = 1024
 """Tokens whose logits are there at once: so many that the products take longer than reading the table does."""
 
 _WHOLE = P()
-
-_DEFERRED = jax.make_user_context(default_value=False)
 
 
 @jax.tree_util.register_dataclass
@@ -71,13 +70,13 @@ class LazyLogits:
 @contextlib.contextmanager
 def lazy_logits() -> Iterator[None]:
     """Asks the models that run inside for `LazyLogits` logits; those that do not know of it return them as ever."""
-    with _DEFERRED(True):
+    with override(lazy_logits=True):
         yield
 
 
 def is_lazy() -> bool:
     """Whether a model may return its logits `LazyLogits`."""
-    return _DEFERRED.value
+    return current().lazy_logits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,7 +180,7 @@ def _layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> _Layou
             tuple(tuple(a for a in axes if a not in kept) for axes, kept in zip(*specs, strict=True))
             for specs in zip(stored, used, strict=True)
         ),
-        is_kept=all(kernel.placed is None or kernel.placed.is_kept for kernel in kernels),
+        is_kept=all(kernel.placed is None or kernel.placed.save_gathered for kernel in kernels),
         ragged=isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu",
     )
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmd.plan.annotate import manual_over
-from spmd.plan.context import current
+from spmd.plan.context import current, override
 from spmd.sharding.mesh import AnyMesh
 
 Run = Callable[[Any, Any], tuple[jax.Array, Any]]
@@ -65,13 +65,11 @@ Answer = Callable[[Run, jax.Array, Any], tuple[jax.Array, Any]]
 SLOTS = "stage_inputs"
 """What a pipeline marks the slots as in which a stage keeps what arrives, until it is needed."""
 
-_ANSWER = jax.make_user_context(default_value=None)
-
 
 @contextlib.contextmanager
 def answered(answer: Answer) -> Iterator[None]:
     """Inside, `pipelined_layers` does what `answer` says."""
-    with _ANSWER(answer):
+    with override(run_stages=answer):
         yield
 
 
@@ -81,11 +79,11 @@ def sequential_stages() -> Iterator[None]:
 
     Left to itself, the compiler would bring all layers to every stage.
     """
-    scope = current()
-    if scope is None or scope.mesh.shape["pipe"] == 1:
+    mesh = current().mesh
+    if mesh is None or mesh.shape["pipe"] == 1:
         yield
         return
-    with answered(functools.partial(_in_turns, scope.mesh)):
+    with answered(functools.partial(_in_turns, mesh)):
         yield
 
 
@@ -128,5 +126,5 @@ def pipelined_layers(run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, An
         >>> float(through_layers(run, jnp.float32(1), jnp.array([2.0, 3.0]))[0])
         6.0
     """
-    answer = _ANSWER.value
+    answer = current().run_stages
     return run(x, layers) if answer is None else answer(run, x, layers)

@@ -26,13 +26,12 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import ConfigError, Problem
 from spmd.layers.kv_cache import token_positions
 from spmd.plan.annotate import attention_config, manual_over
-
-_BALANCED = jax.make_user_context(default_value=False)
+from spmd.plan.context import current, override
 
 
 def is_zigzag() -> bool:
     """Whether the tokens that are traced now are in zigzag order."""
-    return _BALANCED.value
+    return current().zigzag
 
 
 def zigzag(seq: int, devices: int) -> np.ndarray:
@@ -89,7 +88,7 @@ def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
         what = "does not divide into two blocks for each device"
         raise ConfigError("A ring cannot be balanced:", [Problem("sequence", what, arithmetic, fix)])
     move = manual_over(ring.mesh, ("sequence",), _exchange(ring.sequence), P(None, "sequence"), P(None, "sequence"))
-    with _BALANCED(True):
+    with override(zigzag=True):
         yield {name: move(x) if x.shape[1:2] == (seq,) else x for name, x in batch.items()}
 
 

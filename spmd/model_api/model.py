@@ -26,8 +26,9 @@ class ModelInfo:
         placed: Path of any variable that no rule is asked for → its spec.
         lora_kernels: Paths of kernels that may be `spmd.plan.lora_layer.LoRAParam`, because the module
             multiplies with them by it.
-        frozen: Path of a variable that never changes → the path of the module's parameter that it is. In stacked layers
-            it may live in host memory, as a parameter may.
+        frozen: Path of a variable that never changes → the path of the module's parameter that it holds.
+        merged: Those of `frozen` that reach the module merged with an adapter. The others are used as they are: in
+            stacked layers they may live in host memory, and a pipeline may split them, as parameters.
         position_aware: Whether the model asks for the positions of its tokens (`spmd.layers.zigzag`), so that they
             may come in another order.
         supports_kv_cache: Whether tokens see each other by `spmd.layers.attention.attend` alone, so that they may come
@@ -41,6 +42,7 @@ class ModelInfo:
     placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lora_kernels: frozenset[str] = frozenset()
     frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    merged: frozenset[str] = frozenset()
     position_aware: bool = False
     supports_kv_cache: bool = False
 

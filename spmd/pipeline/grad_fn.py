@@ -82,9 +82,9 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
 
 def shard_over_stages(local: Callable[..., Any], out: Any, layers: Any, *others: Any) -> Any:
     """`local` on every stage: its layers, and the whole of all else."""
-    scope = current()
-    assert scope is not None, "a step is traced within its plan"
-    return manual_over(scope.mesh, (AXIS,), local, (P(AXIS), *(P(),) * len(others)), out)(layers, *others)
+    mesh = current().mesh
+    assert mesh is not None, "a step is traced within its plan"
+    return manual_over(mesh, (AXIS,), local, (P(AXIS), *(P(),) * len(others)), out)(layers, *others)
 
 
 def partition(
@@ -94,22 +94,21 @@ def partition(
 
     Layers and all else are pairs: the parameters, and what is among the variables because it never changes.
     """
-    scope = current()
-    assert scope is not None, "a step is traced within its plan"
-
-    frozen = dict(scope.frozen)
+    context = current()
+    assert context.mesh is not None, "a step is traced within its plan"
+    placements = context.placements
 
     def is_layer(path: str) -> bool:
-        return scope.rules.layer_path(frozen.get(path, path))[1][:1] == (AXIS,)
+        return path in placements and placements[path].leading[:1] == (AXIS,)
 
     def divided(arrays: Any) -> tuple[Any, Any]:
         return tree.select(arrays, is_layer), tree.select(arrays, lambda path: not is_layer(path))
 
     (layers, shared), (frozen_layers, frozen_others) = map(divided, (params, variables))
     problems = []
-    if (size := scope.mesh.shape[AXIS]) != stages:
+    if (size := context.mesh.shape[AXIS]) != stages:
         problems.append(Problem("schedule", f"is for {stages} stages", f"mesh.pipe = {size}", "make it for the mesh"))
-    if scope.attention.is_ring:
+    if context.attention.is_ring:
         what = "would send keys and values inside of a stage's task, for which XLA:CPU waits on all stages"
         problems.append(Problem("context", f"is a ring, which {what}", fix="--context all-to-all"))
     counts = sorted({leaf.shape[0] for leaf in jax.tree.leaves(layers)})
@@ -127,12 +126,12 @@ def partition(
     problems += [
         Problem(path, "is a stack inside of another, and stages are cut along the first dimension", fix="one stack")
         for path in tree.flatten(shared)
-        if AXIS in scope.rules.layer_path(path)[1]
+        if path in placements and AXIS in placements[path].leading
     ]
     problems += [
         Problem(path, "is a variable that the model changes by itself, and every stage would", fix="pipe=1")
         for path in tree.flatten(variables)
-        if path not in frozen
+        if path not in placements
     ]
     if problems:
         raise ConfigError(TITLE, problems)

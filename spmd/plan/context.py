@@ -1,14 +1,17 @@
-"""Which plan the model code that is being traced belongs to.
+"""The context of a trace: what model code may ask about the plan, and about the program that it is traced for.
 
-The plan is in scope only while a step is traced. It is held by `jax.make_user_context`, so JAX's own caches are keyed
-by it: an inner jitted function traced under one plan is traced again under another.
+There is one such value. `jax.make_user_context` holds it, so JAX's own caches are keyed by it: an inner jitted function
+traced under one plan is traced again under another. Outside a plan it has its defaults, and every question has a
+neutral answer.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
+from flax.core import FrozenDict
 from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -17,79 +20,88 @@ from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.records import ParamPlacement
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import drop_axis
-from spmd.sharding.rules import Rules, audit_spec, spec_text
+from spmd.sharding.rules import audit_spec, spec_text
+
+_PLAIN, _ANYWHERE = Remat("none"), AttentionConfig()
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceContext:
-    """What model code needs of a plan.
+    """The plan in scope and the settings of one trace; derive another with `override`.
 
     Attributes:
-        mesh: Of the plan, as are the next five.
-        rules: The table.
-        zero: The ZeRO stage.
-        remat: The policy.
-        precision: Which dtype is where.
-        attention: How attention is computed.
-        hosted: The paths of the parameters in host memory.
-        frozen: The path of each variable that never changes, and that of the parameter which it is.
-        gathers_again: Whether kernels are gathered again in the backward pass, where no `jax.checkpoint` around the
-            layer does so.
-        one_token: Whether tokens come one at a time, so that the dimension they are in is not split.
+        mesh: The plan's mesh; None outside a plan.
+        placements: Parameter path → its placement, as the plan decided it.
+        activations: Activation name → spec.
+        remat: The rematerialization policy.
+        precision: Which dtype is used where; None outside a plan.
+        attention: The attention kernel, and the algorithm over a split sequence.
+        regather: Whether the backward pass gathers kernels again, where no `jax.checkpoint` around the layer does so.
+        single_token: Whether each row has one token, so that the token dimension is not split (decoding).
+        zigzag: Whether tokens are in zigzag order (`spmd.layers.zigzag`).
+        lazy_logits: Whether a model may return `spmd.layers.lm_head.LazyLogits`.
+        run_stages: Replaces the run over stacked layers (`spmd.layers.pipelined_layers`); None for a plain run.
+        kv_cache: The cache that this trace reads or fills (`spmd.layers.kv_cache`), compared by identity.
     """
 
-    mesh: AnyMesh
-    rules: Rules
-    zero: int
-    remat: Remat
-    precision: Precision
-    attention: AttentionConfig
-    hosted: frozenset[str] = frozenset()
-    frozen: frozenset[tuple[str, str]] = frozenset()
-    gathers_again: bool = False
-    one_token: bool = False
+    mesh: AnyMesh | None = None
+    placements: Mapping[str, ParamPlacement] = FrozenDict()
+    activations: Mapping[str, P] = FrozenDict()
+    remat: Remat = _PLAIN
+    precision: Precision | None = None
+    attention: AttentionConfig = _ANYWHERE
+    regather: bool = False
+    single_token: bool = False
+    zigzag: bool = False
+    lazy_logits: bool = False
+    run_stages: Callable[..., Any] | None = None
+    kv_cache: Any = None
 
 
-_SCOPE = jax.make_user_context(default_value=None)
+_CONTEXT = jax.make_user_context(default_value=TraceContext())
 
 
-def current() -> TraceContext | None:
-    """What is in scope; None outside a plan."""
-    return _SCOPE.value
+def current() -> TraceContext:
+    """Return the context of the trace."""
+    return _CONTEXT.value
 
 
 @contextlib.contextmanager
-def override(scope: TraceContext) -> Iterator[None]:
-    """Puts another scope in the place of the one around it."""
-    with _SCOPE(scope):
+def override(**changes: Any) -> Iterator[None]:
+    """Change fields of the context for the code traced inside."""
+    with _CONTEXT(dataclasses.replace(current(), **changes)):
         yield
 
 
 @contextlib.contextmanager
 def use_plan(plan: ShardingPlan) -> Iterator[None]:
-    """Puts `plan` in scope for the model code that is traced inside.
-
-    Args:
-        plan: From `make_plan`.
-    """
-    decided = plan.mesh, plan.rules, plan.zero, plan.remat, plan.precision, plan.attention
-    with _SCOPE(TraceContext(*decided, plan.hosted_params, plan.frozen)):
+    """Put `plan` in scope for the model code traced inside."""
+    context = TraceContext(
+        mesh=plan.mesh,
+        placements=plan.placements,
+        activations=FrozenDict(plan.rules.activations),
+        remat=plan.remat,
+        precision=plan.precision,
+        attention=plan.attention,
+    )
+    with _CONTEXT(context):
         yield
 
 
 def constrain(x: jax.Array, mesh: AnyMesh, spec: P, what: str) -> jax.Array:
-    """`x` under `spec`, without those axes that are manual here.
+    """Constrain `x` to `spec`, without the axes that are manual here.
 
     Args:
         x: An array.
         mesh: The plan's mesh.
-        spec: How to split it.
-        what: What it is, for the error.
+        spec: Its spec.
+        what: Its description, for the error.
 
     Raises:
-        AnnotationError: It cannot be split so. (JAX itself would drop an indivisible constraint without a word.)
+        AnnotationError: The spec does not fit `x`. (JAX itself drops an indivisible constraint silently.)
     """
     manual = get_abstract_mesh().manual_axes
     for axis in manual:

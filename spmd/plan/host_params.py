@@ -19,13 +19,13 @@ class HostParam:
 
     Attributes:
         array: The parameter.
-        view: Zeros like it on the device, whose gradient is the parameter's, in the dtype that gradients have; None
+        grad_proxy: Zeros like it on the device, whose gradient is the parameter's, in the dtype of gradients; None
             where nothing is differentiated.
         sharding: Where one layer of it goes on the device.
     """
 
-    def __init__(self, array: Any, view: Any, sharding: NamedSharding) -> None:
-        self.array, self.grad_proxy, self.sharding = array, view, sharding
+    def __init__(self, array: Any, grad_proxy: Any, sharding: NamedSharding) -> None:
+        self.array, self.grad_proxy, self.sharding = array, grad_proxy, sharding
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], NamedSharding]:
         """The arrays, and what is static."""
@@ -64,11 +64,11 @@ def fetch(tree: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _fetch(array: jax.Array, view: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return jax.device_put(array, sharding).astype(view.dtype)
+def _fetch(array: jax.Array, grad_proxy: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.device_put(array, sharding).astype(grad_proxy.dtype)
 
 
 _fetch.defvjp(
-    lambda array, view, sharding: (_fetch(array, view, sharding), None),
+    lambda array, grad_proxy, sharding: (_fetch(array, grad_proxy, sharding), None),
     lambda sharding, _, gradient: (None, gradient),
 )

@@ -145,8 +145,9 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
     def info() -> ModelInfo:
         known = model.info()
         tied = tuple(tuple(f"{BASE}/{path}" for path in group) for group in known.tied)
-        taken = (path for path in tree.flatten(_abstract(model)) if path not in paths or path in known.lora_kernels)
-        return dataclasses.replace(known, tied=tied, annotations={}, frozen={f"{BASE}/{path}": path for path in taken})
+        frozen = {f"{BASE}/{path}": path for path in tree.flatten(_abstract(model))}
+        merged = frozenset(f"{BASE}/{path}" for path in paths if path not in known.lora_kernels)
+        return dataclasses.replace(known, tied=tied, annotations={}, frozen=frozen, merged=merged)
 
     return Model(init, apply, init_variables, forward, info)
 

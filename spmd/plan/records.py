@@ -1,29 +1,58 @@
-"""One array of the training state and what was decided about it: a line of a plan."""
+"""Records of a plan: one entry for each array of the training state, and one placement for each parameter."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import shard_bytes
 from spmd.sharding.rules import Match, spec_text
 from spmd.tree import human_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanEntry:
-    """One array of the training state and what was decided about it.
+class ParamPlacement:
+    """The sharding of one layer's parameter in the training state, in a matmul, and of its gradient.
 
     Attributes:
-        path: Its name, `layers/attention/q_proj/kernel`.
+        mesh: The plan's mesh.
+        stored: Its spec in the training state.
+        used: Its spec in a matmul: as stored, but gathered over `fsdp`.
+        gradient: The spec that its gradient is reduced to, by the ZeRO stage.
+        leading: The entries of the stacked dimensions in front of one layer's.
+        on_host: Whether it is stored in host memory.
+        save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering it again.
+    """
+
+    mesh: AnyMesh
+    stored: P
+    used: P
+    gradient: P
+    leading: tuple[str | None, ...] = ()
+    on_host: bool = False
+    save_gathered: bool = True
+
+    def of_stack(self) -> "ParamPlacement":
+        """Return the placement of the whole stack of layers."""
+        stored, used, gradient = (P(*self.leading, *spec) for spec in (self.stored, self.used, self.gradient))
+        return dataclasses.replace(self, stored=stored, used=used, gradient=gradient, leading=())
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanEntry:
+    """One array of the training state, and every decision about it: a line of the plan.
+
+    Attributes:
+        path: Its path, `layers/attention/q_proj/kernel`.
         shape: Its global shape.
         dtype: Its dtype's name.
         rule: The pattern that matched, or what it follows.
-        requested: What the rule says, as written.
-        spec: The spec in force, with stacked dimensions, after the ZeRO stage.
-        reason: Why it is replicated or differs from what was requested; may be empty.
-        memory_kind: Where it lives.
+        requested: The rule's value, as written.
+        spec: The spec in force: with stacked dimensions, after the ZeRO stage.
+        reason: Why it is replicated, or differs from what was requested; may be empty.
+        memory_kind: `"device"` or `"pinned_host"`.
         bytes_per_device: The bytes of one shard.
     """
 
@@ -38,36 +67,44 @@ class PlanEntry:
     bytes_per_device: int
 
     @property
+    def on_host(self) -> bool:
+        """Whether it is stored in host memory."""
+        return self.memory_kind != "device"
+
+    @property
     def row(self) -> tuple[str, str, str, str, str]:
         """Path, dtype and shape, spec in force, bytes of a shard, and the rule with its reason."""
         shape = "×".join(map(str, self.shape)) or "scalar"
+        rule = self.rule + (f" ({self.reason})" if self.reason else "")
         return (
             self.path,
             f"{self.dtype}[{shape}]",
             spec_text(self.spec),
             human_bytes(self.bytes_per_device),
-            self.rule
-            + (f" ({self.reason})" if self.reason else "")
-            + ("" if self.memory_kind == "device" else f"  in {self.memory_kind}"),
+            rule + (f"  in {self.memory_kind}" if self.on_host else ""),
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as JSON values."""
+        return {**dataclasses.asdict(self), "spec": spec_text(self.spec), "shape": list(self.shape)}
 
     def __str__(self) -> str:
         return "  ".join(self.row)
 
 
 def make_entry(
-    path: str, array: Any, match: Match, spec: P, zero: int, axes: Mapping[str, int], on_host: bool
+    path: str, array: Any, match: Match, spec: P, *, zero: int, axes: Mapping[str, int], on_host: bool
 ) -> PlanEntry:
-    """The record of an array that a rule matched.
+    """Return the entry of an array that a rule matched.
 
     Args:
-        path: Its name.
+        path: Its path.
         array: Its abstract value.
-        match: What the rules say of it.
+        match: The rule's match.
         spec: The spec in force.
         zero: The ZeRO stage, which may have dropped an axis of the rule's spec.
         axes: Mesh axis → size.
-        on_host: Whether it lives in host memory.
+        on_host: Whether it is stored in host memory.
     """
     shape, dtype = tuple(array.shape), str(array.dtype)
     dropped = "" if spec == match.spec else f"zero={zero}: whole over fsdp"
@@ -82,12 +119,3 @@ def make_entry(
         memory_kind="pinned_host" if on_host else "device",
         bytes_per_device=shard_bytes(shape, dtype, spec, axes),
     )
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The cells of leaves as lines with columns: sizes to the right, the last column as it is."""
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
-    return [
-        "  ".join((path.ljust(widths[0]), shape.ljust(widths[1]), spec.ljust(widths[2]), size.rjust(widths[3]), rule))
-        for path, shape, spec, size, rule in rows
-    ]

@@ -95,7 +95,7 @@ def test_no_kernel_is_gathered(topology):
 def test_a_ring_sends_keys_and_values_seven_times(topology):
     """On eight devices each goes around in seven permutes, backward again, and their gradients in seven more."""
     found = collectives(topology)["ring"]
-    assert of_one_layer(found, "context.py") == {
+    assert of_one_layer(found, "ring_attention.py") == {
         ("collective-permute", "forward"): 2 * 7,
         ("collective-permute", "backward"): 2 * 7 + 2 * 7,
     }
@@ -104,5 +104,5 @@ def test_a_ring_sends_keys_and_values_seven_times(topology):
 
 def test_heads_are_exchanged_for_tokens_four_times(topology):
     """Queries, keys, values and the output, forward and backward."""
-    found = of_one_layer(collectives(topology)["all-to-all"], "context.py")
+    found = of_one_layer(collectives(topology)["all-to-all"], "ring_attention.py")
     assert found == {("all-to-all", "forward"): 4, ("all-to-all", "backward"): 4}

@@ -259,7 +259,7 @@ ASK = """
         audit = audit_collectives(compiled, plan.mesh)
         found = {}
         for record in audit.records:
-            what = "order" if record.source.startswith("spmd/parallel/order") else "rest"
+            what = "order" if record.source.startswith("spmd/layers/zigzag") else "rest"
             if record.over == "sequence" or "sequence" in record.over.split("+"):
                 found[f"{record.kind} {what}"] = found.get(f"{record.kind} {what}", 0) + record.executions
         return {"counts": found, "warnings": len(audit.warnings)}
@@ -340,7 +340,7 @@ ON_TPU = """
         plan = spmd.make_plan(mesh, tiny.LLAMA, tiny.model(), tiny.OPTIMIZER, context=context)
 
         def loss(query, key, value, segments):
-            with within(plan):
+            with use_plan(plan):
                 return attend(query, key, value, window=300, segments=segments).astype(jnp.float32).sum()
 
         heads = NamedSharding(mesh, P(("data", "fsdp", "expert"), "sequence", "tensor"))

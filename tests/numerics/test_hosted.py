@@ -104,7 +104,7 @@ def test_one_layer_is_fetched_at_a_time():
     """No array as large as a stack is ever moved; each layer's kernel is, in the forward pass and in the backward."""
     layout = plan(PARAMS)
     layers = tiny.CONFIG.layers
-    stacks = {leaf.shape for leaf in layout.params if leaf.path in layout.hosted_params}
+    stacks = {leaf.shape for leaf in layout.params if leaf.on_host}
     moved = list(_fetched(make_train_step(layout, grad_fn=GRAD_FN).trace(BATCHES[0]).jaxpr))
     assert stacks.isdisjoint(moved)
     for shape in stacks:

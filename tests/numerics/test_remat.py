@@ -146,7 +146,7 @@ def test_naming_an_activation_that_no_layer_marks_is_an_error(stacked):
 
 @pytest.mark.parametrize(
     ("remat", "call"),
-    [("full", "checkpoint_layer"), ("selective", "checkpoint_core"), ("offload:a", "checkpoint_layer")],
+    [("full", "remat_layer"), ("selective", "remat_attention"), ("offload:a", "remat_layer")],
 )
 def test_a_policy_that_acts_on_nothing_is_an_error(remat, call):
     """A model that passes no layer, or no attention core, through the plan; one that does is served."""

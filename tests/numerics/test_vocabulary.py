@@ -218,7 +218,7 @@ def test_control_in_one_piece_there_is_such_a_buffer(programs):
 def test_the_tables_gradient_is_reduced_once(programs):
     """Chunk after chunk sends numbers of tokens; the kernel's gradient is summed when all are done."""
     audit = audit_collectives(programs["chunks"], abstract_mesh(MeshShape(**MESH)), backend="cpu")
-    head = [r for r in audit.records if "vocabulary" in r.source]
+    head = [r for r in audit.records if "lm_head" in r.source]
     in_turns = [r for r in head if r.executions > 1]
     assert {r.executions for r in in_turns} == {TOKENS_HERE // CHUNK}
     assert {r.over for r in in_turns} == {"tensor"}

@@ -1,0 +1,55 @@
+"""Render a plan as text: the heading, a table with one line for each array, and the bytes on each device."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from spmd.plan.records import PlanEntry
+from spmd.tree import human_bytes
+
+Tables = Mapping[str, Sequence[PlanEntry]]
+"""Table name (`params`, `variables`, `gradients`, `optimizer_state`) → entries."""
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the rows of entries as lines: sizes to the right, the last column as it is."""
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+    return [
+        "  ".join((path.ljust(widths[0]), shape.ljust(widths[1]), spec.ljust(widths[2]), size.rjust(widths[3]), rule))
+        for path, shape, spec, size, rule in rows
+    ]
+
+
+def format_entries(tables: Tables) -> list[str]:
+    """Align the entries of some tables as lines; those of gradients and optimizer state begin with the table."""
+    rows = []
+    for table, entries in tables.items():
+        prefix = "" if table in ("params", "variables") else f"{table.removesuffix('_state')}: "
+        rows += [(prefix + entry.row[0], *entry.row[1:]) for entry in entries]
+    return format_table(rows)
+
+
+def format_footer(params: Iterable[PlanEntry], on_device: Mapping[str, int], on_host: Mapping[str, int]) -> str:
+    """Return the last line: the number of parameters, and the bytes on each device and in its host memory."""
+    count = sum(math.prod(entry.shape) for entry in params)
+    held, hosted = (
+        "   ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items()) for sizes in (on_device, on_host)
+    )
+    return f"{count:,} parameters   on each device: {held}" + (
+        f"   in host memory for each: {hosted}" if hosted else ""
+    )
+
+
+def diff_texts(mine: str, theirs: str) -> str:
+    """Return the lines that differ between two plans' texts (`-`, `+`), whatever the padding of columns."""
+    before, after = (_lines_by_path(text) for text in (mine, theirs))
+    changed = []
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name) != after.get(name):
+            changed += [f"{sign} {lines[name]}" for sign, lines in (("-", before), ("+", after)) if name in lines]
+    return "\n".join(changed)
+
+
+def _lines_by_path(text: str) -> dict[str, str]:
+    first, *rows, last = text.split("\n")
+    by_path = {row.split("  ")[0]: " ".join(row.split()) for row in rows}
+    return {"": " ".join(first.split()), **by_path, "\n": " ".join(last.split())}
