@@ -41,9 +41,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.gradients.losses import Sums
-from spmd.layers.pipelined_layers import pipelined_layers
-from spmd.model_api.model import Model
+from spmd.gradients.losses import ModelLoss, Sums
+from spmd.model_api.model import LayeredModel, Model, Outputs
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.schedules import make_schedule
@@ -123,21 +122,26 @@ class Step:
             kernels = jax.random.normal(key, shape) / work.width**0.5
             return {"layers": {"kernel": kernels}, "head": {"scale": jnp.ones(work.width)}}
 
-        def apply(params: Any, x: jax.Array) -> jax.Array:
-            def run(x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
-                return jax.lax.scan(lambda x, kernel: (work.layer(x, kernel), jnp.zeros(())), x, layers["kernel"])
+        def apply_layers(params: Any, variables: Any, x: jax.Array, context: None, *, train: bool) -> Any:
+            layer = lambda x, kernel: (work.layer(x, kernel), jnp.zeros(()))  # noqa: E731
+            return jax.lax.scan(layer, x, params["layers"]["kernel"])
 
-            return pipelined_layers(run, x, params["layers"])[0] @ params["head"]["scale"]
+        layered = LayeredModel(
+            lambda params, variables, key, x, train: (x, None),
+            apply_layers,
+            lambda params, variables, x, values, train: x @ params["head"]["scale"],
+        )
 
-        def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-            y = apply(params, batch["x"])
-            return {"loss": (y**2).sum(), "weight": jnp.float32(y.size)}, variables
+        def sums(outputs: Outputs, batch: Any) -> Sums:
+            y = outputs.logits
+            return {"loss": (y**2).sum(), "weight": jnp.float32(y.size)}
 
         small = spmd.replicate("a benchmark of schedules, not of kernels")
         rules = spmd.Rules([("(kernel|scale)", small)], [], stacked={"layers": "pipe"})
         mesh = spmd.make_mesh(devices=jax.devices()[: schedule.stages], pipe=schedule.stages)
-        plan = spmd.make_plan(mesh, rules, Model(init, apply), optax.identity())
-        grad_fn = pipeline(loss_fn, self.program)
+        model = Model(init, lambda params, x: None, layered=lambda: layered)
+        plan = spmd.make_plan(mesh, rules, model, optax.identity())
+        grad_fn = pipeline(ModelLoss(model, lambda batch: (batch["x"],), sums), self.program)
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
             with use_plan(plan):

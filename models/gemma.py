@@ -13,6 +13,7 @@ before each one. So a stage of a pipeline is of whole pairs, and what a remat po
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -176,8 +177,21 @@ class Gemma(nnx.Module):
             tokens: Token ids.
             segments: The document of each token, where several share a sequence.
         """
-        config = self.config
+        x, context = self.embed_inputs(tokens, segments)
+        return self.compute_outputs(*self.apply_layers(x, context))
+
+    def embed_inputs(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> tuple[Array, Any]:
+        """Return the residual stream before the first layer, and what every layer takes."""
         x = self.embed(tokens)
-        x = annotate(x * jnp.asarray(config.d_model**0.5, x.dtype), "residual")
-        x = self.norm(run_layers(self.layers, x, config.angles(tokens.shape[1]), segments, unroll=config.unroll))
-        return self.embed.attend(x, self.soft_cap)
+        x = annotate(x * jnp.asarray(self.config.d_model**0.5, x.dtype), "residual")
+        return x, (self.config.angles(tokens.shape[1]), segments)
+
+    def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, None]:
+        """Return the residual stream after the layers."""
+        return run_layers(self.layers, x, *context, unroll=self.config.unroll), None
+
+    def compute_outputs(
+        self, x: Float[Array, "batch seq d"], values: None
+    ) -> Float[Array, "batch seq vocab"] | LazyLogits:
+        """Return the logits, from the residual stream after the last layer."""
+        return self.embed.attend(self.norm(x), self.soft_cap)

@@ -7,7 +7,7 @@ model = spmd.from_nnx(config.build)
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -215,6 +215,15 @@ class GPT2(nnx.Module):
         Raises:
             ConfigError: The sequence is longer than there are positions, or may become so.
         """
+        x, context = self.embed_inputs(tokens, segments)
+        return self.compute_outputs(*self.apply_layers(x, context))
+
+    def embed_inputs(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> tuple[Array, Any]:
+        """Return the residual stream before the first layer, and what every layer takes.
+
+        Raises:
+            ConfigError: The sequence is longer than there are positions, or may become so.
+        """
         seq = tokens.shape[1]
         at = positions(seq)
         longest = (
@@ -226,6 +235,14 @@ class GPT2(nnx.Module):
             raise ConfigError("There are no positions for these tokens:", [problem])
         x = self.embed(tokens)
         learned = self.positions[...][at].astype(x.dtype)
-        x = annotate(x + learned.reshape(-1, seq, learned.shape[-1]), "residual")
-        x = self.norm(run_layers(self.layers, x, segments, unroll=self.config.unroll))
-        return self.embed.attend(x)
+        return annotate(x + learned.reshape(-1, seq, learned.shape[-1]), "residual"), (segments,)
+
+    def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, None]:
+        """Return the residual stream after the layers."""
+        return run_layers(self.layers, x, *context, unroll=self.config.unroll), None
+
+    def compute_outputs(
+        self, x: Float[Array, "batch seq d"], values: None
+    ) -> Float[Array, "batch seq vocab"] | LazyLogits:
+        """Return the logits, from the residual stream after the last layer."""
+        return self.embed.attend(self.norm(x))

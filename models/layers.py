@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from spmd.layers.kv_cache import cache_length, collect_cache, isolate_layer, thread_cache
 from spmd.layers.lm_head import LazyLogits, is_lazy
-from spmd.layers.pipelined_layers import pipelined_layers
+from spmd.layers.sequential_stages import run_stack
 from spmd.layers.soft_cap import soft_capped
 from spmd.models.rope_scaling import RopeScaling
 from spmd.plan.annotate import annotate, constrain_like, has_other_spec, remat_interval, remat_layer
@@ -373,7 +373,7 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
         x, rest = run(x, _unstack(jax.tree.map(lambda w: w[turns * size :], stack)), (graph,) * left, False)
         return x, jax.tree.map(lambda v, r: jnp.concatenate([v, r]), values, rest)
 
-    x, values = pipelined_layers(scan, x, (state, each))
+    x, values = run_stack(scan, x, (state, each))
     return x, collect_cache(values)
 
 

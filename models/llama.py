@@ -8,6 +8,7 @@ model = spmd.plan.flax.from_nnx(lambda rngs: Llama(config, rngs=rngs))
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -299,7 +300,20 @@ class Llama(nnx.Module):
             tokens: Token ids.
             segments: The document of each token, where several share a sequence.
         """
-        x = annotate(self.embed(tokens), "residual")
-        angles = self.config.angles(tokens.shape[1])
-        x = self.norm(run_layers(self.layers, x, angles, segments, unroll=self.config.unroll))
+        x, context = self.embed_inputs(tokens, segments)
+        return self.compute_outputs(*self.apply_layers(x, context))
+
+    def embed_inputs(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> tuple[Array, Any]:
+        """Return the residual stream before the first layer, and what every layer takes."""
+        return annotate(self.embed(tokens), "residual"), (self.config.angles(tokens.shape[1]), segments)
+
+    def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, None]:
+        """Return the residual stream after the layers."""
+        return run_layers(self.layers, x, *context, unroll=self.config.unroll), None
+
+    def compute_outputs(
+        self, x: Float[Array, "batch seq d"], values: None
+    ) -> Float[Array, "batch seq vocab"] | LazyLogits:
+        """Return the logits, from the residual stream after the last layer."""
+        x = self.norm(x)
         return self.lm_head(x) if self.lm_head else self.embed.attend(x)

@@ -12,6 +12,7 @@ latent attention and its prediction of several tokens.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -313,16 +314,30 @@ class Mixtral(nnx.Module):
         Losses are added up over layers. `dropped` is the part of the tokens' choices that found no room, and
         `load_spread` the load of the busiest expert relative to the mean; both are means over layers.
         """
-        config, training = self.config, not self.deterministic
+        x, context = self.embed_inputs(tokens, segments)
+        return self.compute_outputs(*self.apply_layers(x, context))
+
+    def embed_inputs(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> tuple[Array, Any]:
+        """Return the residual stream before the first layer with experts, and what every layer takes."""
         x = annotate(self.embed(tokens), "residual")
-        angles = config.angles(tokens.shape[1])
+        angles = self.config.angles(tokens.shape[1])
         if self.dense_layers is not None:
-            x = run_layers(self.dense_layers, x, angles, segments, unroll=config.unroll)
+            x = run_layers(self.dense_layers, x, angles, segments, unroll=self.config.unroll)
+        return x, (angles, segments)
+
+    def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, dict[str, Array]]:
+        """Return the residual stream after the layers with experts, and what their routers report."""
+        config, training = self.config, not self.deterministic
         count = config.layers - config.dense_layers
         keys = jax.random.split(self.noise(), count) if self.noise is not None and training else None
-        x, reports = collect_layers(self.layers, x, keys, angles, segments, unroll=config.unroll)
+        x, reports = collect_layers(self.layers, x, keys, *context, unroll=config.unroll)
         if config.router.bias_rate and training:
             self._move_biases(reports["load"])
+        return x, reports
+
+    def compute_outputs(self, x: Float[Array, "batch seq d"], values: dict[str, Array]) -> Outputs:
+        """Return the logits, and the routers' losses and metrics."""
+        config, reports = self.config, values
         x = self.norm(x)
         logits = self.lm_head(x) if self.lm_head else self.embed.attend(x)
         weights = {"balance_loss": config.router.balance, "z_loss": config.router.z_loss}

@@ -117,6 +117,15 @@ class ViT(nnx.Module):
         Raises:
             ConfigError: The images have another shape.
         """
+        x, context = self.embed_inputs(images)
+        return self.compute_outputs(*self.apply_layers(x, context))
+
+    def embed_inputs(self, images: Float[Array, "batch height width channel"]) -> tuple[Array, None]:
+        """Return the residual stream before the first layer, of the class token and each patch.
+
+        Raises:
+            ConfigError: The images have another shape.
+        """
         side, channels = self.config.image, self.config.channels
         batch, *shape = images.shape
         if shape != [side, side, channels]:
@@ -126,6 +135,13 @@ class ViT(nnx.Module):
         x = self.patch_proj(cast_to_compute(images))
         first = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (batch, 1, x.shape[-1]))
         x = jnp.concatenate([first, x], axis=1) + self.positions[...].astype(x.dtype)
-        x = run_layers(self.layers, annotate(x, "residual"), unroll=self.config.unroll)
+        return annotate(x, "residual"), None
+
+    def apply_layers(self, x: Float[Array, "batch token d"], context: None) -> tuple[Array, None]:
+        """Return the residual stream after the layers."""
+        return run_layers(self.layers, x, unroll=self.config.unroll), None
+
+    def compute_outputs(self, x: Float[Array, "batch token d"], values: None) -> Float[Array, "batch class"]:
+        """Return the score of each class, from the class token after the last layer."""
         logits = dense(self.norm(x[:, :1]), self.head.kernel, dtype=jnp.float32)
         return annotate(self.head.with_bias(logits)[:, 0], "class_logits")

@@ -21,7 +21,7 @@ from spmd.analysis.jaxpr import TracedProgram, TracedValue, read_program
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
 from spmd.analysis.propagation import place, propagate
 from spmd.analysis.topology import Topology
-from spmd.layers.pipelined_layers import SLOTS
+from spmd.pipeline.executor import SLOTS
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
 from spmd.train.step import TrainStep

@@ -4,6 +4,8 @@ A `LossFn` returns *sums* over the tokens of its batch. They are divided by the 
 the step: sum(losses) / sum(weights), never a mean of means, which would differ with padding between meshes.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from spmd.layers.lm_head import CHUNK, LazyLogits, chunked_cross_entropy, lazy_logits
 from spmd.layers.zigzag import zigzag_batch
-from spmd.model_api.model import Model, as_outputs
+from spmd.model_api.model import Model, Outputs, as_outputs
 
 Sums = dict[str, jax.Array]
 """Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name."""
@@ -61,35 +63,58 @@ def cross_entropy(
     }
 
 
-def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> LossFn:
-    """The loss of a language model on batches of `tokens`, `targets` and `weights`, each `[batch, sequence]`.
+@dataclasses.dataclass(frozen=True)
+class ModelLoss:
+    """A loss of a model's outputs: a `LossFn`, and the parts of which a pipeline composes another.
 
-    A batch may have `segments` too, the document of each token, which the model then takes behind the tokens.
+    Attributes:
+        model: The model.
+        inputs: A batch → what the model is called on.
+        sums: `(Outputs, batch)` → `Sums`.
+        train: Whether the model runs as in training (dropout drops, batch statistics are updated) or in evaluation.
+    """
+
+    model: Model
+    inputs: Callable[[Any], tuple[Any, ...]]
+    sums: Callable[[Outputs, Any], Sums]
+    train: bool = True
+
+    def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
+        """Return the sums of a batch, and the variables afterwards."""
+        with zigzag_batch(batch, position_aware=self.model.info().position_aware) as batch, lazy_logits():
+            inputs = self.inputs(batch)
+            returned, variables = self.model.forward(params, variables, key, *inputs, train=self.train)
+            return self.sums(as_outputs(returned), batch), variables
+
+
+def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> ModelLoss:
+    """Return the loss of a language model on batches of `tokens`, `targets` and `weights`, each `[batch, sequence]`.
+
+    A batch may have `segments` too, the document of each token, which the model then takes after the tokens.
 
     Args:
         model: Tokens in, logits `[batch, sequence, vocab]` or `spmd.model_api.model.Outputs` out.
-        train: Whether the model runs as in training (dropout drops, batch statistics are updated, auxiliary losses are
-            a part of the loss) or in evaluation.
-        chunk: Of how many tokens of a device there are logits at once, if the model leaves its head to the loss
-            (`spmd.layers.lm_head`).
+        train: Whether the model runs as in training, and auxiliary losses are a part of the loss.
+        chunk: Tokens of a device whose logits exist at once, if the model returns `spmd.layers.lm_head.LazyLogits`.
     """
-
-    def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        with zigzag_batch(batch, position_aware=model.info().position_aware) as batch, lazy_logits():
-            inputs = [batch[name] for name in ("tokens", "segments") if name in batch]
-            returned, variables = model.forward(params, variables, key, *inputs, train=train)
-            outputs = as_outputs(returned)
-            sums = cross_entropy(outputs.logits, batch["targets"], batch["weights"], chunk=chunk)
-        # The step divides by the weight, so a batch's value enters with its weight, and zero where all is padding.
-        others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
-        loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])
-        return {**sums, **others, "loss": loss}, variables
-
-    return loss_fn
+    return ModelLoss(model, _tokens, functools.partial(next_token_sums, train=train, chunk=chunk), train)
 
 
-def classification_loss(model: Model, *, train: bool = True) -> LossFn:
-    """The loss of a classifier on batches of `images`, `labels` and `weights`: cross-entropy over classes.
+def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = CHUNK) -> Sums:
+    """Return the cross-entropy of the next token, and each auxiliary loss and metric, as weighted sums."""
+    sums = cross_entropy(outputs.logits, batch["targets"], batch["weights"], chunk=chunk)
+    # The step divides by the weight, so a batch's value enters with its weight, and zero where all is padding.
+    others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
+    loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])
+    return {**sums, **others, "loss": loss}
+
+
+def _tokens(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch[name] for name in ("tokens", "segments") if name in batch)
+
+
+def classification_loss(model: Model, *, train: bool = True) -> ModelLoss:
+    """Return the loss of a classifier on batches of `images`, `labels` and `weights`: cross-entropy over classes.
 
     `labels` and `weights` are `[batch]`; the step's `tokens` are then images.
 
@@ -97,9 +122,8 @@ def classification_loss(model: Model, *, train: bool = True) -> LossFn:
         model: Images in, logits `[batch, classes]` out.
         train: Whether the model runs as in training or in evaluation.
     """
+    return ModelLoss(model, lambda batch: (batch["images"],), _class_sums, train)
 
-    def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        logits, variables = model.forward(params, variables, key, batch["images"], train=train)
-        return cross_entropy(logits[:, None], batch["labels"][:, None], batch["weights"][:, None]), variables
 
-    return loss_fn
+def _class_sums(outputs: Outputs, batch: Any) -> Sums:
+    return cross_entropy(outputs.logits[:, None], batch["labels"][:, None], batch["weights"][:, None])

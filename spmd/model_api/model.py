@@ -77,6 +77,26 @@ def as_outputs(returned: Any) -> Outputs:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayeredModel:
+    """A forward pass in three parts, so that a pipeline can give each stage some of the stacked layers.
+
+    The outputs are `compute_outputs(…, *apply_layers(…, *embed_inputs(…, key, *inputs)))`; each part takes
+    `(params, variables, …, train=…)`. Layers of another kind, such as dense first layers, are a part of `embed_inputs`.
+
+    Attributes:
+        embed_inputs: `(key, *inputs)` → `(x, context)`: the stream that enters the first layer, and what every layer
+            takes besides.
+        apply_layers: `(x, context)` → `(x, values)`: runs the layers in `params`, of which a stage has some; `values`
+            are what layers return besides, stacked, or None.
+        compute_outputs: `(x, values)` → the outputs, with `values` of all layers.
+    """
+
+    embed_inputs: Callable[..., tuple[jax.Array, Any]]
+    apply_layers: Callable[..., tuple[jax.Array, Any]]
+    compute_outputs: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
     """A model as pure functions of its parameters and variables.
 
@@ -91,6 +111,7 @@ class Model:
             which leaves the variables as they are. In evaluation (`train=False`) nothing is dropped, statistics are
             used and not updated, and the key may be None.
         info: What the module's source says besides; nothing by default.
+        layered: The forward pass in parts, for a pipeline; it returns None by default.
 
     Example:
         >>> model = Model(lambda key: {"w": jax.numpy.ones(3)}, lambda params, x: params["w"] * x)
@@ -104,6 +125,7 @@ class Model:
     init_variables: Callable[[jax.Array], Any] = lambda key: {}
     forward: Callable[..., tuple[Any, Any]] = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
     info: Callable[[], ModelInfo] = ModelInfo
+    layered: Callable[[], LayeredModel | None] = lambda: None
 
     def __post_init__(self) -> None:
         if self.forward is None:

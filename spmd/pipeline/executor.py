@@ -17,18 +17,20 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd.layers.pipelined_layers import SLOTS, Stream
 from spmd.pipeline.interleave import AXIS
-from spmd.pipeline.partition import Stages, read_slot, select_chunk
+from spmd.pipeline.partition import StageModel, Stream, read_slot, select_chunk
 from spmd.pipeline.tick_table import IDLE, TickTable
 from spmd.plan.fsdp import accumulation_dtype
+
+SLOTS = "stage_inputs"
+"""The checkpoint name of the slots in which a stage keeps its inputs until they are used."""
 
 Carry = dict[str, Any]
 """What goes from tick to tick: slots for `inputs` and `gradients`, what `arrived` and what is to be `sent_back`, and
 `totals`: gradients of layers `[version · chunk, …]`, all other gradients and sums `[version, …]`."""
 
 
-def first_carry(model: Stages, chunks: Any, shared: Any, program: TickTable) -> Carry:
+def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -> Carry:
     """The carry of a pipeline with nothing in it."""
     stream, sums = model.shapes(shared)
     empty = zeros(stream)
@@ -37,15 +39,15 @@ def first_carry(model: Stages, chunks: Any, shared: Any, program: TickTable) -> 
         return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), like)
 
     return {
-        "inputs": zeros(stream, program.depth),
-        "gradients": zeros(stream, program.gradient_depth),
+        "inputs": zeros(stream, table.depth),
+        "gradients": zeros(stream, table.gradient_depth),
         "arrived": empty,
         "sent_back": empty,
-        "totals": (total(chunks), total(shared), zeros(sums, program.versions)),
+        "totals": (total(chunks), total(shared), zeros(sums, table.versions)),
     }
 
 
-def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program: TickTable, carry: Carry) -> Carry:
+def run_ticks(model: StageModel, chunks: Any, shared: Any, scale: jax.Array, table: TickTable, carry: Carry) -> Carry:
     """What one stage does.
 
     Args:
@@ -53,15 +55,15 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
         chunks: The stage's layers, `[version · chunk, layer, …]`.
         shared: All other parameters, `[version, …]`.
         scale: Of the loss.
-        program: The tables.
+        table: The tables.
         carry: From `first_carry`, or of the ticks before.
     """
     stage = jax.lax.axis_index(AXIS)
     empty = zeros(carry["arrived"])
-    move = functools.partial(shift, stages=program.stages, chunks=program.chunks)
+    move = functools.partial(shift, stages=table.stages, chunks=table.chunks)
 
     def version(i: jax.Array) -> jax.Array:
-        return i // program.microbatches
+        return i // table.microbatches
 
     def tick(carry: Carry, row: dict[str, jax.Array]) -> tuple[Carry, None]:
         do = {name: column[stage] for name, column in row.items()}
@@ -76,7 +78,7 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
 
         def forward() -> Stream:
             i, chunk = do["forward"], do["forward_chunk"]
-            layers = select_chunk(chunks, version(i) * program.chunks + chunk)
+            layers = select_chunk(chunks, version(i) * table.chunks + chunk)
             return model.inside(
                 layers, select_chunk(shared, version(i)), read_slot(inputs, do["forward_slot"]), i, chunk
             )
@@ -86,7 +88,7 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
 
         def backward(totals: Any) -> tuple[Stream, Any]:
             i, chunk = do["backward"], do["backward_chunk"]
-            own, group = select_chunk(shared, version(i)), version(i) * program.chunks + chunk
+            own, group = select_chunk(shared, version(i)), version(i) * table.chunks + chunk
             d_chunks, d_shared, sums = totals
             left, pull = jax.vjp(
                 lambda layers, shared, stream: model.inside(layers, shared, stream, i, chunk),
@@ -101,7 +103,7 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
             def from_behind(d_shared: Any, sums: Any) -> tuple[Stream, Any, Any]:
                 return read_slot(gradients, do["gradient_slot"]), d_shared, sums
 
-            ends = (stage == program.stages - 1) & (chunk == program.chunks - 1)
+            ends = (stage == table.stages - 1) & (chunk == table.chunks - 1)
             d_left, d_shared, sums = cond(ends, from_loss, from_behind, d_shared, sums)
             d_layers, d, d_entered = pull(d_left)
             return d_entered, (accumulate_at(d_chunks, d_layers, group), accumulate_at(d_shared, d, version(i)), sums)
@@ -121,8 +123,8 @@ def run_ticks(model: Stages, chunks: Any, shared: Any, scale: jax.Array, program
         slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), {"inputs": inputs, "gradients": gradients})
         return {**slots, "arrived": arrived, "sent_back": sent_back, "totals": totals}, None
 
-    table = {name: jnp.asarray(column) for name, column in program.columns.items()}
-    return jax.lax.scan(tick, carry, table)[0]
+    rows = {name: jnp.asarray(column) for name, column in table.columns.items()}
+    return jax.lax.scan(tick, carry, rows)[0]
 
 
 def cond(predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:

@@ -1,4 +1,11 @@
-"""A loss function cut where its layers begin and end, into the parts that a stage of a pipeline computes."""
+"""A model's loss in the parts that a stage of a pipeline computes, and what belongs to which stage.
+
+```
+enter    embed_inputs                       the stream that enters the first layer
+inside   apply_layers, some of the layers   the stream after this stage's layers
+leave    compute_outputs, then the loss     sums over the microbatch
+```
+"""
 
 import dataclasses
 import functools
@@ -10,47 +17,81 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.losses import LossFn, Sums
-from spmd.layers.pipelined_layers import Answer, Reached, Run, Stream, answered
+from spmd.gradients.accumulate import split_microbatches
+from spmd.gradients.losses import LossFn, ModelLoss, Sums
+from spmd.layers.lm_head import lazy_logits
+from spmd.model_api.model import LayeredModel, as_outputs
 from spmd.pipeline.interleave import AXIS
+from spmd.plan.context import current
 
-TITLE = "This model cannot be cut into stages:"
-
+TITLE = "This model cannot be pipelined:"
 
 IN_FLIGHT = "in_flight"
-"""The name among the variables of what is under way between two steps, in a pipeline that never runs dry."""
+"""The name, among the variables, of what PipeDream carries from one step to the next."""
 
 
 def split_in_flight(variables: Any) -> tuple[Any, Any]:
-    """The model's own variables, and what is under way; None for nothing."""
+    """Split the variables into the model's own and those in flight; None for nothing."""
     return {name: value for name, value in variables.items() if name != IN_FLIGHT}, variables.get(IN_FLIGHT)
 
 
 def read_slot(slots: Any, slot: Any) -> Any:
-    """What is in a slot."""
+    """Return the contents of a slot."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), slots)
 
 
-def select_chunk(parts: Any, which: Any) -> Any:
-    """One of several parts; of one alone, that one."""
-    alone = all(w.shape[0] == 1 for w in jax.tree.leaves(parts))
-    return jax.tree.map(lambda w: w[0], parts) if alone else read_slot(parts, which)
+def select_chunk(chunks: Any, which: Any) -> Any:
+    """Return one of several chunks; without indexing where there is only one."""
+    is_single = all(w.shape[0] == 1 for w in jax.tree.leaves(chunks))
+    return jax.tree.map(lambda w: w[0], chunks) if is_single else read_slot(chunks, which)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The arrays that stages pass on.
+
+    Attributes:
+        x: The residual stream of one microbatch.
+        values: The values that layers return, stacked over all layers; zeros for layers that are still to come.
+    """
+
+    x: Any
+    values: Any
+
+
+def in_parts(loss_fn: LossFn) -> tuple[ModelLoss, LayeredModel]:
+    """Return a loss and its model in parts.
+
+    Raises:
+        ConfigError: The loss is a function of its own, or its model has no parts.
+    """
+    if not isinstance(loss_fn, ModelLoss):
+        fix = "spmd.gradients.losses.ModelLoss(model, inputs, sums), or spmd.next_token_loss(model)"
+        problem = Problem("loss", "is a function, and a pipeline needs its parts", fix=fix)
+        raise ConfigError(TITLE, [problem])
+    layered = loss_fn.model.layered()
+    if layered is None:
+        fix = "give the module the methods embed_inputs, apply_layers and compute_outputs"
+        raise ConfigError(TITLE, [Problem("layers", "are nowhere: the model is in one part", fix=fix)])
+    return loss_fn, layered
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
-    """The parts of a loss function that a stage has, as functions of arrays.
+class StageModel:
+    """The parts of a loss function that a stage computes, as functions of arrays.
 
     Attributes:
         loss_fn: The whole.
-        parts: The microbatches, and a key for each.
-        some_layers: Any chunk of layers, `[layer, …]`: what stands for them where they are not asked for.
-        stages: How many there are.
-        frozen: What the layers have that never changes, `[chunk, layer, …]`, and what all else has.
+        microbatches: The microbatches, and a key for each.
+        some_layers: Any chunk of layers, `[layer, …]`: a placeholder where layers are not used.
+        stages: The number of stages.
+        frozen: The frozen variables of the layers, `[chunk, layer, …]`, and all others.
+        chunks: Chunks of layers of each stage.
     """
 
     loss_fn: LossFn
-    parts: Any
+    microbatches: Any
     some_layers: Any
     stages: int
     frozen: tuple[Any, Any]
@@ -58,31 +99,29 @@ class Stages:
 
     @property
     def size(self) -> int:
-        """How many layers a chunk has."""
+        """Layers of a chunk."""
         return jax.tree.leaves(self.some_layers)[0].shape[0]
 
     def shapes(self, shared: Any) -> tuple[Stream, Sums]:
-        """What the stream and the sums look like, for parameters `[version, …]`.
+        """Return zeros like the stream and the sums, for parameters `[version, …]`.
 
         Raises:
-            ConfigError: What enters or leaves the layers depends on them by another way than through them; layers
-                return what has no gradient.
+            ConfigError: The model has no parts; `embed_inputs` or `compute_outputs` uses the layers; layers return
+                integers, which have no gradient.
         """
         own, first = jax.tree.map(lambda w: w[0], shared), jnp.int32(0)
 
         def outside(layers: Any, frozen: Any) -> tuple[Stream, Sums]:
             around = dataclasses.replace(self, some_layers=layers, frozen=(frozen, self.frozen[1]))
             stream = around.enter(own, first)
-            # Zeros, for what enters is not what leaves: only what is not through the layers is looked at.
+            # Zeros, for the stream that leaves is another: only what does not go through the layers matters.
             return stream, around.leave(own, jax.tree.map(jnp.zeros_like, stream), first)[1]
 
         of_layers = self.some_layers, self.frozen[0]
         jaxpr, (stream, sums) = jax.make_jaxpr(outside, return_shape=True)(*of_layers)
         used = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))[1]
         problems = [
-            Problem(
-                path, "is used outside of through_layers, where a stage has a part of the layers alone", fix="inside"
-            )
+            Problem(path, "is used outside of apply_layers, where a stage has only some of the layers", fix="inside")
             for path, is_used in zip([path for part in of_layers for path in tree.flatten(part)], used, strict=True)
             if is_used
         ]
@@ -96,60 +135,95 @@ class Stages:
         return stream, sums
 
     def enter(self, shared: Any, i: jax.Array) -> Stream:
-        """What enters the first layer."""
-
-        def answer(run: Run, x: jax.Array, layers: Any) -> Any:
-            values = jax.eval_shape(run, x, self._own(layers, 0))[1]
-            count = self.stages * self.chunks * self.size
-            raise Reached(Stream(x, jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values)))
-
-        return self._until(answer, self.some_layers, shared, i)
+        """Return the stream that enters the first layer."""
+        x, context = self._embed(self.some_layers, shared, i)
+        apply = functools.partial(self._apply, self.some_layers, shared, context=context, chunk=0)
+        values = jax.eval_shape(apply, x)[1]
+        count = self.stages * self.chunks * self.size
+        return Stream(x, jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values))
 
     def inside(self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0) -> Stream:
-        """What leaves the layers of one of this stage's chunks."""
+        """Return the stream after the layers of one of this stage's chunks."""
         first = (chunk * self.stages + jax.lax.axis_index(AXIS)) * self.size
-
-        def answer(run: Run, x: jax.Array, stack: Any) -> Any:
-            x, values = run(stream.x, self._own(stack, first))
-            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
-            raise Reached(Stream(x, jax.tree.map(put, stream.values, values)))
-
-        return self._until(answer, layers, shared, i, chunk)
+        context = self._embed(layers, shared, i, chunk)[1]
+        x, values = self._apply(layers, shared, stream.x, context, chunk)
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+        return Stream(x, jax.tree.map(put, stream.values, values))
 
     def leave(self, shared: Any, stream: Stream, i: jax.Array) -> tuple[jax.Array, Sums]:
-        """The loss and all sums."""
-        calls = []
-
-        def answer(run: Run, x: jax.Array, layers: Any) -> Any:
-            calls.append(run)
-            return stream.x, stream.values
-
-        with answered(answer):
-            sums = self._loss(self.some_layers, shared, i)
-        if len(calls) > 1:
-            problem = Problem("layers", f"are {len(calls)} stacks", fix="one call of through_layers")
-            raise ConfigError(TITLE, [problem])
+        """Return the loss and all sums."""
+        loss, layered = in_parts(self.loss_fn)
+        arrays = self._arrays(self.some_layers, shared, 0)
+        with lazy_logits():
+            outputs = layered.compute_outputs(*arrays, stream.x, stream.values, train=loss.train)
+            sums = loss.sums(as_outputs(outputs), read_slot(self.microbatches, i)[0])
         return sums["loss"], sums
 
-    def _until(self, answer: Answer, layers: Any, shared: Any, i: jax.Array, chunk: Any = 0) -> Stream:
-        try:
-            with answered(answer):
-                self._loss(layers, shared, i, chunk)
-        except Reached as reached:
-            return reached.stream
-        fix = "run stacked layers through spmd.layers.pipelined_layers.pipelined_layers"
-        problem = Problem("layers", "are nowhere: the model does not say where they begin", fix=fix)
-        raise ConfigError(TITLE, [problem])
+    def _embed(self, layers: Any, shared: Any, i: jax.Array, chunk: Any = 0) -> tuple[jax.Array, Any]:
+        loss, layered = in_parts(self.loss_fn)
+        batch, key = read_slot(self.microbatches, i)
+        arrays = self._arrays(layers, shared, chunk)
+        return layered.embed_inputs(*arrays, key, *loss.inputs(batch), train=loss.train)
 
-    def _loss(self, layers: Any, shared: Any, i: jax.Array, chunk: Any = 0) -> Sums:
-        batch, key = read_slot(self.parts, i)
+    def _apply(self, layers: Any, shared: Any, x: jax.Array, context: Any, chunk: Any) -> tuple[jax.Array, Any]:
+        loss, layered = in_parts(self.loss_fn)
+        return layered.apply_layers(*self._arrays(layers, shared, chunk), x, context, train=loss.train)
+
+    def _arrays(self, layers: Any, shared: Any, chunk: Any) -> tuple[Any, Any]:
+        """Return the parameters and the variables of a model with one chunk of layers."""
         frozen, others = self.frozen
-        return self.loss_fn(tree.merge(layers, shared), tree.merge(select_chunk(frozen, chunk), others), batch, key)[0]
+        return tree.merge(layers, shared), tree.merge(select_chunk(frozen, chunk), others)
 
-    def _own(self, stack: Any, first: Any) -> Any:
-        """Of what is there for all layers, the part that is for these."""
 
-        def own(x: jax.Array) -> jax.Array:
-            return x if x.shape[0] == self.size else jax.lax.dynamic_slice_in_dim(x, first, self.size)
+def partition(
+    params: Any, variables: Any, batch: Any, key: jax.Array, stages: int, chunks: int, microbatches: int
+) -> tuple[Any, Any, Any]:
+    """Split arrays into layers, all others, and microbatches with a key for each.
 
-        return jax.tree.map(own, stack)
+    Layers and all others are pairs: parameters, and frozen variables.
+
+    Raises:
+        ConfigError: The mesh has another number of stages, or the model cannot be split into them; all problems.
+    """
+    context = current()
+    assert context.mesh is not None, "a step is traced within its plan"
+    placements = context.placements
+
+    def is_layer(path: str) -> bool:
+        return path in placements and placements[path].leading[:1] == (AXIS,)
+
+    def divided(arrays: Any) -> tuple[Any, Any]:
+        return tree.select(arrays, is_layer), tree.select(arrays, lambda path: not is_layer(path))
+
+    (layers, shared), (frozen_layers, frozen_others) = map(divided, (params, variables))
+    problems = []
+    if (size := context.mesh.shape[AXIS]) != stages:
+        problems.append(Problem("schedule", f"is for {stages} stages", f"mesh.pipe = {size}", "make it for the mesh"))
+    if context.attention.is_ring:
+        what = "is a ring, which would send keys and values inside a stage's task, where XLA:CPU waits for all stages"
+        problems.append(Problem("context", what, fix="--context all-to-all"))
+    counts = sorted({leaf.shape[0] for leaf in jax.tree.leaves(layers)})
+    if not counts:
+        fix = 'stack the layers, and name the stack in the rule table: stacked={"layers": "pipe"}'
+        problems.append(Problem("mesh.pipe", "splits no parameter", f"pipe={stages}", fix))
+    if len(counts) > 1:
+        problems.append(Problem("layers", f"are stacks of {' and '.join(map(str, counts))} layers", fix="one stack"))
+    for count in counts:
+        if count % (stages * chunks):
+            product = f"pipe={stages}" + (f" × {chunks} chunks" if chunks > 1 else "")
+            detail = f"{count} / ({product}) = {count / (stages * chunks):.4g}"
+            problems.append(Problem("layers", "do not divide into stages", detail, f"a multiple of {stages * chunks}"))
+    problems += [
+        Problem(path, "is a stack inside another, and stages divide the first dimension", fix="one stack")
+        for path in tree.flatten(shared)
+        if path in placements and AXIS in placements[path].leading
+    ]
+    problems += [
+        Problem(path, "is a variable that the model changes by itself, and every stage would", fix="pipe=1")
+        for path in tree.flatten(variables)
+        if path not in placements
+    ]
+    if problems:
+        raise ConfigError(TITLE, problems)
+    parts = split_microbatches(batch, microbatches), jax.random.split(key, microbatches)
+    return (layers, frozen_layers), (shared, frozen_others), parts

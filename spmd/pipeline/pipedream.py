@@ -25,9 +25,9 @@ from spmd.gradients.base import GradFn
 from spmd.gradients.losses import LossFn, Sums
 from spmd.model_api.model import PRNG, Model, ModelInfo
 from spmd.pipeline.executor import first_carry, run_ticks
-from spmd.pipeline.grad_fn import partition, shard_over_stages
+from spmd.pipeline.grad_fn import shard_over_stages
 from spmd.pipeline.interleave import AXIS
-from spmd.pipeline.partition import IN_FLIGHT, TITLE, Stages, split_in_flight
+from spmd.pipeline.partition import IN_FLIGHT, TITLE, StageModel, partition, split_in_flight
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import grad_targets
@@ -35,12 +35,12 @@ from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding
 
 
-def pipedream(loss_fn: LossFn, program: TickTable) -> GradFn:
+def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
     """Gradients of the batch before, in a pipeline that is full when the step begins and when it ends.
 
     Args:
         loss_fn: As for `spmd.pipeline.grad_fn.pipeline`.
-        program: Of a schedule without a flush.
+        table: Of a schedule without a flush.
 
     Raises:
         ConfigError: At trace time: as for `pipeline`; a plan whose model has nothing under way. A loss scale is a
@@ -56,10 +56,10 @@ def pipedream(loss_fn: LossFn, program: TickTable) -> GradFn:
 
         def arrays(params: Any, data: Any) -> tuple[Any, Any, Any]:
             key = jax.random.wrap_key_data(data["key"], impl=PRNG)
-            return partition(grad_targets(params), own, data["batch"], key, program.stages, 1, program.microbatches)
+            return partition(grad_targets(params), own, data["batch"], key, table.stages, 1, table.microbatches)
 
         now, before = arrays(params, data), arrays(flight["params"], flight["data"])
-        local = functools.partial(_steady, loss_fn=loss_fn, program=program)
+        local = functools.partial(_steady, loss_fn=loss_fn, table=table)
         flying = now[0], before[0], flight["stages"]
         d_layers, d_shared, sums, flying = shard_over_stages(
             local, (P(AXIS), P(), P(), P(AXIS)), flying, now[1:], before[1:]
@@ -71,24 +71,24 @@ def pipedream(loss_fn: LossFn, program: TickTable) -> GradFn:
     return grad_fn
 
 
-def _steady(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, program: TickTable) -> Any:
+def _steady(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, table: TickTable) -> Any:
     """What one stage does in the ticks of one batch."""
     (layers, frozen), (layers_before, _), flying = layers
     (shared, others), (shared_before, _) = now[0], before[0]
     chunks, shared = jax.tree.map(lambda x, y: jnp.stack([x, y]), (layers, shared), (layers_before, shared_before))
     parts = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), now[1], before[1])
-    model = Stages(loss_fn, parts, layers, program.stages, (jax.tree.map(lambda w: w[None], frozen), others))
-    carry = _resumed(first_carry(model, chunks, shared, program), flying)
-    carry = run_ticks(model, chunks, shared, jnp.float32(1), program, carry)
+    model = StageModel(loss_fn, parts, layers, table.stages, (jax.tree.map(lambda w: w[None], frozen), others))
+    carry = _resumed(first_carry(model, chunks, shared, table), flying)
+    carry = run_ticks(model, chunks, shared, jnp.float32(1), table, carry)
     d_layers, d_shared, sums = jax.tree.map(lambda x: x[1], carry["totals"])
-    return d_layers, *jax.lax.psum((d_shared, sums), AXIS), _kept(carry, program)
+    return d_layers, *jax.lax.psum((d_shared, sums), AXIS), _kept(carry, table)
 
 
-def _kept(carry: Any, program: TickTable) -> dict[str, Any]:
+def _kept(carry: Any, table: TickTable) -> dict[str, Any]:
     """What of a carry the next batch begins with, each array with a dimension for the stages."""
     d_layers, d_shared, sums = jax.tree.map(lambda x: x[0], carry["totals"])
     # A microbatch's slot is its number, which becomes less by a batch, modulo the slots.
-    inputs = jax.tree.map(lambda x: jnp.roll(x, -(program.microbatches % program.depth), axis=0), carry["inputs"])
+    inputs = jax.tree.map(lambda x: jnp.roll(x, -(table.microbatches % table.depth), axis=0), carry["inputs"])
     arrived, sent_back, d_shared, sums = jax.tree.map(
         lambda x: x[None], (carry["arrived"], carry["sent_back"], d_shared, sums)
     )
@@ -115,7 +115,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
     return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(value))}
 
 
-def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any, program: TickTable) -> Model:
+def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any, table: TickTable) -> Model:
     """The model with what is under way between steps among its variables.
 
     Args:
@@ -123,24 +123,24 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
         plan: Of the model as it is.
         loss_fn: As for `pipedream`.
         batch: Its arrays as `jax.ShapeDtypeStruct`s.
-        program: As for `pipedream`.
+        table: As for `pipedream`.
     """
 
     def under_way(params: Any, variables: Any, batch: Any, key: Any) -> Any:
         with use_plan(plan):
-            arrays = partition(grad_targets(params), variables, batch, key, program.stages, 1, program.microbatches)
+            arrays = partition(grad_targets(params), variables, batch, key, table.stages, 1, table.microbatches)
             (layers, frozen), (shared, others), parts = arrays
-            some, frozen = jax.tree.map(lambda w: w[: w.shape[0] // program.stages], (layers, frozen))
+            some, frozen = jax.tree.map(lambda w: w[: w.shape[0] // table.stages], (layers, frozen))
             chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (some, shared))
-            stages = Stages(loss_fn, parts, some, program.stages, (jax.tree.map(lambda w: w[None], frozen), others))
-            carry = first_carry(stages, chunks, shared, program)
-        return _kept(carry, program)
+            stages = StageModel(loss_fn, parts, some, table.stages, (jax.tree.map(lambda w: w[None], frozen), others))
+            carry = first_carry(stages, chunks, shared, table)
+        return _kept(carry, table)
 
     abstract = plan.abstract_params, plan.abstract_variables, batch
     local = jax.eval_shape(under_way, *abstract, jax.random.key(0, impl=PRNG))
 
     def stages() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros((program.stages * x.shape[0], *x.shape[1:]), x.dtype), local)
+        return jax.tree.map(lambda x: jnp.zeros((table.stages * x.shape[0], *x.shape[1:]), x.dtype), local)
 
     def init_variables(key: jax.Array) -> Any:
         data = {"batch": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch), "key": jnp.zeros((2,), jnp.uint32)}

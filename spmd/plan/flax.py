@@ -18,9 +18,11 @@ from flax import nnx
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.model_api.model import PRNG, Model, ModelInfo
+from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
 from spmd.plan.fsdp import gather_params
 from spmd.sharding.from_flax import linen_annotations, nnx_annotations
+
+_PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
 
 
 def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
@@ -32,7 +34,9 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     A parameter is gathered over `fsdp` as the module takes it, unless its metadata say `gathered_by_layer=True`: then
     the layer does so where it uses it (`spmd.plan.fsdp.gather`). A module whose attribute `position_aware` is true
     gets its tokens in the order that suits ring attention (`spmd.layers.zigzag`), and text is generated from it
-    one token at a time (`spmd.layers.kv_cache`); for the latter alone the attribute is `supports_kv_cache`.
+    one token at a time (`spmd.layers.kv_cache`); for the latter alone the attribute is `supports_kv_cache`. A module
+    with the methods `embed_inputs`, `apply_layers` and `compute_outputs` can be pipelined
+    (`spmd.model_api.model.LayeredModel`).
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so no array of
@@ -72,14 +76,24 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
             return {}  # building a module takes a while, and most have parameters alone
         return jax.tree.map(_as_data, nnx.to_pure_dict(nnx.split(build(key), nnx.Param, ...)[2]))
 
-    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
-        del key  # an NNX module draws from its own random state
+    def restore(params: Any, variables: Any, train: bool) -> nnx.Module:
         _, graph, *states = structure()
         params_state, variables_state = (jax.tree.map(lambda leaf: leaf, state) for state in states)
         nnx.replace_by_pure_dict(params_state, gather_params(params, marked("gathered_by_layer").__contains__))
         nnx.replace_by_pure_dict(variables_state, jax.tree.map(_as_key, variables, nnx.to_pure_dict(states[1])))
         module = nnx.merge(graph, params_state, variables_state, copy=True)
         module.train() if train else module.eval()
+        return module
+
+    def part(method: str) -> Callable[..., Any]:
+        def run(params: Any, variables: Any, *inputs: Any, train: bool) -> Any:
+            return getattr(restore(params, variables, train), method)(*inputs)
+
+        return run
+
+    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+        del key  # an NNX module draws from its own random state
+        module = restore(params, variables, train)
         outputs = module(*inputs)
         after = tree.flatten(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))))
         return outputs, tree.map_with_path(lambda path, _: _as_data(after[path]), variables)
@@ -104,7 +118,18 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
             supports_kv_cache=getattr(module, "supports_kv_cache", any_order),
         )
 
-    return Model(init, apply, init_variables, forward, info)
+    def layered() -> LayeredModel | None:
+        has_parts = all(hasattr(structure()[0], name) for name in _PARTS)
+        if not has_parts:
+            return None
+        embed_inputs, apply_layers, compute_outputs = map(part, _PARTS)
+        return LayeredModel(
+            lambda params, variables, key, *inputs, train: embed_inputs(params, variables, *inputs, train=train),
+            apply_layers,
+            compute_outputs,
+        )
+
+    return Model(init, apply, init_variables, forward, info, layered)
 
 
 def from_linen(

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.model_api.model import PRNG, Model, ModelInfo
+from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
 from spmd.model_api.precision import cast_floats
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.host_params import is_host_param
@@ -131,11 +131,16 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
     def init_variables(key: jax.Array) -> Any:
         return {**model.init_variables(key), BASE: cast_floats(model.init(key), dtype)}
 
-    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+    def merged(params: Any, variables: Any) -> tuple[Any, Any]:
         own = {name: value for name, value in variables.items() if name != BASE}
-        merged = with_adapters(params_for_forward(variables[BASE]), params, lora, model.info().lora_kernels)
-        outputs, after = model.forward(merged, own, key, *inputs, train=train)
+        return with_adapters(params_for_forward(variables[BASE]), params, lora, model.info().lora_kernels), own
+
+    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+        outputs, after = model.forward(*merged(params, variables), key, *inputs, train=train)
         return outputs, {**after, BASE: variables[BASE]}
+
+    def part(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda params, variables, *args, train: function(*merged(params, variables), *args, train=train)
 
     def apply(params: Any, *inputs: Any) -> Any:
         fix = "call model.forward(params, variables, key, *inputs, train=False)"
@@ -149,7 +154,13 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         merged = frozenset(f"{BASE}/{path}" for path in paths if path not in known.lora_kernels)
         return dataclasses.replace(known, tied=tied, annotations={}, frozen=frozen, merged=merged)
 
-    return Model(init, apply, init_variables, forward, info)
+    def layered() -> LayeredModel | None:
+        parts = model.layered()
+        if parts is None:
+            return None
+        return LayeredModel(part(parts.embed_inputs), part(parts.apply_layers), part(parts.compute_outputs))
+
+    return Model(init, apply, init_variables, forward, info, layered)
 
 
 def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, kept: Container[str] = ()) -> Any:

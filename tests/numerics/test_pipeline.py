@@ -15,7 +15,6 @@ import spmd
 from spmd.cli import main
 from spmd.errors import SpmdError
 from spmd.gradients.losses import next_token_loss
-from spmd.layers.pipelined_layers import pipelined_layers
 from spmd.model_api.model import Outputs
 from spmd.models.llama import PRESETS
 from spmd.models.mixtral import PRESETS as MIXTRALS
@@ -135,42 +134,63 @@ def test_models_that_cannot_be_cut():
     assert "layers/moe/router/bias: is a variable" in refused(setup(moved, MIXTRAL))
 
 
-class Plain(nnx.Module):
-    """A model of stacked layers that does, or does not, say where they are, and may do what a stage cannot."""
+class Whole(nnx.Module):
+    """A model of stacked layers in one part."""
 
-    def __init__(self, says: bool, rngs: nnx.Rngs, *, penalty: bool = False, dtype=jnp.float32) -> None:
-        self.says, self.penalty, self.dtype = says, penalty, dtype
+    def __init__(self, rngs: nnx.Rngs, *, penalty: bool = False, dtype=jnp.float32) -> None:
+        self.penalty, self.dtype = penalty, dtype
         self.embed = nnx.Embed(64, 8, rngs=rngs)
         self.layers = nnx.Dict(kernel=nnx.Param(jax.random.normal(rngs.params(), (4, 8, 8)) * 0.1))
 
-    def __call__(self, tokens):
-        def run(x, layers):
-            return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["kernel"]), x.sum().astype(self.dtype)), x, layers)
+    def run(self, x):
+        def layer(x, kernel):
+            return x + jnp.tanh(x @ kernel), x.sum().astype(self.dtype)
 
-        layers = {"kernel": self.layers["kernel"][...]}
-        x = self.embed(tokens)
-        x, _ = pipelined_layers(run, x, layers) if self.says else run(x, layers)
-        penalty = (layers["kernel"] ** 2).sum() * self.penalty if self.penalty else jnp.float32(0)
+        return jax.lax.scan(layer, x, self.layers["kernel"][...])
+
+    def outputs(self, x):
+        penalty = (self.layers["kernel"][...] ** 2).sum() if self.penalty else jnp.float32(0)
         return Outputs(x @ self.embed.embedding[...].T, {"penalty": penalty})
+
+    def __call__(self, tokens):
+        return self.outputs(self.run(self.embed(tokens))[0])
+
+
+class InParts(Whole):
+    """The same with the methods that a pipeline needs."""
+
+    def embed_inputs(self, tokens):
+        return self.embed(tokens), None
+
+    def apply_layers(self, x, context):
+        return self.run(x)
+
+    def compute_outputs(self, x, values):
+        return self.outputs(x)
 
 
 def test_a_model_of_ones_own():
-    """A model that knows nothing of this framework but `pipelined_layers` is cut; without it, the error names it."""
+    """A model that knows nothing of this framework but its three methods is pipelined; without them, the error names
+    them."""
     rules = Rules([("embed/embedding", replicate("small")), ("layers/kernel", replicate("small, but for its stages"))])
-    program = tabulate(make_schedule("1f1b", 2, 4))
+    table = tabulate(make_schedule("1f1b", 2, 4))
 
-    def trace(says: bool, **does):
-        model = flax.from_nnx(lambda rngs: Plain(says, rngs, **does))
+    def trace(make, own_loss=False, **does):
+        model = flax.from_nnx(lambda rngs: make(rngs, **does))
         plan = make_plan(tiny.mesh(pipe=2), rules, model, tiny.OPTIMIZER)
-        return make_train_step(plan, grad_fn=pipeline(next_token_loss(model), program)).trace(SHAPES)
+        loss_fn = next_token_loss(model)
+        grad_fn = pipeline((lambda *arguments: loss_fn(*arguments)) if own_loss else loss_fn, table)
+        return make_train_step(plan, grad_fn=grad_fn).trace(SHAPES)
 
-    with pytest.raises(SpmdError, match=r"run stacked layers through spmd[.]parallel[.]stages[.]through_layers"):
-        trace(says=False)
-    with pytest.raises(SpmdError, match="layers/kernel: is used outside of through_layers"):
-        trace(says=True, penalty=True)
+    with pytest.raises(SpmdError, match="methods embed_inputs, apply_layers and compute_outputs"):
+        trace(Whole)
+    with pytest.raises(SpmdError, match=r"loss: is a function, and a pipeline needs its parts\n.*ModelLoss"):
+        trace(InParts, own_loss=True)
+    with pytest.raises(SpmdError, match="layers/kernel: is used outside of apply_layers"):
+        trace(InParts, penalty=True)
     with pytest.raises(SpmdError, match="layers: return int32, which has no gradient"):
-        trace(says=True, dtype=jnp.int32)
-    assert "ppermute" in str(trace(says=True).jaxpr)
+        trace(InParts, dtype=jnp.int32)
+    assert "ppermute" in str(trace(InParts).jaxpr)
 
 
 def test_the_plan_says_how_many_microbatches(capsys):

@@ -13,8 +13,8 @@ import optax
 import pytest
 
 from spmd.analysis import hlo
-from spmd.layers.pipelined_layers import pipelined_layers
-from spmd.model_api.model import Model
+from spmd.gradients.losses import ModelLoss
+from spmd.model_api.model import LayeredModel, Model, Outputs
 from spmd.pipeline import executor as engine
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
@@ -159,11 +159,15 @@ class Toy:
         """The gradients, and what to call them with."""
         program, count = self.program, self.program.stages * self.program.chunks
         weights = np.arange(count, dtype=np.float32)[:, None, None] * np.ones((WIDTH, WIDTH), np.float32)
-        model = Model(lambda key: {"scale": jnp.ones(WIDTH), "layers": {"kernel": jnp.asarray(weights)}}, self.apply)
+        model = Model(
+            lambda key: {"scale": jnp.ones(WIDTH), "layers": {"kernel": jnp.asarray(weights)}},
+            lambda params, x: None,
+            layered=self.layered,
+        )
         small = replicate("a toy")
         rules = Rules([("scale", small), ("kernel", small)], [], stacked={"layers": "pipe"})
         plan = make_plan(tiny.mesh(pipe=program.stages), rules, model, optax.identity())
-        grad_fn = pipeline(self.loss_fn, program)
+        grad_fn = pipeline(ModelLoss(model, lambda batch: (batch["x"],), self.sums), program)
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
             with use_plan(plan):
@@ -173,15 +177,21 @@ class Toy:
         arguments = init_state(plan, seed=0).params, jax.device_put({"x": x}), jax.random.key(0)
         return jax.jit(gradients).lower(*arguments).compile(), arguments
 
-    def apply(self, params: Any, x: jax.Array) -> jax.Array:
-        def run(x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
-            return jax.lax.scan(lambda x, kernel: (self.layer(x, kernel), jnp.zeros(())), x, layers["kernel"])
+    def layered(self) -> LayeredModel:
+        """The model in parts."""
 
-        return pipelined_layers(run, x * params["scale"][None], params["layers"])[0]
+        def apply_layers(params: Any, variables: Any, x: jax.Array, context: None, *, train: bool) -> Any:
+            layer = lambda x, kernel: (self.layer(x, kernel), jnp.zeros(()))  # noqa: E731
+            return jax.lax.scan(layer, x, params["layers"]["kernel"])
 
-    def loss_fn(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
-        y = self.apply(params, batch["x"])
-        return {"loss": y.sum(), "weight": jnp.float32(y.size)}, variables
+        return LayeredModel(
+            lambda params, variables, key, x, train: (x * params["scale"][None], None),
+            apply_layers,
+            lambda params, variables, x, values, train: x,
+        )
+
+    def sums(self, outputs: Outputs, batch: Any) -> Any:
+        return {"loss": outputs.logits.sum(), "weight": jnp.float32(outputs.logits.size)}
 
 
 def mask(monkeypatch: pytest.MonkeyPatch) -> None:

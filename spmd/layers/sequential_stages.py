@@ -1,0 +1,76 @@
+"""Run stacked layers that are split over `pipe` one stage after the other, for work that cannot overlap.
+
+Text is generated token by token, so a pipeline of microbatches has nothing to fill it with. Inside
+`sequential_stages`, each stage runs its own layers in its turn and passes the stream on; left to itself, the compiler
+would gather all layers on every stage.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from spmd.plan.annotate import manual_over
+from spmd.plan.context import current, override
+from spmd.sharding.mesh import AnyMesh
+
+Run = Callable[[Any, Any], tuple[jax.Array, Any]]
+"""`(x, layers) -> (x after them, a value of each layer, stacked)`, for any number of layers."""
+
+
+@contextlib.contextmanager
+def sequential_stages() -> Iterator[None]:
+    """Run layers inside stage by stage, where the plan in scope splits them over `pipe`."""
+    mesh = current().mesh
+    if mesh is None or mesh.shape["pipe"] == 1:
+        yield
+        return
+    with override(run_stages=functools.partial(_run_stages, mesh)):
+        yield
+
+
+def run_stack(run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+    """Return `run(x, layers)`, stage by stage inside `sequential_stages`.
+
+    Args:
+        run: Runs some layers, one after the other.
+        x: The stream that enters the first one.
+        layers: A tree of arrays with a leading layer dimension.
+
+    Returns:
+        The stream after the last layer, and a value of each layer, stacked.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> run = lambda x, layers: jax.lax.scan(lambda x, w: (x * w, x), x, layers)
+        >>> float(run_stack(run, jnp.float32(1), jnp.array([2.0, 3.0]))[0])
+        6.0
+    """
+    run_stages = current().run_stages
+    return run(x, layers) if run_stages is None else run_stages(run, x, layers)
+
+
+def _run_stages(mesh: AnyMesh, run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+    stages = mesh.shape["pipe"]
+
+    def local(x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+        stage = jax.lax.axis_index("pipe")
+        nothing = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), jax.eval_shape(run, x, layers)[1])
+
+        def turn(carry: tuple[jax.Array, Any], number: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
+            x, values = carry
+            # Inactive stages also run (collectives must match); their output is discarded.
+            y, own = run(x, layers)
+            values = jax.tree.map(lambda new, old: jnp.where(stage == number, new, old), own, values)
+            return (jax.lax.ppermute(y, "pipe", [(i, (i + 1) % stages) for i in range(stages)]), values), None
+
+        (y, values), _ = jax.lax.scan(turn, (x, nothing), jnp.arange(stages))
+        # The first stage holds the last one's output. In float32: XLA:CPU cannot add up bfloat16 here.
+        last = jnp.where(stage == 0, y, 0).astype(jnp.float32)
+        return jax.lax.psum(last, "pipe").astype(y.dtype), values
+
+    return manual_over(mesh, ("pipe",), local, (P(), P("pipe")), (P(), P("pipe")))(x, layers)
