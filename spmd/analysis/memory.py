@@ -24,6 +24,7 @@ from spmd.analysis.topology import Topology
 from spmd.pipeline.executor import SLOTS
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
+from spmd.train.state import abstract_arguments
 from spmd.train.step import TrainStep
 from spmd.tree import human_bytes
 
@@ -191,7 +192,7 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
         platform: Whose compiler it will be: `"tpu"`, `"cuda"` or `"cpu"`.
     """
     plan, axes = step.plan, dict(step.plan.mesh.shape)
-    state, batch = step.arguments(batch)
+    state, batch = abstract_arguments(step.plan, batch)
     program = read_program(step.trace(batch).jaxpr, eager=platform == "cpu")
     for value, leaf in zip(program.inputs, jax.tree.leaves((state, batch)), strict=True):
         place(value, leaf.sharding)

@@ -12,12 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import Problem
 from spmd.gradients.base import GradFn
-from spmd.model_api.model import PRNG
 from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_shards, name_device
-from spmd.sharding.mesh import batch_sharding
-from spmd.train.state import TrainState, abstract_state
+from spmd.train.state import TrainState, abstract_arguments
 
 
 class DeterminismCheck:
@@ -46,13 +44,8 @@ class DeterminismCheck:
         Args:
             batch: Arrays, or `jax.ShapeDtypeStruct`s.
         """
-
-        def place(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(self.plan.mesh, len(x.shape)))
-
         whole = NamedSharding(self.plan.mesh, P())
-        arguments = abstract_state(self.plan), jax.tree.map(place, batch)
-        return jax.jit(self._digests, out_shardings=whole).lower(*arguments).compile()
+        return jax.jit(self._digests, out_shardings=whole).lower(*abstract_arguments(self.plan, batch)).compile()
 
     def differences(self, state: TrainState, batch: Any) -> list[Problem]:
         """Computes the gradients twice: a problem for each array of which a device did not get the same bits again."""
@@ -68,9 +61,8 @@ class DeterminismCheck:
         return problems
 
     def _digests(self, state: TrainState, batch: Any) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=PRNG), state.step)
         with use_plan(self.plan):
-            gradients, _, _ = self.grad_fn(state.params, state.variables, batch, key)
+            gradients, _, _ = self.grad_fn(state.params, state.variables, batch, state.step_key())
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
         return digest_shards(gradients, self.plan.gradient_shardings)
 

@@ -1,4 +1,4 @@
-"""What training changes, created sharded: no array ever exists whole on one device."""
+"""The training state, created sharded: no array ever exists whole on one device."""
 
 import dataclasses
 import functools
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import cast_floats
 from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import batch_sharding
 
 
 @jax.tree_util.register_dataclass
@@ -21,9 +22,9 @@ class TrainState:
     """Everything a step reads and writes.
 
     Attributes:
-        step: int32 scalar: how many steps have been taken.
+        step: int32 scalar: the number of steps taken.
         params: The parameters, a nested dictionary.
-        variables: What else the model keeps and changes by itself, a nested dictionary; empty for most models.
+        variables: The arrays that the model changes by itself, a nested dictionary; empty for most models.
         optimizer_state: The optax state.
         key: uint32[2]: the data of the key from which every step's key is derived.
     """
@@ -34,35 +35,48 @@ class TrainState:
     optimizer_state: Any
     key: Any
 
+    def step_key(self) -> jax.Array:
+        """Return the key of the next step."""
+        return jax.random.fold_in(jax.random.wrap_key_data(self.key, impl=PRNG), self.step)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """What a model computes with, without what training needs besides.
-
-    Attributes:
-        params: As of a `TrainState`.
-        variables: As of a `TrainState`.
-    """
+    """The part of a training state that a model computes with: parameters and variables."""
 
     params: Any
     variables: Any
 
 
 def abstract_state(plan: ShardingPlan) -> TrainState:
-    """The training state as `jax.ShapeDtypeStruct`s with shardings: what a checkpoint is restored into."""
-    whole = NamedSharding(plan.mesh, P())
+    """Return the training state as `jax.ShapeDtypeStruct`s with shardings, into which a checkpoint is restored."""
+    replicated = NamedSharding(plan.mesh, P())
     return TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
         params=plan.abstract_params,
         variables=plan.abstract_variables,
         optimizer_state=plan.abstract_optimizer_state,
-        key=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=whole),
+        key=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated),
     )
 
 
-@functools.lru_cache(maxsize=16)
-def _creator(plan: ShardingPlan) -> Any:
-    """The program that creates the state of `plan` from a key's data and what is given, each device its own shards."""
+def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]:
+    """Return the arguments of a step, the state and a batch of this shape, as `jax.ShapeDtypeStruct`s with shardings.
+
+    Args:
+        plan: From `make_plan`.
+        batch: Arrays, or `jax.ShapeDtypeStruct`s.
+    """
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(plan.mesh, len(x.shape)))
+
+    return abstract_state(plan), jax.tree.map(place, batch)
+
+
+@functools.lru_cache(maxsize=1)
+def _init_program(plan: ShardingPlan) -> Any:
+    """Return the jitted function that creates the state from a key's data and given arrays, shard by shard."""
 
     def create(key_data: jax.Array, params: Any, given: Mapping[str, Any]) -> TrainState:
         key = jax.random.wrap_key_data(key_data, impl=PRNG)
@@ -78,15 +92,15 @@ def _creator(plan: ShardingPlan) -> Any:
 
 
 def compile_init(plan: ShardingPlan) -> jax.stages.Compiled:
-    """The compiled program that draws the state of `plan` from a key's data."""
+    """Compile the program that draws the state of `plan` from a key's data."""
     key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=NamedSharding(plan.mesh, P()))
-    return _creator(plan).lower(key, None, {}).compile()
+    return _init_program(plan).lower(key, None, {}).compile()
 
 
 def init_state(
     plan: ShardingPlan, seed: int = 0, params: Any = None, variables: Mapping[str, Any] | None = None
 ) -> TrainState:
-    """Creates the state at step 0.
+    """Create the state at step 0.
 
     The same seed gives bitwise the same parameters on every mesh, for initialisers that draw each element
     independently (normal, truncated normal, uniform, and the variance scalings of them).
@@ -94,8 +108,8 @@ def init_state(
     Args:
         plan: From `make_plan`, on a mesh with devices.
         seed: Any integer below 2³².
-        params: What to begin with instead of drawing parameters, placed as the plan says; donated.
+        params: Parameters to begin with instead of drawn ones, placed as the plan says; donated.
         variables: Variables to begin with instead of the model's own, by their first name; donated.
     """
     key = jax.device_put(jax.random.key_data(jax.random.key(seed, impl=PRNG)), NamedSharding(plan.mesh, P()))
-    return _creator(plan)(key, params, variables or {})
+    return _init_program(plan)(key, params, variables or {})

@@ -1,4 +1,4 @@
-"""One compiled train step: a gradient function, an optimizer and a plan, composed. It knows of no parallelism."""
+"""The compiled train step: a gradient function, an optimizer and a plan, composed. It knows no parallelism."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,9 +18,8 @@ from spmd.plan.annotate import check_annotations
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.plan import ShardingPlan
-from spmd.sharding.mesh import batch_sharding
 from spmd.train.offloaded_update import make_update
-from spmd.train.state import TrainState, abstract_state
+from spmd.train.state import TrainState, abstract_arguments, abstract_state
 
 Metrics = dict[str, Any]
 """Scalars of one step, still on the devices; and its gradients, if the step was asked to keep them."""
@@ -46,14 +45,11 @@ class TrainStep:
         self._compiled: dict[Any, jax.stages.Compiled] = {}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Dispatches one step and returns at once; `state` must not be used again."""
+        """Dispatch one step and return at once; `state` must not be used again."""
         return self.compile(batch)(state, batch)
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """The compiled step for batches of this shape; compiled once for each shape.
-
-        Args:
-            batch: Arrays, or `jax.ShapeDtypeStruct`s.
+        """Return the compiled step for batches of this shape, arrays or abstract ones; compile each shape once.
 
         Raises:
             ConfigError: XLA refuses a compile option.
@@ -77,33 +73,21 @@ class TrainStep:
 
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:
-        """What has been compiled so far, one program for each shape of batch."""
+        """The programs compiled so far, one for each shape of batch."""
         return tuple(self._compiled.values())
 
-    def arguments(self, batch: Any) -> tuple[TrainState, Any]:
-        """The training state and a batch of this shape as `jax.ShapeDtypeStruct`s with shardings."""
-
-        def place(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(self.plan.mesh, len(x.shape)))
-
-        return abstract_state(self.plan), jax.tree.map(place, batch)
-
     def trace(self, batch: Any) -> jax.stages.Traced:
-        """The traced step; the plan's mesh needs no devices.
+        """Trace the step; the plan's mesh needs no devices.
 
         Raises:
             AnnotationError: The rule table names an activation that the model never marks.
         """
-        traced = self._jitted.trace(*self.arguments(batch))
+        traced = self._jitted.trace(*abstract_arguments(self.plan, batch))
         check_annotations(self.plan, traced.jaxpr)
         return traced
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
-        """The traced and lowered step, before XLA.
-
-        Raises:
-            AnnotationError: The rule table names an activation that the model never marks.
-        """
+        """Trace and lower the step, before XLA; raises as `trace`."""
         return self.trace(batch).lower()
 
     @functools.cached_property
@@ -112,9 +96,8 @@ class TrainStep:
         return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=PRNG), state.step)
         with use_plan(self.plan):
-            gradients, sums, variables = self.grad_fn(state.params, state.variables, batch, key)
+            gradients, sums, variables = self.grad_fn(state.params, state.variables, batch, state.step_key())
         weight = sums.pop("weight")
         divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
@@ -129,7 +112,7 @@ class TrainStep:
 
 
 def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, Any], Sums]:
-    """`(params, variables, batch) -> Sums`, compiled under `plan`; nothing is donated, no variable changes."""
+    """Return `(params, variables, batch) -> Sums`, jitted under `plan`; nothing is donated, no variable changes."""
 
     def evaluate(params: Any, variables: Any, batch: Any) -> Sums:
         with use_plan(plan):
@@ -148,7 +131,7 @@ def make_train_step(
     keep_gradients: bool = False,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> TrainStep:
-    """The train step of `plan`.
+    """Return the train step of `plan`.
 
     Args:
         plan: From `make_plan`.
@@ -157,25 +140,7 @@ def make_train_step(
         watch: Name → a function of the state before the step, reported as a metric.
         keep_gradients: Whether the metrics have `gradients`, as the optimizer gets them: those of the mean loss.
         compiler_options: XLA's flags for this step, by name.
-
-    Returns:
-        A `TrainStep`. An equal plan with the same functions gives the same object, so nothing compiles twice.
     """
     assert (loss_fn is None) != (grad_fn is None), "give loss_fn or grad_fn, one of them"
-    options = tuple((compiler_options or {}).items())
-    return _train_step(plan, loss_fn, grad_fn, tuple((watch or {}).items()), keep_gradients, options)
-
-
-@functools.lru_cache(maxsize=16)
-def _train_step(
-    plan: ShardingPlan,
-    loss_fn: LossFn | None,
-    grad_fn: GradFn | None,
-    watch: tuple[tuple[str, Any], ...],
-    keep_gradients: bool,
-    compiler_options: tuple[tuple[str, Any], ...],
-) -> TrainStep:
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
-    return TrainStep(
-        plan, unscale(grad_fn, plan.precision.loss_scale), dict(watch), keep_gradients, dict(compiler_options)
-    )
+    return TrainStep(plan, unscale(grad_fn, plan.precision.loss_scale), watch or {}, keep_gradients, compiler_options)

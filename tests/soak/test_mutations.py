@@ -115,9 +115,9 @@ MUTATIONS = {
         ("tests/numerics/test_optim.py::test_clip_is_over_the_whole_gradient",),
     ),
     "wrong seed fold": Mutation(
-        "spmd/train/step.py",
-        "jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=PRNG), state.step)",
-        "jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=PRNG), 0)",
+        "spmd/train/state.py",
+        "jax.random.fold_in(jax.random.wrap_key_data(self.key, impl=PRNG), self.step)",
+        "jax.random.fold_in(jax.random.wrap_key_data(self.key, impl=PRNG), 0)",
         ("tests/numerics/test_step.py::test_every_step_has_a_key_of_its_own",),
     ),
     "one key for all microbatches": Mutation(
@@ -166,8 +166,8 @@ MUTATIONS = {
         ("tests/unit/test_plan.py::test_zero_stages_split_what_they_say[2-1-8-8]",),
     ),
     "wrong ZeRO stage in a layer": Mutation(
-        "spmd/plan/fsdp.py",
-        "(spec if table in ZERO_KEEPS[scope.zero] else used",
+        "spmd/plan/resolve.py",
+        "(spec if table in ZERO_KEEPS[zero] else used",
         "(spec if table in ZERO_KEEPS[3] else used",
         ("tests/numerics/test_closed_forms.py::test_bytes_are_the_closed_form[zero 1]",),
     ),
