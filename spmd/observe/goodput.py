@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spmd.observe.metrics import read_json_lines
+
 T = TypeVar("T")
 
 ACTIVITIES = {
@@ -146,48 +148,27 @@ class Goodput:
 def measure_goodput(folder: Path) -> Goodput:
     """Return the goodput of the run in a run folder so far."""
     sessions: dict[float, list[dict[str, Any]]] = {}
-    for line in _read(folder / _FILE):
+    for line in read_json_lines(folder / _FILE):
         sessions.setdefault(line["session"], []).append(line)
-    seconds = dict.fromkeys([*ACTIVITIES, "rework", "between"], 0.0)
     ordered = [sessions[began] for began in sorted(sessions)]
-    for number, session in enumerate(ordered):
-        for name in ACTIVITIES:
-            seconds[name] += session[-1]["seconds"].get(name, 0.0)
-        if number:
-            seconds["between"] += max(session[0]["session"] - ordered[number - 1][-1]["now"], 0.0)
+    seconds = {name: sum(session[-1]["seconds"].get(name, 0.0) for session in ordered) for name in ACTIVITIES}
     rework = _rework([line for session in ordered for line in session])
-    seconds["step"] -= rework
-    seconds["rework"] += rework
+    seconds |= {"step": seconds["step"] - rework, "rework": rework}
+    seconds["between"] = sum(
+        max(later[0]["session"] - earlier[-1]["now"], 0.0) for earlier, later in itertools.pairwise(ordered)
+    )
     return Goodput(seconds, len(ordered))
 
 
 def _rework(lines: list[dict[str, Any]]) -> float:
     """Return the seconds of steps that a later line repeats; the steps between two lines share their time evenly."""
-    spans: list[tuple[int, int, float]] = []
+    seconds: dict[int, float] = {}
     rework = 0.0
     for before, line in zip([None, *lines], lines, strict=False):
         step = line["step"]
         if before and before["session"] == line["session"] and before["step"] <= step:
-            spans.append((before["step"], step, line["seconds"]["step"] - before["seconds"]["step"]))
-            continue
-        kept: list[tuple[int, int, float]] = []
-        for first, last, seconds in spans:
-            undone = max(last - max(first, step), 0)
-            rework += seconds * undone / max(last - first, 1)
-            if not undone:
-                kept.append((first, last, seconds))
-            elif step > first:
-                kept.append((first, step, seconds * (step - first) / (last - first)))
-        spans = kept
+            spent = line["seconds"]["step"] - before["seconds"]["step"]
+            seconds |= dict.fromkeys(range(before["step"] + 1, step + 1), spent / max(step - before["step"], 1))
+        else:
+            rework += sum(seconds.pop(repeated) for repeated in [n for n in seconds if n > step])
     return rework
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines: a kill may have cut one."""
-    records = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and {"session", "step", "now", "seconds"} <= record.keys():
-                records.append(record)
-    return records

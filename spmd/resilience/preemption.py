@@ -6,7 +6,7 @@ signal one of several processes: JAX's coordination service makes all of them st
 
 import os
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import jax
@@ -38,9 +38,7 @@ class Preemption(Hook):
             self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -40,7 +40,6 @@ class _Check(Hook, abc.ABC):
     """
 
     title: str
-    """Start of the error's title."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class _Check(Hook, abc.ABC):
 
 
 class ReplicaCheck(_Check):
-    """Compare the replicas of every shard of the state, bit for bit. Arguments as for every check here."""
+    """Compare the replicas of every shard of the state, bit for bit."""
 
     title = "Replicas differ"
 
@@ -96,8 +95,8 @@ class DeterminismCheck(_Check):
         plan: On a mesh with devices.
         grad_fn: Gradient function of the step.
         probe: The batch, on the devices; it is kept.
-        every: Steps between two checks; 0 for never.
-        around: Makes a context for each check, such as one that measures its time.
+        every: As for every check.
+        around: As for every check.
     """
 
     title = "Gradients are not reproducible"

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self, TextIO
 
 from spmd.train.loop import Hook
@@ -53,9 +52,7 @@ class Watchdog(Hook):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
         if self._thread:
