@@ -47,7 +47,7 @@ class LaunchArgs:
             "heartbeat": "at least 1",
             "start_timeout": "at least 1",
         }
-        return [dataclasses.replace(p, where=p.where.replace("_", "-")) for p in check_fields(self, rules)]
+        return check_fields(self, rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,28 +67,6 @@ class ProcessGroup:
     coordinator: str
     source: str
     is_local: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """A way of starting processes.
-
-    Attributes:
-        env_vars: Variables that it sets for each process.
-        read: Returns the group if all of them are set, or raises `KeyError` or `ValueError`.
-    """
-
-    env_vars: tuple[str, ...]
-    read: Callable[[Environment], ProcessGroup]
-
-    def detect(self, environment: Environment) -> ProcessGroup | None:
-        """Return the group if this cluster started several processes, else None."""
-        group = self.read(environment) if all(environment.get(name) for name in self.env_vars) else None
-        return group if group and group.processes != 1 else None
-
-    def describe(self, environment: Environment) -> str:
-        """Return its variables with their values."""
-        return ", ".join(f"{name}={environment.get(name, '')}" for name in self.env_vars)
 
 
 def job_port(*numbers: str) -> int:
@@ -143,16 +121,18 @@ def _kubernetes(env: Environment) -> ProcessGroup:
     return ProcessGroup(None, int(env["JOB_COMPLETION_INDEX"]), "", "kubernetes")
 
 
-CLUSTERS = {
-    "openmpi": Cluster(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), _openmpi),
+CLUSTERS: Mapping[str, tuple[tuple[str, ...], Callable[[Environment], ProcessGroup]]] = {
+    "openmpi": (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), _openmpi),
     # A batch script has no step, and a shell in an allocation is a step of one task.
-    "slurm": Cluster(("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), _slurm),
+    "slurm": (("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), _slurm),
     # One or several slices of several hosts on Google Kubernetes Engine.
-    "tpu": Cluster(("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"), _tpu),
+    "tpu": (("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"), _tpu),
     # A pod of an indexed Job knows its index only.
-    "kubernetes": Cluster(("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"), _kubernetes),
+    "kubernetes": (("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"), _kubernetes),
 }
-"""Clusters by name. Inner ones come first, such as mpirun in a Slurm job: the first that is detected counts."""
+"""Name of a cluster → variables that it sets for each process, and the function that reads them.
+
+Inner ones come first, such as mpirun in a Slurm job: the first that started several processes counts."""
 
 
 def detect_process_group(launch_args: LaunchArgs, environment: Environment) -> ProcessGroup | None:
@@ -163,29 +143,26 @@ def detect_process_group(launch_args: LaunchArgs, environment: Environment) -> P
     Raises:
         ConfigError: The flags are incomplete, or contradict the cluster.
     """
-    problems, group, described = launch_args.problems(), None, ""
-    names = [name for name in CLUSTERS if launch_args.cluster in ("auto", name)]
+    problems, group, seen = launch_args.problems(), None, ""
+    processes, process_id, coordinator = launch_args.processes, launch_args.process_id, launch_args.coordinator
     try:
-        group = next((found for name in names if (found := CLUSTERS[name].detect(environment))), None)
+        group, seen = _read_cluster(launch_args.cluster, environment)
     except ValueError as error:
         fix = "correct the variable, or --cluster none to ignore it"
         problems.append(Problem("cluster", f"an environment variable is not a number: {error}", fix=fix))
-    processes, process_id, coordinator = launch_args.processes, launch_args.process_id, launch_args.coordinator
     if group:
-        described = CLUSTERS[group.source].describe(environment)
-        given = {"processes": (processes, group.processes), "process-id": (process_id, group.process_id)}
-        for name, (flag, value) in given.items():
+        flags = {"processes": (processes, group.processes), "process_id": (process_id, group.process_id)}
+        for name, (flag, value) in flags.items():
             if None not in (flag, value) and flag != value:
-                fix = f"remove --{name}, or --cluster none to ignore {group.source}"
-                problems.append(Problem(name, f"is {flag}, but {group.source} says {value}", described, fix))
+                fix = f"remove --{name.replace('_', '-')}, or --cluster none to ignore {group.source}"
+                problems.append(Problem(name, f"is {flag}, but {group.source} says {value}", seen, fix))
         processes = group.processes if processes is None else processes
         process_id = group.process_id if process_id is None else process_id
         coordinator = coordinator or group.coordinator
     elif launch_args.cluster in CLUSTERS:
-        variables = ", ".join(CLUSTERS[launch_args.cluster].env_vars)
-        fix = f"{variables} must be set, for several processes; or --cluster auto"
+        fix = f"{', '.join(CLUSTERS[launch_args.cluster][0])} must be set, for several processes; or --cluster auto"
         problems.append(Problem("cluster", f"{launch_args.cluster} did not start this process with others", fix=fix))
-    problems += _incomplete(processes, process_id, coordinator, described)
+    problems += _incomplete(processes, process_id, coordinator, seen)
     if problems:
         raise ConfigError("The processes of this run are not known:", problems)
     if processes is None or process_id is None or processes == 1:
@@ -195,46 +172,49 @@ def detect_process_group(launch_args: LaunchArgs, environment: Environment) -> P
     return dataclasses.replace(group, processes=processes, process_id=process_id)
 
 
-def _incomplete(processes: int | None, process_id: int | None, coordinator: str, described: str) -> list[Problem]:
+def _read_cluster(cluster: str, environment: Environment) -> tuple[ProcessGroup | None, str]:
+    """Return the group, and its variables with their values."""
+    for name, (variables, read) in CLUSTERS.items():
+        if cluster in ("auto", name) and all(environment.get(variable) for variable in variables):
+            group = read(environment)
+            if group.processes != 1:
+                return group, ", ".join(f"{variable}={environment[variable]}" for variable in variables)
+    return None, ""
+
+
+def _incomplete(processes: int | None, process_id: int | None, coordinator: str, seen: str) -> list[Problem]:
     """Return what is missing from the merged values, or does not fit together."""
     fix = "give --coordinator HOST:PORT, --processes N and --process-id I together"
-    if described:
-        fix += ", or --cluster none for a process that trains alone"
+    fix += ", or --cluster none for a process that trains alone" if seen else ""
+    given = {"process_id": process_id, "coordinator": coordinator or None}
     if processes is None:
-        given = {"process-id": process_id, "coordinator": coordinator or None}
         values = [f"{name} {value}" for name, value in given.items() if value is not None]
-        return [Problem("processes", f"is missing beside {' and '.join(values)}", described, fix)] if values else []
-    problems = []
+        return [Problem("processes", f"is missing beside {' and '.join(values)}", seen, fix)] if values else []
+    missing = [name for name, value in given.items() if value is None and processes > 1]
+    problems = [Problem(name, f"is missing for {processes} processes", seen, fix) for name in missing]
     if process_id is not None and process_id >= processes:
-        problems.append(Problem("process-id", f"is {process_id} of {processes} processes", described, "count from 0"))
-    for name, value in (("process-id", process_id), ("coordinator", coordinator or None)):
-        if processes > 1 and value is None:
-            problems.append(Problem(name, f"is missing for {processes} processes", described, fix))
+        problems.append(Problem("process_id", f"is {process_id} of {processes} processes", seen, "count from 0"))
     if processes == 1 and coordinator:
-        problems.append(Problem("coordinator", f"is {coordinator!r} for 1 process", described, fix))
-    if coordinator and not is_address(coordinator):
-        example = "such as 10.0.0.1:7777 or [fd00::1]:7777"
-        problems.append(Problem("coordinator", f"{coordinator!r} is not HOST:PORT", fix=example))
+        problems.append(Problem("coordinator", f"is {coordinator!r} for 1 process", seen, fix))
+    if coordinator:
+        try:
+            split_address(coordinator)
+        except ValueError as error:
+            problems.append(Problem("coordinator", str(error), fix="such as 10.0.0.1:7777 or [fd00::1]:7777"))
     return problems
 
 
-def is_address(text: str) -> bool:
-    """Return whether a text is HOST:PORT.
-
-    Example:
-        >>> is_address("10.0.0.1:7777"), is_address("[fd00::1]:7777"), is_address("node1"), is_address("node1:70000")
-        (True, True, False, False)
-    """
-    match = _ADDRESS.fullmatch(text)
-    return match is not None and 0 < int(match["port"]) < 65536
-
-
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of an address; an IPv6 address without its brackets.
+    """Return host and port of HOST:PORT; an IPv6 address without its brackets.
+
+    Raises:
+        ValueError: The text is not HOST:PORT.
 
     Example:
         >>> split_address("node1:7777"), split_address("[fd00::1]:7777")
         (('node1', 7777), ('fd00::1', 7777))
     """
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return match["host"].strip("[]"), int(match["port"])

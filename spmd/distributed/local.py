@@ -5,7 +5,6 @@ Signals are forwarded to all processes. When one fails, the others are stopped.
 """
 
 import contextlib
-import dataclasses
 import errno
 import random
 import signal
@@ -24,28 +23,6 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
 # Below Linux's ephemeral ports: while process 0 starts, an outgoing connection could take one of those.
 _PORTS = range(20_000, 32_768)
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessExit:
-    """Exit code of one process, or minus the signal that ended it."""
-
-    process_id: int
-    code: int
-
-    @property
-    def is_secondary(self) -> bool:
-        """The process ended because another one was gone."""
-        return self.exit_code in (EXIT_LOST, 128 + signal.SIGABRT)
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code as a shell reports it."""
-        return self.code if self.code >= 0 else 128 - self.code
-
-    def __str__(self) -> str:
-        how = f"exit code {self.code}" if self.code >= 0 else f"signal {signal.Signals(-self.code).name}"
-        return f"process {self.process_id} ended with {how}"
 
 
 def free_port() -> int:
@@ -110,7 +87,7 @@ def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
                 process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
-    return first.exit_code if first else 0
+    return first
 
 
 def _start_reader(process_id: int, lines: IO[str]) -> threading.Thread:
@@ -124,20 +101,25 @@ def _start_reader(process_id: int, lines: IO[str]) -> threading.Thread:
     return thread
 
 
-def _wait(processes: Sequence["subprocess.Popen[str]"], grace: float) -> ProcessExit | None:
-    """Wait until all have ended, and return the first failure; it ends the others after `grace` seconds."""
-    first, deadline = None, float("inf")
+def _wait(processes: Sequence["subprocess.Popen[str]"], grace: float) -> int:
+    """Wait until all have ended; return the exit code of the first failure, which ends the others after `grace` s."""
+    first, deadline = 0, float("inf")
     while True:
         codes = [process.poll() for process in processes]
-        if first is None and (failed := [ProcessExit(i, code) for i, code in enumerate(codes) if code]):
-            first, deadline = min(failed, key=lambda failure: failure.is_secondary), time.monotonic() + grace
-            _log(f"{first}; the others have {grace:g} s to end by themselves" if None in codes else f"{first}")
+        if not first and (failed := [i for i, code in enumerate(codes) if code]):
+            # Others may fail in the same moment, because the first one is gone.
+            i = min(failed, key=lambda i: codes[i] in (EXIT_LOST, -signal.SIGABRT, 128 + signal.SIGABRT))
+            code = codes[i] or 0
+            first, deadline = code if code > 0 else 128 - code, time.monotonic() + grace
+            reason = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+            rest = f"; the others have {grace:g} s to end by themselves" if None in codes else ""
+            _log(f"process {i} ended with {reason}{rest}")
         if None not in codes:
             return first
         if time.monotonic() > deadline:
             running = [i for i, code in enumerate(codes) if code is None]
-            for process_id in running:
-                processes[process_id].kill()
+            for i in running:
+                processes[i].kill()
             _log(f"stopped process {', '.join(map(str, running))}")
             deadline = float("inf")
         time.sleep(_POLL_SECONDS)

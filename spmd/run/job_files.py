@@ -75,7 +75,7 @@ class Job:
 
     @property
     def platform(self) -> str:
-        """Platform whose variables are set at start-up; a TPU needs none, as a CPU."""
+        """Platform whose variables are set at start-up; for TPUs there are none."""
         return "cuda" if self.gpus_per_node else "cpu"
 
     def problems(self) -> list[Problem]:
@@ -97,7 +97,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class SlurmJob(Job):
-    """Write a batch file for Slurm; submit it with sbatch, in a folder that all machines share.
+    """Batch file for Slurm, to submit with sbatch in a folder that all machines share.
 
     Flags of `spmd train` follow after `--`. The config is planned for all devices first, so that an error shows now and
     not after the queue.
@@ -111,7 +111,7 @@ class SlurmJob(Job):
     """Account to charge."""
 
     def render(self, train: Sequence[str]) -> str:
-        """Return the batch file; `train` is the config and flags of `spmd train`."""
+        """Return the batch file that runs `command(train)`."""
         options = {
             "job-name": self.name,
             "nodes": self.nodes,
@@ -121,19 +121,18 @@ class SlurmJob(Job):
             "time": self.time,
             "partition": self.partition,
             "account": self.account,
-            "output": f"{self.name}-%j.log",
-            "open-mode": "append",
-            "signal": f"USR1@{self.save_seconds}",
         }
         lines = "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value)
         # A step does not inherit the job's CPUs. Several tasks on a node divide the GPUs; a single one sees all.
-        step = ["--kill-on-bad-exit=0", "--wait=60"]
-        step += [f"--cpus-per-task={self.cpus_per_process}"] if self.cpus_per_process else []
+        step = f" --cpus-per-task={self.cpus_per_process}" if self.cpus_per_process else ""
         if self.gpus_per_node and self.processes_per_node > 1:
-            step.append(f"--gpus-per-task={self.gpus_per_node // self.processes_per_node}")
+            step += f" --gpus-per-task={self.gpus_per_node // self.processes_per_node}"
         return f"""\
 #!/bin/bash
 {lines}
+#SBATCH --output={self.name}-%j.log
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@{self.save_seconds}
 #SBATCH --requeue
 
 {self.setup or "# sbatch passes on the environment of its shell: activate the one that has spmd before."}
@@ -141,7 +140,7 @@ export JAX_COMPILATION_CACHE_DIR="$SLURM_SUBMIT_DIR/{_CACHE}"
 {exports(self.platform)}
 # {self.save_seconds} s before the time limit, and at a preemption, Slurm signals the processes: they save and exit with
 # {EXIT_PREEMPTED}. The first exit does not kill the others, which may still be saving; a minute later they are killed.
-srun {" ".join(step)} \\
+srun --kill-on-bad-exit=0 --wait=60{step} \\
   {shlex.join(self.command(train))}
 status=$?
 
@@ -158,7 +157,7 @@ exit "$status"
 
 @dataclasses.dataclass(frozen=True)
 class KubernetesJob(Job):
-    """Write a JobSet for Kubernetes, as JSON; submit it with kubectl apply -f.
+    """JobSet for Kubernetes, as JSON, to submit with kubectl apply -f.
 
     Flags of `spmd train` follow after `--`. CONFIG and its corpus are read from the volume.
     """
@@ -197,7 +196,7 @@ class KubernetesJob(Job):
         return problems
 
     def render(self, train: Sequence[str]) -> str:
-        """Return the JobSet as JSON, which is YAML too; `train` is the config and flags of `spmd train`."""
+        """Return the manifest as JSON, which is also YAML."""
         return json.dumps(self.manifest(train), indent=2, ensure_ascii=False) + "\n"
 
     def manifest(self, train: Sequence[str]) -> dict[str, Any]:
@@ -209,7 +208,10 @@ class KubernetesJob(Job):
         if self.setup:
             command = ["bash", "-c", f'{self.setup}; exec "$@"', "bash", *command]
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        container: dict[str, Any] = {
+        kind = "google.com/tpu" if self.tpu else "nvidia.com/gpu"
+        limits = {kind: self.devices // self.processes} if self.devices else {}
+        requests = {"cpu": self.cpus_per_process} if self.cpus_per_process else {}
+        container = {
             "name": "spmd",
             "image": self.image,
             "command": command,
@@ -221,30 +223,19 @@ class KubernetesJob(Job):
             ],
             "ports": [{"containerPort": _PORT, "name": "coordinator"}],
             "volumeMounts": [{"name": "runs", "mountPath": self.mount}],
+            "resources": {"limits": limits, "requests": requests},
         }
-        resources: dict[str, Any] = {}
-        if self.devices:
-            kind = "google.com/tpu" if self.tpu else "nvidia.com/gpu"
-            resources["limits"] = {kind: self.devices // self.processes}
-        if self.cpus_per_process:
-            resources["requests"] = {"cpu": self.cpus_per_process}
-        if resources:
-            container["resources"] = resources
-        pod: dict[str, Any] = {
+        selected = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
+        pod = {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": self.save_seconds,
             "containers": [container],
             "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}}],
+            "nodeSelector": dict(zip(selected, self.tpu.split(":"), strict=True)) if self.tpu else {},
         }
-        if self.tpu:
-            names = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
-            pod["nodeSelector"] = dict(zip(names, self.tpu.split(":"), strict=True))
         codes = {"containerName": "spmd", "operator": "In", "values": sorted(RESTARTED)}
         node_lost = [{"type": "DisruptionTarget", "status": "True"}]
-        failures = [
-            {"action": "FailJob", "onExitCodes": codes},
-            {"action": "FailJob", "onPodConditions": node_lost},
-        ]
+        failures = [{"action": "FailJob", "onExitCodes": codes}, {"action": "FailJob", "onPodConditions": node_lost}]
         job = {
             "completionMode": "Indexed",
             "completions": self.processes,
@@ -263,9 +254,5 @@ class KubernetesJob(Job):
             "failurePolicy": {"maxRestarts": self.restarts, "rules": restart},
             "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
         }
-        return {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": {"name": self.name},
-            "spec": spec,
-        }
+        head = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": self.name}}
+        return {**head, "spec": spec}

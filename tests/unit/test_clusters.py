@@ -112,20 +112,20 @@ def test_contradictions():
     found = problems(STEP, processes=2, process_id=1)
     assert "is 2, but slurm says 4" in found["processes"]
     assert "SLURM_STEP_NUM_TASKS=4" in found["processes"]
-    assert "is 1, but slurm says 3" in found["process-id"]
+    assert "is 1, but slurm says 3" in found["process_id"]
     assert "is 1, but slurm says 4" in problems(STEP, processes=1)["processes"]
-    assert not {"processes", "process-id"} & problems(STEP, processes=4, process_id=3, heartbeat=0).keys()
+    assert not {"processes", "process_id"} & problems(STEP, processes=4, process_id=3, heartbeat=0).keys()
 
 
 def test_incomplete():
     """What is missing or malformed is said, with all of it at once."""
     assert "is missing for 2 processes" in problems({}, processes=2)["coordinator"]
-    assert problems({}, processes=2).keys() == {"coordinator", "process-id"}
+    assert problems({}, processes=2).keys() == {"coordinator", "process_id"}
     assert problems({}, coordinator="h:1").keys() == problems({}, process_id=1).keys() == {"processes"}
     assert problems({}, coordinator="h:1", processes=1).keys() == {"coordinator"}
-    assert "is 2 of 2" in problems({}, coordinator="h:1", processes=2, process_id=2)["process-id"]
+    assert "is 2 of 2" in problems({}, coordinator="h:1", processes=2, process_id=2)["process_id"]
     wrong = problems({}, coordinator="h", processes=2, process_id=-1, cluster="slrm", heartbeat=0, start_timeout=0)
-    assert wrong.keys() == {"coordinator", "process-id", "cluster", "heartbeat", "start-timeout"}
+    assert wrong.keys() == {"coordinator", "process_id", "cluster", "heartbeat", "start_timeout"}
     assert 'did you mean "slurm"?' in wrong["cluster"]
 
 
