@@ -35,14 +35,7 @@ def free_port() -> int:
 
 
 def process_commands(train: Sequence[str], processes: int, devices: int, port: int) -> list[list[str]]:
-    """Return the command line of each process.
-
-    Args:
-        train: Arguments of `spmd`, which begin with `train`.
-        processes: Number of processes.
-        devices: Simulated devices of each.
-        port: Where process 0 listens.
-    """
+    """Return the command line of each process, from arguments of `spmd` that begin with `train`."""
     # `--cluster none`: this process may itself run in a job, whose variables do not describe these processes.
     flags = ["--devices", devices, "--cluster", "none", "--coordinator", f"127.0.0.1:{port}", "--processes", processes]
     command = [sys.executable, "-m", "spmd.cli", *train, *map(str, flags)]
@@ -52,9 +45,7 @@ def process_commands(train: Sequence[str], processes: int, devices: int, port: i
 def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
     """Run one process for each command; return the exit code of the first that fails, or 0.
 
-    Args:
-        commands: One for each process.
-        grace: Seconds after a failure in which the other processes can end by themselves.
+    After a failure the other processes have `grace` seconds to end by themselves.
     """
     processes: list[subprocess.Popen[str]] = []
 
@@ -102,7 +93,7 @@ def _start_reader(process_id: int, lines: IO[str]) -> threading.Thread:
 
 
 def _wait(processes: Sequence["subprocess.Popen[str]"], grace: float) -> int:
-    """Wait until all have ended; return the exit code of the first failure, which ends the others after `grace` s."""
+    """Wait until all have ended; return the exit code of the first failure, as a shell reports it, or 0."""
     first, deadline = 0, float("inf")
     while True:
         codes = [process.poll() for process in processes]

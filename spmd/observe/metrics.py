@@ -63,13 +63,8 @@ def transformer_flops(
     Each parameter of a matmul costs 2 operations forward and 4 backward. Attention adds two matmuls of
     `sequence × attention_width` per token and layer. PaLM counts all of them; a causal model needs half.
 
-    Args:
-        params_in_matmuls: Active parameters in matmuls: with the output head, also a tied one; without embedding
-            lookups; with the active experts only.
-        layers: Layers with attention.
-        attention_width: Query heads × width of a head.
-        sequence: Tokens in a sequence.
-        causal: Count half of the attention.
+    `params_in_matmuls` counts the output head, also a tied one, no embedding lookup, and the active experts only.
+    `attention_width` is query heads × width of a head.
     """
     attention = 12 * layers * attention_width * sequence / (2 if causal else 1)
     formula = (
@@ -200,10 +195,8 @@ class JsonLines(Writer):
     A killed run loses at most the line it was writing, which the next open drops. JSON has no NaN: an infinite loss is
     `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`.
 
-    Args:
-        path: The file; its folder is created if it is missing.
-        keep_through: Step of the checkpoint that the run resumes from: lines of later steps are dropped atomically.
-            None keeps all lines.
+    `keep_through` is the step of the checkpoint that the run resumes from: lines of later steps are dropped atomically.
+    None keeps all lines.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_through: int | None = None) -> None:

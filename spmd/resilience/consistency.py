@@ -47,9 +47,6 @@ def source_fingerprint() -> str:
 def differences(everyone: Sequence[Statements]) -> list[Problem]:
     """Return who differs from the most common value; of two that are as common, the lower process's counts.
 
-    Args:
-        everyone: Statements of each process, in order.
-
     Example:
         >>> print(*differences([{"steps": 9}, {"steps": 9}, {"steps": 8}]))
         process 2: steps is 8

@@ -95,8 +95,8 @@ class DeterminismCheck(_Check):
         plan: On a mesh with devices.
         grad_fn: Gradient function of the step.
         probe: The batch, on the devices; it is kept.
-        every: As for every check.
-        around: As for every check.
+        every: Steps between two checks; 0 for never.
+        around: Makes a context for each check.
     """
 
     title = "Gradients are not reproducible"
