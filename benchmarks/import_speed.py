@@ -27,7 +27,7 @@ import safetensors
 
 from spmd import tree
 from spmd.cli import main as spmd
-from spmd.distributed import initialize as launch
+from spmd.distributed.initialize import initialize
 from spmd.hf.family import Family, family_for, tensor_sources
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--inside", nargs=2, metavar=("READER", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     config = shape_of(options.gib, options.dtype)
-    launch.start(launch.Launch(DEVICES))
+    initialize(DEVICES)
     if options.inside:
         reader, folder = options.inside[0], Path(options.inside[1])
         run = measure_command if reader == "command" else lambda *about: measure(*about, reader)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from spmd.analysis.topology import parse_topology
-from spmd.distributed import initialize as launch
+from spmd.distributed.initialize import initialize
 from spmd.run.build import TrainSetup, planned_mesh, topology_mesh
 from spmd.run.config import load_config
 from spmd.sharding.mesh import MeshShape
@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     topology = parse_topology(options.topology)
     simulated = topology.devices if topology.platform == "cpu" else 0
-    launch.start(launch.Launch(simulated if options.compile else 0, absent="" if simulated else topology.platform))
+    initialize(simulated if options.compile else 0, target_platform="" if simulated else topology.platform)
     jax.config.update("jax_platforms", "cpu")
     for zero in options.zero:
         for remat in options.remat:

@@ -19,7 +19,7 @@ import jax
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.data.loader import Windows, batches
-from spmd.distributed import initialize as launch
+from spmd.distributed.initialize import initialize
 from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import load_config
 from spmd.sharding.mesh import batch_sharding
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=8)
     options = parser.parse_args()
     config = dataclasses.replace(load_config(options.config), steps=options.steps, checkpoint_every=options.every)
-    launch.start(launch.Launch(config.devices))
+    initialize(config.devices)
     with tempfile.TemporaryDirectory() as directory:
         line = measure(TrainSetup(config, config_mesh(config)), Path(directory))
     print(json.dumps({"config": options.config, "steps": options.steps, "every": options.every, **line}))

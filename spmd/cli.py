@@ -16,7 +16,7 @@ from spmd.commands.launch import run_launch
 from spmd.commands.plan import run_plan
 from spmd.commands.script import run_script
 from spmd.commands.train import run_train
-from spmd.distributed import initialize as launch
+from spmd.distributed.initialize import exit_process
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 from spmd.run.config import shipped
 
@@ -56,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_dispatch(arguments))
     except SpmdError as error:
         print(f"spmd: {error}", file=sys.stderr)
-        launch.leave(2)
+        exit_process(2)
     except KeyboardInterrupt:
-        launch.leave(130)
+        exit_process(130)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing may be flushed to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        launch.leave(141)
+        exit_process(141)
 
 
 def _dispatch(arguments: list[str]) -> int:

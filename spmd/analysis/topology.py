@@ -149,7 +149,7 @@ def missing_extra(topology: Topology) -> Problem | None:
 def topology_devices(topology: Topology) -> list[jax.Device]:
     """The devices of a machine that is not here, to compile for and nothing else.
 
-    Call `spmd.distributed.initialize.start` with the topology's platform before JAX starts.
+    Call `spmd.distributed.initialize.initialize` with the topology's platform before JAX starts.
 
     Raises:
         ConfigError: The extra with the compiler is not installed.

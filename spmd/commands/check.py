@@ -5,7 +5,7 @@ import json
 from typing import Generic, Literal
 
 from spmd.commands.parsing import ConfigFields, parse_command
-from spmd.distributed import initialize as launch
+from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.run.build import config_mesh
 from spmd.run.check import Check, Sweep, axes_text
@@ -47,7 +47,7 @@ def run_check(arguments: list[str]) -> int:
         problems.append(Problem("leaves", "shows one mesh", fix="--mesh.AXIS sizes instead of --products"))
     if problems:
         raise ConfigError("Nothing to check:", problems)
-    launch.start(launch.Launch(config.devices))
+    initialize(config.devices)
     check = Check(config, command.check_steps)
     starts = check_start(check.alone)
     if starts and not command.json:

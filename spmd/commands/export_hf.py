@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.commands.parsing import parse_flags
-from spmd.distributed import initialize as launch
+from spmd.distributed.initialize import initialize
 from spmd.hf.family import Family, family_for
 from spmd.hf.save import parse_size, save_params
 from spmd.hf.sidecar_files import sidecar_files
@@ -54,7 +54,7 @@ def run_export(arguments: list[str]) -> int:
     files, values = sidecar_files(run, config.data.tokenizer, config.model)
     named = values.get("architectures")
     family = family_for(config.model, map(str, named) if isinstance(named, list) else ())
-    launch.start(launch.Launch(config.devices or 1))  # devices of this machine, simulated ones
+    initialize(config.devices or 1)  # devices of this machine, simulated ones
     setup = TrainSetup(config, one_device_mesh())
     params = read_params(run, _abstract(setup), command.step)
     dtype = _DTYPES.get(command.dtype)

@@ -9,7 +9,7 @@ import jax
 import tyro
 
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.distributed import initialize as launch
+from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
@@ -61,7 +61,7 @@ def run_generate(arguments: list[str]) -> int:
     command = tyro.cli(GenerateCommand, args=arguments, prog="spmd generate")
     folder = RunDir(Path(command.run))
     config = _placed(command, folder.config())
-    launch.start(launch.Launch(config.devices))
+    initialize(config.devices)
     setup = TrainSetup(config, config_mesh(config))
     prompts, tokens, sampling = _asked(command, setup)
     generator = make_generator(setup, sampling)

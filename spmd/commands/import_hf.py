@@ -18,7 +18,7 @@ from spmd.checkpoint.versions import library_versions
 from spmd.commands.parsing import parse_flags
 from spmd.data.loader import DataConfig
 from spmd.data.tokenizer import TOKENIZER
-from spmd.distributed import initialize as launch
+from spmd.distributed.initialize import initialize
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import families
 from spmd.hf.fields import collect_errors
@@ -65,7 +65,7 @@ def run_import(arguments: list[str]) -> int:
     """Imports; the exit code."""
     command: ImportCommand = parse_flags(ImportCommand, arguments, "spmd import")
     began, source, out = time.perf_counter(), Path(command.folder), Path(command.out)
-    launch.start(launch.Launch(command.devices))
+    initialize(command.devices)
     with _checked(command, source, out) as (found, setup):
         params = load_published(found, setup.plan.abstract_params)
         state = {"params": params, "variables": _variables(setup)}

@@ -1,4 +1,4 @@
-"""A command that begins with a config: its file, and a flag for every field."""
+"""Parsing of command lines: a config and a flag for each of its fields, or flags alone."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,22 +10,22 @@ from spmd.errors import ConfigError, Problem
 from spmd.run.config import M, TrainConfig, load_config, shipped
 
 ConfigFields = Annotated[TrainConfig[M], tyro.conf.arg(name="")]
-"""The type of a command's `config`: its fields are flags without a prefix."""
+"""Type of a command's `config`, whose fields are flags without a prefix."""
 
-AskedFields = Annotated[LaunchArgs, tyro.conf.arg(name="")]
-"""The type of a command's `asked`: which processes train together, as flags without a prefix."""
+LaunchFields = Annotated[LaunchArgs, tyro.conf.arg(name="")]
+"""Type of a command's `launch_args`, whose fields are flags without a prefix."""
 
 
 def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
-    """The command with its config, and the config's file.
+    """Parse a command that takes a config; return it with the config's file.
 
     Args:
         command: A dataclass, generic in the model's config, with a field `config`.
-        arguments: What follows the verb.
-        verb: Its name.
+        arguments: Arguments after the verb.
+        verb: Name of the command.
 
     Raises:
-        ConfigError: There is no config, or it cannot be used.
+        ConfigError: There is no config, or it is invalid.
     """
     named = bool(arguments) and not arguments[0].startswith("-")
     if not named and not {"-h", "--help"} & set(arguments):
@@ -44,11 +44,16 @@ def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, P
 
 
 def parse_flags(command: Any, arguments: list[str], usage: str) -> Any:
-    """A command that takes flags and no config.
-
-    Args:
-        command: A dataclass.
-        arguments: Its flags.
-        usage: What comes before them on the command line, such as `spmd launch`.
-    """
+    """Parse a command that takes flags alone: a dataclass; `usage` comes before the flags, such as `spmd launch`."""
     return tyro.cli(command, args=arguments, prog=usage, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split arguments at `--`, which is in neither part.
+
+    Example:
+        >>> split_arguments(["--nodes", "2", "--", "--steps", "9"])
+        (['--nodes', '2'], ['--steps', '9'])
+    """
+    index = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:index], arguments[index + 1 :]

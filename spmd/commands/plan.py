@@ -11,7 +11,7 @@ from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.schedule_chart import chart, to_json, write_svg
 from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.parsing import ConfigFields, parse_command
-from spmd.distributed import initialize as launch
+from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.pipeline.simulate import simulate
@@ -74,7 +74,7 @@ def run_plan(arguments: list[str]) -> int:
     absent = missing_extra(topology) if command.compile else None
     if command.compile and not absent:
         simulated = topology.devices if topology.platform == "cpu" else 0
-        launch.start(launch.Launch(simulated, absent="" if simulated else topology.platform))
+        initialize(simulated, target_platform="" if simulated else topology.platform)
         try:
             audit, compiled = TrainSetup(config, topology_mesh(config, topology)).compile()
             ledger = dataclasses.replace(ledger, compiled=compiled)

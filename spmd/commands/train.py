@@ -7,10 +7,10 @@ from typing import Generic
 
 import jax
 
-from spmd.commands.parsing import AskedFields, ConfigFields, parse_command
+from spmd.commands.parsing import ConfigFields, LaunchFields, parse_command
 from spmd.data.loader import bigram_loss
-from spmd.distributed import initialize as launch
 from spmd.distributed.cluster_env import LaunchArgs
+from spmd.distributed.initialize import compiler_environment, initialize
 from spmd.generate.sampling import Sampling
 from spmd.observe.goodput import measure_goodput
 from spmd.observe.metrics import Console, device_memory
@@ -39,7 +39,7 @@ class TrainCommand(Generic[M]):
     none), always (go on; refuse a folder without a checkpoint). It goes on from the newest checkpoint that is whole."""
     profile: str = ""
     """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any time."""
-    asked: AskedFields = LaunchArgs()
+    launch_args: LaunchFields = LaunchArgs()
 
 
 def run_train(arguments: list[str]) -> int:
@@ -48,7 +48,7 @@ def run_train(arguments: list[str]) -> int:
     config: TrainConfig = command.config
     folder = RunDir(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
     resume, steps = folder.check_use(command.resume), parse_steps(command.profile)
-    launch.start(launch.Launch(config.devices, command.asked))
+    initialize(config.devices, command.launch_args)
     setup = TrainSetup(config, config_mesh(config))
     setup.audit()
     starts = "" if resume else check_start(setup)
@@ -65,9 +65,7 @@ def run_train(arguments: list[str]) -> int:
         f"{len(corpus.validation):,} held out\n"
     )
     console = Console(config.steps) if first else None
-    outcome = train(
-        setup, folder, source, console, resume=resume, profile=steps, environment=launch.compiler_environment()
-    )
+    outcome = train(setup, folder, source, console, resume=resume, profile=steps, environment=compiler_environment())
     if console:
         console.close()
     if outcome.preempted is not None:

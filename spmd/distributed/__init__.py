@@ -1,1 +1,1 @@
-"""Processes: how they find each other, exchange values, and configure XLA."""
+"""Processes: start-up and clusters, exchange of values, XLA's flags and compilation cache."""

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: a run that is started again does not compile again."""
+"""JAX's persistent compilation cache, which saves a resumed run the compilation."""
 
 import contextlib
 import hashlib
@@ -11,10 +11,10 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 
 def cache_dir(configured: str) -> Path | None:
-    """Where programs are kept, None for nowhere.
+    """Return the cache's folder, None for no cache.
 
-    By default a folder for each kind of processor, as a home folder may be shared by machines, and the programs of
-    simulated devices are made for one kind.
+    The default folder depends on the processor: machines may share a home folder, and programs for simulated devices
+    run on one kind of processor.
 
     Args:
         configured: A folder, "none", or empty for JAX's own setting if there is one, else `~/.cache/spmd/programs`.
@@ -32,7 +32,7 @@ def cache_dir(configured: str) -> Path | None:
 
 @contextlib.contextmanager
 def compilation_cache(folder: Path | None) -> Iterator[None]:
-    """Inside, what takes a second or more to compile is kept in `folder`, and found there; None: always compiled."""
+    """Cache in `folder` what takes a second or more to compile; None disables the cache."""
     before = jax.config.values["jax_compilation_cache_dir"]
     _use(None if folder is None else str(folder))
     try:
@@ -42,5 +42,5 @@ def compilation_cache(folder: Path | None) -> Iterator[None]:
 
 
 def _use(folder: str | None) -> None:
-    reset_cache()  # JAX looks once whether there is a cache, and remembers
+    reset_cache()  # JAX reads the setting once
     jax.config.update("jax_compilation_cache_dir", folder)

@@ -1,7 +1,9 @@
-"""What several processes know as one: process 0 looks, and all of them go by what it saw.
+"""JSON values exchanged between processes.
 
-Files change while they are looked at, so processes that each look for themselves may each see something else, and
-would then wait for one another for ever.
+Files can change while several processes read them. Processes that each decide by what they read may decide
+differently, and then deadlock in the next collective. So process 0 reads, and all act on its result.
+
+Every process makes each call, in the same order, from its main thread.
 """
 
 import dataclasses
@@ -16,40 +18,58 @@ from jax.experimental import multihost_utils
 from spmd.errors import Problem
 
 
-def broadcast_from_first(look: Callable[[], Any]) -> Any:
-    """What `look` returns on process 0, on every process; the others do not call it.
-
-    Every process calls this, in the same order, from its main thread.
+def broadcast_from_first(f: Callable[[], Any]) -> Any:
+    """Call `f` on process 0 alone, and return its result on every process.
 
     Args:
-        look: Returns JSON values, and does not raise: an error that one process meets alone keeps the others waiting.
+        f: Returns JSON values. It must not raise: the other processes would wait forever.
 
     Example:
-        >>> from_first(lambda: {"steps": [1, 2]})
+        >>> broadcast_from_first(lambda: {"steps": [1, 2]})
         {'steps': [1, 2]}
     """
     if jax.process_count() == 1:
-        return look()
-    text = json.dumps(look()).encode() if jax.process_index() == 0 else b""
-    with jax.transfer_guard("allow"):  # it may be called from inside the training loop
+        return f()
+    text = json.dumps(f()).encode() if jax.process_index() == 0 else b""
+    with jax.transfer_guard("allow"):  # the training loop disallows transfers
         size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-        # Powers of two, so that few lengths are compiled for.
-        padded = np.zeros(1 << max(size - 1, 0).bit_length(), np.uint8)
-        padded[: len(text)] = np.frombuffer(text, np.uint8)
-        sent = multihost_utils.broadcast_one_to_all(padded)
-    return json.loads(np.asarray(sent)[:size].tobytes())
+        padded = np.asarray(multihost_utils.broadcast_one_to_all(_pad(text, size)))
+    return json.loads(padded[:size].tobytes())
 
 
-def broadcast_problems(look: Callable[[], Sequence[Problem]]) -> tuple[Problem, ...]:
-    """The problems that `look` finds on process 0, on every process, as for `broadcast_from_first`."""
-    return read_problems(broadcast_from_first(lambda: plain_problems(look())))
+def gather_json(value: Any) -> list[Any]:
+    """Return the JSON values of all processes, in order, on every process.
+
+    Example:
+        >>> gather_json({"steps": [1, 2]})
+        [{'steps': [1, 2]}]
+    """
+    if jax.process_count() == 1:
+        return [value]
+    text = json.dumps(value).encode()
+    with jax.transfer_guard("allow"):
+        sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text)))).tolist()
+        rows = np.asarray(multihost_utils.process_allgather(_pad(text, max(sizes))))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _pad(text: bytes, size: int) -> np.ndarray:
+    """Pad to a power of two, so that few lengths are compiled."""
+    padded = np.zeros(1 << max(size - 1, 0).bit_length(), np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    return padded
+
+
+def broadcast_problems(f: Callable[[], Sequence[Problem]]) -> tuple[Problem, ...]:
+    """Return the problems that `f` finds on process 0, as `broadcast_from_first` does."""
+    return read_problems(broadcast_from_first(lambda: plain_problems(f())))
 
 
 def plain_problems(problems: Sequence[Problem]) -> list[list[str]]:
-    """Problems as JSON values."""
+    """Convert problems to JSON values."""
     return [list(dataclasses.astuple(problem)) for problem in problems]
 
 
 def read_problems(plain: Sequence[Sequence[str]]) -> tuple[Problem, ...]:
-    """The inverse of `plain_problems`."""
+    """Invert `plain_problems`."""
     return tuple(Problem(*words) for words in plain)

@@ -1,11 +1,10 @@
-"""Several processes on this machine, as a cluster would start them, to rehearse a run before it costs anything.
+"""Several processes on this machine, started as a cluster would start them.
 
-Process 0 writes to the terminal; what the others say comes on stderr, each line with the process's number before it.
-They share one fate: a signal goes to all, and when one fails, the others are stopped.
+Process 0 writes to the terminal. Output of the others comes on stderr, each line with the number of its process.
+Signals are forwarded to all processes. When one fails, the others are stopped.
 """
 
 import contextlib
-import dataclasses
 import errno
 import random
 import signal
@@ -22,42 +21,12 @@ from spmd.distributed.initialize import EXIT_LOST
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
+# Below Linux's ephemeral ports: while process 0 starts, an outgoing connection could take one of those.
 _PORTS = range(20_000, 32_768)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    """How one process ended.
-
-    Attributes:
-        process_id: Its number.
-        code: Its exit code, or minus the signal that ended it.
-    """
-
-    process_id: int
-    code: int
-
-    @property
-    def is_of_another(self) -> bool:
-        """It ended because another process was gone."""
-        return self.exit_code in (EXIT_LOST, 128 + signal.SIGABRT)
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code as a shell reports it."""
-        return self.code if self.code >= 0 else 128 - self.code
-
-    def __str__(self) -> str:
-        how = f"exit code {self.code}" if self.code >= 0 else f"signal {signal.Signals(-self.code).name}"
-        return f"process {self.process_id} ended with {how}"
-
-
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on.
-
-    It is none of those that systems give to connections, which begin at 32768 on Linux: before process 0 listens there,
-    it starts Python and JAX, and in these seconds a connection of another program could take it.
-    """
+    """Return a port of the loopback interface that nothing listens on, and that no outgoing connection gets."""
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -66,26 +35,17 @@ def free_port() -> int:
 
 
 def process_commands(train: Sequence[str], processes: int, devices: int, port: int) -> list[list[str]]:
-    """The command line of each process.
-
-    Args:
-        train: The arguments of `spmd`, which begin with `train`.
-        processes: How many processes.
-        devices: Simulated devices of each.
-        port: Where process 0 listens.
-    """
-    # `--cluster none`: a rehearsal may itself run in a job, which knows nothing of these processes.
-    together = ["--devices", devices, "--cluster", "none", "--coordinator", f"127.0.0.1:{port}"]
-    command = [sys.executable, "-m", "spmd.cli", *train, *map(str, together), "--processes", str(processes)]
+    """Return the command line of each process, from arguments of `spmd` that begin with `train`."""
+    # `--cluster none`: this process may itself run in a job, whose variables do not describe these processes.
+    flags = ["--devices", devices, "--cluster", "none", "--coordinator", f"127.0.0.1:{port}", "--processes", processes]
+    command = [sys.executable, "-m", "spmd.cli", *train, *map(str, flags)]
     return [[*command, "--process-id", str(process_id)] for process_id in range(processes)]
 
 
 def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
-    """Runs several commands at the same time; the exit code of the first that fails, or 0.
+    """Run one process for each command; return the exit code of the first that fails, or 0.
 
-    Args:
-        commands: One for each process.
-        grace: Seconds that the others have to end by themselves after one has failed.
+    After a failure the other processes have `grace` seconds to end by themselves.
     """
     processes: list[subprocess.Popen[str]] = []
 
@@ -95,18 +55,18 @@ def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
 
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
-        for process_id, command in enumerate(commands):
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if process_id else None,
-                    stderr=subprocess.STDOUT if process_id else None,
-                    start_new_session=True,  # so that Ctrl-C comes once, from here
-                    text=True,
-                    errors="replace",
-                )
+        for command in commands:
+            is_first = not processes
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=None if is_first else subprocess.PIPE,
+                stderr=None if is_first else subprocess.STDOUT,
+                start_new_session=True,  # so that Ctrl-C comes once, from here
+                text=True,
+                errors="replace",
             )
+            processes.append(process)
         readers = [_start_reader(i, process.stdout) for i, process in enumerate(processes) if process.stdout]
         first = _wait(processes, grace)
         for reader in readers:
@@ -118,7 +78,7 @@ def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
                 process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
-    return first.exit_code if first else 0
+    return first
 
 
 def _start_reader(process_id: int, lines: IO[str]) -> threading.Thread:
@@ -132,24 +92,29 @@ def _start_reader(process_id: int, lines: IO[str]) -> threading.Thread:
     return thread
 
 
-def _wait(processes: Sequence["subprocess.Popen[str]"], grace: float) -> Ending | None:
-    """Waits until all have ended; the first failure, if there was one, which ends the others after `grace` seconds."""
-    first, until = None, 0.0
+def _wait(processes: Sequence["subprocess.Popen[str]"], grace: float) -> int:
+    """Wait until all have ended; return the exit code of the first failure, as a shell reports it, or 0."""
+    first, deadline = 0, float("inf")
     while True:
         codes = [process.poll() for process in processes]
-        if first is None and (failed := [Ending(i, code) for i, code in enumerate(codes) if code]):
-            first, until = min(failed, key=lambda ending: ending.is_of_another), time.monotonic() + grace
-            _say(f"{first}; the others have {grace:g} s to end by themselves" if None in codes else f"{first}")
+        if not first and (failed := [i for i, code in enumerate(codes) if code]):
+            # Others may fail in the same moment, because the first one is gone.
+            i = min(failed, key=lambda i: codes[i] in (EXIT_LOST, -signal.SIGABRT, 128 + signal.SIGABRT))
+            code = codes[i] or 0
+            first, deadline = code if code > 0 else 128 - code, time.monotonic() + grace
+            reason = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+            rest = f"; the others have {grace:g} s to end by themselves" if None in codes else ""
+            _log(f"process {i} ended with {reason}{rest}")
         if None not in codes:
             return first
-        if first and time.monotonic() > until:
-            stopped = [i for i, code in enumerate(codes) if code is None]
-            for process_id in stopped:
-                processes[process_id].kill()
-            _say(f"stopped process {', '.join(map(str, stopped))}")
-            until = float("inf")
+        if time.monotonic() > deadline:
+            running = [i for i, code in enumerate(codes) if code is None]
+            for i in running:
+                processes[i].kill()
+            _log(f"stopped process {', '.join(map(str, running))}")
+            deadline = float("inf")
         time.sleep(_POLL_SECONDS)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"spmd launch: {text}", file=sys.stderr, flush=True)

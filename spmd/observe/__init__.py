@@ -1,1 +1,1 @@
-"""Metrics, traces, and where the time of a run went."""
+"""Metrics, profiler traces, stragglers and goodput."""

@@ -1,4 +1,4 @@
-"""How fast a run is, how much it holds, and where its numbers are written.
+"""Metrics of a run: throughput, utilization, memory, and the writers of their values.
 
 ```python
 flops = transformer_flops(params_in_matmuls=124_000_000, layers=12, attention_width=768, sequence=1024)
@@ -7,8 +7,8 @@ writers = Writers([JsonLines(folder / "metrics.jsonl", keep_through=resumed_step
 writers.write(step, {"loss": loss, "step_s": clock.median})
 ```
 
-A number that a backend does not report is None here and "not reported" in print, never 0. A FLOP count carries its
-formula, because a utilization without one cannot be compared.
+A number that a backend does not report is None, printed as "not reported", and never 0. A FLOP count carries its
+formula, because utilizations by different formulas cannot be compared.
 """
 
 import collections
@@ -38,14 +38,14 @@ from spmd.errors import ConfigError, Problem
 from spmd.tree import human_bytes
 
 Values = Mapping[str, float | int | str | None]
-"""Values of one step by name; None is not reported: JSON has it as null, the other writers leave it out."""
+"""Values of one step by name; None is null in JSON, and skipped by the other writers."""
 
 NOT_REPORTED = "not reported"
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """The model's operations to train on one token, without recomputation, and the formula that counts them."""
+    """Model FLOPs to train on one token, without recomputation, and the formula that counts them."""
 
     per_token: float
     formula: str
@@ -58,18 +58,13 @@ class Flops:
 def transformer_flops(
     params_in_matmuls: int, layers: int, attention_width: int, sequence: int, causal: bool = True
 ) -> Flops:
-    """The model FLOPs of a transformer, as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311).
+    """Count the model FLOPs of a transformer, as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311).
 
-    Each parameter of a matrix product costs 2 operations forward and 4 backward. Attention adds two products of
+    Each parameter of a matmul costs 2 operations forward and 4 backward. Attention adds two matmuls of
     `sequence × attention_width` per token and layer. PaLM counts all of them; a causal model needs half.
 
-    Args:
-        params_in_matmuls: Parameters that a token is multiplied with: without embedding tables that are looked up,
-            with the output head (also where it is tied), with the active experts only.
-        layers: Layers with attention.
-        attention_width: Heads × width of a head, of the queries.
-        sequence: Tokens that attend to one another.
-        causal: Whether a token attends only to those before it.
+    `params_in_matmuls` counts the output head, also a tied one, no embedding lookup, and the active experts only.
+    `attention_width` is query heads × width of a head.
     """
     attention = 12 * layers * attention_width * sequence / (2 if causal else 1)
     formula = (
@@ -101,11 +96,11 @@ PEAK_FLOPS: dict[str, float] = {
     "L4": 121e12,
     "L40S": 362e12,
 }
-"""Peak dense bf16 operations per second of one JAX device, by words of its `device_kind`."""
+"""Peak dense bf16 FLOP/s of one JAX device, by words of its `device_kind`."""
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """The peak dense bf16 operations per second of a device; None where it is not known, as for a CPU.
+    """Return the peak dense bf16 FLOP/s of a device; None if it is not known, as for a CPU.
 
     Example:
         >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe"), peak_flops("cpu")
@@ -116,10 +111,9 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def utilization(flops: Flops, tokens_per_second: float, devices: Iterable[jax.Device]) -> float | None:
-    """Model FLOPs utilization (MFU): what the model needs, as a part of what the devices could do.
+    """Return the model FLOPs utilization (MFU) in [0, 1]; None if the peak of a device is not known.
 
-    `tokens_per_second` is of all `devices` together. Print the formula of `flops` beside the result, a part of 1;
-    it is None where the peak of a device is not known.
+    `tokens_per_second` is of all `devices` together. Print the formula of `flops` with the result.
     """
     peaks = [peak_flops(device.device_kind) for device in devices]
     total = sum(peak for peak in peaks if peak)
@@ -127,12 +121,7 @@ def utilization(flops: Flops, tokens_per_second: float, devices: Iterable[jax.De
 
 
 class StepClock:
-    """Wall-clock seconds from one finished step to the next, on the host.
-
-    Args:
-        window: How many of the last steps the statistics are over.
-        now: The clock, in seconds.
-    """
+    """Wall-clock seconds between finished steps on the host, with statistics over the last `window` steps."""
 
     def __init__(self, window: int = 50, now: Callable[[], float] = time.perf_counter) -> None:
         self._seconds: collections.deque[float] = collections.deque(maxlen=window)
@@ -140,42 +129,42 @@ class StepClock:
         self._last: float | None = None
 
     def finished(self) -> None:
-        """Says that a step has just finished: its results are there, not only dispatched."""
+        """Record that a step has finished: its results are available, not only dispatched."""
         now = self._now()
         if self._last is not None:
             self._seconds.append(now - self._last)
         self._last = now
 
     def restart(self) -> None:
-        """Leaves out the time up to the next finished step: after an evaluation, a checkpoint, a compilation."""
+        """Skip the time to the next finished step: after an evaluation, a checkpoint or a compilation."""
         self._last = None
 
     @property
     def median(self) -> float | None:
-        """Seconds of the middle step of the window; None before two steps have finished."""
+        """Median seconds of a step; None before two steps have finished."""
         return statistics.median(self._seconds) if self._seconds else None
 
     @property
     def p95(self) -> float | None:
-        """Seconds that 95 % of the steps of the window do not exceed (nearest rank); None as for `median`."""
+        """95th percentile of a step's seconds (nearest rank); None as for `median`."""
         ranked = sorted(self._seconds)
         return ranked[math.ceil(0.95 * len(ranked)) - 1] if ranked else None
 
 
 def device_memory(devices: Sequence[jax.Device] | None = None) -> int | None:
-    """Peak bytes in use on the fullest of `devices` (all of this process); None where nothing is reported (CPU)."""
+    """Return the largest peak of bytes in use of `devices` (default: of this process); None on CPUs."""
     stats = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
     return max((int(s["peak_bytes_in_use"]) for s in stats if "peak_bytes_in_use" in s), default=None)
 
 
 def process_peak_rss() -> int:
-    """The most bytes of host memory that this process has held."""
+    """Return the peak bytes of host memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Writer(Protocol):
-    """Where the numbers of a run go: `write` takes those of one step, nothing is written after `close`."""
+    """Destination of metrics: `write` takes those of one step, nothing is written after `close`."""
 
     def write(self, step: int, values: Values) -> None: ...  # noqa: D102
 
@@ -183,18 +172,18 @@ class Writer(Protocol):
 
 
 class Writers(Writer):
-    """Several writers as one: each gets every value, in the order given."""
+    """Several writers as one."""
 
     def __init__(self, writers: Iterable[Writer]) -> None:
         self._writers = tuple(writers)
 
     def write(self, step: int, values: Values) -> None:
-        """Passes the values on to every writer."""
+        """Write the values with every writer, in order."""
         for writer in self._writers:
             writer.write(step, values)
 
     def close(self) -> None:
-        """Closes every writer, also where closing one of them fails."""
+        """Close every writer, even if closing one of them fails."""
         with contextlib.ExitStack() as stack:
             for writer in reversed(self._writers):
                 stack.callback(writer.close)
@@ -203,13 +192,11 @@ class Writers(Writer):
 class JsonLines(Writer):
     """One JSON object a line, `step` first; each line is handed to the system at once.
 
-    A killed run loses at most the line it was writing, and such a line is dropped when the file is opened again.
-    JSON has no NaN: an infinite loss is `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`.
+    A killed run loses at most the line it was writing, which the next open drops. JSON has no NaN: an infinite loss is
+    `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`.
 
-    Args:
-        path: The file. Its folder is made where it is missing.
-        keep_through: The step of the checkpoint that a run goes on from: lines of later steps are dropped, in one
-            atomic replacement, so that the curve joins. With None all are kept.
+    `keep_through` is the step of the checkpoint that the run resumes from: lines of later steps are dropped atomically.
+    None keeps all lines.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_through: int | None = None) -> None:
@@ -227,7 +214,7 @@ class JsonLines(Writer):
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Values) -> None:
-        """Appends one line."""
+        """Append one line."""
         record: dict[str, Any] = {"step": int(step)}
         record |= {n: v if isinstance(v, int | str | None) else float(v) for n, v in values.items()}
         bad = {n: str(v) for n, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
@@ -237,14 +224,14 @@ class JsonLines(Writer):
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a file of `JsonLines`, without lines that a kill has cut."""
-    records = []
-    for line in Path(path).read_bytes().split(b"\n"):
+    """Read the records of a file of `JsonLines`, without lines that a kill has cut; no file has no records."""
+    path, records = Path(path), []
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
         with contextlib.suppress(ValueError):  # of JSON and of UTF-8
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
@@ -262,17 +249,17 @@ COLUMNS: Mapping[str, Callable[[Any], str]] = {
     "mfu": lambda x: f"MFU {x:5.1%}",
     "step_s": lambda x: f"{human_duration(x):>7}/step",
 }
-"""What the console shows of each value, in this order; values with other names are for the other writers."""
+"""Name → format of the values on the console, in this order; others are for the other writers."""
 
 
 class Console(Writer):
-    """What a person sees: a progress bar on a terminal, one line per logged step elsewhere.
+    """Console output: a progress bar on a terminal, one line per logged step elsewhere.
 
     Args:
-        total_steps: The last step of the run.
-        stream: Where to print; standard output where None.
-        interactive: Whether to draw a bar; where None, whether `stream` is a terminal.
-        columns: What is shown; add a value with `COLUMNS | {"accuracy": "accuracy {:.3f}".format}`.
+        total_steps: Last step of the run.
+        stream: Standard output if None.
+        interactive: Draw a bar; None draws one if `stream` is a terminal.
+        columns: Format of each value; add one with `COLUMNS | {"accuracy": "accuracy {:.3f}".format}`.
 
     Example:
         >>> console = Console(total_steps=200, interactive=False)
@@ -294,13 +281,13 @@ class Console(Writer):
         self._shown: Values = {}
         if self._stream.isatty() if interactive is None else interactive:
             terminal = rich.console.Console(file=self._stream, force_terminal=True)
-            # Drawn only when there is something new: a thread that redraws would take time from a busy host.
+            # A thread that refreshes would take time from a busy host.
             self._live = Live(console=terminal, auto_refresh=False)
             self._live.start()
 
     def write(self, step: int, values: Values) -> None:
-        """Shows one step, and from its `step_s` how long the rest will take."""
-        if self._live:  # an evaluation adds to what is shown, it does not replace it
+        """Show one step, and the remaining time by its `step_s`."""
+        if self._live:  # an evaluation adds values to those shown
             values = self._shown = {**self._shown, **values}
         cells = [show(values[name]) for name, show in self._columns.items() if values.get(name) is not None]
         seconds = values.get("step_s")
@@ -324,10 +311,10 @@ class Console(Writer):
         mfu: float | None = None,
         memory: int | None = None,
     ) -> None:
-        """Ends the bar and says in three lines how the run went; None is printed as "not reported".
+        """End the bar and print a summary of three lines; None is printed as "not reported".
 
-        `seconds` and `tokens` are of the `steps` of this process, `loss` is the last one, `mfu` a part of 1 that was
-        computed from `flops`, and `memory` the peak bytes of a device.
+        `seconds` and `tokens` are of the `steps` of this process, `loss` is the last one, `mfu` in [0, 1] is computed
+        from `flops`, and `memory` is the peak bytes of a device.
         """
         self.close()
         cells = [f"done: {steps:,} steps in {human_duration(seconds)}", f"{human_count(tokens)} tokens"]
@@ -339,13 +326,13 @@ class Console(Writer):
         self.say(f"peak memory: device {peak}, host process {human_bytes(process_peak_rss())}")
 
     def close(self) -> None:
-        """Leaves the bar as it is and gives the terminal back."""
+        """Stop the bar, and leave its last state on the terminal."""
         if self._live:
             self._live.stop()
 
 
 def human_count(n: float) -> str:
-    """A count with three significant digits and a decimal unit.
+    """Format a count with three significant digits and a decimal unit.
 
     Example:
         >>> human_count(12_345), human_count(124_439_808), human_count(7), human_count(999_999)
@@ -359,7 +346,7 @@ def human_count(n: float) -> str:
 
 
 def human_duration(seconds: float) -> str:
-    """A time with three significant digits, as a clock shows it from a minute on.
+    """Format a duration with three significant digits, from a minute on as h:mm:ss.
 
     Example:
         >>> human_duration(0.0432), human_duration(4.321), human_duration(86), human_duration(7384)

@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""Writer of TensorBoard's event files."""
 
 import contextlib
 import os
@@ -10,10 +10,10 @@ from spmd.observe.metrics import Values, Writer
 
 @contextlib.contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """Inside, a package that has not been imported seems not to be installed."""
+    """Make a package that is not imported yet look as if it were not installed."""
     is_new = package not in sys.modules
     if is_new:
-        sys.modules[package] = None  # type: ignore[assignment]  # which `import` takes for missing
+        sys.modules[package] = None  # type: ignore[assignment]  # `import` then raises ImportError
     try:
         yield
     finally:
@@ -22,23 +22,23 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 class TensorBoard(Writer):
-    """Event files in `folder` that TensorBoard shows: numbers as curves, texts as texts.
+    """Event files in `folder`: numbers as scalars, texts as texts.
 
-    With `keep_through`, as for `JsonLines`, it hides what an earlier process wrote of later steps.
+    `keep_through` hides later steps of an earlier process, as in `JsonLines`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep_through: int | None = None) -> None:
-        # Here, because it sets a variable of the environment, which importing spmd must not; and it would import
-        # PyTorch where that is installed, for which the start of a run would wait seconds, and in vain.
+        # Imported here, because it sets an environment variable, which importing spmd must not. It would also import
+        # PyTorch if that is installed, which takes seconds and is not needed.
         with _hidden("torch"):
             import tensorboardX
 
         first = None if keep_through is None else keep_through + 1
-        # The name of an event file has only seconds in it: without a suffix a quick resume would overwrite it.
+        # An event file's name has seconds only: without a suffix a quick resume would overwrite it.
         self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=first, filename_suffix=f".from_{first or 0}")
 
     def write(self, step: int, values: Values) -> None:
-        """Adds one point for each number and one text for each text."""
+        """Add a scalar for each number and a text for each text."""
         for name, value in values.items():
             if isinstance(value, str):
                 self._writer.add_text(name, value, step)
@@ -46,5 +46,5 @@ class TensorBoard(Writer):
                 self._writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:
-        """Writes out what is waiting and closes the file."""
+        """Flush and close the file."""
         self._writer.close()

@@ -1,1 +1,1 @@
-"""Preemption, watchdogs, divergence, and silent data corruption."""
+"""Agreement of processes, preemption, watchdog, divergence, and silent data corruption."""

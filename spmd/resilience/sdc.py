@@ -1,10 +1,10 @@
-"""Checks of a running training for silent data corruption, as hooks.
+"""Checks for silent data corruption during training, as hooks.
 
 ```python
-hooks = [CheckReplicas(plan, every=500), CheckRepeats(plan, grad_fn, probe, every=500), *hooks]
+hooks = [ReplicaCheck(plan, every=500), DeterminismCheck(plan, grad_fn, probe, every=500), *hooks]
 ```
 
-They come before the hook that saves, so that nothing is saved that was just seen to be damaged.
+They precede the hook that saves, so that no corrupt state is saved.
 """
 
 import abc
@@ -16,56 +16,28 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd.errors import DataCorruptionError, Problem
 from spmd.gradients.base import GradFn
+from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan
-from spmd.resilience.determinism import DeterminismCheck
-from spmd.resilience.digests import make_digest, replica_differences
+from spmd.resilience.digests import digest_shards, make_digest, name_device, replica_differences
 from spmd.train.loop import Hook
-from spmd.train.state import TrainState, abstract_state
+from spmd.train.state import TrainState, abstract_arguments, abstract_state
 
 
 class _Check(Hook, abc.ABC):
-    """Looks at the state every so many steps, and stops training where something is wrong with it.
-
-    Args:
-        every: Steps between two looks; 0 for never.
-        around: Makes a context for each look, such as one that takes its time.
-    """
-
-    title: str
-    """What the error begins with."""
-
-    def __init__(self, every: int, around: Callable[[], AbstractContextManager[None]]) -> None:
-        self.every, self.around = every, around
-
-    def wants_state(self, step: int) -> bool:
-        """At the interval."""
-        return bool(self.every) and step % self.every == 0
-
-    def on_state(self, step: int, state: TrainState) -> None:
-        """Raises `DataCorruptionError` with each array and the devices that differ, the same on every process."""
-        with self.around():
-            problems = self.problems(state)
-        if problems:
-            raise DataCorruptionError(f"{self.title} after step {step}:", problems)
-
-    @abc.abstractmethod
-    def problems(self, state: TrainState) -> list[Problem]:
-        """What is wrong."""
-
-
-class CheckReplicas(_Check):
-    """Stops training where devices that should hold the same bits of the state do not.
+    """Check of the state at an interval; training stops if it fails.
 
     Args:
         plan: On a mesh with devices.
         every: Steps between two checks; 0 for never.
-        around: Makes a context for each check, such as one that takes its time.
+        around: Makes a context for each check, such as one that measures its time.
     """
 
-    title = "Replicas differ"
+    title: str
 
     def __init__(
         self,
@@ -73,31 +45,59 @@ class CheckReplicas(_Check):
         every: int,
         around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        super().__init__(every, around)
-        self.mesh, self.abstract = plan.mesh, abstract_state(plan)
+        self.plan, self.every, self.around = plan, every, around
+
+    @functools.cached_property
+    def abstract(self) -> TrainState:
+        """State as `jax.ShapeDtypeStruct`s."""
+        return abstract_state(self.plan)
+
+    def wants_state(self, step: int) -> bool:
+        """Return whether a check is due."""
+        return bool(self.every) and step % self.every == 0
+
+    def on_state(self, step: int, state: TrainState) -> None:
+        """Raise `DataCorruptionError` with each array and the devices that differ, the same on every process."""
+        with self.around():
+            problems = self.problems(state)
+        if problems:
+            raise DataCorruptionError(f"{self.title} after step {step}:", problems)
+
+    @abc.abstractmethod
+    def problems(self, state: TrainState) -> list[Problem]:
+        """Return a problem for each array that differs."""
+
+
+class ReplicaCheck(_Check):
+    """Compare the replicas of every shard of the state, bit for bit."""
+
+    title = "Replicas differ"
 
     @functools.cached_property
     def digest(self) -> Callable[[TrainState], jax.Array]:
-        """The program, compiled at the first check."""
-        return make_digest(self.abstract, self.mesh)
+        """Program that digests the state, compiled at the first check."""
+        return make_digest(self.abstract, self.plan.mesh)
 
     def problems(self, state: TrainState) -> list[Problem]:
-        """Each array, and the devices that hold other bits than the rest."""
-        return replica_differences(np.asarray(self.digest(state)), self.abstract, self.mesh)
+        """Return a problem for each array, with the devices in the minority."""
+        return replica_differences(np.asarray(self.digest(state)), self.abstract, self.plan.mesh)
 
 
-class CheckRepeats(_Check):
-    """Stops training where the gradients of one batch come out differently when they are computed again.
+class DeterminismCheck(_Check):
+    """Compute the gradients of one batch twice and compare them bit for bit.
+
+    A difference is a device that miscomputes, a link that flips bits, or a nondeterministic operation. Nothing is
+    donated and only digests are returned, so it needs the memory of a step without its update.
 
     Args:
         plan: On a mesh with devices.
-        grad_fn: The gradient function of the step.
-        probe: The batch, already on the devices; it is kept.
+        grad_fn: Gradient function of the step.
+        probe: The batch, on the devices; it is kept.
         every: Steps between two checks; 0 for never.
-        around: Makes a context for each check, such as one that takes its time.
+        around: Makes a context for each check.
     """
 
-    title = "The same gradients came out differently"
+    title = "Gradients are not reproducible"
 
     def __init__(
         self,
@@ -107,9 +107,36 @@ class CheckRepeats(_Check):
         every: int,
         around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        super().__init__(every, around)
-        self.repeat, self.probe = DeterminismCheck(plan, grad_fn), probe
+        super().__init__(plan, every, around)
+        self.grad_fn, self.probe = grad_fn, probe
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """Program `(state, batch) -> uint32[devices, leaves, 2]`, replicated, compiled at the first check."""
+        digests = jax.jit(self._digests, out_shardings=NamedSharding(self.plan.mesh, P()))
+        return digests.lower(*abstract_arguments(self.plan, self.probe)).compile()
+
+    def digests(self, state: TrainState) -> jax.Array:
+        """Compute the gradients once, and return their digests."""
+        return self.compiled(state, self.probe)
 
     def problems(self, state: TrainState) -> list[Problem]:
-        """Each array whose gradient is another, and the devices that have it."""
-        return self.repeat.differences(state, self.probe)
+        """Return a problem for each array of which a device did not get the same bits twice."""
+        first, second = (np.asarray(self.digests(state)) for _ in range(2))
+        devices = list(self.plan.mesh.devices.flat)
+        fix = "replace the device if it is one; if it is all, look for a nondeterministic operation"
+        problems = []
+        for number, leaf in enumerate(self.plan.gradients):
+            differs = np.flatnonzero((first[:, number] != second[:, number]).any(axis=-1))
+            if differs.size:
+                names = ", ".join(name_device(devices[i]) for i in differs)
+                where = names if differs.size < len(devices) else f"all {len(devices)} devices"
+                what = f"its gradient differs when it is computed again, on {where}"
+                problems.append(Problem(leaf.path, what, "the same program, parameters and batch", fix))
+        return problems
+
+    def _digests(self, state: TrainState, batch: Any) -> jax.Array:
+        with use_plan(self.plan):
+            gradients, _, _ = self.grad_fn(state.params, state.variables, batch, state.step_key())
+        gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
+        return digest_shards(gradients, self.plan.gradient_shardings)

@@ -1,8 +1,8 @@
-"""A run that hangs ends: with every thread's stack, and what was finished last.
+"""Watchdog: a process that hangs exits, with the stack of every thread.
 
-A collective that one process never reaches, a dead network and a stuck disk have one thing in common: nothing finishes.
-So one deadline serves all of them. Every process has its own watchdog; those that wait for the stuck one see no step
-finish either, so all of them end at about the same time.
+A collective that one process never reaches, a dead network and a stuck disk all stop progress, so one deadline covers
+them. Every process has its own watchdog. Processes that wait for the stuck one make no progress either, so all exit at
+about the same time.
 """
 
 import faulthandler
@@ -11,88 +11,89 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self, TextIO
 
 from spmd.train.loop import Hook
 
 EXIT_HUNG = 70
-"""The exit code of a process whose deadline has passed (EX_SOFTWARE of sysexits.h)."""
+"""Exit code of a process whose deadline has passed (EX_SOFTWARE of sysexits.h)."""
 
 GRACE = 20.0
-"""Seconds after the deadline until a thread that needs no interpreter lock ends a process whose lock is held."""
+"""Seconds after the deadline until faulthandler ends the process, if a hang holds the interpreter lock."""
 
 
 class Watchdog(Hook):
-    """Ends the process where nothing has finished for too long.
+    """Exit the process after too long without progress.
 
     Args:
-        seconds: From one finished step, evaluation batch or checkpoint to the next; 0 for no deadline.
-        start: The same until the first step has finished, with compilation.
-        log: Where stacks go besides standard error; a file with a descriptor, or None.
-        leave: How the process ends.
+        timeout: Seconds between two finished steps, evaluation batches or checkpoints; 0 for no deadline.
+        start_timeout: Seconds until the first step has finished, with compilation.
+        log: File for stacks besides standard error; it has a descriptor.
+        exit_process: Ends the process.
     """
 
     def __init__(
-        self, seconds: float, start: float, log: TextIO | None = None, leave: Callable[[int], object] = os._exit
+        self,
+        timeout: float,
+        start_timeout: float,
+        log: TextIO | None = None,
+        exit_process: Callable[[int], object] = os._exit,
     ) -> None:
-        self._seconds, self._start, self._log, self._leave = seconds, start, log, leave
-        self._last, self._doing = "nothing", "starting"
+        self._timeout, self._start_timeout, self._log, self._exit = timeout, start_timeout, log, exit_process
+        self._last, self._activity = "nothing", "starting"
         self._limit = 0.0
-        self._due = float("inf")
+        self._deadline = float("inf")
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._arm(self._start)
+        self._arm(self._start_timeout)
         self._thread = threading.Thread(target=self._watch, name="spmd-watchdog", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
         if self._thread:
             self._thread.join()
 
-    def doing(self, what: str) -> None:
-        """Says what begins now; the deadline stays."""
-        self._doing = what
+    def set_activity(self, what: str) -> None:
+        """Record what begins now, for the message; the deadline stays."""
+        self._activity = what
 
-    def finished(self, what: str) -> None:
-        """Says what has finished: the deadline is as far off as ever."""
-        self._last, self._doing = what, "training"
-        self._arm(self._seconds)
+    def reset(self, finished: str) -> None:
+        """Restart the deadline, because something has finished."""
+        self._last, self._activity = finished, "training"
+        self._arm(self._timeout)
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """A step has finished."""
-        self.finished(f"step {step}")
+        """Restart the deadline after a step."""
+        self.reset(f"step {step}")
 
     def _arm(self, seconds: float) -> None:
         self._limit = seconds
         if seconds:
-            self._due = time.monotonic() + seconds
-            # The lock of the interpreter may be held by what hangs: this thread of faulthandler's does not need it.
+            self._deadline = time.monotonic() + seconds
+            # The hang may hold the interpreter lock; faulthandler's thread does not need it.
             faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=self._log or sys.stderr)
         else:
-            self._due = float("inf")
+            self._deadline = float("inf")
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, max(self._limit / 20, 0.05))):
-            if time.monotonic() > self._due:
+            if time.monotonic() > self._deadline:
                 now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
                 message = (
-                    f"{now} spmd: nothing has finished for {self._limit:g} s. The last that finished: {self._last}; "
-                    f"since then: {self._doing}.\nThe stack of every thread follows; this process ends with "
-                    f"{EXIT_HUNG}. Raise --recovery.deadline where this is no hang.\n"
+                    f"{now} spmd: no progress for {self._limit:g} s. Last finished: {self._last}; "
+                    f"since then: {self._activity}.\nThe stack of every thread follows. Exit code {EXIT_HUNG}. "
+                    "If this is not a hang, raise --recovery.deadline.\n"
                 )
                 for file in (self._log, sys.__stderr__):
                     if file:
                         file.write(message)
                         file.flush()
                         faulthandler.dump_traceback(file=file, all_threads=True)
-                self._leave(EXIT_HUNG)
+                self._exit(EXIT_HUNG)
                 return

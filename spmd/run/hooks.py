@@ -98,7 +98,7 @@ class Log(Hook):
     def _since(self, step: int) -> dict[str, float]:
         """Seconds by activity for each step since the call before, on this process."""
         watch = self.telemetry.stopwatch
-        watch.turn_to("step")
+        watch.switch_to("step")
         if self.folder:
             watch.write(self.folder, step)
         now, count = dict(watch.seconds), max(step - self._step, 1)
@@ -139,11 +139,11 @@ class Evaluate(Hook):
             tokens_at_most=config.evaluate.tokens,
         )
         parts = []
-        with self.telemetry.stopwatch.during("evaluate"):
+        with self.telemetry.stopwatch.measure("evaluate"):
             for number, batch in enumerate(stream, 1):
-                watchdog.doing(f"evaluating after step {step}")
+                watchdog.set_activity(f"evaluating after step {step}")
                 parts.append(jax.device_get(self.step(state.params, state.variables, batch)))
-                watchdog.finished(f"evaluation batch {number} after step {step}")
+                watchdog.reset(f"evaluation batch {number} after step {step}")
         sums = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
         self.tokens, self.last_step = int(sums["weight"]), step
         self.last = {f"val_{name}": total / sums["weight"] for name, total in sums.items() if name != "weight"}
@@ -176,7 +176,7 @@ class Save(Hook):
     def wants_state(self, step: int) -> bool:
         """At the interval and at the end."""
         config = self.setup.config
-        ends = step in (config.steps, self.telemetry.preemption.stopped_at)
+        ends = step in (config.steps, self.telemetry.preemption.stop_step)
         return ends or bool(config.checkpoint_every and step % config.checkpoint_every == 0)
 
     def on_state(self, step: int, state: TrainState) -> None:
@@ -195,9 +195,9 @@ class Save(Hook):
             "versions": library_versions(),
         }
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
-        self.telemetry.watchdog.doing(f"saving step {step}, or waiting for the save before it")
-        with self.telemetry.stopwatch.during("checkpoint"):
+        self.telemetry.watchdog.set_activity(f"saving step {step}, or waiting for the save before it")
+        with self.telemetry.stopwatch.measure("checkpoint"):
             self.checkpoints.save(step, state, record, metrics)
-        self.telemetry.watchdog.finished(f"the copy of step {step} for its checkpoint")
+        self.telemetry.watchdog.reset(f"the copy of step {step} for its checkpoint")
         self.telemetry.log.say(f"saving step {step}")
         self.telemetry.clock.restart()

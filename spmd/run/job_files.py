@@ -1,137 +1,153 @@
-"""Files that start a run on a cluster: a batch file for Slurm, a JobSet for Kubernetes.
+"""Job files for clusters: a batch file for Slurm, a JobSet for Kubernetes.
 
-Both train until the run is done: after what a run can recover from, such as being told to go or a lost node, all
-processes are started again with `--resume auto`; any other failure ends the job. What is compiled is kept in a folder
-that all nodes and restarts share.
+Both train until the last step. After a preemption, a lost node or another exit code in `RESTARTED`, all processes
+start again with `--resume auto`; any other failure ends the job. All nodes and restarts share a compilation cache.
 
-Under Slurm the job goes by the highest exit code of its processes, which is all that `srun` returns. Where one of them
-ends with a final code, 1 or 2, and the others then with 69 or 134 because it was gone, the job goes back into the queue
-and fails the same way again, until `restarts` are used up.
+Under Slurm the exit code of the job is that of `srun`: the highest of its processes. If one process ends with a final
+code, 1 or 2, and the others then with 69 or 134, the job is requeued and fails again, up to `restarts` times.
 """
 
 import dataclasses
 import json
+import math
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from spmd.distributed.initialize import EXIT_LOST
 from spmd.distributed.xla_flags import START_UP, exports
+from spmd.errors import Problem, check_fields
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from spmd.resilience.watchdog import EXIT_HUNG
 
-COORDINATOR_PORT = 7777
-"""Where process 0 listens in a pod, which has an address of its own."""
-
-COMPILED = "compiled"
-"""The folder, in the working folder, where compiled programs are kept."""
-
-WORKERS = "workers"
-"""What a JobSet calls its only group of pods."""
-
 RESTARTED = {
     EXIT_LOST: "the runtime failed, mostly because another process was gone",
-    EXIT_HUNG: "nothing finished within its deadline",
-    EXIT_PREEMPTED: "told to go, after a checkpoint",
-    134: "ended by JAX, because another process was gone",
-    137: "killed: out of memory, or its node went away",
-    138: "told to go by SIGUSR1 while it was starting",
-    143: "told to go by SIGTERM while it was starting",
+    EXIT_HUNG: "no progress within the watchdog's deadline",
+    EXIT_PREEMPTED: "preempted, after a checkpoint",
+    134: "aborted by JAX, because another process was gone",
+    137: "killed: out of memory, or its node was lost",
+    138: "SIGUSR1 during start-up",
+    143: "SIGTERM during start-up",
 }
-"""The exit codes after which all processes are started again; any other is final. Slurm's own care is for its nodes."""
+"""Exit codes after which all processes start again. Slurm itself requeues the jobs of failed nodes."""
+
+_PORT = 7777  # of process 0 in its pod, which has an address of its own
+_CACHE = "compiled"  # in the working folder
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,39}[a-z0-9])?")  # Kubernetes' names, and short enough for names of pods
+_TPU = re.compile(r"[-a-z0-9]+:\d+(x\d+)+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is run, and on how much of a cluster.
+    """Options of every job file."""
 
-    Attributes:
-        train: What follows `spmd train`: the config and flags.
-        out: The run folder.
-        name: What the job is called.
-        nodes: How many machines.
-        processes_per_node: Processes on each; on GPUs and TPUs one for a whole machine is usual.
-        gpus_per_node: GPUs that each machine gives, 0 for none.
-        cpus_per_process: CPU cores of each process, 0 for the cluster's default.
-        save_seconds: How long before the end a process is told to go, to save.
-        restarts: How often all processes are started again, at most.
-        setup: A line of shell that comes first; may be empty.
-    """
-
-    train: tuple[str, ...]
-    out: str
-    name: str
     nodes: int
+    """Number of machines."""
     processes_per_node: int = 1
+    """Processes on each machine; one serves all of its GPUs or TPU chips."""
     gpus_per_node: int = 0
+    """GPUs of each machine."""
     cpus_per_process: int = 0
+    """CPU cores of each process (0: the cluster's default, which may be one)."""
+    name: str = ""
+    """Name of the job; by default that of the config."""
+    out: str = ""
+    """Run folder, shared by all machines; runs/CONFIG by default."""
     save_seconds: int = 120
+    """Seconds from the preemption signal to the end of a process, to save a checkpoint."""
     restarts: int = 50
+    """Maximum number of restarts of all processes."""
     setup: str = ""
+    """Shell line that runs first, such as "source .venv/bin/activate"."""
+    file: str = ""
+    """Write to this file instead of the terminal."""
 
     @property
     def processes(self) -> int:
-        """How many processes train together."""
+        """Number of processes that train together."""
         return self.nodes * self.processes_per_node
 
     @property
-    def platform(self) -> str:
-        """`"cuda"` where machines give GPUs, otherwise `"cpu"`; a TPU needs nothing at start-up."""
-        return "cuda" if self.gpus_per_node else "cpu"
+    def devices(self) -> int:
+        """Number of accelerators of all nodes; 0 if there are none."""
+        return self.nodes * self.gpus_per_node
 
     @property
-    def arguments(self) -> list[str]:
-        """The command of each process."""
-        return ["spmd", "train", *self.train, "--out", self.out, "--resume", "auto"]
+    def platform(self) -> str:
+        """Platform whose variables are set at start-up; for TPUs there are none."""
+        return "cuda" if self.gpus_per_node else "cpu"
+
+    def problems(self) -> list[Problem]:
+        """Return what is wrong with the options."""
+        least = {"nodes": 1, "processes_per_node": 1, "gpus_per_node": 0, "cpus_per_process": 0, "save_seconds": 1}
+        problems = check_fields(self, {name: f"at least {n}" for name, n in {**least, "restarts": 0}.items()})
+        if not problems and self.gpus_per_node % self.processes_per_node:
+            detail = f"{self.gpus_per_node} / {self.processes_per_node}"
+            problems.append(Problem("gpus_per_node", "does not divide over the processes of a node", detail))
+        if not _NAME.fullmatch(self.name):
+            fix = "at most 41 lowercase letters, digits and dashes, and a letter first: --name"
+            problems.append(Problem("name", f"{self.name!r} is not a valid name of a job", fix=fix))
+        return problems
+
+    def command(self, train: Sequence[str]) -> list[str]:
+        """Return the command of each process; `train` is the config and flags of `spmd train`."""
+        return ["spmd", "train", *train, "--out", self.out, "--resume", "auto"]
 
 
-def slurm_script(job: Job, *, time: str = "", partition: str = "", account: str = "") -> str:
-    """A batch file for `sbatch`.
+@dataclasses.dataclass(frozen=True)
+class SlurmJob(Job):
+    """Batch file for Slurm, to submit with sbatch in a folder that all machines share.
 
-    Args:
-        job: What is run.
-        time: The limit of the job, as Slurm writes it.
-        partition: Where it runs; empty for the default.
-        account: Who pays; empty for the default.
+    Flags of `spmd train` follow after `--`. The config is planned for all devices first, so that an error shows now and
+    not after the queue.
     """
-    options = {
-        "job-name": job.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.processes_per_node,
-        "gpus-per-node": job.gpus_per_node,
-        "cpus-per-task": job.cpus_per_process,
-        "time": time,
-        "partition": partition,
-        "account": account,
-        "output": f"{job.name}-%j.log",
-        "open-mode": "append",
-        "signal": f"USR1@{job.save_seconds}",
-    }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
-    # A step does not take over the job's CPUs. With several tasks on a node, Slurm deals the GPUs out; one sees all.
-    step = ["--kill-on-bad-exit=0", "--wait=60"]
-    step += [f"--cpus-per-task={job.cpus_per_process}"] if job.cpus_per_process else []
-    if job.gpus_per_node and job.processes_per_node > 1:
-        step.append(f"--gpus-per-task={job.gpus_per_node // job.processes_per_node}")
-    return f"""\
+
+    time: str = ""
+    """Time limit, such as 1-00:00:00; the job is requeued until the run is done."""
+    partition: str = ""
+    """Partition of the cluster."""
+    account: str = ""
+    """Account to charge."""
+
+    def render(self, train: Sequence[str]) -> str:
+        """Return the batch file that runs `command(train)`."""
+        options = {
+            "job-name": self.name,
+            "nodes": self.nodes,
+            "ntasks-per-node": self.processes_per_node,
+            "gpus-per-node": self.gpus_per_node,
+            "cpus-per-task": self.cpus_per_process,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+        }
+        lines = "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value)
+        # A step does not inherit the job's CPUs. Several tasks on a node divide the GPUs; a single one sees all.
+        step = f" --cpus-per-task={self.cpus_per_process}" if self.cpus_per_process else ""
+        if self.gpus_per_node and self.processes_per_node > 1:
+            step += f" --gpus-per-task={self.gpus_per_node // self.processes_per_node}"
+        return f"""\
 #!/bin/bash
-{chr(10).join(lines)}
+{lines}
+#SBATCH --output={self.name}-%j.log
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@{self.save_seconds}
 #SBATCH --requeue
 
-{job.setup or "# The environment is that of the shell where sbatch is called: activate the one that has spmd."}
-export JAX_COMPILATION_CACHE_DIR="$SLURM_SUBMIT_DIR/{COMPILED}"
-{exports(job.platform)}
-# {job.save_seconds} s before the time is up, and when the job is preempted, Slurm signals the processes: they save and
-# exit with {EXIT_PREEMPTED}. One that exits must not have the others killed, for they may still be saving; after a
-# minute they are.
-srun {" ".join(step)} \\
-  {shlex.join(job.arguments)}
+{self.setup or "# sbatch passes on the environment of its shell: activate the one that has spmd before."}
+export JAX_COMPILATION_CACHE_DIR="$SLURM_SUBMIT_DIR/{_CACHE}"
+{exports(self.platform)}
+# {self.save_seconds} s before the time limit, and at a preemption, Slurm signals the processes: they save and exit with
+# {EXIT_PREEMPTED}. The first exit does not kill the others, which may still be saving; a minute later they are killed.
+srun --kill-on-bad-exit=0 --wait=60{step} \\
+  {shlex.join(self.command(train))}
 status=$?
 
 restarts=${{SLURM_RESTART_COUNT:-0}}
 case "$status" in {" | ".join(map(str, RESTARTED))})
-  if [ "$restarts" -lt {job.restarts} ]; then
-    echo "exit code $status: back into the queue, after $restarts restarts of at most {job.restarts}"
+  if [ "$restarts" -lt {self.restarts} ]; then
+    echo "exit code $status: requeued, after $restarts restarts of at most {self.restarts}"
     exec scontrol requeue "$SLURM_JOB_ID"
   fi
 esac
@@ -139,118 +155,104 @@ exit "$status"
 """
 
 
-def jobset_manifest(job: Job, *, image: str, claim: str, mount: str, tpu: str = "") -> dict[str, Any]:
-    """A JobSet (jobset.x-k8s.io/v1alpha2): one indexed Job, whose pods have names, an order and one fate.
+@dataclasses.dataclass(frozen=True)
+class KubernetesJob(Job):
+    """JobSet for Kubernetes, as JSON, to submit with kubectl apply -f.
 
-    Args:
-        job: What is run.
-        image: The container image, which has spmd.
-        claim: The PersistentVolumeClaim that all pods write the run folder to.
-        mount: Where it is in a pod; the processes' working folder.
-        tpu: ACCELERATOR:TOPOLOGY of a slice, as Google Kubernetes Engine names them; empty for no TPU.
+    Flags of `spmd train` follow after `--`. CONFIG and its corpus are read from the volume.
     """
-    index = "batch.kubernetes.io/job-completion-index"
-    together = ["--coordinator", f"{job.name}-{WORKERS}-0-0.{job.name}:{COORDINATOR_PORT}"]
-    together += ["--processes", str(job.processes), "--process-id", "$(PROCESS_ID)"]
-    command = [*job.arguments, "--cluster", "none", *(together if job.processes > 1 else [])]
-    if job.setup:
-        command = ["bash", "-c", f'{job.setup}; exec "$@"', "bash", *command]
-    container: dict[str, Any] = {
-        "name": "spmd",
-        "image": image,
-        "command": command,
-        "workingDir": mount,
-        "env": [
-            {"name": "JAX_COMPILATION_CACHE_DIR", "value": f"{mount.rstrip('/')}/{COMPILED}"},
-            {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{index}']"}}},
-            *({"name": flag.name, "value": str(flag.value)} for flag in START_UP[job.platform]),
-        ],
-        "ports": [{"containerPort": COORDINATOR_PORT, "name": "coordinator"}],
-        "volumeMounts": [{"name": "runs", "mountPath": mount}],
-    }
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": job.save_seconds,
-        "containers": [container],
-        "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": claim}}],
-    }
-    chips = {"nvidia.com/gpu": job.gpus_per_node // job.processes_per_node} if job.gpus_per_node else {}
-    if tpu:
-        accelerator, topology = tpu.split(":")
-        chips = {"google.com/tpu": topology_chips(topology) // job.processes}
-        pod["nodeSelector"] = {
-            "cloud.google.com/gke-tpu-accelerator": accelerator,
-            "cloud.google.com/gke-tpu-topology": topology,
+
+    image: str = ""
+    """Container image that has spmd."""
+    claim: str = ""
+    """PersistentVolumeClaim for the run folder; all pods write to it."""
+    mount: str = "/runs"
+    """Mount path of that volume: the working folder."""
+    tpu: str = ""
+    """ACCELERATOR:TOPOLOGY of a TPU slice, such as tpu-v5-lite-podslice:4x4."""
+
+    @property
+    def devices(self) -> int:
+        """Number of TPU chips or GPUs; 0 if there are none."""
+        chips = math.prod(map(int, self.tpu.partition(":")[2].split("x"))) if self.tpu else 0
+        return chips or super().devices
+
+    def problems(self) -> list[Problem]:
+        """Return what is wrong with the options."""
+        problems = super().problems()
+        for field in ("image", "claim"):
+            if not getattr(self, field):
+                problems.append(Problem(field, "is missing", fix=f"--{field} {field.upper()}"))
+        if not self.mount.startswith("/"):
+            problems.append(Problem("mount", f"{self.mount!r} is not an absolute path", fix="such as /runs"))
+        if self.tpu and not _TPU.fullmatch(self.tpu):
+            example = "such as tpu-v5-lite-podslice:4x4"
+            problems.append(Problem("tpu", f"{self.tpu!r} is not ACCELERATOR:TOPOLOGY", fix=example))
+        elif self.tpu and self.gpus_per_node:
+            problems.append(Problem("gpus_per_node", "and tpu exclude each other"))
+        elif self.tpu and self.processes > 0 and self.devices % self.processes:
+            detail = f"{self.devices} / {self.processes}"
+            problems.append(Problem("tpu", "does not divide over the processes", detail, "other --nodes"))
+        return problems
+
+    def render(self, train: Sequence[str]) -> str:
+        """Return the manifest as JSON, which is also YAML."""
+        return json.dumps(self.manifest(train), indent=2, ensure_ascii=False) + "\n"
+
+    def manifest(self, train: Sequence[str]) -> dict[str, Any]:
+        """Return the JobSet (jobset.x-k8s.io/v1alpha2): one indexed Job, whose pods have stable names."""
+        command = [*self.command(train), "--cluster", "none"]
+        if self.processes > 1:
+            command += ["--coordinator", f"{self.name}-workers-0-0.{self.name}:{_PORT}"]
+            command += ["--processes", str(self.processes), "--process-id", "$(PROCESS_ID)"]
+        if self.setup:
+            command = ["bash", "-c", f'{self.setup}; exec "$@"', "bash", *command]
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        kind = "google.com/tpu" if self.tpu else "nvidia.com/gpu"
+        limits = {kind: self.devices // self.processes} if self.devices else {}
+        requests = {"cpu": self.cpus_per_process} if self.cpus_per_process else {}
+        container = {
+            "name": "spmd",
+            "image": self.image,
+            "command": command,
+            "workingDir": self.mount,
+            "env": [
+                {"name": "JAX_COMPILATION_CACHE_DIR", "value": f"{self.mount.rstrip('/')}/{_CACHE}"},
+                {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+                *({"name": flag.name, "value": str(flag.value)} for flag in START_UP[self.platform]),
+            ],
+            "ports": [{"containerPort": _PORT, "name": "coordinator"}],
+            "volumeMounts": [{"name": "runs", "mountPath": self.mount}],
+            "resources": {"limits": limits, "requests": requests},
         }
-    requests = {"cpu": job.cpus_per_process} if job.cpus_per_process else {}
-    resources = {"limits": chips, "requests": requests}
-    if chips or requests:
-        container["resources"] = {name: amounts for name, amounts in resources.items() if amounts}
-    codes = {"containerName": "spmd", "operator": "In", "values": sorted(RESTARTED)}
-    restart = {"action": "FailJob", "onExitCodes": codes}
-    gone = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    indexed = {
-        "completionMode": "Indexed",
-        "completions": job.processes,
-        "parallelism": job.processes,
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [restart, gone]},
-        "template": {"spec": pod},
-    }
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": job.name},
-        "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
-            "failurePolicy": {
-                "maxRestarts": job.restarts,
-                # A Job that fails by its own policy had a process that may start again; any other failure is final.
-                "rules": [
-                    {"name": "startAgain", "action": "RestartJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
-                    {"name": "giveUp", "action": "FailJobSet"},
-                ],
-            },
-            "replicatedJobs": [{"name": WORKERS, "replicas": 1, "template": {"spec": indexed}}],
-        },
-    }
-
-
-def topology_chips(topology: str) -> int:
-    """How many chips a topology has.
-
-    Raises:
-        ValueError: It is not written as sizes with `x` between them.
-
-    Example:
-        >>> topology_chips("4x4"), topology_chips("2x2x4")
-        (16, 16)
-    """
-    chips = 1
-    for size in topology.split("x"):
-        chips *= int(size)
-    return chips
-
-
-def to_yaml(value: Any, indent: int = 0) -> str:
-    """Mappings, lists, texts, numbers and truth values as YAML; texts are quoted as in JSON, which YAML reads.
-
-    Example:
-        >>> print(to_yaml({"name": "demo", "values": [1, {"a": True, "b": []}]}), end="")
-        name: "demo"
-        values:
-          - 1
-          - a: true
-            b: []
-    """
-    if isinstance(value, Mapping) and value:
-        return "".join(f"{' ' * indent}{name}:{_after(entry, indent)}" for name, entry in value.items())
-    if isinstance(value, Sequence) and not isinstance(value, str) and value:
-        items = (to_yaml(entry, indent + 2) for entry in value)
-        return "".join(f"{' ' * indent}- {item[indent + 2 :]}" for item in items)
-    return f"{' ' * indent}{json.dumps(value)}\n"
-
-
-def _after(value: Any, indent: int) -> str:
-    nested = isinstance(value, Mapping | Sequence) and not isinstance(value, str) and value
-    return f"\n{to_yaml(value, indent + 2)}" if nested else f" {json.dumps(value)}\n"
+        selected = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
+        pod = {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": self.save_seconds,
+            "containers": [container],
+            "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}}],
+            "nodeSelector": dict(zip(selected, self.tpu.split(":"), strict=True)) if self.tpu else {},
+        }
+        codes = {"containerName": "spmd", "operator": "In", "values": sorted(RESTARTED)}
+        node_lost = [{"type": "DisruptionTarget", "status": "True"}]
+        failures = [{"action": "FailJob", "onExitCodes": codes}, {"action": "FailJob", "onPodConditions": node_lost}]
+        job = {
+            "completionMode": "Indexed",
+            "completions": self.processes,
+            "parallelism": self.processes,
+            "backoffLimit": 0,
+            "podFailurePolicy": {"rules": failures},
+            "template": {"spec": pod},
+        }
+        # A Job that fails by its pod failure policy had an exit code to restart after; any other failure is final.
+        restart = [
+            {"name": "restart", "action": "RestartJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+            {"name": "fail", "action": "FailJobSet"},
+        ]
+        spec = {
+            "network": {"enableDNSHostnames": True, "subdomain": self.name, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": self.restarts, "rules": restart},
+            "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
+        }
+        head = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": self.name}}
+        return {**head, "spec": spec}

@@ -22,7 +22,7 @@ from spmd.observe.tensorboard import TensorBoard
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.resilience.preemption import Preemption
-from spmd.resilience.sdc import CheckRepeats, CheckReplicas
+from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.build import TrainSetup
 from spmd.run.config import config_difference, config_values
@@ -153,14 +153,14 @@ class _Session:
             self.say(f"removed what interrupted saves have left: {', '.join(self.checkpoints.leftovers)}")
         if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
             _check_resumable(self.checkpoints.record(latest), self.setup, self.folder)
-        with self.telemetry.stopwatch.during("compile"):
+        with self.telemetry.stopwatch.measure("compile"):
             self.setup.step.compile(self.setup.abstract_batch())
         position = self._newest(resume)
         if jax.process_index() == 0:
             lines = f"{self.setup.pipeline_line}{self.setup.slices_line}"
             self.folder.describe(config, source, f"{self.setup.plan}{lines}")
             copy_source_files(self.setup, self.folder.path)
-        self.telemetry.stopwatch.turn_to("step")
+        self.telemetry.stopwatch.switch_to("step")
         start, rolled_back = position.step, 0
         while True:
             try:
@@ -188,11 +188,11 @@ class _Session:
         if not resume or not (self.checkpoints.steps() or self.checkpoints.lost):
             if resume:
                 self.say("there is no checkpoint to go on from: training begins again")
-            self.telemetry.watchdog.doing("making the initial parameters")
-            with stopwatch.during("compile"):
+            self.telemetry.watchdog.set_activity("making the initial parameters")
+            with stopwatch.measure("compile"):
                 return ResumePoint(0, 0, jax.block_until_ready(initial_state(setup)))
-        self.telemetry.watchdog.doing("restoring a checkpoint")
-        with stopwatch.during("restore"):
+        self.telemetry.watchdog.set_activity("restoring a checkpoint")
+        with stopwatch.measure("restore"):
             state, record = self.checkpoints.restore(None, abstract_state(setup.plan))
         _check_resumable(record, setup, self.folder)
         for step, problems in self.checkpoints.lost.items():
@@ -232,7 +232,7 @@ class _Session:
             state = fit(
                 position.state,
                 setup.step,
-                telemetry.stopwatch.waiting(stack.enter_context(stream)),
+                telemetry.stopwatch.time_batches(stack.enter_context(stream)),
                 steps=config.steps,
                 start=start,
                 hooks=[
@@ -246,11 +246,11 @@ class _Session:
                     save,
                 ],
             )
-            telemetry.watchdog.doing("waiting for the last checkpoint to be written")
-            with telemetry.stopwatch.during("checkpoint"):
+            telemetry.watchdog.set_activity("waiting for the last checkpoint to be written")
+            with telemetry.stopwatch.measure("checkpoint"):
                 self.checkpoints.wait()
-            telemetry.watchdog.finished("the last checkpoint")
-            stopped = telemetry.preemption.stopped_at
+            telemetry.watchdog.reset("the last checkpoint")
+            stopped = telemetry.preemption.stop_step
             if stopped:
                 telemetry.log.say(f"told to go: stopped after step {stopped}")
             log.finish(stopped or config.steps)
@@ -271,18 +271,18 @@ class _Session:
         setup, sdc_checks, data = self.setup, self.setup.config.sdc_checks, self.setup.config.data
         hooks: list[Hook] = []
         if sdc_checks.replicas_every:
-            hooks.append(CheckReplicas(setup.plan, sdc_checks.replicas_every, self._checking))
+            hooks.append(ReplicaCheck(setup.plan, sdc_checks.replicas_every, self._checking))
         if sdc_checks.repeat_every:
             windows, whole = Windows(setup.corpus.train, data.sequence), data.batch * data.sequence
             sharding = batch_sharding(setup.mesh)
             probe = next(evaluation_batches(windows, batch=data.batch, sharding=sharding, tokens_at_most=whole))
-            hooks.append(CheckRepeats(setup.plan, setup.grad_fn, probe, sdc_checks.repeat_every, self._checking))
+            hooks.append(DeterminismCheck(setup.plan, setup.grad_fn, probe, sdc_checks.repeat_every, self._checking))
         return hooks
 
     @contextlib.contextmanager
     def _checking(self) -> Iterator[None]:
-        self.telemetry.watchdog.doing("checking for silent faults")
-        with self.telemetry.stopwatch.during("check"):
+        self.telemetry.watchdog.set_activity("checking for silent faults")
+        with self.telemetry.stopwatch.measure("check"):
             yield
         self.telemetry.clock.restart()
 

@@ -18,12 +18,12 @@ COMPILE = f"""
     import jax, spmd
     from spmd.models.llama import LlamaConfig
     from spmd.partition_rules.llama import LLAMA
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.memory import read_memory
     from spmd.analysis.topology import parse_topology, topology_devices
 
-    launch.start(launch.Launch(absent="tpu"))
+    initialize(target_platform="tpu")
     model = spmd.from_nnx(LlamaConfig({VOCAB}, {WIDTH}, {LAYERS}, {HEADS}, {HEADS}, {D_FF}).build)
     batch = {{name: jax.ShapeDtypeStruct(({EXAMPLES}, {LENGTH}), "int32") for name in ("tokens", "targets")}}
     batch["weights"] = jax.ShapeDtypeStruct(({EXAMPLES}, {LENGTH}), "float32")

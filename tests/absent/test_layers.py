@@ -13,12 +13,12 @@ COMPILE = f"""
     import jax, optax, spmd
     from spmd.models.llama import LlamaConfig
     from spmd.partition_rules.llama import LLAMA, LLAMA_SEQUENCE_PARALLEL
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.topology import parse_topology, topology_devices
 
     topology = parse_topology(sys.argv[1])
-    launch.start(launch.Launch(absent=topology.platform))
+    initialize(target_platform=topology.platform)
     model = spmd.from_nnx(LlamaConfig(512, {D}, {LAYERS}, 8, 8, {2 * D}).build)
     table = dict(LLAMA_SEQUENCE_PARALLEL.activations)
     wrong = dataclasses.replace(LLAMA_SEQUENCE_PARALLEL, activations=table | {{"mlp_hidden": table["mlp_input"]}})

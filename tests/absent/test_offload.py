@@ -16,13 +16,13 @@ SHARED = """
     import jax, optax, spmd
     from spmd.models.llama import LlamaConfig
     from spmd.partition_rules.llama import LLAMA
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.analysis.memory import read_memory
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.optim.per_layer import per_layer
     from spmd.optim.two_phase import two_phase
 
-    launch.start(launch.Launch(absent="tpu"))
+    initialize(target_platform="tpu")
     mesh = spmd.make_mesh(devices=topology_devices(parse_topology("v5e:2x4")), fsdp=8)
 
     def measure(config, shape, optimizer, **options):

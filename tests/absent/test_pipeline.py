@@ -14,7 +14,7 @@ COMPILE = f"""
     import jax, optax, spmd
     from spmd.models.llama import LlamaConfig
     from spmd.partition_rules.llama import LLAMA
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.memory import estimate_memory, read_memory
     from spmd.analysis.topology import parse_topology, topology_devices
@@ -23,7 +23,7 @@ COMPILE = f"""
     from spmd.pipeline.schedules import make_schedule
 
     topology = parse_topology(sys.argv[1])
-    launch.start(launch.Launch(absent=topology.platform))
+    initialize(target_platform=topology.platform)
     devices = topology_devices(topology)
     model = spmd.from_nnx(LlamaConfig({VOCAB}, {D}, {LAYERS}, 8, 8, {D_FF}).build)
     found = {{}}

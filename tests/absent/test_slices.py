@@ -126,14 +126,14 @@ COMPILE = f"""
     import jax, optax, spmd
     from spmd.models.llama import LlamaConfig
     from spmd.partition_rules.llama import LLAMA
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.sharding.mesh import MeshShape, mesh_of
 
     topology = parse_topology(sys.argv[1])
     simulated = topology.platform == "cpu"
-    launch.start(launch.Launch(8) if simulated else launch.Launch(absent=topology.platform))
+    initialize(8) if simulated else initialize(target_platform=topology.platform)
     model = spmd.from_nnx(LlamaConfig({VOCAB}, {D}, {LAYERS}, 8, 8, {D_FF}).build)
     dtypes = {{"tokens": "int32", "targets": "int32", "weights": "float32"}}
     batch = {{name: jax.ShapeDtypeStruct(({BATCH}, {SEQ}), dtype) for name, dtype in dtypes.items()}}

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.cli import main
 from spmd.errors import ConfigError, DataCorruptionError
 from spmd.gradients.base import value_and_grad
-from spmd.resilience.determinism import DeterminismCheck
-from spmd.resilience.sdc import CheckRepeats, CheckReplicas
+from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.run.config import SDCConfig, load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
@@ -57,7 +56,7 @@ def test_a_run_with_equal_replicas_is_left_alone():
     """The control: checked after each step, it comes to its end."""
     plan = tiny.plan(**SIZES)
     step = make_train_step(plan, tiny.loss_fn())
-    assert int(fit(init_state(plan), step, placed(plan), steps=4, hooks=[CheckReplicas(plan, every=1)]).step) == 4
+    assert int(fit(init_state(plan), step, placed(plan), steps=4, hooks=[ReplicaCheck(plan, every=1)]).step) == 4
 
 
 def test_a_run_stops_at_the_first_check_after_a_flip():
@@ -65,14 +64,14 @@ def test_a_run_stops_at_the_first_check_after_a_flip():
     plan = tiny.plan(**SIZES)
     step = damaged(make_train_step(plan, tiny.loss_fn()), plan, after=3)
     with pytest.raises(DataCorruptionError, match="after step 4") as caught:
-        fit(init_state(plan), step, placed(plan), steps=4, hooks=[CheckReplicas(plan, every=2)])
+        fit(init_state(plan), step, placed(plan), steps=4, hooks=[ReplicaCheck(plan, every=2)])
     assert PATH in {problem.where for problem in caught.value.problems}
     assert "device 5 (process 0) holds other bits than the other replicas" in str(caught.value)
 
 
 def test_never_means_never():
     """0 asks for nothing, compiles nothing and looks at nothing."""
-    check = CheckReplicas(tiny.plan(**SIZES), every=0)
+    check = ReplicaCheck(tiny.plan(**SIZES), every=0)
     assert not any(check.wants_state(step) for step in range(10))
     assert "digest" not in vars(check)
 
@@ -81,7 +80,7 @@ def test_gradients_that_come_out_twice_pass():
     """The same bits, after any step, with a key of its own."""
     plan = tiny.plan(**SIZES)
     state, probe = init_state(plan), placed(plan)[0]
-    check = CheckRepeats(plan, value_and_grad(tiny.loss_fn()), probe, every=2)
+    check = DeterminismCheck(plan, value_and_grad(tiny.loss_fn()), probe, every=2)
     assert [check.wants_state(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
     check.on_state(2, state)
     assert int(init_state(plan).step) == 0
@@ -116,8 +115,8 @@ def test_a_gradient_that_differs_the_second_time_is_found():
     """The array and the device, of one bit."""
     plan = tiny.plan(**SIZES)
     grad_fn = unsteady(value_and_grad(tiny.loss_fn()), plan.mesh, device=6)
-    check = CheckRepeats(plan, grad_fn, placed(plan)[0], every=1)
-    with pytest.raises(DataCorruptionError, match="came out differently after step 3") as caught:
+    check = DeterminismCheck(plan, grad_fn, placed(plan)[0], every=1)
+    with pytest.raises(DataCorruptionError, match="are not reproducible after step 3") as caught:
         check.on_state(3, init_state(plan))
     (problem,) = caught.value.problems
     assert problem.where == "norm/scale"
@@ -129,17 +128,16 @@ class ReadsWrongly(DeterminismCheck):
 
     reads = itertools.count()
 
-    def __call__(self, state, batch):
+    def digests(self, state):
         if next(self.reads) % 2:
             state = with_flip(state, "params/norm/scale", self.plan.mesh.devices.flat[5], element=3, bit=22)
-        return super().__call__(state, batch)
+        return super().digests(state)
 
 
 def test_a_device_that_reads_wrongly_reaches_all():
     """The sum of gradients carries it to every replica; then all devices are named together."""
     plan = tiny.plan(**SIZES)
-    check = CheckRepeats(plan, value_and_grad(tiny.loss_fn()), placed(plan)[0], every=1)
-    check.repeat = ReadsWrongly(plan, check.repeat.grad_fn)
+    check = ReadsWrongly(plan, value_and_grad(tiny.loss_fn()), placed(plan)[0], every=1)
     with pytest.raises(DataCorruptionError) as caught:
         check.on_state(1, init_state(plan))
     differing = {problem.where: problem.what for problem in caught.value.problems}
@@ -150,7 +148,7 @@ def test_intervals_are_checked_with_the_config():
     """A negative one is refused by its field."""
     with pytest.raises(ConfigError, match=r"sdc_checks.replicas_every: is -1"):
         dataclasses.replace(load_config("demo"), sdc_checks=SDCConfig(replicas_every=-1))
-    assert load_config("demo").faults == SDCConfig(0, 0)
+    assert load_config("demo").sdc_checks == SDCConfig(0, 0)
 
 
 CHECKED = ("--sdc-checks.replicas-every", "2", "--sdc-checks.repeat-every", "2")
@@ -198,8 +196,9 @@ def test_a_run_with_a_flip_stops_before_it_saves(flags, expected, tmp_path, monk
 TWO_PROCESSES = """
     import json, sys
     import jax, numpy as np
-    from spmd.distributed import initialize as launch
-    launch.start(launch.Launch(4, launch.Asked(sys.argv[2], 2, int(sys.argv[1]))))
+    from spmd.distributed.cluster_env import LaunchArgs
+    from spmd.distributed.initialize import initialize
+    initialize(4, LaunchArgs(sys.argv[2], 2, int(sys.argv[1])))
     from jax.sharding import NamedSharding, PartitionSpec as P
     from spmd.sharding.mesh import make_mesh
     from spmd.resilience.digests import make_digest, replica_differences

@@ -6,10 +6,10 @@ from tests.programs import run_script
 
 MEASURE = """
     import dataclasses, json, sys
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.run.config import load_config
     from spmd.run.build import TrainSetup, config_mesh
-    launch.start(launch.Launch(8))
+    initialize(8)
     totals = {}
     for zero, remat in ((0, "save:attention_out,mlp_hidden"), (3, "full")):
         config = dataclasses.replace(load_config("demo"), zero=zero, remat=remat)

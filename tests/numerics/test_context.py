@@ -322,13 +322,13 @@ ON_TPU = """
     import json
     import jax, jax.numpy as jnp, spmd
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.plan.context import use_plan
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.layers.attention import attend
     from tests import tiny
 
-    launch.start(launch.Launch(absent="tpu"))
+    initialize(target_platform="tpu")
     devices = topology_devices(parse_topology("v5e:2x4"))
     found = {}
     for name, context, sizes in (

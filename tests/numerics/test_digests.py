@@ -188,13 +188,13 @@ ABSENT = """
     import jax, spmd
     from spmd.models.llama import LlamaConfig
     from spmd.partition_rules.llama import LLAMA
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.analysis.memory import read_memory
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.resilience.digests import make_digest
     from spmd.train.state import abstract_state
 
-    launch.start(launch.Launch(absent="tpu"))
+    initialize(target_platform="tpu")
     mesh = spmd.make_mesh(devices=topology_devices(parse_topology("v5e:2x4")), data=2, fsdp=4)
     model = spmd.from_nnx(LlamaConfig(8192, 1024, 8, 8, 4, 2816).build)
     adamw = spmd.make_optimizer(spmd.OptimizerConfig(schedule="constant"), steps=10)

@@ -244,13 +244,13 @@ COMPILE = """
     import jax, optax, spmd
     from spmd.models.mixtral import MixtralConfig, PRESETS, RouterConfig
     from spmd.partition_rules.mixtral import MIXTRAL
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.topology import parse_topology, topology_devices
 
     topology = parse_topology(sys.argv[1])
     on_cpu = topology.platform == "cpu"
-    launch.start(launch.Launch(8 if on_cpu else 0, absent="" if on_cpu else topology.platform))
+    initialize(8 if on_cpu else 0, target_platform="" if on_cpu else topology.platform)
     found = {}
     for dispatch, remat, sizes in json.loads(sys.argv[2]):
         router = RouterConfig(experts=8, dispatch=dispatch)

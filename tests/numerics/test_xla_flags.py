@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-import yaml
 
 from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.plan import run_plan
@@ -15,7 +14,7 @@ from spmd.distributed.xla_flags import CROSSING, PRESETS, START_UP, compiler_opt
 from spmd.errors import ConfigError
 from spmd.run.build import TrainSetup, planned_mesh
 from spmd.run.config import load_config
-from spmd.run.job_files import Job, jobset_manifest, slurm_script, to_yaml
+from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.sharding.mesh import MeshShape
 from spmd.train.step import make_train_step
 from tests import tiny
@@ -49,12 +48,12 @@ ABSENT = """
     import json, sys
     import jax, jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.sharding.mesh import MeshShape, mesh_of
 
     topology = parse_topology(sys.argv[1])
-    launch.start(launch.Launch(absent=topology.platform))
+    initialize(target_platform=topology.platform)
     sharding = NamedSharding(mesh_of(MeshShape(fsdp=-1), topology_devices(topology)), P())
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=sharding))
     refused = []
@@ -166,10 +165,10 @@ def test_one_slice_shows_nothing_of_slow_networks(capsys):
 @pytest.mark.parametrize(("gpus", "platform"), [(8, "cuda"), (0, "cpu")])
 def test_scripts_set_what_jax_must_find_when_it_starts(gpus, platform):
     """On machines with GPUs, both scripts set the variables; on others, neither does."""
-    job = Job(("tiny.py",), "runs/tiny", "tiny", nodes=2, gpus_per_node=gpus)
+    options = {"out": "runs/tiny", "name": "tiny", "nodes": 2, "gpus_per_node": gpus}
     wanted = {flag.name: str(flag.value) for flag in START_UP[platform]}
-    exported = dict(re.findall(r"^export (XLA_\w+)=(.*)$", slurm_script(job), re.M))
-    pod = jobset_manifest(job, image="i", claim="c", mount="/runs")["spec"]["replicatedJobs"][0]["template"]["spec"]
-    container = yaml.safe_load(to_yaml(pod))["template"]["spec"]["containers"][0]
+    exported = dict(re.findall(r"^export (XLA_\w+)=(.*)$", SlurmJob(**options).render(["tiny.py"]), re.M))
+    jobset = KubernetesJob(**options).manifest(["tiny.py"])
+    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     values = {entry["name"]: entry.get("value") for entry in container["env"] if entry["name"].startswith("XLA_")}
     assert exported == values == wanted

@@ -42,7 +42,7 @@ def test_the_deadline_passes_once():
 
     def save(watchdog, codes):
         watchdog.on_metrics(7, {})
-        watchdog.doing("saving step 7")
+        watchdog.set_activity("saving step 7")
         hang(watchdog, codes)
 
     assert watch(0.3, 60, save) == [EXIT_HUNG]
@@ -80,8 +80,8 @@ def the_function_that_hangs():
 
 
 with open({str(tmp_path / "log")!r}, "w") as log, deadline.Watchdog(1.0, 1.0, log) as watchdog:
-    watchdog.finished("step 41")
-    watchdog.doing("saving step 41")
+    watchdog.reset("step 41")
+    watchdog.set_activity("saving step 41")
     the_function_that_hangs()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
@@ -89,5 +89,5 @@ with open({str(tmp_path / "log")!r}, "w") as log, deadline.Watchdog(1.0, 1.0, lo
     log = (tmp_path / "log").read_text()
     assert "the_function_that_hangs" in log
     if code == EXIT_HUNG:
-        assert "The last that finished: step 41; since then: saving step 41" in log
+        assert "Last finished: step 41; since then: saving step 41" in log
         assert "the_function_that_hangs" in done.stderr

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from spmd.cli import main
-from spmd.distributed import initialize as launch
+from spmd.distributed import initialize as distributed
 from spmd.distributed import local as rehearsal
-from spmd.distributed.cluster_env import ProcessGroup
+from spmd.distributed.cluster_env import LaunchArgs, ProcessGroup
 from spmd.distributed.local import free_port, launch_local, process_commands
 from spmd.errors import ConfigError
 
@@ -39,28 +39,28 @@ def group(coordinator, source="--coordinator", is_local=False):
 def test_process_0_listens_at_the_named_interface():
     """The coordinator binds to the address it is given, not to all of them; a name is resolved first."""
     port = free_port()
-    assert launch.bind_address(group(f"127.0.0.1:{port}")) == f"127.0.0.1:{port}"
-    assert launch.bind_address(group(f"127.0.0.3:{port}")) == f"127.0.0.3:{port}"
-    assert launch.bind_address(group(f"localhost:{port}")) in (f"127.0.0.1:{port}", f"[::1]:{port}")
+    assert distributed.bind_address(group(f"127.0.0.1:{port}")) == f"127.0.0.1:{port}"
+    assert distributed.bind_address(group(f"127.0.0.3:{port}")) == f"127.0.0.3:{port}"
+    assert distributed.bind_address(group(f"localhost:{port}")) in (f"127.0.0.1:{port}", f"[::1]:{port}")
 
 
 def test_a_cluster_that_names_a_loopback_address_needs_all_interfaces():
     """Where other machines must come in, a node's name that is 127.0.1.1 on the node itself is not listened at."""
     port = free_port()
-    assert launch.bind_address(group(f"127.0.1.1:{port}", "slurm")) is None
-    assert launch.bind_address(group(f"127.0.1.1:{port}", "slurm", is_local=True)) == f"127.0.1.1:{port}"
+    assert distributed.bind_address(group(f"127.0.1.1:{port}", "slurm")) is None
+    assert distributed.bind_address(group(f"127.0.1.1:{port}", "slurm", is_local=True)) == f"127.0.1.1:{port}"
 
 
 def test_an_address_that_is_not_here_or_in_use_is_refused():
     """Process 0 says what is wrong with its address before JAX fails at it."""
     with pytest.raises(ConfigError, match=r"192\.0\.2\.77:9 .*Cannot assign") as caught:
-        launch.bind_address(group("192.0.2.77:9", "slurm"))
+        distributed.bind_address(group("192.0.2.77:9", "slurm"))
     assert "as slurm says" in str(caught.value)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match="Address already in use"):
-            launch.bind_address(group(f"127.0.0.1:{taken.getsockname()[1]}"))
+            distributed.bind_address(group(f"127.0.0.1:{taken.getsockname()[1]}"))
 
 
 def test_an_unknown_name_is_waited_for_and_refused(monkeypatch):
@@ -76,11 +76,11 @@ def test_an_unknown_name_is_waited_for_and_refused(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     port = free_port()
-    assert launch.bind_address(group(f"late:{port}")) == f"127.0.0.1:{port}"
-    monkeypatch.setattr(launch, "_NAME_SECONDS", -1)
+    assert distributed.bind_address(group(f"late:{port}")) == f"127.0.0.1:{port}"
+    monkeypatch.setattr(distributed, "_DNS_TIMEOUT", -1)
     answers.append(socket.gaierror(-2, "unknown"))
     with pytest.raises(ConfigError, match="the name never has no address"):
-        launch.bind_address(group(f"never:{port}"))
+        distributed.bind_address(group(f"never:{port}"))
 
 
 def python(program, *arguments):
@@ -89,17 +89,17 @@ def python(program, *arguments):
 
 JOIN = """
 import sys
-from spmd.distributed import initialize as launch
 from spmd.distributed.cluster_env import LaunchArgs
+from spmd.distributed.initialize import exit_process, initialize
 from spmd.errors import SpmdError
 
 address, process_id, seconds = sys.argv[1:]
-asked = LaunchArgs(address, 2, int(process_id), "none", start_timeout=int(seconds))
-launch.start(launch.Launch(1, asked))
+launch_args = LaunchArgs(address, 2, int(process_id), "none", start_timeout=int(seconds))
+initialize(1, launch_args)
 print("met", flush=True)
 if process_id == "1":
     raise KeyError("a bug")
-launch.leave(7)
+exit_process(7)
 """
 
 
@@ -112,7 +112,7 @@ def test_processes_that_wait_in_vain_say_where(process_id):
     assert done.returncode == 2
     assert address in done.stderr
     assert "2 s have passed" in done.stderr
-    assert "not all 2 processes came" in done.stderr
+    assert "not all 2 processes connected" in done.stderr
     assert time.monotonic() - began < 40
 
 
@@ -142,7 +142,7 @@ def test_leaving_waits_for_nobody():
 def test_alone_leave_is_exit():
     """A process that trains alone ends in the usual way."""
     with pytest.raises(SystemExit) as caught:
-        launch.leave(3)
+        distributed.exit_process(3)
     assert caught.value.code == 3
 
 
@@ -239,8 +239,8 @@ def test_process_commands():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--processes", "2"], "nothing is to be run"),
-        (["--processes", "2", "--", "check", "demo"], "'check' cannot be rehearsed"),
+        (["--processes", "2"], "there is no command"),
+        (["--processes", "2", "--", "check", "demo"], "'check' cannot be launched"),
         (["--processes", "1", "--", "train", "demo"], "processes: is 1"),
         (["--processes", "3", "--", "train", "demo"], "8 / 3 = 2.66667"),
         (["--processes", "2", "--", "train", "demo", "--process-id", "0"], "train --process-id"),
@@ -256,10 +256,10 @@ def test_what_cannot_be_rehearsed_is_refused(arguments, said, capsys):
 
 
 def test_detection_reads_this_environment(monkeypatch):
-    """`start` finds a contradiction between the flags and the variables of this very process, before JAX is asked."""
+    """`initialize` finds a contradiction between the flags and the variables of this process, before JAX does."""
     for name, value in {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert os.environ["OMPI_COMM_WORLD_SIZE"] == "2"
     with pytest.raises(ConfigError, match="is 4, but openmpi says 2"):
-        launch.start(launch.Launch(8, launch.Asked(processes=4)))
-    launch.start(launch.Launch(8))  # other commands than train take no notice
+        distributed.initialize(8, LaunchArgs(processes=4))
+    distributed.initialize(8)  # other commands than train take no notice

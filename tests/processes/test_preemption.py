@@ -23,7 +23,7 @@ def test_a_signal_ends_training_after_the_step(number):
 
     with Preemption() as preemption:
         fit(0, lambda state, batch: (state + 1, {}), range(100), steps=100, hooks=[Send(), preemption])
-    assert preemption.stopped_at == 4
+    assert preemption.stop_step == 4
     assert read == [1, 2, 3, 4]
 
 
@@ -32,7 +32,7 @@ def test_without_a_signal_it_runs_to_the_end():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     with Preemption() as preemption:
         assert fit(0, lambda state, batch: (state + 1, {}), range(9), steps=9, hooks=[preemption]) == 9
-    assert preemption.stopped_at is None
+    assert preemption.stop_step is None
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
 
 

@@ -75,7 +75,7 @@ def test_a_trace_is_closed_where_training_ends(tmp_path):
     assert steps[-2:] == [8, 9]
     said = []
     Profile(tmp_path / "behind", (2, 4), said.append).on_start(4)
-    assert said == ["nothing is traced: step 4 was behind already"]
+    assert said == ["no trace: step 4 was before this run"]
 
 
 @pytest.mark.parametrize("text", ["5", "5:4", "0:3", "a:b", "1:2:3"])

@@ -132,10 +132,10 @@ def test_data_that_hang_on_one_end_both(folder):
         assert time.monotonic() - began < 60
         assert all(codes), codes
         hung = codes.index(EXIT_HUNG)
-        assert "nothing has finished for 8 s" in run.text(hung)
+        assert "no progress for 8 s" in run.text(hung)
     (folder / "fault").unlink()
     log = (out / "logs" / f"process-{hung}.log").read_text()
-    assert "The last that finished: " in log
+    assert "Last finished: " in log
     assert "Thread 0x" in log
     assert_goes_on_from(out, *range(5, 30, 5))
 

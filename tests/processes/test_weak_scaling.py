@@ -18,16 +18,16 @@ import sys
 import jax
 import optax
 
-from spmd.distributed import initialize as launch
 from spmd.distributed.cluster_env import LaunchArgs
+from spmd.distributed.initialize import SINGLE_PROCESS, initialize
 from spmd.run.config import load_config, with_values
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.run.build import TrainSetup, config_mesh
 from spmd.train.step import make_train_step
 
 config, port, processes, process = sys.argv[1], *map(int, sys.argv[2:])
-asked = LaunchArgs(f"127.0.0.1:{port}", processes, process) if processes > 1 else launch.ALONE
-launch.start(launch.Launch(8 // processes, asked))
+launch_args = LaunchArgs(f"127.0.0.1:{port}", processes, process) if processes > 1 else SINGLE_PROCESS
+initialize(8 // processes, launch_args)
 config = with_values(load_config(config), {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}})
 setup = TrainSetup(config, config_mesh(config))
 

@@ -20,7 +20,7 @@ def session(clock, folder, lines, start=5.0):
     """A session that takes a second a step and logs at the steps of `lines`."""
     watch = Stopwatch(clock, clock.now)
     clock.now += start
-    watch.turn_to("step")
+    watch.switch_to("step")
     before = lines[0]
     for step in lines:
         clock.now += max(step - before, 0)
@@ -33,14 +33,14 @@ def test_every_moment_belongs_to_one_activity():
     """What is nested is not counted twice, and nothing is lost."""
     clock = Clock()
     watch = Stopwatch(clock, 90.0)
-    watch.turn_to("step")
-    with watch.during("checkpoint"):
+    watch.switch_to("step")
+    with watch.measure("checkpoint"):
         clock.now += 3
-        with watch.during("data"):
+        with watch.measure("data"):
             clock.now += 4
         clock.now += 1
     clock.now += 2
-    watch.turn_to("step")
+    watch.switch_to("step")
     assert watch.seconds["start"] == 10
     assert watch.seconds["checkpoint"] == 4
     assert watch.seconds["data"] == 4
@@ -52,16 +52,16 @@ def test_waiting_for_items_is_data():
     """Only the wait is counted, not what is done with an item."""
     clock = Clock()
     watch = Stopwatch(clock, clock.now)
-    watch.turn_to("step")
+    watch.switch_to("step")
 
     def slow():
         for n in range(3):
             clock.now += 2
             yield n
 
-    for _ in watch.waiting(slow()):
+    for _ in watch.time_batches(slow()):
         clock.now += 1
-    watch.turn_to("step")
+    watch.switch_to("step")
     assert (watch.seconds["data"], watch.seconds["step"]) == (6, 3)
 
 
@@ -79,7 +79,7 @@ def test_steps_taken_again_are_rework(tmp_path):
     assert found.seconds["start"] == pytest.approx(10)
     assert found.total == pytest.approx(clock.now - 100)
     assert found.goodput == pytest.approx(30 / found.total)
-    assert "steps taken again" in str(found)
+    assert "repeated steps" in str(found)
 
 
 def test_a_roll_back_within_a_session_is_rework(tmp_path):

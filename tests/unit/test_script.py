@@ -1,6 +1,7 @@
 """A script for a cluster holds what the run needs; a JobSet is what the published schema says, and nothing else."""
 
 import copy
+import dataclasses
 import json
 import re
 import shlex
@@ -12,12 +13,15 @@ import pytest
 import yaml
 
 from spmd.cli import main
-from spmd.run.job_files import RESTARTED, Job, jobset_manifest, slurm_script, to_yaml
+from spmd.run.job_files import RESTARTED, KubernetesJob, SlurmJob
 from tests.command_line import run, write_config
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text(encoding="utf-8"))
-JOB = Job(("tiny.py", "--steps", "9"), "runs/tiny", "tiny", nodes=4, restarts=7)
-PLACES = {"image": "registry.invalid/spmd:1", "claim": "shared", "mount": "/runs"}
+TRAIN = ["tiny.py", "--steps", "9"]
+SLURM = SlurmJob(out="runs/tiny", name="tiny", nodes=4, restarts=7)
+JOBSET = KubernetesJob(
+    out="runs/tiny", name="tiny", nodes=4, restarts=7, image="registry.invalid/spmd:1", claim="shared"
+)
 
 
 @pytest.fixture
@@ -27,7 +31,7 @@ def config(tmp_path):
 
 
 def manifest(**changes):
-    return jobset_manifest(Job(**{**vars(JOB), **changes}), **PLACES)
+    return dataclasses.replace(JOBSET, **changes).manifest(TRAIN)
 
 
 def parts(jobset):
@@ -37,19 +41,21 @@ def parts(jobset):
 
 
 @pytest.mark.parametrize(
-    "jobset",
+    "changes",
     [
-        manifest(),
-        manifest(nodes=1),
-        manifest(gpus_per_node=8, processes_per_node=2, cpus_per_process=4, setup="source .venv/bin/activate"),
-        jobset_manifest(JOB, **PLACES, tpu="tpu-v5-lite-podslice:4x4"),
+        {},
+        {"nodes": 1},
+        {"gpus_per_node": 8, "processes_per_node": 2, "cpus_per_process": 4, "setup": 'echo "ü"; source x'},
+        {"tpu": "tpu-v5-lite-podslice:4x4"},
     ],
     ids=["cpu", "one-node", "gpu", "tpu"],
 )
-def test_jobset_is_valid(jobset):
-    """The manifest is a JobSet by the published schema, as written in YAML too."""
+def test_jobset_is_valid(changes):
+    """The manifest is a JobSet by the published schema; the file is JSON, which YAML parsers read too."""
+    jobset = manifest(**changes)
     jsonschema.Draft202012Validator(SCHEMA).validate(jobset)
-    assert yaml.safe_load(to_yaml(jobset)) == jobset
+    written = dataclasses.replace(JOBSET, **changes).render(TRAIN)
+    assert yaml.safe_load(written) == json.loads(written) == jobset
     job, pod, _ = parts(jobset)
     # What the controllers check beside the schema.
     assert pod["restartPolicy"] == "Never", "a policy for failed pods asks for it"
@@ -105,7 +111,7 @@ def test_jobset_meets_and_starts_again():
         ("RestartJobSet", ["PodFailurePolicy"]),
         ("FailJobSet", None),
     ]
-    assert pod["terminationGracePeriodSeconds"] == JOB.save_seconds
+    assert pod["terminationGracePeriodSeconds"] == JOBSET.save_seconds
 
 
 def test_one_pod_meets_nobody():
@@ -117,16 +123,16 @@ def test_one_pod_meets_nobody():
 
 def test_tpu_chips_are_shared_out():
     """The chips of a slice divide over its hosts, which are chosen by accelerator and topology."""
-    _, pod, container = parts(jobset_manifest(JOB, **PLACES, tpu="tpu-v5p-slice:2x2x4"))
+    _, pod, container = parts(manifest(tpu="tpu-v5p-slice:2x2x4"))
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     assert sorted(pod["nodeSelector"].values()) == ["2x2x4", "tpu-v5p-slice"]
 
 
 def test_slurm_script():
-    """The batch file asks for what was asked for, is signalled in time, and goes back into the queue by itself."""
+    """The batch file asks for what was asked for, is signalled in time, and is requeued by itself."""
     changes = {"processes_per_node": 2, "gpus_per_node": 8, "cpus_per_process": 12, "save_seconds": 90}
-    job = Job(**{**vars(JOB), **changes, "setup": "module load x"})
-    script = slurm_script(job, time="1:00:00", partition="gpu")
+    job = dataclasses.replace(SLURM, **changes, setup="module load x", time="1:00:00", partition="gpu")
+    script = job.render(TRAIN)
     options = set(re.findall(r"^#SBATCH --(.*)$", script, re.M))
     assert options == {
         *("job-name=tiny", "nodes=4", "ntasks-per-node=2", "cpus-per-task=12", "gpus-per-node=8", "time=1:00:00"),
@@ -135,7 +141,7 @@ def test_slurm_script():
     assert "\nmodule load x\n" in script
     assert "--wait=60 --cpus-per-task=12 --gpus-per-task=4 \\\n  spmd train" in script
     assert shlex.join(["spmd", "train", "tiny.py", "--steps", "9", "--out", "runs/tiny", "--resume", "auto"]) in script
-    assert not re.search("[cg]pus", slurm_script(JOB))
+    assert not re.search("[cg]pus", SLURM.render(TRAIN))
 
 
 @pytest.mark.parametrize(
@@ -143,23 +149,17 @@ def test_slurm_script():
     [(0, "", 0, False), (75, "", 0, True), (143, "6", 0, True), (75, "7", 75, False), (2, "", 2, False)],
 )
 def test_slurm_script_ends(status, restarts, code, requeued, tmp_path):
-    """Done is done, what was told to go is requeued so many times, anything else fails with the code of srun."""
+    """The end is final, a preempted job is requeued so many times, anything else fails with the code of srun."""
     programs = {"srun": f"exit {status}", "scontrol": f'echo "$@" > {tmp_path}/scontrol.txt'}
     for name, line in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "41", "SLURM_SUBMIT_DIR": str(tmp_path)}
     environment |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
-    done = subprocess.run(["bash", "-c", slurm_script(JOB)], env=environment, check=False, capture_output=True)
+    done = subprocess.run(["bash", "-c", SLURM.render(TRAIN)], env=environment, check=False, capture_output=True)
     assert done.returncode == code
     called = tmp_path / "scontrol.txt"
     assert (called.read_text() if called.exists() else "") == ("requeue 41\n" if requeued else "")
-
-
-def test_texts_that_yaml_would_take_for_something_else():
-    """Words that YAML reads as truth values or numbers, and texts with colons and quotes, stay texts."""
-    value = {"a": ["no", "1", "x: y", 'say "so"', "", "$(X)"], "b": {}, "c": [], "d": [[1, [2]], {"e": None}]}
-    assert yaml.safe_load(to_yaml(value)) == value
 
 
 def script(config, *arguments, kind="slurm"):
@@ -183,11 +183,11 @@ def test_script_goes_to_the_terminal_or_a_file(config, tmp_path, capsys):
     ("kind", "arguments", "said"),
     [
         ("slurm", ["--nodes", "3", "--gpus-per-node", "1"], "= 8, and there are 3 devices"),
-        ("slurm", ["--nodes", "0", "--processes-per-node", "0", "--save-seconds", "0"], "save-seconds: is 0"),
+        ("slurm", ["--nodes", "0", "--processes-per-node", "0", "--save-seconds", "0"], "save_seconds: is 0"),
         ("slurm", ["--nodes", "2", "--gpus-per-node", "8", "--processes-per-node", "3"], "8 / 3"),
-        ("slurm", ["--nodes", "2", "--name", "My job"], "'My job' is no name"),
+        ("slurm", ["--nodes", "2", "--name", "My job"], "'My job' is not a valid name"),
         ("slurm", ["--nodes", "2", "--", "--resume", "auto"], "(resume)"),
-        ("slurm", ["--nodes", "2", "--", "--processes", "2"], "(asked)"),
+        ("slurm", ["--nodes", "2", "--", "--processes", "2"], "(launch_args)"),
         ("kubernetes", ["--nodes", "2"], "image: is missing"),
         ("kubernetes", ["--nodes", "2", "--mount", "runs", "--restarts", "-1"], "restarts: is -1"),
         ("kubernetes", ["--nodes", "2", "--tpu", "v5e"], "'v5e' is not ACCELERATOR:TOPOLOGY"),

@@ -91,10 +91,10 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 PROBE = """
     import json, sys
-    from spmd.distributed import initialize as launch
+    from spmd.distributed.initialize import initialize
     from spmd.analysis.topology import missing_extra, parse_topology, topology_devices
     from spmd.sharding.mesh import MeshShape, mesh_of
-    launch.start(launch.Launch(absent="tpu"))
+    initialize(target_platform="tpu")
     found = []
     for name in sys.argv[1:]:
         topology = parse_topology(name)
