@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Jaxpr
 
 from spmd import tree
 from spmd.errors import Problem
+from spmd.jaxpr import inner_jaxprs
 from spmd.optim.per_layer import stack_ends
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
@@ -183,8 +185,7 @@ class _Tracer:
     lengths: Mapping[str, tuple[int, ...]]
     whole: int
 
-    def run(self, jaxpr: Any, inputs: Sequence[_Seen]) -> list[_Seen]:
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[_Seen]) -> list[_Seen]:
         seen: dict[Any, _Seen] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> _Seen:
@@ -196,14 +197,13 @@ class _Tracer:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, equation: Any, inputs: list[_Seen]) -> list[_Seen]:
-        name, inner = equation.primitive.name, _inner_jaxprs(equation)
+        name, inner = equation.primitive.name, inner_jaxprs(equation)
         if name == "cond":
             branches = [self.run(branch, inputs[1:]) for branch in inner]
             return [_union((inputs[0], *outputs)) for outputs in zip(*branches, strict=True)]
-        if name not in ("scan", "while") and len(inner) == 1:
-            body = getattr(inner[0], "jaxpr", inner[0])
-            if len(body.invars) == len(inputs) and len(body.outvars) == len(equation.outvars):
-                return self.run(body, inputs)
+        called = inner[0] if len(inner) == 1 and name not in ("scan", "while") else None
+        if called and (len(called.invars), len(called.outvars)) == (len(inputs), len(equation.outvars)):
+            return self.run(called, inputs)
         return [self.output(equation, inputs, tuple(out.aval.shape)) for out in equation.outvars]
 
     def output(self, equation: Any, inputs: list[_Seen], shape: tuple[int, ...]) -> _Seen:
@@ -257,7 +257,7 @@ def trace_update(
     inputs = [_Seen(frozenset({("gradient", path)})) for path in flat]
     inputs += [seen(path, leaf) for path, leaf in leaves.items()]
     inputs += [_Seen(frozenset({("parameter", path)})) for path in flat]
-    outputs = _Tracer(lengths, min(2, len(flat)) if totals else len(flat) + 1).run(closed, inputs)
+    outputs = _Tracer(lengths, min(2, len(flat)) if totals else len(flat) + 1).run(closed.jaxpr, inputs)
 
     def inner(path: str, param: str) -> tuple[str, tuple[int, ...]]:
         name = _PER_LAYER.sub("", path.rpartition(param)[0])
@@ -288,13 +288,6 @@ def _union(parts: Iterable[_Seen]) -> _Seen:
 
 def _sets(seen: _Seen) -> tuple[frozenset[Any], ...]:
     return seen.inputs, seen.mixed, seen.reduced
-
-
-def _inner_jaxprs(equation: Any) -> list[Any]:
-    values = itertools.chain.from_iterable(
-        value if isinstance(value, tuple | list) else [value] for value in equation.params.values()
-    )
-    return [value for value in values if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
 
 
 def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:

@@ -5,7 +5,7 @@ Outside a plan every function here is the identity, so a model that uses them ru
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
 from spmd.errors import AnnotationError, Problem, did_you_mean
+from spmd.jaxpr import equations
 from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.remat import Remat
 from spmd.plan.context import TraceContext, constrain, current, override
@@ -215,7 +216,7 @@ def _marked(layer: Callable) -> Callable:
 
 def _check_names(remat: Remat, layer: Callable, arrays: tuple[Any, ...]) -> None:
     """Whether a layer marks every name of a policy; JAX would keep nothing for one that it does not, without a word."""
-    marked = sorted(set(_marks(jax.make_jaxpr(layer)(*arrays))))
+    marked = sorted(_marks(jax.make_jaxpr(layer)(*arrays)))
     problems = [
         Problem(f"remat {word}:{name}", "is marked in no layer", fix=f"one of: {', '.join(marked)}")
         for word, names in (("save", remat.save), ("offload", remat.offload))
@@ -237,7 +238,7 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
         AnnotationError: Names of the table that are marked nowhere, so that their specs mean nothing; a remat policy
             that acts on nothing.
     """
-    marked = set(_marks(jaxpr))
+    marked = _marks(jaxpr)
     known = sorted(marked - {REMAT_MARK})
     problems = [
         Problem(f"activation {name!r}", "is marked nowhere in the model", fix=did_you_mean(name, known))
@@ -254,13 +255,6 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
         raise AnnotationError("The remat policy acts on nothing:", [problem])
 
 
-def _marks(node: Any) -> Iterator[str]:
-    """Every checkpoint name in a jaxpr and in those inside its equations."""
-    if isinstance(node, list | tuple):
-        for part in node:
-            yield from _marks(part)
-    elif hasattr(node, "eqns"):  # a jaxpr, closed or not
-        for equation in node.eqns:
-            if equation.primitive.name == "name":
-                yield equation.params["name"]
-            yield from _marks(list(equation.params.values()))
+def _marks(jaxpr: Any) -> set[str]:
+    """Return every checkpoint name in a jaxpr."""
+    return {equation.params["name"] for equation in equations(jaxpr) if equation.primitive.name == "name"}
