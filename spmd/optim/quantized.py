@@ -83,7 +83,7 @@ def quantize_moments(
         ConfigError: `block` is no power of two.
 
     Example:
-        >>> adam = compact(optax.scale_by_adam(), "8bit")
+        >>> adam = quantize_moments(optax.scale_by_adam(), "8bit")
         >>> adam.init({"kernel": jnp.ones((2, 512))}).inner.mu["kernel"].scale.shape
         (2, 2)
     """

@@ -32,7 +32,7 @@ def two_phase(whole: GlobalPhase, rule: optax.GradientTransformation) -> TwoPhas
 
     Example:
         >>> clip = optax.clip_by_global_norm(1.0)
-        >>> optimizer = staged(lambda gradients: (clip.update(gradients, clip.init(None))[0], {}), optax.sgd(0.5))
+        >>> optimizer = two_phase(lambda gradients: (clip.update(gradients, clip.init(None))[0], {}), optax.sgd(0.5))
         >>> optimizer.update({"w": jax.numpy.array([8.0])}, optimizer.init({"w": 0.0}))[0]["w"]
         Array([-0.5], dtype=float32)
     """

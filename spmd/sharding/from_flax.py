@@ -1,4 +1,4 @@
-"""Flax metadata read as specs: which names a parameter's dimensions carry, and which mesh axes they mean.
+"""Conversion of Flax sharding metadata (`nn.Partitioned`, `nnx` `out_sharding`) to `spmd.Rules`.
 
 ```python
 class MLP(nn.Module):                               # Linen
@@ -10,12 +10,13 @@ class MLP(nn.Module):                               # Linen
 logical = [("embed", "fsdp"), ("mlp", "tensor")]
 ```
 
-`spmd.Rules.from_annotations` is the way in. Flax has several resolvers, which differ; here there is one meaning. A name
-that has a rule is a logical name. Rules are tried in their order, and one applies where none of its mesh axes is used
-in the array already. Any other name is a mesh axis. A name that ends up without a meaning is an error.
+Flax has several resolvers that differ; there is one here. A name that has a logical rule is a logical name. Rules are
+tried in order, and a rule applies if none of its mesh axes is used in the array yet. Any other name is a mesh axis. A
+name that is neither is an error.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,24 +28,25 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
 from spmd.sharding.mesh import AXES, entry_axes
+from spmd.sharding.rules import Replicate, Rules, placement, repeated_axes, replicate, spec_text
 
 LogicalRules = tuple[tuple[str, tuple[str, ...]], ...]
-"""Logical name → mesh axes, in order of precedence; no axes is a dimension left whole."""
+"""Pairs of logical name and mesh axes, in order of precedence. A dimension without axes is whole."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """The names that metadata gives to the dimensions of one parameter.
+    """Dimension names of one parameter, from its metadata.
 
     Args:
-        names: For each dimension from the first on a name, a tuple of mesh axes, or None for whole. Flax's own forms
-            (a list, a `PartitionSpec`, a `NamedSharding`) are taken as well.
+        names: For each dimension, from the first on, a name, a tuple of mesh axes, or None for whole. Flax's own forms
+            (a list, a `PartitionSpec`, a `NamedSharding`) are accepted.
         shape: The parameter's shape as stored.
-        rules: `(logical name, mesh axis or tuple or None)` pairs that belong to this parameter alone.
-        is_logical: Whether the metadata says that a name is never a mesh axis, as `nn.with_logical_partitioning` does.
+        rules: `(logical name, mesh axis or tuple or None)` pairs for this parameter alone.
+        is_logical: Whether a name is never a mesh axis, as with `nn.with_logical_partitioning`.
 
     Raises:
-        RuleError: The names are not names.
+        RuleError: A name is not of these types.
 
     Example:
         >>> Annotation(P("embed", ("data", "fsdp")), (8, 4), rules=[("embed", "tensor")])
@@ -78,14 +80,14 @@ def _is_words(name: Any) -> bool:
 
 
 def _not_names(value: Any) -> Problem:
-    return Problem(f"annotation {value!r}", "is no name of a dimension", fix="a tuple of names, one for each dimension")
+    return Problem(f"annotation {value!r}", "is not a dimension name", fix="a tuple of names, one for each dimension")
 
 
 def logical_rules(pairs: Any) -> LogicalRules:
-    """Logical rules in one form.
+    """Normalize logical rules.
 
     Raises:
-        RuleError: A rule is no pair of a name and mesh axes.
+        RuleError: A rule is not a pair of a name and mesh axes.
 
     Example:
         >>> logical_rules([("embed", "fsdp"), ("mlp", ["fsdp", "tensor"]), ("norm", None)])
@@ -106,10 +108,10 @@ def logical_rules(pairs: Any) -> LogicalRules:
 
 
 def nnx_annotations(state: Any) -> dict[str, Annotation]:
-    """The annotations in the metadata of NNX variables: `out_sharding`, and `sharding_rules` with it.
+    """Return the annotations of NNX variables, from their metadata `out_sharding` and `sharding_rules`.
 
     Args:
-        state: An `nnx.State`, of abstract arrays or of real ones.
+        state: An `nnx.State`; its arrays may be abstract.
 
     Raises:
         RuleError: All metadata that cannot be read.
@@ -131,10 +133,10 @@ def nnx_annotations(state: Any) -> dict[str, Annotation]:
 
 
 def linen_annotations(variables: Any) -> dict[str, Annotation]:
-    """The annotations in the boxes around Linen variables: `nn.Partitioned`, `nn.LogicallyPartitioned`, `nnx.bridge`'s.
+    """Return the annotations of Linen variables: `nn.Partitioned`, `nn.LogicallyPartitioned` and `nnx.bridge` boxes.
 
     Args:
-        variables: What `module.init` returns, or one collection of it, with its boxes.
+        variables: The result of `module.init`, or one collection of it, with its boxes.
 
     Raises:
         RuleError: All boxes that cannot be read.
@@ -171,27 +173,58 @@ def _annotations(found: Mapping[str, tuple[Any, ...]]) -> dict[str, Annotation]:
     return annotations
 
 
-def resolve_annotations(
+def rules_from_annotations(
     annotations: Mapping[str, Annotation],
-    logical: Any,
-    layer_paths: Mapping[str, tuple[str, tuple[str | None, ...]]],
-) -> tuple[dict[str, P | str], list[Problem]]:
-    """What each annotation means for one layer of its parameter, and everything that has no meaning.
+    *,
+    logical: Any = (),
+    stacked: Any = None,
+    activations: Any = (),
+    table: Rules | None = None,
+) -> Rules:
+    """Convert the sharding metadata of a Flax model to a table with one rule for each annotated parameter.
 
     Args:
-        annotations: Parameter path → annotation.
-        logical: `(logical name, mesh axis or tuple or None)` pairs, in order of precedence.
-        layer_paths: Parameter path → path without layer numbers, and the axes of its stacked dimensions.
+        annotations: Parameter path → annotation, such as `model.info().annotations`.
+        logical: `(logical name, mesh axis or tuple or None)` pairs. The first whose axes are free in the array
+            applies; names without a pair are mesh axes.
+        stacked: As in `Rules`; by default that of `table`.
+        activations: As in `Rules`, added to those of `table`.
+        table: Rules for parameters without annotations. It must agree with the annotations that it covers.
 
-    Returns:
-        Parameter path → a spec for one layer, or why it is replicated; and the problems.
+    Raises:
+        RuleError: Every unknown name and every disagreement.
     """
+    base = table or Rules(())
+    stack = Rules((), activations, base.stacked if stacked is None else stacked)
+    values, problems = _resolve_all(annotations, logical, stack)
+    own = {}
+    if table and table.stacked != stack.stacked:
+        problems.append(Problem("stacked", f"is {stack.stacked}, and in the table {table.stacked}", fix="keep one"))
+    for path, value in values.items():
+        name, leading = stack.layer_path(path)
+        spec = P(*leading, *(value if isinstance(value, P) else ()))
+        match = base.match(path)
+        if match is None:
+            own[f"^{re.escape(name)}"] = value
+        elif placement(match.spec) != placement(spec):
+            said = f"{match.rule} says {spec_text(match.spec)}"
+            what = f"its annotation {annotations[path].names} means {spec_text(spec)}, and {said}"
+            problems.append(Problem(path, what, fix="correct one of them"))
+    if problems:
+        raise RuleError("These annotations do not make a rule table:", problems)
+    return Rules((*base.params, *own.items()), (*base.activations, *stack.activations), stack.stacked)
+
+
+def _resolve_all(
+    annotations: Mapping[str, Annotation], logical: Any, stack: Rules
+) -> tuple[dict[str, P | Replicate], list[Problem]]:
+    """Return the rule's value for one layer of each parameter, and the problems of those that have none."""
     rules = logical_rules(logical)
     problems = _audit_rules(rules, annotations)
     unknown: dict[tuple[Any, bool], list[str]] = {}
-    values: dict[str, P | str] = {}
+    values: dict[str, P | Replicate] = {}
     for path, annotation in annotations.items():
-        leading = layer_paths[path][1]
+        leading = stack.layer_path(path)[1]
         names, wrong = _layer_names(path, annotation, leading, rules)
         table, clashes = _rules_of(path, annotation, rules)
         missing = [name for name in names if _is_unknown(name, annotation, table)]
@@ -206,11 +239,11 @@ def resolve_annotations(
                 values[path] = found
     for (name, is_logical), paths in unknown.items():
         problems.append(_unknown(name, is_logical, paths, annotations, rules))
-    return values, problems + _told_apart(values, layer_paths)
+    return values, problems + _differing_layers(values, stack)
 
 
 def _audit_rules(rules: LogicalRules, annotations: Mapping[str, Annotation]) -> list[Problem]:
-    """Axes of rules in use that no mesh has; a table for several models may have others."""
+    """Return the problems of the rules in use; rules for other models may name any axis."""
     named = {name for annotation in annotations.values() for name in annotation.names}
     tables = {"logical rule": rules}
     tables |= {f"{path}, its rule": annotation.rules for path, annotation in annotations.items()}
@@ -226,11 +259,11 @@ def _audit_rules(rules: LogicalRules, annotations: Mapping[str, Annotation]) -> 
 def _layer_names(
     path: str, annotation: Annotation, leading: tuple[str | None, ...], rules: LogicalRules
 ) -> tuple[tuple[Any, ...], list[Problem]]:
-    """The names of one layer's dimensions; those in front of them, which a transformation added, must fit `stacked`."""
+    """Return the names of one layer's dimensions; those of stacked dimensions must agree with `stacked`."""
     names, rank, stack = annotation.names, len(annotation.shape), len(leading)
     said = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
     if len(names) > rank:
-        fix = "a transformation that removes a dimension removes its name too, if it is told the name (partition_name)"
+        fix = "pass the name to the transformation that removes the dimension (partition_name)"
         return names, [Problem(path, said, f"{len(names)} names for {rank} dimensions", fix)]
     if not stack or len(names) == rank - stack or not any(names):
         return names[: rank - stack], []
@@ -243,7 +276,7 @@ def _layer_names(
     for name, axis in zip(names, leading, strict=False):
         choices = [axes for rule, axes in (*annotation.rules, *rules) if rule == name]
         if not choices and _is_word(name) and name not in AXES:
-            continue  # the name that nnx.vmap or nn.scan gives to a stack: `stacked` alone says what it means
+            continue  # nnx.vmap or nn.scan named the stacked dimension; its axis is in `stacked`
         choices = choices or [entry_axes(name)]
         if not {(), entry_axes(axis)} & set(choices):
             what = f"its stacked dimension is {name!r}, which means {choices[0]}; stacked= says {axis!r}"
@@ -252,7 +285,7 @@ def _layer_names(
 
 
 def _rules_of(path: str, annotation: Annotation, rules: LogicalRules) -> tuple[LogicalRules, list[Problem]]:
-    """The parameter's own rules, then those of the others for names that it has none for."""
+    """Return the parameter's own rules, then the common rules for other names."""
     own = {name for name, _ in annotation.rules}
     clashes = []
     for name in dict.fromkeys(name for name in annotation.names if name in own):
@@ -285,45 +318,43 @@ def _unknown(
 
 def _resolve(
     path: str, names: Sequence[Any], table: LogicalRules, leading: Iterable[str | None]
-) -> P | str | list[Problem]:
-    """Rule by rule, each dimension that has its name and no axes yet, if the rule's axes are free."""
+) -> P | Replicate | list[Problem]:
+    """Apply each rule in order to dimensions of its name without axes yet, if the rule's axes are free."""
     with_rule = {rule for rule, _ in table}
     entries = [None if _is_word(name) and name in with_rule else entry_axes(name) for name in names]
-    used = [axis for axis in (*leading, *(axis for entry in entries for axis in entry or ())) if axis]
     said = f"its annotation {tuple(names)}"
-    if twice := [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]:
+    if twice := repeated_axes((*leading, *entries)):
         return [Problem(path, f"{said} uses the axis {axis!r} twice", fix="keep one of them") for axis in twice]
+    used = {axis for entry in (*leading, *entries) for axis in entry_axes(entry)}
     for rule, axes in table:
         for dim, name in enumerate(names):
-            if name == rule and entries[dim] is None and not set(axes) & set(used):
+            if name == rule and entries[dim] is None and not set(axes) & used:
                 entries[dim] = axes
-                used += axes
+                used.update(axes)
     if taken := dict.fromkeys(name for name, entry in zip(names, entries, strict=True) if entry is None):
         return [
             Problem(
                 path,
-                f"{said}: each rule for {name!r} asks for an axis that is taken",
-                fix=f"add ({name!r}, None) behind them if it is to be whole then",
+                f"{said}: every rule for {name!r} names an axis that is taken",
+                fix=f"add ({name!r}, None) after them to leave it whole in that case",
             )
             for name in taken
         ]
     if not any(entries):
-        return f"annotated {tuple(names)}: no mesh axis"
+        return replicate(f"annotated {tuple(names)}: no mesh axis")
     return P(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries))
 
 
-def _told_apart(
-    values: Mapping[str, P | str], layer_paths: Mapping[str, tuple[str, tuple[str | None, ...]]]
-) -> list[Problem]:
-    """Layers of one stack whose annotations differ, which no rule for a path without numbers can say."""
+def _differing_layers(values: Mapping[str, P | Replicate], stack: Rules) -> list[Problem]:
+    """Return a problem for each layer of a stack with another spec than the first, as layers have one rule."""
     first: dict[str, str] = {}
     return [
         Problem(
             path,
-            f"is annotated otherwise than {other}: layers of one stack are split alike",
-            fix="take their name out of stacked=",
+            f"has another annotation than {other}: layers of one stack have one spec",
+            fix="remove their name from stacked=",
         )
         for path, value in values.items()
-        for other in [first.setdefault(layer_paths[path][0], path)]
-        if value != values[other] and not (isinstance(value, str) and isinstance(values[other], str))
+        for other in [first.setdefault(stack.layer_path(path)[0], path)]
+        if value != values[other] and (isinstance(value, P) or isinstance(values[other], P))
     ]
