@@ -28,6 +28,7 @@ from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, quantize_moments
 from spmd.optim.two_phase import TwoPhaseOptimizer, two_phase
+from spmd.sharding.layer_paths import strip_layer_numbers
 from spmd.sharding.rules import compile_pattern
 from spmd.tree import PyTree, map_with_path
 
@@ -247,7 +248,7 @@ def make_update_rule(
     patterns = [compile_pattern(pattern) for pattern in config.no_decay]
 
     def decays(path: str) -> bool:
-        name = _without_numbers(path, stacked)
+        name = strip_layer_numbers(path, stacked)
         return not any(pattern.fullmatch(name) for pattern in patterns)
 
     def mask(params: PyTree) -> PyTree:
@@ -315,7 +316,7 @@ def check_no_decay(
         no_decay: 'scales' matches no parameter
             fix: did you mean "scale"?
     """
-    names = [_without_numbers(path, stacked) for path in paths]
+    names = [strip_layer_numbers(path, stacked) for path in paths]
     ends = sorted({name.rsplit("/", 1)[-1] for name in names})
     return [
         Problem("no_decay", f"{pattern!r} matches no parameter", fix=did_you_mean(pattern, ends))
@@ -324,14 +325,8 @@ def check_no_decay(
     ]
 
 
-def _without_numbers(path: str, stacked: Sequence[str]) -> str:
-    """The path without the numbers of unrolled layers, as it is when they are stacked."""
-    parts = path.split("/")
-    return "/".join(p for i, p in enumerate(parts) if not (i and parts[i - 1] in stacked and p.isdigit()))
-
-
 def _standard_promotion(transform: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The same transform for callers who have made dtype promotion strict, which optax does not pass."""
+    """Wrap a transform for callers that made dtype promotion strict, under which optax fails."""
     inner = optax.with_extra_args_support(transform)
 
     def init(params: PyTree) -> PyTree:

@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr
 from spmd import tree
 from spmd.errors import Problem
 from spmd.jaxpr import inner_jaxprs
-from spmd.optim.per_layer import stack_ends
+from spmd.sharding.layer_paths import insert_layer_numbers, stacks_of
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
 _FIX = "wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
@@ -61,7 +61,7 @@ def check_layerwise(
             fix: wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    depths = {path: len(stack_ends(path, stacked)) for path in tree.flatten(params)}
+    depths = {path: len(stacks_of(path, stacked)) for path in tree.flatten(params)}
     if not any(depths.values()):
         return []
     whole = trace_update(optimizer, params, depths)
@@ -74,7 +74,7 @@ def check_layerwise(
     for path, depth in depths.items():
         if not depth:
             continue
-        ours, theirs = whole[path], separate and separate[_numbered(path, (0,) * depth, stacked)]
+        ours, theirs = whole[path], separate and separate[insert_layer_numbers(path, (0,) * depth, stacked)]
         shape = tuple(tree.flatten(params)[path].shape)
         what = ""
         if ours.random:
@@ -320,26 +320,15 @@ def _with_rare_lengths(params: Any, depths: Mapping[str, int]) -> Any:
     return tree.map_with_path(lengthen, params)
 
 
-def _numbered(path: str, numbers: Sequence[int], stacked: Sequence[str]) -> str:
-    """The path of one layer: `layers/kernel` → `layers/0/kernel`."""
-    parts = path.split("/")
-    for end, number in reversed(list(zip(stack_ends(path, stacked), numbers, strict=True))):
-        parts.insert(end, str(number))
-    return "/".join(parts)
-
-
 def _separate(params: Any, stacked: Sequence[str], *, first_only: bool = False) -> Any:
     """The parameters with every layer, or only the first of each stack, as a parameter of its own."""
     out: dict[str, Any] = {}
     for path, leaf in tree.flatten(params).items():
-        depth = len(stack_ends(path, stacked))
+        depth = len(stacks_of(path, stacked))
         for numbers in itertools.product(*(range(1 if first_only else n) for n in leaf.shape[:depth])):
-            *parents, last = _numbered(path, numbers, stacked).split("/")
-            node = out
-            for part in parents:
-                node = node.setdefault(part, {})
-            node[last] = jax.ShapeDtypeStruct(leaf.shape[depth:], leaf.dtype) if first_only else leaf[numbers]
-    return out
+            layer = jax.ShapeDtypeStruct(leaf.shape[depth:], leaf.dtype) if first_only else leaf[numbers]
+            out[insert_layer_numbers(path, numbers, stacked)] = layer
+    return tree.nested(out)
 
 
 def _draw(params: Any, seed: int, stacked: Sequence[str]) -> Any:
@@ -347,7 +336,7 @@ def _draw(params: Any, seed: int, stacked: Sequence[str]) -> Any:
     rng = np.random.default_rng(seed)
 
     def draw(path: str, leaf: Any) -> np.ndarray:
-        depth = len(stack_ends(path, stacked))
+        depth = len(stacks_of(path, stacked))
         layers = np.arange(int(np.prod(leaf.shape[:depth]))).reshape(leaf.shape[:depth])
         scale = 4.0 ** layers.reshape(layers.shape + (1,) * (len(leaf.shape) - depth))
         return (rng.normal(size=leaf.shape) * scale).astype(np.float32)

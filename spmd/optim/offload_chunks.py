@@ -14,7 +14,7 @@ import optax
 from spmd import tree
 from spmd.errors import Problem
 from spmd.optim.layerwise import trace_update
-from spmd.optim.per_layer import stack_ends
+from spmd.sharding.layer_paths import stacks_of
 from spmd.sharding.mesh import shards_of
 from spmd.sharding.optimizer_state import DerivedSpec, shard_bytes
 
@@ -98,8 +98,8 @@ def plan_chunks(
     stacks: dict[tuple[str, int], list[str]] = {}
     single = []
     for path, leaf in flat.items():
-        if ends := stack_ends(path, stacked):
-            stacks.setdefault(("/".join(path.split("/")[: ends[0]]), leaf.shape[0]), []).append(path)
+        if own := stacks_of(path, stacked):
+            stacks.setdefault((own[0], leaf.shape[0]), []).append(path)
         else:
             single.append(path)
     cuts = []

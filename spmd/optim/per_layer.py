@@ -5,7 +5,6 @@ optimizer = per_layer(optax.lamb(1e-3))
 ```
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import jax
 import optax
 
 from spmd.errors import ConfigError, Problem
+from spmd.sharding.layer_paths import stacks_of
 from spmd.sharding.optimizer_state import is_random_key
 from spmd.tree import PyTree, flatten, merge, select
 
@@ -84,17 +84,6 @@ def per_layer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def stack_ends(path: str, stacked: Sequence[str]) -> list[int]:
-    """Where in a path the numbers of layers would stand, were they not stacked: one for each leading dimension.
-
-    Example:
-        >>> stack_ends("decoder/layers/kernel", ["layers"]), stack_ends("layers/0/kernel", ["layers"])
-        ([2], [])
-    """
-    pairs = enumerate(itertools.pairwise(path.split("/")), start=1)
-    return [end for end, (part, after) in pairs if part in stacked and not after.isdigit()]
-
-
 class _Stack(NamedTuple):
     """A stack's path with dots, and how many leading dimensions count its layers."""
 
@@ -117,8 +106,8 @@ def _split(tree: PyTree, stacked: Sequence[str]) -> dict[_Stack, PyTree]:
 
 
 def _stack_of(path: str, stacked: Sequence[str]) -> _Stack:
-    ends = stack_ends(path, stacked)
-    return _Stack(".".join(path.split("/")[: ends[-1]]), len(ends)) if ends else _REST
+    stacks = stacks_of(path, stacked)
+    return _Stack(stacks[-1].replace("/", "."), len(stacks)) if stacks else _REST
 
 
 def _over_layers(f: Callable[..., Any], stack: _Stack, part: PyTree) -> Callable[..., Any]:

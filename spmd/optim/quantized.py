@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from spmd.errors import ConfigError, Problem
-from spmd.optim.per_layer import stack_ends
 from spmd.optim.stochastic_rounding import random_bits, round_stochastically, salt_of, seed_of
+from spmd.sharding.layer_paths import stacks_of
 from spmd.tree import PyTree, flatten, map_with_path
 
 Kind = Literal["float32", "bfloat16", "8bit"]
@@ -103,7 +103,7 @@ def quantize_moments(
                 seed = seed_of(count, salt_of(f"{name}/{path}"))
                 if kind == "bfloat16":
                     return round_stochastically(x, seed)
-                size = block_of(x.shape[-1], block) if x.ndim > len(stack_ends(path, stacked)) else 0
+                size = block_of(x.shape[-1], block) if x.ndim > len(stacks_of(path, stacked)) else 0
                 return quantize(x, size, seed, signed=name not in _NOT_NEGATIVE) if size else x
 
             return map_with_path(one, value)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.sharding.layer_paths import strip_numbers
+
 _GOLDEN = np.uint32(0x9E3779B9)
 
 
@@ -41,7 +43,7 @@ def salt_of(path: str) -> int:
         >>> salt_of("mu/layers/3/kernel") == salt_of("mu/layers/kernel") != salt_of("nu/layers/kernel")
         True
     """
-    return zlib.crc32("/".join(part for part in path.split("/") if not part.isdigit()).encode())
+    return zlib.crc32(strip_numbers(path).encode())
 
 
 def seed_of(count: jax.Array, salt: int) -> jax.Array:
