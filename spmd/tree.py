@@ -57,7 +57,7 @@ def select(tree: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, An
         if isinstance(child, Mapping):
             if inner := select(child, lambda path, key=key: keep(f"{key}/{path}")):  # type: ignore[misc]
                 out[key] = inner
-        elif keep(key):
+        elif keep(str(key)):
             out[key] = child
     return out
 

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
-from spmd.sharding.mesh import AXES, entry_axes
+from spmd.sharding.mesh import AXES, as_entry, entry_axes
 from spmd.sharding.rules import Replicate, Rules, placement, repeated_axes, replicate, spec_text
 
 LogicalRules = tuple[tuple[str, tuple[str, ...]], ...]
@@ -63,20 +63,17 @@ class Annotation:
         if not isinstance(names, tuple | list | P):
             raise RuleError("This annotation cannot be read:", [_not_names(names)])
         names = tuple(tuple(name) if isinstance(name, list) else name for name in names)
-        wrong = [name for name in names if not (name is None or _is_word(name) or _is_words(name))]
-        if wrong:
+        if wrong := [name for name in names if not _is_entry(name)]:
             raise RuleError("This annotation cannot be read:", map(_not_names, wrong))
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "rules", logical_rules(self.rules))
 
 
-def _is_word(name: Any) -> bool:
-    return isinstance(name, str)
-
-
-def _is_words(name: Any) -> bool:
-    return isinstance(name, tuple) and all(map(_is_word, name))
+def _is_entry(value: Any) -> bool:
+    """Return whether a value is a name, a tuple of names, or None."""
+    names = value if isinstance(value, tuple) else () if value is None else (value,)
+    return all(isinstance(name, str) for name in names)
 
 
 def _not_names(value: Any) -> Problem:
@@ -97,7 +94,7 @@ def logical_rules(pairs: Any) -> LogicalRules:
     problems = []
     for index, (name, axes) in enumerate(pairs.items() if isinstance(pairs, Mapping) else pairs):
         axes = tuple(axes) if isinstance(axes, list) else axes
-        if _is_word(name) and (axes is None or _is_word(axes) or _is_words(axes)):
+        if isinstance(name, str) and _is_entry(axes):
             rules.append((name, entry_axes(axes)))
         else:
             fix = "a mesh axis, a tuple of them, or None for whole"
@@ -196,10 +193,11 @@ def rules_from_annotations(
     """
     base = table or Rules(())
     stack = Rules((), activations, base.stacked if stacked is None else stacked)
-    values, problems = _resolve_all(annotations, logical, stack)
-    own = {}
-    if table and table.stacked != stack.stacked:
-        problems.append(Problem("stacked", f"is {stack.stacked}, and in the table {table.stacked}", fix="keep one"))
+    resolver = _Resolver(logical_rules(logical), annotations)
+    values = resolver.resolve(stack)
+    problems, own = resolver.problems, {}
+    if base.stacked != stack.stacked and table:
+        problems.append(Problem("stacked", f"is {stack.stacked}, and in the table {base.stacked}", fix="keep one"))
     for path, value in values.items():
         name, leading = stack.layer_path(path)
         spec = P(*leading, *(value if isinstance(value, P) else ()))
@@ -215,146 +213,125 @@ def rules_from_annotations(
     return Rules((*base.params, *own.items()), (*base.activations, *stack.activations), stack.stacked)
 
 
-def _resolve_all(
-    annotations: Mapping[str, Annotation], logical: Any, stack: Rules
-) -> tuple[dict[str, P | Replicate], list[Problem]]:
-    """Return the rule's value for one layer of each parameter, and the problems of those that have none."""
-    rules = logical_rules(logical)
-    problems = _audit_rules(rules, annotations)
-    unknown: dict[tuple[Any, bool], list[str]] = {}
-    values: dict[str, P | Replicate] = {}
-    for path, annotation in annotations.items():
-        leading = stack.layer_path(path)[1]
-        names, wrong = _layer_names(path, annotation, leading, rules)
-        table, clashes = _rules_of(path, annotation, rules)
-        missing = [name for name in names if _is_unknown(name, annotation, table)]
-        for name in missing:
-            unknown.setdefault((name, annotation.is_logical), []).append(path)
-        problems += (*wrong, *clashes)
-        if not (wrong or clashes or missing):
-            found = _resolve(path, names, table, leading)
-            if isinstance(found, list):
-                problems += found
-            else:
-                values[path] = found
-    for (name, is_logical), paths in unknown.items():
-        problems.append(_unknown(name, is_logical, paths, annotations, rules))
-    return values, problems + _differing_layers(values, stack)
+class _Resolver:
+    """Resolution of dimension names to mesh axes, with the problems found."""
 
+    def __init__(self, rules: LogicalRules, annotations: Mapping[str, Annotation]) -> None:
+        self.rules = rules
+        self.annotations = annotations
+        self.problems: list[Problem] = []
 
-def _audit_rules(rules: LogicalRules, annotations: Mapping[str, Annotation]) -> list[Problem]:
-    """Return the problems of the rules in use; rules for other models may name any axis."""
-    named = {name for annotation in annotations.values() for name in annotation.names}
-    tables = {"logical rule": rules}
-    tables |= {f"{path}, its rule": annotation.rules for path, annotation in annotations.items()}
-    return [
-        Problem(f"{where} {index} ({name!r})", f"names the unknown axis {axis!r}", fix=did_you_mean(axis, AXES))
-        for where, table in tables.items()
-        for index, (name, axes) in enumerate(table)
-        for axis in axes
-        if name in named and axis not in AXES
-    ]
+    def resolve(self, stack: Rules) -> dict[str, P | Replicate]:
+        """Return the rule's value for one layer of each parameter without problems."""
+        self._audit_rules()
+        unknown: dict[tuple[Any, bool], list[str]] = {}
+        values: dict[str, P | Replicate] = {}
+        for path, annotation in self.annotations.items():
+            before, leading = len(self.problems), stack.layer_path(path)[1]
+            names = self._layer_names(path, annotation, leading)
+            table = self._rules_of(path, annotation)
+            missing = [name for name in names if _is_unknown(name, annotation, table)]
+            for name in missing:
+                unknown.setdefault((name, annotation.is_logical), []).append(path)
+            if len(self.problems) == before and not missing:
+                values |= self._value(path, names, table, leading)
+        for (name, is_logical), paths in unknown.items():
+            self._report_unknown(name, is_logical, paths)
+        for path, other in stack.differing_layers(values):
+            what = f"has another annotation than {other}: layers of one stack have one spec"
+            self._add(path, what, fix="remove their name from stacked=")
+        return values
 
+    def _add(self, where: str, what: str, detail: str = "", fix: str = "") -> None:
+        self.problems.append(Problem(where, what, detail, fix))
 
-def _layer_names(
-    path: str, annotation: Annotation, leading: tuple[str | None, ...], rules: LogicalRules
-) -> tuple[tuple[Any, ...], list[Problem]]:
-    """Return the names of one layer's dimensions; those of stacked dimensions must agree with `stacked`."""
-    names, rank, stack = annotation.names, len(annotation.shape), len(leading)
-    said = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
-    if len(names) > rank:
-        fix = "pass the name to the transformation that removes the dimension (partition_name)"
-        return names, [Problem(path, said, f"{len(names)} names for {rank} dimensions", fix)]
-    if not stack or len(names) == rank - stack or not any(names):
-        return names[: rank - stack], []
-    if len(names) != rank:
-        fix = f"name all {rank}, or the {rank - stack} of one layer"
-        return names, [
-            Problem(path, f"{said}, of which {stack} is stacked", f"{len(names)} names for {rank} dimensions", fix)
-        ]
-    problems = []
-    for name, axis in zip(names, leading, strict=False):
-        choices = [axes for rule, axes in (*annotation.rules, *rules) if rule == name]
-        if not choices and _is_word(name) and name not in AXES:
-            continue  # nnx.vmap or nn.scan named the stacked dimension; its axis is in `stacked`
-        choices = choices or [entry_axes(name)]
-        if not {(), entry_axes(axis)} & set(choices):
-            what = f"its stacked dimension is {name!r}, which means {choices[0]}; stacked= says {axis!r}"
-            problems.append(Problem(path, what, fix="make them agree"))
-    return names[stack:], problems
+    def _audit_rules(self) -> None:
+        """Check the axes of the rules in use; rules for other models may name any axis."""
+        named = {name for annotation in self.annotations.values() for name in annotation.names}
+        tables = {"logical rule": self.rules}
+        tables |= {f"{path}, its rule": annotation.rules for path, annotation in self.annotations.items()}
+        for where, table in tables.items():
+            for index, (name, axes) in enumerate(table):
+                for axis in set(axes).difference(AXES) if name in named else ():
+                    what = f"names the unknown axis {axis!r}"
+                    self._add(f"{where} {index} ({name!r})", what, fix=did_you_mean(axis, AXES))
 
+    def _layer_names(self, path: str, annotation: Annotation, leading: Sequence[str | None]) -> tuple[Any, ...]:
+        """Return the names of one layer's dimensions; those of stacked dimensions must agree with `stacked`."""
+        names, rank, stack = annotation.names, len(annotation.shape), len(leading)
+        said = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
+        detail = f"{len(names)} names for {rank} dimensions"
+        if len(names) > rank:
+            fix = "pass the name to the transformation that removes the dimension (partition_name)"
+            self._add(path, said, detail, fix)
+            return names
+        if not stack or len(names) == rank - stack or not any(names):
+            return names[: rank - stack]
+        if len(names) != rank:
+            fix = f"name all {rank}, or the {rank - stack} of one layer"
+            self._add(path, f"{said}, of which {stack} is stacked", detail, fix)
+            return names
+        for name, axis in zip(names, leading, strict=False):
+            choices = [axes for rule, axes in (*annotation.rules, *self.rules) if rule == name]
+            if not choices and isinstance(name, str) and name not in AXES:
+                continue  # nnx.vmap or nn.scan named the stacked dimension; its axis is in `stacked`
+            choices = choices or [entry_axes(name)]
+            if not {(), entry_axes(axis)} & set(choices):
+                what = f"its stacked dimension is {name!r}, which means {choices[0]}; stacked= says {axis!r}"
+                self._add(path, what, fix="make them agree")
+        return names[stack:]
 
-def _rules_of(path: str, annotation: Annotation, rules: LogicalRules) -> tuple[LogicalRules, list[Problem]]:
-    """Return the parameter's own rules, then the common rules for other names."""
-    own = {name for name, _ in annotation.rules}
-    clashes = []
-    for name in dict.fromkeys(name for name in annotation.names if name in own):
-        mine, theirs = ([axes for rule, axes in table if rule == name] for table in (annotation.rules, rules))
-        if theirs and mine != theirs:
-            what = f"its metadata says {name!r} → {mine}, and the logical rules say {theirs}"
-            clashes.append(Problem(path, what, fix="keep one of them"))
-    return (*annotation.rules, *(rule for rule in rules if rule[0] not in own)), clashes
+    def _rules_of(self, path: str, annotation: Annotation) -> LogicalRules:
+        """Return the parameter's own rules, then the common rules for other names."""
+        own = {name for name, _ in annotation.rules}
+        for name in dict.fromkeys(name for name in annotation.names if name in own):
+            mine, theirs = ([axes for rule, axes in table if rule == name] for table in (annotation.rules, self.rules))
+            if theirs and mine != theirs:
+                what = f"its metadata says {name!r} → {mine}, and the logical rules say {theirs}"
+                self._add(path, what, fix="keep one of them")
+        return (*annotation.rules, *(rule for rule in self.rules if rule[0] not in own))
+
+    def _value(
+        self, path: str, names: Sequence[Any], table: LogicalRules, leading: Iterable[str | None]
+    ) -> dict[str, P | Replicate]:
+        """Apply each rule in order to dimensions of its name without axes yet, if the rule's axes are free."""
+        with_rule = {rule for rule, _ in table}
+        entries = [None if isinstance(name, str) and name in with_rule else entry_axes(name) for name in names]
+        said = f"its annotation {tuple(names)}"
+        twice = repeated_axes((*leading, *entries))
+        for axis in twice:
+            self._add(path, f"{said} uses the axis {axis!r} twice", fix="keep one of them")
+        if twice:
+            return {}
+        used = {axis for entry in (*leading, *entries) for axis in entry_axes(entry)}
+        for rule, axes in table:
+            for dim, name in enumerate(names):
+                if name == rule and entries[dim] is None and not set(axes) & used:
+                    entries[dim] = axes
+                    used.update(axes)
+        taken = dict.fromkeys(name for name, entry in zip(names, entries, strict=True) if entry is None)
+        for name in taken:
+            what = f"{said}: every rule for {name!r} names an axis that is taken"
+            self._add(path, what, fix=f"add ({name!r}, None) after them to leave it whole in that case")
+        if taken:
+            return {}
+        if not any(entries):
+            return {path: replicate(f"annotated {tuple(names)}: no mesh axis")}
+        return {path: P(*(as_entry(entry or ()) for entry in entries))}
+
+    def _report_unknown(self, name: Any, is_logical: bool, paths: Sequence[str]) -> None:
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        choices = dict.fromkeys([rule for rule, _ in self.rules] + ([] if is_logical else list(AXES)))
+        guess = did_you_mean(name, choices) if isinstance(name, str) else "a tuple holds mesh axes"
+        self._add(
+            f"name {name!r}",
+            "has no logical rule" + ("" if is_logical else " and is no mesh axis"),
+            f"{paths[0]} {self.annotations[paths[0]].names}{more}",
+            f"{guess}; add ({name!r}, …) to the logical rules, or ({name!r}, None) to leave it whole",
+        )
 
 
 def _is_unknown(name: Any, annotation: Annotation, table: LogicalRules) -> bool:
-    if _is_word(name) and any(rule == name for rule, _ in table):
+    if isinstance(name, str) and any(rule == name for rule, _ in table):
         return False
-    return any(axis not in AXES for axis in entry_axes(name)) or (_is_word(name) and annotation.is_logical)
-
-
-def _unknown(
-    name: Any, is_logical: bool, paths: Sequence[str], annotations: Mapping[str, Annotation], rules: LogicalRules
-) -> Problem:
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    choices = dict.fromkeys([rule for rule, _ in rules] + ([] if is_logical else list(AXES)))
-    guess = did_you_mean(name, choices) if _is_word(name) else "a tuple holds mesh axes"
-    return Problem(
-        f"name {name!r}",
-        "has no logical rule" + ("" if is_logical else " and is no mesh axis"),
-        f"{paths[0]} {annotations[paths[0]].names}{more}",
-        f"{guess}; add ({name!r}, …) to the logical rules, or ({name!r}, None) to leave it whole",
-    )
-
-
-def _resolve(
-    path: str, names: Sequence[Any], table: LogicalRules, leading: Iterable[str | None]
-) -> P | Replicate | list[Problem]:
-    """Apply each rule in order to dimensions of its name without axes yet, if the rule's axes are free."""
-    with_rule = {rule for rule, _ in table}
-    entries = [None if _is_word(name) and name in with_rule else entry_axes(name) for name in names]
-    said = f"its annotation {tuple(names)}"
-    if twice := repeated_axes((*leading, *entries)):
-        return [Problem(path, f"{said} uses the axis {axis!r} twice", fix="keep one of them") for axis in twice]
-    used = {axis for entry in (*leading, *entries) for axis in entry_axes(entry)}
-    for rule, axes in table:
-        for dim, name in enumerate(names):
-            if name == rule and entries[dim] is None and not set(axes) & used:
-                entries[dim] = axes
-                used.update(axes)
-    if taken := dict.fromkeys(name for name, entry in zip(names, entries, strict=True) if entry is None):
-        return [
-            Problem(
-                path,
-                f"{said}: every rule for {name!r} names an axis that is taken",
-                fix=f"add ({name!r}, None) after them to leave it whole in that case",
-            )
-            for name in taken
-        ]
-    if not any(entries):
-        return replicate(f"annotated {tuple(names)}: no mesh axis")
-    return P(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries))
-
-
-def _differing_layers(values: Mapping[str, P | Replicate], stack: Rules) -> list[Problem]:
-    """Return a problem for each layer of a stack with another spec than the first, as layers have one rule."""
-    first: dict[str, str] = {}
-    return [
-        Problem(
-            path,
-            f"has another annotation than {other}: layers of one stack have one spec",
-            fix="remove their name from stacked=",
-        )
-        for path, value in values.items()
-        for other in [first.setdefault(stack.layer_path(path)[0], path)]
-        if value != values[other] and (isinstance(value, P) or isinstance(values[other], P))
-    ]
+    return any(axis not in AXES for axis in entry_axes(name)) or (isinstance(name, str) and annotation.is_logical)

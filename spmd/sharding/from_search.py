@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
-from spmd.sharding.mesh import AXES, entry_axes
+from spmd.sharding.mesh import AXES, as_entry, entry_axes
 from spmd.sharding.rules import (
     ANY_PATH,
     DEFAULT_STACKED,
@@ -119,7 +119,10 @@ def rules_from_search(
             problems.append(value)
         else:
             values[param.path] = value
-    problems += _differing_layers(found, values, table)
+    by = {p.path: _rule(p.rule, table) if p.rule >= 0 else "its one element" for p in found}
+    for path, other in stack.differing_layers(values):
+        what = f"{by[path]} decides, and {by[other]} decides for {other}: layers of one stack have one spec"
+        problems.append(Problem(path, what, fix="remove their name from stacked="))
     if problems:
         raise RuleError("This search table cannot be made strict:", problems)
     strict = list(_strict_rules(found, values, table))
@@ -177,11 +180,7 @@ def _rename(spec: Iterable[Any], axes: Mapping[str, Any]) -> list[Any]:
         >>> _rename(P(("dp", "fsdp"), "mp"), {"dp": "data", "mp": None})
         [('data', 'fsdp'), None]
     """
-    entries: list[Any] = []
-    for entry in spec:
-        new = tuple(axis for old in entry_axes(entry) for axis in entry_axes(axes.get(old, old)))
-        entries.append(new if len(new) > 1 else new[0] if new else None)
-    return entries
+    return [as_entry([new for old in entry_axes(entry) for new in entry_axes(axes.get(old, old))]) for entry in spec]
 
 
 def _value(param: _Param, table: Table, axes: Mapping[str, Any], one_layer: bool) -> Value | Problem:
@@ -208,21 +207,6 @@ def _value(param: _Param, table: Table, axes: Mapping[str, Any], one_layer: bool
 
 def _is_catch_all(pattern: str) -> bool:
     return re.search(pattern, ANY_PATH) is not None
-
-
-def _differing_layers(params: Iterable[_Param], values: Mapping[str, Value], table: Table) -> Iterator[Problem]:
-    """Yield a problem for each layer of a stack with another spec than the first, as layers have one rule."""
-    first: dict[str, _Param] = {}
-    for param in params:
-        other = first.setdefault(param.name, param)
-        known = [values[path] for path in (param.path, other.path) if path in values]
-        if len({value if isinstance(value, P) else P() for value in known}) > 1:
-            by = [_rule(p.rule, table) if p.rule != _ONE_ELEMENT else "its one element" for p in (other, param)]
-            yield Problem(
-                param.path,
-                f"{by[1]} decides, and {by[0]} decides for {other.path}: layers of one stack have one spec",
-                fix="remove their name from stacked=",
-            )
 
 
 def _strict_rules(params: Sequence[_Param], values: Mapping[str, Value], table: Table) -> Iterator[_StrictRule]:

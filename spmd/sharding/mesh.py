@@ -264,6 +264,11 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def as_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+    """Return the entry of a `PartitionSpec` for mesh axes: the inverse of `entry_axes`."""
+    return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
+
+
 def batch_sharding(mesh: AnyMesh, ndim: int = 2) -> NamedSharding:
     """Return the sharding of a batch array: `[batch]`, or `[batch, sequence, …]`, of `ndim` dimensions."""
     return NamedSharding(mesh, P(*BATCH_SPEC[:ndim]))

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.sharding.mesh import entry_axes, shards_of
+from spmd.sharding.mesh import as_entry, entry_axes, shards_of
 
 ZERO_KEEPS = {
     0: (),
@@ -68,11 +68,7 @@ def drop_axis(spec: P, axis: str) -> P:
         >>> drop_axis(P(("data", "fsdp"), "fsdp", "tensor"), "fsdp") == P("data", None, "tensor")
         True
     """
-    entries = []
-    for entry in spec:
-        left = tuple(a for a in entry_axes(entry) if a != axis)
-        entries.append(left if len(left) > 1 else left[0] if left else None)
-    return P(*entries)
+    return P(*(as_entry([a for a in entry_axes(entry) if a != axis]) for entry in spec))
 
 
 def is_random_key(leaf: Any) -> bool:

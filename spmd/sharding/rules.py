@@ -19,7 +19,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -184,6 +184,14 @@ class Rules:
         axes = dict(self.stacked)
         leading = (axes[stack.rsplit("/", 1)[-1]] for stack in stacks_of(path, axes))
         return strip_layer_numbers(path, axes), tuple(leading)
+
+    def differing_layers(self, values: Mapping[str, P | Replicate]) -> Iterator[tuple[str, str]]:
+        """Yield each layer of a stack whose value differs from that of the first layer, and the path of the first."""
+        first: dict[str, str] = {}
+        for path, value in values.items():
+            other = first.setdefault(self.layer_path(path)[0], path)
+            if value != values[other] and any(isinstance(v, P) for v in (value, values[other])):
+                yield path, other
 
     def audit(self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()) -> list[Problem]:
         """Return every mismatch between this table, the parameters and the mesh.
