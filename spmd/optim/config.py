@@ -121,19 +121,12 @@ _FIELDS = {
 
 
 def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Make the learning-rate schedule.
+    """Make the learning-rate schedule: a function from the number of completed steps to a float32 scalar.
 
     The rate of step 0 is `peak / warmup_steps`, step `warmup_steps - 1` is the first at the peak, and the last step,
     `steps - 1`, is at `final_fraction * peak`. `wsd` decays as `1 - sqrt(progress)`, which Hägele et al.
     (arXiv:2405.18392) found to be better than a linear decay; warmup-stable-decay is from Hu et al.
     (arXiv:2404.06395), the half cosine from Loshchilov and Hutter (arXiv:1608.03983).
-
-    Args:
-        config: The optimizer's config.
-        steps: Number of steps of the run.
-
-    Returns:
-        A function from the number of completed steps to the learning rate, a float32 scalar.
 
     Raises:
         ConfigError: Warmup and decay do not fit into `steps`.
@@ -193,7 +186,9 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] =
 def make_update_rule(
     config: OptimizerConfig, steps: int, stacked: Sequence[str] = ("layers",)
 ) -> optax.GradientTransformationExtraArgs:
-    """Make the optimizer without the clip: a transform whose update of one layer depends on no other.
+    """Make the optimizer without the clip: `chain(direction, weight decay, learning rate)`. It needs `params`.
+
+    Its update of one layer depends on no other layer.
 
     Adafactor (Shazeer and Stern, arXiv:1804.04235) has no momentum and no scaling by the parameter, so that
     `learning_rate` is an absolute step size as for the others; its direction is clipped to a root mean square of 1.
@@ -201,14 +196,6 @@ def make_update_rule(
     inside layers, and updates embeddings, heads, norms and biases by AdamW; its direction has the root mean square of
     AdamW's, 0.2, so that both share one learning rate and one decay (Liu et al., arXiv:2502.16982). AdamW, Lion (Chen
     et al., arXiv:2302.06675) and SGD are elementwise and need no `per_layer`.
-
-    Args:
-        config: The optimizer's config.
-        steps: Number of steps of the run, for the schedule.
-        stacked: Path components whose parameters are stacked on leading dimensions.
-
-    Returns:
-        `chain(direction, weight decay, learning rate)`. Its update needs `params`.
 
     Raises:
         ConfigError: Warmup and decay do not fit into `steps`.

@@ -45,10 +45,7 @@ def check_layerwise(
     Other arithmetic that differs is not found: `assert_layerwise` finds it. A reshape that merges the layers with
     another dimension counts as a number over all layers.
 
-    Args:
-        optimizer: Any optax transformation.
-        params: The parameters, or their abstract values: a nested dictionary.
-        stacked: Path components whose parameters are stacked, as for `per_layer`.
+    `params` is a nested dictionary of arrays or abstract values.
 
     Example:
         >>> params = {"layers": {"kernel": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 8))}
@@ -228,13 +225,10 @@ class _Tracer:
 def trace_update(
     optimizer: optax.GradientTransformation, params: Any, depths: Mapping[str, int], *, totals: bool = True
 ) -> dict[str, Traced]:
-    """Return the dependencies of each parameter's update, from its jaxpr.
+    """Return the dependencies of each parameter's update, from its jaxpr on abstract values.
 
-    Args:
-        optimizer: Any optax transformation.
-        params: The parameters' abstract values: a nested dictionary.
-        depths: Parameter path → the number of leading dimensions for which `Traced.mixed` is computed.
-        totals: Whether to ignore scalars of several parameters, such as a global norm.
+    `depths` is the number of leading dimensions of each parameter for which `Traced.mixed` is computed. With `totals`,
+    scalars of several parameters, such as a global norm, are ignored.
     """
     params = _with_rare_lengths(params, {path: depths.get(path, 0) for path in tree.flatten(params)})
     flat = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}

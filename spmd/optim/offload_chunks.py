@@ -33,7 +33,6 @@ class UpdateChunk:
     """Parameters that are updated together, in equal chunks.
 
     Attributes:
-        paths: The parameters.
         dim: The dimension that is chunked: 0 for the layers of a stack.
         chunks: The number of chunks; 1 for whole arrays.
         shards: The number of devices that split that dimension; each chunks its own shard.
@@ -69,17 +68,8 @@ def plan_chunks(
 ) -> tuple[tuple[UpdateChunk, ...], list[Problem]]:
     """Divide the update of all parameters into chunks.
 
-    Args:
-        param_phase: The optimizer without its global phase.
-        params: The parameters' abstract values: a nested dictionary.
-        state: Path of optimizer state → its derived spec.
-        specs: Parameter path → the spec of optimizer state of its shape.
-        axes: Mesh axis → size.
-        stacked: Path components whose parameters are stacked.
-        offload: `optimizer_state`, `params`, or both.
-
-    Returns:
-        The chunks, each parameter in one of them, and the problems that prevent a chunked update.
+    `state` and `specs` are those of `optimizer_specs`; `offload` contains `optimizer_state`, `params`, or both. Return
+    the chunks, each parameter in one of them, and the problems that prevent a chunked update.
     """
     flat = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in tree.flatten(params).items()}
     abstract = tree.map_with_path(lambda path, _: flat[path], params)

@@ -39,12 +39,7 @@ def per_layer(
     (`layers/0/mlp/kernel` is one layer). The transform gets whole paths and never two layers at once; a transform that
     combines parameters (a global norm) must stay outside.
 
-    Args:
-        transform: Any transform of nested dictionaries without random state.
-        stacked: Path components whose parameters are stacked.
-
-    Returns:
-        A transform whose state is a `PerLayerState`. `params` may be None if `transform` allows it.
+    Trees must be nested dictionaries. `params` may be None if `transform` allows it.
 
     Raises:
         ConfigError: From `init`: the transform's state has a random key, which all layers would share.

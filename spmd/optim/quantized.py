@@ -36,12 +36,7 @@ _NOT_NEGATIVE = ("nu",)
 
 
 class Blocks(NamedTuple):
-    """An array in 8 bits per element.
-
-    Attributes:
-        codes: uint8 (numbers of one sign) or int8, of the array's shape.
-        scale: float32: the largest magnitude of each block of the last dimension.
-    """
+    """An array in 8 bits per element: uint8 (squares) or int8, and the largest magnitude of each block in float32."""
 
     codes: jax.Array
     scale: jax.Array
@@ -78,11 +73,8 @@ def quantize_moments(
     Moments are the fields of its state with the structure of the parameters. Arrays whose last dimension has no block,
     and stacked scalars, stay float32. Blocks lie within the last dimension, so layers of a stack share none.
 
-    Args:
-        transform: A transform with a flat state, such as `optax.scale_by_adam`, `scale_by_lion` or `trace`.
-        kind: The storage of moments.
-        block: The largest block, a power of two. A shard of the last dimension must hold whole blocks.
-        stacked: Path components whose parameters are stacked layers.
+    `transform` must have a flat state, as `optax.scale_by_adam`, `scale_by_lion` and `trace` have. `block` is the
+    largest block; a shard of the last dimension must hold whole blocks.
 
     Raises:
         ConfigError: `block` is not a power of two.
@@ -165,12 +157,6 @@ def quantize(x: jax.Array, block: int, seed: jax.Array, *, signed: bool) -> Bloc
     Scales per block are from Dettmers et al. (arXiv:2110.02861, section 2.1). Their codes are a table with an exponent
     of variable length; these are evenly spaced logarithms, 9 % apart over 16 (signed) or 32 powers of two, which need
     no table. An all-zero block has the scale 0.
-
-    Args:
-        x: The array.
-        block: A divisor of `n`.
-        seed: A uint32 scalar, different in each step.
-        signed: Whether numbers may be negative.
     """
     code = _SIGNED if signed else _SQUARES
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)

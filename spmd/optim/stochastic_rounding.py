@@ -17,13 +17,9 @@ _GOLDEN = np.uint32(0x9E3779B9)
 
 
 def random_bits(below: jax.Array, seed: jax.Array) -> jax.Array:
-    """Return uint32 of the shape of `below`: hashes of the seed, the index in the last dimension, and the number there.
+    """Hash the seed, the index in the last dimension, and the uint32 in `below`, for each element of `below`.
 
     The mixing is the finalizer of MurmurHash3 (Appleby), in which each bit of the result depends on every bit.
-
-    Args:
-        below: uint32 of any shape: the number to round down to.
-        seed: A uint32 scalar, different in each step.
     """
 
     def mix(bits: jax.Array) -> jax.Array:
@@ -55,11 +51,7 @@ def seed_of(count: jax.Array, salt: int) -> jax.Array:
 def round_stochastically(x: jax.Array, seed: jax.Array) -> jax.Array:
     """Round float32 to bfloat16, up or down at random so that the mean is exact (Gupta et al., arXiv:1502.02551, 3.1).
 
-    Infinities, NaN and numbers that bfloat16 represents do not change.
-
-    Args:
-        x: float32 of any shape.
-        seed: A uint32 scalar, different in each step.
+    Infinities, NaN and numbers that bfloat16 represents do not change. The seed is from `seed_of`.
 
     Example:
         >>> rounded = round_stochastically(jnp.float32(1 + 2**-8), jnp.uint32(3))

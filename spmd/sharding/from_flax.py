@@ -105,10 +105,7 @@ def logical_rules(pairs: Any) -> LogicalRules:
 
 
 def nnx_annotations(state: Any) -> dict[str, Annotation]:
-    """Return the annotations of NNX variables, from their metadata `out_sharding` and `sharding_rules`.
-
-    Args:
-        state: An `nnx.State`; its arrays may be abstract.
+    """Return the annotations in an `nnx.State`, from the metadata `out_sharding` and `sharding_rules`.
 
     Raises:
         RuleError: All metadata that cannot be read.
@@ -131,9 +128,6 @@ def nnx_annotations(state: Any) -> dict[str, Annotation]:
 
 def linen_annotations(variables: Any) -> dict[str, Annotation]:
     """Return the annotations of Linen variables: `nn.Partitioned`, `nn.LogicallyPartitioned` and `nnx.bridge` boxes.
-
-    Args:
-        variables: The result of `module.init`, or one collection of it, with its boxes.
 
     Raises:
         RuleError: All boxes that cannot be read.

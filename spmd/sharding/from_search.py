@@ -45,9 +45,6 @@ class _Param:
     """A parameter and the rules that match it.
 
     Attributes:
-        path: Its path.
-        shape: Its shape as stored.
-        nbytes: Its bytes.
         name: Its path without layer numbers.
         leading: The axes of its stacked dimensions.
         rule: The index of the first rule that matches, or `_ONE_ELEMENT` or `_NONE`.

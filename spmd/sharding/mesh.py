@@ -148,11 +148,7 @@ def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str
 
 
 def check_slices(shape: MeshShape, slices: Mapping[str, int]) -> None:
-    """Check that each axis divides over the slices it crosses.
-
-    Args:
-        shape: A shape without -1.
-        slices: Axis → its number of slices.
+    """Check that each axis of a shape without -1 divides over the slices it crosses.
 
     Raises:
         MeshError: An axis does not divide.

@@ -89,16 +89,10 @@ class _Dim:
 def optimizer_specs(
     init: Callable[[Any], Any], params: Any, specs: Mapping[str, P], leading: Mapping[str, int]
 ) -> tuple[dict[str, DerivedSpec], list[Problem]]:
-    """Derive the specs of an optimizer's state.
+    """Derive the specs of an optimizer's state, from its `init` on abstract parameters.
 
-    Args:
-        init: The optimizer's `init`.
-        params: The parameters' abstract values: a nested dictionary.
-        specs: Parameter path → the spec of optimizer state of its shape.
-        leading: Parameter path → number of stacked dimensions.
-
-    Returns:
-        State path → its derived spec, and the problems of arrays that cannot be mapped.
+    `specs` holds the spec of state of each parameter's shape, `leading` its number of stacked dimensions. Return the
+    spec of each state path, and the problems of arrays that cannot be mapped.
 
     Example:
         >>> params = {"kernel": jax.ShapeDtypeStruct((4, 4), "float32")}

@@ -89,8 +89,6 @@ class Match:
     """The rule that applies to one parameter.
 
     Attributes:
-        index: The rule's position in the table.
-        pattern: The rule's pattern.
         requested: The rule's value.
         spec: The spec of the parameter as stored, with the entries of stacked dimensions in front.
         reason: The reason for replication, or empty.
@@ -199,10 +197,7 @@ class Rules:
         These are unmatched parameters, rules that match nothing or are shadowed, rank mismatches, unknown axes, axes
         used twice, dimensions that do not divide, and tied arrays with two specs.
 
-        Args:
-            shapes: Parameter path → shape as stored, with stacked dimensions.
-            axes: Mesh axis → size.
-            tied: Groups of paths of one array each. One of each group is in `shapes`; a rule may match any of them.
+        Shapes are as stored, with stacked dimensions. One path of each tied group is in `shapes`; a rule may match any.
         """
         tied = tuple(tied)
         problems = [*self._audit_axes(axes), *self.audit_tied(tied)]
@@ -284,12 +279,7 @@ class Rules:
 def audit_spec(path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, int], by: str) -> list[Problem]:
     """Return the problems of splitting an array: a spec that is too long, dimensions that do not divide.
 
-    Args:
-        path: The array's name in a problem.
-        shape: Its global shape.
-        spec: A spec that names only axes of `axes`.
-        axes: Mesh axis → size.
-        by: The origin of the spec, for the message.
+    `spec` must only name axes of `axes`; `by` is its origin, for the message.
 
     Example:
         >>> print(*audit_spec("mlp/kernel", (7, 4), P("fsdp"), {"fsdp": 2}, "rule 'kernel'"))
