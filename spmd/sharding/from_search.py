@@ -34,21 +34,34 @@ from spmd.sharding.rules import (
     rule_name,
 )
 
-Table = Sequence[tuple[str, P]]
 Value = P | Replicate
 
-_ONE_ELEMENT, _NONE = -1, -2  # in place of a rule's index: the array has one element, no rule matches
+
+@dataclasses.dataclass(frozen=True)
+class _SearchRule:
+    """A rule for `re.search`; `entries` are those of its spec with the axes of the mesh."""
+
+    index: int
+    pattern: str
+    spec: P
+    entries: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return rule_name(self.index, self.pattern)
+
+    @property
+    def is_catch_all(self) -> bool:
+        return re.search(self.pattern, ANY_PATH) is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Param:
-    """A parameter and the rules that match it.
+    """A parameter, and the rules that match it.
 
     Attributes:
         name: Its path without layer numbers.
         leading: The axes of its stacked dimensions.
-        rule: The index of the first rule that matches, or `_ONE_ELEMENT` or `_NONE`.
-        hits: The indices of all rules that match.
+        rule: The first rule that matches, or None for one element.
     """
 
     path: str
@@ -56,17 +69,17 @@ class _Param:
     nbytes: int
     name: str
     leading: tuple[str | None, ...]
-    rule: int
-    hits: tuple[int, ...]
+    rule: _SearchRule | None
+    hits: tuple[_SearchRule, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class _StrictRule:
-    """A rule of the new table, the index of the rule it comes from, and its parameters."""
+    """A rule of the new table, the rule it comes from (None for one element), and its parameters."""
 
     pattern: str
     value: Value
-    index: int
+    origin: _SearchRule | None
     params: tuple[_Param, ...]
 
 
@@ -96,140 +109,126 @@ def rules_from_search(
     Raises:
         RuleError: Everything in the table that cannot be converted.
     """
-    stack, axes = Rules((), (), stacked), axes or {}
-    table = [
-        (pattern, P() if spec is None else P(*spec) if isinstance(spec, tuple | list) else spec)
-        for pattern, spec in table
-    ]
-    patterns, problems = _compile(table)
-    if problems:
-        raise RuleError("This search table cannot be read:", problems)
-    found = [_look_up(patterns, path, leaf, *stack.layer_path(path)) for path, leaf in tree.flatten(params).items()]
+    stack, rules = Rules((), (), stacked), _read(table, axes or {})
+    found: list[_Param] = []
+    problems: list[Problem] = []
+    for path, leaf in tree.flatten(params).items():
+        hits = tuple(rule for rule in rules if re.search(rule.pattern, path))
+        size = math.prod(leaf.shape)
+        if size == 1 or hits:
+            rule = None if size == 1 else hits[0]
+            nbytes = size * leaf.dtype.itemsize
+            found.append(_Param(path, tuple(leaf.shape), nbytes, *stack.layer_path(path), rule, hits))
+        else:
+            problems.append(Problem(path, "no rule of the search table matches it", fix="add a rule for it"))
+    problems += _audit_axes([rule for rule in rules if any(param.rule is rule for param in found)])
     values: dict[str, Value] = {}
-    problems += _audit_rules(sorted({param.rule for param in found if param.rule >= 0}), table, axes)
     for param in found:
-        if param.rule == _NONE:
-            problems.append(Problem(param.path, "no rule of the search table matches it", fix="add a rule for it"))
-        elif param.rule == _ONE_ELEMENT:
-            values[param.path] = replicate("one element")
-        elif isinstance(value := _value(param, table, axes, one_layer), Problem):
+        if isinstance(value := _value(param, one_layer), Problem):
             problems.append(value)
         else:
             values[param.path] = value
-    by = {p.path: _rule(p.rule, table) if p.rule >= 0 else "its one element" for p in found}
+    by = {param.path: param.rule or "its one element" for param in found}
     for path, other in stack.differing_layers(values):
         what = f"{by[path]} decides, and {by[other]} decides for {other}: layers of one stack have one spec"
         problems.append(Problem(path, what, fix="remove their name from stacked="))
     if problems:
         raise RuleError("This search table cannot be made strict:", problems)
-    strict = list(_strict_rules(found, values, table))
-    report("\n".join((*_report(found, strict, table), "", *_as_python(strict, stack.stacked))))
+    strict = list(_strict_rules(found, values))
+    report("\n".join((*_report(found, strict, rules), "", *_as_python(strict, stack.stacked))))
     return Rules([(rule.pattern, rule.value) for rule in strict], activations, stacked)
 
 
-def _compile(table: Table) -> tuple[list[re.Pattern[str]], list[Problem]]:
-    patterns, problems = [], []
+def _read(table: Iterable[tuple[str, Any]], axes: Mapping[str, Any]) -> list[_SearchRule]:
+    rules, problems = [], []
     for index, (pattern, spec) in enumerate(table):
-        where = rule_name(index, pattern)
+        spec, where = P(*spec or ()) if isinstance(spec, tuple | list | None) else spec, rule_name(index, pattern)
         try:
-            patterns.append(re.compile(pattern))
+            re.compile(pattern)
         except re.error as error:
             problems.append(Problem(where, f"is not a regular expression: {error}"))
         if not isinstance(spec, P):
             problems.append(Problem(where, f"has the value {spec!r}", fix="a PartitionSpec"))
         elif any(entry is P.UNCONSTRAINED for entry in spec):
             problems.append(Problem(where, "leaves a dimension to the compiler", fix="an axis, or None for whole"))
-    return patterns, problems
+        else:
+            rules.append(_SearchRule(index, pattern, spec, _rename(spec, axes)))
+    if problems:
+        raise RuleError("This search table cannot be read:", problems)
+    return rules
 
 
-def _look_up(
-    patterns: Sequence[re.Pattern[str]], path: str, leaf: Any, name: str, leading: tuple[str | None, ...]
-) -> _Param:
-    hits = tuple(index for index, pattern in enumerate(patterns) if pattern.search(path))
-    size = math.prod(leaf.shape)
-    rule = _ONE_ELEMENT if size == 1 else hits[0] if hits else _NONE
-    return _Param(path, tuple(leaf.shape), size * leaf.dtype.itemsize, name, leading, rule, hits)
-
-
-def _audit_rules(indices: Iterable[int], table: Table, axes: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of the specs that apply to a parameter, after their axes are renamed."""
-    problems: list[Problem] = []
+def _audit_axes(rules: Iterable[_SearchRule]) -> Iterator[Problem]:
+    """Yield the problems of the axes of rules that apply to a parameter."""
     unknown: dict[str, list[int]] = {}
-    for index in indices:
-        spec = table[index][1]
-        used = [axis for entry in _rename(spec, axes) for axis in entry_axes(entry)]
+    for rule in rules:
+        used = [axis for entry in rule.entries for axis in entry_axes(entry)]
         for axis in dict.fromkeys(used):
             if axis not in AXES:
-                unknown.setdefault(axis, []).append(index)
+                unknown.setdefault(axis, []).append(rule.index)
             elif used.count(axis) > 1:
-                what = f"{_source_text(spec)} uses the axis {axis!r} twice"
-                problems.append(Problem(_rule(index, table), what, fix="keep one of them"))
+                what = f"{_source_text(rule.spec)} uses the axis {axis!r} twice"
+                yield Problem(str(rule), what, fix="keep one of them")
     for axis, users in unknown.items():
         fix = f"rename it, axes={{{_quote(axis)}: …}}: {did_you_mean(axis, AXES)}"
-        problems.append(Problem(f"axis {axis!r}", f"is no axis of a mesh, and is used by {_numbers(users)}", fix=fix))
-    return problems
+        yield Problem(f"axis {axis!r}", f"is no axis of a mesh, and is used by {_numbers(users)}", fix=fix)
 
 
-def _rename(spec: Iterable[Any], axes: Mapping[str, Any]) -> list[Any]:
+def _rename(spec: Iterable[Any], axes: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the entries of a spec with the axes of the mesh.
 
     Example:
         >>> _rename(P(("dp", "fsdp"), "mp"), {"dp": "data", "mp": None})
-        [('data', 'fsdp'), None]
+        (('data', 'fsdp'), None)
     """
-    return [as_entry([new for old in entry_axes(entry) for new in entry_axes(axes.get(old, old))]) for entry in spec]
+    renamed = ([new for old in entry_axes(entry) for new in entry_axes(axes.get(old, old))] for entry in spec)
+    return tuple(map(as_entry, renamed))
 
 
-def _value(param: _Param, table: Table, axes: Mapping[str, Any], one_layer: bool) -> Value | Problem:
+def _value(param: _Param, one_layer: bool) -> Value | Problem:
     """Return the value of the rule that applies to a parameter, for one layer."""
-    pattern, spec = table[param.rule]
-    stack = 0 if one_layer else len(param.leading)
-    entries = _rename(spec, axes)
-    by = f"{_rule(param.rule, table)} gives {_source_text(spec)}"
-    rank = len(param.shape) - (len(param.leading) if one_layer else 0)
-    if len(entries) > rank:
+    if (rule := param.rule) is None:
+        return replicate("one element")
+    text, stack = _source_text(rule.spec), 0 if one_layer else len(param.leading)
+    by = f"{rule} gives {text}"
+    rank = len(param.shape) - len(param.leading) + stack
+    if len(rule.entries) > rank:
         what = f"{by} for the shape {param.shape}"
-        return Problem(param.path, what, f"{len(entries)} entries for {rank} dimensions")
-    for entry, axis in zip(entries[:stack], param.leading, strict=False):
+        return Problem(param.path, what, f"{len(rule.entries)} entries for {rank} dimensions")
+    for entry, axis in zip(rule.entries[:stack], param.leading, strict=False):
         if entry not in (None, axis):
             what = f"{by}, which splits the stacked dimension over {entry!r}; stacked= says {axis!r}"
             fix = "make stacked= agree, or say one_layer=True if the table's specs are for one layer"
             return Problem(param.path, what, fix=fix)
-    if any(map(entry_axes, entries[stack:])):
-        return P(*entries[stack:])
-    if _is_catch_all(pattern):
-        return replicate(f"left to the catch-all {pattern!r}")
-    return replicate(f"{_source_text(spec)} in the search table")
+    if any(map(entry_axes, rule.entries[stack:])):
+        return P(*rule.entries[stack:])
+    return replicate(f"left to the catch-all {rule.pattern!r}" if rule.is_catch_all else f"{text} in the search table")
 
 
-def _is_catch_all(pattern: str) -> bool:
-    return re.search(pattern, ANY_PATH) is not None
-
-
-def _strict_rules(params: Sequence[_Param], values: Mapping[str, Value], table: Table) -> Iterator[_StrictRule]:
+def _strict_rules(params: Sequence[_Param], values: Mapping[str, Value]) -> Iterator[_StrictRule]:
     """Yield rules, all of them used and in the table's order, whose first match gives each parameter its value."""
     layers: dict[str, list[_Param]] = {}
     for param in params:
         layers.setdefault(param.name, []).append(param)
-    groups: dict[tuple[int, Value], list[str]] = {}
+    groups: dict[tuple[_SearchRule | None, Value], list[str]] = {}
     for name, (first, *_) in layers.items():
         groups.setdefault((first.rule, values[first.path]), []).append(name)
     left = dict(layers)
-    for (index, value), members in sorted(groups.items(), key=lambda group: group[0][0]):
+    for (rule, value), members in sorted(groups.items(), key=lambda group: group[0][0].index if group[0][0] else -1):
         others = left.keys() - members
-        as_written = [p for p in _as_written(index, table, members) if _separates(p, members, others)]
+        as_written = [p for p in _as_written(rule, members) if _separates(p, members, others)]
         for pattern in as_written[:1] or _by_name(members, layers.keys() - members):
             won = [name for name in members if name in left and _matches(pattern)(name)]
-            yield _StrictRule(pattern, value, index, tuple(param for name in won for param in left.pop(name)))
+            yield _StrictRule(pattern, value, rule, tuple(param for name in won for param in left.pop(name)))
 
 
-def _as_written(index: int, table: Table, names: Iterable[str]) -> Iterator[str]:
+def _as_written(rule: _SearchRule | None, names: Iterable[str]) -> Iterator[str]:
     """Yield forms of a rule's pattern: as written, or with the last path component, which `re.search` does not need."""
-    if index == _ONE_ELEMENT or _is_catch_all(table[index][0]):
+    if rule is None or rule.is_catch_all:
         return
     last = sorted({re.escape(name.rsplit("/", 1)[-1]) for name in names})
     tail = last[0] if len(last) == 1 else f"({'|'.join(last)})"
-    yield from (table[index][0], f"{table[index][0]}/{tail}", f"({table[index][0]})/{tail}")
+    yield from (rule.pattern, f"{rule.pattern}/{tail}", f"({rule.pattern})/{tail}")
 
 
 def _separates(pattern: str, names: Iterable[str], others: Iterable[str]) -> bool:
@@ -268,26 +267,26 @@ def _ends(name: str) -> Iterator[str]:
     yield "^" + "/".join(parts)
 
 
-def _report(params: Sequence[_Param], rules: Sequence[_StrictRule], table: Table) -> Iterator[str]:
+def _report(params: Sequence[_Param], strict: Sequence[_StrictRule], rules: Sequence[_SearchRule]) -> Iterator[str]:
     """Yield lines with the bytes of each rule's parameters, dead and shadowed rules, and the matches of catch-alls."""
-    yield f"{len(table)} rules for re.search over {len(params)} parameters, {tree.human_bytes(_nbytes(params))}"
+    yield f"{len(rules)} rules for re.search over {len(params)} parameters, {tree.human_bytes(_nbytes(params))}"
     yield "  rule  leaves       bytes"
-    width = max((len(repr(pattern)) for pattern, _ in table), default=0)
-    for index, (pattern, spec) in enumerate(table):
-        won = [param for param in params if param.rule == index]
-        lost = [param for param in params if index in param.hits and param.rule not in (index, _ONE_ELEMENT)]
-        takers = {param.rule for param in lost}
-        yield f"{index:>6}  {_row(won)}  {pattern!r:<{width}}  {_source_text(spec)}"
-        if _is_catch_all(pattern):
-            caught = sorted((rule for rule in rules if rule.index == index), key=lambda rule: -_nbytes(rule.params))
-            yield from (f"        {_row(rule.params)}  catch-all: {rule.pattern}" for rule in caught)
+    width = max((len(repr(rule.pattern)) for rule in rules), default=0)
+    for rule in rules:
+        won = [param for param in params if param.rule is rule]
+        lost = [param for param in params if param.rule not in (rule, None) and rule in param.hits]
+        takers = {param.rule.index for param in lost if param.rule}
+        yield f"{rule.index:>6}  {_row(won)}  {rule.pattern!r:<{width}}  {_source_text(rule.spec)}"
+        if rule.is_catch_all:
+            caught = sorted((new for new in strict if new.origin is rule), key=lambda new: -_nbytes(new.params))
+            yield from (f"        {_row(new.params)}  catch-all: {new.pattern}" for new in caught)
         elif takers:
             part = f"{len(lost)} of the {len(lost) + len(won)}" if won else "dead: all"
             yield f"{'':28}{part} leaves that it matches are shadowed by {_numbers(sorted(takers))}"
         elif not won:
-            is_found = any(index in param.hits for param in params)
+            is_found = any(rule in param.hits for param in params)
             yield f"{'':28}dead: it matches no parameter" + (" of more than one element" if is_found else "")
-    if small := [param for param in params if param.rule == _ONE_ELEMENT]:
+    if small := [param for param in params if param.rule is None]:
         yield f"        {_row(small)}  one element, always replicated"
 
 
@@ -295,7 +294,8 @@ def _as_python(rules: Iterable[_StrictRule], stacked: Iterable[tuple[str, str | 
     """Yield the new table as lines of Python.
 
     Example:
-        >>> print(*_as_python([_StrictRule("wo/kernel", P("tensor", "fsdp"), 0, ())], [("layers", "pipe")]), sep="\\n")
+        >>> rule = _StrictRule("wo/kernel", P("tensor", "fsdp"), None, ())
+        >>> print(*_as_python([rule], [("layers", "pipe")]), sep="\\n")
         rules = spmd.Rules(
             params=[
                 ("wo/kernel", P("tensor", "fsdp")),
@@ -337,7 +337,3 @@ def _row(params: Sequence[_Param]) -> str:
 def _numbers(indices: Sequence[int]) -> str:
     *most, last = map(str, indices)
     return f"rules {', '.join(most)} and {last}" if most else f"rule {last}"
-
-
-def _rule(index: int, table: Table) -> str:
-    return rule_name(index, table[index][0])
