@@ -23,7 +23,7 @@ from spmd.jaxpr import inner_jaxprs
 from spmd.sharding.layer_paths import insert_layer_numbers, stacks_of
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
-_FIX = "wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
+_FIX = "wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
 _PER_LAYER = re.compile(r"(?:^|(?<=/))(rest|stacked/[^/]+)/")  # where `per_layer` keeps the state of its transform
 _TOTALS = {"add", "and", "max", "min", "or"}
 _LINEAR_ALGEBRA = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd", "triangular_solve"}
@@ -52,7 +52,7 @@ def check_layerwise(
         >>> print(*check_layerwise(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3)), params))
         layers/kernel: the optimizer takes a number over all layers of the stack
             3 layers are one array of the shape (3, 4, 4)
-            fix: wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank
+            fix: wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     flat = tree.flatten(params)
@@ -62,7 +62,7 @@ def check_layerwise(
     whole = trace_update(optimizer, params, depths)
     try:
         separate = trace_update(optimizer, _separate(params, stacked, first_only=True), {})
-    except (AttributeError, KeyError, TypeError, ValueError):  # it accepts one tree of parameters, such as with a mask
+    except (AttributeError, KeyError, TypeError, ValueError):  # it only accepts its own tree, as a mask does
         separate = None
 
     problems = []
@@ -99,12 +99,8 @@ def assert_layerwise(
 ) -> None:
     """Assert that random parameters are updated alike as stacks and as separate layers.
 
-    Args:
-        optimizer: Any optax transformation that accepts both trees.
-        params: Arrays or abstract values, for their shapes; small, as they are allocated.
-        stacked: Path components whose parameters are stacked, as for `per_layer`.
-        steps: The number of updates.
-        tolerance: The largest allowed difference, relative to the largest change of the layer's parameter.
+    `params` gives their shapes, as arrays or abstract values. `tolerance` is the largest allowed difference, relative
+    to the largest change of the layer's parameter.
 
     Raises:
         AssertionError: A parameter differs by more; the message lists every such parameter.
