@@ -24,6 +24,8 @@ from spmd.plan.annotate import annotate
 from spmd.plan.flax import from_linen, from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.run.config import EvaluationConfig, PipelineConfig, RecoveryConfig, SampleConfig, SDCConfig, TrainConfig
+from spmd.sharding.from_flax import rules_from_annotations
+from spmd.sharding.from_search import rules_from_search
 from spmd.sharding.mesh import MeshShape, batch_sharding, make_mesh, simulate_devices
 from spmd.sharding.rules import Rules, replicate
 from spmd.train.loop import Hook, fit
@@ -64,6 +66,8 @@ __all__ = [
     "next_token_loss",
     "per_layer",
     "replicate",
+    "rules_from_annotations",
+    "rules_from_search",
     "simulate_devices",
     "value_and_grad",
 ]

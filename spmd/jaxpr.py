@@ -16,9 +16,9 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
 
     Example:
         >>> import jax
-        >>> scan = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, y: (c + y, c), 0.0, x))(jax.numpy.ones(3)).eqns[0]
-        >>> [[equation.primitive.name for equation in inner.eqns] for inner in inner_jaxprs(scan)]
-        [['add']]
+        >>> call = jax.make_jaxpr(jax.jit(jax.numpy.sin))(1.0).eqns[0]
+        >>> [[equation.primitive.name for equation in inner.eqns] for inner in inner_jaxprs(call)]
+        [['sin']]
     """
     return list(_jaxprs(equation.params))
 

@@ -1,7 +1,6 @@
-"""Trees of arrays seen as tables: `"layers/attention/q_proj/kernel"` → leaf.
+"""Pytrees as tables from path to leaf, such as `"layers/attention/q_proj/kernel"` → leaf.
 
-A path is the interface of this framework: every decision is made about one. This room has no devices in it;
-leaves may be arrays, `jax.ShapeDtypeStruct`s or anything else.
+Leaves may be arrays, `jax.ShapeDtypeStruct`s or anything else.
 """
 
 import math
@@ -14,7 +13,7 @@ PyTree = Any
 
 
 def path_of(key_path: tuple[Any, ...]) -> str:
-    """JAX's key path as `a/b/0/kernel`.
+    """Return a key path of JAX as text, `a/b/0/kernel`.
 
     Example:
         >>> path_of(jax.tree_util.tree_flatten_with_path({"a": [1]})[0][0][0])
@@ -24,7 +23,7 @@ def path_of(key_path: tuple[Any, ...]) -> str:
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The tree as a table from path to leaf, in the tree's own order.
+    """Return the table from path to leaf, in the order of the tree.
 
     Example:
         >>> flatten({"b": {"x": 1}, "a": [2, 3]})
@@ -36,7 +35,7 @@ def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[
 def map_with_path(
     f: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
-    """`jax.tree.map` whose function takes the leaf's path first.
+    """Map a function of path and leaf over a tree, as `jax.tree.map` does without paths.
 
     Example:
         >>> map_with_path(lambda path, x: f"{path}={x}", {"a": {"b": 1}})
@@ -46,29 +45,25 @@ def map_with_path(
 
 
 def select(tree: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
-    """The nested dictionary with only those leaves whose path passes `keep`; empty branches vanish.
+    """Return the nested dictionary of the leaves whose path passes `keep`, without empty branches.
 
     Example:
         >>> select({"a": {"x": 1, "y": 2}, "b": {"x": 3}}, lambda path: path.endswith("y"))
         {'a': {'y': 2}}
     """
 
-    def walk(node: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
-        out: dict[Any, Any] = {}
-        for key, child in node.items():
-            path = f"{prefix}{key}"
-            if isinstance(child, Mapping):
-                if inner := walk(child, f"{path}/"):
-                    out[key] = inner
-            elif keep(path):
-                out[key] = child
-        return out
-
-    return walk(tree, "")
+    out: dict[str, Any] = {}
+    for key, child in tree.items():
+        if isinstance(child, Mapping):
+            if inner := select(child, lambda path, key=key: keep(f"{key}/{path}")):  # type: ignore[misc]
+                out[key] = inner
+        elif keep(str(key)):
+            out[key] = child
+    return out
 
 
 def merge(*trees: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Nested dictionaries with disjoint leaves laid over one another: the inverse of `select`.
+    """Merge nested dictionaries with disjoint leaves: the inverse of `select`.
 
     Example:
         >>> merge({"a": {"x": 1}}, {"a": {"y": 2}, "b": 3})
@@ -83,7 +78,7 @@ def merge(*trees: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def nested(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dictionary of a table by path: the inverse of `flatten`, for string keys.
+    """Return the nested dictionary of a table by path: the inverse of `flatten`, for string keys.
 
     Example:
         >>> nested({"a/x": 1, "a/y": 2, "b": 3})
@@ -100,7 +95,7 @@ def nested(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size(tree: PyTree) -> int:
-    """The number of elements in all leaves.
+    """Return the number of elements in all leaves.
 
     Example:
         >>> size({"a": jax.ShapeDtypeStruct((2, 3), "float32"), "b": jax.ShapeDtypeStruct((4,), "float32")})
@@ -110,7 +105,7 @@ def size(tree: PyTree) -> int:
 
 
 def human_bytes(n: float) -> str:
-    """Bytes in binary units, three significant digits.
+    """Return bytes in binary units, with three significant digits.
 
     Example:
         >>> human_bytes(1536), human_bytes(3 * 2**30), human_bytes(12)

@@ -21,7 +21,7 @@ class ModelInfo:
         tied: Groups of paths that are one array; the first is the one that the parameters go by.
         random_state: Paths of variables that are random keys or counters of draws: the same on every device.
         annotations: Parameter path → the names that its metadata give to its dimensions, for
-            `Rules.from_annotations`.
+            `rules_from_annotations`.
         replicated: Path of any other variable that no rule is asked for → why it is whole on every device.
         placed: Path of any variable that no rule is asked for → its spec.
         lora_kernels: Paths of kernels that may be `spmd.plan.lora_layer.LoRAParam`, because the module

@@ -1,7 +1,7 @@
-"""Does an optimizer treat a stack of layers as it would treat the layers one by one?
+"""Checks that an optimizer treats a stack of layers as it would treat the layers one by one.
 
-`check_layerwise` reads the program of the update, on shapes alone. `assert_layerwise` runs the update both ways and
-compares the numbers: it is slower, needs a device, and is never wrong about the case it runs.
+`check_layerwise` traces the update on shapes alone. `assert_layerwise` runs the update both ways and compares the
+numbers: it is slower and needs a device, but finds every difference in the case that it runs.
 """
 
 import dataclasses
@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Jaxpr
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.optim.per_layer import stack_ends
+from spmd.jaxpr import inner_jaxprs
+from spmd.sharding.layer_paths import insert_layer_numbers, stacks_of
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
-_FIX = "wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
+_FIX = "wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
 _PER_LAYER = re.compile(r"(?:^|(?<=/))(rest|stacked/[^/]+)/")  # where `per_layer` keeps the state of its transform
 _TOTALS = {"add", "and", "max", "min", "or"}
 _LINEAR_ALGEBRA = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd", "triangular_solve"}
@@ -30,50 +32,45 @@ _LINEAR_ALGEBRA = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "sv
 def check_layerwise(
     optimizer: optax.GradientTransformation, params: Any, stacked: Sequence[str] = ("layers",)
 ) -> list[Problem]:
-    """What the optimizer does to stacked layers and would not do to separate ones, as far as its program shows.
+    """Return a problem for each stacked parameter that the optimizer treats in another way than separate layers.
 
-    The update is traced on shapes, and three things are looked for:
+    The jaxpr of the update is searched for
 
-    - numbers taken over all layers of one stack, such as LAMB's norms. Scalars that several parameters went
-      into, such as the norm of the whole gradient, are the same for separate layers and are let through;
-    - another choice for a layer than for the stack: another state, a mean over other dimensions, a decay of
-      other parameters;
+    - numbers computed over all layers of one stack, such as LAMB's norms. Scalars from several parameters, such as the
+      global norm, are the same for separate layers and are allowed;
+    - another choice for a layer than for the stack: another state, a mean over other dimensions, a decay of other
+      parameters;
     - random numbers, which are drawn for the stack as a whole.
 
-    What it cannot see is arithmetic that differs without any of these: `assert_layerwise` can. A reshape that
-    merges the layers with another dimension counts as a number over all layers.
+    Other arithmetic that differs is not found: `assert_layerwise` finds it. A reshape that merges the layers with
+    another dimension counts as a number over all layers.
 
-    Args:
-        optimizer: Any optax transformation.
-        params: The parameters, or their abstract values: a nested dictionary.
-        stacked: Path components whose parameters are stacked, as for `per_layer`.
-
-    Returns:
-        One problem for each parameter; none where nothing is stacked.
+    `params` is a nested dictionary of arrays or abstract values.
 
     Example:
         >>> params = {"layers": {"kernel": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 8))}
         >>> print(*check_layerwise(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3)), params))
         layers/kernel: the optimizer takes a number over all layers of the stack
             3 layers are one array of the shape (3, 4, 4)
-            fix: wrap what looks at whole arrays in spmd.per_layer, and choose parameters by path instead of by rank
+            fix: wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    depths = {path: len(stack_ends(path, stacked)) for path in tree.flatten(params)}
+    flat = tree.flatten(params)
+    depths = {path: len(stacks_of(path, stacked)) for path in flat}
     if not any(depths.values()):
         return []
     whole = trace_update(optimizer, params, depths)
     try:
         separate = trace_update(optimizer, _separate(params, stacked, first_only=True), {})
-    except (AttributeError, KeyError, TypeError, ValueError):  # it is bound to one tree of parameters, such as a mask
+    except (AttributeError, KeyError, TypeError, ValueError):  # it only accepts its own tree, as a mask does
         separate = None
 
     problems = []
     for path, depth in depths.items():
         if not depth:
             continue
-        ours, theirs = whole[path], separate and separate[_numbered(path, (0,) * depth, stacked)]
-        shape = tuple(tree.flatten(params)[path].shape)
+        ours, theirs = whole[path], separate and separate[insert_layer_numbers(path, (0,) * depth, stacked)]
+        shape = tuple(flat[path].shape)
         what = ""
         if ours.random:
             what = "the optimizer draws random numbers for the stack as a whole"
@@ -100,14 +97,10 @@ def assert_layerwise(
     steps: int = 2,
     tolerance: float = 1e-5,
 ) -> None:
-    """Updates random parameters as stacks and as separate layers, and asserts that both move alike.
+    """Assert that random parameters are updated alike as stacks and as separate layers.
 
-    Args:
-        optimizer: Any optax transformation that can be built for both trees: it must not hold a tree itself.
-        params: Arrays or abstract values, of which only the shapes are taken; small, for they are allocated.
-        stacked: Path components whose parameters are stacked, as for `per_layer`.
-        steps: How many updates.
-        tolerance: The largest difference allowed, relative to the largest change of the layer's parameter.
+    `params` gives their shapes, as arrays or abstract values. `tolerance` is the largest allowed difference, relative
+    to the largest change of the layer's parameter.
 
     Raises:
         AssertionError: A parameter differs by more; the message lists every such parameter.
@@ -126,20 +119,21 @@ def assert_layerwise(
         if not (error := float(np.abs(change - reference).max(initial=0.0) / scale)) <= tolerance:
             wrong.append(f"  {path}: differs by {error:.1e}, allowed {tolerance:.0e}")
     if wrong:
-        raise AssertionError("\n".join(["The optimizer treats a stack not as its layers:", *wrong, f"  fix: {_FIX}"]))
+        title = "The optimizer treats a stack in another way than its layers:"
+        raise AssertionError("\n".join([title, *wrong, f"  fix: {_FIX}"]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What the update of one parameter looks at.
+    """Dependencies of the update of one parameter.
 
     Attributes:
-        mixed: Whether a number over all layers of its stack goes into it.
-        random: Whether a random key goes into it.
-        reads: Which of its own gradient and value go into it.
-        others: Which other parameters go into it.
-        reduced: The reductions it takes, with the dimensions counted from the last, stacked ones left out.
-        state: How often each kind of state, by what the optimizer calls it and its shape without stacked dimensions.
+        mixed: Whether it depends on a number over all layers of its stack.
+        random: Whether it depends on a random key.
+        reads: `gradient` and `parameter`, if it depends on its own.
+        others: The other parameters that it depends on.
+        reduced: Its reductions, with dimensions counted from the last and without stacked ones.
+        state: The number of arrays of each kind of state, by name and shape without stacked dimensions.
     """
 
     mixed: bool
@@ -152,13 +146,13 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """What went into a value.
+    """Dependencies of a value.
 
     Attributes:
         inputs: Inputs of the update, as (kind, path of the parameter).
         mixed: Stacks whose layers were mixed.
         reduced: The reductions on the way.
-        is_total: Whether it is a scalar of several parameters, whose parts are of no more interest.
+        is_total: Whether it is a scalar of several parameters, whose inputs are dropped.
     """
 
     inputs: frozenset[tuple[str, str]] = frozenset()
@@ -173,18 +167,17 @@ class _Seen:
 
 @dataclasses.dataclass(frozen=True)
 class _Tracer:
-    """Follows inputs through a jaxpr.
+    """Propagation of dependencies through a jaxpr.
 
     Attributes:
-        lengths: Stack → its lengths, which no other dimension has.
-        whole: How many parameters have to go into a scalar that is taken for one of the whole gradient.
+        lengths: Stacked parameter → the sizes of its stacked dimensions, which no other dimension has.
+        total: The number of parameters from which on a scalar counts as one of the whole gradient.
     """
 
     lengths: Mapping[str, tuple[int, ...]]
-    whole: int
+    total: int
 
-    def run(self, jaxpr: Any, inputs: Sequence[_Seen]) -> list[_Seen]:
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[_Seen]) -> list[_Seen]:
         seen: dict[Any, _Seen] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> _Seen:
@@ -196,14 +189,13 @@ class _Tracer:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, equation: Any, inputs: list[_Seen]) -> list[_Seen]:
-        name, inner = equation.primitive.name, _inner_jaxprs(equation)
+        name, inner = equation.primitive.name, inner_jaxprs(equation)
         if name == "cond":
             branches = [self.run(branch, inputs[1:]) for branch in inner]
             return [_union((inputs[0], *outputs)) for outputs in zip(*branches, strict=True)]
-        if name not in ("scan", "while") and len(inner) == 1:
-            body = getattr(inner[0], "jaxpr", inner[0])
-            if len(body.invars) == len(inputs) and len(body.outvars) == len(equation.outvars):
-                return self.run(body, inputs)
+        called = inner[0] if len(inner) == 1 and name not in ("scan", "while") else None
+        if called and (len(called.invars), len(called.outvars)) == (len(inputs), len(equation.outvars)):
+            return self.run(called, inputs)
         return [self.output(equation, inputs, tuple(out.aval.shape)) for out in equation.outvars]
 
     def output(self, equation: Any, inputs: list[_Seen], shape: tuple[int, ...]) -> _Seen:
@@ -221,7 +213,7 @@ class _Tracer:
                 axes = (axis for axis in equation.params.get("axes", ()) if before[axis] not in layers)
                 reduced.add((equation.primitive.name, tuple(axis - len(before) for axis in axes)))
         grows = equation.primitive.name in _TOTALS and any(part.is_total for part in inputs)
-        if shape == () and (grows or len(seen.params) >= self.whole):
+        if shape == () and (grows or len(seen.params) >= self.total):
             return _Seen(frozenset(item for item in seen.inputs if not item[1]), is_total=True)
         return _Seen(seen.inputs, frozenset(mixed), frozenset(reduced))
 
@@ -229,13 +221,10 @@ class _Tracer:
 def trace_update(
     optimizer: optax.GradientTransformation, params: Any, depths: Mapping[str, int], *, totals: bool = True
 ) -> dict[str, Traced]:
-    """Parameter path → what its update looks at, read from the program that the update is.
+    """Return the dependencies of each parameter's update, from its jaxpr on abstract values.
 
-    Args:
-        optimizer: Any optax transformation.
-        params: The parameters' abstract values: a nested dictionary.
-        depths: Parameter path → how many of its first dimensions are asked about: is a number taken over them?
-        totals: Whether scalars of several parameters, such as a global norm, are let through without a word.
+    `depths` is the number of leading dimensions of each parameter for which `Traced.mixed` is computed. With `totals`,
+    scalars of several parameters, such as a global norm, are ignored.
     """
     params = _with_rare_lengths(params, {path: depths.get(path, 0) for path in tree.flatten(params)})
     flat = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
@@ -251,13 +240,12 @@ def trace_update(
         whole = param in lengths and not set(lengths[param]) <= set(leaf.shape)
         return _Seen(frozenset({("state", param)}), frozenset({param} if whole and leaf.size > 1 else ()))
 
-    # Strict promotion is what its own callers see to.
     with jax.numpy_dtype_promotion("standard"):
         closed = jax.make_jaxpr(lambda g, s, p: optimizer.update(g, s, p)[0])(params, state, params)
     inputs = [_Seen(frozenset({("gradient", path)})) for path in flat]
     inputs += [seen(path, leaf) for path, leaf in leaves.items()]
     inputs += [_Seen(frozenset({("parameter", path)})) for path in flat]
-    outputs = _Tracer(lengths, min(2, len(flat)) if totals else len(flat) + 1).run(closed, inputs)
+    outputs = _Tracer(lengths, min(2, len(flat)) if totals else len(flat) + 1).run(closed.jaxpr, inputs)
 
     def inner(path: str, param: str) -> tuple[str, tuple[int, ...]]:
         name = _PER_LAYER.sub("", path.rpartition(param)[0])
@@ -280,25 +268,16 @@ def trace_update(
 
 
 def _union(parts: Iterable[_Seen]) -> _Seen:
-    inputs, mixed, reduced = (
-        frozenset[Any]().union(*sets) for sets in zip(*map(_sets, [_Seen(), *parts]), strict=True)
+    parts = list(parts)
+    return _Seen(
+        frozenset[Any]().union(*(part.inputs for part in parts)),
+        frozenset[Any]().union(*(part.mixed for part in parts)),
+        frozenset[Any]().union(*(part.reduced for part in parts)),
     )
-    return _Seen(inputs, mixed, reduced)
-
-
-def _sets(seen: _Seen) -> tuple[frozenset[Any], ...]:
-    return seen.inputs, seen.mixed, seen.reduced
-
-
-def _inner_jaxprs(equation: Any) -> list[Any]:
-    values = itertools.chain.from_iterable(
-        value if isinstance(value, tuple | list) else [value] for value in equation.params.values()
-    )
-    return [value for value in values if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
 
 
 def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:
-    """The dimensions of an operand along which an operation mixes elements and keeps the size."""
+    """Return the dimensions of an operand along which an operation mixes elements without changing the size."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         left, right = params["dimension_numbers"][0]
@@ -311,7 +290,7 @@ def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:
 
 
 def _with_rare_lengths(params: Any, depths: Mapping[str, int]) -> Any:
-    """The parameters with lengths of stacks that no other dimension has, near the real ones."""
+    """Return the parameters with sizes of stacked dimensions that no other dimension has, near the real ones."""
     shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
     taken = {size for path, shape in shapes.items() for size in shape[depths[path] :]}
     rare: dict[tuple[int, int], int] = {}
@@ -327,34 +306,23 @@ def _with_rare_lengths(params: Any, depths: Mapping[str, int]) -> Any:
     return tree.map_with_path(lengthen, params)
 
 
-def _numbered(path: str, numbers: Sequence[int], stacked: Sequence[str]) -> str:
-    """The path of one layer: `layers/kernel` → `layers/0/kernel`."""
-    parts = path.split("/")
-    for end, number in reversed(list(zip(stack_ends(path, stacked), numbers, strict=True))):
-        parts.insert(end, str(number))
-    return "/".join(parts)
-
-
 def _separate(params: Any, stacked: Sequence[str], *, first_only: bool = False) -> Any:
-    """The parameters with every layer, or only the first of each stack, as a parameter of its own."""
+    """Return the parameters with every layer, or only the first of each stack, unrolled."""
     out: dict[str, Any] = {}
     for path, leaf in tree.flatten(params).items():
-        depth = len(stack_ends(path, stacked))
+        depth = len(stacks_of(path, stacked))
         for numbers in itertools.product(*(range(1 if first_only else n) for n in leaf.shape[:depth])):
-            *parents, last = _numbered(path, numbers, stacked).split("/")
-            node = out
-            for part in parents:
-                node = node.setdefault(part, {})
-            node[last] = jax.ShapeDtypeStruct(leaf.shape[depth:], leaf.dtype) if first_only else leaf[numbers]
-    return out
+            layer = jax.ShapeDtypeStruct(leaf.shape[depth:], leaf.dtype) if first_only else leaf[numbers]
+            out[insert_layer_numbers(path, numbers, stacked)] = layer
+    return tree.nested(out)
 
 
 def _draw(params: Any, seed: int, stacked: Sequence[str]) -> Any:
-    """Random arrays like the parameters, each layer four times as large as the one before."""
+    """Draw random arrays like the parameters, each layer with four times the scale of the one before."""
     rng = np.random.default_rng(seed)
 
     def draw(path: str, leaf: Any) -> np.ndarray:
-        depth = len(stack_ends(path, stacked))
+        depth = len(stacks_of(path, stacked))
         layers = np.arange(int(np.prod(leaf.shape[:depth]))).reshape(leaf.shape[:depth])
         scale = 4.0 ** layers.reshape(layers.shape + (1,) * (len(leaf.shape) - depth))
         return (rng.normal(size=leaf.shape) * scale).astype(np.float32)
@@ -363,7 +331,7 @@ def _draw(params: Any, seed: int, stacked: Sequence[str]) -> Any:
 
 
 def _movement(optimizer: optax.GradientTransformation, draws: Sequence[Any]) -> Any:
-    """The sum of the updates of the first of the draws, with the others as gradients, one after another."""
+    """Return the sum of the updates of the first draw, with the others as gradients."""
 
     @jax.jit
     def step(moved: Any, state: Any, gradients: Any) -> Any:

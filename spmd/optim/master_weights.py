@@ -1,7 +1,6 @@
-"""Optimizers for parameters that are stored in a narrower dtype than they are updated in.
+"""Optimizers for parameters stored in a narrower dtype: master weights, or stochastic rounding.
 
-An update is often smaller than the distance between two bfloat16 numbers, and would be lost. Either the optimizer's
-state holds exact master weights, or the updated parameter is rounded at random so that its mean is exact.
+An update is often smaller than the distance between two bfloat16 numbers, so rounding to the nearest would lose it.
 """
 
 import functools
@@ -19,14 +18,14 @@ from spmd.tree import map_with_path
 
 
 class MasterState(NamedTuple):
-    """The exact parameters, laid out like them, and the inner optimizer's state."""
+    """Float32 master weights, and the inner optimizer's state."""
 
     master: Any
     inner: Any
 
 
 class RoundedState(NamedTuple):
-    """How many updates there were (int32 scalar), from which the random bits come, and the inner optimizer's state."""
+    """Number of updates (int32 scalar), which seeds the random bits, and the inner optimizer's state."""
 
     steps: jax.Array
     inner: Any
@@ -36,10 +35,9 @@ class RoundedState(NamedTuple):
 def wrap_optimizer_for_precision(
     optimizer: optax.GradientTransformation, precision: Precision
 ) -> optax.GradientTransformation:
-    """The optimizer as a plan of this precision runs it; the same object for the same arguments.
+    """Wrap an optimizer for a precision; it computes in float32, and with loss scaling skips non-finite updates.
 
-    With loss scaling it leaves out steps that are not finite. It always computes in float32, whatever the parameters
-    are stored in.
+    Cached because plans compare by object: equal arguments must give equal plans, which share one compiled step.
     """
     if precision.loss_scale:
         optimizer = skip_bad_updates(optimizer)
@@ -51,38 +49,38 @@ def wrap_optimizer_for_precision(
 
 
 def with_master_weights(optimizer: optax.GradientTransformation) -> TwoPhaseOptimizer:
-    """The optimizer on float32 master weights, which its state holds.
+    """Wrap an optimizer to update float32 master weights in its state.
 
-    The updates it returns take the parameters exactly to the master weights, rounded.
+    Its updates set the parameters to the rounded master weights exactly.
     """
-    whole, rule = phases(optimizer)
+    global_phase, param_phase = phases(optimizer)
 
     def init(params: Any) -> MasterState:
         master = _wide(params)
-        return MasterState(master, rule.init(master))
+        return MasterState(master, param_phase.init(master))
 
     def update(updates: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
-        updates, inner = rule.update(_wide(updates), state.inner, state.master, **extra)
+        updates, inner = param_phase.update(_wide(updates), state.inner, state.master, **extra)
         master = jax.tree.map(jnp.add, state.master, updates)
         rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
         return _difference(rounded, params), MasterState(master, inner)
 
-    return two_phase(whole, optax.GradientTransformationExtraArgs(init, update))
+    return two_phase(global_phase, optax.GradientTransformationExtraArgs(init, update))
 
 
 def with_stochastic_rounding(optimizer: optax.GradientTransformation) -> TwoPhaseOptimizer:
-    """The optimizer on bfloat16 parameters, which are rounded stochastically after each update.
+    """Wrap an optimizer to round bfloat16 parameters stochastically after each update.
 
-    The random bits depend on how many updates there were, and are the same on every mesh.
+    The random bits depend on the number of updates, and are the same on every mesh.
     """
-    whole, rule = phases(optimizer)
+    global_phase, param_phase = phases(optimizer)
 
     def init(params: Any) -> RoundedState:
-        return RoundedState(jnp.zeros((), jnp.int32), rule.init(_wide(params)))
+        return RoundedState(jnp.zeros((), jnp.int32), param_phase.init(_wide(params)))
 
     def update(updates: Any, state: RoundedState, params: Any = None, **extra: Any) -> tuple[Any, RoundedState]:
         exact = _wide(params)
-        updates, inner = rule.update(_wide(updates), state.inner, exact, **extra)
+        updates, inner = param_phase.update(_wide(updates), state.inner, exact, **extra)
 
         def move(path: str, p: jax.Array, u: jax.Array) -> jax.Array:
             return round_stochastically(p + u, seed_of(state.steps, salt_of(path)))
@@ -90,17 +88,20 @@ def with_stochastic_rounding(optimizer: optax.GradientTransformation) -> TwoPhas
         rounded = map_with_path(move, exact, updates)
         return _difference(rounded, params), RoundedState(optax.safe_increment(state.steps), inner)
 
-    return two_phase(whole, optax.GradientTransformationExtraArgs(init, update))
+    return two_phase(global_phase, optax.GradientTransformationExtraArgs(init, update))
 
 
 def in_float32(optimizer: optax.GradientTransformation) -> TwoPhaseOptimizer:
-    """The optimizer, which sees parameters and gradients in float32."""
-    whole, rule = phases(optimizer)
+    """Wrap an optimizer to receive parameters and gradients in float32."""
+    global_phase, param_phase = phases(optimizer)
+
+    def init(params: Any) -> Any:
+        return param_phase.init(_wide(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return rule.update(_wide(updates), state, _wide(params), **extra)
+        return param_phase.update(_wide(updates), state, _wide(params), **extra)
 
-    return two_phase(whole, optax.GradientTransformationExtraArgs(lambda params: rule.init(_wide(params)), update))
+    return two_phase(global_phase, optax.GradientTransformationExtraArgs(init, update))
 
 
 def _wide(params: Any) -> Any:
@@ -108,5 +109,5 @@ def _wide(params: Any) -> Any:
 
 
 def _difference(after: Any, before: Any) -> Any:
-    """The updates, in float32, that take parameters from `before` to `after`."""
+    """Return the float32 updates that change parameters from `before` to `after`."""
     return jax.tree.map(jnp.subtract, _wide(after), _wide(before))

@@ -1,10 +1,10 @@
-"""How an update is cut into pieces that fit beside the model: a layer at a time, or a part of a large array.
+"""Chunks of an offloaded update: one layer of a stack, or a part of a large array.
 
-It is decided here, from shapes alone, which optimizer state can live in host memory, and checked that the optimizer can
-be run piece by piece at all.
+Chunks, and the optimizer state that can be in host memory, are chosen from shapes alone.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,52 +14,51 @@ import optax
 from spmd import tree
 from spmd.errors import Problem
 from spmd.optim.layerwise import trace_update
-from spmd.optim.per_layer import stack_ends
+from spmd.sharding.layer_paths import stacks_of
 from spmd.sharding.mesh import shards_of
 from spmd.sharding.optimizer_state import DerivedSpec, shard_bytes
 
 CHUNK_BYTES = 4 * 2**20
-"""The largest piece of an array outside a stack on one device, in float32, where its shape allows."""
+"""Largest chunk of an array outside a stack on one device, in float32, if its shape permits."""
 
 SMALL_BYTES = 2**20
-"""State of fewer bytes on each device stays there, if it cannot be cut: moving it would save nothing."""
+"""State that is not chunked and has fewer bytes on each device stays there, as moving it would save nothing."""
 
 ROWS, LANES = 8, 128
-"""The tile of an array in a TPU's memory. A slice of one in host memory is made of whole rows of tiles."""
+"""Tile of an array in TPU memory. A slice of an array in host memory must consist of whole rows of tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateChunk:
-    """How the arrays of some parameters are cut into equal pieces.
+    """Parameters that are updated together, in equal chunks.
 
     Attributes:
-        paths: The parameters that are updated together.
-        dim: The dimension that is cut: 0 for the layers of a stack.
-        pieces: Into how many pieces; 1 leaves them whole.
-        shards: Over how many devices that dimension is split; each device cuts its own shard.
-        host: The paths of the optimizer state that lives in host memory.
-        host_params: The paths of the parameters that do.
+        dim: The dimension that is chunked: 0 for the layers of a stack.
+        chunks: The number of chunks; 1 for whole arrays.
+        shards: The number of devices that split that dimension; each chunks its own shard.
+        host: The paths of optimizer state in host memory.
+        host_params: The paths of parameters in host memory.
     """
 
     paths: tuple[str, ...]
     dim: int = 0
-    pieces: int = 1
+    chunks: int = 1
     shards: int = 1
     host: frozenset[str] = frozenset()
     host_params: frozenset[str] = frozenset()
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one piece of an array."""
-        return tuple(size // self.pieces if dim == self.dim else size for dim, size in enumerate(shape))
+        """Return the shape of one chunk of an array."""
+        return tuple(size // self.chunks if dim == self.dim else size for dim, size in enumerate(shape))
 
-    def piece(self, params: Any) -> Any:
-        """The abstract values of one piece of the parameters."""
+    def abstract_params(self, params: Any) -> Any:
+        """Return the abstract values of one chunk of the parameters."""
         chosen = tree.select(params, lambda path: path in self.paths)
         return jax.tree.map(lambda p: jax.ShapeDtypeStruct(self.shape(tuple(p.shape)), p.dtype), chosen)
 
 
 def plan_chunks(
-    rule: optax.GradientTransformation,
+    param_phase: optax.GradientTransformation,
     params: Any,
     state: Mapping[str, DerivedSpec],
     specs: Mapping[str, Any],
@@ -67,30 +66,21 @@ def plan_chunks(
     stacked: Sequence[str],
     offload: Sequence[str],
 ) -> tuple[tuple[UpdateChunk, ...], list[Problem]]:
-    """Cuts the update of all parameters into pieces.
+    """Divide the update of all parameters into chunks.
 
-    Args:
-        rule: The optimizer without what it does to the whole gradient.
-        params: The parameters' abstract values: a nested dictionary.
-        state: Path of the optimizer's state → how it is split.
-        specs: Parameter path → the spec that optimizer state of its shape has.
-        axes: Mesh axis → size.
-        stacked: Path components whose parameters are stacked.
-        offload: What is to live in host memory: `optimizer_state`, `params`.
-
-    Returns:
-        The cuts, each parameter in one of them, and why the optimizer cannot be run by pieces.
+    `state` and `specs` are those of `optimizer_specs`; `offload` contains `optimizer_state`, `params`, or both. Return
+    the chunks, each parameter in one of them, and the problems that prevent a chunked update.
     """
     flat = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in tree.flatten(params).items()}
     abstract = tree.map_with_path(lambda path, _: flat[path], params)
     problems = [
         Problem(
             path,
-            f"its update depends on {sorted(seen.others)[0]}, and on {len(seen.others) - 1} other parameters",
+            f"its update depends on {sorted(traced.others)[0]}, and on {len(traced.others) - 1} other parameters",
             fix="let spmd.optim.two_phase compute what needs the whole gradient, such as a global norm",
         )
-        for path, seen in trace_update(rule, abstract, {}, totals=False).items()
-        if seen.others
+        for path, traced in trace_update(param_phase, abstract, {}, totals=False).items()
+        if traced.others
     ]
     if problems:
         return (), problems
@@ -98,66 +88,63 @@ def plan_chunks(
     stacks: dict[tuple[str, int], list[str]] = {}
     single = []
     for path, leaf in flat.items():
-        if ends := stack_ends(path, stacked):
-            stacks.setdefault(("/".join(path.split("/")[: ends[0]]), leaf.shape[0]), []).append(path)
+        if own := stacks_of(path, stacked):
+            stacks.setdefault((own[0], leaf.shape[0]), []).append(path)
         else:
             single.append(path)
-    cuts = []
-    for (_, length), paths in stacks.items():  # a piece is one layer, of each stage of a pipeline
+    layers = []
+    for (_, length), paths in stacks.items():  # a chunk is one layer of each pipeline stage
         stages = _shards(flat[paths[0]].shape, specs[paths[0]], axes)[0]
-        cuts.append(UpdateChunk(tuple(paths), 0, length // stages, stages))
+        layers.append(UpdateChunk(tuple(paths), 0, length // stages, stages))
+    if "params" in offload:
+        # Only parameters whose layers have whole tiles.
+        on_host = (frozenset(path for path in chunk.paths if len(flat[path].shape) > 2) for chunk in layers)
+        layers = [dataclasses.replace(chunk, host_params=paths) for chunk, paths in zip(layers, on_host, strict=True)]
+        if not any(chunk.host_params for chunk in layers):
+            what = "there is no stack of layers with parameters of two dimensions"
+            problems.append(Problem("offload params", what, fix="stack the layers, and name them in Rules(stacked=…)"))
     ranks = {path: len(flat[path].shape) for path in single}
     elementwise = {
         path
-        for path, seen in trace_update(rule, abstract, ranks).items()
-        if path in ranks and not seen.mixed and not seen.random and {shape for _, shape in seen.state} <= {()}
+        for path, traced in trace_update(param_phase, abstract, ranks).items()
+        if path in ranks and not traced.mixed and not traced.random and {shape for _, shape in traced.state} <= {()}
     }
-    parts = [
-        (path, chunk_large_array(path, flat[path], specs[path], axes) if path in elementwise else None)
-        for path in single
-    ]
-    cuts += [cut for _, cut in parts if cut]
-    if whole := tuple(path for path, cut in parts if not cut):
-        cuts.append(UpdateChunk(whole))
+    large = {path: chunk_large_array(path, flat[path], specs[path], axes) for path in single if path in elementwise}
+    chunks = [*layers, *(chunk for chunk in large.values() if chunk)]
+    if rest := tuple(path for path in single if not large.get(path)):
+        chunks.append(UpdateChunk(rest))
     if "optimizer_state" in offload:
-        cuts = [dataclasses.replace(cut, host=_host(cut, rule, abstract, state, axes)) for cut in cuts]
-    if "params" in offload:
-        layers = len(stacks)
-        cuts[:layers] = [dataclasses.replace(cut, host_params=_host_params(cut, flat)) for cut in cuts[:layers]]
-        if not any(cut.host_params for cut in cuts):
-            what = "there is no stack of layers with parameters of two dimensions"
-            problems.append(Problem("offload params", what, fix="stack the layers, and name them in Rules(stacked=…)"))
-    return tuple(cuts), problems
+        chunks = [
+            dataclasses.replace(chunk, host=_host_state(chunk, param_phase, abstract, state, axes)) for chunk in chunks
+        ]
+    return tuple(chunks), problems
 
 
 def chunk_large_array(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> UpdateChunk | None:
-    """The cut of one large array into pieces of whole rows of tiles, the finest if none is small enough; None for one
-    that is small or has no such cut."""
+    """Split a large array into chunks of whole rows of tiles, of at most `CHUNK_BYTES` or else as small as possible.
+
+    Return None for a small array, and for one without such chunks.
+    """
     shape = tuple(leaf.shape)
     shards = _shards(shape, spec, axes)
     local = [size // n for size, n in zip(shape, shards, strict=True)]
-    total = 4
-    for size in local:
-        total *= size
-    if total <= CHUNK_BYTES or len(shape) < 2:
+    nbytes = 4 * math.prod(local)
+    if nbytes <= CHUNK_BYTES or len(shape) < 2:
         return None
     dim = len(shape) + _row_dim(local)
-    rows, left = divmod(local[dim], ROWS)
-    counts = [] if left else [pieces for pieces in range(2, rows + 1) if rows % pieces == 0]
-    small = (pieces for pieces in counts if total // pieces <= CHUNK_BYTES)
-    return UpdateChunk((path,), dim, next(small, counts[-1]), shards[dim]) if counts else None
+    rows, remainder = divmod(local[dim], ROWS)
+    counts = [] if remainder else [count for count in range(2, rows + 1) if rows % count == 0]
+    fitting = (count for count in counts if nbytes // count <= CHUNK_BYTES)
+    return UpdateChunk((path,), dim, next(fitting, counts[-1]), shards[dim]) if counts else None
 
 
 def _shards(shape: Sequence[int], spec: Any, axes: Mapping[str, int]) -> list[int]:
-    """Over how many devices each dimension is split."""
+    """Return the number of shards of each dimension."""
     return [shards_of(entry, axes) for entry in (*spec, *(None,) * (len(shape) - len(spec)))]
 
 
 def _row_dim(local: Sequence[int]) -> int:
-    """Which of the last two dimensions of an array on one device runs along the rows of tiles, as -2 or -1.
-
-    A TPU lays an array out the other way round where that pads less.
-    """
+    """Return the dimension of an array on one device along the rows of tiles, -2 or -1: a TPU chooses by padding."""
 
     def padded(rows: int, columns: int) -> int:
         return -(-rows // ROWS) * ROWS * (-(-columns // LANES)) * LANES
@@ -165,32 +152,27 @@ def _row_dim(local: Sequence[int]) -> int:
     return -2 if padded(*local[-2:]) <= padded(*local[:-3:-1]) else -1
 
 
-def _host_params(cut: UpdateChunk, params: Mapping[str, Any]) -> frozenset[str]:
-    """Which parameters of a stack live in host memory: those of which one layer is made of whole tiles."""
-    return frozenset(path for path in cut.paths if len(params[path].shape) > 2)
-
-
-def _host(
-    cut: UpdateChunk,
-    rule: optax.GradientTransformation,
+def _host_state(
+    chunk: UpdateChunk,
+    param_phase: optax.GradientTransformation,
     params: Any,
     state: Mapping[str, DerivedSpec],
     axes: Mapping[str, int],
 ) -> frozenset[str]:
-    """Which state of a cut lives in host memory: pieces of at least two dimensions, and arrays no larger than a piece.
+    """Return the state of a chunk for host memory: chunks of two or more dimensions, and whole arrays of that size.
 
-    What is larger and cannot be cut stays on the device: moved whole, it was seen to cost more than it saves.
+    Larger whole arrays stay on the device: moving them was measured to use more memory than it saves.
     """
     found = set()
-    for path, piece in tree.flatten(jax.eval_shape(rule.init, cut.piece(params))).items():
-        whole, rank = state[path], len(piece.shape)
-        if piece.shape == whole.shape:
+    for path, part in tree.flatten(jax.eval_shape(param_phase.init, chunk.abstract_params(params))).items():
+        whole, rank = state[path], len(part.shape)
+        if part.shape == whole.shape:
             fits = SMALL_BYTES <= shard_bytes(whole.shape, whole.dtype, whole.spec, axes) <= CHUNK_BYTES
-        elif cut.dim < rank - 2:
+        elif chunk.dim < rank - 2:
             fits = True
         else:
             local = [size // n for size, n in zip(whole.shape, _shards(whole.shape, whole.spec, axes), strict=True)]
-            rows = piece.shape[cut.dim] // cut.shards
-            fits = rank > 1 and cut.dim == rank + _row_dim(local) and rows % ROWS == 0
+            rows = part.shape[chunk.dim] // chunk.shards
+            fits = rank > 1 and chunk.dim == rank + _row_dim(local) and rows % ROWS == 0
         found |= {path} if fits else set()
     return frozenset(found)

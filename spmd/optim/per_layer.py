@@ -1,11 +1,10 @@
-"""Optimizers see layers, not stacks: a transform that looks at whole arrays runs once for each layer of a stack.
+"""Optimizers applied per layer: a transform that depends on whole arrays runs once for each layer of a stack.
 
 ```python
 optimizer = per_layer(optax.lamb(1e-3))
 ```
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,17 +12,18 @@ import jax
 import optax
 
 from spmd.errors import ConfigError, Problem
+from spmd.sharding.layer_paths import stacks_of
 from spmd.sharding.optimizer_state import is_random_key
 from spmd.tree import PyTree, flatten, merge, select
 
 
 class PerLayerState(NamedTuple):
-    """The state of `per_layer`.
+    """State of `per_layer`.
 
     Attributes:
-        rest: The transform's state for the parameters that are not stacked.
-        stacked: One state for each stack, by its path with dots (`"decoder.layers"`); every array in it,
-            also a counter, has the stack's leading dimensions in front.
+        rest: The transform's state for parameters that are not stacked.
+        stacked: Path of a stack, with dots (`"decoder.layers"`) → its state; every array in it, counters included, has
+            the stack's leading dimensions.
     """
 
     rest: PyTree
@@ -33,19 +33,13 @@ class PerLayerState(NamedTuple):
 def per_layer(
     transform: optax.GradientTransformation, stacked: Sequence[str] = ("layers",)
 ) -> optax.GradientTransformationExtraArgs:
-    """The transform applied to every layer of a stack as if the layer were a parameter of its own.
+    """Apply a transform to every layer of a stack as if the layer were a parameter of its own.
 
-    A parameter is stacked where its path has a component in `stacked` that is not followed by a number: the
-    leading dimension of `layers/mlp/kernel` counts layers, while `layers/0/mlp/kernel` is one layer and is
-    taken as it is. A path with two such components has two leading dimensions. The transform sees whole
-    paths, but never two layers at once: one that mixes parameters (a global norm) belongs outside.
+    A path component in `stacked` adds a leading dimension to the parameter, unless a layer number follows it
+    (`layers/0/mlp/kernel` is one layer). The transform gets whole paths and never two layers at once; a transform that
+    combines parameters (a global norm) must stay outside.
 
-    Args:
-        transform: Any transform of nested dictionaries that has no random state.
-        stacked: Path components whose parameters are stacked.
-
-    Returns:
-        A transform whose state is a `PerLayerState`. `params` may be None where `transform` allows it.
+    Trees must be nested dictionaries. `params` may be None if `transform` allows it.
 
     Raises:
         ConfigError: From `init`: the transform's state has a random key, which all layers would share.
@@ -84,19 +78,8 @@ def per_layer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def stack_ends(path: str, stacked: Sequence[str]) -> list[int]:
-    """Where in a path the numbers of layers would stand, were they not stacked: one for each leading dimension.
-
-    Example:
-        >>> stack_ends("decoder/layers/kernel", ["layers"]), stack_ends("layers/0/kernel", ["layers"])
-        ([2], [])
-    """
-    pairs = enumerate(itertools.pairwise(path.split("/")), start=1)
-    return [end for end, (part, after) in pairs if part in stacked and not after.isdigit()]
-
-
 class _Stack(NamedTuple):
-    """A stack's path with dots, and how many leading dimensions count its layers."""
+    """Path of a stack, with dots, and its number of leading dimensions."""
 
     name: str
     depth: int
@@ -106,7 +89,7 @@ _REST = _Stack("", 0)
 
 
 def _split(tree: PyTree, stacked: Sequence[str]) -> dict[_Stack, PyTree]:
-    """The leaves of each stack, and of none (always first), in nested dictionaries with their whole paths."""
+    """Return the leaves of each stack, and those of none (always present), as nested dictionaries."""
     paths = flatten(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     stacks = sorted({_REST, *(_stack_of(path, stacked) for path in paths)})
 
@@ -117,12 +100,12 @@ def _split(tree: PyTree, stacked: Sequence[str]) -> dict[_Stack, PyTree]:
 
 
 def _stack_of(path: str, stacked: Sequence[str]) -> _Stack:
-    ends = stack_ends(path, stacked)
-    return _Stack(".".join(path.split("/")[: ends[-1]]), len(ends)) if ends else _REST
+    stacks = stacks_of(path, stacked)
+    return _Stack(stacks[-1].replace("/", "."), len(stacks)) if stacks else _REST
 
 
 def _over_layers(f: Callable[..., Any], stack: _Stack, part: PyTree) -> Callable[..., Any]:
-    """`f` over the leading dimensions; as it is where all of the stack is masked."""
+    """Map `f` over the leading dimensions, unless all of the stack is masked."""
     for _ in range(stack.depth if jax.tree.leaves(part) else 0):
         f = jax.vmap(f)
     return f

@@ -1,4 +1,4 @@
-"""Leaving out steps that are not finite, or far too large: an optax wrapper, so the train step need not know of it."""
+"""Optax wrapper that skips updates whose gradient norm is not finite or far too large."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from spmd.optim.two_phase import TwoPhaseOptimizer, phases, two_phase
 
 
 class SkipState(NamedTuple):
-    """How many updates were left out and taken (int32 scalars), their usual norm, and the inner optimizer's state."""
+    """Numbers of skipped and taken updates (int32 scalars), mean gradient norm, and the inner optimizer's state."""
 
     skipped: jax.Array
     taken: jax.Array
@@ -19,7 +19,7 @@ class SkipState(NamedTuple):
 
 
 def all_finite(gradients: Any) -> jax.Array:
-    """Whether the norm of the whole gradient is neither NaN nor infinite: one boolean, the same on every device.
+    """Return whether the global norm of the gradient is finite: one boolean, the same on every device.
 
     Example:
         >>> bool(all_finite({"a": jnp.ones(2), "b": jnp.array(jnp.nan)}))
@@ -29,7 +29,7 @@ def all_finite(gradients: Any) -> jax.Array:
 
 
 def skipped_steps(state: Any) -> jax.Array:
-    """How many updates have been left out, from an optimizer's state with a `SkipState` anywhere in it."""
+    """Return the number of skipped updates from an optimizer's state that contains a `SkipState`."""
 
     def found(node: Any) -> bool:
         return isinstance(node, SkipState)
@@ -40,32 +40,31 @@ def skipped_steps(state: Any) -> jax.Array:
 def skip_bad_updates(
     optimizer: optax.GradientTransformation, factor: float = 0.0, window: int = 50
 ) -> TwoPhaseOptimizer:
-    """The optimizer, which leaves out an update whose gradient has a norm that is NaN, infinite or far too large.
+    """Wrap an optimizer to skip updates whose gradient norm is NaN, infinite or far too large.
 
-    Then no parameter and no moment changes, on any device, and the optimizer's own step count (and with it the learning
-    rate's schedule) stands still. `optax.apply_if_finite` looks at elements instead, and lets through finite gradients
-    whose squares overflow.
+    A skipped update changes no parameter, no moment and no step count (and so no learning rate), on any device.
+    `optax.apply_if_finite` tests elements instead, so it misses finite gradients whose squares overflow.
 
     Args:
-        optimizer: What takes the other updates.
-        factor: A norm above this many means of those before is too large; 0: none is.
-        window: Over about how many updates that mean goes; before half as many were taken, no norm is too large.
+        optimizer: The optimizer of the other updates.
+        factor: A norm above this multiple of the mean norm is too large; 0 disables the test.
+        window: The number of updates in that mean; the test starts after half as many.
     """
-    first, rule = phases(optimizer)
+    inner_global_phase, param_phase = phases(optimizer)
 
     def init(params: Any) -> SkipState:
         zero = jnp.zeros((), jnp.int32)
-        return SkipState(zero, zero, jnp.zeros((), jnp.float32), rule.init(params))
+        return SkipState(zero, zero, jnp.zeros((), jnp.float32), param_phase.init(params))
 
-    def whole(gradients: Any) -> tuple[Any, dict[str, jax.Array]]:
+    def global_phase(gradients: Any) -> tuple[Any, dict[str, jax.Array]]:
         norm = optax.tree.norm(gradients)
-        gradients, scalars = first(gradients)
+        gradients, scalars = inner_global_phase(gradients)
         return gradients, {**scalars, "norm": norm}
 
     def update(
         gradients: Any, state: SkipState, params: Any = None, *, norm: Any = 0.0, **extra: Any
     ) -> tuple[Any, SkipState]:
-        updates, inner = rule.update(gradients, state.inner, params, **extra)
+        updates, inner = param_phase.update(gradients, state.inner, params, **extra)
         take = jnp.isfinite(norm)
         if factor:
             take &= (state.taken < window // 2) | (norm <= factor * state.usual_norm)
@@ -76,4 +75,4 @@ def skip_bad_updates(
         usual = jnp.where(take, mean, state.usual_norm).astype(jnp.float32)
         return updates, SkipState(state.skipped + jnp.logical_not(take), taken, usual, inner)
 
-    return two_phase(whole, optax.GradientTransformationExtraArgs(init, update))
+    return two_phase(global_phase, optax.GradientTransformationExtraArgs(init, update))

@@ -1,8 +1,8 @@
-"""Rounding at random so that the mean is exact: what lets a sum of small updates survive in a narrow dtype.
+"""Stochastic rounding, whose mean is exact, so that sums of small updates are right in a narrow dtype.
 
-The random bits are made of a seed, the place in the last dimension, and the number that would be rounded down to. So
-they are the same on every mesh, for stacked and for separate layers, and for one layer at a time; and numbers that
-differ by an error of float32 arithmetic are rounded alike.
+The random bits are a hash of a seed, the index in the last dimension, and the number to round down to. So they are the
+same on every mesh, for stacked and unrolled layers, and for one layer at a time; and numbers that differ by a float32
+rounding error are rounded alike.
 """
 
 import zlib
@@ -11,17 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.sharding.layer_paths import strip_numbers
+
 _GOLDEN = np.uint32(0x9E3779B9)
 
 
 def random_bits(below: jax.Array, seed: jax.Array) -> jax.Array:
-    """uint32 of the shape of `below`, each a hash of the seed, the place in the last dimension and the number there.
+    """Hash the seed, the index in the last dimension, and the uint32 in `below`, for each element of `below`.
 
     The mixing is the finalizer of MurmurHash3 (Appleby), in which each bit of the result depends on every bit.
-
-    Args:
-        below: uint32 of any shape: the number that is rounded down to.
-        seed: A uint32 scalar, another in each step.
     """
 
     def mix(bits: jax.Array) -> jax.Array:
@@ -35,35 +33,25 @@ def random_bits(below: jax.Array, seed: jax.Array) -> jax.Array:
 
 
 def salt_of(path: str) -> int:
-    """A number that tells arrays apart; layers of one stack have the same, whether they are stacked or separate.
+    """Return a number that differs between arrays, and is the same for all layers of a stack, unrolled or not.
 
     Example:
         >>> salt_of("mu/layers/3/kernel") == salt_of("mu/layers/kernel") != salt_of("nu/layers/kernel")
         True
     """
-    return zlib.crc32("/".join(part for part in path.split("/") if not part.isdigit()).encode())
+    return zlib.crc32(strip_numbers(path).encode())
 
 
 def seed_of(count: jax.Array, salt: int) -> jax.Array:
-    """The seed of a step, a uint32 scalar.
-
-    Args:
-        count: How many steps there were before, an integer scalar.
-        salt: Tells apart what is rounded in one step.
-    """
+    """Return the seed of a step, a uint32 scalar, from the number of steps before it and the salt of an array."""
     steps = count.astype(jnp.uint32) * jnp.uint32(0x27D4EB2F)
     return (steps ^ (steps >> 15)) * jnp.uint32(0x165667B1) + jnp.uint32(salt)
 
 
 def round_stochastically(x: jax.Array, seed: jax.Array) -> jax.Array:
-    """float32 as bfloat16: up with the probability that makes the mean exact, else down.
+    """Round float32 to bfloat16, up or down at random so that the mean is exact (Gupta et al., arXiv:1502.02551, 3.1).
 
-    A number that bfloat16 has stays as it is, and so do infinities and NaN (Gupta et al., arXiv:1502.02551,
-    section 3.1).
-
-    Args:
-        x: float32 of any shape.
-        seed: A uint32 scalar, another in each step.
+    Infinities, NaN and numbers that bfloat16 represents do not change. The seed is from `seed_of`.
 
     Example:
         >>> rounded = round_stochastically(jnp.float32(1 + 2**-8), jnp.uint32(3))

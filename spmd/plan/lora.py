@@ -29,10 +29,9 @@ from spmd.model_api.precision import cast_floats
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.host_params import is_host_param
 from spmd.plan.lora_layer import LoRAParam
-from spmd.sharding.from_search import compile_pattern
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import drop_axis
-from spmd.sharding.rules import Replicate, Rules, replicate
+from spmd.sharding.rules import Replicate, Rules, compile_pattern, replicate
 
 BASE = "base"
 """The name among the variables of what is frozen."""

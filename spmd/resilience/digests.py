@@ -75,13 +75,13 @@ def _digest(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     chunk = UpdateChunk((), 0, x.shape[0]) if x.ndim > 2 else chunk_large_array("", x, P(), {})
     if chunk is None:
         return _sums(jax.device_put(x, device), x.shape)
-    dim, size = chunk.dim, x.shape[chunk.dim] // chunk.pieces
+    dim, size = chunk.dim, x.shape[chunk.dim] // chunk.chunks
 
     def add(index: jax.Array, sums: jax.Array) -> jax.Array:
         piece = jax.device_put(jax.lax.dynamic_slice_in_dim(x, index * size, size, dim), device)
         return sums + _sums(piece, x.shape, dim, index * size)
 
-    return jax.lax.fori_loop(0, chunk.pieces, add, jnp.zeros(2, jnp.uint32))
+    return jax.lax.fori_loop(0, chunk.chunks, add, jnp.zeros(2, jnp.uint32))
 
 
 def _sums(x: jax.Array, shape: tuple[int, ...], dim: int = 0, start: int | jax.Array = 0) -> jax.Array:

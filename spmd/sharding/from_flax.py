@@ -1,4 +1,4 @@
-"""Flax metadata read as specs: which names a parameter's dimensions carry, and which mesh axes they mean.
+"""Conversion of Flax sharding metadata (`nn.Partitioned`, `nnx` `out_sharding`) to `spmd.Rules`.
 
 ```python
 class MLP(nn.Module):                               # Linen
@@ -10,12 +10,13 @@ class MLP(nn.Module):                               # Linen
 logical = [("embed", "fsdp"), ("mlp", "tensor")]
 ```
 
-`spmd.Rules.from_annotations` is the way in. Flax has several resolvers, which differ; here there is one meaning. A name
-that has a rule is a logical name. Rules are tried in their order, and one applies where none of its mesh axes is used
-in the array already. Any other name is a mesh axis. A name that ends up without a meaning is an error.
+Flax has several resolvers that differ; there is one here. A name that has a logical rule is a logical name. Rules are
+tried in order, and a rule applies if none of its mesh axes is used in the array yet. Any other name is a mesh axis. A
+name that is neither is an error.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,25 +27,26 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
-from spmd.sharding.mesh import AXES, entry_axes
+from spmd.sharding.mesh import AXES, as_entry, entry_axes
+from spmd.sharding.rules import Replicate, Rules, placement, repeated_axes, replicate, spec_text
 
 LogicalRules = tuple[tuple[str, tuple[str, ...]], ...]
-"""Logical name → mesh axes, in order of precedence; no axes is a dimension left whole."""
+"""Pairs of logical name and mesh axes, in order of precedence. A dimension without axes is whole."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """The names that metadata gives to the dimensions of one parameter.
+    """Dimension names of one parameter, from its metadata.
 
     Args:
-        names: For each dimension from the first on a name, a tuple of mesh axes, or None for whole. Flax's own forms
-            (a list, a `PartitionSpec`, a `NamedSharding`) are taken as well.
+        names: For each dimension, from the first on, a name, a tuple of mesh axes, or None for whole. Flax's own forms
+            (a list, a `PartitionSpec`, a `NamedSharding`) are accepted.
         shape: The parameter's shape as stored.
-        rules: `(logical name, mesh axis or tuple or None)` pairs that belong to this parameter alone.
-        is_logical: Whether the metadata says that a name is never a mesh axis, as `nn.with_logical_partitioning` does.
+        rules: `(logical name, mesh axis or tuple or None)` pairs for this parameter alone.
+        is_logical: Whether a name is never a mesh axis, as with `nn.with_logical_partitioning`.
 
     Raises:
-        RuleError: The names are not names.
+        RuleError: A name is not of these types.
 
     Example:
         >>> Annotation(P("embed", ("data", "fsdp")), (8, 4), rules=[("embed", "tensor")])
@@ -61,31 +63,28 @@ class Annotation:
         if not isinstance(names, tuple | list | P):
             raise RuleError("This annotation cannot be read:", [_not_names(names)])
         names = tuple(tuple(name) if isinstance(name, list) else name for name in names)
-        wrong = [name for name in names if not (name is None or _is_word(name) or _is_words(name))]
-        if wrong:
+        if wrong := [name for name in names if not _is_entry(name)]:
             raise RuleError("This annotation cannot be read:", map(_not_names, wrong))
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "rules", logical_rules(self.rules))
 
 
-def _is_word(name: Any) -> bool:
-    return isinstance(name, str)
-
-
-def _is_words(name: Any) -> bool:
-    return isinstance(name, tuple) and all(map(_is_word, name))
+def _is_entry(value: Any) -> bool:
+    """Return whether a value is a name, a tuple of names, or None."""
+    names = value if isinstance(value, tuple) else () if value is None else (value,)
+    return all(isinstance(name, str) for name in names)
 
 
 def _not_names(value: Any) -> Problem:
-    return Problem(f"annotation {value!r}", "is no name of a dimension", fix="a tuple of names, one for each dimension")
+    return Problem(f"annotation {value!r}", "is not a dimension name", fix="a tuple of names, one for each dimension")
 
 
 def logical_rules(pairs: Any) -> LogicalRules:
-    """Logical rules in one form.
+    """Normalize logical rules.
 
     Raises:
-        RuleError: A rule is no pair of a name and mesh axes.
+        RuleError: A rule is not a pair of a name and mesh axes.
 
     Example:
         >>> logical_rules([("embed", "fsdp"), ("mlp", ["fsdp", "tensor"]), ("norm", None)])
@@ -95,7 +94,7 @@ def logical_rules(pairs: Any) -> LogicalRules:
     problems = []
     for index, (name, axes) in enumerate(pairs.items() if isinstance(pairs, Mapping) else pairs):
         axes = tuple(axes) if isinstance(axes, list) else axes
-        if _is_word(name) and (axes is None or _is_word(axes) or _is_words(axes)):
+        if isinstance(name, str) and _is_entry(axes):
             rules.append((name, entry_axes(axes)))
         else:
             fix = "a mesh axis, a tuple of them, or None for whole"
@@ -106,10 +105,7 @@ def logical_rules(pairs: Any) -> LogicalRules:
 
 
 def nnx_annotations(state: Any) -> dict[str, Annotation]:
-    """The annotations in the metadata of NNX variables: `out_sharding`, and `sharding_rules` with it.
-
-    Args:
-        state: An `nnx.State`, of abstract arrays or of real ones.
+    """Return the annotations in an `nnx.State`, from the metadata `out_sharding` and `sharding_rules`.
 
     Raises:
         RuleError: All metadata that cannot be read.
@@ -131,10 +127,7 @@ def nnx_annotations(state: Any) -> dict[str, Annotation]:
 
 
 def linen_annotations(variables: Any) -> dict[str, Annotation]:
-    """The annotations in the boxes around Linen variables: `nn.Partitioned`, `nn.LogicallyPartitioned`, `nnx.bridge`'s.
-
-    Args:
-        variables: What `module.init` returns, or one collection of it, with its boxes.
+    """Return the annotations of Linen variables: `nn.Partitioned`, `nn.LogicallyPartitioned` and `nnx.bridge` boxes.
 
     Raises:
         RuleError: All boxes that cannot be read.
@@ -171,159 +164,168 @@ def _annotations(found: Mapping[str, tuple[Any, ...]]) -> dict[str, Annotation]:
     return annotations
 
 
-def resolve_annotations(
+def rules_from_annotations(
     annotations: Mapping[str, Annotation],
-    logical: Any,
-    layer_paths: Mapping[str, tuple[str, tuple[str | None, ...]]],
-) -> tuple[dict[str, P | str], list[Problem]]:
-    """What each annotation means for one layer of its parameter, and everything that has no meaning.
+    *,
+    logical: Any = (),
+    stacked: Any = None,
+    activations: Any = (),
+    table: Rules | None = None,
+) -> Rules:
+    """Convert the sharding metadata of a Flax model to a table with one rule for each annotated parameter.
 
     Args:
-        annotations: Parameter path → annotation.
-        logical: `(logical name, mesh axis or tuple or None)` pairs, in order of precedence.
-        layer_paths: Parameter path → path without layer numbers, and the axes of its stacked dimensions.
+        annotations: Parameter path → annotation, such as `model.info().annotations`.
+        logical: `(logical name, mesh axis or tuple or None)` pairs. The first whose axes are free in the array
+            applies; names without a pair are mesh axes.
+        stacked: As in `Rules`; by default that of `table`.
+        activations: As in `Rules`, added to those of `table`.
+        table: Rules for parameters without annotations. It must agree with the annotations that it covers.
 
-    Returns:
-        Parameter path → a spec for one layer, or why it is replicated; and the problems.
+    Raises:
+        RuleError: Every unknown name and every disagreement.
     """
-    rules = logical_rules(logical)
-    problems = _audit_rules(rules, annotations)
-    unknown: dict[tuple[Any, bool], list[str]] = {}
-    values: dict[str, P | str] = {}
-    for path, annotation in annotations.items():
-        leading = layer_paths[path][1]
-        names, wrong = _layer_names(path, annotation, leading, rules)
-        table, clashes = _rules_of(path, annotation, rules)
-        missing = [name for name in names if _is_unknown(name, annotation, table)]
-        for name in missing:
-            unknown.setdefault((name, annotation.is_logical), []).append(path)
-        problems += (*wrong, *clashes)
-        if not (wrong or clashes or missing):
-            found = _resolve(path, names, table, leading)
-            if isinstance(found, list):
-                problems += found
-            else:
-                values[path] = found
-    for (name, is_logical), paths in unknown.items():
-        problems.append(_unknown(name, is_logical, paths, annotations, rules))
-    return values, problems + _told_apart(values, layer_paths)
+    base = table or Rules(())
+    stack = Rules((), activations, base.stacked if stacked is None else stacked)
+    resolver = _Resolver(logical_rules(logical), annotations)
+    values = resolver.resolve(stack)
+    problems, own = resolver.problems, {}
+    if base.stacked != stack.stacked and table:
+        problems.append(Problem("stacked", f"is {stack.stacked}, and in the table {base.stacked}", fix="keep one"))
+    for path, value in values.items():
+        name, leading = stack.layer_path(path)
+        spec = P(*leading, *(value if isinstance(value, P) else ()))
+        match = base.match(path)
+        if match is None:
+            own[f"^{re.escape(name)}"] = value
+        elif placement(match.spec) != placement(spec):
+            said = f"{match.rule} says {spec_text(match.spec)}"
+            what = f"its annotation {annotations[path].names} means {spec_text(spec)}, and {said}"
+            problems.append(Problem(path, what, fix="correct one of them"))
+    if problems:
+        raise RuleError("These annotations do not make a rule table:", problems)
+    return Rules((*base.params, *own.items()), (*base.activations, *stack.activations), stack.stacked)
 
 
-def _audit_rules(rules: LogicalRules, annotations: Mapping[str, Annotation]) -> list[Problem]:
-    """Axes of rules in use that no mesh has; a table for several models may have others."""
-    named = {name for annotation in annotations.values() for name in annotation.names}
-    tables = {"logical rule": rules}
-    tables |= {f"{path}, its rule": annotation.rules for path, annotation in annotations.items()}
-    return [
-        Problem(f"{where} {index} ({name!r})", f"names the unknown axis {axis!r}", fix=did_you_mean(axis, AXES))
-        for where, table in tables.items()
-        for index, (name, axes) in enumerate(table)
-        for axis in axes
-        if name in named and axis not in AXES
-    ]
+class _Resolver:
+    """Resolution of dimension names to mesh axes, with the problems found."""
 
+    def __init__(self, rules: LogicalRules, annotations: Mapping[str, Annotation]) -> None:
+        self.rules = rules
+        self.annotations = annotations
+        self.problems: list[Problem] = []
 
-def _layer_names(
-    path: str, annotation: Annotation, leading: tuple[str | None, ...], rules: LogicalRules
-) -> tuple[tuple[Any, ...], list[Problem]]:
-    """The names of one layer's dimensions; those in front of them, which a transformation added, must fit `stacked`."""
-    names, rank, stack = annotation.names, len(annotation.shape), len(leading)
-    said = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
-    if len(names) > rank:
-        fix = "a transformation that removes a dimension removes its name too, if it is told the name (partition_name)"
-        return names, [Problem(path, said, f"{len(names)} names for {rank} dimensions", fix)]
-    if not stack or len(names) == rank - stack or not any(names):
-        return names[: rank - stack], []
-    if len(names) != rank:
-        fix = f"name all {rank}, or the {rank - stack} of one layer"
-        return names, [
-            Problem(path, f"{said}, of which {stack} is stacked", f"{len(names)} names for {rank} dimensions", fix)
-        ]
-    problems = []
-    for name, axis in zip(names, leading, strict=False):
-        choices = [axes for rule, axes in (*annotation.rules, *rules) if rule == name]
-        if not choices and _is_word(name) and name not in AXES:
-            continue  # the name that nnx.vmap or nn.scan gives to a stack: `stacked` alone says what it means
-        choices = choices or [entry_axes(name)]
-        if not {(), entry_axes(axis)} & set(choices):
-            what = f"its stacked dimension is {name!r}, which means {choices[0]}; stacked= says {axis!r}"
-            problems.append(Problem(path, what, fix="make them agree"))
-    return names[stack:], problems
+    def resolve(self, stack: Rules) -> dict[str, P | Replicate]:
+        """Return the rule's value for one layer of each parameter without problems."""
+        self._audit_rules()
+        unknown: dict[tuple[Any, bool], list[str]] = {}
+        values: dict[str, P | Replicate] = {}
+        for path, annotation in self.annotations.items():
+            before, leading = len(self.problems), stack.layer_path(path)[1]
+            names = self._layer_names(path, annotation, leading)
+            table = self._rules_of(path, annotation)
+            missing = [name for name in names if _is_unknown(name, annotation, table)]
+            for name in missing:
+                unknown.setdefault((name, annotation.is_logical), []).append(path)
+            if len(self.problems) == before and not missing:
+                values |= self._value(path, names, table, leading)
+        for (name, is_logical), paths in unknown.items():
+            self._report_unknown(name, is_logical, paths)
+        for path, other in stack.differing_layers(values):
+            what = f"has another annotation than {other}: layers of one stack have one spec"
+            self._add(path, what, fix="remove their name from stacked=")
+        return values
 
+    def _add(self, where: str, what: str, detail: str = "", fix: str = "") -> None:
+        self.problems.append(Problem(where, what, detail, fix))
 
-def _rules_of(path: str, annotation: Annotation, rules: LogicalRules) -> tuple[LogicalRules, list[Problem]]:
-    """The parameter's own rules, then those of the others for names that it has none for."""
-    own = {name for name, _ in annotation.rules}
-    clashes = []
-    for name in dict.fromkeys(name for name in annotation.names if name in own):
-        mine, theirs = ([axes for rule, axes in table if rule == name] for table in (annotation.rules, rules))
-        if theirs and mine != theirs:
-            what = f"its metadata says {name!r} → {mine}, and the logical rules say {theirs}"
-            clashes.append(Problem(path, what, fix="keep one of them"))
-    return (*annotation.rules, *(rule for rule in rules if rule[0] not in own)), clashes
+    def _audit_rules(self) -> None:
+        """Check the axes of the rules in use; rules for other models may name any axis."""
+        named = {name for annotation in self.annotations.values() for name in annotation.names}
+        tables = {"logical rule": self.rules}
+        tables |= {f"{path}, its rule": annotation.rules for path, annotation in self.annotations.items()}
+        for where, table in tables.items():
+            for index, (name, axes) in enumerate(table):
+                for axis in set(axes).difference(AXES) if name in named else ():
+                    what = f"names the unknown axis {axis!r}"
+                    self._add(f"{where} {index} ({name!r})", what, fix=did_you_mean(axis, AXES))
+
+    def _layer_names(self, path: str, annotation: Annotation, leading: Sequence[str | None]) -> tuple[Any, ...]:
+        """Return the names of one layer's dimensions; those of stacked dimensions must agree with `stacked`."""
+        names, rank, stack = annotation.names, len(annotation.shape), len(leading)
+        said = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
+        detail = f"{len(names)} names for {rank} dimensions"
+        if len(names) > rank:
+            fix = "pass the name to the transformation that removes the dimension (partition_name)"
+            self._add(path, said, detail, fix)
+            return names
+        if not stack or len(names) == rank - stack or not any(names):
+            return names[: rank - stack]
+        if len(names) != rank:
+            fix = f"name all {rank}, or the {rank - stack} of one layer"
+            self._add(path, f"{said}, of which {stack} is stacked", detail, fix)
+            return names
+        for name, axis in zip(names, leading, strict=False):
+            choices = [axes for rule, axes in (*annotation.rules, *self.rules) if rule == name]
+            if not choices and isinstance(name, str) and name not in AXES:
+                continue  # nnx.vmap or nn.scan named the stacked dimension; its axis is in `stacked`
+            choices = choices or [entry_axes(name)]
+            if not {(), entry_axes(axis)} & set(choices):
+                what = f"its stacked dimension is {name!r}, which means {choices[0]}; stacked= says {axis!r}"
+                self._add(path, what, fix="make them agree")
+        return names[stack:]
+
+    def _rules_of(self, path: str, annotation: Annotation) -> LogicalRules:
+        """Return the parameter's own rules, then the common rules for other names."""
+        own = {name for name, _ in annotation.rules}
+        for name in dict.fromkeys(name for name in annotation.names if name in own):
+            mine, theirs = ([axes for rule, axes in table if rule == name] for table in (annotation.rules, self.rules))
+            if theirs and mine != theirs:
+                what = f"its metadata says {name!r} → {mine}, and the logical rules say {theirs}"
+                self._add(path, what, fix="keep one of them")
+        return (*annotation.rules, *(rule for rule in self.rules if rule[0] not in own))
+
+    def _value(
+        self, path: str, names: Sequence[Any], table: LogicalRules, leading: Iterable[str | None]
+    ) -> dict[str, P | Replicate]:
+        """Apply each rule in order to dimensions of its name without axes yet, if the rule's axes are free."""
+        with_rule = {rule for rule, _ in table}
+        entries = [None if isinstance(name, str) and name in with_rule else entry_axes(name) for name in names]
+        said = f"its annotation {tuple(names)}"
+        twice = repeated_axes((*leading, *entries))
+        for axis in twice:
+            self._add(path, f"{said} uses the axis {axis!r} twice", fix="keep one of them")
+        if twice:
+            return {}
+        used = {axis for entry in (*leading, *entries) for axis in entry_axes(entry)}
+        for rule, axes in table:
+            for dim, name in enumerate(names):
+                if name == rule and entries[dim] is None and not set(axes) & used:
+                    entries[dim] = axes
+                    used.update(axes)
+        taken = dict.fromkeys(name for name, entry in zip(names, entries, strict=True) if entry is None)
+        for name in taken:
+            what = f"{said}: every rule for {name!r} names an axis that is taken"
+            self._add(path, what, fix=f"add ({name!r}, None) after them to leave it whole in that case")
+        if taken:
+            return {}
+        if not any(entries):
+            return {path: replicate(f"annotated {tuple(names)}: no mesh axis")}
+        return {path: P(*(as_entry(entry or ()) for entry in entries))}
+
+    def _report_unknown(self, name: Any, is_logical: bool, paths: Sequence[str]) -> None:
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        choices = dict.fromkeys([rule for rule, _ in self.rules] + ([] if is_logical else list(AXES)))
+        guess = did_you_mean(name, choices) if isinstance(name, str) else "a tuple holds mesh axes"
+        self._add(
+            f"name {name!r}",
+            "has no logical rule" + ("" if is_logical else " and is no mesh axis"),
+            f"{paths[0]} {self.annotations[paths[0]].names}{more}",
+            f"{guess}; add ({name!r}, …) to the logical rules, or ({name!r}, None) to leave it whole",
+        )
 
 
 def _is_unknown(name: Any, annotation: Annotation, table: LogicalRules) -> bool:
-    if _is_word(name) and any(rule == name for rule, _ in table):
+    if isinstance(name, str) and any(rule == name for rule, _ in table):
         return False
-    return any(axis not in AXES for axis in entry_axes(name)) or (_is_word(name) and annotation.is_logical)
-
-
-def _unknown(
-    name: Any, is_logical: bool, paths: Sequence[str], annotations: Mapping[str, Annotation], rules: LogicalRules
-) -> Problem:
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    choices = dict.fromkeys([rule for rule, _ in rules] + ([] if is_logical else list(AXES)))
-    guess = did_you_mean(name, choices) if _is_word(name) else "a tuple holds mesh axes"
-    return Problem(
-        f"name {name!r}",
-        "has no logical rule" + ("" if is_logical else " and is no mesh axis"),
-        f"{paths[0]} {annotations[paths[0]].names}{more}",
-        f"{guess}; add ({name!r}, …) to the logical rules, or ({name!r}, None) to leave it whole",
-    )
-
-
-def _resolve(
-    path: str, names: Sequence[Any], table: LogicalRules, leading: Iterable[str | None]
-) -> P | str | list[Problem]:
-    """Rule by rule, each dimension that has its name and no axes yet, if the rule's axes are free."""
-    with_rule = {rule for rule, _ in table}
-    entries = [None if _is_word(name) and name in with_rule else entry_axes(name) for name in names]
-    used = [axis for axis in (*leading, *(axis for entry in entries for axis in entry or ())) if axis]
-    said = f"its annotation {tuple(names)}"
-    if twice := [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]:
-        return [Problem(path, f"{said} uses the axis {axis!r} twice", fix="keep one of them") for axis in twice]
-    for rule, axes in table:
-        for dim, name in enumerate(names):
-            if name == rule and entries[dim] is None and not set(axes) & set(used):
-                entries[dim] = axes
-                used += axes
-    if taken := dict.fromkeys(name for name, entry in zip(names, entries, strict=True) if entry is None):
-        return [
-            Problem(
-                path,
-                f"{said}: each rule for {name!r} asks for an axis that is taken",
-                fix=f"add ({name!r}, None) behind them if it is to be whole then",
-            )
-            for name in taken
-        ]
-    if not any(entries):
-        return f"annotated {tuple(names)}: no mesh axis"
-    return P(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries))
-
-
-def _told_apart(
-    values: Mapping[str, P | str], layer_paths: Mapping[str, tuple[str, tuple[str | None, ...]]]
-) -> list[Problem]:
-    """Layers of one stack whose annotations differ, which no rule for a path without numbers can say."""
-    first: dict[str, str] = {}
-    return [
-        Problem(
-            path,
-            f"is annotated otherwise than {other}: layers of one stack are split alike",
-            fix="take their name out of stacked=",
-        )
-        for path, value in values.items()
-        for other in [first.setdefault(layer_paths[path][0], path)]
-        if value != values[other] and not (isinstance(value, str) and isinstance(values[other], str))
-    ]
+    return any(axis not in AXES for axis in entry_axes(name)) or (isinstance(name, str) and annotation.is_logical)

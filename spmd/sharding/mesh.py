@@ -1,18 +1,6 @@
-"""Named device meshes: six axes, always all of them, size 1 where unused.
+"""Device meshes with six named axes, of size 1 where unused, so that one rule table serves every strategy.
 
-One rule table serves every strategy because every mesh has the same axes. They are ordered from the outermost
-(slowest network) to the innermost (fastest):
-
-| axis | what it splits |
-|---|---|
-| `pipe` | layers, into pipeline stages |
-| `data` | the batch; parameters are replicated |
-| `fsdp` | the batch, and parameters, gradients and optimizer state |
-| `expert` | experts, and the batch outside the expert layers |
-| `sequence` | the tokens of one example |
-| `tensor` | heads and hidden units |
-
-A mesh is a plain `jax.sharding.Mesh` (or `AbstractMesh`, where there are no devices) with `AxisType.Auto`.
+A mesh is a plain `jax.sharding.Mesh` (or `AbstractMesh`, without devices) with `AxisType.Auto`.
 """
 
 import dataclasses
@@ -28,20 +16,20 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import MeshError, Problem, did_you_mean
 
 AXES = ("pipe", "data", "fsdp", "expert", "sequence", "tensor")
-"""Every axis of every mesh, outermost first."""
+"""Axes of every mesh, from the outermost (slowest network) to the innermost (fastest)."""
 
 BATCH_AXES = ("data", "fsdp", "expert")
-"""The axes that split the examples of a batch."""
+"""Axes that split the examples of a batch."""
 
 BATCH_SPEC = P(BATCH_AXES, "sequence")
-"""How a `[batch, sequence]` array of tokens is split."""
+"""Spec of a `[batch, sequence]` array of tokens."""
 
 AnyMesh = Mesh | AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """The size of each axis; one of them may be -1: what is left of the devices.
+    """Size of each axis; one may be -1, for the remaining devices.
 
     Raises:
         MeshError: A size is neither -1 nor positive, or more than one is -1.
@@ -66,7 +54,7 @@ class MeshShape:
 
     def __post_init__(self) -> None:
         problems = [
-            Problem(f"mesh.{axis}", f"is {size}", fix="a positive number, or -1 for what is left of the devices")
+            Problem(f"mesh.{axis}", f"is {size}", fix="a positive number, or -1 for the remaining devices")
             for axis, size in self.sizes.items()
             if size != -1 and size < 1
         ]
@@ -82,7 +70,7 @@ class MeshShape:
         return {axis: getattr(self, axis) for axis in AXES}
 
     def resolve(self, devices: int) -> "MeshShape":
-        """The same shape with its -1 filled in, so that it uses exactly `devices` devices.
+        """Return the shape with its -1 filled in, so that it uses exactly `devices` devices.
 
         Raises:
             MeshError: The sizes do not multiply to `devices`.
@@ -92,35 +80,20 @@ class MeshShape:
         inferred = [axis for axis, size in self.sizes.items() if size == -1]
         if inferred:
             if devices % known or devices < known:
-                raise MeshError(
-                    "The mesh does not fit the devices:",
-                    [
-                        Problem(
-                            f"mesh.{inferred[0]}=-1",
-                            "has no whole size",
-                            f"{devices} devices / ({product} = {known}) = {devices / known:.4g}",
-                            f"choose the other axes so that their product divides {devices}",
-                        )
-                    ],
-                )
+                what, detail = "has no whole size", f"{devices} devices / ({product} = {known}) = {devices / known:.4g}"
+                fix = f"choose the other axes so that their product divides {devices}"
+                problem = Problem(f"mesh.{inferred[0]}=-1", what, detail, fix)
+                raise MeshError("The mesh does not fit the devices:", [problem])
             return dataclasses.replace(self, **{inferred[0]: devices // known})
         if known != devices:
-            few = "too few" if devices < known else "too many"
-            raise MeshError(
-                "The mesh does not fit the devices:",
-                [
-                    Problem(
-                        "mesh",
-                        f"{few} devices",
-                        f"{product} = {known}, and there are {devices} devices",
-                        f"change an axis, set one to -1, or use {known} devices (simulated on CPU: --devices {known})",
-                    )
-                ],
-            )
+            what, detail = "too few devices", f"{product} = {known}, and there are {devices} devices"
+            fix = f"change an axis, set one to -1, or use {known} devices (simulated on CPU: --devices {known})"
+            problem = Problem("mesh", what if devices < known else "too many devices", detail, fix)
+            raise MeshError("The mesh does not fit the devices:", [problem])
         return self
 
     def total(self) -> int | None:
-        """The number of devices, or None while an axis is -1."""
+        """Return the number of devices, or None if an axis is -1."""
         sizes = self.sizes.values()
         return None if -1 in sizes else math.prod(sizes)
 
@@ -131,17 +104,14 @@ def make_mesh(
     slices: Mapping[str, int] | None = None,
     **sizes: int,
 ) -> Mesh:
-    """A mesh over all devices with the six axes of this framework.
+    """Make a mesh of type `AxisType.Auto` with the axes `AXES`.
 
     Args:
         devices: The devices to use; all of them by default.
-        slices: Axis → how many times that axis crosses the slow network between hosts or pods. The rest of each
-            axis stays inside one slice. `slices={"data": 2}` with `data=4` puts two data groups in each slice.
-            Simulated devices of one process form as many slices as are asked for.
+        slices: Axis → its number of parts that are connected by the slow network between hosts or pods. With
+            `slices={"data": 2}` and `data=4`, each slice has two data groups. Simulated devices of one process form
+            any number of slices.
         **sizes: Axis → size; axes left out have size 1, one may be -1.
-
-    Returns:
-        A `Mesh` with axes `AXES` of type `AxisType.Auto`.
 
     Raises:
         MeshError: An unknown axis, or sizes that do not multiply to the devices or the slices.
@@ -161,7 +131,7 @@ def make_mesh(
 
 
 def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str, int] | None = None) -> Mesh:
-    """`make_mesh` from a shape that is a value already.
+    """Make a mesh from a `MeshShape`, as `make_mesh` does from keyword arguments.
 
     Raises:
         MeshError: The sizes do not multiply to the devices or the slices.
@@ -178,14 +148,10 @@ def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str
 
 
 def check_slices(shape: MeshShape, slices: Mapping[str, int]) -> None:
-    """Whether each axis divides over the slices it crosses.
-
-    Args:
-        shape: Without a -1.
-        slices: Axis → how many times it crosses the slow network.
+    """Check that each axis of a shape without -1 divides over the slices it crosses.
 
     Raises:
-        MeshError: It does not.
+        MeshError: An axis does not divide.
     """
     sizes = shape.sizes
     problems = []
@@ -200,11 +166,7 @@ def check_slices(shape: MeshShape, slices: Mapping[str, int]) -> None:
 
 
 def slice_numbers(sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.ndarray:
-    """The slice that each device of a mesh is in, in the order of `mesh.devices.flat`.
-
-    Args:
-        sizes: Axis → size: `mesh.shape`.
-        slices: Axis → how many times it crosses the slow network.
+    """Return the slice of each device of a mesh with these axis sizes, in the order of `mesh.devices.flat`.
 
     Example:
         >>> slice_numbers({"data": 4, "fsdp": 2}, {"data": 2}).tolist()
@@ -219,17 +181,17 @@ def slice_numbers(sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.nda
 
 
 def _arranged(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices of one slice as a grid; on a TPU neighbours in it are neighbours in the network."""
+    """Return the devices of one slice as a grid, on TPUs such that neighbours are connected."""
     if devices[0].platform == "cpu":
         return np.array(devices, dtype=object).reshape(sizes)
     return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def _split(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
-    """The devices of each of `count` slices.
+    """Return the devices of each of `count` slices.
 
-    TPU slices are what the devices say. GPUs form one slice for each host, or for several in a row, and so do processes
-    of simulated devices; those of a single process stand for whatever is asked.
+    TPU slices are those of `device.slice_index`. A slice of GPUs, or of simulated devices of several processes, is one
+    or several hosts. Simulated devices of one process form any number of slices.
     """
     platform, numbers = devices[0].platform, [getattr(device, "slice_index", None) or 0 for device in devices]
     what = "slices"
@@ -252,7 +214,7 @@ def _split(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:
-    """The same mesh with no devices behind it, for plans made on another machine.
+    """Return a mesh without devices, for plans made on another machine.
 
     Example:
         >>> abstract_mesh(MeshShape(fsdp=512, tensor=8)).size
@@ -262,30 +224,24 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
 
 
 def simulate_devices(count: int) -> None:
-    """Makes this process see `count` CPU devices; call it before JAX starts.
+    """Make this process use `count` simulated CPU devices; call it before JAX starts.
 
     Raises:
-        MeshError: JAX has started already with another number of devices.
+        MeshError: JAX has started with another number of devices.
     """
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        if len(jax.local_devices(backend="cpu")) != count:
-            raise MeshError(
-                "Devices cannot be simulated any more:",
-                [
-                    Problem(
-                        f"simulate_devices({count})",
-                        f"JAX has started with {len(jax.local_devices(backend='cpu'))} CPU devices",
-                        fix="call it before the first use of jax.devices(), jax.numpy or jax.random",
-                    )
-                ],
-            ) from None
+        if (started := len(jax.local_devices(backend="cpu"))) != count:
+            what = f"JAX has started with {started} CPU devices"
+            fix = "call it before the first use of jax.devices(), jax.numpy or jax.random"
+            problem = Problem(f"simulate_devices({count})", what, fix=fix)
+            raise MeshError("Devices cannot be simulated any more:", [problem]) from None
 
 
 def shards_of(entry: str | tuple[str, ...] | None, axes: Mapping[str, int]) -> int:
-    """Into how many parts one entry of a `PartitionSpec` splits its dimension.
+    """Return the number of shards that one entry of a `PartitionSpec` splits its dimension into.
 
     Example:
         >>> shards_of(("data", "fsdp"), {"data": 2, "fsdp": 4}), shards_of(None, {})
@@ -295,7 +251,7 @@ def shards_of(entry: str | tuple[str, ...] | None, axes: Mapping[str, int]) -> i
 
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes in one entry of a `PartitionSpec`.
+    """Return the mesh axes in one entry of a `PartitionSpec`.
 
     Example:
         >>> entry_axes("data"), entry_axes(("data", "fsdp")), entry_axes(None)
@@ -304,11 +260,11 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def batch_sharding(mesh: AnyMesh, ndim: int = 2) -> NamedSharding:
-    """How an array of a batch lies on `mesh`.
+def as_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+    """Return the entry of a `PartitionSpec` for mesh axes: the inverse of `entry_axes`."""
+    return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
 
-    Args:
-        mesh: Any mesh of this framework.
-        ndim: The array's dimensions: `[batch]`, or `[batch, sequence, …]`.
-    """
+
+def batch_sharding(mesh: AnyMesh, ndim: int = 2) -> NamedSharding:
+    """Return the sharding of a batch array: `[batch]`, or `[batch, sequence, …]`, of `ndim` dimensions."""
     return NamedSharding(mesh, P(*BATCH_SPEC[:ndim]))

@@ -1,11 +1,11 @@
-"""The tables that follow from the one rule set: ZeRO stages, and the state of any optimizer.
+"""Specs that follow from the rule table: those of ZeRO stages, and those of any optimizer's state.
 
-Optimizer state is mapped by structure. Whatever part of the state is laid out like the parameters (or like some of
-them) follows them: an equal shape takes the parameter's spec, and a statistic takes the entries of the dimensions it
-has. Which those are is asked of the optimizer: its `init` runs a second time, on shapes alone, with every dimension of
-every parameter a little larger and no two alike. A dimension of the state that grew as a dimension of the parameter did
-is that dimension; one that did not grow is the optimizer's own. A second probe grows by whole blocks, for statistics of
-blocks, such as the scales of 8-bit moments. What cannot be told apart is an error.
+Optimizer state is mapped by structure. A subtree of the state with the structure of the parameters (or of some of them)
+follows them: an array of the parameter's shape gets its spec, and a statistic gets the entries of the dimensions it
+has. To find these, the optimizer's `init` is traced again with every dimension of every parameter enlarged by another
+amount. A dimension of the state that grew like a dimension of the parameter is that dimension; one that did not grow is
+the optimizer's own. A second probe grows by whole blocks, for statistics of blocks, such as the scales of 8-bit
+moments. Ambiguous state is an error.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.sharding.mesh import entry_axes, shards_of
+from spmd.sharding.mesh import as_entry, entry_axes, shards_of
 
 ZERO_KEEPS = {
     0: (),
@@ -27,20 +27,20 @@ ZERO_KEEPS = {
     2: ("optimizer", "gradients"),
     3: ("optimizer", "gradients", "params"),
 }
-"""ZeRO stage → which tables keep the `fsdp` axis (Rajbhandari et al., arXiv:1910.02054, section 5)."""
+"""ZeRO stage → the tables that keep the `fsdp` axis (Rajbhandari et al., arXiv:1910.02054, section 5)."""
 
 MAX_CONSTANT_BYTES = 64 * 1024
-"""Up to this size an array that depends on no parameter's shape is replicated without a word."""
+"""Largest array that is replicated without error if it depends on no parameter's shape."""
 
 BLOCKS = 256
-"""The second probe grows by multiples of this, so it sees statistics of blocks whose size divides it."""
+"""Growth unit of the second probe, which so finds statistics of blocks whose size divides it."""
 
 Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class DerivedSpec:
-    """The spec of a derived leaf, where it comes from, and how many elements of the parameter share one of its own."""
+    """Spec of an array of optimizer state, its origin, and the number of parameter elements per element."""
 
     shape: Shape
     dtype: Any
@@ -50,43 +50,36 @@ class DerivedSpec:
 
 
 def shard_bytes(shape: Shape, dtype: Any, spec: P, axes: Mapping[str, int]) -> int:
-    """The bytes of one device's shard of an array.
+    """Return the bytes of one device's shard of an array.
 
     Example:
         >>> shard_bytes((8, 6), "float32", P("fsdp"), {"fsdp": 4})
         48
     """
     parts = math.prod(shards_of(entry, axes) for entry in spec)
-    itemsize = getattr(dtype, "itemsize", None) or jnp.dtype(dtype).itemsize  # a random key's dtype is JAX's own
+    itemsize = getattr(dtype, "itemsize", None) or jnp.dtype(dtype).itemsize  # random keys have a dtype of JAX
     return math.prod(shape) * itemsize // parts
 
 
 def drop_axis(spec: P, axis: str) -> P:
-    """The spec without one mesh axis.
+    """Return the spec without one mesh axis.
 
     Example:
         >>> drop_axis(P(("data", "fsdp"), "fsdp", "tensor"), "fsdp") == P("data", None, "tensor")
         True
     """
-    entries = []
-    for entry in spec:
-        left = tuple(a for a in entry_axes(entry) if a != axis)
-        entries.append(left if len(left) > 1 else left[0] if left else None)
-    return P(*entries)
+    return P(*(as_entry([a for a in entry_axes(entry) if a != axis]) for entry in spec))
 
 
 def is_random_key(leaf: Any) -> bool:
-    """Whether a leaf of an optimizer's state is a random key.
-
-    A raw key is a pair of uint32, a dtype that no other state in optax has.
-    """
+    """Return whether an array of optimizer state is a random key; raw keys are the only uint32 state in optax."""
     raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] == (2,)
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or raw
 
 
 @dataclasses.dataclass(frozen=True)
 class _Dim:
-    """A dimension of a parameter: its size, its size in the probe, and the entry of the spec that splits it."""
+    """A dimension of a parameter: its size, its size in the probe, and its entry in the spec."""
 
     size: int
     probed: int
@@ -96,16 +89,10 @@ class _Dim:
 def optimizer_specs(
     init: Callable[[Any], Any], params: Any, specs: Mapping[str, P], leading: Mapping[str, int]
 ) -> tuple[dict[str, DerivedSpec], list[Problem]]:
-    """How each leaf of an optimizer's state is split.
+    """Derive the specs of an optimizer's state, from its `init` on abstract parameters.
 
-    Args:
-        init: The optimizer's `init`.
-        params: The parameters' abstract values: a nested dictionary.
-        specs: Parameter path → the spec that optimizer state of its shape has.
-        leading: Parameter path → how many leading dimensions are stacked layers.
-
-    Returns:
-        State path → its derived spec, and the problems of those leaves that cannot be mapped.
+    `specs` holds the spec of state of each parameter's shape, `leading` its number of stacked dimensions. Return the
+    spec of each state path, and the problems of arrays that cannot be mapped.
 
     Example:
         >>> params = {"kernel": jax.ShapeDtypeStruct((4, 4), "float32")}
@@ -118,9 +105,9 @@ def optimizer_specs(
     shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
     dims = _probe(shapes, specs, leading)
     layers = tuple(dict.fromkeys(d for path, n in leading.items() for d in dims[path][:n]))
-    probed = _ask(init, params, dims)
+    probed = _probed_shapes(init, params, dims)
     dims_by_block = _probe(shapes, specs, leading, unit=BLOCKS)
-    probed_by_block = _ask(init, params, dims_by_block)
+    probed_by_block = _probed_shapes(init, params, dims_by_block)
 
     table: dict[str, DerivedSpec] = {}
     problems: list[Problem] = []
@@ -153,9 +140,9 @@ def optimizer_specs(
 
 
 def followed_params(state: Any, params: Mapping[str, Any]) -> dict[str, str]:
-    """State path → the parameter it follows, for subtrees laid out like (some of) the parameters.
+    """Return the parameter of each state path in a subtree with the structure of (some of) the parameters.
 
-    In place of a parameter's array there may be several, such as the list that SM3 keeps.
+    A parameter may have several arrays, such as the list of SM3.
     """
 
     def param_of(path: str) -> str | None:
@@ -175,8 +162,8 @@ def followed_params(state: Any, params: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _ask(init: Callable[[Any], Any], params: Any, dims: Mapping[str, tuple[_Dim, ...]]) -> dict[str, Shape]:
-    """State path → its shape for the parameters of a probe; empty where `init` takes no other shapes than its own."""
+def _probed_shapes(init: Callable[[Any], Any], params: Any, dims: Mapping[str, tuple[_Dim, ...]]) -> dict[str, Shape]:
+    """Return the shape of each state path for a probe; nothing if `init` rejects other shapes."""
 
     def grow(path: str, p: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(d.probed for d in dims[path]), p.dtype)
@@ -191,10 +178,10 @@ def _ask(init: Callable[[Any], Any], params: Any, dims: Mapping[str, tuple[_Dim,
 def _probe(
     shapes: Mapping[str, Shape], specs: Mapping[str, P], leading: Mapping[str, int], unit: int = 1
 ) -> dict[str, tuple[_Dim, ...]]:
-    """The dimensions of every parameter, each larger in the probe by some multiple of `unit`.
+    """Return the dimensions of every parameter, each enlarged in the probe by a multiple of `unit`.
 
-    Within a parameter no two are alike and their order is unchanged, ties included, because optimizers choose
-    dimensions by size. Stacks of one length that are split alike grow alike, as the layers of one stack must.
+    Within a parameter all differ and keep their order, ties included, because optimizers choose dimensions by size.
+    Stacked dimensions of equal size and spec stay equal.
     """
     padded = {path: (*specs[path], *(None,) * (len(shape) - len(specs[path]))) for path, shape in shapes.items()}
     stacks = sorted(
@@ -218,14 +205,13 @@ def _probe(
 def _find(
     shape: Shape, probed: Shape | None, known: tuple[_Dim, ...], *, in_blocks: bool = False
 ) -> tuple[_Dim | None, ...] | None:
-    """For each dimension of a state's leaf the dimension it is, None for one of the optimizer's own.
+    """Match each dimension of a state array with a parameter's dimension, or None for one of the optimizer's own.
 
-    None altogether where that cannot be told. `in_blocks`: it may also be a dimension's blocks, of one size before and
-    after.
+    Return None if that is ambiguous. With `in_blocks`, a dimension may also count the blocks of a parameter's
+    dimension.
     """
     if probed is None or len(probed) != len(shape):
         return None
-
     found = []
     for size, after in zip(shape, probed, strict=True):
         if in_blocks and size:
@@ -239,9 +225,9 @@ def _find(
 
 
 def _find_by_size(shape: Shape, known: tuple[_Dim, ...]) -> tuple[_Dim | None, ...] | None:
-    """The same by sizes that occur once, where the probes went another way than the parameters.
+    """Match dimensions by sizes that occur once.
 
-    So it is on either side of the size from which Adafactor factors.
+    This is for state whose structure differs in the probe, as around the size from which Adafactor factors.
     """
     candidates = [[d for d in known if d.size == size] for size in shape]
     if any(len(c) != 1 and size > 1 for c, size in zip(candidates, shape, strict=True)):
@@ -250,7 +236,7 @@ def _find_by_size(shape: Shape, known: tuple[_Dim, ...]) -> tuple[_Dim | None, .
 
 
 def _spec(found: tuple[_Dim | None, ...]) -> P:
-    """The entries of the dimensions; a second occurrence of one, as in Shampoo's squares, is whole."""
+    """Return the entries of the dimensions; the second occurrence of one, as in Shampoo's squares, is whole."""
     if not any(found):
         return P()
     return P(*(None if d is None or d in found[:i] else d.entry for i, d in enumerate(found)))
@@ -265,7 +251,7 @@ def _source(found: tuple[_Dim | None, ...], known: tuple[_Dim, ...], param: str 
 
 
 def _unknown(path: str, shape: Shape, param: str | None, shapes: Mapping[str, Shape]) -> Problem:
-    why = f"the parameter {param} has the shape {shapes[param]}" if param else "it is laid out like no parameter"
+    why = f"the parameter {param} has the shape {shapes[param]}" if param else "it has the structure of no parameter"
     return Problem(
         f"optimizer state {path}",
         "has a structure that no parameter explains",

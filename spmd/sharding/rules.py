@@ -1,41 +1,62 @@
-"""Tables from a parameter's path to how it is split, and the audit that leaves nothing silent.
+"""Partition rule tables, from a parameter's path to its `PartitionSpec`, and their audit.
 
 ```python
 rules = Rules(
     params=[
         ("q_proj/kernel", P("fsdp", "tensor")),                       # matches layers/attention/q_proj/kernel
-        ("norm/scale", replicate("norm scales are a few KiB")),       # replication is written, with a reason
+        ("norm/scale", replicate("norm scales are a few KiB")),       # replication is explicit, with a reason
     ],
     activations=[("mlp_hidden", P(("data", "fsdp"), "sequence", "tensor"))],
     stacked={"layers": "pipe"},
 )
 ```
 
-A pattern is a regular expression that must match a whole run of path components up to the end of the path, so
-`attention/wo/kernel` never hits `cross_attention/wo/kernel`. The first match wins. There is no catch-all rule.
+A pattern is a regular expression that must match a run of whole path components up to the end of the path:
+`attention/wo/kernel` does not match `cross_attention/wo/kernel`. The first match wins. Catch-all patterns are errors.
 """
 
 import dataclasses
 import difflib
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
-from spmd.sharding.from_flax import Annotation, resolve_annotations
-from spmd.sharding.from_search import as_python, compile_pattern, is_catch_all, read_search_table
+from spmd.sharding.layer_paths import stacks_of, strip_layer_numbers
 from spmd.sharding.mesh import entry_axes, shards_of
 
-_STACKED = (("layers", "pipe"),)
-Tied = Iterable[Sequence[str]]  # groups of paths; all paths of a group lead to one array
+DEFAULT_STACKED = (("layers", "pipe"),)
+Tied = Iterable[Sequence[str]]
+"""Groups of paths; the paths of a group are names of one array."""
+
+ANY_PATH = "\x00/\x00"
+"""A path that no parameter has, so only a catch-all pattern matches it."""
+
+
+@functools.cache
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a rule's pattern into an expression for `fullmatch` on whole paths.
+
+    Example:
+        >>> bool(compile_pattern("wo/kernel").fullmatch("attention/wo/kernel"))
+        True
+        >>> bool(compile_pattern("attention/wo").fullmatch("cross_attention/wo"))
+        False
+    """
+    return re.compile(rf"(?:.*/)?(?:{pattern})")
+
+
+def is_catch_all(pattern: str) -> bool:
+    """Return whether a rule's pattern matches every path."""
+    return compile_pattern(pattern).fullmatch(ANY_PATH) is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """The value of a rule whose parameters are whole on every device, and why that is right."""
+    """Value of a rule for parameters that are replicated on every device, with the reason."""
 
     reason: str
 
@@ -44,10 +65,10 @@ class Replicate:
 
 
 def replicate(reason: str) -> Replicate:
-    """Says that a parameter is replicated on purpose.
+    """Return the value of a rule that replicates its parameters on purpose.
 
     Args:
-        reason: Why, in a few words; it is printed in the plan.
+        reason: A few words, printed in the plan.
 
     Raises:
         RuleError: The reason is empty.
@@ -65,14 +86,12 @@ def replicate(reason: str) -> Replicate:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """What the table says of one parameter.
+    """The rule that applies to one parameter.
 
     Attributes:
-        index: The rule's position in the table.
-        pattern: The rule's pattern.
-        requested: The rule's value, as it is written.
-        spec: The spec of the parameter as it is stored, with the entries of stacked dimensions in front.
-        reason: Why it is replicated, or empty.
+        requested: The rule's value.
+        spec: The spec of the parameter as stored, with the entries of stacked dimensions in front.
+        reason: The reason for replication, or empty.
     """
 
     index: int
@@ -81,21 +100,26 @@ class Match:
     spec: P
     reason: str
 
+    @property
+    def rule(self) -> str:
+        """The rule's name in problems."""
+        return rule_name(self.index, self.pattern)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """A partition rule table for one family of models.
 
     Args:
-        params: `(pattern, PartitionSpec or replicate(reason))` pairs. The first match wins. A spec is written for
-            one layer: dimensions that stacking adds are not in it.
+        params: `(pattern, PartitionSpec or replicate(reason))` pairs. The first match wins. A spec is for one layer,
+            without the dimensions that stacking adds.
         activations: `(name, PartitionSpec)` pairs for the names that the model marks with `annotate`.
-        stacked: Path component → the axis that its leading (layer) dimension is split over, or None. It applies to
-            `layers/attention/…` and not to unrolled layers, whose path goes on with a number (`layers/0/…`); their
-            number is left out before matching, so one table serves both.
+        stacked: Path component → the axis that splits its leading (layer) dimension, or None. It applies to
+            `layers/attention/…` and not to unrolled layers (`layers/0/…`). Layer numbers are removed before matching,
+            so one table serves both.
 
     Raises:
-        RuleError: A pattern is not a regular expression or matches everything, a value is not a spec.
+        RuleError: A pattern is not a regular expression or matches everything, or a value is not a spec.
 
     Example:
         >>> rules = Rules(params=[("wo/kernel", P("tensor", "fsdp"))])
@@ -107,7 +131,7 @@ class Rules:
 
     params: Sequence[tuple[str, P | Replicate]]
     activations: Sequence[tuple[str, P]] = ()
-    stacked: Any = _STACKED
+    stacked: Any = DEFAULT_STACKED
 
     def __post_init__(self) -> None:
         for field in ("params", "activations", "stacked"):
@@ -116,15 +140,14 @@ class Rules:
             object.__setattr__(self, field, tuple(tuple(pair) for pair in pairs))
         problems = []
         for index, (pattern, value) in enumerate(self.params):
-            where = f"rule {index} ({pattern!r})"
+            where = rule_name(index, pattern)
             try:
-                catch_all = is_catch_all(pattern)
+                if is_catch_all(pattern):
+                    what = "matches every path: there is no catch-all rule"
+                    problems.append(Problem(where, what, fix="name the parameters that it is for"))
             except re.error as error:
                 problems.append(Problem(where, f"is not a regular expression: {error}"))
                 continue
-            if catch_all:
-                what = "matches every path: there is no catch-all rule"
-                problems.append(Problem(where, what, fix="name what it is for"))
             if not isinstance(value, P | Replicate):
                 problems.append(Problem(where, f"has the value {value!r}", fix='a PartitionSpec, or replicate("why")'))
             elif isinstance(value, P) and any(entry is P.UNCONSTRAINED for entry in value):
@@ -140,84 +163,8 @@ class Rules:
         if problems:
             raise RuleError("This rule table cannot be made:", problems)
 
-    @classmethod
-    def from_search(
-        cls,
-        table: Iterable[tuple[str, Any]],
-        params: Any,
-        *,
-        axes: Mapping[str, Any] | None = None,
-        stacked: Any = _STACKED,
-        activations: Any = (),
-        one_layer: bool = False,
-        report: Callable[[str], object] = print,
-    ) -> "Rules":
-        """A strict table that says what a table written for `re.search` (EasyLM, scalax) says of these parameters.
-
-        Args:
-            table: `(pattern, PartitionSpec)` pairs. The first that `re.search` finds in the path wins; arrays of one
-                element are replicated whatever the table says.
-            params: A tree of arrays or `jax.ShapeDtypeStruct`s.
-            axes: The table's axis → the mesh's: `{"dp": "data", "mp": "tensor"}`; a tuple of axes, or None, as well.
-            stacked: As in a table. Specs are for arrays as stored: a stacked dimension's entry is None or that axis.
-            activations: As in a table.
-            one_layer: Specs are for one layer: a stacked dimension has no entry in them.
-            report: Is told what each rule wins, what is dead, shadowed, or swallowed by a catch-all, and the result.
-
-        Raises:
-            RuleError: Everything in the table that has no strict form, at once.
-        """
-        stack = cls((), (), stacked)
-        layer_paths = {path: stack.layer_path(path) for path in tree.flatten(params)}
-        strict, lines = read_search_table(table, params, layer_paths, axes or {}, one_layer)
-        report("\n".join((*lines, "", *as_python(strict, stack.stacked))))
-        return cls([(rule.pattern, _stated(rule.value)) for rule in strict], activations, stacked)
-
-    @classmethod
-    def from_annotations(
-        cls,
-        annotations: Mapping[str, Annotation],
-        *,
-        logical: Any = (),
-        stacked: Any = None,
-        activations: Any = (),
-        table: "Rules | None" = None,
-    ) -> "Rules":
-        """A table from the sharding metadata of a Flax model, one rule for each annotated parameter.
-
-        Args:
-            annotations: Parameter path → annotation, as `spmd.sharding.from_flax` reads them.
-            logical: `(logical name, mesh axis or tuple or None)` pairs. The first whose axes are free in the array
-                applies; names without one are mesh axes.
-            stacked: As in a table; by default as in `table`.
-            activations: As in a table; they follow those of `table`.
-            table: Speaks for parameters without annotations. Where both speak, they must agree.
-
-        Raises:
-            RuleError: Every name without a meaning and every disagreement, at once.
-        """
-        stack = cls((), (), stacked if stacked is not None else table.stacked if table else _STACKED)
-        layer_paths = {path: stack.layer_path(path) for path in annotations}
-        values, problems = resolve_annotations(annotations, logical, layer_paths)
-        own = {}
-        if table and table.stacked != stack.stacked:
-            problems.append(Problem("stacked", f"is {stack.stacked}, and in the table {table.stacked}", fix="keep one"))
-        for path, value in values.items():
-            name, leading = layer_paths[path]
-            spec = P(*leading, *(value if isinstance(value, P) else ()))
-            said = table.match(path) if table else None
-            if said is None:
-                own[f"^{re.escape(name)}"] = _stated(value)
-            elif _entries(said.spec) != _entries(spec):
-                what = f"its annotation {annotations[path].names} means {spec_text(spec)}, and {_says(said)}"
-                problems.append(Problem(path, what, fix="correct one of them"))
-        if problems:
-            raise RuleError("These annotations do not make a rule table:", problems)
-        base, added = table or cls(()), cls((), activations)
-        return cls((*base.params, *own.items()), (*base.activations, *added.activations), stack.stacked)
-
     def match(self, path: str) -> Match | None:
-        """The first rule that matches the parameter at `path`, or None."""
+        """Return the first rule that matches the parameter at `path`."""
         name, leading = self.layer_path(path)
         for index, (pattern, value) in enumerate(self.params):
             if compile_pattern(pattern).fullmatch(name):
@@ -226,33 +173,31 @@ class Rules:
         return None
 
     def layer_path(self, path: str) -> tuple[str, tuple[str | None, ...]]:
-        """The path without layer numbers, and the axes of the dimensions that stacking put in front.
+        """Return the path without layer numbers, and the axes of the leading dimensions that stacking added.
 
         Example:
             >>> Rules(params=[]).layer_path("layers/3/norm/scale"), Rules(params=[]).layer_path("layers/norm/scale")
             (('layers/norm/scale', ()), ('layers/norm/scale', ('pipe',)))
         """
-        stacked = dict(self.stacked)
-        parts, leading, kept = path.split("/"), [], []
-        for i, part in enumerate(parts):
-            if i and parts[i - 1] in stacked and part.isdigit():
-                continue
-            kept.append(part)
-            if part in stacked and i + 1 < len(parts) and not parts[i + 1].isdigit():
-                leading.append(stacked[part])
-        return "/".join(kept), tuple(leading)
+        axes = dict(self.stacked)
+        leading = (axes[stack.rsplit("/", 1)[-1]] for stack in stacks_of(path, axes))
+        return strip_layer_numbers(path, axes), tuple(leading)
+
+    def differing_layers(self, values: Mapping[str, P | Replicate]) -> Iterator[tuple[str, str]]:
+        """Yield each layer of a stack whose value differs from that of the first layer, and the path of the first."""
+        first: dict[str, str] = {}
+        for path, value in values.items():
+            other = first.setdefault(self.layer_path(path)[0], path)
+            if value != values[other] and any(isinstance(v, P) for v in (value, values[other])):
+                yield path, other
 
     def audit(self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()) -> list[Problem]:
-        """Everything that is wrong between this table, the parameters and the mesh.
+        """Return every mismatch between this table, the parameters and the mesh.
 
-        Args:
-            shapes: Parameter path → shape as stored (with stacked dimensions).
-            axes: Mesh axis → size.
-            tied: Groups of paths that lead to one array each; one of each is in `shapes`, and a rule may be for any.
+        These are unmatched parameters, rules that match nothing or are shadowed, rank mismatches, unknown axes, axes
+        used twice, dimensions that do not divide, and tied arrays with two specs.
 
-        Returns:
-            Every problem: unmatched parameters, rules that match nothing or are shadowed, rank mismatches, unknown
-            axes, axes used twice, dimensions that do not divide, tied arrays with two specs. Empty when there is none.
+        Shapes are as stored, with stacked dimensions. One path of each tied group is in `shapes`; a rule may match any.
         """
         tied = tuple(tied)
         problems = [*self._audit_axes(axes), *self.audit_tied(tied)]
@@ -264,12 +209,11 @@ class Rules:
                 problems.append(self._unmatched(path))
                 continue
             winners.add(match.index)
-            if _rule(match.index, match.pattern) in unusable or not axes.keys() >= set(self.layer_path(path)[1]) - {
-                None
-            }:
+            used = {axis for entry in match.spec for axis in entry_axes(entry)}
+            if match.rule in unusable or not used <= axes.keys():
                 continue
             by = f"rule {match.pattern!r}"
-            if twice := _twice(match.spec):
+            if twice := repeated_axes(match.spec):
                 what = f"{by} and stacking give {spec_text(match.spec)}, which uses the axis {twice[0]!r} twice"
                 problems.append(Problem(path, what, fix="split the stack or the layer over it"))
             else:
@@ -277,7 +221,7 @@ class Rules:
         return problems + [self._useless(i, (*shapes, *aliases)) for i in range(len(self.params)) if i not in winners]
 
     def audit_tied(self, tied: Tied) -> list[Problem]:
-        """Arrays that have several paths, to which this table gives several specs.
+        """Return a problem for each array whose paths get different specs.
 
         Example:
             >>> rules = Rules([("embed/w", P("fsdp")), ("head/w", P("tensor"))])
@@ -289,16 +233,16 @@ class Rules:
         problems = []
         for paths in tied:
             matches = {path: match for path in paths if (match := self.match(path))}
-            count = len({_entries(match.spec) for match in matches.values()})
+            count = len({placement(match.spec) for match in matches.values()})
             if count > 1:
-                said = (f"{path}: {_says(match)}" for path, match in matches.items())
+                said = (f"{path}: {match.rule} says {spec_text(match.spec)}" for path, match in matches.items())
                 what = f"is one array and gets {count} specs"
                 problems.append(Problem(" = ".join(paths), what, "; ".join(said), "give its paths one spec"))
         return problems
 
     def _audit_axes(self, axes: Mapping[str, int]) -> list[Problem]:
         problems = []
-        tables = [(_rule(i, pattern), v) for i, (pattern, v) in enumerate(self.params) if isinstance(v, P)]
+        tables = [(rule_name(i, pattern), v) for i, (pattern, v) in enumerate(self.params) if isinstance(v, P)]
         tables += [(f"activation {name!r}", spec) for name, spec in self.activations]
         tables += [(f"stacked[{name!r}]", P(axis)) for name, axis in self.stacked]
         for where, spec in tables:
@@ -306,7 +250,7 @@ class Rules:
                 if axis not in axes:
                     what = f"{spec_text(spec)} names the unknown axis {axis!r}"
                     problems.append(Problem(where, what, fix=did_you_mean(axis, axes)))
-                elif axis in _twice(spec):
+                elif axis in repeated_axes(spec):
                     what = f"{spec_text(spec)} uses the axis {axis!r} twice"
                     problems.append(Problem(where, what, fix="keep one of them"))
         return problems
@@ -323,25 +267,19 @@ class Rules:
         pattern = self.params[index][0]
         own = [path for path in paths if compile_pattern(pattern).fullmatch(self.layer_path(path)[0])]
         if own:
-            first = [match for path in own if (match := self.match(path))]
-            shadowers = " and ".join(dict.fromkeys(_rule(m.index, m.pattern) for m in first))
+            shadowers = " and ".join(dict.fromkeys(match.rule for path in own if (match := self.match(path))))
             what = f"is shadowed by {shadowers}, which takes all it matches"
-            return Problem(_rule(index, pattern), what, f"e.g. {own[0]}", "put the narrower rule first")
+            return Problem(rule_name(index, pattern), what, f"e.g. {own[0]}", "put the narrower rule first")
         names = [self.layer_path(path)[0] for path in paths]
         near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
         fix = f"the nearest parameter is {near[0]}; " if near else ""
-        return Problem(_rule(index, pattern), "matches no parameter", fix=f"{fix}correct it or delete it")
+        return Problem(rule_name(index, pattern), "matches no parameter", fix=f"{fix}correct it or delete it")
 
 
 def audit_spec(path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, int], by: str) -> list[Problem]:
-    """Whether `spec` can split an array of `shape`: its rank, then whether each dimension divides.
+    """Return the problems of splitting an array: a spec that is too long, dimensions that do not divide.
 
-    Args:
-        path: What the array is called in a problem.
-        shape: The array's global shape.
-        spec: A spec that names only axes of `axes`.
-        axes: Mesh axis → size.
-        by: Who asked for the spec, for the message.
+    `spec` must only name axes of `axes`; `by` is its origin, for the message.
 
     Example:
         >>> print(*audit_spec("mlp/kernel", (7, 4), P("fsdp"), {"fsdp": 2}, "rule 'kernel'"))
@@ -365,7 +303,7 @@ def audit_spec(path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, in
 
 
 def spec_text(spec: P) -> str:
-    """A spec as one short word: `P(fsdp, tensor)`, with `.` for a whole dimension and `a+b` for two axes.
+    """Return a spec as short text: `P(fsdp, tensor)`, with `.` for a whole dimension and `a+b` for two axes.
 
     Example:
         >>> spec_text(P(None, ("data", "fsdp"), "tensor"))
@@ -375,26 +313,20 @@ def spec_text(spec: P) -> str:
     return f"P({', '.join(words)})"
 
 
-def _twice(spec: P) -> list[str]:
+def repeated_axes(spec: Iterable[Any]) -> list[str]:
+    """Return the mesh axes that a spec names more than once."""
     used = [axis for entry in spec for axis in entry_axes(entry)]
     return [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]
 
 
-def _entries(spec: P) -> tuple[tuple[str, ...], ...]:
-    """What two specs for the same placement have in common."""
+def placement(spec: P) -> tuple[tuple[str, ...], ...]:
+    """Return the axes of each dimension in a form that is equal for equivalent specs."""
     entries = [entry_axes(entry) for entry in spec]
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries)
 
 
-def _stated(value: P | str) -> P | Replicate:
-    return value if isinstance(value, P) else replicate(value)
-
-
-def _says(match: Match) -> str:
-    return f"{_rule(match.index, match.pattern)} says {spec_text(match.spec)}"
-
-
-def _rule(index: int, pattern: str) -> str:
+def rule_name(index: int, pattern: str) -> str:
+    """Return a rule's name in problems."""
     return f"rule {index} ({pattern!r})"

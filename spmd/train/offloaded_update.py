@@ -25,7 +25,7 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 def make_update(plan: ShardingPlan) -> Update:
     """How gradients change the parameters and the optimizer's state under `plan`."""
-    whole, rule = phases(plan.optimizer)
+    global_phase, param_phase = phases(plan.optimizer)
     if not plan.update_chunks:
 
         def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -33,15 +33,15 @@ def make_update(plan: ShardingPlan) -> Update:
             return optax.apply_updates(params, updates), state
 
         return update
-    pieces = [_piecewise(plan, rule, cut) for cut in plan.update_chunks]
+    updates = [_chunked(plan, param_phase, chunk) for chunk in plan.update_chunks]
 
     def streamed(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        gradients, scalars = whole(gradients)
+        gradients, scalars = global_phase(gradients)
         before = tree.flatten(state)
         moved: dict[str, Any] = {}
         after: dict[str, Any] = {}
-        for piece in pieces:
-            part, changed = piece(gradients, before, params, scalars)
+        for update_chunk in updates:
+            part, changed = update_chunk(gradients, before, params, scalars)
             moved = tree.merge(moved, part)
             after |= changed
         return moved, tree.map_with_path(lambda path, _: after[path], state)
@@ -49,13 +49,15 @@ def make_update(plan: ShardingPlan) -> Update:
     return streamed
 
 
-def _piecewise(plan: ShardingPlan, rule: optax.GradientTransformationExtraArgs, cut: UpdateChunk) -> Callable[..., Any]:
-    """The update of the parameters of one cut."""
+def _chunked(
+    plan: ShardingPlan, param_phase: optax.GradientTransformationExtraArgs, chunk: UpdateChunk
+) -> Callable[..., Any]:
+    """Return the update of the parameters of an `UpdateChunk`."""
     mesh = plan.mesh
-    like = jax.eval_shape(rule.init, cut.piece(plan.abstract_params))
+    like = jax.eval_shape(param_phase.init, chunk.abstract_params(plan.abstract_params))
     leaves = {leaf.path: leaf for leaf in plan.optimizer_state}
     weights = {leaf.path: leaf for leaf in plan.params}
-    cut_paths = [path for path, leaf in tree.flatten(like).items() if leaf.shape != leaves[path].shape]
+    chunked = [path for path, leaf in tree.flatten(like).items() if leaf.shape != leaves[path].shape]
 
     def place(leaf: PlanEntry, x: jax.Array, memory_kind: str = "device") -> jax.Array:
         if leaf.memory_kind == "device":
@@ -65,7 +67,9 @@ def _piecewise(plan: ShardingPlan, rule: optax.GradientTransformationExtraArgs, 
     def one(gradients: Any, state: Mapping[str, Any], params: Any, scalars: Any) -> tuple[Any, dict[str, Any]]:
         part = {path: place(leaves[path], x) for path, x in state.items()}
         params = tree.map_with_path(lambda path, x: place(weights[path], x), params)
-        updates, after = rule.update(gradients, tree.map_with_path(lambda path, _: part[path], like), params, **scalars)
+        updates, after = param_phase.update(
+            gradients, tree.map_with_path(lambda path, _: part[path], like), params, **scalars
+        )
         moved = optax.apply_updates(params, updates)
         moved = tree.map_with_path(lambda path, x: place(weights[path], x, weights[path].memory_kind), moved)
         return moved, {
@@ -73,45 +77,45 @@ def _piecewise(plan: ShardingPlan, rule: optax.GradientTransformationExtraArgs, 
         }
 
     def run(gradients: Any, state: Mapping[str, Any], params: Any, scalars: Any) -> tuple[Any, dict[str, Any]]:
-        gradients, params = (tree.select(x, lambda path: path in cut.paths) for x in (gradients, params))
+        gradients, params = (tree.select(x, lambda path: path in chunk.paths) for x in (gradients, params))
         known = {path: state[path] for path in tree.flatten(like)}
-        if cut.pieces == 1:
+        if chunk.chunks == 1:
             return one(gradients, known, params, scalars)
-        shared = {path: x for path, x in known.items() if path not in cut_paths}
+        shared = {path: x for path, x in known.items() if path not in chunked}
 
         def body(index: jax.Array, carry: Any) -> Any:
             params, streams, _ = carry
-            take = functools.partial(_take, cut, index=index)
+            take = functools.partial(_take, chunk, index=index)
             held = {path: take(x) for path, x in streams.items()}
             moved, after = one(jax.tree.map(take, gradients), held | shared, jax.tree.map(take, params), scalars)
-            params = jax.tree.map(lambda x, new: _put(cut, x, new, index), params, moved)
-            streams = {path: _put(cut, x, after[path], index) for path, x in streams.items()}
+            params = jax.tree.map(lambda x, new: _put(chunk, x, new, index), params, moved)
+            streams = {path: _put(chunk, x, after[path], index) for path, x in streams.items()}
             return params, streams, {path: after[path] for path in shared}
 
-        streams = {path: known[path] for path in cut_paths}
-        params, streams, after = jax.lax.fori_loop(0, cut.pieces, body, (params, streams, shared))
+        streams = {path: known[path] for path in chunked}
+        params, streams, after = jax.lax.fori_loop(0, chunk.chunks, body, (params, streams, shared))
         return params, streams | after
 
     return run
 
 
-def _take(cut: UpdateChunk, x: jax.Array, index: jax.Array) -> jax.Array:
-    """One piece of an array."""
-    local, axis, size = _local(cut, x)
-    return jax.lax.dynamic_slice_in_dim(local, index * size, size, axis).reshape(cut.shape(x.shape))
+def _take(chunk: UpdateChunk, x: jax.Array, index: jax.Array) -> jax.Array:
+    """Return one chunk of an array."""
+    local, axis, size = _local(chunk, x)
+    return jax.lax.dynamic_slice_in_dim(local, index * size, size, axis).reshape(chunk.shape(x.shape))
 
 
-def _put(cut: UpdateChunk, x: jax.Array, piece: jax.Array, index: jax.Array) -> jax.Array:
-    """The array with one piece replaced."""
-    local, axis, size = _local(cut, x)
-    piece = piece.reshape(*local.shape[:axis], size, *local.shape[axis + 1 :])
-    return jax.lax.dynamic_update_slice_in_dim(local, piece, index * size, axis).reshape(x.shape)
+def _put(chunk: UpdateChunk, x: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+    """Return the array with one chunk replaced."""
+    local, axis, size = _local(chunk, x)
+    part = part.reshape(*local.shape[:axis], size, *local.shape[axis + 1 :])
+    return jax.lax.dynamic_update_slice_in_dim(local, part, index * size, axis).reshape(x.shape)
 
 
-def _local(cut: UpdateChunk, x: jax.Array) -> tuple[jax.Array, int, int]:
-    """The array with its shards along the cut in a dimension of their own, the dimension to cut, and a piece's size."""
-    size = x.shape[cut.dim] // cut.shards
-    if cut.shards == 1:
-        return x, cut.dim, size // cut.pieces
-    shape = (*x.shape[: cut.dim], cut.shards, size, *x.shape[cut.dim + 1 :])
-    return x.reshape(shape), cut.dim + 1, size // cut.pieces
+def _local(chunk: UpdateChunk, x: jax.Array) -> tuple[jax.Array, int, int]:
+    """Return the array with its shards in a dimension of their own, the dimension to split, and a chunk's size."""
+    size = x.shape[chunk.dim] // chunk.shards
+    if chunk.shards == 1:
+        return x, chunk.dim, size // chunk.chunks
+    shape = (*x.shape[: chunk.dim], chunk.shards, size, *x.shape[chunk.dim + 1 :])
+    return x.reshape(shape), chunk.dim + 1, size // chunk.chunks

@@ -38,7 +38,7 @@ STATE = """
     adamw = spmd.make_optimizer(spmd.OptimizerConfig(schedule="constant"), steps=10)
     clip = optax.clip_by_global_norm(1.0)
     adafactor = per_layer(optax.adafactor(1e-2, momentum=0.9))
-    adafactor = staged(lambda gradients: (clip.update(gradients, clip.init(gradients))[0], {}), adafactor)
+    adafactor = two_phase(lambda gradients: (clip.update(gradients, clip.init(gradients))[0], {}), adafactor)
     held = {}
     for name, optimizer in {"adamw": adamw, "adafactor": adafactor}.items():
         for offload in ("", "optimizer_state"):

@@ -11,6 +11,7 @@ from flax import nnx
 
 from spmd.errors import CacheError
 from spmd.gradients.losses import next_token_loss
+from spmd.jaxpr import equations
 from spmd.layers.attention import attend
 from spmd.layers.kv_cache import KVCache, decode, prefill
 from spmd.layers.zigzag import positions
@@ -20,7 +21,6 @@ from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.train.state import init_state
 from tests import tiny
-from tests.jaxprs import equations
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 
 LLAMA = dataclasses.replace(llama.PRESETS["test"], layers=3)

@@ -17,6 +17,7 @@ from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import ConfigError, RuleError
 from spmd.plan.plan import make_plan
+from spmd.sharding.from_flax import rules_from_annotations
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import assert_parity, compare, record_run, token_batches
 from spmd.train.state import abstract_state, init_state
@@ -333,7 +334,7 @@ def test_a_model_is_sharded_by_its_own_annotations():
     """Its metadata become the table; it trains under it as on one device."""
     annotated = spmd.from_nnx(Annotated)
     logical = [("vocab", "tensor"), ("embed", "fsdp")]
-    rules = Rules.from_annotations(annotated.info().annotations, logical=logical)
+    rules = rules_from_annotations(annotated.info().annotations, logical=logical)
     sharded, alone = (
         make_plan(tiny.mesh(**sizes), rules, annotated, OPTIMIZER) for sizes in ({"fsdp": 4, "tensor": 2}, {})
     )

@@ -15,6 +15,7 @@ from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
+from spmd.jaxpr import equations
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.plan import flax
 from spmd.plan.host_params import HostParam
@@ -24,7 +25,6 @@ from spmd.testing import compare, record_run, token_batches
 from spmd.train.state import init_state
 from spmd.train.step import make_eval_step, make_train_step
 from tests import tiny
-from tests.jaxprs import equations
 from tests.rounding import assert_close, noise_of
 
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2, schedule="constant", clip_norm=0.1), steps=3)

@@ -17,6 +17,7 @@ from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import cross_entropy, next_token_loss
+from spmd.jaxpr import equations
 from spmd.layers.router import RouterConfig
 from spmd.model_api.model import Model, Outputs
 from spmd.models.mixtral import DEEPSEEK_V3, GSHARD, PRESETS, SWITCH, MixtralConfig
@@ -26,7 +27,6 @@ from spmd.plan.plan import make_plan
 from spmd.run.config import load_config
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
-from tests.jaxprs import equations
 from tests.rounding import assert_close, noise_of
 
 CONFIG = PRESETS["test"]

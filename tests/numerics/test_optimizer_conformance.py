@@ -23,7 +23,8 @@ from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.layerwise import assert_layerwise, check_layerwise
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.optim.per_layer import per_layer
-from spmd.plan.plan import Leaf, ShardingPlan, make_plan
+from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.plan.records import PlanEntry
 from spmd.sharding.mesh import make_mesh
 from spmd.sharding.rules import Rules, replicate
 from spmd.tree import flatten, map_with_path
@@ -201,7 +202,7 @@ def on_the_mesh(name: str, zero: int) -> Run:
     return Run(plan, before, after)
 
 
-def wrong_shards(leaves: tuple[Leaf, ...], arrays: Any) -> list[str]:
+def wrong_shards(leaves: tuple[PlanEntry, ...], arrays: Any) -> list[str]:
     """The arrays that do not lie as planned, in their sharding or in the bytes that the first device holds."""
     wrong = []
     for leaf, (path, array) in zip(leaves, flatten(arrays).items(), strict=True):

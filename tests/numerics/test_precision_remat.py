@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from spmd.gradients.base import value_and_grad
+from spmd.jaxpr import equations
 from spmd.plan.context import use_plan
 from spmd.testing import token_batches
 from spmd.train.state import init_state
 from tests import tiny
-from tests.jaxprs import equations
 
 pytestmark = pytest.mark.compat
 

@@ -11,6 +11,7 @@ import pytest
 import spmd
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.gradients.base import value_and_grad
+from spmd.jaxpr import equations
 from spmd.model_api.remat import Remat, make_remat
 from spmd.plan.annotate import annotate, remat_attention, remat_layer
 from spmd.plan.context import use_plan
@@ -19,7 +20,6 @@ from spmd.testing import token_batches
 from spmd.train.state import init_state
 from spmd.train.step import make_train_step
 from tests import tiny
-from tests.jaxprs import equations
 from tests.rounding import assert_close, noise_of
 
 BATCH = token_batches((4, 10), tiny.CONFIG.vocab, steps=1)[0]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
-from spmd.optim.per_layer import per_layer, stack_ends
+from spmd.optim.per_layer import per_layer
+from spmd.sharding.layer_paths import stacks_of
 from spmd.sharding.mesh import shards_of
 from spmd.sharding.optimizer_state import MAX_CONSTANT_BYTES, DerivedSpec, optimizer_specs
 from spmd.tree import flatten
@@ -28,7 +29,7 @@ def derive(
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
-    leading = {path: len(stack_ends(path, stacked)) for path in flatten(params)}
+    leading = {path: len(stacks_of(path, stacked)) for path in flatten(params)}
     specs = specs or {
         path: P(*("pipe",) * leading[path], *AXES[: len(leaf.shape) - leading[path]])
         for path, leaf in flatten(params).items()

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import RuleError
-from spmd.sharding.from_flax import Annotation
+from spmd.sharding.from_flax import Annotation, rules_from_annotations
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, entry_axes, shards_of
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 from spmd.sharding.rules import Rules, replicate
@@ -294,8 +294,8 @@ def test_annotations_are_contradicted_exactly_where_two_specs_meet(data):
     annotations = {path: Annotation(specs[path], shape) for path, shape in shapes.items()}
     annotated = {path: annotation for path, annotation in annotations.items() if data.draw(st.booleans())}
     if annotated:
-        assert Rules.from_annotations(annotated, table=rules) == rules
-        alone = Rules.from_annotations(annotated)
+        assert rules_from_annotations(annotated, table=rules) == rules
+        alone = rules_from_annotations(annotated)
         assert alone.audit({path: shapes[path] for path in annotated}, mesh.shape) == []
         assert all(whole(alone.match(path).spec, shapes[path]) == specs[path] for path in annotated)
 
@@ -304,8 +304,8 @@ def test_annotations_are_contradicted_exactly_where_two_specs_meet(data):
         leading = rules.layer_path(path)[1]
         annotated[path] = Annotation((*leading, *other_spec(data, specs[path][len(leading) :])), shapes[path])
     with pytest.raises(RuleError) as caught:
-        Rules.from_annotations(annotated, table=rules)
-    told_apart = {p.where for p in caught.value.problems if "otherwise than" in p.what}
+        rules_from_annotations(annotated, table=rules)
+    told_apart = {p.where for p in caught.value.problems if "another annotation than" in p.what}
     contradicted = {p.where for p in caught.value.problems if "and rule" in p.what}
     assert contradicted == set(wrong)
     assert contradicted | told_apart == {p.where for p in caught.value.problems}

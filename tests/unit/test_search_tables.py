@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import RuleError
+from spmd.sharding.from_search import rules_from_search
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.rules import Replicate, Rules
 
@@ -73,7 +74,7 @@ def differences(rules, table, params, axes=()):
 
 def convert(table, params, **kwargs):
     lines = []
-    rules = Rules.from_search(table, params, report=lines.append, **kwargs)
+    rules = rules_from_search(table, params, report=lines.append, **kwargs)
     return rules, "\n".join(lines)
 
 
@@ -105,15 +106,15 @@ def test_a_tree_does_as_well_as_a_table_of_paths():
     assert [pattern for pattern, _ in rules.params] == ["kernel", "b"]
 
 
-def test_what_a_catch_all_swallowed_is_named_largest_first():
+def test_what_a_catch_all_caught_is_named_largest_first():
     """A misspelt rule is dead, and its parameters are found below the catch-all with their bytes."""
     table = [("lm_haed/kernel", P("fsdp")) if p == "lm_head/kernel" else (p, s) for p, s in EASYLM]
     params = llama() | abstract(transformer__h__0__attention__wq__lora=(16, 4))
     rules, report = convert(table, params, axes={"mp": "tensor"})
     assert rules.match("lm_head/kernel").reason == "left to the catch-all '.*'"
-    swallowed = re.findall(r"(\d+) +([\d.]+ \w+)  swallowed: (.*)", report)
-    assert swallowed == [("1", "4 KiB", "lm_head/kernel"), ("1", "256 B", "wq/lora")]
-    assert re.search(r"9 +0 +0 B  'lm_haed/kernel'.*\n +dead: it finds no parameter", report)
+    caught = re.findall(r"(\d+) +([\d.]+ \w+)  catch-all: (.*)", report)
+    assert caught == [("1", "4 KiB", "lm_head/kernel"), ("1", "256 B", "wq/lora")]
+    assert re.search(r"9 +0 +0 B  'lm_haed/kernel'.*\n +dead: it matches no parameter", report)
     assert differences(rules, table, params, {"mp": "tensor"}) == []
     assert audit(rules, params) == []
 
@@ -126,9 +127,9 @@ def test_the_report_counts_leaves_and_bytes_and_says_who_shadows():
     assert "4 rules for re.search over 4 parameters, 260 B" in report
     rows = re.findall(r"^ +(\d) +(\d) +(\S+ \S+)  '", report, re.M)
     assert rows == [("0", "2", "192 B"), ("1", "0", "0 B"), ("2", "1", "64 B"), ("3", "0", "0 B")]
-    assert "dead: all leaves that it finds are shadowed by rule 0" in report, "'wo' is found in 'two'"
-    assert "2 of the 3 leaves that it finds are shadowed by rule 0" in report
-    assert "dead: it finds no parameter of more than one element" in report
+    assert "dead: all leaves that it matches are shadowed by rule 0" in report, "'wo' is found in 'two'"
+    assert "2 of the 3 leaves that it matches are shadowed by rule 0" in report
+    assert "dead: it matches no parameter of more than one element" in report
     assert "1         4 B  one element" in report
     assert rules.match("mlp/two/kernel").spec == P("fsdp"), "an accident of re.search is kept, and shown"
     assert [pattern for pattern, _ in rules.params] == ["head/bias", "wo/kernel", "two/kernel", "kernel"]
@@ -201,7 +202,7 @@ def test_everything_without_a_strict_form_is_listed_at_once():
     found = problems(table, params)
     assert [problem.split(":")[0] for problem in found] == ["axis 'mp'", "c", "d", "layers/1/w", "rule 1 ('^b')"]
     assert "3 entries for 2 dimensions" in found[1]
-    assert "take their name out of stacked=" in found[3]
+    assert "remove their name from stacked=" in found[3]
 
 
 def test_what_is_no_table_is_listed_at_once():
