@@ -48,7 +48,7 @@ _EXCHANGES = {"collective-permute", "collective-permute-done", "collective-permu
 _MIXES = {"convolution", "custom-call", "dot", "gather", "reduce", "reduce-window", "scatter", "sort"}
 _FAR = 4000
 # Where constraints are made; who asked for them is one frame up.
-_MARKS = tuple(f"{os.sep}spmd{os.sep}{room}.py" for room in ("scope", "weights", "annotate"))
+_MARKS = tuple(os.sep + os.path.join("spmd", "plan", f"{name}.py") for name in ("context", "fsdp", "annotate"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -141,7 +141,15 @@ def test_each_field_has_its_range(fields, places):
 
 def test_the_smallest_values_are_accepted():
     """The ranges above begin where they say."""
-    least = {"steps": 1, "accumulate": 1, "log_every": 1, "checkpoint_every": 0, "max_to_keep": 1, "keep_best": 0, "seed": 0}
+    least = {
+        "steps": 1,
+        "accumulate": 1,
+        "log_every": 1,
+        "checkpoint_every": 0,
+        "max_to_keep": 1,
+        "keep_best": 0,
+        "seed": 0,
+    }
     assert dataclasses.replace(CONFIG, **least, devices=0).steps == 1
 
 
