@@ -150,9 +150,9 @@ class _Lifetimes:
             self.last.update((id(root), now) for root in roots)
             if id(value) in free and roots and _is_reshaped(value, roots):
                 self.free |= set(map(id, roots))  # a view of a result, whose buffer is outside
-        for key, (value, operation, when) in self.written.items():
+        for key, (value, writer, when) in self.written.items():
             if key not in self.free:
-                buffer = _buffer(value, operation, axes, saved=key in self.saved)
+                buffer = _buffer(value, writer, axes, saved=key in self.saved)
                 self.buffers.append(dataclasses.replace(buffer, start=when, end=self.last.get(key, when)))
         self.buffers += self._converted()
 

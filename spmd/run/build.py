@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives, compiler_log
+from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
+from spmd.analysis.compiler_log import compiler_log
 from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
