@@ -94,8 +94,8 @@ class Chip:
     gpu: Gpu | None = None
 
 
-# The compiler reserves 0.25 to 1.25 GiB of each TPU's memory; this is what its error messages leave.
 _MEGACORE = (("chip_config_name", "megacore"),)
+# The compiler reserves 0.25 to 1.25 GiB of each TPU's memory; this is what its error messages leave.
 _TPUS = (
     Chip("v4", "tpu", "TPU v4", int(30.75 * GIB), dims=3, max_chips=4096, options=_MEGACORE),
     Chip("v5e", "tpu", "TPU v5 lite", int(15.75 * GIB), dims=2, max_chips=256),
