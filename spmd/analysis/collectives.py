@@ -29,6 +29,7 @@ import numpy as np
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, on_mesh, per_device, read_groups, spans
 from spmd.analysis.trip_count import trip_count
+from spmd.plan import annotate, context, fsdp
 
 KINDS = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
@@ -44,7 +45,7 @@ _PERMUTES = {"collective-permute", "collective-permute-done", "collective-permut
 _MIXES = {"convolution", "custom-call", "dot", "gather", "reduce", "reduce-window", "scatter", "sort"}
 _MAX_VALUES = 4000
 # These modules apply constraints for their caller, which is one frame up.
-_WRAPPERS = tuple(f"{os.sep}spmd{os.sep}plan{os.sep}{module}.py" for module in ("context", "fsdp", "annotate"))
+_WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp))
 
 _Key = tuple[str, ...]
 
