@@ -36,35 +36,22 @@ class Gpu:
 
     def target_config(self, name: str) -> str:
         """Return XLA's `GpuTargetConfig` of a GPU of this name, as a text protocol buffer."""
+        major, minor = self.capability
         # All capabilities from 8.0 to 10.0 have the same limits of threads, registers and blocks.
-        device = {
-            "threads_per_block_limit": 1024,
-            "threads_per_warp": 32,
-            "threads_per_core_limit": 2048,
-            "registers_per_core_limit": 65536,
-            "registers_per_block_limit": 65536,
-            "shared_memory_per_block": 48 * 1024,
-            "shared_memory_per_core": self.shared_memory * 1024,
-            "shared_memory_per_block_optin": (self.shared_memory - 1) * 1024,
-            "block_dim_limit_x": 2**31 - 1,
-            "block_dim_limit_y": 65535,
-            "block_dim_limit_z": 65535,
-            "thread_dim_limit_x": 1024,
-            "thread_dim_limit_y": 1024,
-            "thread_dim_limit_z": 64,
-            "core_count": self.cores,
-            "fpus_per_core": self.lanes,
-            "clock_rate_ghz": self.clock_ghz,
-            "memory_bandwidth": self.bandwidth,
-            "l2_cache_size": self.l2_cache,
-            "device_memory_size": self.memory,
-        }
-        figures = " ".join(f"{field}: {value}" for field, value in device.items())
-        capability = "cuda_compute_capability {{ major: {} minor: {} }}".format(*self.capability)
-        return (
-            f"gpu_device_info {{ {figures} {capability} }} "
-            f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"'
-        )
+        return f"""
+            gpu_device_info {{
+                threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+                registers_per_core_limit: 65536 registers_per_block_limit: 65536
+                shared_memory_per_block: {48 * 1024} shared_memory_per_core: {self.shared_memory * 1024}
+                shared_memory_per_block_optin: {(self.shared_memory - 1) * 1024}
+                block_dim_limit_x: {2**31 - 1} block_dim_limit_y: 65535 block_dim_limit_z: 65535
+                thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+                core_count: {self.cores} fpus_per_core: {self.lanes} clock_rate_ghz: {self.clock_ghz}
+                memory_bandwidth: {self.bandwidth} l2_cache_size: {self.l2_cache} device_memory_size: {self.memory}
+                cuda_compute_capability {{ major: {major} minor: {minor} }}
+            }}
+            platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +67,7 @@ class Chip:
         dims: Dimensions of a slice's network; 0 if there is none.
         max_chips: Most chips in one slice; 0 if unlimited.
         options: Options for the compiler.
-        gpu: Only of a GPU.
+        gpu: Figures of a GPU.
     """
 
     kind: str

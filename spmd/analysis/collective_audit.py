@@ -56,12 +56,10 @@ class CompilableStep(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveAudit:
-    """Collectives of one compiled program, and warnings; `print` shows tables.
+    """Collectives of one compiled program, in execution order, and warnings; `print` shows tables.
 
     Attributes:
         mesh: Axis → size, of the axes larger than 1.
-        backend: Platform that it was compiled for.
-        records: In execution order.
         slices: Axis → number of slices, of the axes that cross the slow network.
     """
 
@@ -72,12 +70,9 @@ class CollectiveAudit:
     slices: Mapping[str, int]
 
     def bytes(self, kind: str | None = None, axes: str | None = None, *, crossing: bool = False) -> int:
-        """Return the bytes of one step on one device.
+        """Return the bytes of one step on one device, of all collectives or only of some.
 
-        Args:
-            kind: Only of this kind, such as `"all-gather"`.
-            axes: Only over exactly these axes, such as `"fsdp"` or `"data+fsdp"`.
-            crossing: Only of collectives between slices.
+        Those of a kind (`"all-gather"`), over exactly some axes (`"data+fsdp"`), or between slices (`crossing`).
         """
         over = axes and _in_order(axes, self.mesh)
         chosen = (r for r in self.records if r.crosses or not crossing)
@@ -143,7 +138,7 @@ def audit_collectives(
     Args:
         program: The compiled function, or its text.
         mesh: The mesh it was compiled for: partition *i* is the *i*-th device of `mesh.devices.flat`.
-        backend: `"cpu"`, `"tpu"`, …; by default that of the mesh's devices.
+        backend: By default that of the mesh's devices.
         log: Output of the compiler, from `compiler_log`.
         slices: Axis → number of slices that it spans.
 

@@ -55,10 +55,8 @@ class Collective:
     """One array that a collective instruction moves; an instruction that combines several arrays has several records.
 
     Attributes:
-        kind: One of `KINDS`.
         axes: Mesh axes, in the mesh's order; None if the groups are no product of axes.
         payload: Bytes of one execution on one device, by the convention of its kind.
-        executions: Executions in one step.
         is_counted: False in a loop of unknown length, which is counted once.
         is_conditional: Whether it is in a branch that may not be taken.
         written_as: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
@@ -66,9 +64,7 @@ class Collective:
         operand: Element type and dimensions of the operand on one device.
         array: The argument of the step that is moved, or whose gradient or new value is made, if known:
             `params/layers/mlp/up_proj/kernel`.
-        op_name: The name of the operation in JAX.
         source: `file:line`, the innermost line outside of this package.
-        groups: Replica groups as written.
         crosses: Whether a group has devices in several slices, so that the slow network is used.
     """
 
@@ -104,11 +100,8 @@ def find_collectives(
 ) -> tuple[Collective, ...]:
     """Return the collectives that move data, in execution order.
 
-    Args:
-        program: The parsed program.
-        axes: Axis → size of the mesh that it was compiled for, outermost first.
-        cpu: Whether XLA:CPU compiled it.
-        slices: Device → number of its slice.
+    The mesh has these `axes` (axis → size, outermost first); `cpu` tells whether XLA:CPU compiled the program; `slices`
+    has the number of each device's slice.
     """
     search = _Search(program, axes, cpu, slices)
     search.visit(program.entry, 1, True, False)
@@ -197,15 +190,11 @@ class _Search:
 
     def _other_terms(self, value: HloValue) -> list[HloValue]:
         """Return the other term of each addition that uses a value; empty if it has other uses."""
-        others, todo = [], [value]
-        while todo:
-            for computation, user, position in self.program.uses(todo.pop()):
-                if user is not None and user.is_move:
-                    todo.append(HloValue(computation, user.name))
-                elif user is not None and user.opcode == "add":
-                    others.append(HloValue(computation, user.operands[1 - position]))
-                else:
-                    return []
+        others = []
+        for computation, user, position in self.program.uses(value, moves=True):
+            if user is None or user.opcode != "add":
+                return []
+            others.append(HloValue(computation, user.operands[1 - position]))
         return others
 
     def _terms(self, value: HloValue) -> set[HloValue]:
@@ -300,25 +289,18 @@ class _Search:
 
     def _keeps_part(self, result: HloValue, array: HloArray, groups: Groups) -> bool:
         """Tell whether each device of a group uses only its own shard of a value, all shards being equal."""
-        members = len(groups[0])
-        todo, slices = [result], 0
-        while todo:
-            for computation, user, position in self.program.uses(todo.pop()):
-                if user is None:
-                    return False
-                if user.is_move:
-                    todo.append(HloValue(computation, user.name))
-                    continue
-                if user.opcode != "dynamic-slice" or position or user.arrays[0].size * members != array.size:
-                    return False
-                starts = [per_device(self.program, HloValue(computation, o), self.devices) for o in user.operands[1:]]
-                if not all(start is not None and start.shape[1] == 1 for start in starts):
-                    return False
-                corner = np.concatenate([start for start in starts if start is not None], axis=1)
-                if any(len(np.unique(corner[list(group)], axis=0)) != members for group in groups):
-                    return False
-                slices += 1
-        return slices > 0
+        members, corner = len(groups[0]), None
+        for computation, user, position in self.program.uses(result, moves=True):
+            if user is None or user.opcode != "dynamic-slice" or position:
+                return False
+            starts = [per_device(self.program, HloValue(computation, o), self.devices) for o in user.operands[1:]]
+            known = [start for start in starts if start is not None and start.shape[1] == 1]
+            if len(known) < len(starts) or user.arrays[0].size * members != array.size:
+                return False
+            corner = np.concatenate(known, axis=1)
+            if any(len(np.unique(corner[list(group)], axis=0)) != members for group in groups):
+                return False
+        return corner is not None
 
     def _narrow(
         self, instruction: Instruction, operands: list[HloValue], array: HloArray, results: list[HloValue]

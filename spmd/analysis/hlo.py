@@ -230,8 +230,8 @@ class HloModule:
         is_element = source.opcode == "get-tuple-element" and source.operands[0] == body.parameters[0]
         return is_element and source.index == index
 
-    def uses(self, value: HloValue) -> Iterator[Use]:
-        """Yield every use of a value, through tuples, calls, fusions and loops."""
+    def uses(self, value: HloValue, *, moves: bool = False) -> Iterator[Use]:
+        """Yield every use of a value, through tuples, calls, fusions and loops, and with `moves` through moves too."""
         seen: set[HloValue] = set()
         todo = [value]
         while todo:
@@ -250,7 +250,8 @@ class HloModule:
                     if role == "body":
                         todo.append(HloValue(computation.name, computation.parameters[0], here.element))
             for user, position in computation.users[here.name]:
-                following = self._forwarded(here, user, position)
+                moved = [HloValue(computation.name, user.name)] if moves and user.is_move else []
+                following = moved or self._forwarded(here, user, position)
                 todo += following
                 if not following and user.opcode != "get-tuple-element":
                     yield Use(computation.name, user, position)

@@ -3,8 +3,6 @@
 XLA fuses element-wise operations into their neighbours, so most values are never written to memory. Written are results
 of matmuls, collectives and loops, and whatever enters a matmul or crosses the boundary of a loop. A buffer lives from
 the operation that writes it to the last that reads it, directly or through fused operations.
-
-All buffers of a program are in one heap, fragmentation included: `heap_bytes` packs them as XLA does.
 """
 
 import collections
@@ -33,11 +31,8 @@ class Buffer:
             `"gathered"` for the larger result of a collective, `"converted"` for a stack that is converted to a
             narrower dtype before its loop, else `"value"`.
         name: `checkpoint_name` given by the model; may be empty.
-        shape: Global shape.
-        bytes: Bytes on one device.
-        on_host: Whether the bytes are in host memory.
-        start: Time of the write.
-        end: Time of the last read.
+        shape: Global shape; `bytes` are of one device.
+        start: Time of the write; `end` is that of the last read.
     """
 
     kind: str
@@ -52,14 +47,7 @@ class Buffer:
 def find_buffers(
     program: TracedProgram, axes: Mapping[str, int], aliased: Iterable[TracedValue] = (), platform: str = "tpu"
 ) -> list[Buffer]:
-    """Return the buffers of a propagated program, its arguments excepted.
-
-    Args:
-        program: The program.
-        axes: Axis → size of the mesh.
-        aliased: Results that are written into donated arguments.
-        platform: The platform whose compiler is modelled.
-    """
+    """Return the buffers of a propagated program, without its arguments and the results that `aliased` donated ones."""
     repeated = _EXPENSIVE if platform == "cpu" else ()
     return _Lifetimes(program, axes, frozenset(map(id, aliased)), repeated, start=0).buffers
 

@@ -6,7 +6,7 @@ compiled = read_memory(step.compile(batch))
 print(MemoryReport(parse_topology("v5e:16x16"), estimate, compiled))
 ```
 
-The estimate adds the training state, which the plan knows to the byte, and the peak of what the traced step holds
+The estimate is the training state, known to the byte from the plan, and the peak of the traced step's buffers
 (`spmd.analysis.liveness`). It has no knowledge of a model, an optimizer or a remat policy.
 """
 
@@ -67,7 +67,7 @@ class Estimate:
         return sum(self.at_peak.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the bytes by category, the peak, and its categories."""
+        """Return all bytes as JSON values."""
         return {
             **self.held,
             "total": self.total,
@@ -82,12 +82,8 @@ class CompiledMemory:
     """Memory of a compiled step, in bytes on one device.
 
     Attributes:
-        arguments: The training state and the batch.
-        outputs: The updated training state and the metrics.
         aliased: Outputs that overwrite arguments.
-        temporaries: Everything else that is allocated.
         host_arguments: Arguments in host memory; 0 on a backend without it.
-        host_temporaries: Temporaries in host memory.
         peak: Most bytes in use at once, of device and host together; None if the backend does not report it.
     """
 
@@ -105,17 +101,13 @@ class CompiledMemory:
         return self.arguments + self.temporaries
 
     def to_json(self) -> dict[str, int | None]:
-        """Return all figures and their total."""
+        """Return all bytes as JSON values."""
         return {**dataclasses.asdict(self), "total": self.total}
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """Estimated and compiled memory compared with the memory of the chip; `print` shows a table.
-
-    Attributes:
-        compiled: None if the step was not compiled.
-    """
+    """Estimated and compiled memory compared with the memory of the chip; `print` shows a table."""
 
     topology: Topology
     estimated: Estimate
@@ -142,7 +134,7 @@ class MemoryReport:
         return max(self.estimated.at_peak, key=lambda name: self.estimated.at_peak[name])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values of `memory` in a plan's JSON."""
+        """Return all bytes as JSON values."""
         return {
             "estimated": self.estimated.to_json(),
             "compiled": self.compiled.to_json() if self.compiled else None,
@@ -183,10 +175,7 @@ class MemoryReport:
 def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estimate:
     """Estimate the memory of a step from its trace: nothing is compiled, and the plan's mesh needs no devices.
 
-    Args:
-        step: From `make_train_step`.
-        batch: Arrays, or `jax.ShapeDtypeStruct`s.
-        platform: The platform whose compiler is modelled: `"tpu"`, `"cuda"` or `"cpu"`.
+    The batch has arrays or `jax.ShapeDtypeStruct`s; the platform's compiler is modelled.
     """
     plan, axes = step.plan, dict(step.plan.mesh.shape)
     state, batch = step.arguments(batch)

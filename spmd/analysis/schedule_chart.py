@@ -45,13 +45,9 @@ def summary(timeline: Timeline) -> str:
     return ", ".join(parts)
 
 
-def _timed_slots(timeline: Timeline) -> list[Slot]:
-    """Return the slots of all tasks that take time."""
-    return [slot for slots in timeline.tasks for slot in slots if slot.end > slot.start]
-
-
 def _shortest_duration(timeline: Timeline) -> float:
-    return min(slot.end - slot.start for slot in _timed_slots(timeline))
+    """Return the duration of the shortest task that takes any time."""
+    return min(slot.end - slot.start for slots in timeline.tasks for slot in slots if slot.end > slot.start)
 
 
 def _task_kinds(timeline: Timeline) -> list[str]:
@@ -75,7 +71,7 @@ def chart(timeline: Timeline, width: int = 100) -> str:
         F forward, BW backward, · idle
         makespan 9, bubble 50.0 % of the ideal 6, peak activations per stage 2 1
     """
-    slots = _timed_slots(timeline)
+    slots = [slot for slots in timeline.tasks for slot in slots if slot.end > slot.start]
     label = len(f"stage {timeline.schedule.stages - 1}  ")
     available = max(width - label, 1)
     units = timeline.makespan / _shortest_duration(timeline)
@@ -187,10 +183,6 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _channels(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
 def lighten(colour: str, share: float) -> str:
     """Mix a colour with white.
 
@@ -198,13 +190,14 @@ def lighten(colour: str, share: float) -> str:
         >>> lighten("#0072b2", 0.5)
         '#80b8d8'
     """
-    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in _channels(colour))
+    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in bytes.fromhex(colour[1:]))
 
 
 def _luminance(colour: str) -> float:
     """Return the relative luminance of WCAG 2.2, from 0 to 1."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (n / 255 for n in _channels(colour))]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    channels = [n / 255 for n in bytes.fromhex(colour[1:])]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def write_svg(timeline: Timeline, path: str | Path) -> None:

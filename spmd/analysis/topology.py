@@ -29,7 +29,6 @@ class Topology:
     """Machine by its name; does not use JAX.
 
     Attributes:
-        name: As it was written, such as `"v5e:16x16"`.
         shape: Chips along each dimension of a slice; or hosts, and GPUs of each; or the number of devices.
         slices: TPU slices, joined by the data-centre network.
     """

@@ -27,10 +27,8 @@ class TracedValue:
 
     Attributes:
         shape: Global shape.
-        itemsize: Bytes of one element.
         dims: Mesh axes of each dimension; None if unknown, which counts as replicated.
         name: `checkpoint_name` given by the model; may be empty.
-        on_host: Whether the array is in host memory.
         kept: Bytes of one element in memory, if fewer than `itemsize`.
     """
 
@@ -79,10 +77,8 @@ class TracedProgram:
 def read_program(jaxpr: Any, *, eager: bool = False) -> TracedProgram:
     """Convert a jaxpr, closed or not.
 
-    Args:
-        jaxpr: The jaxpr.
-        eager: Run operations as early as possible, as XLA:CPU does: all layers of an unrolled model are then recomputed
-            before the first is differentiated.
+    With `eager`, operations run as early as possible, as in XLA:CPU: all layers of an unrolled model are then
+    recomputed before the first is differentiated.
     """
     return _read(jaxpr, None, {}, eager)
 
