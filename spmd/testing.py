@@ -20,10 +20,7 @@ from spmd.train.step import make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """Allowed difference between two layouts, relative to the largest value of the leaf, and the reason for it.
-
-    Initial parameters must be bitwise equal.
-    """
+    """Allowed difference relative to the largest value of a leaf, and why; initial parameters must be bitwise equal."""
 
     loss: float
     gradients: float
@@ -36,13 +33,9 @@ def _narrow(rounding: str) -> Tolerance:
     return Tolerance(loss=1e-2, gradients=1e-1, params=1.0, why=f"{why}; check a layout in float32")
 
 
+_ORDER = "sums over devices are taken in another order: a float32 rounding is 6e-8, and n terms gather about √n"
 TOLERANCES = {
-    "float32": Tolerance(
-        loss=1e-5,
-        gradients=1e-4,
-        params=1e-4,
-        why="sums over devices are taken in another order: a float32 rounding is 6e-8, and n terms gather about √n",
-    ),
+    "float32": Tolerance(loss=1e-5, gradients=1e-4, params=1e-4, why=_ORDER),
     "bf16": _narrow("a bfloat16 rounding is 4e-3"),
     "bf16-params": _narrow("a bfloat16 rounding is 4e-3"),
     "bf16-params-stochastic": _narrow("a bfloat16 rounding is 4e-3, and any difference may turn it the other way"),
@@ -51,18 +44,12 @@ TOLERANCES = {
 """Tolerances by precision policy."""
 
 NOISE = 1e-6
-"""Share of the largest of all gradients below which a gradient's largest value is rounding noise.
-
-Exactly, such a gradient is zero, as that of an attention key's bias is.
-"""
+"""Share of the largest gradient below which a gradient is rounding noise, such as that of an attention key's bias."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One comparison: the largest difference, relative to the largest value, and the tolerance.
-
-    `why` is the reason for a tolerance of its own.
-    """
+    """One comparison: the largest difference relative to the largest value, the tolerance, and why it is special."""
 
     what: str
     path: str
@@ -96,8 +83,7 @@ class Parity:
         return [max((row for row in self.rows if row.what == kind), key=_badness) for kind in kinds]
 
     def __str__(self) -> str:
-        """Return the worst row of each kind, then every row that fails or has a tolerance of its own."""
-        shown = self.worst()
+        shown = self.worst()  # then every row that fails or has a tolerance of its own
         return self.lines(shown + [row for row in self.rows if (row.why or not row.ok) and row not in shown])
 
     def lines(self, rows: Sequence[Row]) -> str:
@@ -141,14 +127,9 @@ class Record:
 def record_run(
     plan: ShardingPlan, grad_fn: GradFn, batches: Sequence[Any], *, seed: int = 0, state: TrainState | None = None
 ) -> Record:
-    """Train under `plan` for one step on each batch, with one compiled program.
+    """Train under `plan` for one step on each host batch, with one compiled program.
 
-    Args:
-        plan: The layout.
-        grad_fn: Computes the gradients of a batch.
-        batches: Host arrays, one batch for each step.
-        seed: Seed of the parameters.
-        state: Initial state instead of one from the seed; it is donated.
+    The initial state comes from the seed, unless one is given; that one is donated.
     """
     state = init_state(plan, seed) if state is None else state
     initial = _on_host(state.params)
@@ -171,7 +152,7 @@ def record_run(
 
 
 def compare(record: Record, reference: Record, tolerance: Tolerance | None = None) -> Parity:
-    """Compare a run with a reference leaf by leaf: same model, optimizer and batches, on one device.
+    """Compare a run with one of the same model, optimizer and batches on one device.
 
     Rows are `initial parameters`, `gradients` (of the first batch), `loss` (of each step), `parameters` and `variables`
     (after the last). The tolerance is by default that of the record's precision.
@@ -289,16 +270,14 @@ BUGS: dict[str, Callable[[GradFn], GradFn]] = {
 def token_batches(
     shape: tuple[int, int], vocab: int, steps: int, *, padding: float = 0.25, seed: int = 0
 ) -> list[dict[str, np.ndarray]]:
-    """Make random host batches of shape `(batch, sequence)` with padding, one for each step.
+    """Make one random host batch of shape `(batch, sequence)` for each step, a fraction of its weights 0 (padding).
 
-    `padding` is the fraction of positions with weight 0; it is uneven over the examples, so that a mean of means is
-    detected.
+    Padding is uneven over the examples, so that a mean of means is detected.
     """
     rng = np.random.default_rng(seed)
-    batch, sequence = shape
     out = []
     for _ in range(steps):
-        ids = rng.integers(0, vocab, (batch, sequence + 1), dtype=np.int32)
+        ids = rng.integers(0, vocab, (shape[0], shape[1] + 1), dtype=np.int32)
         out.append({"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": _uneven(shape, padding, rng)})
     return out
 

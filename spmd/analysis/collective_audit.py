@@ -42,7 +42,7 @@ _Key = TypeVar("_Key")
 
 
 class CompilableStep(Protocol):
-    """What `expect_collectives` uses of a train step."""
+    """Train step, as far as `expect_collectives` uses it."""
 
     plan: ShardingPlan
 

@@ -14,11 +14,8 @@ Dims = tuple[tuple[str, ...], ...]
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Parameters that hold a jaxpr which the operation calls with its own operands."""
 
-_BODIES = {"scan": ("jaxpr",), "while": ("body_jaxpr",), "cond": ("branches",), "shard_map": ("jaxpr",)}
+_BODIES = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches", "shard_map": "jaxpr"}
 """Operation → parameter with the jaxpr, or the jaxprs, of its bodies."""
-
-_NOT_CALLED = ("scan", "shard_map", "pallas_call")
-"""Operations whose jaxpr has other operands than the operation."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -128,11 +125,10 @@ def _read(jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eag
         name = equation.primitive.name
         params = _scan_params(equation) if name == "scan" else equation.params
         operands = [read(atom) for atom in equation.invars]
-        called = None if name in _NOT_CALLED else next((params[key] for key in _CALLS if key in params), None)
-        inlined = None
+        called, inlined = next((params[key] for key in _CALLS if key in params), None), None
         if name == "optimization_barrier":  # an ordering constraint: its results are its operands
             inlined = TracedProgram(operands, operands, [])
-        elif called is not None:
+        elif called is not None and name not in (*_BODIES, "pallas_call"):
             own = operands[len(operands) - len(getattr(called, "jaxpr", called).invars) :]
             inlined = _read(called, own, stacks, eager)
         elif name == "scan" and 1 < params["length"] <= params["unroll"]:
@@ -141,12 +137,11 @@ def _read(jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eag
             program.operations += inlined.operations
             env.update(zip(equation.outvars, inlined.outputs, strict=True))
             continue
-        bodies = [params[key] for key in _BODIES.get(name, ())]
-        bodies = list(bodies[0]) if name == "cond" else bodies
+        found = params[_BODIES[name]] if name in _BODIES else ()
+        bodies = [_read(body, None, {}, eager) for body in (found if isinstance(found, tuple) else (found,))]
         outputs = [_value(variable) for variable in equation.outvars]
         env.update(zip(equation.outvars, outputs, strict=True))
-        inside = [_read(body, None, {}, eager) for body in bodies]
-        program.operations.append(Operation(name, operands, outputs, params, inside))
+        program.operations.append(Operation(name, operands, outputs, params, bodies))
     program.outputs = [read(atom) for atom in jaxpr.outvars]
     return program
 
