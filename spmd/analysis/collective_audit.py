@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 from spmd.analysis.collectives import Collective, find_collectives
 from spmd.analysis.hlo import parse
 from spmd.errors import MeshError, Problem
-from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, slice_numbers
+from spmd.train.step import TrainStep
 from spmd.tree import human_bytes
 
 Expected = int | Mapping[str, int | EllipsisType] | None
@@ -38,20 +38,7 @@ MIN_SHARE = 0.01
 
 REMATERIALIZATION = "Involuntary full rematerialization"
 
-_Key = TypeVar("_Key")
-
-
-class CompilableStep(Protocol):
-    """Train step, as far as `expect_collectives` uses it."""
-
-    plan: ShardingPlan
-
-    @property
-    def programs(self) -> Sequence[jax.stages.Compiled]:
-        """Programs compiled so far."""
-
-    def compile(self, batch: Any) -> jax.stages.Compiled:
-        """Compile the step for batches of this shape."""
+_Key = TypeVar("_Key", bound=tuple[str, ...])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,34 +65,24 @@ class CollectiveAudit:
         chosen = (r for r in self.records if r.crosses or not crossing)
         return sum(r.bytes for r in chosen if kind in (None, r.kind) and over in (None, r.over))
 
-    def crossing(self) -> str:
-        """Return a table of the collectives over the slow network; empty if there is only one slice."""
-        if not self.slices:
-            return ""
-        named = " ".join(f"{axis}={count}" for axis, count in self.slices.items())
-        head = f"over the slow network, slices {named}: {human_bytes(self.bytes(crossing=True))} in each step"
-        groups = _grouped([r for r in self.records if r.crosses], lambda r: (r.kind, r.over))
-        return "\n".join([head, *_lines([_row(records, *key) for key, records in groups.items()])])
-
     def by_axes(self) -> dict[tuple[str, str], list[Collective]]:
         """Return (kind, axes) → records, the most bytes first."""
         return _grouped(self.records, lambda r: (r.kind, r.over))
 
-    def by_source(self) -> dict[tuple[str, str, str, str], list[Collective]]:
-        """Return (kind, axes, array or operation, source line) → records, the most bytes first."""
-        return _grouped(self.records, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
-
     def __str__(self) -> str:
-        """Return two tables, by axis and by source, at most 120 columns wide, then notes and warnings."""
+        """Return tables by axis and by source, at most 120 columns wide, then notes and warnings."""
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
         parts = [f"mesh {axes}   {self.backend}   {human_bytes(self.bytes())} in each step on each device"]
-        parts += [self.crossing()] if self.slices else []
-        heading: tuple[str, ...] = ("bytes", "kind", "over", "runs", "each")
+        if self.slices:
+            axes = " ".join(f"{axis}={count}" for axis, count in self.slices.items())
+            head = f"over the slow network, slices {axes}: {human_bytes(self.bytes(crossing=True))} in each step"
+            crossing = _grouped([r for r in self.records if r.crosses], lambda r: (r.kind, r.over))
+            parts.append("\n".join([head, *_lines(crossing)]))
         if self.records:
-            rows = [_row(records, *key) for key, records in self.by_axes().items()]
-            parts.append("\n".join(_lines([heading, *rows])))
-            rows = [_row(records, *key) for key, records in self.by_source().items()]
-            parts.append("\n".join(_lines([(*heading, "of", "at"), *rows])))
+            heading = ("bytes", "kind", "over", "runs", "each")
+            by_source = _grouped(self.records, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
+            parts.append("\n".join(_lines(self.by_axes(), heading)))
+            parts.append("\n".join(_lines(by_source, (*heading, "of", "at"))))
         notes = {f"{r.kind} is written as {r.written_as}" for r in self.records if r.written_as}
         notes |= {"≥: a loop of unknown length is counted once" for r in self.records if not r.is_counted}
         notes |= {"?: in a branch that may not be taken" for r in self.records if r.is_conditional}
@@ -191,7 +168,7 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
 
 
 def expect_collectives(
-    step: CollectiveAudit | CompilableStep,
+    step: CollectiveAudit | TrainStep,
     batch: Any = None,
     *,
     tolerance: float = 0.01,
@@ -215,7 +192,7 @@ def expect_collectives(
     Raises:
         AssertionError: The message lists all differences, and the tables.
     """
-    if not isinstance(step, CollectiveAudit):
+    if isinstance(step, TrainStep):
         assert batch is not None or step.programs, "the step is not compiled yet: give a batch"
         step = audit_collectives(step.programs[-1] if batch is None else step.compile(batch), step.plan.mesh)
     expected = {
@@ -267,7 +244,6 @@ def _grouped(records: Sequence[Collective], key: Callable[[Collective], _Key]) -
 
 
 def _row(records: list[Collective], kind: str, over: str, *rest: str) -> tuple[str, ...]:
-    """Return the cells of one line: bytes, kind, axes, runs, payloads, and the rest."""
     mark = "≥ " * any(not r.is_counted for r in records) + "? " * any(r.is_conditional for r in records)
     sizes = sorted({r.payload for r in records})
     each = human_bytes(sizes[0]) + (f" to {human_bytes(sizes[-1])}" if len(sizes) > 1 else "")
@@ -275,8 +251,9 @@ def _row(records: list[Collective], kind: str, over: str, *rest: str) -> tuple[s
     return (mark + human_bytes(total), kind, over, str(runs), each, *rest)
 
 
-def _lines(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _lines(groups: Mapping[_Key, list[Collective]], *heading: tuple[str, ...]) -> list[str]:
     """Align columns: bytes and runs to the right, text to the left; the column of arrays is cut to 120 characters."""
+    rows = [*heading, *(_row(records, *key) for key, records in groups.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if len(widths) > 5:
         widths[5] = max(12, min(widths[5], 120 - sum(widths[:5]) - widths[6] - 2 * len(widths) + 2))
