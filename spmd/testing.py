@@ -1,4 +1,4 @@
-"""Proof that a layout gives the same numbers: one run on a mesh, one on a single device, compared leaf by leaf."""
+"""Parity test of a layout: a run on a mesh and a run on one device, compared leaf by leaf."""
 
 import dataclasses
 import math
@@ -20,10 +20,7 @@ from spmd.train.step import make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far two layouts may differ, relative to the largest value of the leaf, and why.
-
-    Initial parameters must be bitwise equal.
-    """
+    """Allowed difference relative to the largest value of a leaf, and why; initial parameters must be bitwise equal."""
 
     loss: float
     gradients: float
@@ -36,29 +33,23 @@ def _narrow(rounding: str) -> Tolerance:
     return Tolerance(loss=1e-2, gradients=1e-1, params=1.0, why=f"{why}; check a layout in float32")
 
 
+_ORDER = "sums over devices are taken in another order: a float32 rounding is 6e-8, and n terms gather about √n"
 TOLERANCES = {
-    "float32": Tolerance(
-        loss=1e-5,
-        gradients=1e-4,
-        params=1e-4,
-        why="sums over devices are taken in another order: a float32 rounding is 6e-8, and n terms gather about √n",
-    ),
+    "float32": Tolerance(loss=1e-5, gradients=1e-4, params=1e-4, why=_ORDER),
     "bf16": _narrow("a bfloat16 rounding is 4e-3"),
     "bf16-params": _narrow("a bfloat16 rounding is 4e-3"),
     "bf16-params-stochastic": _narrow("a bfloat16 rounding is 4e-3, and any difference may turn it the other way"),
     "fp16": _narrow("a float16 rounding is 5e-4"),
 }
-"""By precision policy."""
+"""Tolerances by precision policy."""
 
 NOISE = 1e-6
-"""A gradient whose largest value is below this part of the largest of all is rounding noise; exactly, it is zero, as
-that of an attention key's bias is."""
+"""Share of the largest gradient below which a gradient is rounding noise, such as that of an attention key's bias."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One comparison: what, the largest difference relative to the largest value, and what is allowed (and why, if not
-    for the reason that holds for all)."""
+    """One comparison: the largest difference relative to the largest value, the tolerance, and why it is special."""
 
     what: str
     path: str
@@ -68,13 +59,13 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is allowed; NaN is not."""
+        """Whether the error is within the tolerance; NaN is not."""
         return self.error <= self.tolerance
 
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """The comparison of two runs: losses of each run, a row for each leaf and each loss, and what was allowed."""
+    """Comparison of two runs: the losses of each, a row for each leaf and each loss, and the tolerance."""
 
     losses: tuple[float, ...]
     reference_losses: tuple[float, ...]
@@ -87,18 +78,16 @@ class Parity:
         return all(row.ok for row in self.rows)
 
     def worst(self) -> list[Row]:
-        """The row with the largest error of each kind, relative to its tolerance."""
+        """Return the row of each kind with the largest error relative to its tolerance."""
         kinds = dict.fromkeys(row.what for row in self.rows)
         return [max((row for row in self.rows if row.what == kind), key=_badness) for kind in kinds]
 
     def __str__(self) -> str:
-        """One line for each kind with its worst leaf, then every leaf that is beyond its tolerance or has one of its
-        own."""
-        shown = self.worst()
+        shown = self.worst()  # then every row that fails or has a tolerance of its own
         return self.lines(shown + [row for row in self.rows if (row.why or not row.ok) and row not in shown])
 
     def lines(self, rows: Sequence[Row]) -> str:
-        """One line for each of `rows`."""
+        """Return one line for each of `rows`."""
         width = max(len(row.path) for row in rows)
         return "\n".join(
             f"{row.what:<18} {row.path:<{width}}  {row.error:9.2e}  allowed {row.tolerance:7.0e}  "
@@ -108,7 +97,7 @@ class Parity:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as JSON values; an error that is NaN or infinite is its name."""
+        """Return JSON values; a NaN or infinite error is a string."""
 
         def number(x: float) -> float | str:
             return x if math.isfinite(x) else str(x)
@@ -124,7 +113,7 @@ class Parity:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a short training run produced, on the host: initial parameters, first gradients, losses, parameters."""
+    """Results of a short training run, on the host: initial parameters, first gradients, losses, parameters."""
 
     precision: str
     values: dict[str, dict[str, np.ndarray]]
@@ -138,14 +127,9 @@ class Record:
 def record_run(
     plan: ShardingPlan, grad_fn: GradFn, batches: Sequence[Any], *, seed: int = 0, state: TrainState | None = None
 ) -> Record:
-    """Trains under `plan` for one step on each batch, with one compiled program.
+    """Train under `plan` for one step on each host batch, with one compiled program.
 
-    Args:
-        plan: The layout.
-        grad_fn: How a batch becomes gradients.
-        batches: Host arrays, one batch for each step.
-        seed: Of the parameters.
-        state: What the run starts with, instead of what the seed gives; it is used up.
+    The initial state comes from the seed, unless one is given; that one is donated.
     """
     state = init_state(plan, seed) if state is None else state
     initial = _on_host(state.params)
@@ -168,16 +152,10 @@ def record_run(
 
 
 def compare(record: Record, reference: Record, tolerance: Tolerance | None = None) -> Parity:
-    """The two runs leaf by leaf.
+    """Compare a run with one of the same model, optimizer and batches on one device.
 
-    Args:
-        record: The layout in question.
-        reference: The same model, optimizer and batches on one device.
-        tolerance: By default that of the record's precision.
-
-    Returns:
-        Rows `initial parameters`, `gradients` (of the first batch), `loss` (of each step), `parameters` and
-        `variables` (after the last).
+    Rows are `initial parameters`, `gradients` (of the first batch), `loss` (of each step), `parameters` and `variables`
+    (after the last). The tolerance is by default that of the record's precision.
     """
     tolerance = tolerance or TOLERANCES[record.precision]
     allowed = {
@@ -187,15 +165,15 @@ def compare(record: Record, reference: Record, tolerance: Tolerance | None = Non
         "parameters": tolerance.params,
         "variables": tolerance.params,
     }
-    sizes = {path: float(np.abs(g).max(initial=0.0)) for path, g in reference.values["gradients"].items()}
+    sizes = {path: _largest(g) for path, g in reference.values["gradients"].items()}
     largest = max(sizes.values(), default=0.0)
-    # An exact zero is no noise: a layer behind one that starts at zero has such a gradient, in the first step alone.
+    # An exact zero is no noise: before a layer that is initialized to zero, gradients are zero in the first step.
     noise = {path for path, size in sizes.items() if 0 < size <= NOISE * largest}
 
     def row(kind: str, path: str, x: np.ndarray) -> Row:
         if path in noise and kind == "gradients":
             why = "rounding noise: relative to the largest of all gradients"
-            return Row(kind, path, float(np.abs(x).max(initial=0.0)) / (largest or 1.0), 2 * NOISE, why)
+            return Row(kind, path, _largest(x) / (largest or 1.0), 2 * NOISE, why)
         error = _relative(x, reference.values[kind][path])
         if path in noise and kind == "parameters":
             why = "its gradient is rounding noise, which an optimizer like Adam turns into whole steps"
@@ -215,10 +193,10 @@ def assert_parity(
     seed: int = 0,
     tolerance: Tolerance | None = None,
 ) -> Parity:
-    """Trains under both plans on the same batches and asserts that they agree.
+    """Train under both plans on the same batches and assert that they agree.
 
     Raises:
-        AssertionError: A leaf differs by more than is allowed; the message lists every such leaf.
+        AssertionError: A leaf exceeds its tolerance; the message lists every such leaf.
     """
     ours, theirs = (record_run(p, grad_fn, batches, seed=seed) for p in (plan, reference))
     parity = compare(ours, theirs, tolerance)
@@ -231,10 +209,13 @@ def _on_host(params: Any) -> dict[str, np.ndarray]:
     return {path: np.asarray(leaf) for path, leaf in tree.flatten(params).items()}
 
 
+def _largest(x: np.ndarray) -> float:
+    return float(np.abs(x).max(initial=0.0))
+
+
 def _relative(x: np.ndarray, reference: np.ndarray) -> float:
     x, reference = x.astype(np.float64), reference.astype(np.float64)
-    scale = np.abs(reference).max(initial=0.0)
-    return float(np.abs(x - reference).max(initial=0.0) / (scale if scale else 1.0))
+    return _largest(x - reference) / (_largest(reference) or 1.0)
 
 
 def _badness(row: Row) -> float:
@@ -244,7 +225,7 @@ def _badness(row: Row) -> float:
 
 
 def drop_weights(grad_fn: GradFn) -> GradFn:
-    """A deliberate bug for controls: every token counts, padding too."""
+    """Inject a bug: every token counts, padding included."""
 
     def every_token(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
         weights = jax.numpy.ones_like(batch["weights"])
@@ -254,7 +235,7 @@ def drop_weights(grad_fn: GradFn) -> GradFn:
 
 
 def scale_gradients(grad_fn: GradFn, factor: float) -> GradFn:
-    """A deliberate bug for controls: gradients off by a factor, as after a sum taken for a mean."""
+    """Inject a bug: gradients are off by a factor, as if a sum were taken for a mean."""
 
     def scaled(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
         gradients, sums, variables = grad_fn(params, variables, batch, key)
@@ -264,8 +245,7 @@ def scale_gradients(grad_fn: GradFn, factor: float) -> GradFn:
 
 
 def drop_reduction(grad_fn: GradFn) -> GradFn:
-    """A deliberate bug for controls: gradients are summed over half of the examples, as by a reduction that leaves out
-    an axis of the batch, and the losses over all of them."""
+    """Inject a bug: gradients are summed over half of the examples, as if a reduction skipped a batch axis."""
 
     def partly(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
         _, sums, variables_after = grad_fn(params, variables, batch, key)
@@ -284,43 +264,34 @@ BUGS: dict[str, Callable[[GradFn], GradFn]] = {
     "token-weight": drop_weights,
     "gradient-scale": lambda grad_fn: scale_gradients(grad_fn, 1.01),
 }
-"""What a check must be able to notice, by name: half of a reduction missing, padding that counts, gradients 1 % off."""
+"""Bugs that a check must detect, by name: half of a reduction missing, padding that counts, gradients 1 % off."""
 
 
 def token_batches(
     shape: tuple[int, int], vocab: int, steps: int, *, padding: float = 0.25, seed: int = 0
 ) -> list[dict[str, np.ndarray]]:
-    """Random batches with padding, on the host.
+    """Make one random host batch of shape `(batch, sequence)` for each step, a fraction of its weights 0 (padding).
 
-    Args:
-        shape: `(batch, sequence)`.
-        vocab: Token ids are below it.
-        steps: How many batches.
-        padding: The fraction of positions with weight 0; uneven over the examples, so that a mean of means shows.
-        seed: Of the draws.
+    Padding is uneven over the examples, so that a mean of means is detected.
     """
     rng = np.random.default_rng(seed)
-    batch, sequence = shape
     out = []
     for _ in range(steps):
-        ids = rng.integers(0, vocab, (batch, sequence + 1), dtype=np.int32)
+        ids = rng.integers(0, vocab, (shape[0], shape[1] + 1), dtype=np.int32)
         out.append({"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": _uneven(shape, padding, rng)})
     return out
 
 
 def pad_unevenly(batch: dict[str, np.ndarray], *, padding: float = 0.25, seed: int = 0) -> dict[str, np.ndarray]:
-    """The batch with some of its weights set to 0, for in text without padding a loss that ignores weights is right.
+    """Set a fraction of the weights of a host batch to 0: few in the first example, many in the last.
 
-    Args:
-        batch: Host arrays, with `weights` `[batch, sequence]`.
-        padding: The fraction of positions that stop to count; few in the first example, many in the last.
-        seed: Of the draws.
+    Text without padding would not show that a loss ignores its weights.
     """
     kept = _uneven(batch["weights"].shape, padding, np.random.default_rng(seed))
     return {**batch, "weights": batch["weights"] * kept}
 
 
 def _uneven(shape: tuple[int, ...], padding: float, rng: np.random.Generator) -> np.ndarray:
-    """0 or 1 for each position; 0 more often from example to example, so that a mean of means shows."""
+    """Return 0 or 1 for each position; 0 more often from example to example."""
     rows = np.arange(shape[0])[:, None] / max(shape[0] - 1, 1)
     return (rng.random(shape) >= padding * 2 * rows).astype(np.float32)

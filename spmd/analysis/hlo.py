@@ -1,6 +1,6 @@
-"""Compiled programs as XLA prints them: instructions, who calls whom, loop lengths, replica groups, where data goes.
+"""Parser of compiled programs as XLA prints them: instructions, calls, trip counts, and where values come from and go.
 
-`parse(compiled.as_text())` reads what CPU, GPU and TPU compilers of XLA write. Nothing here knows of meshes.
+`parse(compiled.as_text())` reads the output of XLA's CPU, GPU and TPU compilers. This module does not depend on meshes.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "reduce-precision", "reshape", "transpose"}
 _MOVING_CALLS = re.compile(r'custom_call_target="(ConcatBitcast|AsyncCollective\w+)"')
+_CALLS = ("fusion", "call", "async-start")
+_FORWARDS = ("opt-barrier", "async-done", "async-update")
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY\s+)?%?(?P<name>[\w.~-]+)\s*(?:\(.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT\s+)?%?(?P<name>[\w.~-]+) = ")
@@ -22,18 +24,15 @@ _NOT_NAMES = re.compile(r"/\*.*?\*/|\{[^{}]*\}|\[[^\]]*\]")
 _TABLE_ROW = re.compile(r"(\d+) (?:\"(.*)\"|\{(.*)\})$")
 
 
-_CALLS = ("fusion", "call", "async-start")
-
-
 class HloArray(NamedTuple):
-    """Element type and dimensions of one array, as one device holds it."""
+    """Element type and dimensions of one array on one device."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -62,13 +61,23 @@ class Instruction:
         """Whether the result has the values of the first operand, in another place, layout or precision."""
         return self.opcode in _MOVES or (self.opcode == "custom-call" and bool(_MOVING_CALLS.search(self.attributes)))
 
+    @property
+    def index(self) -> int:
+        """The element of a tuple that a `get-tuple-element` returns."""
+        return int(self.attribute(r"\bindex=(\d+)"))
+
+    @property
+    def op_name(self) -> str:
+        """The name of the operation in JAX; may be empty."""
+        return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"').replace("\\'", "'")
+
     def attribute(self, pattern: str) -> str:
-        """The first group of a regular expression in the attributes, or nothing."""
+        """Return the first group of a regular expression in the attributes, or an empty string."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
     def callees(self) -> list[tuple[str, str]]:
-        """(role, computation) for each computation that this instruction names; roles as XLA spells them."""
+        """Return (role, computation) for each computation that this instruction names; roles as XLA spells them."""
         found = _CALLEES.findall(self.attributes)
         for role, names in _CALLEE_LISTS.findall(self.attributes):
             found += [(role, name) for name in re.findall(r"[\w.~-]+", names)]
@@ -77,7 +86,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions by name, in the order they are written; the last of them, or that marked so, is the root."""
+    """Instructions by name, in printed order, and the name of the root."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -90,7 +99,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Instruction → who uses it, and as which operand."""
+        """Instruction → its users, each with the position of the operand."""
         users: dict[str, list[tuple[Instruction, int]]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for position, operand in enumerate(instruction.operands):
@@ -99,7 +108,7 @@ class Computation:
 
 
 class HloValue(NamedTuple):
-    """What an instruction computes, or one element of the tuple that it computes."""
+    """Result of an instruction, or one element of a tuple that it returns."""
 
     computation: str
     name: str
@@ -107,7 +116,7 @@ class HloValue(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A use of a value: an operand of an instruction, or (no instruction) an output of the whole program."""
+    """Use of a value: an operand of an instruction, or (no instruction) an output of the program."""
 
     computation: str
     instruction: Instruction | None
@@ -115,7 +124,7 @@ class Use(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """One line of source code that an instruction comes from."""
+    """Source line of an instruction."""
 
     file: str
     line: int
@@ -123,15 +132,11 @@ class Frame(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A parsed module.
+    """Parsed module.
 
     Attributes:
-        computations: By name.
-        entry: The name of the computation that runs.
-        aliases: Output → entry parameter whose buffer it takes over, both by number.
-        tables: The sections that some versions print above the computations, `FileNames` and the like: id → text.
-        partitions: `num_partitions` of the header.
-        replicas: `replica_count` of the header.
+        aliases: Output → entry parameter whose buffer it overwrites, both by number.
+        tables: Sections that some versions print above the computations, such as `FileNames`: id → text.
     """
 
     computations: dict[str, Computation]
@@ -152,16 +157,16 @@ class HloModule:
         return callers
 
     def at(self, value: HloValue) -> Instruction:
-        """The instruction of a value."""
+        """Return the instruction of a value."""
         return self.computations[value.computation].instructions[value.name]
 
     def frames(self, instruction: Instruction) -> list[Frame]:
-        """The source lines of an instruction, innermost first; nothing where none are recorded."""
+        """Return the source lines of an instruction, innermost first; empty if none are recorded."""
         if file := instruction.attribute(r'source_file="([^"]*)"'):
             return [Frame(file, int(instruction.attribute(r"source_line=(\d+)") or 0))]
         frames, stack = self.tables.get("StackFrames", {}), []
         number = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
-        # Numbers of parents are printed one too high: the outermost frame, number 1, names itself.
+        # Parents' ids are printed one too high: the outermost frame, number 1, is its own parent.
         shift = 1 if _field(frames.get(1, ""), "parent_frame_id") == 1 else 0
         while number in frames:
             location = self.tables["FileLocations"].get(_field(frames[number], "file_location_id"), "")
@@ -172,21 +177,21 @@ class HloModule:
         return stack
 
     def producer(self, value: HloValue) -> HloValue:
-        """Where a value comes from, through tuples, calls, fusions and loops that pass it on unchanged."""
+        """Return the origin of a value, through tuples, calls, fusions and loops that forward it unchanged."""
         for _ in range(1000):
             instruction, (computation, _, index) = self.at(value), value
             opcode, operands = instruction.opcode, instruction.operands
             before: HloValue | None = None
             if opcode == "get-tuple-element":
-                before = HloValue(computation, operands[0], int(instruction.attribute(r"\bindex=(\d+)")))
+                before = HloValue(computation, operands[0], instruction.index)
             elif opcode == "tuple" and index is not None:
                 before = HloValue(computation, operands[index])
-            elif opcode == "opt-barrier" or opcode in ("async-done", "async-update"):
+            elif opcode in _FORWARDS:
                 before = HloValue(computation, operands[0], index)
             elif opcode in _CALLS:
                 callee = next((name for _, name in instruction.callees() if name in self.computations), None)
                 before = HloValue(callee, self.computations[callee].root, index) if callee else None
-            elif opcode == "while" and index is not None and self._is_kept(instruction, index):
+            elif opcode == "while" and index is not None and self._is_invariant(instruction, index):
                 before = HloValue(computation, operands[0], index)
             elif opcode == "parameter" and computation != self.entry:
                 before = self._argument(value, int(instruction.literal))
@@ -196,43 +201,37 @@ class HloModule:
         return value
 
     def settled(self, value: HloValue) -> HloValue:
-        """Where a value comes from, also through what moves it."""
+        """Return the origin of a value, through moves too."""
         value = self.producer(value)
         while (instruction := self.at(value)).is_move:
             value = self.producer(HloValue(value.computation, instruction.operands[0]))
         return value
 
     def _argument(self, value: HloValue, number: int) -> HloValue | None:
+        """Return the operand of the calling instruction that a parameter stands for."""
         for caller, call, role in self.callers[value.computation][:1]:
             if call.opcode == "while":
-                if value.element is not None and self._is_kept(call, value.element):
+                if value.element is not None and self._is_invariant(call, value.element):
                     return HloValue(caller, call.operands[0], value.element)
             elif call.opcode == "conditional":
                 branches = [name for _, name in call.callees()]
                 return HloValue(caller, call.operands[1 + branches.index(value.computation)], value.element)
-            elif role in ("calls", "to_apply", "called_computations") and call.opcode in (
-                "fusion",
-                "call",
-                "async-start",
-            ):
+            elif role in ("calls", "to_apply", "called_computations") and call.opcode in _CALLS:
                 return HloValue(caller, call.operands[number], value.element)
         return None
 
-    def _is_kept(self, loop: Instruction, index: int) -> bool:
-        """Whether a loop hands on this element of its tuple as it got it."""
+    def _is_invariant(self, loop: Instruction, index: int) -> bool:
+        """Tell whether a loop forwards this element of its tuple unchanged."""
         body = self.computations[dict(loop.callees())["body"]]
         root = body.instructions[body.root]
         if root.opcode != "tuple":
             return False
         source = body.instructions[root.operands[index]]
-        return (
-            source.opcode == "get-tuple-element"
-            and source.operands[0] == body.parameters[0]
-            and source.attribute(r"\bindex=(\d+)") == str(index)
-        )
+        is_element = source.opcode == "get-tuple-element" and source.operands[0] == body.parameters[0]
+        return is_element and source.index == index
 
-    def uses(self, value: HloValue) -> Iterator[Use]:
-        """Every use of a value, through tuples, calls, fusions and loops."""
+    def uses(self, value: HloValue, *, moves: bool = False) -> Iterator[Use]:
+        """Yield every use of a value, through tuples, calls, fusions and loops, and with `moves` through moves too."""
         seen: set[HloValue] = set()
         todo = [value]
         while todo:
@@ -245,36 +244,35 @@ class HloModule:
                 if computation.name == self.entry:
                     yield Use(self.entry, None, here.element or 0)
                 for caller, call, role in self.callers[computation.name]:
-                    if (
-                        role in ("calls", "to_apply", "body")
-                        and call.opcode in ("fusion", "call", "while", "async-start")
-                    ) or call.opcode == "conditional":
+                    returns = role in ("calls", "to_apply", "body") and call.opcode in (*_CALLS, "while")
+                    if returns or call.opcode == "conditional":
                         todo.append(HloValue(caller, call.name, here.element))
                     if role == "body":
                         todo.append(HloValue(computation.name, computation.parameters[0], here.element))
             for user, position in computation.users[here.name]:
-                following = self._inside(here, user, position)
+                moved = [HloValue(computation.name, user.name)] if moves and user.is_move else []
+                following = moved or self._forwarded(here, user, position)
                 todo += following
                 if not following and user.opcode != "get-tuple-element":
                     yield Use(computation.name, user, position)
 
-    def _inside(self, value: HloValue, user: Instruction, position: int) -> list[HloValue]:
-        """Where a value goes on to in a user that only hands it on."""
+    def _forwarded(self, value: HloValue, user: Instruction, position: int) -> list[HloValue]:
+        """Return the same value as the result of a user, or as the parameters of what that calls."""
         computation, _, index = value
         if user.opcode == "get-tuple-element":
-            return [HloValue(computation, user.name)] if user.attribute(r"\bindex=(\d+)") == str(index) else []
+            return [HloValue(computation, user.name)] if user.index == index else []
         if user.opcode == "tuple":
             return [HloValue(computation, user.name, position)] if index is None else []
-        if user.opcode in ("opt-barrier", "async-done", "async-update"):
+        if user.opcode in _FORWARDS:
             return [HloValue(computation, user.name, index)]
-        roles = [(role, name) for role, name in user.callees() if name in self.computations]
+        callees = [(role, name) for role, name in user.callees() if name in self.computations]
         if user.opcode == "while":
-            roles = [(role, name) for role, name in roles if role == "body"]
+            callees = [(role, name) for role, name in callees if role == "body"]
         elif user.opcode == "conditional":
-            roles, position = roles[position - 1 : position] if position else [], 0
+            callees, position = callees[position - 1 : position] if position else [], 0
         elif user.opcode not in _CALLS:
             return []
-        return [HloValue(name, self.computations[name].parameters[position], index) for _, name in roles]
+        return [HloValue(name, self.computations[name].parameters[position], index) for _, name in callees]
 
 
 def _field(text: str, name: str) -> int:
@@ -283,11 +281,11 @@ def _field(text: str, name: str) -> int:
 
 
 def parse(text: str) -> HloModule:
-    """Reads `compiled.as_text()`.
+    """Parse `compiled.as_text()`.
 
     Example:
         >>> program = parse("HloModule m\\n\\nENTRY main {\\n  ROOT %x = f32[2,3]{1,0} parameter(0)\\n}\\n")
-        >>> program.entry, program.at(Value("main", "x")).arrays[0].bytes
+        >>> program.entry, program.at(HloValue("main", "x")).arrays[0].bytes
         ('main', 24)
     """
     lines = text.splitlines()
@@ -314,7 +312,7 @@ def parse(text: str) -> HloModule:
                 last, written = found["name"], line[found.end() :]
                 root = last if found["root"] else root
             else:
-                written += line  # what a Pallas kernel says of itself may be several lines
+                written += line  # the metadata of a Pallas kernel may take several lines
             body[last] = _instruction(last, written)
     aliased = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header)
     pairs = re.findall(r"\{(\d*)\}: \((\d+)", aliased[1]) if aliased else []
@@ -348,49 +346,10 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """The position behind the parenthesis that closes the one at `start`."""
+    """Return the position after the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.finditer(r"[()]", text[start:]):
         depth += 1 if found[0] == "(" else -1
         if not depth:
             return start + found.end()
     return len(text)
-
-
-def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:
-    """How often a `while` turns: as the compiler says, or from its start, step and condition; None if that fails.
-
-    Args:
-        program: The program.
-        computation: The name of the computation that holds the loop.
-        loop: The `while` instruction.
-    """
-    if known := loop.attribute(r"known_trip_count\D*(\d+)"):
-        return int(known)
-    called = dict(loop.callees())
-    test = program.settled(HloValue(called["condition"], program.computations[called["condition"]].root))
-    compare = program.at(test)
-    if compare.opcode != "compare":
-        return None
-    counter, limit = (program.settled(HloValue(test.computation, operand)) for operand in compare.operands)
-    if counter.element is None or program.at(counter).opcode != "parameter":
-        return None
-    body = program.computations[called["body"]]
-    advance = program.settled(HloValue(body.name, body.root, counter.element))
-    terms = [program.settled(HloValue(advance.computation, operand)) for operand in program.at(advance).operands]
-    steps = [step for term in terms if (step := integer(program, term)) is not None]
-    before = HloValue(body.name, body.parameters[0], counter.element)
-    if program.at(advance).opcode != "add" or len(steps) != 1 or before not in terms:
-        return None
-    start, stop = integer(program, HloValue(computation, loop.operands[0], counter.element)), integer(program, limit)
-    if start is None or stop is None or steps[0] <= 0:
-        return None
-    ahead = {"LT": stop - start, "LE": stop - start + 1}.get(compare.attribute(r"direction=(\w+)"))
-    return None if ahead is None else max(0, -(-ahead // steps[0]))
-
-
-def integer(program: HloModule, value: HloValue) -> int | None:
-    """The value of a constant integer scalar; None if it is something else."""
-    instruction = program.at(program.settled(value))
-    number = re.fullmatch(r"-?\d+", instruction.literal.strip())
-    return int(number[0]) if instruction.opcode == "constant" and number else None

@@ -1,10 +1,8 @@
-"""Which arrays of a traced step are in memory at the same time, without compiling it.
+"""Buffers of a traced step and their lifetimes, without compiling it.
 
-XLA fuses element-wise operations into those around them, so most values of a program are never written to memory. What
-is written: results of products, collectives and loops, and what goes into a product or over the edge of a loop. A
-buffer lives from the operation that writes it to the last that reads it, directly or through what was fused.
-
-All buffers of a program lie in one heap, whose holes count: `heap_bytes` packs them as XLA does.
+XLA fuses element-wise operations into their neighbours, so most values are never written to memory. Written are results
+of matmuls, collectives and loops, and whatever enters a matmul or crosses the boundary of a loop. A buffer lives from
+the operation that writes it to the last that reads it, directly or through fused operations.
 """
 
 import collections
@@ -12,32 +10,29 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from spmd.analysis.jaxpr import Operation, TracedProgram, TracedValue
+from spmd.analysis.traced_program import Operation, TracedProgram, TracedValue
 
-READS_MEMORY = ("dot_general", "ragged_dot", "pallas_call", "scatter-add", "scatter", "gather", "sort", "top_k")
-"""Operations that read their operands from memory, so that nothing is fused into them."""
+_READS_MEMORY = ("dot_general", "ragged_dot", "pallas_call", "scatter-add", "scatter", "gather", "sort", "top_k")
+"""Operations that read their operands from memory: nothing is fused into them."""
 
-WRITTEN = (*READS_MEMORY, "concatenate", "cumsum", "ppermute")
-"""Operations whose results are written to memory, besides loops and what moves data between devices."""
+_WRITTEN = (*_READS_MEMORY, "concatenate", "cumsum", "ppermute")
+"""Operations whose results are written to memory, besides loops and transfers between devices."""
 
-EXPENSIVE = ("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "div", "pow", "rsqrt", "sqrt", "sin", "cos")
-"""Element-wise operations that XLA:CPU does not repeat: read more than once, their results are written to memory."""
+_EXPENSIVE = ("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "div", "pow", "rsqrt", "sqrt", "sin", "cos")
+"""Element-wise operations that XLA:CPU does not repeat: their results are written if they have several readers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One array in memory, and when.
+    """One array in memory, and its lifetime.
 
     Attributes:
-        kind: `"saved"` for what a loop writes a slice of in each turn, `"stacked"` for the same of a loop that runs
-            backwards, `"gathered"` for what a collective has made larger, `"converted"` for a stack that is converted
-            to a narrower dtype before its loop, else `"value"`.
-        name: What the model marked it as; may be empty.
-        shape: Its global shape.
-        bytes: On one device.
-        on_host: Whether those are bytes of the host.
-        start: The moment at which it is written.
-        end: The moment at which it is last read.
+        kind: `"saved"` if a loop writes a slice of it in each iteration, `"stacked"` if a reversed loop does,
+            `"gathered"` for the larger result of a collective, `"converted"` for a stack that is converted to a
+            narrower dtype before its loop, else `"value"`.
+        name: `checkpoint_name` given by the model; may be empty.
+        shape: Global shape; `bytes` are of one device.
+        start: Time of the write; `end` is that of the last read.
     """
 
     kind: str
@@ -52,42 +47,33 @@ class Buffer:
 def find_buffers(
     program: TracedProgram, axes: Mapping[str, int], aliased: Iterable[TracedValue] = (), platform: str = "tpu"
 ) -> list[Buffer]:
-    """Every buffer of a program but its arguments, with the moments of its life.
-
-    Args:
-        program: Traced and propagated.
-        axes: Axis → size of the mesh.
-        aliased: Results that are written into donated arguments, and so need no buffer of their own.
-        platform: Whose compiler it is.
-    """
-    kept = EXPENSIVE if platform == "cpu" else ()
-    return _Lives(program, axes, frozenset(map(id, aliased)), kept, start=0).buffers
+    """Return the buffers of a propagated program, without its arguments and the results that `aliased` donated ones."""
+    repeated = _EXPENSIVE if platform == "cpu" else ()
+    return _Lifetimes(program, axes, frozenset(map(id, aliased)), repeated, start=0).buffers
 
 
 def saved_activations(program: TracedProgram, axes: Mapping[str, int]) -> list[Buffer]:
-    """What the loops of a program save for others that run backwards, wherever it is used."""
+    """Return the buffers that forward loops save for loops that run backwards."""
     saved = []
-    for operation in program.operations:
-        if operation.primitive in ("scan", "stack_turns") and not operation.params["reverse"]:
+    for operation in program.walk():
+        if operation.primitive in ("scan", "stack_iterations") and not operation.params["reverse"]:
             stacks = operation.outputs[operation.params.get("num_carry", 0) :]
             saved += [_buffer(value, operation, axes, saved=True) for value in stacks]
-        for body in operation.bodies:
-            saved += saved_activations(body, axes)
     return saved
 
 
 def peak_buffers(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """The buffers of the moment at which the most bytes of the device are in use."""
+    """Return the buffers that are live when most bytes of the device are in use."""
     starts = sorted({buffer.start for buffer in buffers})
-    moments = ([b for b in buffers if b.start <= start <= b.end] for start in starts)
-    return max(moments, key=lambda live: sum(b.bytes for b in live if not b.on_host), default=[])
+    live = ([b for b in buffers if b.start <= start <= b.end] for start in starts)
+    return max(live, key=lambda found: sum(b.bytes for b in found if not b.on_host), default=[])
 
 
 def heap_bytes(buffers: Iterable[Buffer]) -> int:
-    """The size of a heap that holds all buffers, each at one place for as long as it lives.
+    """Return the size of a heap in which every buffer keeps one place for its lifetime.
 
-    XLA places one buffer after the other into the smallest hole that is free for its whole life: once the longest-lived
-    first, once the largest first, and it takes the better of both.
+    As in XLA, each buffer goes into the smallest hole that is free for its lifetime, once in order of lifetime and once
+    in order of size; the smaller heap of the two counts.
     """
     buffers = [buffer for buffer in buffers if buffer.bytes and not buffer.on_host]
     return min(
@@ -112,13 +98,17 @@ def _pack(buffers: Iterable[Buffer]) -> int:
     return top
 
 
-class _Lives:
-    """The buffers of a program and of those inside it; `end` is the moment after its last operation."""
+class _Lifetimes:
+    """Buffers of a program and of its bodies; `end` is the time after its last operation.
+
+    `roots` maps a value to the buffers that are read in its place, through fused operations; `free` holds the values
+    that have no buffer of their own.
+    """
 
     def __init__(
-        self, program: TracedProgram, axes: Mapping[str, int], free: frozenset[int], kept: Sequence[str], start: int
+        self, program: TracedProgram, axes: Mapping[str, int], free: frozenset[int], repeated: Sequence[str], start: int
     ) -> None:
-        self.program, self.axes, self.kept = program, axes, kept
+        self.program, self.axes, self.repeated = program, axes, repeated
         self.free = free | {id(value) for value in program.inputs}
         self.roots: dict[int, frozenset[TracedValue]] = {id(value): frozenset([value]) for value in program.inputs}
         self.written: dict[int, tuple[TracedValue, Operation | None, int]] = {}
@@ -126,74 +116,74 @@ class _Lives:
         self.saved: set[int] = set()
         self.buffers: list[Buffer] = []
         self.readers = collections.Counter(id(value) for o in program.operations for value in set(o.inputs))
-        self.moments: list[int] = []
+        self.times: list[int] = []
         now, self.end = start, start
         for operation in program.operations:
-            self.moments.append(now)
+            self.times.append(now)
             self._read(operation, now)
-            inside = [_Lives(body, axes, frozenset(map(id, body.outputs)), kept, now + 1) for body in operation.bodies]
+            inside = [
+                _Lifetimes(body, axes, frozenset(map(id, body.outputs)), repeated, now + 1) for body in operation.bodies
+            ]
             self._write(operation, now, inside)
             for inner in inside:
                 self.buffers += inner.buffers
                 now = max(now, inner.end)
-            for value in (*operation.inputs, *operation.outputs):
-                for root in self.roots.get(id(value), ()) if operation.bodies else ():
+            for value in (*operation.inputs, *operation.outputs) if operation.bodies else ():
+                for root in self._roots(value):
                     self.last[id(root)] = max(now, self.last.get(id(root), 0))
             now += 1
         self.end = now
         for value in program.outputs:
-            known = self.roots.get(id(value), frozenset())
-            self.last.update((id(root), now) for root in known)
-            if id(value) in free and known and _is_reshaped(value, known):
-                self.free |= set(map(id, known))  # another form of a result, which has its buffer outside
-        self.buffers += [
-            dataclasses.replace(
-                _buffer(value, operation, axes, saved=key in self.saved), start=when, end=self.last.get(key, when)
-            )
-            for key, (value, operation, when) in self.written.items()
-            if key not in self.free
-        ]
+            roots = self._roots(value)
+            self.last.update((id(root), now) for root in roots)
+            if id(value) in free and roots and _is_reshaped(value, roots):
+                self.free |= set(map(id, roots))  # a view of a result, whose buffer is outside
+        for key, (value, writer, when) in self.written.items():
+            if key not in self.free:
+                buffer = _buffer(value, writer, axes, saved=key in self.saved)
+                self.buffers.append(dataclasses.replace(buffer, start=when, end=self.last.get(key, when)))
         self.buffers += self._converted()
+
+    def _roots(self, value: TracedValue) -> frozenset[TracedValue]:
+        return self.roots.get(id(value), frozenset())
 
     def _read(self, operation: Operation, now: int) -> None:
         for value in operation.inputs:
-            known = self.roots.get(id(value), frozenset())
-            reads = operation.bodies or operation.primitive in READS_MEMORY or _moves(operation, self.axes)
-            if reads and known and known != {value} and not _is_view(value, known):
-                self.written[id(value)] = (value, None, now)  # what was fused so far is written, to be read here
-                self.last.update((id(root), now) for root in known)
-                self.roots[id(value)] = known = frozenset([value])
-            if operation.primitive == "stack_turns" and not operation.params["reverse"]:
-                self.saved.update(map(id, known))
-            self.last.update((id(root), now) for root in known)
+            roots = self._roots(value)
+            reads = operation.bodies or operation.primitive in _READS_MEMORY or _moves(operation, self.axes)
+            if reads and roots and roots != {value} and not _is_view(value, roots):
+                self.written[id(value)] = (value, None, now)  # the fused operations are written here to be read
+                self.last.update((id(root), now) for root in roots)
+                self.roots[id(value)] = roots = frozenset([value])
+            if operation.primitive == "stack_iterations" and not operation.params["reverse"]:
+                self.saved.update(map(id, roots))
+            self.last.update((id(root), now) for root in roots)
 
-    def _write(self, operation: Operation, now: int, inside: "Sequence[_Lives]") -> None:
+    def _write(self, operation: Operation, now: int, inside: "Sequence[_Lifetimes]") -> None:
         for i, value in enumerate(operation.outputs):
-            repeated = operation.primitive in self.kept and self.readers[id(value)] > 1
-            if operation.primitive == "cond" and (given := _given_back(operation, i)):
-                self.roots[id(value)] = self.roots.get(id(given), frozenset())  # what a branch returns as it was given
-            elif operation.bodies or operation.primitive in WRITTEN or repeated or _moves(operation, self.axes):
+            kept = operation.primitive in self.repeated and self.readers[id(value)] > 1
+            if operation.primitive == "cond" and (given := _returned_operand(operation, i)):
+                self.roots[id(value)] = self._roots(given)
+            elif operation.bodies or operation.primitive in _WRITTEN or kept or _moves(operation, self.axes):
                 once = operation.primitive in ("cond", "shard_map")
                 when = min(inner.written_at(i) for inner in inside) if once and inside else now
                 self.written[id(value)] = (value, operation, when)
                 self.roots[id(value)] = frozenset([value])
             else:
-                sources = (self.roots.get(id(source), frozenset()) for source in operation.inputs)
-                self.roots[id(value)] = frozenset().union(*sources)
+                self.roots[id(value)] = frozenset().union(*map(self._roots, operation.inputs))
 
     def written_at(self, i: int) -> int:
-        """The moment at which a result is written, alone or before it gets its final form."""
+        """Return the time at which a result, or the buffer that it is a view of, is written."""
         value = self.program.outputs[i]
-        roots = self.roots.get(id(value), frozenset())
-        moments = [self.written[id(root)][2] for root in roots if id(root) in self.written]
-        return moments[0] if roots and moments and _is_view(value, roots) else self.end
+        roots = self._roots(value)
+        times = [self.written[id(root)][2] for root in roots if id(root) in self.written]
+        return times[0] if times and _is_view(value, roots) else self.end
 
     def _converted(self) -> Iterator[Buffer]:
-        """What loops read in a narrower dtype than it has, in slices or whole: XLA converts it before them."""
-        lives: dict[frozenset[int], tuple[int, int, int]] = {}
-        for operation, now, after in zip(
-            self.program.operations, self.moments, [*self.moments, self.end][1:], strict=True
-        ):
+        """Yield the narrower copies that XLA makes of what a loop reads in a narrower dtype, whole or in slices."""
+        lifetimes: dict[frozenset[int], tuple[int, int, int]] = {}
+        ends = [*self.times, self.end][1:]
+        for operation, now, after in zip(self.program.operations, self.times, ends, strict=True):
             if operation.primitive != "scan" or operation.params["length"] == operation.params["unroll"]:
                 continue
             (body,) = operation.bodies
@@ -208,13 +198,13 @@ class _Lives:
                 if width < before:
                     source = frozenset(id(root) for root in self.roots.get(id(value), [value]))
                     size = value.bytes(self.axes) // before * width
-                    lives[source] = (size, lives.get(source, (0, now, 0))[1], after)
-        for size, start, end in lives.values():
+                    lifetimes[source] = (size, lifetimes.get(source, (0, now, 0))[1], after)
+        for size, start, end in lifetimes.values():
             yield Buffer("converted", "", (), size, False, start, end)
 
 
-def _given_back(condition: Operation, i: int) -> TracedValue | None:
-    """The operand that some branch returns as a result, unchanged: then the others write theirs over it."""
+def _returned_operand(condition: Operation, i: int) -> TracedValue | None:
+    """Return the operand that some branch returns unchanged as result `i`: the other branches overwrite it."""
     for body in condition.bodies:
         operands = dict(zip(map(id, body.inputs), condition.inputs[-len(body.inputs) :], strict=False))
         if given := operands.get(id(body.outputs[i])):
@@ -223,19 +213,19 @@ def _given_back(condition: Operation, i: int) -> TracedValue | None:
 
 
 def _is_view(value: TracedValue, roots: frozenset[TracedValue]) -> bool:
-    """Whether a value is one buffer in another form, or one that is written over it: it needs none of its own."""
+    """Tell whether a value is a view of one buffer or can overwrite it, so that it needs none of its own."""
     (root, *rest) = roots
     return not rest and root.itemsize == value.itemsize and math.prod(root.shape) == math.prod(value.shape)
 
 
 def _is_reshaped(value: TracedValue, roots: frozenset[TracedValue]) -> bool:
-    """Whether a value is one buffer with other dimensions of size 1."""
+    """Tell whether a value is one buffer with other dimensions of size 1."""
     (root, *_) = roots
     return _is_view(value, roots) and [n for n in root.shape if n > 1] == [n for n in value.shape if n > 1]
 
 
 def _moves(operation: Operation, axes: Mapping[str, int]) -> bool:
-    """Whether an operation sends data between devices or memories, which needs a buffer for the result."""
+    """Tell whether an operation sends data between devices or memories, so that its result needs a buffer."""
     if operation.primitive == "device_put":
         return any(a.on_host != b.on_host for a, b in zip(operation.inputs, operation.outputs, strict=True))
     if operation.primitive != "sharding_constraint":
@@ -245,12 +235,10 @@ def _moves(operation: Operation, axes: Mapping[str, int]) -> bool:
 
 
 def _buffer(value: TracedValue, operation: Operation | None, axes: Mapping[str, int], *, saved: bool = False) -> Buffer:
-    kind = "value"
-    if saved:
-        kind = "saved"
-    elif operation is not None and operation.primitive == "scan":
-        if value in operation.outputs[operation.params["num_carry"] :]:
-            kind = "stacked" if operation.params["reverse"] else "saved"
-    elif operation is not None and operation.primitive == "sharding_constraint":
-        kind = "gathered" if value.bytes(axes) > operation.inputs[0].bytes(axes) else "value"
-    return Buffer(kind, value.name, value.shape, value.bytes(axes), value.on_host)
+    size, primitive = value.bytes(axes), operation.primitive if operation else ""
+    kind = "saved" if saved else "value"
+    if operation and primitive == "scan" and not saved and value in operation.outputs[operation.params["num_carry"] :]:
+        kind = "stacked" if operation.params["reverse"] else "saved"
+    elif operation and primitive == "sharding_constraint" and not saved and size > operation.inputs[0].bytes(axes):
+        kind = "gathered"
+    return Buffer(kind, value.name, value.shape, size, value.on_host)

@@ -1,29 +1,28 @@
-"""The ledger: what each device and each host holds during a step, estimated without compiling and as compiled.
+"""Memory of a training step on each device and each host: estimated from its trace, and as compiled.
 
 ```python
 estimate = estimate_memory(step, batch)
 compiled = read_memory(step.compile(batch))
-print(Ledger(parse_topology("v5e:16x16"), estimate, compiled))
+print(MemoryReport(parse_topology("v5e:16x16"), estimate, compiled))
 ```
 
-The estimate adds the training state, which the plan knows to the byte, and what the traced step has in memory at its
-fullest moment (`spmd.analysis.liveness`). Nothing in it knows of a model, an optimizer or a remat policy.
+The estimate is the training state, known to the byte from the plan, and the peak of the traced step's buffers
+(`spmd.analysis.liveness`). It has no knowledge of a model, an optimizer or a remat policy.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from spmd.analysis.bf16_operands import narrow_operands
-from spmd.analysis.jaxpr import TracedProgram, TracedValue, read_program
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
 from spmd.analysis.propagation import place, propagate
 from spmd.analysis.topology import Topology
+from spmd.analysis.traced_program import TracedProgram, TracedValue, matmul_flops, read_program
 from spmd.pipeline.executor import SLOTS
 from spmd.plan.plan import ShardingPlan
-from spmd.plan.records import PlanEntry
 from spmd.train.state import abstract_arguments
 from spmd.train.step import TrainStep
 from spmd.tree import human_bytes
@@ -41,33 +40,35 @@ CATEGORIES = {
     "collectives": "gathered arrays",
     "temporaries": "temporaries",
 }
-"""What a ledger tells apart, and how it is printed."""
+"""Category → its label."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a step holds, from its trace.
+    """Memory of a step, from its trace.
 
     Attributes:
-        held: Category → bytes of it on one device, whenever they are there.
-        at_peak: Category → bytes on one device at the moment when the most are in use.
-        saved: Activation → bytes that the forward pass saves for the backward pass on one device; the unnamed together
+        held: Category → bytes on one device, at any time of the step.
+        at_peak: Category → bytes on one device at the peak.
+        saved: Activation → bytes that the forward pass saves for the backward pass on one device; unnamed ones together
             under the empty name.
         host: Category → bytes in host memory for one device.
+        matmul_flops: FLOPs of all matmuls on all devices together, those that a remat policy recomputes included.
     """
 
     held: Mapping[str, int]
     at_peak: Mapping[str, int]
     saved: Mapping[str, int]
     host: Mapping[str, int]
+    matmul_flops: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes on one device at the fullest moment."""
+        """Bytes on one device at the peak."""
         return sum(self.at_peak.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Bytes by category, the total of the fullest moment, and what makes it up."""
+        """Return all bytes as JSON values."""
         return {
             **self.held,
             "total": self.total,
@@ -78,17 +79,13 @@ class Estimate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What the compiler says that a step needs, in bytes on one device.
+class CompiledMemory:
+    """Memory of a compiled step, in bytes on one device.
 
     Attributes:
-        arguments: The training state and the batch.
-        outputs: The training state afterwards and the metrics.
-        aliased: Outputs that are written over arguments.
-        temporaries: All that is allocated besides.
-        host_arguments: Arguments in host memory; a backend without host memory reports 0.
-        host_temporaries: Temporaries in host memory.
-        peak: The most bytes in use at once, of device and host together; a backend may not report it.
+        aliased: Outputs that overwrite arguments.
+        host_arguments: Arguments in host memory; 0 on a backend without it.
+        peak: Most bytes in use at once, of device and host together; None if the backend does not report it.
     """
 
     arguments: int
@@ -101,27 +98,21 @@ class Compiled:
 
     @property
     def total(self) -> int:
-        """Bytes on one device: arguments and temporaries. Outputs that are no arguments are a few metrics."""
+        """Bytes on one device: arguments and temporaries. Outputs that overwrite no argument are a few metrics."""
         return self.arguments + self.temporaries
 
     def to_json(self) -> dict[str, int | None]:
-        """All figures and their total."""
+        """Return all bytes as JSON values."""
         return {**dataclasses.asdict(self), "total": self.total}
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """Both columns beside what the chip has; `print` shows them.
-
-    Attributes:
-        topology: The machine.
-        estimated: From the trace.
-        compiled: From the compiler; None where it was not asked.
-    """
+    """Estimated and compiled memory compared with the memory of the chip; `print` shows a table."""
 
     topology: Topology
     estimated: Estimate
-    compiled: Compiled | None = None
+    compiled: CompiledMemory | None = None
 
     @property
     def limit(self) -> int | None:
@@ -130,21 +121,21 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Bytes on one device, as compiled where that is known."""
+        """Bytes on one device, as compiled if known."""
         return self.compiled.total if self.compiled else self.estimated.total
 
     @property
     def fits(self) -> bool | None:
-        """Whether the chip has that many bytes; None for simulated devices, which have no memory of their own."""
+        """Whether the step fits the chip; None for simulated devices."""
         return None if self.limit is None else self.total <= self.limit
 
     @property
     def largest(self) -> str:
-        """The category with the most bytes at the fullest moment."""
+        """The category with the most bytes at the peak."""
         return max(self.estimated.at_peak, key=lambda name: self.estimated.at_peak[name])
 
     def to_json(self) -> dict[str, Any]:
-        """The values of `memory` in a plan's JSON."""
+        """Return all bytes as JSON values."""
         return {
             "estimated": self.estimated.to_json(),
             "compiled": self.compiled.to_json() if self.compiled else None,
@@ -161,35 +152,31 @@ class MemoryReport:
                 named = sorted(self.estimated.saved.items(), key=lambda item: -item[1])
                 rows += [(f"  {key or 'without a name'}", human_bytes(size), "") for key, size in named if size]
         rows.append(("estimated on each device", "", human_bytes(self.estimated.total)))
+        host = sum(self.estimated.host.values())
         if self.compiled:
             arguments, temporaries = human_bytes(self.compiled.arguments), human_bytes(self.compiled.temporaries)
-            rows.append(
-                (f"compiled: {arguments} arguments + {temporaries} temporaries", "", _human(self.compiled.total))
-            )
+            label = f"compiled: {arguments} arguments + {temporaries} temporaries"
+            rows.append((label, "", human_bytes(self.compiled.total)))
+            host = self.compiled.host_arguments + self.compiled.host_temporaries or host
         if self.limit is not None:
             left = self.limit - self.total
-            rows.append((f"{self.topology.kind} has, and is left", human_bytes(self.limit), _human(left)))
-        host = sum(self.estimated.host.values())
-        if self.compiled and self.compiled.host_arguments + self.compiled.host_temporaries:
-            host = self.compiled.host_arguments + self.compiled.host_temporaries
+            sign = "−" if left < 0 else ""
+            rows.append(
+                (f"{self.topology.kind} has, and is left", human_bytes(self.limit), sign + human_bytes(abs(left)))
+            )
         if host:
             each = self.topology.devices // self.topology.hosts
-            rows.append((f"in host memory: for a device, on a host of {each}", human_bytes(host), _human(host * each)))
+            rows.append(
+                (f"in host memory: for a device, on a host of {each}", human_bytes(host), human_bytes(host * each))
+            )
         width = max(len(label) for label, _, _ in rows)
         return "\n".join(f"{label.ljust(width)}  {a.rjust(10)}  {b.rjust(11)}".rstrip() for label, a, b in rows)
 
 
-def _human(size: int) -> str:
-    return human_bytes(size) if size >= 0 else f"−{human_bytes(-size)}"
-
-
 def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estimate:
-    """What `step` holds, from its trace: nothing is compiled, and the plan's mesh needs no devices.
+    """Estimate the memory of a step from its trace: nothing is compiled, and the plan's mesh needs no devices.
 
-    Args:
-        step: From `make_train_step`.
-        batch: Arrays, or `jax.ShapeDtypeStruct`s.
-        platform: Whose compiler it will be: `"tpu"`, `"cuda"` or `"cpu"`.
+    The batch has arrays or `jax.ShapeDtypeStruct`s; the platform's compiler is modelled.
     """
     plan, axes = step.plan, dict(step.plan.mesh.shape)
     state, batch = abstract_arguments(step.plan, batch)
@@ -202,51 +189,51 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
     count = len(jax.tree.leaves(state))
     buffers = find_buffers(program, axes, program.outputs[:count], platform)
     buffers += _gathered_results(program.inputs[:count], program.outputs[:count], axes, 1 + max(b.end for b in buffers))
-    peak = peak_buffers(buffers)
-    names = _Names(plan, program)
+    categories = _Categories(plan, program)
     now = dict.fromkeys(("grads", "activations", "stages", "logits", "collectives", "temporaries"), 0)
-    for buffer in peak:
+    for buffer in peak_buffers(buffers):
         if not buffer.on_host:
-            now[names.category(buffer)] += buffer.bytes
-    now["temporaries"] += heap_bytes(buffers) - sum(now.values())  # the holes between buffers
+            now[categories.of(buffer)] += buffer.bytes
+    now["temporaries"] += heap_bytes(buffers) - sum(now.values())  # fragmentation
     saved: dict[str, int] = {}
-    arguments, host = _arguments(plan, batch, axes)
+    arguments, host = _state_bytes(plan)
+    arguments["batch"] = sum(value.bytes(axes) for value in program.inputs[count:])
     for buffer in saved_activations(program, axes):
         if buffer.on_host:
             host["activations"] = host.get("activations", 0) + buffer.bytes
-        elif names.category(buffer) == "activations":
+        elif categories.of(buffer) == "activations":
             saved[buffer.name] = saved.get(buffer.name, 0) + buffer.bytes
     held = arguments | {
         "grads": sum(leaf.bytes_per_device for leaf in plan.gradients),
         "activations": sum(saved.values()),
-        "stages": sum(b.bytes for b in buffers if names.category(b) == "stages"),
-        "logits": names.logits(axes),
+        "stages": sum(b.bytes for b in buffers if categories.of(b) == "stages"),
+        "logits": max((value.bytes(axes) for value in categories.logits), default=0),
         "collectives": now["collectives"],
         "temporaries": now["temporaries"],
     }
-    return Estimate(held, arguments | now, saved, host)
+    return Estimate(held, arguments | now, saved, host, matmul_flops(program))
 
 
 def _gathered_results(
-    donated: Sequence[TracedValue], results: Sequence[TracedValue], axes: Mapping[str, int], moment: int
+    donated: Sequence[TracedValue], results: Sequence[TracedValue], axes: Mapping[str, int], time: int
 ) -> list[Buffer]:
-    """Results that are computed in parts and returned whole, as parameters of ZeRO stages 1 and 2.
+    """Return the buffers of results that are computed in shards and returned whole, as in ZeRO stages 1 and 2.
 
-    XLA cannot gather into a donated argument: all of them are there once more when the step ends.
+    XLA cannot gather into a donated argument: all of them exist twice when the step ends.
     """
     return [
-        Buffer("gathered", "", old.shape, old.bytes(axes), False, moment, moment)
+        Buffer("gathered", "", old.shape, old.bytes(axes), False, time, time)
         for old, new in zip(donated, results, strict=True)
         if not old.on_host and new.bytes(axes) < old.bytes(axes)
     ]
 
 
-def read_memory(compiled: jax.stages.Compiled) -> Compiled | None:
-    """What the compiler says of a program; None where the backend says nothing."""
+def read_memory(compiled: jax.stages.Compiled) -> CompiledMemory | None:
+    """Return the compiler's memory analysis; None if the backend has none."""
     stats = compiled.memory_analysis()
     if stats is None:
         return None
-    return Compiled(
+    return CompiledMemory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
@@ -257,51 +244,35 @@ def read_memory(compiled: jax.stages.Compiled) -> Compiled | None:
     )
 
 
-def _arguments(plan: ShardingPlan, batch: Any, axes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of one device's arguments by category: on the device, and in host memory."""
-    tables: dict[str, list[PlanEntry]] = {"params": list(plan.params), "master": [], "optimizer": []}
-    tables["variables"] = list(plan.variables)
-    for leaf in plan.optimizer_state:
-        tables["master" if "master" in leaf.path.split("/") else "optimizer"].append(leaf)
-    device, host = {}, {}
+def _state_bytes(plan: ShardingPlan) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of one device's training state by category: on the device, and in host memory."""
+    device = dict.fromkeys(("params", "master", "optimizer", "variables"), 0)
+    host: dict[str, int] = {}
+    tables = {"params": plan.params, "optimizer": plan.optimizer_state, "variables": plan.variables}
     for name, leaves in tables.items():
-        device[name] = sum(leaf.bytes_per_device for leaf in leaves if leaf.memory_kind == "device")
-        elsewhere = sum(leaf.bytes_per_device for leaf in leaves if leaf.memory_kind != "device")
-        if elsewhere:
-            host[name] = elsewhere
-    values = [TracedValue(leaf.shape, leaf.dtype.itemsize) for leaf in jax.tree.leaves(batch)]
-    for value, leaf in zip(values, jax.tree.leaves(batch), strict=True):
-        place(value, leaf.sharding)
-    return device | {"batch": sum(value.bytes(axes) for value in values)}, host
+        for leaf in leaves:
+            category = "master" if name == "optimizer" and "master" in leaf.path.split("/") else name
+            memory = device if leaf.memory_kind == "device" else host
+            memory[category] = memory.get(category, 0) + leaf.bytes_per_device
+    return device, host
 
 
-class _Names:
-    """What a buffer is, by its shape and by where it comes from."""
+class _Categories:
+    """Categories of buffers that are no arguments, by shape, name and kind."""
 
     def __init__(self, plan: ShardingPlan, program: TracedProgram) -> None:
+        self.logits = [value for o in program.walk() for value in o.outputs if value.name == "logits"]
+        self._logits_shapes = {value.shape for value in self.logits}
         self._params = {leaf.shape for leaf in plan.params if len(leaf.shape) > 1}
-        self._logits = list(_named("logits", program))
 
-    def category(self, buffer: Buffer) -> str:
-        """The category of a buffer that is no argument."""
+    def of(self, buffer: Buffer) -> str:
+        """Return the category of a buffer."""
         if buffer.name == SLOTS:
             return "stages"
-        if buffer.shape in {value.shape for value in self._logits}:
+        if buffer.shape in self._logits_shapes:
             return "logits"
         if buffer.kind in ("gathered", "converted"):
             return "collectives"
-        if buffer.shape in self._params:  # a loop forward saves what it gathered, a loop backward makes gradients
+        if buffer.shape in self._params:  # forward loops save gathered parameters, backward loops make gradients
             return "collectives" if buffer.kind == "saved" else "grads"
         return "activations" if buffer.kind == "saved" else "temporaries"
-
-    def logits(self, axes: Mapping[str, int]) -> int:
-        """The bytes of the array that the model marks as its logits."""
-        return max((value.bytes(axes) for value in self._logits), default=0)
-
-
-def _named(name: str, program: TracedProgram) -> Iterator[TracedValue]:
-    """The values that a model marks so, wherever they are."""
-    for operation in program.operations:
-        yield from (value for value in operation.outputs if value.name == name)
-        for body in operation.bodies:
-            yield from _named(name, body)

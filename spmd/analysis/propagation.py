@@ -1,58 +1,71 @@
-"""How every value of a traced program is split, from how its arguments are.
+"""Shardings of all values of a traced program, derived from those of its arguments.
 
-JAX knows how the arguments of a step are split, and where the rule table constrains an activation. What lies between
-follows from the operations: a product keeps the axes of its rows and columns, a transpose permutes them, a sum drops
-those it sums over. This is what XLA's partitioner does, without running it, so the bytes of every intermediate value
-are known as soon as the step is traced.
+JAX knows the shardings of a step's arguments and of the activations that the rule table constrains. The others follow
+from the operations: a matmul keeps the axes of its rows and columns, a transpose permutes them, a sum drops those that
+it sums over. This is what XLA's partitioner does, without running it, so the bytes of every intermediate value are
+known as soon as the step is traced.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from jax.sharding import NamedSharding
 
-from spmd.analysis.jaxpr import Dims, Operation, TracedProgram, TracedValue
+from spmd.analysis.traced_program import Dims, Operation, TracedProgram, TracedValue
 from spmd.sharding.mesh import entry_axes
 
-VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "reduce_precision")
-"""Operations that change only the form of an array, which keeps its name."""
+_VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "reduce_precision")
+"""Operations that change only the form of an array; its name is kept."""
 
 
 def place(value: TracedValue, sharding: Any) -> None:
-    """Says how a value is split, and whether it lives on the host."""
+    """Set the sharding and the memory of a value; ignored unless it is a `NamedSharding`."""
     if isinstance(sharding, NamedSharding):
         value.dims = dims_of(sharding.spec, len(value.shape))
         value.on_host = sharding.memory_kind == "pinned_host"
 
 
 def dims_of(spec: Iterable[Any], rank: int) -> Dims:
-    """A `PartitionSpec` as the axes of every dimension.
+    """Convert a `PartitionSpec` to the axes of every dimension.
 
     Example:
         >>> dims_of([None, ("data", "fsdp")], 3)
         ((), ('data', 'fsdp'), ())
     """
     entries = tuple(entry_axes(entry) for entry in spec)
-    return entries + ((),) * (rank - len(entries))
+    return entries + _whole(rank - len(entries))
+
+
+def _whole(rank: int) -> Dims:
+    return ((),) * rank
 
 
 def propagate(program: TracedProgram) -> None:
-    """Says how every value of a program is split, from what is known of its inputs and of constrained values."""
+    """Set the sharding of every value of a program from its inputs and from constrained values."""
     for operation in program.operations:
         if operation.primitive == "scan":
             _propagate_scan(operation)
         elif operation.bodies:
             _propagate_bodies(operation)
         else:
-            rule = _RULES.get(operation.primitive, _like_operands)
-            for output, dims in zip(operation.outputs, rule(operation), strict=True):
-                output.dims = output.dims or dims
-                if operation.primitive in VIEWS:
-                    output.name = output.name or operation.inputs[0].name
-            if rule is _like_operands and operation.outputs and operation.outputs[0].dims:
-                for value in operation.inputs:  # zeros and masks lie as what they meet
-                    if value.dims is None and value.shape == operation.outputs[0].shape:
-                        value.dims = operation.outputs[0].dims
+            _propagate_operation(operation)
+
+
+def _propagate_operation(operation: Operation) -> None:
+    name, outputs = operation.primitive, operation.outputs
+    if name in _UNARY_RULES:
+        dims = operation.inputs[0].dims
+        results = [None if dims is None else _UNARY_RULES[name](operation, dims)] * len(outputs)
+    else:
+        results = _RULES.get(name, _like_operands)(operation)
+    for output, dims in zip(outputs, results, strict=True):
+        output.dims = output.dims or dims
+        if name in _VIEWS:
+            output.name = output.name or operation.inputs[0].name
+    if name not in (*_UNARY_RULES, *_RULES) and outputs and outputs[0].dims:
+        for value in operation.inputs:  # zeros and masks are split like the arrays they are combined with
+            if value.dims is None and value.shape == outputs[0].shape:
+                value.dims = outputs[0].dims
 
 
 def _propagate_scan(operation: Operation) -> None:
@@ -61,8 +74,8 @@ def _propagate_scan(operation: Operation) -> None:
     for value, inner in zip(outer, body.inputs, strict=True):
         if value.dims is not None:
             inner.dims = value.dims if len(value.dims) == len(inner.shape) else value.dims[1:]
-    learns = True
-    while learns:  # what is carried from one turn to the next
+    changed = True
+    while changed:  # until the carry has the sharding of its next iteration
         propagate(body)
         unknown = [
             (before, after.dims)
@@ -71,13 +84,13 @@ def _propagate_scan(operation: Operation) -> None:
         ]
         for before, dims in unknown:
             before.dims = dims
-        learns = bool(unknown)
+        changed = bool(unknown)
     for value, inner in zip(outer, body.inputs, strict=True):
         if value.dims is None and inner.dims is not None:
-            value.dims = ((),) * (len(value.shape) - len(inner.dims)) + inner.dims
+            value.dims = _whole(len(value.shape) - len(inner.dims)) + inner.dims
     for output, inner in zip(operation.outputs, body.outputs, strict=True):
         if inner.dims is not None:
-            output.dims = ((),) * (len(output.shape) - len(inner.dims)) + inner.dims
+            output.dims = _whole(len(output.shape) - len(inner.dims)) + inner.dims
         output.name, output.on_host = inner.name, inner.on_host
 
 
@@ -92,16 +105,15 @@ def _propagate_bodies(operation: Operation) -> None:
     specs = operation.params.get("out_specs")
     for i, output in enumerate(operation.outputs):
         ends = [body.outputs[i] for body in operation.bodies]
-        end = next((end for end in ends if end.dims is not None), ends[0])  # branches that know nothing end in zeros
+        end = next((end for end in ends if end.dims is not None), ends[0])  # a branch of unknown sharding returns zeros
         output.dims, output.name, output.on_host = end.dims, end.name, end.on_host
         if specs is not None:
-            inside = end.dims or ((),) * len(output.shape)
-            outside = dims_of(specs[i], len(output.shape))
+            inside, outside = end.dims or _whole(len(output.shape)), dims_of(specs[i], len(output.shape))
             output.dims = _once((*a, *b) for a, b in zip(outside, inside, strict=True))
 
 
 def _once(dims: Iterable[tuple[str, ...]]) -> Dims:
-    """Each axis where it first occurs: it can split an array only once."""
+    """Keep the first occurrence of each axis: it can split an array only once."""
     seen: set[str] = set()
     result = []
     for entry in dims:
@@ -111,7 +123,7 @@ def _once(dims: Iterable[tuple[str, ...]]) -> Dims:
 
 
 def _like_operands(operation: Operation) -> list[Dims | None]:
-    """Each dimension of a result is split as the first operand of that rank and size that is split there."""
+    """Split each dimension like the first operand of that rank and size that is split there."""
     results: list[Dims | None] = []
     for output in operation.outputs:
         near = [v for v in operation.inputs if v.dims is not None and len(v.shape) == len(output.shape)]
@@ -131,7 +143,7 @@ def _constraint(operation: Operation) -> list[Dims | None]:
 
 
 def _device_put(operation: Operation) -> list[Dims | None]:
-    """A copy to another memory lies as before; its target names the memory, or a sharding."""
+    """Keep the sharding; the target names the memory, or is a sharding with a memory kind."""
     for value, output, target in zip(operation.inputs, operation.outputs, operation.params["devices"], strict=True):
         space = str(getattr(target, "memory_kind", target)).lower()
         output.on_host, output.name = "host" in space, value.name
@@ -147,41 +159,29 @@ def _name(operation: Operation) -> list[Dims | None]:
 def _dot(operation: Operation) -> list[Dims | None]:
     left, right = operation.inputs
     (left_sum, right_sum), (left_batch, right_batch) = operation.params["dimension_numbers"]
-    rows = left.dims or ((),) * len(left.shape)
-    columns = right.dims or ((),) * len(right.shape)
+    rows, columns = left.dims or _whole(len(left.shape)), right.dims or _whole(len(right.shape))
     batch = [rows[i] or columns[j] for i, j in zip(left_batch, right_batch, strict=True)]
     free = [rows[i] for i in range(len(rows)) if i not in (*left_sum, *left_batch)]
     free += [columns[i] for i in range(len(columns)) if i not in (*right_sum, *right_batch)]
     return [_once([*batch, *free])]
 
 
-def _transpose(operation: Operation) -> list[Dims | None]:
-    dims = operation.inputs[0].dims
-    return [None if dims is None else tuple(dims[i] for i in operation.params["permutation"])]
-
-
-def _broadcast(operation: Operation) -> list[Dims | None]:
+def _broadcast(operation: Operation, dims: Dims) -> Dims:
     value, output = operation.inputs[0], operation.outputs[0]
-    if value.dims is None:
-        return [None]
-    dims: list[tuple[str, ...]] = [()] * len(output.shape)
+    result = list(_whole(len(output.shape)))
     for i, j in enumerate(operation.params["broadcast_dimensions"]):
-        dims[j] = value.dims[i] if value.shape[i] == output.shape[j] else ()
-    return [tuple(dims)]
+        result[j] = dims[i] if value.shape[i] == output.shape[j] else ()
+    return tuple(result)
 
 
-def _reduce(operation: Operation) -> list[Dims | None]:
-    axes, dims = operation.params["axes"], operation.inputs[0].dims
-    kept = None if dims is None else tuple(entry for i, entry in enumerate(dims) if i not in axes)
-    return [kept for _ in operation.outputs]
+def _without(dims: Dims, removed: Container[int]) -> Dims:
+    return tuple(entry for i, entry in enumerate(dims) if i not in removed)
 
 
-def _reshape(operation: Operation) -> list[Dims | None]:
-    """Dimensions that are merged or cut: the outermost of each group is split."""
+def _reshape(operation: Operation, dims: Dims) -> Dims:
+    """Split the outermost of each group of merged or divided dimensions."""
     value, output = operation.inputs[0], operation.outputs[0]
-    if value.dims is None:
-        return [None]
-    dims: list[tuple[str, ...]] = [()] * len(output.shape)
+    result = list(_whole(len(output.shape)))
     i = j = 0
     while i < len(value.shape) and j < len(output.shape):
         first, last, old, new = i, j, value.shape[i], output.shape[j]
@@ -192,21 +192,21 @@ def _reshape(operation: Operation) -> list[Dims | None]:
             else:
                 j += 1
                 new *= output.shape[j]
-        split = [entry for entry in value.dims[first : i + 1] if entry]
+        split = [entry for entry in dims[first : i + 1] if entry]
         target = next((k for k in range(last, j + 1) if output.shape[k] > 1), last)
-        dims[target] = split[0] if split else ()
+        result[target] = split[0] if split else ()
         i, j = i + 1, j + 1
-    return [tuple(dims)]
+    return tuple(result)
 
 
 def _gather(operation: Operation) -> list[Dims | None]:
-    """Rows that are looked up: split as the indices, and as the table along the dimensions taken whole."""
+    """Split looked-up rows like the indices, and like the table along dimensions that are taken whole."""
     table, indices = operation.inputs[:2]
-    numbers, output = operation.params["dimension_numbers"], operation.outputs[0]
+    numbers, sizes = operation.params["dimension_numbers"], operation.params["slice_sizes"]
     kept = [i for i in range(len(table.shape)) if i not in numbers.collapsed_slice_dims]
-    dims: list[tuple[str, ...]] = [()] * len(output.shape)
+    dims = list(_whole(len(operation.outputs[0].shape)))
     for i, j in zip(numbers.offset_dims, kept, strict=False):
-        dims[i] = table.dims[j] if table.dims and operation.params["slice_sizes"][j] == table.shape[j] else ()
+        dims[i] = table.dims[j] if table.dims and sizes[j] == table.shape[j] else ()
     rest = [i for i in range(len(dims)) if i not in numbers.offset_dims]
     for i, entry in zip(rest, indices.dims or (), strict=False):
         dims[i] = entry
@@ -214,40 +214,37 @@ def _gather(operation: Operation) -> list[Dims | None]:
 
 
 def _scatter(operation: Operation) -> list[Dims | None]:
-    """A table with rows added to it: as it was, or else as the rows are along the dimensions kept whole."""
+    """Keep the table's sharding; if unknown, split it like the rows along dimensions that are taken whole."""
     table, _, rows = operation.inputs
     if table.dims is not None:
         return [table.dims]
     numbers = operation.params["dimension_numbers"]
     kept = [i for i in range(len(table.shape)) if i not in numbers.inserted_window_dims]
-    dims: list[tuple[str, ...]] = [()] * len(table.shape)
+    dims = list(_whole(len(table.shape)))
     for i, j in zip(kept, numbers.update_window_dims, strict=False):
         dims[i] = rows.dims[j] if rows.dims else ()
     return [tuple(dims)]
 
 
-def _squeeze(operation: Operation) -> list[Dims | None]:
-    dims, gone = operation.inputs[0].dims, operation.params["dimensions"]
-    return [None if dims is None else tuple(entry for i, entry in enumerate(dims) if i not in gone)]
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin")
 
-
-def _stack(operation: Operation) -> list[Dims | None]:
-    dims = operation.inputs[0].dims
-    return [None if dims is None else ((), *dims)]
-
+_UNARY_RULES: dict[str, Callable[[Operation, Dims], Dims]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": lambda operation, dims: _without(dims, operation.params["dimensions"]),
+    "stack_iterations": lambda _, dims: ((), *dims),
+    "transpose": lambda operation, dims: tuple(dims[i] for i in operation.params["permutation"]),
+    **dict.fromkeys(_REDUCTIONS, lambda operation, dims: _without(dims, operation.params["axes"])),
+}
+"""Rules for the results of an operation whose first operand has a known sharding."""
 
 _RULES = {
-    "stack_turns": _stack,
     "sharding_constraint": _constraint,
     "device_put": _device_put,
     "name": _name,
     "dot_general": _dot,
-    "transpose": _transpose,
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
     "gather": _gather,
     "scatter-add": _scatter,
     "scatter": _scatter,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"), _reduce),
 }
+"""Rules for the shardings of all results."""

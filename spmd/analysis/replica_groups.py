@@ -1,4 +1,4 @@
-"""Which devices a collective connects, as axes of a mesh, from every form in which XLA writes it.
+"""Replica groups of collectives as axes of a mesh, from every form in which XLA writes them.
 
 | form | example |
 |---|---|
@@ -9,7 +9,7 @@
 | pairs | `source_target_pairs={{0,1},{1,0}}` |
 
 Numbers are partitions; partition *i* is the *i*-th device of `mesh.devices.flat`. XLA's own mesh may have other axes
-than ours (`axis_0`), so its names are never taken over.
+than ours (`axis_0`), so its names are not used.
 """
 
 import math
@@ -46,7 +46,7 @@ _INTEGERS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def kind_of(instruction: Instruction) -> str:
-    """What kind of collective an instruction is or starts; any other opcode as it is.
+    """Return the kind of collective that an instruction is or starts; any other opcode as it is.
 
     Between TPU slices a collective is a `send` from each chip to its host, with the kind among its attributes.
     """
@@ -55,28 +55,21 @@ def kind_of(instruction: Instruction) -> str:
 
 
 def read_groups(attributes: str, devices: int) -> tuple[Groups, bool]:
-    """The groups of partitions in an instruction's attributes.
-
-    Args:
-        attributes: The text behind the instruction's operands.
-        devices: How many partitions there are.
-
-    Returns:
-        The groups, and whether they are (source, target) pairs.
+    """Return the groups in an instruction's attributes, and whether they are (source, target) pairs.
 
     Example:
-        >>> read_groups("replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", 4)
+        >>> read_groups("replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}", devices=4)
         ([[0, 2], [1, 3]], False)
     """
     if found := _PAIRS.search(attributes):
-        return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", found[1])], True
+        return [_numbers(pair) for pair in re.findall(r"\{([\d,]+)\}", found[1])], True
     if found := _IOTA.search(attributes):
         return _iota(found[2]).reshape(_numbers(found[1])).tolist(), False
     if found := _MESH.search(attributes):
         return _mesh_groups(found), False
     listed = _LISTED.search(attributes)
     groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])] if listed else []
-    # Without a channel, ids are replicas, and a JAX program is one; with it, the replica stands for all partitions.
+    # Ids without a channel are replicas, and a JAX program is one; with a channel, one replica is all partitions.
     if not groups or (groups == [[0]] and devices > 1):
         replica_mode = "channel_id=" not in attributes and groups
         return [[n] for n in range(devices)] if replica_mode else [list(range(devices))], False
@@ -88,7 +81,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: 0, 1, 2, … in that shape, then transposed."""
+    """Return the array that `[2,4]T(1,0)` denotes: 0, 1, 2, … in that shape, then transposed."""
     shape, _, order = text.partition("T")
     ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     return ids.transpose(_numbers(order)) if order else ids
@@ -96,18 +89,14 @@ def _iota(text: str) -> np.ndarray:
 
 def _mesh_groups(found: re.Match[str]) -> Groups:
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", found["axes"])}
-    text = found["ids"] or ""
-    ids = (
-        np.array(_numbers(text))
-        if text and not text.startswith("[")
-        else _iota(text or f"[{math.prod(sizes.values())}]")
-    )
+    text = found["ids"] or f"[{math.prod(sizes.values())}]"
+    ids = _iota(text) if text.startswith("[") else np.array(_numbers(text))
     place = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
-    # Devices of a group agree in all coordinates but the axes used; `:(p)n` is the part of n behind a part of p.
+    # Devices of a group differ only along the axes used; `:(p)n` is a part of an axis, n devices inside of p.
     for axis, before, size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", found["used"]):
         if size:
-            behind = sizes[axis] // (int(before) * int(size))
-            place[axis] = place[axis] - (place[axis] // behind % int(size)) * behind
+            stride = sizes[axis] // (int(before) * int(size))
+            place[axis] = place[axis] - (place[axis] // stride % int(size)) * stride
         else:
             place[axis] = np.zeros_like(place[axis])
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -117,15 +106,9 @@ def _mesh_groups(found: re.Match[str]) -> Groups:
 
 
 def mesh_axes(groups: Groups, axes: Mapping[str, int], *, pairs: bool = False) -> tuple[str, ...] | None:
-    """The axes of a mesh that groups span, in the mesh's order; axes of size 1 are never among them.
+    """Return the mesh axes, larger than 1, that groups span; None if the groups are no product of axes.
 
-    Args:
-        groups: From `read_groups`.
-        axes: Axis → size, outermost first: `mesh.shape`.
-        pairs: The groups are (source, target) pairs: then the axes along which a pair's devices differ.
-
-    Returns:
-        None where the groups are no product of axes: unequal, not of all devices, or of a part of an axis.
+    For (source, target) pairs these are the axes along which the devices of a pair differ.
 
     Example:
         >>> mesh_axes([[0, 2], [1, 3]], {"data": 2, "tensor": 2}), mesh_axes([[0, 3], [1, 2]], {"data": 2, "tensor": 2})
@@ -145,11 +128,7 @@ def mesh_axes(groups: Groups, axes: Mapping[str, int], *, pairs: bool = False) -
 
 
 def on_mesh(groups: Groups, places: np.ndarray) -> Groups:
-    """Groups of the partitions of one program as groups of devices of the mesh.
-
-    Args:
-        groups: From `read_groups`.
-        places: int[programs, partitions]: the devices; a TPU has one program for each slice.
+    """Map groups of partitions to groups of devices; `places` is int[programs, partitions], one program per TPU slice.
 
     Example:
         >>> on_mesh([[0, 1]], np.array([[0, 1], [2, 3]]))
@@ -159,11 +138,7 @@ def on_mesh(groups: Groups, places: np.ndarray) -> Groups:
 
 
 def spans(groups: Groups, parts: np.ndarray) -> bool:
-    """Whether some group has devices in more than one part.
-
-    Args:
-        groups: From `read_groups`.
-        parts: For each device the number of its part, such as its slice.
+    """Tell whether a group has devices in several parts; `parts` has the part of each device, such as its slice.
 
     Example:
         >>> spans([[0, 1], [2, 3]], np.array([0, 0, 1, 1])), spans([[0, 2], [1, 3]], np.array([0, 0, 1, 1]))
@@ -173,40 +148,34 @@ def spans(groups: Groups, parts: np.ndarray) -> bool:
 
 
 def per_device(program: HloModule, value: HloValue, devices: int) -> np.ndarray | None:
-    """An integer of the program as each device computes it from its own number.
+    """Evaluate an integer scalar or table on each device, as int[devices, elements].
 
-    Args:
-        program: The program.
-        value: A scalar, or a constant table; one that the program's text leaves out is taken for different numbers.
-        devices: How many partitions there are.
-
-    Returns:
-        `[devices, elements]`, or None where it depends on anything else.
+    None if it depends on anything but constants and the partition id. A table that the program's text omits is taken
+    to hold different numbers.
     """
     value = program.producer(value)
     instruction = program.at(value)
-    if instruction.opcode == "partition-id":
+    opcode = instruction.opcode
+    if opcode == "partition-id":
         return np.arange(devices)[:, None]
-    if (
-        instruction.opcode == "constant"
-        and instruction.arrays[0].dtype[0] in "su"
-        and len(instruction.arrays[0].dims) < 2
-    ):
-        size = instruction.arrays[0].size
-        # A long table is left out of the program's text. The compiler makes them of the places of devices' parts.
-        numbers = np.arange(size) if instruction.literal == "{...}" else np.array(_numbers(instruction.literal))
-        return np.broadcast_to(numbers, (devices, size))
+    if not instruction.is_move and opcode not in (*_INTEGERS, "constant", "dynamic-slice"):
+        return None
+    array = instruction.arrays[0]
+    if opcode == "constant" and array.dtype[0] in "su" and len(array.dims) < 2:
+        # Long tables are omitted from the text. The compiler makes them of the places of devices' shards.
+        is_omitted = instruction.literal == "{...}"
+        numbers = np.arange(array.size) if is_omitted else np.array(_numbers(instruction.literal))
+        return np.broadcast_to(numbers, (devices, array.size))
     operands = []
-    if instruction.is_move or instruction.opcode in (*_INTEGERS, "dynamic-slice"):
-        for name in instruction.operands:
-            operand = per_device(program, HloValue(value.computation, name), devices)
-            if operand is None:
-                return None
-            operands.append(operand)
+    for name in instruction.operands:
+        operand = per_device(program, HloValue(value.computation, name), devices)
+        if operand is None:
+            return None
+        operands.append(operand)
     if instruction.is_move:
         return operands[0]
-    if instruction.opcode in _INTEGERS:
-        return _INTEGERS[instruction.opcode](*operands)
-    if instruction.opcode == "dynamic-slice" and len(operands) == 2 and instruction.arrays[0].size == 1:
+    if opcode in _INTEGERS:
+        return _INTEGERS[opcode](*operands)
+    if opcode == "dynamic-slice" and len(operands) == 2 and array.size == 1:
         return np.take_along_axis(operands[0], np.clip(operands[1], 0, operands[0].shape[1] - 1), axis=1)
     return None

@@ -1,11 +1,10 @@
-"""Pictures of a pipeline schedule, time from left to right and stages from top to bottom: as text, and as SVG."""
+"""Charts of a pipeline schedule, time from left to right and stages from top to bottom: as text, and as SVG."""
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 from spmd.errors import ConfigError, Problem
-from spmd.pipeline.schedule import Task
 from spmd.pipeline.schedule_files import to_csv
 from spmd.pipeline.simulate import Slot, Timeline
 
@@ -14,17 +13,17 @@ IDLE = "·"
 # One character for a microbatch, from the last digit of its number.
 DIGITS = {"F": "0123456789", "BW": "ABCDEFGHIJ", "B": "ABCDEFGHIJ", "W": "abcdefghij"}
 
-# Apart for every kind of colour blindness, and still so where the last chunk is lighter by this share.
+# Distinct under every kind of colour blindness, also where the last chunk is lighter by this share.
 COLOURS = {"F": "#0072b2", "BW": "#e69f00", "B": "#e69f00", "W": "#882255"}
 LIGHTEST = 0.4
 IDLE_COLOUR, INK, PAPER = "#ececec", "#1a1a1a", "#ffffff"
 ROW, GAP, MARGIN, LABEL = 26, 6, 16, 62  # pixels
-LETTER, ENTRY = 7, 44  # pixels: a letter of text, and what a legend's entry takes besides its text
-NARROWEST, WIDEST = 20, 3600  # pixels: of the shortest task, where the whole chart is not made wider than that
+LETTER, ENTRY = 7, 44  # pixels: a letter of text, and a legend's entry without its text
+NARROWEST, WIDEST = 20, 3600  # pixels: of the shortest task, unless the chart would be wider than that
 
 
 def headline(timeline: Timeline) -> str:
-    """What is drawn: the schedule and its size."""
+    """Return the schedule's name and size."""
     schedule = timeline.schedule
     parts = [f"{schedule.stages} stages", f"{schedule.microbatches} microbatches"]
     if schedule.chunks > 1:
@@ -35,7 +34,7 @@ def headline(timeline: Timeline) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """What it comes to: makespan, bubble, and the activations that each stage holds at most."""
+    """Return the makespan, the bubble, and the peak activations of each stage."""
     parts = [f"makespan {timeline.makespan:g}"]
     if timeline.batches > 1:
         parts.append(f"{timeline.period:g} for each batch in the steady state")
@@ -46,22 +45,21 @@ def summary(timeline: Timeline) -> str:
     return ", ".join(parts)
 
 
-def shortest(timeline: Timeline) -> float:
-    """How long the shortest task takes that takes any time."""
+def _shortest_duration(timeline: Timeline) -> float:
+    """Return the duration of the shortest task that takes any time."""
     return min(slot.end - slot.start for slots in timeline.tasks for slot in slots if slot.end > slot.start)
 
 
-def kinds(timeline: Timeline) -> list[str]:
-    """The kinds of task that occur."""
+def _task_kinds(timeline: Timeline) -> list[str]:
     present = {slot.task.kind for slots in timeline.tasks for slot in slots}
     return [kind for kind in NAMES if kind in present]
 
 
 def chart(timeline: Timeline, width: int = 100) -> str:
-    """The timeline as text, its rows no wider than `width`, with a legend and what it comes to.
+    """Draw the timeline as text, its rows no wider than `width`, with a legend and a summary.
 
-    Tasks are written out where every word fits its time. Where one does not, a task is one character for each column:
-    of its microbatch as long as the shortest task has a column, and of its kind in a chart of still less detail.
+    Tasks are shown by name if every name fits its duration; else by their microbatch, one character for each column, if
+    the shortest task has a column; else by their kind.
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule
@@ -75,10 +73,10 @@ def chart(timeline: Timeline, width: int = 100) -> str:
     """
     slots = [slot for slots in timeline.tasks for slot in slots if slot.end > slot.start]
     label = len(f"stage {timeline.schedule.stages - 1}  ")
-    room = max(width - label, 1)
-    units = timeline.makespan / shortest(timeline)
+    available = max(width - label, 1)
+    units = timeline.makespan / _shortest_duration(timeline)
     longest = max(len(str(slot.task)) for slot in slots)
-    columns = round(units * min(int(room / units), longest + 1)) if units <= room else room
+    columns = round(units * min(int(available / units), longest + 1)) if units <= available else available
     scale = columns / timeline.makespan
 
     def extent(slot: Slot) -> slice:
@@ -87,41 +85,34 @@ def chart(timeline: Timeline, width: int = 100) -> str:
     def size(slot: Slot) -> int:
         return extent(slot).stop - extent(slot).start
 
-    if all(len(str(slot.task)) <= size(slot) for slot in slots):
-        draw, legend = written, {kind: kind for kind in NAMES}
-    elif units <= room:
-        draw, legend = numbered, {kind: f"{digits[0]}-{digits[-1]}" for kind, digits in DIGITS.items()}
+    by_name, by_microbatch = all(len(str(slot.task)) <= size(slot) for slot in slots), units <= available
+    if by_name:
+        legend = {kind: kind for kind in NAMES}
+    elif by_microbatch:
+        legend = {kind: f"{digits[0]}-{digits[-1]}" for kind, digits in DIGITS.items()}
     else:
-        draw, legend = named, {kind: kind[0] for kind in NAMES}
+        legend = {kind: kind[0] for kind in NAMES}
+
+    def draw(slot: Slot) -> str:
+        if by_name:
+            return str(slot.task).ljust(size(slot))[: size(slot)]
+        character = DIGITS[slot.task.kind][slot.task.microbatch % 10] if by_microbatch else slot.task.kind[0]
+        return character * size(slot)
+
     lines = [headline(timeline)]
     for stage, order in enumerate(timeline.tasks):
         cells = [IDLE] * columns
         for slot in order:
-            cells[extent(slot)] = draw(slot.task, size(slot))
+            cells[extent(slot)] = draw(slot)
         lines.append(f"stage {stage}".ljust(label) + "".join(cells).rstrip())
-    lines.append(", ".join([*(f"{legend[kind]} {NAMES[kind]}" for kind in kinds(timeline)), f"{IDLE} idle"]))
+    lines.append(", ".join([*(f"{legend[kind]} {NAMES[kind]}" for kind in _task_kinds(timeline)), f"{IDLE} idle"]))
     return "\n".join([*lines, summary(timeline)])
 
 
-def written(task: Task, columns: int) -> str:
-    """The task's word, in so many columns."""
-    return str(task).ljust(columns)[:columns]
-
-
-def numbered(task: Task, columns: int) -> str:
-    """The task's microbatch, so many times."""
-    return DIGITS[task.kind][task.microbatch % 10] * columns
-
-
-def named(task: Task, columns: int) -> str:
-    """The task's kind, so many times."""
-    return task.kind[0] * columns
-
-
 def svg(timeline: Timeline) -> str:
-    """The timeline as a standalone SVG: a box for every task with its microbatch, lighter for later chunks.
+    """Draw the timeline as a standalone SVG: a box for every task with its microbatch, lighter for later chunks.
 
-    Each box says in its tooltip what it is and when.
+    The tooltip of a box has its task, stage and times.
 
     Example:
     >>> from spmd.pipeline.schedules import make_schedule
@@ -129,98 +120,88 @@ def svg(timeline: Timeline) -> str:
     >>> svg(simulate(make_schedule("1f1b", stages=2, microbatches=2))).count('class="task"')
     8
     """
-    schedule = timeline.schedule
-    scale = min(NARROWEST / shortest(timeline), WIDEST / timeline.makespan)
-    title = headline(timeline)
-    entries = [*((COLOURS[kind], NAMES[kind]) for kind in kinds(timeline)), (IDLE_COLOUR, "idle")]
+    schedule, title, text = timeline.schedule, headline(timeline), summary(timeline)
+    scale = min(NARROWEST / _shortest_duration(timeline), WIDEST / timeline.makespan)
+    entries = [*((COLOURS[kind], NAMES[kind]) for kind in _task_kinds(timeline)), (IDLE_COLOUR, "idle")]
     if schedule.chunks > 1:
         entries.append((lighten(COLOURS["F"], LIGHTEST), "lighter: later chunks of the model"))
     legend_width = sum(ENTRY + LETTER * len(name) for _, name in entries)
     chart_width = timeline.makespan * scale
-    wide_text = max(4 / 3 * LETTER * len(title), LETTER * len(summary(timeline)))
-    width = 2 * MARGIN + max(LABEL + chart_width, LABEL + legend_width, wide_text)
-    top = MARGIN + 52
+    text_width = max(4 / 3 * LETTER * len(title), LETTER * len(text))
+    width = 2 * MARGIN + max(LABEL + chart_width, LABEL + legend_width, text_width)
+    left, top = MARGIN + LABEL, MARGIN + 52
     bottom = top + schedule.stages * (ROW + GAP)
-    root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
-    root.attrib.update({"font-family": "sans-serif", "font-size": "12"})
     height = bottom + 56
-    root.attrib.update(width=f"{width:g}", height=f"{height:g}", viewBox=f"0 0 {width:g} {height:g}")
-    ET.SubElement(root, "title").text = printable(f"{title}; {summary(timeline)}")
-    box(root, 0, 0, width, height, PAPER)
-    write(root, MARGIN, MARGIN + 16, title, INK, size=16)
-    write(root, MARGIN, MARGIN + 36, summary(timeline), INK)
-    left = MARGIN + LABEL
+    root = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "font-family": "sans-serif"})
+    root.attrib.update({"font-size": "12", "viewBox": f"0 0 {width:g} {height:g}"})
+    root.attrib.update(width=f"{width:g}", height=f"{height:g}")
+    ET.SubElement(root, "title").text = _printable(f"{title}; {text}")
+    _add_box(root, 0, 0, width, height, PAPER)
+    _add_text(root, MARGIN, MARGIN + 16, title, size=16)
+    _add_text(root, MARGIN, MARGIN + 36, text)
     for stage, slots in enumerate(timeline.tasks):
         y = top + stage * (ROW + GAP)
-        write(root, MARGIN, y + ROW / 2 + 4, f"stage {stage}", INK)
-        box(root, left, y, chart_width, ROW, IDLE_COLOUR, css="idle")
+        _add_text(root, MARGIN, y + ROW / 2 + 4, f"stage {stage}")
+        _add_box(root, left, y, chart_width, ROW, IDLE_COLOUR, css="idle")
         for slot in slots:
-            draw_task(root, slot, stage, left, y, scale, schedule.chunks)
-    write(root, left, bottom + 12, "0", INK)
-    write(root, left + chart_width, bottom + 12, f"{timeline.makespan:g}", INK, anchor="end")
-    write(root, left + chart_width / 2, bottom + 12, "time", INK, anchor="middle")
+            fill = lighten(COLOURS[slot.task.kind], LIGHTEST * slot.task.chunk / max(schedule.chunks - 1, 1))
+            x, task_width = left + slot.start * scale, (slot.end - slot.start) * scale
+            rectangle = _add_box(root, x, y, task_width, ROW, fill, css="task")
+            rectangle.attrib.update({"stroke": PAPER, "stroke-width": "1"})
+            tooltip = f"{slot.task} on stage {stage}, {slot.start:g} to {slot.end:g}"
+            ET.SubElement(rectangle, "title").text = tooltip
+            number = str(slot.task.microbatch)
+            if task_width >= LETTER * len(number) + 2:
+                colour = PAPER if _luminance(fill) < 0.25 else INK
+                _add_text(root, x + task_width / 2, y + ROW / 2 + 4, number, colour, anchor="middle")
+    _add_text(root, left, bottom + 12, "0")
+    _add_text(root, left + chart_width, bottom + 12, f"{timeline.makespan:g}", anchor="end")
+    _add_text(root, left + chart_width / 2, bottom + 12, "time", anchor="middle")
     x = left
     for colour, name in entries:
-        box(root, x, bottom + 26, 18, 14, colour, css="legend")
-        write(root, x + 24, bottom + 38, name, INK)
+        _add_box(root, x, bottom + 26, 18, 14, colour, css="legend")
+        _add_text(root, x + 24, bottom + 38, name)
         x += ENTRY + LETTER * len(name)
     ET.indent(root)
     return ET.tostring(root, encoding="unicode") + "\n"
 
 
-def draw_task(root: ET.Element, slot: Slot, stage: int, left: float, y: float, scale: float, chunks: int) -> None:
-    """A task's box, with the number of its microbatch where there is room."""
-    fill = lighten(COLOURS[slot.task.kind], LIGHTEST * slot.task.chunk / max(chunks - 1, 1))
-    x, width = left + slot.start * scale, (slot.end - slot.start) * scale
-    rectangle = box(root, x, y, width, ROW, fill, css="task")
-    rectangle.attrib.update({"stroke": PAPER, "stroke-width": "1"})
-    ET.SubElement(rectangle, "title").text = f"{slot.task} on stage {stage}, {slot.start:g} to {slot.end:g}"
-    number = str(slot.task.microbatch)
-    if width >= 7 * len(number) + 2:
-        colour = PAPER if luminance(fill) < 0.25 else INK
-        write(root, x + width / 2, y + ROW / 2 + 4, number, colour, anchor="middle")
-
-
-def box(root: ET.Element, x: float, y: float, width: float, height: float, fill: str, css: str = "") -> ET.Element:
-    """Adds a rectangle."""
+def _add_box(root: ET.Element, x: float, y: float, width: float, height: float, fill: str, css: str = "") -> ET.Element:
     size = {"x": f"{x:g}", "y": f"{y:g}", "width": f"{width:g}", "height": f"{height:g}"}
     return ET.SubElement(root, "rect", {"class": css} if css else {}, **size, fill=fill)
 
 
-def write(root: ET.Element, x: float, y: float, text: str, fill: str, *, size: int = 12, anchor: str = "start") -> None:
-    """Adds text whose baseline is at `y`."""
+def _add_text(
+    root: ET.Element, x: float, y: float, text: str, fill: str = INK, *, size: int = 12, anchor: str = "start"
+) -> None:
     place = {"x": f"{x:g}", "y": f"{y:g}", "font-size": str(size), "text-anchor": anchor}
-    ET.SubElement(root, "text", place, fill=fill).text = printable(text)
+    ET.SubElement(root, "text", place, fill=fill).text = _printable(text)
 
 
-def printable(text: str) -> str:
-    """The text with a question mark for every character that XML cannot hold."""
+def _printable(text: str) -> str:
+    """Replace every character that XML cannot hold by a question mark."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def channels(colour: str) -> tuple[int, int, int]:
-    """Red, green and blue of `#rrggbb`."""
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
 def lighten(colour: str, share: float) -> str:
-    """The colour mixed with white.
+    """Mix a colour with white.
 
     Example:
         >>> lighten("#0072b2", 0.5)
         '#80b8d8'
     """
-    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in channels(colour))
+    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in bytes.fromhex(colour[1:]))
 
 
-def luminance(colour: str) -> float:
-    """How light a colour is, from 0 to 1 (WCAG 2.2, relative luminance)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (n / 255 for n in channels(colour))]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def _luminance(colour: str) -> float:
+    """Return the relative luminance of WCAG 2.2, from 0 to 1."""
+    channels = [n / 255 for n in bytes.fromhex(colour[1:])]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def write_svg(timeline: Timeline, path: str | Path) -> None:
-    """Writes the picture of `svg` to a file.
+    """Write the SVG to a file.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -233,7 +214,7 @@ def write_svg(timeline: Timeline, path: str | Path) -> None:
 
 
 def to_json(timeline: Timeline) -> dict[str, Any]:
-    """The schedule and what it costs, as JSON values: a row of tasks for each stage, as in a CSV file."""
+    """Return the schedule and its cost as JSON values: one row of tasks for each stage, as in a CSV file."""
     return {
         "schedule": timeline.schedule.name,
         "makespan": timeline.makespan,

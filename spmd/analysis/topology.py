@@ -1,8 +1,7 @@
-"""Machines that need not be there: their size and memory by name, and their devices to compile for.
+"""Machines by name: their size and memory, and their devices to compile for without the hardware.
 
 `v5e:16x16` is a slice of 256 TPU chips, `2xv5e:16x16` is two of them, `h100:16x8` is 16 hosts with 8 GPUs each, `cpu:8`
-is 8 simulated devices. XLA compiles for all of them on any machine, so the memory and the collectives of a step are
-known before a pod is rented.
+is 8 simulated devices. XLA compiles for all of them on any machine.
 """
 
 import dataclasses
@@ -15,25 +14,23 @@ import jax
 from jax.experimental import topologies
 
 from spmd.analysis.chips import CHIPS, Chip
-from spmd.analysis.collective_audit import compiler_log
+from spmd.analysis.compiler_log import compiler_log
 from spmd.errors import ConfigError, MeshError, Problem, did_you_mean
 
 EXAMPLES = "v4:4x4x4, v5e:16x16, v5p:4x4x8, v6e:16x16, tpu7x:4x4x4, a100:16x8, h100:16x8, h200:16x8, b200:16x8, cpu:8"
 """One topology of each kind."""
 
 EXTRAS = {"tpu": ("tpu", ("libtpu",)), "cuda": ("cuda", ("jax_cuda13_plugin", "jax_cuda12_plugin"))}
-"""Platform → the extra of this package that has its compiler, and the modules of which one is then there."""
+"""Platform → extra of this package that installs its compiler, and the modules of which it installs one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A machine by its name; knows nothing of JAX.
+    """Machine by its name; does not use JAX.
 
     Attributes:
-        name: As it was written, such as `"v5e:16x16"`.
-        chip: Its kind of chip.
-        shape: The chips along each dimension of a slice, or hosts and GPUs of each, or the number of devices.
-        slices: How many TPU slices there are, joined by the data-centre network.
+        shape: Chips along each dimension of a slice; or hosts, and GPUs of each; or the number of devices.
+        slices: TPU slices, joined by the data-centre network.
     """
 
     name: str
@@ -53,35 +50,30 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """The number of chips, of all slices together."""
+        """Chips of all slices."""
         return self.slices * math.prod(self.shape)
 
     @property
     def devices(self) -> int:
-        """The number of devices that JAX sees."""
+        """JAX devices of all slices."""
         return self.chips * self.chip.devices
 
     @property
     def hosts(self) -> int:
-        """The number of hosts; of TPU slices, with four chips each."""
+        """Hosts of all slices; a TPU host has up to four chips."""
         if self.platform == "tpu":
             return self.chips // math.prod(self.host_bounds)
         return self.shape[0] if len(self.shape) > 1 else 1
 
     @property
     def host_bounds(self) -> tuple[int, int, int]:
-        """The chips of one TPU host along each of three dimensions."""
+        """Chips of one TPU host along each of three dimensions."""
         x, y, _ = (*self.shape, 1, 1)[:3]
         return min(x, 2), min(y, 2), 1
 
     @property
-    def slice_name(self) -> str:
-        """The name of one slice, such as `"v5e:16x16"`."""
-        return f"{self.kind}:{'x'.join(map(str, self.shape))}"
-
-    @property
     def memory(self) -> int | None:
-        """Bytes that a program may use on one device; None for simulated devices, which have no memory of their own."""
+        """Bytes that a program may use on one device; None for simulated devices."""
         return self.chip.memory
 
     def __str__(self) -> str:
@@ -89,11 +81,7 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """A machine from its name.
-
-    Args:
-        text: `cpu:N`; a TPU and the shape of its slice, `v5e:16x16`, or of several, `2xv5e:16x16`; a GPU and
-            `HOSTSxGPUS`, `h100:16x8`.
+    """Parse a machine's name: `cpu:N`, `v5e:16x16`, `2xv5e:16x16` for two slices, `h100:16x8` for hosts × GPUs.
 
     Raises:
         MeshError: There is no such chip, or no such slice of it.
@@ -112,10 +100,9 @@ def parse_topology(text: str) -> Topology:
     chip = CHIPS[kind]
     parts = size.split("x")
     shape = tuple(int(part) for part in parts if part.isdigit() and int(part))
-    wanted = {"tpu": chip.dims, "cuda": 2, "cpu": 1}[chip.platform]
     written = {"tpu": "x".join("ABC"[: chip.dims]), "cuda": "HOSTSxGPUS", "cpu": "N"}[chip.platform]
     example = next(name for name in EXAMPLES.split(", ") if name.startswith(f"{kind}:"))
-    if len(parts) != wanted or len(shape) != wanted:
+    if not len(parts) == len(shape) == len(written.split("x")):
         problem = Problem("topology", f"is {text!r}", fix=f"{kind}:{written}, such as {example}")
         raise MeshError("This is no topology:", [problem])
     topology = Topology(text, chip, shape, int(slices or 1))
@@ -123,20 +110,20 @@ def parse_topology(text: str) -> Topology:
     if slices is not None and (chip.platform != "tpu" or topology.slices < 1):
         fix = f"{kind}:{size}" if chip.platform == "tpu" else f"{example}, and --slices.data for the network of hosts"
         problems.append(Problem("topology", f"has {slices} slices of {kind}: only TPUs have slices", fix=fix))
-    if chip.largest and math.prod(shape) > chip.largest:
-        arithmetic = f"{' × '.join(map(str, shape))} = {math.prod(shape)} > {chip.largest}"
-        problems.append(Problem("topology", f"no slice of {kind} is so large", arithmetic, f"such as {example}"))
+    if chip.max_chips and math.prod(shape) > chip.max_chips:
+        detail = f"{' × '.join(map(str, shape))} = {math.prod(shape)} > {chip.max_chips}"
+        problems.append(Problem("topology", f"no slice of {kind} is so large", detail, f"such as {example}"))
     for i, (chips, bound) in enumerate(zip((*shape, 1, 1), topology.host_bounds, strict=False)):
         if chip.platform == "tpu" and chips % bound:
-            arithmetic = f"dimension {i}: {chips} / {bound} = {chips / bound:.4g}"
-            problems.append(Problem("topology", "does not divide into hosts of 2 × 2 chips", arithmetic, "even sizes"))
+            detail = f"dimension {i}: {chips} / {bound} = {chips / bound:.4g}"
+            problems.append(Problem("topology", "does not divide into hosts of 2 × 2 chips", detail, "even sizes"))
     if problems:
         raise MeshError("There is no such machine:", problems)
     return topology
 
 
 def missing_extra(topology: Topology) -> Problem | None:
-    """What must be installed to compile for a machine; None where it is there."""
+    """Return the extra to install before compiling for a machine; None if its compiler is installed."""
     if topology.platform not in EXTRAS:
         return None
     extra, modules = EXTRAS[topology.platform]
@@ -147,7 +134,7 @@ def missing_extra(topology: Topology) -> Problem | None:
 
 
 def topology_devices(topology: Topology) -> list[jax.Device]:
-    """The devices of a machine that is not here, to compile for and nothing else.
+    """Return the devices of a machine, to compile for and nothing else.
 
     Call `spmd.distributed.initialize.initialize` with the topology's platform before JAX starts.
 
@@ -159,19 +146,20 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
         raise ConfigError("The compiler is missing:", [absent])
     if topology.platform == "cpu":
         return jax.devices()[: topology.devices]
-    with compiler_log(pass_on=False):  # libtpu looks for the cloud machine it is not on, and says so at length
+    with compiler_log(pass_on=False):  # libtpu searches for a cloud machine, and reports at length that there is none
         if topology.chip.gpu:
             hosts, gpus = topology.shape
             described = topologies.get_topology_desc(
                 platform="cuda",
                 topology_name=topology.name,
-                target_config=topology.chip.gpu.describe(topology.chip.device_kind),
+                target_config=topology.chip.gpu.target_config(topology.chip.device_kind),
                 topology=f"1x{hosts}x{gpus}",
             )
         else:
             options: dict[str, Any] = dict(topology.chip.options)
             options |= {"num_slices": topology.slices} if topology.slices > 1 else {}
+            slice_name = f"{topology.kind}:{'x'.join(map(str, topology.shape))}"
             described = topologies.get_topology_desc(
-                topology.slice_name, "tpu", chips_per_host_bounds=topology.host_bounds, **options
+                slice_name, "tpu", chips_per_host_bounds=topology.host_bounds, **options
             )
     return list(described.devices)

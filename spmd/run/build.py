@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives, compiler_log
-from spmd.analysis.memory import Compiled, Estimate, estimate_memory, read_memory
+from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
+from spmd.analysis.compiler_log import compiler_log
+from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
 from spmd.distributed.compilation_cache import compilation_cache
@@ -294,7 +295,7 @@ class TrainSetup:
         dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
-    def compile(self) -> tuple[CollectiveAudit, Compiled | None]:
+    def compile(self) -> tuple[CollectiveAudit, CompiledMemory | None]:
         """What the compiled step sends between devices and what it holds; compiles it.
 
         Raises:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd.analysis.collective_audit import audit_collectives, compiler_log, expect_collectives
+from spmd.analysis.collective_audit import audit_collectives, expect_collectives
+from spmd.analysis.compiler_log import compiler_log
 from spmd.errors import MeshError
 from spmd.sharding.mesh import MeshShape, abstract_mesh, make_mesh
 

@@ -1,7 +1,6 @@
-"""The published formulas of what training a transformer holds, for a model of which only the size is known.
+"""Published formulas of the memory and the traffic of transformer training, from a model's sizes.
 
-The ledger of `spmd.analysis.memory` knows better where there is a model to trace. These are for a first thought, and
-for comparing with what others print: 16, 18 or 20 bytes for each parameter are the same formula with other dtypes.
+16, 18 or 20 bytes for each parameter are the same formula with other dtypes.
 """
 
 import dataclasses
@@ -11,14 +10,11 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class ModelStates:
-    """Bytes on each device, by what they are.
+    """Bytes on each device.
 
     Attributes:
-        params: Parameters, and those of the largest layer with their gradients while they are whole.
-        grads: Gradients.
-        accumulation: Gradients added up in a wider dtype.
-        master: Master weights.
-        moments: The optimizer's moments.
+        params: Parameters, and the gathered parameters and gradients of the largest layer.
+        accumulation: Gradients accumulated in a wider dtype.
     """
 
     params: float
@@ -29,7 +25,7 @@ class ModelStates:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         return self.params + self.grads + self.accumulation + self.master + self.moments
 
 
@@ -46,23 +42,23 @@ def model_state_bytes(
     largest_layer: float = 0,
     offload: tuple[str, ...] = (),
 ) -> ModelStates:
-    """What each device holds of a model's parameters, gradients and optimizer state.
+    """Return the bytes of parameters, gradients and optimizer state on each device.
 
-    As in ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer's state by the data-parallel
-    degree, stage 2 the gradients too, stage 3 the parameters too. Gradients accumulated in a wider dtype lie with the
-    optimizer's state. The defaults are ZeRO's 16 bytes for each parameter; with float32 gradients Megatron's 18;
-    with a float32 accumulation besides bfloat16 gradients SageMaker's and nanotron's 20.
+    As in ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer state by the data-parallel degree,
+    stage 2 the gradients too, stage 3 the parameters too. Gradients accumulated in a wider dtype are divided like the
+    optimizer state. The defaults are ZeRO's 16 bytes for each parameter; with float32 gradients Megatron's 18; with a
+    float32 accumulation besides bfloat16 gradients SageMaker's and nanotron's 20.
 
     Args:
-        params: Parameters of one model-parallel part.
+        params: Number of parameters of one model-parallel part.
         dp: Data-parallel degree.
         stage: ZeRO stage, 0 to 3.
-        dtype: Of the parameters.
-        gradients: Their dtype; None leaves them out.
-        accumulation: The dtype in which gradients are added up, where that is another copy.
-        master: The dtype of master weights, where there are some besides the parameters.
-        moments: The dtype of each moment.
-        largest_layer: Parameters of the largest layer; at stage 3 they and as many gradients are whole while it runs.
+        dtype: Dtype of the parameters.
+        gradients: Their dtype; None for no gradients.
+        accumulation: Dtype in which gradients are accumulated, if that is another copy.
+        master: Dtype of master weights, if any.
+        moments: Dtype of each moment.
+        largest_layer: Parameters of the largest layer; at stage 3 it is gathered, with its gradients, while it runs.
         offload: What is in host memory: `"optimizer_state"` (with the gradients, as in DeepSpeed), `"params"`.
 
     Example:
@@ -77,9 +73,9 @@ def model_state_bytes(
             return 0.0
         return params * jnp.dtype(dtype).itemsize / (dp if stage >= divided_from else 1)
 
-    whole = 2 * largest_layer * jnp.dtype(dtype).itemsize if stage >= 3 else 0.0
+    gathered = 2 * largest_layer * jnp.dtype(dtype).itemsize if stage >= 3 else 0.0
     return ModelStates(
-        params=part(dtype, 3, "params") + whole,
+        params=part(dtype, 3, "params") + gathered,
         grads=part(gradients, 2, "optimizer_state"),
         accumulation=part(accumulation, 1, "optimizer_state"),
         master=part(master, 1, "optimizer_state"),
@@ -98,20 +94,12 @@ def activation_bytes(
     recompute: str = "none",
     mlp: float = 4.0,
 ) -> float:
-    """What one GPT layer in half precision saves for the backward pass on each device.
+    """Return the bytes that one GPT layer in half precision saves for the backward pass on each device.
 
     As in Korthikanti et al., arXiv:2205.05198, table 2: 34 bytes for each token and unit of width, of which 24 are
-    split by tensor parallelism and all by sequence parallelism as well, and 5 for each attention score.
-
-    Args:
-        sequence: Tokens of an example.
-        batch: Examples of a microbatch.
-        width: Of the residual stream.
-        heads: Attention heads.
-        tensor: Tensor-parallel degree.
-        sequence_parallel: Whether norms and dropout are split over the sequence by the same degree.
-        recompute: `"none"`, `"selective"` (attention's scores) or `"full"` (all but the layer's input).
-        mlp: The hidden width of the MLP, relative to `width`.
+    split by tensor parallelism and all by sequence parallelism as well, and 5 for each attention score. `recompute` is
+    `"none"`, `"selective"` (attention scores) or `"full"` (everything but the layer's input); `mlp` is the MLP's hidden
+    width relative to `width`.
 
     Example:
         >>> activation_bytes(2048, 1, 12288, 96, recompute="full") == 2 * 2048 * 12288
@@ -128,12 +116,12 @@ def activation_bytes(
 
 @dataclasses.dataclass(frozen=True)
 class PipelineTraffic:
-    """Bytes that each device sends over `pipe` in one step, by what they are.
+    """Bytes that each device sends over `pipe` in one step.
 
     Attributes:
-        streams: Activations to the stage behind and their gradients to the stage before.
-        layers: Layers on their way to the stage that computes them, and their gradients back.
-        shared: Gradients of what every stage has, summed.
+        streams: Activations to the next stage and their gradients to the previous one.
+        layers: Layers to the stage that computes them, and their gradients back.
+        shared: Summed gradients of the parameters that every stage has.
     """
 
     streams: float
@@ -142,25 +130,25 @@ class PipelineTraffic:
 
     @property
     def permuted(self) -> float:
-        """What goes from one stage to another."""
+        """Bytes from stage to stage."""
         return self.streams + self.layers
 
 
 def pipeline_traffic(
     ticks: int, stream: float, *, layers: float = 0, gradients: float = 0, shared: float = 0, chunks: int = 1
 ) -> PipelineTraffic:
-    """What a pipeline sends between its stages (`spmd.pipeline.grad_fn`).
+    """Return the traffic between the stages of a pipeline (`spmd.pipeline.grad_fn`).
 
-    In every tick a stage sends one microbatch on and one gradient back, as point-to-point pipelines do (Narayanan et
-    al., arXiv:2104.04473, section 3.2: `b s h` elements each); idle stages send along, so ticks count, not
-    microbatches. 1F1B takes `m + 2 (p − 1)` of them. Layers travel once where stages have several chunks.
+    In every tick a stage sends one microbatch and one gradient, as point-to-point pipelines do (Narayanan et al.,
+    arXiv:2104.04473, section 3.2: `b s h` elements each); idle stages send too, so ticks count, not microbatches. 1F1B
+    takes `m + 2 (p − 1)` ticks. Layers are sent once if stages have several chunks.
 
     Args:
-        ticks: Of the schedule in step.
+        ticks: Ticks of the schedule.
         stream: Bytes of one microbatch between two layers, on one device.
         layers: Bytes of a stage's layers as they are used, on one device.
         gradients: Bytes of their gradients.
-        shared: Bytes of the gradients of all other parameters, as they are summed.
+        shared: Bytes of the summed gradients of all other parameters.
         chunks: Groups of layers of each stage.
 
     Example:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd.analysis.hlo import Frame, HloArray, HloValue, integer, parse, trip_count
+from spmd.analysis.hlo import Frame, HloArray, HloValue, parse
 from spmd.analysis.replica_groups import mesh_axes, per_device, read_groups
+from spmd.analysis.trip_count import integer, trip_count
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "tensor": 2}
 

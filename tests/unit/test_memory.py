@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.analysis.bf16_operands import narrow_operands
-from spmd.analysis.jaxpr import read_program
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
-from spmd.analysis.memory import Compiled, Estimate, MemoryReport, estimate_memory
+from spmd.analysis.memory import CompiledMemory, Estimate, MemoryReport, estimate_memory
 from spmd.analysis.propagation import place, propagate
 from spmd.analysis.topology import parse_topology
+from spmd.analysis.traced_program import read_program
 from spmd.layers.attention import splash_attention_tpu
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
@@ -242,7 +242,7 @@ def test_the_ledger_compares_with_the_chip():
     assert MemoryReport(chip, small).fits is True
     assert MemoryReport(chip, large).fits is False
     assert MemoryReport(chip, large).largest == "params"
-    assert MemoryReport(chip, large, Compiled(1, 1, 1, 1, 0, 0)).fits is True
+    assert MemoryReport(chip, large, CompiledMemory(1, 1, 1, 1, 0, 0)).fits is True
     assert MemoryReport(parse_topology("cpu:8"), large).fits is None
     printed = str(MemoryReport(chip, large))
     assert "−" in printed.splitlines()[-2]
