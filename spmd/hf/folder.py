@@ -70,7 +70,7 @@ class HFFolder:
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             arithmetic = f"it is {ours.dtype}{list(ours.shape)}, {other} is {theirs.dtype}{list(theirs.shape)}"
             return Problem(name, what, arithmetic, fix)
-        both = (self.files[n].pieces(n, np.empty(_COMPARED_AT_ONCE, np.uint8)) for n in (name, other))
+        both = (self.files[n].chunks(n, np.empty(_COMPARED_AT_ONCE, np.uint8)) for n in (name, other))
         if all(np.array_equal(a, b) for a, b in zip(*both, strict=True)):
             return None
         return Problem(name, what, fix=fix)

@@ -37,6 +37,7 @@ HOMES = {
     "orbax": {"checkpoint.manager"},
     "grain": {"data.loader"},
     "tokenizers": {"data.tokenizer"},
+    "safetensors": {"hf.safetensors"},
     "tensorboardX": {"observe.tensorboard"},
     "rich": {"observe.metrics"},
     "tyro": {"run.config", "commands.parsing", "commands.generate", "commands.import_hf", "commands.export_hf"},

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
 from spmd.data.tokenizer import load_tokenizer
 from spmd.generate.generator import Generator
@@ -18,7 +19,7 @@ from spmd.generate.sampling import Sampling
 from spmd.hf import family as families
 from spmd.hf.family import AS_IS, family_of
 from spmd.hf.load import load_params
-from spmd.hf.safetensors import SafetensorsFile, write_safetensors
+from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import save_params
 from spmd.model_api.model import as_outputs
 from spmd.plan import flax
@@ -205,8 +206,7 @@ def tensors(folder):
     """Every tensor of a folder."""
     found = {}
     for path in folder.glob("*.safetensors"):
-        with SafetensorsFile(path) as file:
-            found |= {name: file.read(name) for name in file.tensors}
+        found |= load_file(path)
     return found
 
 
