@@ -92,5 +92,5 @@ FAMILY = Family(
     names=lambda config: _NAMES,
     ignored=lambda config: _IGNORED,
     prefix=_PREFIX,  # the first four checkpoints were published without it
-    kept=(*_OF_TRAINING, *_OF_OTHER_HEADS),
+    harmless=(*_OF_TRAINING, *_OF_OTHER_HEADS),
 )

@@ -30,9 +30,9 @@ _NAMES = (
     TensorMapping("class_token", _PREFIX + "embeddings.cls_token"),
     TensorMapping("positions", _PREFIX + "embeddings.position_embeddings"),
     *(
-        TensorMapping(f"{ours}/{a}", f"{theirs}.{b}", how)
+        TensorMapping(f"{ours}/{a}", f"{theirs}.{b}", layout)
         for ours, theirs in _DENSE.items()
-        for a, b, how in (("kernel", "weight", TRANSPOSED), ("bias", "bias", AS_IS))
+        for a, b, layout in (("kernel", "weight", TRANSPOSED), ("bias", "bias", AS_IS))
     ),
     *(
         TensorMapping(f"{ours}/{a}", f"{theirs}.{b}")
@@ -91,5 +91,5 @@ FAMILY = Family(
     rules=lambda config: VIT,
     names=lambda config: _NAMES,
     ignored=lambda config: _IGNORED,
-    kept=(*_OF_TRAINING, *_OF_OTHER_HEADS),
+    harmless=(*_OF_TRAINING, *_OF_OTHER_HEADS),
 )

@@ -6,6 +6,7 @@ count as resident memory, and a truncated file kills the process) or read the wh
 all tensors at once.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -84,11 +85,10 @@ class SafetensorsFile:
             self._file = open_regular(path)
         except ValueError as error:
             raise _read_error(path, [Problem(path.name, str(error))]) from error
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
             self.tensors = _read_header(path, os.fstat(self._file.fileno()).st_size)
-        except BaseException:
-            self.close()
-            raise
+            stack.pop_all()
 
     def __enter__(self) -> Self:
         return self

@@ -247,7 +247,7 @@ def in_other_lines(monkeypatch, change):
 
 BUGS = {
     "a kernel that is not turned": lambda name: (
-        dataclasses.replace(name, how=AS_IS) if name.path.endswith("q_proj/kernel") else name
+        dataclasses.replace(name, layout=AS_IS) if name.path.endswith("q_proj/kernel") else name
     ),
     "layers in reverse": lambda name: dataclasses.replace(name, first=3, step=-1),
     "norms exchanged": lambda name: (
