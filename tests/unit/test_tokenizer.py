@@ -103,8 +103,8 @@ def test_a_first_token_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tokenizer is read that is larger than any."""
     path = bpe(tmp_path / "tokenizer.json")
-    monkeypatch.setattr("spmd.data.tokenizer._LONGEST", path.stat().st_size - 1)
-    with pytest.raises(DataError, match="larger than any tokenizer"):
+    monkeypatch.setattr("spmd.data.tokenizer._MAX_BYTES", path.stat().st_size - 1)
+    with pytest.raises(DataError, match="is too large"):
         load_tokenizer(str(path))
 
 
