@@ -44,12 +44,12 @@ with CheckpointManager(directory) as checkpoints:
     with jax.transfer_guard("disallow"):
         state, record = checkpoints.restore(None, template)
     out["restored"] = whole(state, 2), record["step"], checkpoints.latest_valid()
-    out["lost"] = {step: [[p.where, p.what] for p in problems] for step, problems in checkpoints.lost.items()}
+    out["lost"] = {step: [[p.where, p.what] for p in problems] for step, problems in checkpoints.damaged.items()}
 
     def failing(folder):
         raise OSError(28, "No space left on device")
 
-    sealing, spmd.checkpoint.manager.write_manifest = spmd.checkpoint.manager.seal, failing
+    sealing, spmd.checkpoint.manager.write_manifest = spmd.checkpoint.manager.write_manifest, failing
     checkpoints.save(3, filled(3), {"step": 3})
     try:
         checkpoints.wait()

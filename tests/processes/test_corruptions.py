@@ -164,8 +164,8 @@ def survives(directory: Path, damage: Callable[[Path], object], where: str, what
     damaged = contents(directory / "30")
     with CheckpointManager(directory, max_to_keep=KEEP, read_only=True) as checkpoints:
         assert_restored(checkpoints, None, 20)
-        assert [step for step in checkpoints.lost if step != 30] == []
-        found = checkpoints.lost[30]
+        assert [step for step in checkpoints.damaged if step != 30] == []
+        found = checkpoints.damaged[30]
         assert any(where in problem.where and what in problem.what for problem in found), found
         with pytest.raises(CheckpointError, match="checkpoint 30 is damaged") as caught:
             checkpoints.restore(30, {})
@@ -181,7 +181,7 @@ def survives(directory: Path, damage: Callable[[Path], object], where: str, what
     assert {step: contents(directory / step) for step in ("10", "20")} == before
     assert contents(directory / "damaged-30") == damaged
     with CheckpointManager(directory, max_to_keep=KEEP) as checkpoints:
-        assert checkpoints.lost == {}
+        assert checkpoints.damaged == {}
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -276,7 +276,7 @@ for case, name in {cases!r}.items():
     path.chmod(0)
     with CheckpointManager(directory / case, max_to_keep={KEEP}) as checkpoints:
         assert_restored(checkpoints, None, 20)
-        out[case] = [[p.where, p.what] for p in checkpoints.lost[30]]
+        out[case] = [[p.where, p.what] for p in checkpoints.damaged[30]]
         if case != "checkpoint":  # a folder that may not be written may still be renamed
             checkpoints.save(30, make_state(30), {{"step": 30}})
             assert_restored(checkpoints, None, 30)
@@ -338,7 +338,7 @@ flip(FILES["data"](directory / "c" / "2"))
 subprocess.run(["mount", "-o", "remount,ro", directory], check=True)
 with CheckpointManager(directory / "c") as checkpoints:
     assert_restored(checkpoints, None, 1)
-    out["lost"] = [p.what for p in checkpoints.lost[2]]
+    out["lost"] = [p.what for p in checkpoints.damaged[2]]
     out["read-only"] = told(lambda: checkpoints.save(2, state, {"step": 2}))
     assert_restored(checkpoints, None, 1)
 assert contents(directory / "c" / "1") == before
