@@ -73,7 +73,7 @@ def test_processes_go_by_what_the_first_one_sees(tmp_path: Path) -> None:
     assert first == second
     assert first["first"] == {"process": 0, "long": "ü" * 1000}
     assert first["restored"] == [True, 2, 2]
-    assert first["lost"] == {"3": [["record.json", "is 9 bytes shorter than sealed"]]}
+    assert first["lost"] == {"3": [["record.json", "is 9 bytes shorter than in the manifest"]]}
     assert "No space left on device" in first["failed"]
     assert (first["after"], first["again"]) == ([1, 2], [True, 3, [1, 2, 3]])
     assert sorted(path.name for path in directory.iterdir()) == ["1", "2", "3", "damaged-3"]

@@ -107,12 +107,12 @@ def pipe(file: Path) -> None:
 
 
 DAMAGES = {
-    "truncated": (truncate, "is 1 byte shorter than sealed", "is not as it was written"),
-    "flipped": (flip, "has changed since it was sealed", "cannot be read: it is no"),
+    "truncated": (truncate, "is 1 byte shorter than in the manifest", "it was modified"),
+    "flipped": (flip, "has changed since the manifest was written", "cannot be read: it "),
     "deleted": (Path.unlink, "is missing", "is missing"),
-    "emptied": (empty, "shorter than sealed", "it is no seal"),
+    "emptied": (empty, "shorter than in the manifest", "it is not a manifest"),
     "linked": (link, "is a symbolic link", "cannot be read"),
-    "a pipe": (pipe, "is no regular file", "it is no regular file"),
+    "a pipe": (pipe, "is not a regular file", "it is not a regular file"),
 }
 
 
@@ -149,9 +149,9 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "the state gone": (lambda step: shutil.rmtree(step / "state"), "state/manifest.ocdbt", "is missing"),
     "the data gone": (lambda step: shutil.rmtree(step / "state/ocdbt.process_0"), "state/ocdbt", "is missing"),
     "an empty folder": (lambda step: (shutil.rmtree(step), step.mkdir()), "seal.json", "is missing"),
-    "a file more": (lambda step: (step / "state/d/more").write_text(""), "state/d/more", "is not in the seal"),
-    "the record of another step": (files_of_another, "record.json", "has changed since it was sealed"),
-    "the state of another step": (other_step, "state/", "is not in the seal"),
+    "a file more": (lambda step: (step / "state/d/more").write_text(""), "state/d/more", "is not in the manifest"),
+    "the record of another step": (files_of_another, "record.json", "has changed since the manifest was written"),
+    "the state of another step": (other_step, "state/", "is not in the manifest"),
     "a link to a folder": (linked_folder, ".", "is a symbolic link"),
     "a file instead of a folder": (a_file_instead, "seal.json", "cannot be read: Not a directory"),
 }
@@ -347,9 +347,9 @@ print(json.dumps(out))
     user = () if os.geteuid() == 0 else ("-Ur",)
     mount = 'mount -t tmpfs -o size=6m tmpfs "$0" && exec "$@"'
     out = inside(program, tmp_path, "unshare", *user, "-m", "sh", "-c", mount, str(tmp_path))
-    assert "too little room for another checkpoint" in out["before"]
+    assert "not enough disk space for another checkpoint" in out["before"]
     for moment in ("arrays", "record", "seal"):
         assert str(tmp_path / "c" / "2") in out[moment]
         assert "No space left on device" in out[moment], out[moment]
-    assert out["lost"] == ["has changed since it was sealed"]
+    assert out["lost"] == ["has changed since the manifest was written"]
     assert "Read-only file system" in out["read-only"]

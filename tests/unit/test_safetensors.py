@@ -232,7 +232,7 @@ def test_no_link_and_no_pipe_is_opened(tmp_path):
     (tmp_path / "link").symlink_to("real")
     with pytest.raises(OSError, match="link"):
         SafetensorsFile(tmp_path / "link")
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         SafetensorsFile(tmp_path)
 
 
