@@ -1,4 +1,4 @@
-"""ViT as Hugging Face has it; the kernel over patches is a convolution's there, `[out, channel, row, column]`."""
+"""Name map of ViT; the patch kernel is that of a convolution, `[out, channel, row, column]`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +40,7 @@ _NAMES = (
         for a, b in (("scale", "weight"), ("bias", "bias"))
     ),
 )
-_IGNORED = tuple(Ignored(f"{_PREFIX}pooler.dense.{x}", "is of another head") for x in ("weight", "bias"))
+_IGNORED = tuple(Ignored(f"{_PREFIX}pooler.dense.{x}", "belongs to another head") for x in ("weight", "bias"))
 _OF_TRAINING = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _OF_OTHER_HEADS = ("encoder_stride", "pooler_act", "pooler_output_size")
 
