@@ -12,7 +12,6 @@ padding).
 import dataclasses
 import hashlib
 import math
-import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
@@ -23,25 +22,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd.data.corpus import Corpus, make_corpus
-from spmd.data.tokenizer import Tokenizer, load_tokenizer
+from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import ConfigError, DataError, MeshError, Problem, check_fields
 from spmd.sharding.mesh import entry_axes
-
-__all__ = [
-    "Batch",
-    "Batches",
-    "Corpus",
-    "DataConfig",
-    "Tokenizer",
-    "Windows",
-    "batches",
-    "bigram_loss",
-    "check_batch",
-    "evaluation_batches",
-    "load_corpus",
-    "load_tokenizer",
-    "local_rows",
-]
 
 Batch = dict[str, jax.Array]
 Block = tuple[slice, ...]
@@ -223,9 +206,7 @@ class Batches(Iterator[Batch]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -345,8 +326,8 @@ def bigram_loss(train: np.ndarray, validation: np.ndarray, vocab: int) -> float:
         0.02
     """
     if vocab > _MAX_BIGRAM_VOCAB:
-        problem = Problem("vocab", "is too large for a bigram table", f"{vocab} > {_MAX_BIGRAM_VOCAB}")
-        raise ConfigError("no bigram model:", [problem])
+        detail = f"{vocab} > {_MAX_BIGRAM_VOCAB}"
+        raise ConfigError("no bigram model:", [Problem("vocab", "is too large for a bigram table", detail)])
     counts = _pair_counts(train, vocab) + 1
     log_p = np.log(counts) - np.log(counts.sum(axis=1, keepdims=True))
     seen = _pair_counts(validation, vocab)

@@ -52,11 +52,9 @@ def part(index: int, parts: int, *, transposed: bool = False) -> TensorLayout:
 
 @dataclasses.dataclass(frozen=True)
 class TensorMapping:
-    """A parameter and the tensor that holds it.
+    """A parameter (path without layer numbers) and its tensor (name with placeholders `{layer}` and `{expert}`).
 
     Attributes:
-        path: The parameter's path, without layer numbers.
-        tensor: The tensor's name; `{layer}` and `{expert}` are placeholders for numbers.
         first: Number of the tensor of our layer 0.
         step: Distance between the numbers of consecutive layers; 2 if layers of two kinds alternate.
     """
@@ -70,11 +68,9 @@ class TensorMapping:
 
 @dataclasses.dataclass(frozen=True)
 class Ignored:
-    """Tensors that a checkpoint may have and that no parameter uses.
+    """Tensors that a checkpoint may have, that no parameter uses, and why nothing is lost.
 
     Attributes:
-        tensor: Their name, as in `TensorMapping`.
-        why: The reason why nothing is lost.
         same_as: A tensor that it must equal bit for bit if the checkpoint has both; may be empty.
     """
 
@@ -93,7 +89,6 @@ class Family:
     """Conversion between a model family and its Hugging Face checkpoints.
 
     Attributes:
-        name: Such as `llama`.
         architectures: Names in config.json; export writes the first.
         read_config: Parses config.json into a model config. It raises one ConfigError that lists every unsupported
             feature (see `spmd.hf.fields.Fields`).
@@ -119,12 +114,7 @@ class Family:
     harmless: tuple[str, ...] = ()
 
     def tables(self, config: Any, tensors: Iterable[str]) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
-        """Return the mappings and ignored tensors of a model config, with the prefix only if the tensors have it.
-
-        Args:
-            config: The model config.
-            tensors: Names of the checkpoint's tensors.
-        """
+        """Return the mappings and ignored tensors of a model config, without the prefix if no tensor has it."""
         names, ignored = self.names(config), self.ignored(config)
         if any(tensor.startswith(self.prefix) for tensor in tensors):
             return names, ignored
@@ -186,11 +176,7 @@ def family_of(architectures: Iterable[str]) -> Family:
 
 
 def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
-    """Return the family that a model config is exported as.
-
-    Args:
-        config: The model config.
-        architectures: Preferred architectures, such as the ones it was imported from.
+    """Return the family that a model config is exported as; one with the given architectures is preferred.
 
     Raises:
         ConfigError: No family fits.
@@ -206,12 +192,7 @@ def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """The tensors that make up one parameter.
-
-    Attributes:
-        shape: Shape of the parameter.
-        indices: The numbers in `path`: the layer, if layers are not stacked.
-    """
+    """The tensors of one parameter; `indices` are the numbers in its path: the layer, if layers are not stacked."""
 
     path: str
     shape: tuple[int, ...]
@@ -262,11 +243,7 @@ class TensorSource:
 
 
 def tensor_sources(names: Iterable[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
-    """Return the tensors of each parameter, by path.
-
-    Args:
-        names: The family's mappings.
-        shapes: Path → shape of every parameter.
+    """Return the tensors of each parameter by path, given the family's mappings and the parameters' shapes.
 
     Raises:
         ConfigError: A parameter without a mapping, or a mapping without a parameter.

@@ -109,11 +109,7 @@ class Fields:
         return None
 
     def rope(self, default: float, *kinds: str) -> tuple[float, dict[str, Any]]:
-        """Parse the base and scaling of rotary position embeddings, in any of the forms in use.
-
-        Args:
-            default: The base if the file has none.
-            *kinds: The types of scaling that the model supports.
+        """Parse rotary position embeddings; `default` is the default base, `kinds` are the supported types of scaling.
 
         Returns:
             The base, and the scaling's fields without its type; empty for no scaling.
@@ -150,11 +146,7 @@ class Fields:
         return [*self._problems, *(Problem(n, f"is {v!r:.80}, and is unknown", fix=fix) for n, v in rest.items())]
 
     def build(self, make: Callable[..., T], **values: Any) -> T:
-        """Construct the model config.
-
-        Raises:
-            ConfigError: All problems of this file and of the config class.
-        """
+        """Construct the model config, or raise a ConfigError with all problems of the file and of the config class."""
         made = self.nested(make, **values)
         if (problems := self.problems()) or made is None:
             raise ConfigError("This config.json has features that the model does not support:", problems)

@@ -36,13 +36,7 @@ _COMPARE_BYTES = 2 << 20
 
 @dataclasses.dataclass(frozen=True)
 class HFFolder:
-    """An opened Hugging Face folder whose headers are validated.
-
-    Attributes:
-        values: The content of config.json.
-        config: The model config.
-        files: Tensor → the file that contains it.
-    """
+    """An opened Hugging Face folder: content of config.json, model config, and the file of each tensor."""
 
     path: Path
     values: dict[str, Any]
@@ -211,10 +205,10 @@ def _no_weights(folder: Path) -> list[Problem]:
 def tensor_problems(
     sources: Iterable[TensorSource], floats: Mapping[str, bool], ignored: Iterable[Ignored], found: Mapping[str, Tensor]
 ) -> list[Problem]:
-    """Return all mismatches between the tensors of a folder and the parameters of a model.
+    """Return all mismatches between the tensors found in a folder and those that parameters need.
 
     Args:
-        sources: The tensors that each parameter needs.
+        sources: The tensors of each parameter.
         floats: Path → whether the parameter is floating point.
         ignored: Other tensors that are permitted.
         found: The tensors of the folder.

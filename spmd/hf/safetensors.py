@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -44,11 +43,7 @@ _MAX_DIMENSIONS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Location of a tensor in its file.
-
-    Attributes:
-        begin: Offset of its first byte from the start of the file.
-    """
+    """Location of a tensor in its file; `begin` is the offset of its first byte."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -93,9 +88,7 @@ class SafetensorsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

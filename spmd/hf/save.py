@@ -48,7 +48,7 @@ def save_params(
     Args:
         out: The folder; it must not exist.
         params: Parameters on devices of this process.
-        family: The family that defines names and config.json.
+        family: Defines tensor names and config.json.
         config: The model config.
         dtype: The tensors' dtype; None for that of each parameter.
         shard_size: Maximum bytes of a file; a larger tensor gets a file of its own.

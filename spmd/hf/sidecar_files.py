@@ -34,12 +34,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
-    """Return the problems of a Hugging Face folder's tokenizer; a folder without one has none.
-
-    Args:
-        folder: The folder.
-        vocab: Rows of the embedding; None if unknown.
-    """
+    """Return the problems of a folder's tokenizer, if any; `vocab` is the rows of the embedding, None if unknown."""
     bad_links: list[Problem] = []
     for name in sorted({*SIDECAR_FILES, *MODEL_FILES}):
         with collect_errors(bad_links):
@@ -96,7 +91,7 @@ def copy_origin(start: Path, config: Path, run: Path) -> None:
     A tokenizer is not copied: the run's config refers to it.
 
     Args:
-        start: The folder that the run starts from.
+        start: The folder of the model.
         config: The model's original config.json in that folder; may be missing.
         run: The run folder.
     """
