@@ -85,7 +85,6 @@ def _names2(config: Gemma2Config) -> tuple[TensorMapping, ...]:
 
 
 GEMMA_FAMILY = Family(
-    name="gemma",
     architectures=("GemmaForCausalLM",),
     read_config=_read,
     write_config=_write,
@@ -95,7 +94,6 @@ GEMMA_FAMILY = Family(
     ignored=llama.ignored,
 )
 GEMMA2_FAMILY = Family(
-    name="gemma2",
     architectures=("Gemma2ForCausalLM",),
     read_config=_read2,
     write_config=_write2,

@@ -83,7 +83,6 @@ def _write(config: GPT2Config) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    name="gpt2",
     architectures=("GPT2LMHeadModel",),
     read_config=_read,
     write_config=_write,

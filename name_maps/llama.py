@@ -176,7 +176,6 @@ def _fits(config: Any) -> bool:
 
 
 FAMILY = Family(
-    name="llama",
     architectures=("LlamaForCausalLM",),
     read_config=_read,
     write_config=_write,

@@ -27,7 +27,6 @@ def _fits(config: ModelConfig) -> bool:
 
 
 FAMILY = Family(
-    name="mistral",
     architectures=("MistralForCausalLM",),
     read_config=_read,
     write_config=_write,

@@ -65,7 +65,6 @@ def _fits(config: ModelConfig) -> bool:
 
 
 FAMILY = Family(
-    name="mixtral",
     architectures=("MixtralForCausalLM",),
     read_config=_read,
     write_config=_write,

@@ -52,7 +52,6 @@ def _names(config: QwenConfig) -> tuple[TensorMapping, ...]:
 
 
 QWEN2_FAMILY = Family(
-    name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     read_config=functools.partial(_read, head_dim=0, qkv_bias=True, qk_norm=False),
     write_config=functools.partial(_write, kind="qwen2"),
@@ -62,7 +61,6 @@ QWEN2_FAMILY = Family(
     ignored=llama.ignored,
 )
 QWEN3_FAMILY = Family(
-    name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     read_config=functools.partial(_read, head_dim=128, qkv_bias=False, qk_norm=True),
     write_config=functools.partial(_write, kind="qwen3"),

@@ -83,7 +83,6 @@ def _write(config: ViTConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    name="vit",
     architectures=("ViTForImageClassification",),
     read_config=_read,
     write_config=_write,

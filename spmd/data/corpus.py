@@ -95,27 +95,27 @@ class _File:
 
     path: Path
     key: str
-    digest: str = ""
+    digest: str
 
 
 def _find_files(source: Iterable[str]) -> list[_File]:
     """Return each file of all sources once, in the order of the sources and of the paths within each."""
     problems: list[Problem] = []
-    files: dict[Path, _File] = {}
+    paths: dict[Path, tuple[Path, str]] = {}
     for number, entry in enumerate(source):
         for name, path in sorted(_files_of(entry, problems)):
             # The source's number distinguishes files with the same name in two folders.
-            files.setdefault(path.resolve(), _File(path, f"{number}/{name}"))
-    for resolved, file in files.items():
+            paths.setdefault(path.resolve(), (path, f"{number}/{name}"))
+    files = []
+    for path, key in paths.values():
         try:
-            with file.path.open("rb") as content:
-                digest = hashlib.file_digest(content, "sha256").hexdigest()
-            files[resolved] = dataclasses.replace(file, digest=digest)
+            with path.open("rb") as content:
+                files.append(_File(path, key, hashlib.file_digest(content, "sha256").hexdigest()))
         except OSError as error:
-            problems.append(Problem(str(file.path), "cannot be read", str(error)))
+            problems.append(Problem(str(path), "cannot be read", str(error)))
     if problems:
         raise DataError("the text cannot be found:", problems)
-    return list(files.values())
+    return files
 
 
 def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:

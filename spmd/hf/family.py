@@ -102,7 +102,6 @@ class Family:
             copies them from the original config.json.
     """
 
-    name: str
     architectures: tuple[str, ...]
     read_config: Callable[[Mapping[str, Any]], Any]
     write_config: Callable[[Any], dict[str, Any]]

@@ -236,13 +236,13 @@ def test_a_prefix_may_be_left_out(written, tmp_path):
 
 def in_other_lines(monkeypatch, change):
     """Name maps whose lines are changed."""
-    lines = families.Family.lines
+    tables = families.Family.tables
 
     def changed(self, config, tensors):
-        names, ignored = lines(self, config, tensors)
+        names, ignored = tables(self, config, tensors)
         return tuple(map(change, names)), ignored
 
-    monkeypatch.setattr(families.Family, "lines", changed)
+    monkeypatch.setattr(families.Family, "tables", changed)
 
 
 BUGS = {
