@@ -93,10 +93,10 @@ def structure_mismatches(
     problems = []
     for path in missing:
         detail, fix = f"state {_describe(wanted[path])}", _rename_hint(path, extra, "the checkpoint")
-        problems.append(Problem(path, "missing: only the state has it", detail, fix))
+        problems.append(Problem(path, "missing: the state has it, the checkpoint does not", detail, fix))
     for path in extra:
         detail, fix = f"checkpoint {_describe(stored[path])}", _rename_hint(path, missing, "the state")
-        problems.append(Problem(path, "extra: only the checkpoint has it", detail, fix))
+        problems.append(Problem(path, "extra: the checkpoint has it, the state does not", detail, fix))
     for path, leaf in wanted.items():
         if getattr(leaf, "sharding", None) is None:
             fix = "jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
@@ -106,7 +106,7 @@ def structure_mismatches(
         theirs, ours = _serialized(stored[path]), _serialized(leaf)
         if theirs.shape != ours.shape:
             detail = f"checkpoint {theirs.shape}, state {ours.shape}"
-            problems.append(Problem(path, "shape differs", detail, "restore with the config that wrote it"))
+            problems.append(Problem(path, "shape differs", detail, "restore with the configuration that wrote it"))
         if theirs.dtype != ours.dtype:
             detail = f"checkpoint {theirs.dtype}, state {ours.dtype}"
             problems.append(Problem(path, "dtype differs", detail, f"restore as {theirs.dtype} and cast it afterwards"))
