@@ -68,7 +68,7 @@ def write(folder: Path, config: LlamaConfig, dtype: str) -> int:
     family: Family = family_for(config)
     shapes = {leaf.path: leaf.shape for leaf in plan_of(config, dtype).params}
     kinds = {
-        name: jax.ShapeDtypeStruct(source.stored, DTYPES[dtype])
+        name: jax.ShapeDtypeStruct(source.tensor_shape, DTYPES[dtype])
         for source in tensor_sources(family.names(config), shapes).values()
         for _, name in source.tensors()
     }

@@ -1,1 +1,1 @@
-"""One short file per model family: its config.json, and which tensor of a Hugging Face checkpoint each parameter is."""
+"""Maps between model families and Hugging Face checkpoints: config.json fields and tensor names."""

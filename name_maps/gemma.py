@@ -1,4 +1,4 @@
-"""Gemma and Gemma 2 as Hugging Face has them; of Gemma 2, layers 0, 2, … are local and 1, 3, … global."""
+"""Name maps of Gemma and Gemma 2; in Gemma 2, layers 0, 2, … are local and 1, 3, … global."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _NORMS = {
 
 def _read(values: Mapping[str, Any]) -> GemmaConfig:
     fields = Fields(values)
-    # Both mean the approximation by tanh: the first releases had the one written for the other.
+    # Both mean the tanh approximation: the first releases wrote "gelu" for it.
     shape = _shape(fields, ("hidden_act", _TANH, "gelu"))
     fields.only("hidden_activation", _TANH)
     return fields.build(GemmaConfig, **shape)
@@ -37,12 +37,12 @@ def _read2(values: Mapping[str, Any]) -> Gemma2Config:
     fields = Fields(values)
     shape = _shape(fields, ("hidden_activation", _TANH))
     fields.only("hidden_act", _TANH)
-    fields.value("cache_implementation")  # of generation alone
+    fields.value("cache_implementation")  # affects only generation
     for name in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
         if fields.is_null(name):
-            fields.refuse(name, "is null, which says that there is none, and this model always has one")
+            fields.refuse(name, "is null, and this model requires it")
     fields.only("sliding_window_size", None, fields.value("sliding_window"))
-    llama.read_kinds(fields, shape["layers"], "sliding_attention", "full_attention")
+    llama.check_layer_types(fields, shape["layers"], "sliding_attention", "full_attention")
     return fields.build(
         Gemma2Config,
         **shape,
@@ -85,7 +85,6 @@ def _names2(config: Gemma2Config) -> tuple[TensorMapping, ...]:
 
 
 GEMMA_FAMILY = Family(
-    name="gemma",
     architectures=("GemmaForCausalLM",),
     read_config=_read,
     write_config=_write,
@@ -95,7 +94,6 @@ GEMMA_FAMILY = Family(
     ignored=llama.ignored,
 )
 GEMMA2_FAMILY = Family(
-    name="gemma2",
     architectures=("Gemma2ForCausalLM",),
     read_config=_read2,
     write_config=_write2,

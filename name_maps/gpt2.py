@@ -1,4 +1,4 @@
-"""GPT-2 as Hugging Face has it: kernels are `[in, out]` as ours, and those of queries, keys and values side by side."""
+"""Name map of GPT-2: kernels are `[in, out]` as ours; queries, keys and values are concatenated."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,9 +33,9 @@ _NAMES = (
     ),
 )
 _IGNORED = (
-    Ignored("lm_head.weight", "is the embedding once more", _PREFIX + "wte.weight"),
-    Ignored(_LAYER + "attn.bias", "is the mask of causality"),
-    Ignored(_LAYER + "attn.masked_bias", "is the score of what is masked"),
+    Ignored("lm_head.weight", "is a copy of the embedding", _PREFIX + "wte.weight"),
+    Ignored(_LAYER + "attn.bias", "is the causal mask"),
+    Ignored(_LAYER + "attn.masked_bias", "is the value of masked scores"),
 )
 _OF_TRAINING = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn")
 _OF_OLD_FILES = ("n_ctx", "n_special", "predict_special_tokens", "output_past")
@@ -83,7 +83,6 @@ def _write(config: GPT2Config) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    name="gpt2",
     architectures=("GPT2LMHeadModel",),
     read_config=_read,
     write_config=_write,
@@ -91,6 +90,6 @@ FAMILY = Family(
     rules=lambda config: GPT2_WHOLE_VOCABULARY if config.vocab % 2 else GPT2,
     names=lambda config: _NAMES,
     ignored=lambda config: _IGNORED,
-    prefix=_PREFIX,  # the first four checkpoints were published without it
-    kept=(*_OF_TRAINING, *_OF_OTHER_HEADS),
+    prefix=_PREFIX,  # the original checkpoints lack it
+    harmless=(*_OF_TRAINING, *_OF_OTHER_HEADS),
 )

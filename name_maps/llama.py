@@ -1,4 +1,4 @@
-"""Llama as Hugging Face has it; TinyLlama, Llama 2 and Llama 3 are such checkpoints."""
+"""Name map of Llama, including TinyLlama, Llama 2 and Llama 3."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,19 +38,19 @@ _HEAD = TensorMapping("lm_head/kernel", "lm_head.weight", TRANSPOSED)
 
 
 def ends(config: LlamaConfig) -> tuple[TensorMapping, ...]:
-    """The lines of what is outside the layers."""
+    """Return the mappings of parameters outside the layers."""
     return _ENDS if config.tied else (*_ENDS, _HEAD)
 
 
 def names(config: LlamaConfig) -> tuple[TensorMapping, ...]:
-    """The table of a shape."""
+    """Return the mappings of a model config."""
     return (*ends(config), *ATTENTION, *_MLP)
 
 
 def ignored(config: LlamaConfig) -> tuple[Ignored, ...]:
-    """What else may be in a checkpoint."""
+    """Return other tensors that a checkpoint may contain."""
     rotary = Ignored(_LAYER + "self_attn.rotary_emb.inv_freq", "follows from rope_theta")
-    return (rotary, Ignored(_HEAD.tensor, "is the embedding once more", _ENDS[0].tensor)) if config.tied else (rotary,)
+    return (rotary, Ignored(_HEAD.tensor, "is a copy of the embedding", _ENDS[0].tensor)) if config.tied else (rotary,)
 
 
 def read_shape(
@@ -62,15 +62,15 @@ def read_shape(
     tied: bool = False,
     activation: tuple[str, ...] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """What the families with these layers have in common.
+    """Parse the fields that families with Llama's layers share.
 
     Args:
-        fields: Of config.json.
-        eps: What an absent `rms_norm_eps` means.
-        theta: What an absent `rope_theta` means.
-        head_dim: What an absent `head_dim` means; 0 for the width divided by the heads.
-        tied: What an absent `tie_word_embeddings` means.
-        activation: The field of the MLP's activation, and the values that the model has.
+        fields: Fields of config.json.
+        eps: Default of `rms_norm_eps`.
+        theta: Default of `rope_theta`.
+        head_dim: Default of `head_dim`; 0 for the width divided by the heads.
+        tied: Default of `tie_word_embeddings`.
+        activation: Name of the MLP's activation field, and the supported values.
     """
     width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
@@ -97,55 +97,43 @@ def _read_scaling(fields: Fields, table: Mapping[str, Any]) -> RopeScaling:
         return RopeScaling()
     known = {theirs: table[theirs] for theirs in _SCALING if theirs in table}
     for name in sorted({*table} ^ {*_SCALING}):
-        fields.refuse(
-            f"rope_scaling.{name}", f"is {table[name]!r:.80}, and is not known" if name in table else "is missing"
-        )
+        what = f"is {table[name]!r:.80}, and is unknown" if name in table else "is missing"
+        fields.refuse(f"rope_scaling.{name}", what)
     good = {name: value for name, value in known.items() if fields.is_number(f"rope_scaling.{name}", value)}
     numbers = {_SCALING[name]: value for name, value in good.items()}
     return fields.nested(RopeScaling, **numbers) or RopeScaling()
 
 
 def is_plain(config: LlamaConfig) -> bool:
-    """Whether attention has neither biases nor norms of its own."""
+    """Return whether attention has neither biases nor query and key norms."""
     return not (config.qkv_bias or config.qk_norm)
 
 
 def read_window(fields: Fields, absent: int) -> int:
-    """How many tokens each one sees; 0 for all before it, which is what null says.
-
-    Args:
-        fields: Of config.json.
-        absent: What an absent `sliding_window` means.
-    """
+    """Parse `sliding_window`; null means 0, full attention, and `absent` is the default."""
     if fields.value("sliding_window") is None:
         return 0 if fields.is_null("sliding_window") else absent
     return fields.integer("sliding_window")
 
 
-def read_kinds(fields: Fields, layers: int, *in_turn: str) -> None:
-    """Checks `layer_types`, which may be absent.
-
-    Args:
-        fields: Of config.json.
-        layers: How many layers there are.
-        *in_turn: The kinds of attention that layers of this family have, in turn.
-    """
+def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
+    """Require `layer_types`, if present, to repeat a pattern of attention kinds over all layers."""
     kinds = fields.value("layer_types")
     if kinds is None:
         return
-    whole = isinstance(kinds, list) and len(kinds) == layers
-    if not whole or any(kind != in_turn[number % len(in_turn)] for number, kind in enumerate(kinds)):
-        can = " and ".join(in_turn)
-        fields.refuse("layer_types", f"are {kinds!r:.80}, and this model has {layers} layers of {can} in turn")
+    matches = isinstance(kinds, list) and len(kinds) == layers
+    if not matches or any(kind != pattern[i % len(pattern)] for i, kind in enumerate(kinds)):
+        supported = " and ".join(pattern)
+        fields.refuse("layer_types", f"is {kinds!r:.80}, and this model has {layers} layers of alternating {supported}")
 
 
 def divides(config: LlamaConfig) -> bool:
-    """Whether heads divide the width: some families' classes of transformers refuse a config.json where they do not."""
+    """Return whether heads divide the width, which some config classes of `transformers` require."""
     return config.d_model % config.heads == 0
 
 
 def write_shape(config: LlamaConfig) -> dict[str, Any]:
-    """The inverse of `read_shape`."""
+    """Return the fields of config.json: the inverse of `read_shape`."""
     return {
         "vocab_size": config.vocab,
         "hidden_size": config.d_model,
@@ -188,7 +176,6 @@ def _fits(config: Any) -> bool:
 
 
 FAMILY = Family(
-    name="llama",
     architectures=("LlamaForCausalLM",),
     read_config=_read,
     write_config=_write,

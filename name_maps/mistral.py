@@ -1,4 +1,4 @@
-"""Mistral as Hugging Face has it: a Llama whose tokens see a window of those before them."""
+"""Name map of Mistral: Llama with sliding-window attention."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,6 @@ def _fits(config: ModelConfig) -> bool:
 
 
 FAMILY = Family(
-    name="mistral",
     architectures=("MistralForCausalLM",),
     read_config=_read,
     write_config=_write,

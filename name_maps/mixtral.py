@@ -1,4 +1,4 @@
-"""Mixtral as Hugging Face has it: an expert is three tensors, w1 (gate), w3 (up) and w2 (down)."""
+"""Name map of Mixtral: each expert has tensors w1 (gate), w3 (up) and w2 (down)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -59,13 +59,12 @@ def _fits(config: ModelConfig) -> bool:
     if not llama.is_plain(config):
         return False
     plain = RouterConfig(experts=config.router.experts, top_k=config.router.top_k)
-    changes_nothing = ("jitter", "balance", "balance_form", "balance_over", "z_loss")  # once it is trained
+    changes_nothing = ("jitter", "balance", "balance_form", "balance_over", "z_loss")  # they affect only training
     as_trained = {name: getattr(config.router, name) for name in changes_nothing}
     return config.gated and config.router == dataclasses.replace(plain, **as_trained)
 
 
 FAMILY = Family(
-    name="mixtral",
     architectures=("MixtralForCausalLM",),
     read_config=_read,
     write_config=_write,

@@ -1,4 +1,4 @@
-"""Qwen 2 and Qwen 3 as Hugging Face has them: Llama's tensors, and biases or norms of attention."""
+"""Name maps of Qwen 2 and Qwen 3: Llama with attention biases or query and key norms."""
 
 import functools
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ def _read(values: Mapping[str, Any], *, head_dim: int, **attention: bool) -> Qwe
     fields = Fields(values)
     fields.only("attention_bias", False)
     fields.only("use_sliding_window", False)
-    fields.value("sliding_window")  # without `use_sliding_window` the two mean nothing
+    fields.value("sliding_window")  # unused without `use_sliding_window`
     fields.value("max_window_layers")
     shape = llama.read_shape(fields, head_dim=head_dim)
-    llama.read_kinds(fields, shape["layers"], "full_attention")
+    llama.check_layer_types(fields, shape["layers"], "full_attention")
     return fields.build(QwenConfig, **shape, **attention)
 
 
@@ -52,7 +52,6 @@ def _names(config: QwenConfig) -> tuple[TensorMapping, ...]:
 
 
 QWEN2_FAMILY = Family(
-    name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     read_config=functools.partial(_read, head_dim=0, qkv_bias=True, qk_norm=False),
     write_config=functools.partial(_write, kind="qwen2"),
@@ -62,7 +61,6 @@ QWEN2_FAMILY = Family(
     ignored=llama.ignored,
 )
 QWEN3_FAMILY = Family(
-    name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     read_config=functools.partial(_read, head_dim=128, qkv_bias=False, qk_norm=True),
     write_config=functools.partial(_write, kind="qwen3"),

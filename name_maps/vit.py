@@ -1,4 +1,4 @@
-"""ViT as Hugging Face has it; the kernel over patches is a convolution's there, `[out, channel, row, column]`."""
+"""Name map of ViT; the patch kernel is that of a convolution, `[out, channel, row, column]`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,9 +30,9 @@ _NAMES = (
     TensorMapping("class_token", _PREFIX + "embeddings.cls_token"),
     TensorMapping("positions", _PREFIX + "embeddings.position_embeddings"),
     *(
-        TensorMapping(f"{ours}/{a}", f"{theirs}.{b}", how)
+        TensorMapping(f"{ours}/{a}", f"{theirs}.{b}", layout)
         for ours, theirs in _DENSE.items()
-        for a, b, how in (("kernel", "weight", TRANSPOSED), ("bias", "bias", AS_IS))
+        for a, b, layout in (("kernel", "weight", TRANSPOSED), ("bias", "bias", AS_IS))
     ),
     *(
         TensorMapping(f"{ours}/{a}", f"{theirs}.{b}")
@@ -40,7 +40,7 @@ _NAMES = (
         for a, b in (("scale", "weight"), ("bias", "bias"))
     ),
 )
-_IGNORED = tuple(Ignored(f"{_PREFIX}pooler.dense.{x}", "is of another head") for x in ("weight", "bias"))
+_IGNORED = tuple(Ignored(f"{_PREFIX}pooler.dense.{x}", "belongs to another head") for x in ("weight", "bias"))
 _OF_TRAINING = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _OF_OTHER_HEADS = ("encoder_stride", "pooler_act", "pooler_output_size")
 
@@ -83,7 +83,6 @@ def _write(config: ViTConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    name="vit",
     architectures=("ViTForImageClassification",),
     read_config=_read,
     write_config=_write,
@@ -91,5 +90,5 @@ FAMILY = Family(
     rules=lambda config: VIT,
     names=lambda config: _NAMES,
     ignored=lambda config: _IGNORED,
-    kept=(*_OF_TRAINING, *_OF_OTHER_HEADS),
+    harmless=(*_OF_TRAINING, *_OF_OTHER_HEADS),
 )

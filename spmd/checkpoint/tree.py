@@ -1,4 +1,4 @@
-"""What can be stored, and what keeps a stored state from filling another: every difference at once, by path."""
+"""State trees as flat tables of arrays: conversion for storage, and comparison of a stored state with a wanted one."""
 
 import difflib
 import functools
@@ -17,40 +17,36 @@ from spmd.errors import CheckpointError, Problem
 
 PyTree = Any
 
-_METADATA_AT_MOST = 64 << 20
+_METADATA_MAX_BYTES = 64 << 20
 
 
 def storable(state: PyTree) -> dict[str, jax.Array]:
-    """The state by path, random keys as their integers.
+    """Flatten a state by path, with PRNG keys as their integers.
 
     Raises:
-        CheckpointError: Something in it cannot be stored; all of that is listed.
+        CheckpointError: All leaves that cannot be stored.
     """
     table = tree.flatten(state)
-    problems = [
-        Problem(path, f"is a {type(leaf).__name__}", fix="store it as a jax.Array, or in the record")
-        for path, leaf in table.items()
-        if not isinstance(leaf, jax.Array)
-    ]
-    problems += [
-        Problem(path, "has no elements, and cannot be stored", f"shape {leaf.shape}", "leave it out")
-        for path, leaf in table.items()
-        if isinstance(leaf, jax.Array) and leaf.size == 0
-    ]
+    problems = []
+    for path, leaf in table.items():
+        if not isinstance(leaf, jax.Array):
+            fix = "store it as a jax.Array, or in the record"
+            problems.append(Problem(path, f"is a {type(leaf).__name__}", fix=fix))
+        elif leaf.size == 0:
+            problems.append(Problem(path, "has no elements and cannot be stored", f"shape {leaf.shape}", "remove it"))
     if (clash := len(jax.tree.leaves(state)) - len(table)) > 0:
-        problems.append(Problem("state", f"{clash} arrays share a path", fix='take "/" out of the keys'))
+        problems.append(Problem("state", f"{clash} arrays share a path", fix='remove "/" from the keys'))
     if not table:
-        problems.append(Problem("state", "holds no array", fix="save the parameters at least"))
+        problems.append(Problem("state", "holds no array", fix="save at least the parameters"))
     if problems:
         raise CheckpointError("nothing was saved", problems)
     return {path: jax.random.key_data(leaf) if _is_key(leaf) else leaf for path, leaf in table.items()}
 
 
 def host_copies(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Copies in host memory, of which each process holds one of every shard it has; taken once this returns.
+    """Copy arrays to host memory, one copy of each distinct shard per process; done on return.
 
-    What a mesh holds several times is copied once in each process, so that state replicated over the devices of a
-    machine does not fill its memory.
+    Replicas within a process are not copied, so state replicated over the devices of a machine takes its memory once.
     """
     shardings = {path: _one_replica_per_process(array.sharding) for path, array in arrays.items()}
     shards = [
@@ -59,8 +55,8 @@ def host_copies(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         for shard in array.addressable_shards
         if shard.device in shardings[path].device_set
     ]
-    places = [SingleDeviceSharding(device, memory_kind="pinned_host") for _, device, _ in shards]
-    copies = jax.block_until_ready(jax.device_put([data for *_, data in shards], places, may_alias=False))
+    on_host = [SingleDeviceSharding(device, memory_kind="pinned_host") for _, device, _ in shards]
+    copies = jax.block_until_ready(jax.device_put([data for *_, data in shards], on_host, may_alias=False))
     parts: dict[str, list[jax.Array]] = {path: [] for path in arrays}
     for (path, *_), copy in zip(shards, copies, strict=True):
         parts[path].append(copy)
@@ -74,7 +70,7 @@ def host_copies(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 @functools.cache
 def _one_replica_per_process(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The sharding without devices that hold what another device of the same process holds."""
+    """Remove devices whose shards are replicas of another device of the same process."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     mesh, used = sharding.mesh, set(jax.tree.leaves(tuple(sharding.spec)))
@@ -90,43 +86,41 @@ def _one_replica_per_process(sharding: jax.sharding.Sharding) -> jax.sharding.Sh
 def structure_mismatches(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], branches: Sequence[str] = ("",)
 ) -> list[Problem]:
-    """Everything that keeps a checkpoint from filling a state, by path; of the rest, what is in one of the branches."""
+    """Return all differences between stored and wanted arrays; arrays that are not wanted only count in `branches`."""
     missing = [path for path in wanted if path not in stored]
     heads = tuple(f"{branch}/" if branch else "" for branch in branches)
     extra = [path for path in stored if path not in wanted and path.startswith(heads)]
     problems = []
     for path in missing:
-        has = f"state {_describe(wanted[path])}"
-        fix = _renamed(path, extra, "the checkpoint") or "restore with the model and optimizer that wrote it"
-        problems.append(Problem(path, "missing: the state has it, the checkpoint does not", has, fix))
+        detail, fix = f"state {_describe(wanted[path])}", _rename_hint(path, extra, "the checkpoint")
+        problems.append(Problem(path, "missing: the state has it, the checkpoint does not", detail, fix))
     for path in extra:
-        has = f"checkpoint {_describe(stored[path])}"
-        fix = _renamed(path, missing, "the state") or "restore with the model and optimizer that wrote it"
-        problems.append(Problem(path, "extra: the checkpoint has it, the state does not", has, fix))
+        detail, fix = f"checkpoint {_describe(stored[path])}", _rename_hint(path, missing, "the state")
+        problems.append(Problem(path, "extra: the checkpoint has it, the state does not", detail, fix))
     for path, leaf in wanted.items():
         if getattr(leaf, "sharding", None) is None:
             fix = "jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
-            problems.append(Problem(path, "sharding: the state does not say where it goes", fix=fix))
+            problems.append(Problem(path, "sharding: the state has none", fix=fix))
         if path not in stored:
             continue
-        there, here = _on_disk(stored[path]), _on_disk(leaf)
-        if there.shape != here.shape:
-            both = f"checkpoint {there.shape}, state {here.shape}"
-            problems.append(Problem(path, "shape differs", both, "restore with the configuration that wrote it"))
-        if there.dtype != here.dtype:
-            both = f"checkpoint {there.dtype}, state {here.dtype}"
-            problems.append(Problem(path, "dtype differs", both, f"ask for {there.dtype} and cast it afterwards"))
+        theirs, ours = _serialized(stored[path]), _serialized(leaf)
+        if theirs.shape != ours.shape:
+            detail = f"checkpoint {theirs.shape}, state {ours.shape}"
+            problems.append(Problem(path, "shape differs", detail, "restore with the configuration that wrote it"))
+        if theirs.dtype != ours.dtype:
+            detail = f"checkpoint {theirs.dtype}, state {ours.dtype}"
+            problems.append(Problem(path, "dtype differs", detail, f"restore as {theirs.dtype} and cast it afterwards"))
     return problems
 
 
 def serialized_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What a leaf is stored as, in the leaf's sharding: random keys as their integers."""
-    stored = _on_disk(leaf)
+    """Return the stored shape and dtype of a leaf, in its sharding; PRNG keys are stored as their integers."""
+    stored = _serialized(leaf)
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=leaf.sharding)
 
 
 def from_serialized(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """The inverse of `serialized_spec`, for the array that was restored."""
+    """Convert a restored array to the leaf's dtype: the inverse of the conversion in `storable`."""
     if not _is_key(leaf):
         return array
     implementations: list[Any] = []
@@ -138,42 +132,38 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _on_disk(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype as they are stored."""
+def _serialized(leaf: Any) -> jax.ShapeDtypeStruct:
     if _is_key(leaf):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
 
 
 def _describe(leaf: Any) -> str:
-    leaf = _on_disk(leaf)
+    leaf = _serialized(leaf)
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def _renamed(path: str, others: Sequence[str], who: str) -> str:
+def _rename_hint(path: str, others: Sequence[str], owner: str) -> str:
     near = difflib.get_close_matches(path, others, n=1)
-    return f'{who} has "{near[0]}": was it renamed?' if near else ""
+    return f'{owner} has "{near[0]}": was it renamed?' if near else "restore with the model and optimizer that wrote it"
 
 
 def layout_problems(folder: Path) -> list[Problem]:
-    """What a folder of stored arrays holds that could lead out of it.
+    """Return problems of an Orbax folder that could make Orbax read files outside of it.
 
-    In one OCDBT store the name of an array is a key. Without one it is a path, and Orbax would follow it.
-
-    Args:
-        folder: Where Orbax keeps the arrays of one state.
+    In an OCDBT store the name of an array is a key. Without one it is a path, which Orbax would follow.
     """
     try:
-        found = read_object(folder / "_METADATA", _METADATA_AT_MOST)
+        found = read_object(folder / "_METADATA", _METADATA_MAX_BYTES)
         names = ["/".join(str(key["key"]) for key in leaf["key_metadata"]) for leaf in found["tree_metadata"].values()]
         in_one_store = found["use_ocdbt"] is True and (folder / "manifest.ocdbt").is_file()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [Problem("state/_METADATA", f"is no list of arrays: {type(error).__name__}: {error}")]
+        return [Problem("state/_METADATA", f"is not a list of arrays: {type(error).__name__}: {error}")]
     problems = [
-        Problem("state/_METADATA", f"names an array {name!r}, which leads out of the checkpoint")
+        Problem("state/_METADATA", f"names an array {name!r}, which is outside of the checkpoint")
         for name in names
         if name.startswith("/") or ".." in name.split("/")
     ]
     if not in_one_store:
-        problems.append(Problem("state/manifest.ocdbt", "is no store of all arrays, as every checkpoint of ours has"))
+        problems.append(Problem("state/manifest.ocdbt", "is not an OCDBT store of all arrays"))
     return problems

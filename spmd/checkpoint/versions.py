@@ -1,4 +1,4 @@
-"""The versions of everything that can change what a checkpoint means."""
+"""Versions of the libraries that affect checkpoints."""
 
 import functools
 import importlib.metadata
@@ -10,10 +10,10 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sp
 
 
 def library_versions() -> dict[str, str]:
-    """The versions of Python, of every library that can change what a checkpoint means, and of what runs the programs.
+    """Return the versions of Python, of libraries that affect checkpoints, and of the backend's runtime.
 
-    The last, `runtime`, is what the backend says of itself: on a TPU the build of libtpu, on a GPU that of CUDA. Asking
-    it starts the backend, so processes must have met before.
+    `runtime` is the build of libtpu on a TPU and that of CUDA on a GPU. Reading it initializes the backend, so
+    `jax.distributed` must be initialized before.
 
     Example:
         >>> sorted(library_versions())
@@ -23,7 +23,7 @@ def library_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **libraries, "runtime": jax.devices()[0].client.platform_version}
 
 
-@functools.cache  # the file that says so is read once, not at each save
+@functools.cache  # avoids reading package metadata at each save
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)

@@ -32,37 +32,34 @@ from spmd.run.config import TrainConfig, config_values
 from spmd.run.run_dir import IMPORTED, RunDir
 from spmd.sharding.mesh import MeshShape
 
-_LONGEST = 2048
-"""Tokens of a sequence, where the model has room for more and nothing else is asked for."""
+_DEFAULT_SEQUENCE = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class ImportCommand:
-    """Makes a run folder of a Hugging Face folder: its parameters in their shards, its tokenizer, a config.
+    """Create a run folder from a Hugging Face folder: sharded parameters, tokenizer and config.
 
-    Only safetensors are read. Every file is checked first: an import that cannot be is one error that lists everything,
-    and writes nothing.
+    Only safetensors are read. All files are checked first: an error lists all problems, and nothing is written.
     """
 
     folder: tyro.conf.Positional[str]
-    """The folder with config.json and safetensors files."""
+    """Folder with config.json and safetensors files."""
     out: str
-    """The run folder; it must not exist."""
+    """Run folder; it must not exist."""
     mesh: MeshShape = MeshShape(fsdp=-1)
-    """The size of each mesh axis; one may be -1."""
+    """Size of each mesh axis; one may be -1."""
     zero: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage: parameters are split over fsdp at 3."""
+    """ZeRO stage: parameters are sharded over fsdp at 3."""
     precision: Literal["float32", "bf16", "bf16-params"] = "float32"
-    """float32; bf16: compute in it; bf16-params: parameters are stored in it, too."""
+    """float32; bf16: compute in it; bf16-params: also store parameters in it."""
     sequence: int = 0
-    """Tokens of the longest text that it generates, and of a sequence in training (0: what the model has room for, at
-    most 2048)."""
+    """Sequence length for training and generation (0: the model's context length, at most 2048)."""
     devices: int = 0
     """Simulate this many CPU devices (0: use the real ones)."""
 
 
 def run_import(arguments: list[str]) -> int:
-    """Imports; the exit code."""
+    """Run the command; return the exit code."""
     command: ImportCommand = parse_flags(ImportCommand, arguments, "spmd import")
     began, source, out = time.perf_counter(), Path(command.folder), Path(command.out)
     initialize(command.devices)
@@ -70,7 +67,7 @@ def run_import(arguments: list[str]) -> int:
         params = load_published(found, setup.plan.abstract_params)
         state = {"params": params, "variables": _variables(setup)}
         with whole_folder(out) as folder:
-            _describe(found, setup, folder)
+            _write_run_dir(found, setup, folder)
             record = {"step": 0, IMPORTED: str(source.absolute()), "config": config_values(setup.config)}
             with CheckpointManager(folder / "checkpoints") as checkpoints:
                 checkpoints.save(0, state, {**record, "versions": library_versions()}, copied=False)
@@ -78,30 +75,29 @@ def run_import(arguments: list[str]) -> int:
     print(
         f"{found.family.architectures[0]}: {tree.size(params):,} parameters, {tree.human_bytes(size)}, "
         f"in {time.perf_counter() - began:.3g} s\n"
-        f"write with it    spmd generate {out} --prompt …\n"
-        f"train from it    spmd train {out / 'config.py'} --init {out} --data.source FILES --out …"
+        f"generate         spmd generate {out} --prompt …\n"
+        f"fine-tune        spmd train {out / 'config.py'} --init {out} --data.source FILES --out …"
     )
     if not (out / TOKENIZER).exists():
-        print(f"tokenizer        none: the folder has no {TOKENIZER}, so text is read as bytes")
+        print(f"tokenizer        none: the folder has no {TOKENIZER}, so text is encoded as bytes")
     return 0
 
 
 @contextlib.contextmanager
 def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[HFFolder, TrainSetup]]:
-    """The folder and the setup of its model, once nothing is in the way.
+    """Open the folder and build its model.
 
     Raises:
-        CheckpointError: Everything that is.
+        CheckpointError: All problems of the folder, the tokenizer, the mesh and `out`.
     """
-    problems = [Problem(str(out), "exists", fix="another --out")] if out.exists() else []
+    problems = [Problem(str(out), "exists", fix="choose another --out")] if out.exists() else []
     with contextlib.ExitStack() as stack:
         found: HFFolder | None = None
         setup: TrainSetup | None = None
         with collect_errors(problems):
             found = stack.enter_context(open_folder(source))
-        problems += (
-            tokenizer_problems(source, getattr(found and found.config, "vocab", None)) if source.is_dir() else []
-        )
+        if source.is_dir():
+            problems += tokenizer_problems(source, getattr(found and found.config, "vocab", None))
         with collect_errors(problems):
             if found is not None:
                 config = _config(command, found, out)
@@ -113,10 +109,11 @@ def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[
 
 
 def _config(command: ImportCommand, found: HFFolder, out: Path) -> TrainConfig:
-    room = getattr(found.config, "context", found.values.get("max_position_embeddings", _LONGEST))
-    sequence = command.sequence or min(room if isinstance(room, int) and room > 0 else _LONGEST, _LONGEST)
-    has_one = (found.path / TOKENIZER).exists()
-    tokenizer = str(out.absolute() / TOKENIZER) if has_one else DataConfig.tokenizer
+    context = getattr(found.config, "context", found.values.get("max_position_embeddings"))
+    context = context if isinstance(context, int) and context > 0 else _DEFAULT_SEQUENCE
+    has_tokenizer = (found.path / TOKENIZER).exists()
+    tokenizer = str(out.absolute() / TOKENIZER) if has_tokenizer else DataConfig.tokenizer
+    sequence = command.sequence or min(context, _DEFAULT_SEQUENCE)
     return TrainConfig(
         model=found.config,
         rules=found.family.rules(found.config),
@@ -129,15 +126,15 @@ def _config(command: ImportCommand, found: HFFolder, out: Path) -> TrainConfig:
 
 
 def _variables(setup: TrainSetup) -> Any:
-    """What the model keeps beside its parameters, as it starts with; most models keep nothing."""
+    """Return the model's initial variables besides its parameters; most models have none."""
     abstract = setup.plan.abstract_variables
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = setup.model.init_variables
     return jax.jit(make, out_shardings=shardings)(jax.random.key(0, impl=PRNG)) if jax.tree.leaves(abstract) else {}
 
 
-def _describe(found: HFFolder, setup: TrainSetup, folder: Path) -> None:
-    """Writes all of the run folder but its checkpoint."""
+def _write_run_dir(found: HFFolder, setup: TrainSetup, folder: Path) -> None:
+    """Write the run folder without its checkpoint."""
     source = folder / "config.py"
     source.write_text(config_source(setup.config, found), encoding="utf-8")
     for name, file in files_of(found.path).items():
@@ -147,12 +144,7 @@ def _describe(found: HFFolder, setup: TrainSetup, folder: Path) -> None:
 
 
 def config_source(config: TrainConfig, found: HFFolder) -> str:
-    """The Python file of an imported model's config, with what differs from the defaults.
-
-    Args:
-        config: The config.
-        found: Where it comes from.
-    """
+    """Return the source of an imported model's config.py, with all fields that differ from the defaults."""
     family = next(name for name, family in families().items() if family is found.family)
     imports = sorted({f"from {kind.__module__} import {kind.__qualname__}" for kind in _classes(config.model)})
     ours = [line for line in imports if line.startswith("from spmd.")]
@@ -175,13 +167,13 @@ def config_source(config: TrainConfig, found: HFFolder) -> str:
 
 
 def _changed(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not as they are by default."""
+    """Return the fields of a dataclass that differ from their defaults."""
     fields = {field.name: field.default for field in dataclasses.fields(value)}
     return {name: found for name, default in fields.items() if (found := getattr(value, name)) != default}
 
 
 def _source(value: Any, prefix: str = "") -> str:
-    """An expression for a value; dataclasses by the names of their classes."""
+    """Return a Python expression for a value; dataclasses are called by their class names."""
     if not dataclasses.is_dataclass(value):
         return repr(value)
     inner = ", ".join(f"{name}={_source(part, prefix)}" for name, part in _changed(value).items())
@@ -189,7 +181,7 @@ def _source(value: Any, prefix: str = "") -> str:
 
 
 def _classes(value: Any) -> Iterator[type]:
-    """The classes that `_source` names."""
+    """Yield the classes that `_source` refers to."""
     if dataclasses.is_dataclass(value):
         yield type(value)
         for part in _changed(value).values():

@@ -1,7 +1,7 @@
-"""From text to two memory-mapped rows of token ids: one to train on, one to validate with.
+"""Tokenize text into two memory-mapped arrays of ids, one for training and one for validation.
 
-Text is tokenised once. The result is kept under the hash of everything that it depends on (the bytes of every
-file, the tokenizer, the split), so a changed file is a new corpus and an unchanged one costs one read.
+Text is tokenized once. The result is cached under a hash of everything that it depends on: the bytes of all files, the
+tokenizer and the split.
 """
 
 import contextlib
@@ -23,24 +23,22 @@ from spmd.errors import DataError, Problem, did_you_mean, nearest_file
 
 TEXT_SUFFIXES = ".txt .md .rst .tex .html .jsonl .py .c .h .cpp .cu .rs .go .java .js .ts .jl .r .sh"
 
-# Folders and files of an installation that differ between machines, or that are tests.
+# Folders of a Python installation that hold tests or differ between machines.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _BAD_LINES_SHOWN = 10
-_LONGEST = 2**28  # bytes of a line of JSON
-_HALVES = ("train", "validation")
-_LAYOUT = 1  # raised when the meaning of the cached files changes
+_MAX_LINE_BYTES = 2**28
+_SPLITS = ("train", "validation")
+_LAYOUT = 1  # version of the cached files
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenised text, every document with the tokenizer's `starts` before it and its `eos` behind it.
+    """Tokenized text; each document is preceded by the tokenizer's `starts` and followed by its `eos`.
 
-    Args:
-        tokenizer: What made the ids.
-        train: Ids to train on, uint16 or uint32 `[tokens]`, memory-mapped and read-only.
-        validation: Ids of the other documents, the same.
-        fingerprint: SHA-256, in hex, of the files, the tokenizer and the split: equal ones hold equal ids.
-        documents: How many documents both hold together.
+    Attributes:
+        train: Ids, uint16 or uint32 `[tokens]`, memory-mapped and read-only; `validation` likewise.
+        fingerprint: SHA-256 in hex of the files, the tokenizer and the split; equal fingerprints mean equal ids.
+        documents: Number of documents in both splits.
     """
 
     tokenizer: Tokenizer
@@ -53,22 +51,20 @@ class Corpus:
 def make_corpus(
     source: Iterable[str], tokenizer: Tokenizer, *, text_field: str, validation: float, cache: Path
 ) -> Corpus:
-    """The corpus of all text in `source`, tokenised now unless `cache` holds it.
+    """Return the corpus of all text in `source`, tokenizing it unless it is cached.
 
-    A document is a text file or a line of a `.jsonl` file. A hash of its name (path inside the source, and
-    line) alone decides whether it is kept for validation; only a half that would be empty is given one
-    document more, and a single document gives its tail.
+    A document is a text file or a line of a `.jsonl` file. The split of a document depends only on a hash of its name
+    (path inside the source, and line). A split that would be empty gets one document; a single document is divided.
 
-    Any number of processes may call this at once: each writes a folder of its own and renames it into place.
+    Several processes may call this at once: each writes its own folder and renames it into place.
 
     Args:
-        source: Text files, folders, globs, `.jsonl` files or the word "stdlib" (Python's own source). A
-            folder is searched for `TEXT_SUFFIXES`, hidden files left out; a file of another kind is read when
-            it is named itself or matched by a glob.
-        tokenizer: What makes the ids.
-        text_field: The field of a `.jsonl` line that holds its text.
-        validation: The fraction of documents kept for validation, in (0, 1); approximate, being by hash.
-        cache: The folder that holds tokenised text.
+        source: Text files, folders, globs, `.jsonl` files or "stdlib" (Python's own source). A folder is searched for
+            visible files with `TEXT_SUFFIXES`; files with other suffixes must be named or matched by a glob.
+        tokenizer: The tokenizer.
+        text_field: The field of a `.jsonl` line that holds the text.
+        validation: Fraction of documents used for validation, in (0, 1); approximate, since it is by hash.
+        cache: The folder for tokenized text.
 
     Raises:
         DataError: A source is missing, unreadable, not UTF-8 or empty, or the cache cannot be written.
@@ -87,7 +83,7 @@ def make_corpus(
         try:
             cached = _build(files, text_field, tokenizer, validation, cache / fingerprint)
         except OSError as error:
-            problem = Problem(str(cache), "cannot hold the tokenised text", str(error), "name another folder")
+            problem = Problem(str(cache), "cannot hold the tokenized text", str(error), "choose another folder")
             raise DataError("the corpus cannot be cached:", [problem]) from error
     train, held_out, documents = cached
     return Corpus(tokenizer, train, held_out, fingerprint, documents)
@@ -95,35 +91,35 @@ def make_corpus(
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """A file to read: where it is, the name that decides its half, and the SHA-256 of its bytes."""
+    """A file to read: its path, the name that determines its split, and the SHA-256 of its bytes."""
 
     path: Path
     key: str
-    digest: str = ""
+    digest: str
 
 
 def _find_files(source: Iterable[str]) -> list[_File]:
-    """Every file of every source once, in the order of the sources and of the paths within each."""
+    """Return each file of all sources once, in the order of the sources and of the paths within each."""
     problems: list[Problem] = []
-    files: dict[Path, _File] = {}
+    paths: dict[Path, tuple[Path, str]] = {}
     for number, entry in enumerate(source):
         for name, path in sorted(_files_of(entry, problems)):
-            # Two folders may hold files of one name; the source's number keeps them apart.
-            files.setdefault(path.resolve(), _File(path, f"{number}/{name}"))
-    for resolved, file in files.items():
+            # The source's number distinguishes files with the same name in two folders.
+            paths.setdefault(path.resolve(), (path, f"{number}/{name}"))
+    files = []
+    for path, key in paths.values():
         try:
-            with file.path.open("rb") as content:
-                digest = hashlib.file_digest(content, "sha256").hexdigest()
-            files[resolved] = dataclasses.replace(file, digest=digest)
+            with path.open("rb") as content:
+                files.append(_File(path, key, hashlib.file_digest(content, "sha256").hexdigest()))
         except OSError as error:
-            problems.append(Problem(str(file.path), "cannot be read", str(error)))
+            problems.append(Problem(str(path), "cannot be read", str(error)))
     if problems:
         raise DataError("the text cannot be found:", problems)
-    return list(files.values())
+    return files
 
 
 def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
-    """The files that one source names, each with its path inside that source."""
+    """Return the files of one source, each with its path inside the source."""
     path = Path(entry).expanduser()
     if entry == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -154,29 +150,29 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
 
 
 def _is_stdlib(parts: tuple[str, ...]) -> bool:
-    """Whether a file is part of Python's own source, and the same on every machine with this Python."""
+    """Return whether a file is part of Python's own source, and the same on every machine with this Python."""
     built_here = parts[0].startswith("config-") or parts[-1].startswith(("_sysconfigdata", "sitecustomize"))
     return not built_here and not _NOT_STDLIB.intersection(parts)
 
 
 def _documents(files: Iterable[_File], text_field: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:
-    """The name and text of every document that is not empty; what cannot be read is added to `problems`."""
+    """Yield the name and text of every non-empty document; unreadable ones are added to `problems`."""
     for file in files:
         digest = hashlib.sha256()
         bad_lines = 0
         with file.path.open("rb") as content:
             is_lines = file.path.suffix.lower() == ".jsonl"
-            parts = iter(lambda: content.readline(_LONGEST + 1), b"") if is_lines else [content.read()]
+            parts = iter(lambda: content.readline(_MAX_LINE_BYTES + 1), b"") if is_lines else [content.read()]
             for number, raw in enumerate(parts, start=1):
                 digest.update(raw)
                 where = f"{file.path}:{number}" if is_lines else str(file.path)
                 try:
-                    if is_lines and len(raw) > _LONGEST:
-                        raise ValueError(f"longer than {_LONGEST:,} bytes")
+                    if is_lines and len(raw) > _MAX_LINE_BYTES:
+                        raise ValueError(f"longer than {_MAX_LINE_BYTES:,} bytes")
                     text = raw.decode("utf-8-sig")
                     if is_lines and text.strip():
                         text = _text_of(json.loads(text), text_field)
-                # Bad UTF-8, bad JSON and a missing field are all ValueErrors; JSON may also be nested too deep.
+                # Bad UTF-8, bad JSON and a missing field are ValueErrors; deeply nested JSON is a RecursionError.
                 except (ValueError, RecursionError) as error:
                     bad_lines += 1
                     if bad_lines <= _BAD_LINES_SHOWN:
@@ -192,22 +188,22 @@ def _documents(files: Iterable[_File], text_field: str, problems: list[Problem])
 
 
 def _text_of(line: Any, text_field: str) -> str:
-    """The text in one decoded line of a `.jsonl` file."""
+    """Return the text in one decoded line of a `.jsonl` file."""
     text = line.get(text_field) if isinstance(line, dict) else None
     if not isinstance(text, str):
-        there = did_you_mean(text_field, line) if isinstance(line, dict) else "the line is not an object"
-        raise ValueError(f'no string under "{text_field}": {there}')
-    text.encode("utf-8")  # JSON can spell half of a surrogate pair, which no tokenizer takes
+        hint = did_you_mean(text_field, line) if isinstance(line, dict) else "the line is not an object"
+        raise ValueError(f'no string under "{text_field}": {hint}')
+    text.encode("utf-8")  # JSON can contain half of a surrogate pair, which tokenizers reject
     return text
 
 
 def _score(key: str) -> int:
-    """A document's name as an evenly spread number below 2⁶⁴, the same in every run."""
+    """Hash a document's name to a uniformly distributed number below 2⁶⁴."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
 
-def _halves(documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: float) -> Iterator[tuple[bool, str]]:
-    """Every document with whether it is for validation; neither half is empty."""
+def _split(documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: float) -> Iterator[tuple[bool, str]]:
+    """Yield (is validation, text) of every document; neither split is empty."""
     if len(scores) == 1:
         ((_, text),) = documents
         tail = max(1, round(len(text) * fraction))
@@ -218,7 +214,7 @@ def _halves(documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: 
 
 
 def _scan(files: list[_File], text_field: str) -> np.ndarray:
-    """The score of every document, uint64 `[documents]`, once all of them were read without a problem."""
+    """Return the score of every document, uint64 `[documents]`, after reading all of them without a problem."""
     problems: list[Problem] = []
     scores = np.fromiter((_score(key) for key, _ in _documents(files, text_field, problems)), np.uint64)
     if not problems and not len(scores):
@@ -231,7 +227,7 @@ def _scan(files: list[_File], text_field: str) -> np.ndarray:
 def _build(
     files: list[_File], text_field: str, tokenizer: Tokenizer, fraction: float, folder: Path
 ) -> tuple[np.memmap, np.memmap, int]:
-    """Tokenises all documents into `folder`, which appears whole or not at all."""
+    """Tokenize all documents into `folder`, which appears complete or not at all."""
     scores = _scan(files, text_field)
     problems: list[Problem] = []
     dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
@@ -239,9 +235,9 @@ def _build(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name[:16]}-") as temporary:
         built = Path(temporary, "built")
         built.mkdir()
-        files_of_ids = [_token_file(built / f"{half}.npy", dtype) for half in _HALVES]
+        files_of_ids = [_token_file(built / f"{split}.npy", dtype) for split in _SPLITS]
         with files_of_ids[0] as train, files_of_ids[1] as held_out:
-            for is_validation, text in _halves(_documents(files, text_field, problems), scores, fraction):
+            for is_validation, text in _split(_documents(files, text_field, problems), scores, fraction):
                 ids = (np.array(tokenizer.starts, np.int64), tokenizer.encode(text), np.array([tokenizer.eos]))
                 (held_out if is_validation else train)(np.concatenate(ids))
         if problems:
@@ -250,7 +246,7 @@ def _build(
         mine = _open_cached(built)
         assert mine is not None
         if _open_cached(folder) is None:
-            # At this moment another process may move the same damaged folder aside, or put a whole one there.
+            # Another process may move the damaged folder, or create a valid one, at the same time.
             with contextlib.suppress(FileNotFoundError):
                 folder.rename(Path(temporary, "damaged"))
         try:
@@ -263,7 +259,7 @@ def _build(
 
 @contextlib.contextmanager
 def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], None]]:
-    """A function that appends ids to a new 1-D .npy file, whose length is written last."""
+    """Yield a function that appends ids to a new 1-D .npy file; the header's length is written last."""
     with path.open("wb") as file:
 
         def write_header(length: int) -> int:
@@ -279,15 +275,15 @@ def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], 
         yield append
         length = (file.tell() - start) // dtype.itemsize
         end = write_header(length)
-        assert end == start, "NumPy pads the header so that the first dimension can grow in place"
+        assert end == start, "NumPy reserves space in the header for the first dimension to grow"
         file.flush()
         os.fsync(file.fileno())
 
 
 def _open_cached(folder: Path) -> tuple[np.memmap, np.memmap, int] | None:
-    """The halves and the number of documents in a cache folder; None where it is missing or damaged."""
+    """Return the splits and the number of documents in a cache folder; None if it is missing or damaged."""
     try:
-        halves = [np.load(folder / f"{half}.npy", mmap_mode="r") for half in _HALVES]
-        return halves[0], halves[1], int(json.loads((folder / "corpus.json").read_text())["documents"])
+        train, validation = (np.load(folder / f"{split}.npy", mmap_mode="r") for split in _SPLITS)
+        return train, validation, int(json.loads((folder / "corpus.json").read_text())["documents"])
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the tokens that stand for no text: what begins a document, what ends one."""
+"""Tokenizers: text to ids and back, and the special tokens that begin and end a document."""
 
 import dataclasses
 import hashlib
@@ -13,56 +13,55 @@ from spmd.checkpoint.manifest import read_object
 from spmd.errors import DataError, Problem, nearest_file
 
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
-"""What ends a document where no file beside the tokenizer says it; the first that there is."""
+"""End-of-document tokens, if no file beside the tokenizer defines one; the first in the vocabulary is used."""
 TOKENIZER = "tokenizer.json"
-"""What the file is called that has others of its model beside it."""
 MODEL_FILES = ("generation_config.json", "hf_config.json", "config.json")
-"""Those that may have `eos_token_id`; the first one that has it is believed."""
+"""Files that may define `eos_token_id`; the first that does is used."""
 SETTINGS = "tokenizer_config.json"
-"""The one that may have `eos_token`."""
+"""File that may define `eos_token`."""
 
-_LONGEST = 2**28  # bytes of a tokenizer
-_LONGEST_BESIDE = 2**24  # bytes of a file beside it
-_NO_TEXT = 0xFF  # a byte that UTF-8 never has
+_MAX_BYTES = 2**28
+_MAX_BYTES_BESIDE = 2**24
+_INVALID_BYTE = 0xFF  # never occurs in UTF-8
 _TITLE = "the tokenizer cannot be loaded:"
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back; `starts` come before every document and prompt, `eos` follows every document."""
+    """Tokenizer interface: `starts` precede every document and prompt, `eos` follows every document."""
 
     @property
     def name(self) -> str:
-        """What makes two tokenizers the same; part of a corpus' fingerprint."""
+        """Identity of the tokenizer; part of a corpus' fingerprint."""
 
     @property
     def vocab(self) -> int:
-        """One more than the largest id."""
+        """Vocabulary size: one more than the largest id."""
 
     @property
     def eos(self) -> int:
-        """The id that ends a document."""
+        """Id that ends a document."""
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids that end a generated text, `eos` among them."""
+        """Ids that end a generated text, including `eos`."""
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The ids that begin a document and a prompt; most tokenizers have one or none."""
+        """Ids that begin a document and a prompt; usually one or none."""
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a document's `text`, 1-D, without `starts` and `eos`; what is spelled like a token is text."""
+        """Encode a document, 1-D, without `starts` and `eos`; special tokens in the text are encoded as plain text."""
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """The ids of a prompt, 1-D: `starts`, and `text` in which special tokens may be spelled out."""
+        """Encode a prompt, 1-D: `starts`, then `text`, in which special tokens are recognized."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`."""
+        """Decode `ids`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token; NUL, which text does not hold, ends a document.
+    """UTF-8 bytes as tokens; NUL ends a document.
 
     Example:
         >>> ByteTokenizer().encode("hé").tolist()
@@ -78,25 +77,25 @@ class ByteTokenizer:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """`eos` alone."""
+        """Only `eos`."""
         return (self.eos,)
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of `text`, uint8 `[bytes]`."""
+        """Encode `text` as uint8 `[bytes]`."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """The bytes of `text`: no byte begins a prompt."""
+        """Encode `text` as `encode` does: `starts` is empty."""
         return self.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; what is not UTF-8, such as half a character, or no byte at all becomes U+FFFD."""
-        return bytes(i if 0 <= i <= _NO_TEXT else _NO_TEXT for i in map(int, ids)).decode("utf-8", errors="replace")
+        """Decode `ids`; invalid UTF-8 and ids that are not bytes become U+FFFD."""
+        return bytes(i if 0 <= i <= 0xFF else _INVALID_BYTE for i in map(int, ids)).decode("utf-8", errors="replace")
 
 
 @dataclasses.dataclass(frozen=True)
 class JsonTokenizer:
-    """A tokenizer of the Hugging Face `tokenizers` library; made by `load_tokenizer`."""
+    """Tokenizer of the Hugging Face `tokenizers` library; see `load_tokenizer`."""
 
     name: str
     vocab: int
@@ -106,12 +105,14 @@ class JsonTokenizer:
     model: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, uint32 `[tokens]`, with no token added to it."""
+        """Encode `text` as uint32 `[tokens]`, without added tokens."""
         return np.asarray(self.model.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """As `transformers` encodes it, uint32 `[tokens]`, without an end. A prompt that begins with `starts` as it
-        is, such as one that a chat template made, gets no others."""
+        """Encode a prompt as `transformers` does, uint32 `[tokens]`, without an end token.
+
+        `starts` are not added again to a prompt that has them, such as the output of a chat template.
+        """
         self.model.encode_special_tokens = False
         try:
             ids = self.encode(text)
@@ -121,34 +122,31 @@ class JsonTokenizer:
         return ids if begins else np.concatenate([np.asarray(self.starts, np.uint32), ids])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, end tokens included."""
+        """Decode `ids`, including end tokens."""
         return str(self.model.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called "bytes", or the one in a `tokenizer.json` of Hugging Face `tokenizers`.
+    """Load the tokenizer "bytes", or a `tokenizer.json` of Hugging Face `tokenizers`.
 
-    Returns:
-        The tokenizer. What ends a text is what the files beside a `tokenizer.json` say, and the first of `END_TOKENS`
-        where they say nothing. The truncation and padding that the file asks for are off, and an end token spelled out
-        inside a document is text, not an end.
+    End tokens are those of the files beside a `tokenizer.json`, or the first of `END_TOKENS` if they define none. The
+    file's truncation and padding are disabled, and special tokens inside a document are encoded as plain text.
 
     Raises:
-        DataError: There is no such file, it is not a tokenizer, nothing says what ends a document, or what begins or
-            ends one is no token of it.
+        DataError: The file is missing or not a tokenizer, it has no end token, or a start or end token is not in its
+            vocabulary.
     """
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
     if not path.is_file():
         raise DataError(_TITLE, [Problem(name, 'is neither a file nor "bytes"', fix=nearest_file(path, ("bytes",)))])
-    if path.stat().st_size > _LONGEST:
-        raise DataError(_TITLE, [Problem(name, "is larger than any tokenizer", f"more than {_LONGEST:,} bytes")])
+    if path.stat().st_size > _MAX_BYTES:
+        raise DataError(_TITLE, [Problem(name, "is too large", f"more than {_MAX_BYTES:,} bytes")])
     content = path.read_bytes()
     try:
         model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    # The library raises plain `Exception` for a file that is not a tokenizer.
-    except Exception as error:
+    except Exception as error:  # what the library raises for a file that is not a tokenizer
         raise DataError(_TITLE, [Problem(name, "is not a tokenizer.json", str(error))]) from error
     model.no_truncation()
     model.no_padding()
@@ -163,27 +161,27 @@ def load_tokenizer(name: str) -> Tokenizer:
         fix = f"add one of them, or a {SETTINGS} with eos_token beside it"
         problems.append(Problem(name, "has no token that ends a document", looked, fix))
     if unknown := [token for token in starts if token >= vocab]:
-        what = "begins a text with a token that it does not have"
+        what = "begins a text with a token outside its vocabulary"
         problems.append(Problem(name, what, f"its post_processor adds {unknown}, and it has {vocab} tokens"))
     if problems:
         raise DataError(_TITLE, problems)
     ends = ends or tuple(token for token in (guess,) if token is not None)
     parts = [f"{path.name}:{hashlib.sha256(content).hexdigest()[:16]}", *(f"starts {token}" for token in starts)]
-    parts += [f"ends {ends[0]}"] if ends[0] != guess else []  # a guess follows from the file's contents
+    parts += [f"ends {ends[0]}"] if ends[0] != guess else []  # a guessed end follows from the content
     return JsonTokenizer(":".join(parts), vocab, ends[0], ends, starts, model)
 
 
 def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[int, ...]:
-    """What ends a text by the files beside a tokenizer: first what ends a document; nothing where they say nothing."""
+    """Return the end tokens in the files beside a tokenizer, that of a document first; empty if they define none."""
     ends: list[int] = []
     found = {name: _read(folder / name, problems) for name in (*MODEL_FILES, SETTINGS)}
     known = set(ids.values())
     for name in MODEL_FILES:
-        said = found[name].get("eos_token_id")
-        listed = said if isinstance(said, list) else [] if said is None else [said]
+        value = found[name].get("eos_token_id")
+        listed = value if isinstance(value, list) else [] if value is None else [value]
         for token in listed:
             if type(token) is not int or token not in known:
-                where, what = f"{folder / name}: eos_token_id", f"has {token!r}, which is no token of the tokenizer"
+                where, what = f"{folder / name}: eos_token_id", f"has {token!r}, which is not in the vocabulary"
                 problems.append(Problem(where, what, f"it has {len(known)} tokens"))
         if listed:
             ends += listed
@@ -193,25 +191,25 @@ def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[i
     if isinstance(text, str) and text in ids:
         ends.append(ids[text])
     elif text is not None or isinstance(token, dict):
-        problems.append(Problem(f"{folder / SETTINGS}: eos_token", f"is {text!r}, which is no token of the tokenizer"))
+        problems.append(Problem(f"{folder / SETTINGS}: eos_token", f"is {text!r}, which is not in the vocabulary"))
     return () if problems else tuple(dict.fromkeys(ends))
 
 
 def _read(path: Path, problems: list[Problem]) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is no file."""
+    """Return the JSON object in a file; empty if the file does not exist."""
     try:
-        return read_object(path.resolve(), _LONGEST_BESIDE) if path.exists() else {}
+        return read_object(path.resolve(), _MAX_BYTES_BESIDE) if path.exists() else {}
     except (OSError, ValueError) as error:
-        fix = f"put it right, or the {TOKENIZER} into a folder of its own"
-        problems.append(Problem(str(path), "cannot be read, and may say what ends a text", str(error), fix))
+        fix = f"repair it, or move {TOKENIZER} to a separate folder"
+        problems.append(Problem(str(path), "cannot be read, and may define end tokens", str(error), fix))
         return {}
 
 
 def _starts(model: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """What the post-processor puts before a text; what it puts behind one is left out."""
+    """Return the tokens that the post-processor adds before a text."""
     if model.post_processor is None:
         return ()
-    # A text of one word, which is a token whatever the vocabulary is.
+    # Probe with one word that is a token for any vocabulary.
     probe = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     probe.post_processor = model.post_processor
     found = probe.encode("a")

@@ -1,17 +1,18 @@
-"""A model family as Hugging Face publishes it: its config.json, and a table from our parameters to its tensors.
+"""Model families as published on Hugging Face: config.json fields, and a map from parameters to checkpoint tensors.
 
 ```python
-Name("layers/attention/q_proj/kernel", "model.layers.{layer}.self_attn.q_proj.weight", TRANSPOSED)
+TensorMapping("layers/attention/q_proj/kernel", "model.layers.{layer}.self_attn.q_proj.weight", TRANSPOSED)
 ```
 
-A line is for every layer: a stacked parameter is one tensor for each layer, and one for each layer and expert where the
-tensor's name has both. Layers that are not stacked (`layers/0/…`) go by the same line. A family is found by its Python
-entry point in the group `spmd.families`, so a package of one's own can add one.
+One mapping covers all layers. A stacked parameter is made of one tensor per layer, or per layer and expert if the
+tensor's name has both; unstacked layers (`layers/0/…`) use the same mapping. Families are found by Python entry points
+in the group `spmd.families`, so any package can add one.
 """
 
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,24 +21,23 @@ from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.sharding.rules import Rules
 
 GROUP = "spmd.families"
-"""The group of entry points; the value of each is `module:NAME` of a `Family`."""
+"""Entry-point group; each value is `module:NAME` of a `Family`."""
 
-_COUNTED = ("layer", "expert")
-_TENSORS = ("tensor", "same_as")
+_PLACEHOLDERS = ("layer", "expert")
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor becomes a parameter of one layer: cut first or turned first is the same.
+    """Relation of a tensor to the parameter of one layer.
 
     Attributes:
-        transposed: Whether the tensor is the transpose: PyTorch's linear layers are `[out, in]`, ours `[in, out]`.
-        number: Which part of the tensor it is, of those that lie side by side along the parameter's last dimension.
-        parts: How many equal parts the tensor has.
+        transposed: PyTorch's linear layers are `[out, in]`, ours `[in, out]`.
+        index: Index of the parameter among those concatenated in the tensor, along the parameter's last dimension.
+        parts: Number of equal parts in the tensor.
     """
 
     transposed: bool = False
-    number: int = 0
+    index: int = 0
     parts: int = 1
 
 
@@ -45,38 +45,33 @@ AS_IS = TensorLayout()
 TRANSPOSED = TensorLayout(transposed=True)
 
 
-def part(number: int, parts: int, *, transposed: bool = False) -> TensorLayout:
-    """One of several parameters that share a tensor, side by side: GPT-2's queries are `part(0, 3)` of `c_attn`."""
-    return TensorLayout(transposed, number, parts)
+def part(index: int, parts: int, *, transposed: bool = False) -> TensorLayout:
+    """Return the layout of one of several concatenated parameters: GPT-2's queries are `part(0, 3)` of `c_attn`."""
+    return TensorLayout(transposed, index, parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorMapping:
-    """One line of a family's table: a parameter and the tensor that it is.
+    """A parameter (path without layer numbers) and its tensor (name with placeholders `{layer}` and `{expert}`).
 
     Attributes:
-        path: The parameter, without layer numbers.
-        tensor: The tensor; `{layer}` and `{expert}` stand for numbers.
-        how: How the one becomes the other.
-        first: The number of the tensor of our first layer.
-        step: How far apart the numbers are; 2 where layers of two kinds take turns.
+        first: Number of the tensor of our layer 0.
+        step: Distance between the numbers of consecutive layers; 2 if layers of two kinds alternate.
     """
 
     path: str
     tensor: str
-    how: TensorLayout = AS_IS
+    layout: TensorLayout = AS_IS
     first: int = 0
     step: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Ignored:
-    """Tensors that a checkpoint may have and no parameter is made of; they are named, not dropped in silence.
+    """Tensors that a checkpoint may have, that no parameter uses, and why nothing is lost.
 
     Attributes:
-        tensor: Their name, as in `TensorMapping`.
-        why: Why nothing is lost.
-        same_as: The tensor that it must equal, bit for bit, where the checkpoint has both; empty for none.
+        same_as: A tensor that it must equal bit for bit if the checkpoint has both; may be empty.
     """
 
     tensor: str
@@ -84,31 +79,29 @@ class Ignored:
     same_as: str = ""
 
     def covers(self, tensor: str) -> bool:
-        """Whether this line is about the tensor."""
+        """Return whether the tensor has this name."""
         pattern = re.sub(r"\\{(layer|expert)\\}", r"\\d+", re.escape(self.tensor))
         return re.fullmatch(pattern, tensor) is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Everything about a model family that Hugging Face checkpoints need.
+    """Conversion between a model family and its Hugging Face checkpoints.
 
     Attributes:
-        name: Such as `llama`.
-        architectures: What config.json calls it; the first one is written.
-        read_config: The values of config.json → the model's shape. It raises one ConfigError that names every feature
-            that the model does not have (see `spmd.hf.fields.Fields`).
-        write_config: The inverse: what config.json must say of a shape, without `architectures`.
-        fits: Whether a shape is of this family.
-        rules: The partition rule table for a shape.
-        names: The table of a shape.
-        ignored: What else a checkpoint of a shape may hold.
-        prefix: What tensors' names begin with, and in some checkpoints do not.
-        kept: Fields of this family's config.json that change nothing in a trained model, beside those that are
-            harmless in every family; export writes them back as they were.
+        architectures: Names in config.json; export writes the first.
+        read_config: Parses config.json into a model config. It raises one ConfigError that lists every unsupported
+            feature (see `spmd.hf.fields.Fields`).
+        write_config: Inverse of `read_config`, without `architectures`.
+        fits: Returns whether a model config belongs to this family.
+        rules: Returns the partition rules for a model config.
+        names: Returns the tensor mappings for a model config.
+        ignored: Returns what else a checkpoint may contain.
+        prefix: Prefix of tensor names that some checkpoints omit.
+        harmless: Fields of config.json, besides `spmd.hf.fields.HARMLESS`, that do not change a trained model; export
+            copies them from the original config.json.
     """
 
-    name: str
     architectures: tuple[str, ...]
     read_config: Callable[[Mapping[str, Any]], Any]
     write_config: Callable[[Any], dict[str, Any]]
@@ -117,60 +110,52 @@ class Family:
     names: Callable[[Any], tuple[TensorMapping, ...]]
     ignored: Callable[[Any], tuple[Ignored, ...]] = lambda config: ()
     prefix: str = ""
-    kept: tuple[str, ...] = ()
+    harmless: tuple[str, ...] = ()
 
-    def lines(self, config: Any, tensors: Iterable[str]) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
-        """The table of a shape, and what else there may be, by the names that a checkpoint uses.
-
-        Args:
-            config: The shape.
-            tensors: The names of the checkpoint's tensors.
-        """
+    def tables(self, config: Any, tensors: Iterable[str]) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
+        """Return the mappings and ignored tensors of a model config, without the prefix if no tensor has it."""
         names, ignored = self.names(config), self.ignored(config)
         if any(tensor.startswith(self.prefix) for tensor in tensors):
             return names, ignored
-        short = (dataclasses.replace(line, tensor=line.tensor.removeprefix(self.prefix)) for line in names)
-        others = (
-            dataclasses.replace(line, **{name: getattr(line, name).removeprefix(self.prefix) for name in _TENSORS})
-            for line in ignored
-        )
-        return tuple(short), tuple(others)
+        bare = [dataclasses.replace(name, tensor=name.tensor.removeprefix(self.prefix)) for name in names]
+        bare_ignored = [
+            Ignored(entry.tensor.removeprefix(self.prefix), entry.why, entry.same_as.removeprefix(self.prefix))
+            for entry in ignored
+        ]
+        return tuple(bare), tuple(bare_ignored)
 
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Every family that is installed, by the name of its entry point.
+    """Return all installed families by the name of their entry point.
 
     Raises:
-        ConfigError: An entry point leads to no family.
+        ConfigError: An entry point is not a family, or a name is used twice.
     """
     found, problems = {}, []
     for entry in sorted(importlib.metadata.entry_points(group=GROUP)):
+        where = f"entry point {entry.name}"
         try:
             family = entry.load()
         except (ImportError, AttributeError) as error:
-            problems.append(Problem(f"entry point {entry.name}", f"cannot be loaded: {error}"))
+            problems.append(Problem(where, f"cannot be loaded: {error}"))
             continue
         if entry.name in found:
-            fix = "uninstall one of them, or give it another name"
-            problems.append(Problem(f"entry point {entry.name}", "is there twice", entry.value, fix))
+            problems.append(Problem(where, "is defined twice", entry.value, "uninstall one of them, or rename it"))
         elif isinstance(family, Family):
             found[entry.name] = family
         else:
-            problems.append(Problem(f"entry point {entry.name}", f"{entry.value} is no spmd.hf.family.Family"))
+            problems.append(Problem(where, f"{entry.value} is not a spmd.hf.family.Family"))
     if problems:
         raise ConfigError("A model family cannot be used:", problems)
     return found
 
 
 def family_of(architectures: Iterable[str]) -> Family:
-    """The family of a config.json.
-
-    Args:
-        architectures: What it says under that name.
+    """Return the family of the `architectures` in a config.json.
 
     Raises:
-        ConfigError: There is no such family.
+        ConfigError: No installed family has one of them.
     """
     wanted = list(architectures)
     for family in families().values():
@@ -178,28 +163,27 @@ def family_of(architectures: Iterable[str]) -> Family:
             return family
     known = [name for family in families().values() for name in family.architectures]
     if not known:
-        fix = "install spmd, or build its metadata: families are found by entry points"
-        raise ConfigError("This model is not known:", [Problem(GROUP, "no family is installed", fix=fix)])
-    problems = [
-        Problem(f"architecture {name}", "is of no known family", fix=did_you_mean(name, known)) for name in wanted
-    ] or [Problem("config.json", "names no architecture", fix=f"one of: {', '.join(known)}")]
-    raise ConfigError("This model is not known:", problems)
+        fix = "install spmd or build its metadata: families are found by entry points"
+        problems = [Problem(GROUP, "no family is installed", fix=fix)]
+    elif wanted:
+        problems = [
+            Problem(f"architecture {name}", "is not supported", fix=did_you_mean(name, known)) for name in wanted
+        ]
+    else:
+        problems = [Problem("config.json", "names no architecture", fix=f"one of: {', '.join(known)}")]
+    raise ConfigError("This model is not supported:", problems)
 
 
 def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
-    """The family that a shape is written as.
-
-    Args:
-        config: The model's shape.
-        architectures: Those that are preferred: what it was read as.
+    """Return the family that a model config is exported as; one with the given architectures is preferred.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No family fits.
     """
     preferred = set(architectures)
     fitting = [family for family in families().values() if family.fits(config)]
     if not fitting:
-        what = f"a {type(config).__name__} of this shape has no place among Hugging Face's architectures"
+        what = f"a {type(config).__name__} with these values matches no Hugging Face architecture"
         known = f"families: {', '.join(families()) or 'none is installed'}"
         raise ConfigError("This model cannot be exported:", [Problem("model", what, known)])
     return next((family for family in fitting if preferred & set(family.architectures)), fitting[0])
@@ -207,83 +191,74 @@ def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """The tensors that one parameter is made of.
-
-    Attributes:
-        path: The parameter.
-        shape: Its shape.
-        name: Its line in the table.
-        numbers: The numbers in its path: of its layer, where layers are not stacked.
-    """
+    """The tensors of one parameter; `indices` are the numbers in its path: the layer, if layers are not stacked."""
 
     path: str
     shape: tuple[int, ...]
-    name: TensorMapping
-    numbers: tuple[int, ...] = ()
+    mapping: TensorMapping
+    indices: tuple[int, ...] = ()
 
     @property
-    def stack(self) -> tuple[int, ...]:
-        """The leading dimensions that count tensors."""
-        counted = sum(f"{{{field}}}" in self.name.tensor for field in _COUNTED)
-        return self.shape[: counted - len(self.numbers)]
+    def _placeholders(self) -> list[str]:
+        return [field for field in _PLACEHOLDERS if f"{{{field}}}" in self.mapping.tensor]
 
     @property
-    def one(self) -> tuple[int, ...]:
-        """The shape of what one tensor gives."""
-        return self.shape[len(self.stack) :]
+    def stack_shape(self) -> tuple[int, ...]:
+        """Leading dimensions, with one tensor per element."""
+        return self.shape[: len(self._placeholders) - len(self.indices)]
 
     @property
-    def stored(self) -> tuple[int, ...]:
-        """The shape of one tensor, with the parts of other parameters."""
-        how = self.name.how
-        whole = (*self.one[:-1], self.one[-1] * how.parts) if self.one else ()
-        return whole[::-1] if how.transposed else whole
+    def layer_shape(self) -> tuple[int, ...]:
+        """Shape of the slice of the parameter that one tensor holds."""
+        return self.shape[len(self.stack_shape) :]
 
-    def tensor(self, index: tuple[int, ...]) -> str:
-        """The name of the tensor at a place of the stack."""
-        fields = (field for field in _COUNTED if f"{{{field}}}" in self.name.tensor)
-        numbers = dict(zip(fields, (*self.numbers, *index), strict=True))
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of one tensor, including parts that belong to other parameters."""
+        shape, layout = self.layer_shape, self.mapping.layout
+        full = (*shape[:-1], shape[-1] * layout.parts) if shape else ()
+        return full[::-1] if layout.transposed else full
+
+    def tensor_name(self, index: tuple[int, ...]) -> str:
+        """Return the name of the tensor at an index of the stack."""
+        numbers = dict(zip(self._placeholders, (*self.indices, *index), strict=True))
         if "layer" in numbers:
-            numbers["layer"] = self.name.first + self.name.step * numbers["layer"]
-        return self.name.tensor.format(**numbers)
+            numbers["layer"] = self.mapping.first + self.mapping.step * numbers["layer"]
+        return self.mapping.tensor.format(**numbers)
 
     def region(self, ours: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Where a slice of what one tensor gives is in that tensor."""
-        how, offset = self.name.how, self.name.how.number * self.one[-1] if self.one else 0
-        moved = (*ours[:-1], slice(ours[-1].start + offset, ours[-1].stop + offset)) if ours else ()
-        return moved[::-1] if how.transposed else moved
+        """Convert a slice of `layer_shape` to a slice of the tensor."""
+        if not ours:
+            return ()
+        layout, last = self.mapping.layout, ours[-1]
+        offset = layout.index * self.layer_shape[-1]
+        moved = (*ours[:-1], slice(last.start + offset, last.stop + offset))
+        return moved[::-1] if layout.transposed else moved
 
     def tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Every place of the stack, and the tensor there."""
-        places: list[tuple[int, ...]] = [()]
-        for size in self.stack:
-            places = [(*place, i) for place in places for i in range(size)]
-        for place in places:
-            yield place, self.tensor(place)
+        """Yield every index of the stack and the name of its tensor."""
+        for index in itertools.product(*map(range, self.stack_shape)):
+            yield index, self.tensor_name(index)
 
 
 def tensor_sources(names: Iterable[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
-    """Which tensors each parameter is made of.
-
-    Args:
-        names: The family's table.
-        shapes: Path → shape of every parameter.
+    """Return the tensors of each parameter by path, given the family's mappings and the parameters' shapes.
 
     Raises:
-        ConfigError: A parameter without a line, a line without a parameter: the table does not fit the model.
+        ConfigError: A parameter without a mapping, or a mapping without a parameter.
     """
-    lines = {name.path: name for name in names}
+    mappings = {name.path: name for name in names}
     found, problems, used = {}, [], set()
     for path, shape in shapes.items():
         parts = path.split("/")
         bare = "/".join(p for p in parts if not p.isdigit())
-        if bare in lines:
+        if bare in mappings:
             used.add(bare)
-            found[path] = TensorSource(path, tuple(shape), lines[bare], tuple(int(p) for p in parts if p.isdigit()))
+            found[path] = TensorSource(path, tuple(shape), mappings[bare], tuple(int(p) for p in parts if p.isdigit()))
         else:
-            problems.append(Problem(path, "has no line in the name map", fix=did_you_mean(bare, lines)))
-    for path in lines.keys() - used:
-        problems.append(Problem(f"name {path!r}", "is no parameter of the model", fix=did_you_mean(path, shapes)))
+            problems.append(Problem(path, "is not in the name map", fix=did_you_mean(bare, mappings)))
+    for path in mappings.keys() - used:
+        problems.append(Problem(f"name {path!r}", "is not a parameter of the model", fix=did_you_mean(path, shapes)))
     if problems:
         raise ConfigError("The name map does not fit the model:", problems)
     return found

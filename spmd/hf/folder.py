@@ -1,8 +1,8 @@
-"""A folder as `save_pretrained` writes it: config.json, safetensors files, and an index where there are several.
+"""A folder in the layout of `save_pretrained`: config.json, safetensors files, and an index if there are several.
 
-Every file of it comes from elsewhere. They are parsed, never executed: only safetensors are read, and a folder that has
-its weights as pickles alone is refused. A link is followed where it leads to the folder itself or to the `blobs` of the
-hub's cache that the folder is a snapshot of (`…/snapshots/REVISION`), and nowhere else.
+The folder is not trusted. Files are parsed, never executed: only safetensors are read, and a folder whose weights are
+only pickles is refused. Links are followed only within the folder, or to `blobs` of the hub's cache if the folder is a
+snapshot of it (`…/snapshots/REVISION`).
 """
 
 import contextlib
@@ -27,24 +27,16 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_CONFIG_AT_MOST = 16 << 20
-_INDEX_AT_MOST = 64 << 20
+_CONFIG_MAX_BYTES = 16 << 20
+_INDEX_MAX_BYTES = 64 << 20
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
-_HINTS_AT_MOST = 10_000
-_COMPARED_AT_ONCE = 2 << 20
+_MAX_HINT_PAIRS = 10_000
+_COMPARE_BYTES = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class HFFolder:
-    """A folder whose headers have been read.
-
-    Attributes:
-        path: The folder.
-        values: What config.json says.
-        family: The model's family.
-        config: The model's shape.
-        files: Tensor → the file that it is in.
-    """
+    """An opened Hugging Face folder: content of config.json, model config, and the file of each tensor."""
 
     path: Path
     values: dict[str, Any]
@@ -53,130 +45,133 @@ class HFFolder:
     files: dict[str, SafetensorsFile]
 
     def tensor(self, name: str) -> Tensor:
-        """What the tensor of that name is."""
+        """Return the location of a tensor."""
         return self.files[name].tensors[name]
 
     @functools.cached_property
-    def copies(self) -> tuple[Problem, ...]:
-        """Tensors that must be another one once more and are not; they are read once, a piece at a time."""
-        _, ignored = self.family.lines(self.config, self.files)
-        pairs = [(line.tensor, line.same_as) for line in ignored if {line.tensor, line.same_as} <= self.files.keys()]
-        return tuple(problem for pair in pairs if (problem := self._difference(*pair)) is not None)
+    def tied_mismatches(self) -> tuple[Problem, ...]:
+        """Tensors that must equal another one and do not; compared once, chunk by chunk."""
+        _, ignored = self.family.tables(self.config, self.files)
+        pairs = [(entry.tensor, entry.same_as) for entry in ignored]
+        mismatches = (self._mismatch(*pair) for pair in pairs if self.files.keys() >= {*pair})
+        return tuple(problem for problem in mismatches if problem is not None)
 
-    def _difference(self, name: str, other: str) -> Problem | None:
-        ours, theirs = self.tensor(name), self.tensor(other)
-        what = f"differs from {other}, and this model's head is the embedding"
-        fix = "tie_word_embeddings=false in config.json if the head is its own; take the tensor out if it is not used"
-        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            arithmetic = f"it is {ours.dtype}{list(ours.shape)}, {other} is {theirs.dtype}{list(theirs.shape)}"
-            return Problem(name, what, arithmetic, fix)
-        both = (self.files[n].pieces(n, np.empty(_COMPARED_AT_ONCE, np.uint8)) for n in (name, other))
-        if all(np.array_equal(a, b) for a, b in zip(*both, strict=True)):
+    def _mismatch(self, name: str, other: str) -> Problem | None:
+        a, b = self.tensor(name), self.tensor(other)
+        what = f"differs from {other}, and this model ties its head to the embedding"
+        fix = "set tie_word_embeddings=false in config.json if the head is separate; remove the tensor if it is unused"
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            detail = f"it is {a.dtype}{list(a.shape)}, {other} is {b.dtype}{list(b.shape)}"
+            return Problem(name, what, detail, fix)
+        chunks = (self.files[n].chunks(n, np.empty(_COMPARE_BYTES, np.uint8)) for n in (name, other))
+        if all(np.array_equal(*pair) for pair in zip(*chunks, strict=True)):
             return None
         return Problem(name, what, fix=fix)
 
 
 @contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[HFFolder]:
-    """Opens a folder; its files are closed at the end.
-
-    Args:
-        path: The folder.
+    """Open a folder; its files are closed on exit.
 
     Raises:
-        CheckpointError: Everything that is wrong with it: config.json, the index, the header of every file.
+        CheckpointError: All problems of config.json, the index and the header of each file.
     """
     problems: list[Problem] = []
     if not path.is_dir():
-        fix = "give a folder that is on this machine; nothing is downloaded"
-        raise CheckpointError("Nothing was read:", [Problem(str(path), "is no folder", fix=fix)])
+        problem = Problem(str(path), "is not a folder", fix="give a local folder; nothing is downloaded")
+        raise CheckpointError("Nothing was read:", [problem])
     values: dict[str, Any] = {}
     family, config = None, None
     with collect_errors(problems):
-        values = _read_json(path, CONFIG, _CONFIG_AT_MOST)
-        named = values.get("architectures")
-        family = family_of(map(str, named) if isinstance(named, list) else ())
+        values = _read_json(path, CONFIG, _CONFIG_MAX_BYTES)
+        family = family_of(architectures_of(values))
         config = family.read_config(values)
     with contextlib.ExitStack() as stack:
         files: dict[str, SafetensorsFile] = {}
         with collect_errors(problems):
-            files = _open_all(path, stack, problems)
+            files = _open_files(path, stack, problems)
             if family is not None and not problems:
                 problems += _size_problems(family, config, len(files))
         if problems or family is None:
-            raise CheckpointError(f"{path} cannot be read:", first_of(problems))
+            raise _error(path, *first_of(problems))
         yield HFFolder(path, values, family, config, files)
 
 
+def architectures_of(values: Mapping[str, Any]) -> list[str]:
+    """Return the `architectures` of a config.json; empty if it has no such list."""
+    found = values.get("architectures")
+    return list(map(str, found)) if isinstance(found, list) else []
+
+
+def _error(folder: Path, *problems: Problem) -> CheckpointError:
+    return CheckpointError(f"{folder} cannot be read:", problems)
+
+
 def _size_problems(family: Family, config: Any, tensors: int) -> list[Problem]:
-    """Whether config.json counts more layers and experts than there are tensors; no table of that size is built."""
-    names = [line.tensor for line in family.names(config)]
+    """Compare layers × experts with the number of tensors, before any table of that size is built."""
+    names = [mapping.tensor for mapping in family.names(config)]
     counts = {"layer": getattr(config, "layers", 1), "expert": getattr(getattr(config, "router", None), "experts", 1)}
-    said = {field: count for field, count in counts.items() if any(f"{{{field}}}" in name for name in names)}
-    if (wanted := math.prod(said.values())) <= tensors:
+    used = {field: count for field, count in counts.items() if any(f"{{{field}}}" in name for name in names)}
+    if (wanted := math.prod(used.values())) <= tensors:
         return []
-    arithmetic = f"{' × '.join(f'{count} {field}s' for field, count in said.items())} = {wanted} > {tensors} tensors"
-    return [Problem(CONFIG, "counts more layers and experts than the files have tensors", arithmetic)]
+    detail = f"{' × '.join(f'{count} {field}s' for field, count in used.items())} = {wanted} > {tensors} tensors"
+    return [Problem(CONFIG, "has more layers and experts than the files have tensors", detail)]
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file of that name, with links followed as far as they may lead.
+    """Resolve a file name in a folder, following permitted links.
 
     Raises:
-        CheckpointError: The name is a path, or the file leads elsewhere.
-        OSError: There is no such file.
+        CheckpointError: The name is a path, or the file is a link that leaves the folder.
+        OSError: The file does not exist.
     """
     if Path(name).name != name:
-        what = "is a path, and the name of a file in the folder is wanted"
-        raise CheckpointError(f"{folder} cannot be read:", [Problem(name, what)])
+        raise _error(folder, Problem(name, "is a path, not the name of a file in the folder"))
     try:
         home, real = folder.resolve(), (folder / name).resolve(strict=True)
-    except ValueError as error:  # a zero byte, or half of a character
-        problem = Problem(name, "is no name that a file can have")
-        raise CheckpointError(f"{folder} cannot be read:", [problem]) from error
-    except RuntimeError as error:  # Python 3.11, where links go round in a circle
+    except ValueError as error:  # a null byte, or half of a surrogate pair
+        raise _error(folder, Problem(name, "is not a valid file name")) from error
+    except RuntimeError as error:  # Python 3.11 raises it for circular links
         raise OSError(str(error)) from error
     cache = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
     if real.parent not in (home, *cache):
-        fix = "put a copy in its place"
-        raise CheckpointError(
-            f"{folder} cannot be read:", [Problem(name, f"leads out of the folder, to {real}", fix=fix)]
-        )
+        fix = "replace the link with a copy of the file"
+        raise _error(folder, Problem(name, f"is a link that leaves the folder, to {real}", fix=fix))
     return real
 
 
-def _read_json(folder: Path, name: str, at_most: int) -> dict[str, Any]:
+def _read_json(folder: Path, name: str, max_bytes: int) -> dict[str, Any]:
     try:
-        return read_object(inside(folder, name), at_most)
+        return read_object(inside(folder, name), max_bytes)
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} cannot be read:", [Problem(name, "is missing")]) from error
+        raise _error(folder, Problem(name, "is missing")) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be read:", [Problem(name, f"cannot be read: {error}")]) from error
+        raise _error(folder, Problem(name, f"cannot be read: {error}")) from error
 
 
-def _open_all(folder: Path, stack: contextlib.ExitStack, problems: list[Problem]) -> dict[str, SafetensorsFile]:
-    """Tensor → the open file that it is in.
+def _open_files(folder: Path, stack: contextlib.ExitStack, problems: list[Problem]) -> dict[str, SafetensorsFile]:
+    """Return tensor → the opened file that contains it.
 
     Raises:
-        CheckpointError: There are no weights, or an index that says nothing.
+        CheckpointError: There are no weights, or the index is invalid.
     """
     if (folder / SINGLE).exists():
         index, names = None, [SINGLE]
     elif (folder / INDEX).exists():
-        index = _read_json(folder, INDEX, _INDEX_AT_MOST).get("weight_map")
+        index = _read_json(folder, INDEX, _INDEX_MAX_BYTES).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-            what = "has no weight_map from tensors to files"
-            raise CheckpointError(f"{folder} cannot be read:", [Problem(INDEX, what)])
+            raise _error(folder, Problem(INDEX, "has no weight_map from tensors to files"))
         names = sorted(set(index.values()))
     else:
-        raise CheckpointError(f"{folder} cannot be read:", _without_weights(folder))
+        raise _error(folder, *_no_weights(folder))
     found: dict[str, SafetensorsFile] = {}
     opened = set()
     for name in names:
         if not name.endswith(".safetensors"):
-            problems.append(Problem(f"{INDEX}: {name}", "is no safetensors file", fix="only safetensors are read"))
+            what = "is not a safetensors file"
+            problems.append(Problem(f"{INDEX}: {name}", what, fix="only safetensors are supported"))
             continue
         with collect_errors(problems):
             try:
@@ -187,60 +182,56 @@ def _open_all(folder: Path, stack: contextlib.ExitStack, problems: list[Problem]
             opened.add(name)
             for tensor in file.tensors:
                 if index is not None and index.get(tensor) != name:
-                    says = f"in {index[tensor]}" if tensor in index else "nowhere"
-                    problems.append(Problem(tensor, f"is in {name}, and {INDEX} has it {says}"))
+                    place = f"to {index[tensor]}" if tensor in index else "to no file"
+                    problems.append(Problem(tensor, f"is in {name}, and {INDEX} maps it {place}"))
                 found.setdefault(tensor, file)
     for tensor, name in (index or {}).items():
         if name in opened and tensor not in found:
-            problems.append(Problem(tensor, f"is not in {name}, where {INDEX} has it"))
+            problems.append(Problem(tensor, f"is not in {name}, and {INDEX} maps it there"))
     return found
 
 
-def _without_weights(folder: Path) -> list[Problem]:
-    """What a folder holds instead of weights."""
+def _no_weights(folder: Path) -> list[Problem]:
+    """Return problems that name the files found instead of weights."""
+    what = "is a pickle, and loading it would run code in it; only safetensors are supported"
+    fix = "convert it to safetensors if you trust it: model.save_pretrained(folder)"
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
     others = sorted(file.name for file in folder.glob("*.safetensors"))
-    fix = "save it as safetensors where you trust it: model.save_pretrained(folder)"
-    problems = [
-        Problem(name, "is a pickle, and reading it would run the code in it; only safetensors are read", fix=fix)
-        for name in pickles
-    ]
-    problems += [Problem(name, f"is neither {SINGLE} nor in an index {INDEX}") for name in others]
+    problems = [Problem(name, what, fix=fix) for name in pickles]
+    problems += [Problem(name, f"is neither {SINGLE} nor listed in {INDEX}") for name in others]
     return problems or [Problem(SINGLE, f"is missing, and so is {INDEX}")]
 
 
 def tensor_problems(
     sources: Iterable[TensorSource], floats: Mapping[str, bool], ignored: Iterable[Ignored], found: Mapping[str, Tensor]
 ) -> list[Problem]:
-    """Everything that keeps the tensors of a folder from being the parameters of a model.
+    """Return all mismatches between the tensors found in a folder and those that parameters need.
 
     Args:
-        sources: What each parameter is made of.
-        floats: Path → whether the parameter is of floating point.
-        ignored: What else there may be.
-        found: The tensors that are there.
+        sources: The tensors of each parameter.
+        floats: Path → whether the parameter is floating point.
+        ignored: Other tensors that are permitted.
+        found: The tensors of the folder.
     """
     wanted = {name: source for source in sources for _, name in source.tensors()}
     missing = [name for name in wanted if name not in found]
     rest = [name for name in found if name not in wanted]
-    extra = [name for name in rest if not any(line.covers(name) for line in ignored)]
-    hints = len(missing) * len(extra) <= _HINTS_AT_MOST
+    extra = [name for name in rest if not any(entry.covers(name) for entry in ignored)]
+    hints = len(missing) * len(extra) <= _MAX_HINT_PAIRS
 
-    def near(name: str, others: list[str]) -> str:
+    def hint(name: str, others: list[str]) -> str:
         close = difflib.get_close_matches(name, others, n=1) if hints else []
         return f'there is "{close[0]}": was it renamed?' if close else ""
 
-    problems = [
-        Problem(name, f"is missing: {wanted[name].path} is made of it", fix=near(name, extra)) for name in missing
-    ]
-    problems += [Problem(name, "is extra: no parameter is made of it", fix=near(name, missing)) for name in extra]
+    problems = [Problem(name, f"is missing; {wanted[name].path} needs it", fix=hint(name, extra)) for name in missing]
+    problems += [Problem(name, "is extra: no parameter uses it", fix=hint(name, missing)) for name in extra]
     for name, source in wanted.items():
         if name not in found:
             continue
         tensor, where = found[name], f"for {source.path} {list(source.shape)}"
-        if tensor.shape != source.stored:
-            arithmetic = f"it is {list(tensor.shape)}, and {list(source.stored)} is wanted {where}"
-            problems.append(Problem(name, "has another shape", arithmetic))
+        if tensor.shape != source.tensor_shape:
+            detail = f"it is {list(tensor.shape)}, expected {list(source.tensor_shape)} {where}"
+            problems.append(Problem(name, "has the wrong shape", detail))
         if jnp.issubdtype(tensor.dtype, jnp.floating) != floats[source.path]:
-            problems.append(Problem(name, "has another kind of dtype", f"it is {tensor.dtype}, {where}"))
+            problems.append(Problem(name, "has the wrong kind of dtype", f"it is {tensor.dtype}, {where}"))
     return first_of(problems)

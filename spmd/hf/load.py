@@ -1,7 +1,7 @@
-"""Parameters from a Hugging Face folder, straight into the shards of a plan.
+"""Load parameters of a Hugging Face folder directly into the shards of a plan.
 
-Files are read a few rows at a time. Each device gets its part of these rows, turned and cast, where it belongs in the
-shard. So beside the shards themselves there are never more than a few dozen MiB, however large a tensor or a stack is.
+Files are read a few rows at a time. Each device gets its part of these rows, transposed and cast, at its place in the
+shard. Beside the shards, a load takes a few dozen MiB, however large a tensor or a stack is.
 """
 
 import dataclasses
@@ -27,160 +27,153 @@ from spmd.hf.fields import collect_errors
 from spmd.hf.folder import HFFolder, open_folder, tensor_problems
 from spmd.hf.safetensors import SafetensorsFile
 
-AT_ONCE = 4 << 20
-"""Bytes that are read before they go to the devices: few enough to stay in a processor's cache."""
+BUFFER_BYTES = 4 << 20
+"""Bytes that are read before they are copied to the devices; small enough for a processor's cache."""
 
 _THREADS = 4
 _ALIGNMENT = 64
 _DEVICE = "device"
-_ON_DEVICES = frozenset({np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16)})
+_DEVICE_DTYPES = frozenset({np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16)})
 
 
 def load_params(folder: Path, abstract: Any) -> Any:
-    """The parameters of a Hugging Face folder, each device its own shards.
+    """Load the parameters of a Hugging Face folder, each device its own shards.
 
     Args:
         folder: Holds config.json and safetensors files.
-        abstract: The parameters as `jax.ShapeDtypeStruct`s with shardings, such as `plan.abstract_params`; they are
+        abstract: The parameters as `jax.ShapeDtypeStruct`s with shardings, such as `plan.abstract_params`; tensors are
             cast to these dtypes.
 
     Raises:
-        CheckpointError: Everything that keeps the folder from being these parameters; nothing has been allocated.
+        CheckpointError: All mismatches between the folder and these parameters; raised before anything is allocated.
     """
     with open_folder(Path(folder)) as found:
         return load_published(found, abstract)
 
 
 def load_published(found: HFFolder, abstract: Any) -> Any:
-    """`load_params`, from a folder that is open.
-
-    Args:
-        found: The folder.
-        abstract: The parameters as `jax.ShapeDtypeStruct`s with shardings.
-    """
-    table = check_published(found, abstract)
-    memory = _memory((AT_ONCE,), np.uint8)
+    """Load parameters as `load_params` does, from an opened folder."""
+    sources = check_published(found, abstract)
+    buffer = _allocate((BUFFER_BYTES,), np.uint8)
     with ThreadPoolExecutor(_THREADS) as pool:
         return tree.map_with_path(
-            lambda path, leaf: _Loader(table[path], leaf, found.files, memory, pool).load(), abstract
+            lambda path, leaf: _Loader(sources[path], leaf, found.files, buffer, pool).load(), abstract
         )
 
 
 def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
-    """Which tensors each parameter is made of.
+    """Return the tensors of each parameter, by path.
 
     Raises:
-        CheckpointError: Tensors that are missing, extra, or of another shape or kind, all of them.
+        CheckpointError: All tensors that are missing, extra, or have the wrong shape or kind of dtype.
     """
     leaves = tree.flatten(abstract)
-    table: dict[str, TensorSource] = {}
+    sources: dict[str, TensorSource] = {}
     problems: list[Problem] = []
-    names, ignored = found.family.lines(found.config, found.files)
+    names, ignored = found.family.tables(found.config, found.files)
     with collect_errors(problems):
-        table = tensor_sources(names, {path: leaf.shape for path, leaf in leaves.items()})
+        sources = tensor_sources(names, {path: leaf.shape for path, leaf in leaves.items()})
     if not problems:
         floats = {path: jnp.issubdtype(leaf.dtype, jnp.floating) for path, leaf in leaves.items()}
         tensors = {name: found.tensor(name) for name in found.files}
-        problems = [*tensor_problems(table.values(), floats, ignored, tensors), *found.copies]
+        problems = [*tensor_problems(sources.values(), floats, ignored, tensors), *found.tied_mismatches]
     if problems:
         raise CheckpointError(f"{found.path} does not fit the model:", problems)
-    return table
+    return sources
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
-    """What one device needs of one tensor: a region of it, whose rows are read whole."""
+class _Region:
+    """Region of one tensor that one device needs; full rows are read for it."""
 
     file: SafetensorsFile
     tensor: str
-    region: tuple[slice, ...]
+    slices: tuple[slice, ...]
 
     @property
-    def rows(self) -> tuple[str, int]:
-        """What is read for it: devices that need the same rows share them."""
-        return self.tensor, self.region[0].start
+    def key(self) -> tuple[str, int]:
+        """Key of the rows that are read; devices with the same key share them."""
+        return self.tensor, self.slices[0].start
 
     @property
-    def kind(self) -> np.dtype:
-        """The tensor's dtype."""
+    def dtype(self) -> np.dtype:
         return self.file.tensors[self.tensor].dtype
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of the tensor."""
         return self.file.tensors[self.tensor].row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """Fills the shards of one parameter, one tensor after the other."""
+    """Loader of one parameter: fills its shards tensor by tensor."""
 
     source: TensorSource
     leaf: Any
     files: Mapping[str, SafetensorsFile]
-    memory: np.ndarray
+    buffer: np.ndarray
     pool: ThreadPoolExecutor
 
     def load(self) -> jax.Array:
-        """The parameter."""
+        """Load the parameter."""
         leaf = self.leaf
         boxes = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        local, depth = leaf.sharding.shard_shape(leaf.shape), len(self.source.stack)
+        local, depth = leaf.sharding.shard_shape(leaf.shape), len(self.source.stack_shape)
         on_host = all(device.platform == "cpu" for device in boxes)
         shards = (_HostShards if on_host else _DeviceShards)(tuple(boxes), local, leaf.dtype, self.pool)
-        rows = len(local) - 1 if self.source.name.how.transposed else depth  # our dimension along which files are read
+        row_dim = len(local) - 1 if self.source.mapping.layout.transposed else depth  # the tensor's first dimension
         for place in itertools.product(*map(range, local[:depth])):
-            cuts = {device: self._cut(box, local, place) for device, box in boxes.items()}
-            for offset, count in _windows(local[rows], _rows_at_once(cuts.values())):
+            regions = {device: self._region(box, local, place) for device, box in boxes.items()}
+            for offset, count in _windows(local[row_dim], _rows_at_once(regions.values())):
                 index = [*place, *(0 for _ in local[depth:])]
-                index[rows] = offset
-                shards.write(self._read(cuts, offset, count), index)
+                index[row_dim] = offset
+                shards.write(self._read(regions, offset, count), index)
         sharding = NamedSharding(leaf.sharding.mesh, leaf.sharding.spec)
         loaded = jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards.arrays())
         return loaded if leaf.sharding.memory_kind == sharding.memory_kind else jax.device_put(loaded, leaf.sharding)
 
-    def _cut(self, box: tuple[slice, ...], local: tuple[int, ...], place: tuple[int, ...]) -> _Cut:
-        """What a device with that part of the parameter needs at a place of its own stack."""
+    def _region(self, box: tuple[slice, ...], local: tuple[int, ...], place: tuple[int, ...]) -> _Region:
+        """Return what a device with shard `box` needs at `place`, an index into its part of the stack."""
         depth, start = len(place), [side.start or 0 for side in box]
-        name = self.source.tensor(tuple(first + i for first, i in zip(start, place, strict=False)))
+        name = self.source.tensor_name(tuple(first + i for first, i in zip(start, place, strict=False)))
         ours = tuple(slice(first, first + size) for first, size in zip(start[depth:], local[depth:], strict=True))
-        return _Cut(self.files[name], name, self.source.region(ours))
+        return _Region(self.files[name], name, self.source.region(ours))
 
-    def _read(self, cuts: Mapping[Any, _Cut], offset: int, count: int) -> Iterator[np.ndarray]:
-        """Some rows of what each device needs, turned as the parameter is; views of what is read."""
-        how, depth = self.source.name.how, len(self.source.stack)
-        kinds = {cut.kind for cut in cuts.values()}
-        memory, used = self.memory, 0
-        there: dict[tuple[str, int], np.ndarray] = {}
-        for cut in cuts.values():
-            if cut.rows not in there:
-                start, size = cut.region[0].start + offset, count * cut.row_bytes
-                if size > len(memory) - used:
-                    memory, used = _memory((size,), np.uint8), 0  # a row that is larger than what is read at once
-                there[cut.rows] = cut.file.rows(cut.tensor, start, start + count, memory[used:])
+    def _read(self, regions: Mapping[Any, _Region], offset: int, count: int) -> Iterator[np.ndarray]:
+        """Yield some rows of each device's region in the parameter's layout; views of the buffer where possible."""
+        layout, depth = self.source.mapping.layout, len(self.source.stack_shape)
+        dtypes = {region.dtype for region in regions.values()}
+        buffer, used = self.buffer, 0
+        rows: dict[tuple[str, int], np.ndarray] = {}
+        for region in regions.values():
+            if region.key not in rows:
+                start, size = region.slices[0].start + offset, count * region.row_bytes
+                if size > len(buffer) - used:
+                    buffer, used = _allocate((size,), np.uint8), 0  # one row exceeds the buffer
+                rows[region.key] = region.file.rows(region.tensor, start, start + count, buffer[used:])
                 used += -(-size // _ALIGNMENT) * _ALIGNMENT
-            piece = there[cut.rows][:, *cut.region[1:]]
-            piece = piece.T if how.transposed else piece
-            piece = piece if len(kinds) == 1 and kinds <= _ON_DEVICES else piece.astype(self.leaf.dtype)
+            piece = rows[region.key][:, *region.slices[1:]]
+            piece = piece.T if layout.transposed else piece
+            piece = piece if len(dtypes) == 1 and dtypes <= _DEVICE_DTYPES else piece.astype(self.leaf.dtype)
             yield piece[(None,) * depth]
 
 
-def _memory(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Pages of this process' own, so aligned that a CPU device may take them as they are."""
+def _allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Allocate page-aligned memory, which a CPU device can use without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, np.uint8, size).view(dtype).reshape(shape)
 
 
-def _rows_at_once(cuts: Collection[_Cut]) -> int:
-    """How many rows each device gets at once, so that neither what is read nor what devices get is too much."""
-    read = sum({cut.rows: cut.row_bytes for cut in cuts}.values())
-    kept = sum(math.prod(side.stop - side.start for side in cut.region[1:]) * cut.kind.itemsize for cut in cuts)
-    return max(1, AT_ONCE // max(read, kept))
+def _rows_at_once(regions: Collection[_Region]) -> int:
+    """Return the rows per read for which neither the rows read nor the parts that devices get exceed the buffer."""
+    read = sum({region.key: region.row_bytes for region in regions}.values())
+    used = sum(math.prod(s.stop - s.start for s in region.slices[1:]) * region.dtype.itemsize for region in regions)
+    return max(1, BUFFER_BYTES // max(read, used))
 
 
 def _windows(rows: int, at_once: int) -> Iterator[tuple[int, int]]:
-    """First row and number of rows: windows of one size, so that one program serves all; the last may reach back."""
+    """Yield (first row, rows) of windows of one size, so that one program serves all; the last may overlap."""
     parts = -(-rows // at_once)
     size = -(-rows // parts)
     for part in range(parts):
@@ -188,46 +181,32 @@ def _windows(rows: int, at_once: int) -> Iterator[tuple[int, int]]:
 
 
 class _HostShards:
-    """The shards of CPU devices: memory of this process, which becomes theirs as it is.
-
-    Args:
-        devices: Whose shards.
-        shape: Of each.
-        dtype: Of each.
-        pool: Threads for what takes the host a while.
-    """
+    """Shards of CPU devices: memory of this process, passed to the devices without a copy."""
 
     def __init__(
         self, devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: Any, pool: ThreadPoolExecutor
     ) -> None:
-        self._shards, self._pool = {device: _memory(shape, dtype) for device in devices}, pool
+        self._shards, self._pool = {device: _allocate(shape, dtype) for device in devices}, pool
 
     def write(self, pieces: Iterable[np.ndarray], index: Sequence[int]) -> None:
-        """Writes each device's piece into its shard, all at one place."""
+        """Write one piece per device into its shard, all at the same index."""
 
         def write(device: jax.Device, piece: np.ndarray) -> None:
             if not piece.flags.c_contiguous:
-                piece = np.asarray(jax.device_put(piece, device))  # turns a matrix several times faster than NumPy
+                piece = np.asarray(jax.device_put(piece, device))  # transposes several times faster than NumPy
             region = tuple(slice(first, first + size) for first, size in zip(index, piece.shape, strict=True))
             np.copyto(self._shards[device][region], piece, casting="unsafe")
 
         for _ in self._pool.map(write, self._shards, pieces):
-            pass  # errors are raised, and what was read may be read over
+            pass  # raises errors, and the buffer may be reused afterwards
 
     def arrays(self) -> list[jax.Array]:
-        """The shards."""
+        """Return the shards."""
         return [jax.device_put(shard, device) for device, shard in self._shards.items()]
 
 
 class _DeviceShards:
-    """The shards of accelerators: pieces travel there and are written in place, so the host never has a shard.
-
-    Args:
-        devices: Whose shards.
-        shape: Of each.
-        dtype: Of each.
-        pool: Threads for what takes the host a while.
-    """
+    """Shards of accelerators: pieces are copied to the devices and written in place; the host never holds a shard."""
 
     def __init__(
         self, devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: Any, pool: ThreadPoolExecutor
@@ -236,15 +215,15 @@ class _DeviceShards:
         self._target = _zeros((len(devices) * shape[0], *shape[1:]), dtype, self._mesh)
 
     def write(self, pieces: Iterable[np.ndarray], index: Sequence[int]) -> None:
-        """Writes each device's piece into its shard, all at one place."""
-        there = [jax.device_put(piece, device) for piece, device in zip(pieces, self._devices, strict=True)]
-        shape = (len(there) * there[0].shape[0], *there[0].shape[1:])
-        joined = jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, P(_DEVICE)), there)
-        self._target = _place(self._target, joined, np.array(index, np.int32), self._mesh)
-        jax.block_until_ready(self._target)  # what was read is read over next
+        """Write one piece per device into its shard, all at the same index."""
+        sent = [jax.device_put(piece, device) for piece, device in zip(pieces, self._devices, strict=True)]
+        shape = (len(sent) * sent[0].shape[0], *sent[0].shape[1:])
+        joined = jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, P(_DEVICE)), sent)
+        self._target = _write_pieces(self._target, joined, np.array(index, np.int32), self._mesh)
+        jax.block_until_ready(self._target)  # the buffer is reused next
 
     def arrays(self) -> list[jax.Array]:
-        """The shards."""
+        """Return the shards."""
         shards = {shard.device: shard.data for shard in self._target.addressable_shards}
         return [shards[device] for device in self._devices]
 
@@ -255,9 +234,9 @@ def _zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _place(target: jax.Array, pieces: jax.Array, index: jax.Array, mesh: Mesh) -> jax.Array:
-    def place(shard: jax.Array, piece: jax.Array, index: jax.Array) -> jax.Array:
+def _write_pieces(target: jax.Array, pieces: jax.Array, index: jax.Array, mesh: Mesh) -> jax.Array:
+    def write(shard: jax.Array, piece: jax.Array, index: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(shard, piece.astype(shard.dtype), tuple(index))
 
     specs = P(_DEVICE), P(_DEVICE), P()
-    return jax.shard_map(place, mesh=mesh, in_specs=specs, out_specs=P(_DEVICE))(target, pieces, index)
+    return jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=P(_DEVICE))(target, pieces, index)

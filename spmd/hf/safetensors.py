@@ -1,13 +1,9 @@
-"""Files of the safetensors format, read a few rows at a time and written a tensor at a time.
+"""Safetensors files, read a few rows at a time and written a tensor at a time.
 
-```
-8 bytes      the length of the header, little-endian
-header       JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …, "__metadata__": {…}}
-the rest     the tensors, each in C order, one behind the other without a gap
-```
-
-A header is checked in full before anything behind it is read: every byte of the file belongs to one tensor, and each
-tensor has as many bytes as its shape and dtype say. Nothing in such a file is ever executed.
+The `safetensors` library parses and validates headers: sizes, dtypes, shapes, and that the tensors fill the file
+without gaps or overlaps. Tensor data is read and written here. Slices of the library either map the file (whole tensors
+count as resident memory, and a truncated file kills the process) or read the whole tensor each time; its writer needs
+all tensors at once.
 """
 
 import contextlib
@@ -17,17 +13,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 
 from spmd.checkpoint.manifest import open_regular
-from spmd.errors import CheckpointError, Problem, did_you_mean, first_of
-
-HEADER_AT_MOST = 100_000_000
-"""Bytes of a header; the format's own bound."""
+from spmd.errors import CheckpointError, Problem, first_of
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -41,24 +34,16 @@ DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-"""What the format calls each dtype that is read and written here."""
+"""Name in the format → NumPy dtype."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_METADATA = "__metadata__"
-_LENGTH = 8
-_TOO_LARGE = 2**63
-_DIMENSIONS = 32
+_ALIGNMENT = 8
+_MAX_DIMENSIONS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Where a tensor is in its file.
-
-    Attributes:
-        dtype: Its dtype.
-        shape: Its shape.
-        begin: The byte of the file at which it begins.
-    """
+    """Location of a tensor in its file; `begin` is the offset of its first byte."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -66,28 +51,27 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes one element of its first dimension has."""
+        """Size in bytes of one element of the first dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 class SafetensorsFile:
-    """A file that is open for reading.
+    """A safetensors file opened for reading.
 
     Args:
-        path: A regular file, and no link.
+        path: A regular file, not a symbolic link.
 
     Attributes:
-        path: The file.
-        tensors: What is in it, by name.
+        tensors: Name → location.
 
     Raises:
-        CheckpointError: Everything that is wrong with its header.
-        OSError: It cannot be read.
+        CheckpointError: The header is invalid, or a tensor has an unsupported dtype.
+        OSError: The file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,102 +79,124 @@ class SafetensorsFile:
         try:
             self._file = open_regular(path)
         except ValueError as error:
-            raise _refused(path, [Problem(path.name, str(error))]) from error
+            raise _read_error(path, [Problem(path.name, str(error))]) from error
         with contextlib.ExitStack() as stack:
-            stack.callback(self._file.close)
-            self.tensors = _read_header(self._file, path)
+            stack.callback(self.close)
+            self.tensors = _read_header(path, os.fstat(self._file.fileno()).st_size)
             stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the file; may be called again."""
+        """Close the file; may be called again."""
         self._file.close()
 
-    def rows(self, name: str, start: int, stop: int, memory: np.ndarray) -> np.ndarray:
-        """Some elements of a tensor's first dimension; nothing else of the file is read.
+    def rows(self, name: str, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
+        """Read elements `start` to `stop` of a tensor's first dimension, and nothing else of the file.
 
         Args:
             name: The tensor.
-            start: The first of them.
-            stop: Behind the last one.
-            memory: uint8 `[bytes]`, at least as many as they have; they are read into it.
+            start: The first row.
+            stop: One past the last row.
+            buffer: uint8 `[bytes]`, large enough for these rows, which are read into it.
 
         Returns:
-            `[stop - start, …]`, a view of `memory`.
+            `[stop - start, …]`, a view of `buffer`.
 
         Raises:
-            CheckpointError: The file has become shorter.
+            CheckpointError: The file was truncated after it was opened.
         """
         tensor = self.tensors[name]
         size = (stop - start) * tensor.row_bytes
-        self._read(memory[:size], tensor.begin + start * tensor.row_bytes)
-        return memory[:size].view(tensor.dtype).reshape(stop - start, *tensor.shape[1:])
+        self._read(buffer[:size], tensor.begin + start * tensor.row_bytes)
+        return buffer[:size].view(tensor.dtype).reshape(stop - start, *tensor.shape[1:])
 
-    def pieces(self, name: str, memory: np.ndarray) -> Iterator[np.ndarray]:
-        """The bytes of a tensor, one part after the other.
-
-        Args:
-            name: The tensor.
-            memory: uint8 `[bytes]`; each part is read into it, over the one before.
-        """
+    def chunks(self, name: str, buffer: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the bytes of a tensor, chunk by chunk; each is read into `buffer`, uint8 `[bytes]`."""
         tensor = self.tensors[name]
-        for start in range(0, tensor.nbytes, len(memory)):
-            piece = memory[: tensor.nbytes - start]
-            self._read(piece, tensor.begin + start)
-            yield piece
+        for start in range(0, tensor.nbytes, len(buffer)):
+            chunk = buffer[: tensor.nbytes - start]
+            self._read(chunk, tensor.begin + start)
+            yield chunk
 
-    def read(self, name: str) -> np.ndarray:
-        """A whole tensor."""
-        tensor = self.tensors[name]
-        memory = np.empty(tensor.nbytes, np.uint8)
-        self._read(memory, tensor.begin)
-        return memory.view(tensor.dtype).reshape(tensor.shape)
-
-    def _read(self, memory: np.ndarray, offset: int) -> None:
-        number, left = self._file.fileno(), memory.data
+    def _read(self, buffer: np.ndarray, offset: int) -> None:
+        number, left = self._file.fileno(), buffer.data
         while left:
             count = os.preadv(number, [left], offset)
             if not count:
-                raise _refused(self.path, [Problem(self.path.name, f"ends at byte {offset}, before its tensors do")])
+                what = f"ends at byte {offset}, before the end of its tensors"
+                raise _read_error(self.path, [Problem(self.path.name, what)])
             left, offset = left[count:], offset + count
+
+
+def _read_header(path: Path, file_size: int) -> dict[str, Tensor]:
+    """Return the location of each tensor; they are contiguous and end with the file, as the library checks."""
+    try:
+        with safetensors.safe_open(path, "np", backend="pread") as file:
+            specs = {name: file.get_slice(name) for name in file.offset_keys()}
+            codes = {name: spec.get_dtype() for name, spec in specs.items()}
+            shapes = {name: tuple(spec.get_shape()) for name, spec in specs.items()}
+    except safetensors.SafetensorError as error:
+        problem = Problem(path.name, f"is not valid: {error}", f"{file_size} bytes", "download the file again")
+        raise _read_error(path, [problem]) from error
+    supported = f"one of: {', '.join(DTYPES)}"
+    problems = [
+        Problem(f"{path.name}: {name}", f"has the unsupported dtype {code}", fix=supported)
+        for name, code in codes.items()
+        if code not in DTYPES
+    ]
+    problems += [
+        Problem(f"{path.name}: {name}", f"has {len(shape)} dimensions", f"at most {_MAX_DIMENSIONS} are supported")
+        for name, shape in shapes.items()
+        if len(shape) > _MAX_DIMENSIONS
+    ]
+    if problems:
+        raise _read_error(path, problems)
+    tensors, end = {}, file_size
+    for name in reversed(specs):
+        tensor = Tensor(DTYPES[codes[name]], shapes[name], 0)
+        end -= tensor.nbytes
+        tensors[name] = dataclasses.replace(tensor, begin=end)
+    return tensors
+
+
+def _read_error(path: Path, problems: list[Problem]) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read:", first_of(problems))
 
 
 def write_safetensors(
     path: Path, tensors: Mapping[str, Any], values: Iterator[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a file, header first; at most one tensor is there at once.
+    """Write a new file with at most one tensor in memory at a time.
 
     Args:
         path: A new file.
         tensors: Name → anything with a `shape` and a `dtype`, in the order of the file.
-        values: The tensors, in that order, each made when its turn comes.
-        metadata: What the header says besides.
+        values: The tensors in that order; each is requested after the one before it is written.
+        metadata: Entries of `__metadata__` in the header.
 
     Raises:
-        CheckpointError: A dtype that the format does not have here.
-        OSError: It cannot be written, or exists.
+        CheckpointError: A dtype is not supported.
+        OSError: The file exists or cannot be written.
     """
-    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     problems, end = [], 0
     for name, tensor in tensors.items():
         dtype = np.dtype(tensor.dtype)
         begin, end = end, end + math.prod(tensor.shape) * dtype.itemsize
         if dtype not in _CODES:
-            problems.append(Problem(name, f"is {dtype}", fix=f"one of: {', '.join(map(str, _CODES))}"))
+            problems.append(Problem(name, f"has the unsupported dtype {dtype}", fix=f"one of: {', '.join(DTYPES)}"))
         header[name] = {"dtype": _CODES.get(dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
     if problems:
         raise CheckpointError(f"{path.name} cannot be written:", problems)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH)  # so that the tensors are aligned
+    text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(_LENGTH, "little") + text)
+        file.write(len(text).to_bytes(8, "little") + text)
         for (name, tensor), value in zip(tensors.items(), values, strict=True):
             assert value.shape == tuple(tensor.shape), name
             assert value.dtype == tensor.dtype, name
@@ -198,96 +204,3 @@ def write_safetensors(
             del value
         file.flush()
         os.fsync(file.fileno())
-
-
-def _refused(path: Path, problems: list[Problem]) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read:", first_of(problems))
-
-
-def _read_header(file: Any, path: Path) -> dict[str, Tensor]:
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(_LENGTH), "little")
-    fix = "fetch the file again"
-    if size < _LENGTH:
-        raise _refused(path, [Problem(path.name, "has no header", f"{size} bytes", fix)])
-    if length > HEADER_AT_MOST:
-        arithmetic = f"{length} bytes, where {HEADER_AT_MOST} are the most that are read"
-        raise _refused(path, [Problem(path.name, "is no safetensors file: its header is too long", arithmetic)])
-    if length > size - _LENGTH:
-        arithmetic = f"a header of {length} bytes in a file of {size}"
-        raise _refused(path, [Problem(path.name, "ends within its header", arithmetic, fix)])
-    try:
-        entries = json.loads(file.read(length), object_pairs_hook=_without_doubles)
-    except (ValueError, RecursionError) as error:
-        raise _refused(path, [Problem(path.name, f"has a header that is no JSON: {error}")]) from error
-    if not isinstance(entries, dict):
-        raise _refused(path, [Problem(path.name, "has a header that is no JSON object")])
-    entries.pop(_METADATA, None)
-    problems: list[Problem] = []
-    tensors = {}
-    for name, entry in entries.items():
-        found = _parse(f"{path.name}: {name}", entry, problems)
-        if found is not None:
-            tensors[name] = found
-    if not problems:
-        problems = _layout_problems(path.name, tensors, size - _LENGTH - length)
-    if problems:
-        raise _refused(path, problems)
-    return {name: dataclasses.replace(t, begin=t.begin + _LENGTH + length) for name, t in tensors.items()}
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r:.80} is there twice")
-        found[name] = value
-    return found
-
-
-def _parse(where: str, entry: Any, problems: list[Problem]) -> Tensor | None:
-    """One tensor of a header, or what is wrong with it."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        problems.append(Problem(where, f"is described by {entry!r:.80}, and not by dtype, shape and data_offsets"))
-        return None
-    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    before = len(problems)
-    if not isinstance(code, str) or code not in DTYPES:
-        problems.append(Problem(where, f"is of dtype {code!r:.80}", fix=did_you_mean(str(code)[:80], DTYPES)))
-    if not _are_sizes(shape):
-        what = f"has the shape {shape!r:.80}, and no list of {_DIMENSIONS} sizes at most, each below 2**63"
-        problems.append(Problem(where, what))
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        problems.append(Problem(where, f"is at {offsets!r:.80}, and not from one byte to another"))
-    if len(problems) > before:
-        return None
-    tensor = Tensor(DTYPES[code], tuple(shape), offsets[0])
-    if tensor.nbytes != offsets[1] - offsets[0]:
-        size = f"{tensor.nbytes}" if tensor.nbytes < _TOO_LARGE else "2**63 or more"
-        arithmetic = f"{code}{shape!r:.80} is {size} bytes, {offsets} are {offsets[1] - offsets[0]}"
-        problems.append(Problem(where, "has another size than its shape", arithmetic))
-        return None
-    return tensor
-
-
-def _are_sizes(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) > _DIMENSIONS:
-        return False
-    return all(type(size) is int and 0 <= size < _TOO_LARGE for size in value)
-
-
-def _layout_problems(where: str, tensors: Mapping[str, Tensor], size: int) -> list[Problem]:
-    """Whether tensors lie one behind the other, from the first byte behind the header to the last of the file."""
-    problems, end, before = [], 0, "the header"
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
-        if tensor.begin != end:
-            what = "overlaps" if tensor.begin < end else "leaves a gap behind"
-            arithmetic = f"it begins at {tensor.begin}, where {before} ends at {end}"
-            problems.append(Problem(f"{where}: {name}", f"{what} {before}", arithmetic))
-        end, before = max(end, tensor.begin + tensor.nbytes), name
-    if end > size:
-        arithmetic = f"tensors of {end} bytes, {size} in the file: {end - size} are missing"
-        problems.append(Problem(where, "is truncated", arithmetic, "fetch the file again"))
-    elif end < size:
-        problems.append(Problem(where, "goes on behind its last tensor", f"{size - end} bytes"))
-    return problems

@@ -1,4 +1,4 @@
-"""Parameters into a Hugging Face folder, one tensor at a time on the host."""
+"""Save parameters as a Hugging Face folder, one tensor at a time on the host."""
 
 import collections
 import contextlib
@@ -24,13 +24,12 @@ from spmd.hf.safetensors import write_safetensors
 from spmd.tree import human_bytes
 
 UNFINISHED = ".unfinished"
-"""What the name of a folder ends in while it is written."""
+"""Suffix of a folder's name while it is written."""
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-"""What sizes are written in."""
 
-_Pieces = list[tuple[TensorSource, tuple[int, ...]]]
-"""The parameters that a tensor is made of, side by side, each with its place in its stack."""
+_Parts = list[tuple[TensorSource, tuple[int, ...]]]
+"""The parameters concatenated in a tensor, each with its index into its stack."""
 
 
 def save_params(
@@ -44,71 +43,68 @@ def save_params(
     files: Mapping[str, Path] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a folder that `transformers` loads; it is there whole or not at all.
+    """Write a folder that `transformers` loads; it appears complete or not at all.
 
     Args:
         out: The folder; it must not exist.
-        params: The parameters, arrays on devices of this process.
-        family: What they are written as.
-        config: The model's shape.
-        dtype: Of the tensors; None for that of each parameter.
-        shard_size: Bytes that a file may have; a larger tensor has a file of its own.
-        files: Name → file that is copied.
-        values: The config.json that it once had: what changes nothing in the model is taken from there.
+        params: Parameters on devices of this process.
+        family: Defines tensor names and config.json.
+        config: The model config.
+        dtype: The tensors' dtype; None for that of each parameter.
+        shard_size: Maximum bytes of a file; a larger tensor gets a file of its own.
+        files: Name → file to copy into the folder.
+        values: The original config.json; its fields that do not change the model are copied.
 
     Raises:
-        CheckpointError: `out` exists, there is no room for it, or it cannot be written.
-        ConfigError: The family's table does not fit the parameters.
+        CheckpointError: `out` exists, does not fit on the disk, or cannot be written.
+        ConfigError: The family's name map does not fit the parameters.
     """
     if out.exists():
-        raise CheckpointError("Nothing was exported:", [Problem(str(out), "exists", fix="another --out")])
+        raise CheckpointError("Nothing was exported:", [Problem(str(out), "exists", fix="choose another --out")])
     leaves = tree.flatten(params)
-    tensors = _tensors(
-        tensor_sources(family.names(config), {path: leaf.shape for path, leaf in leaves.items()}).values()
-    )
-    kinds = {
-        name: jax.ShapeDtypeStruct(pieces[0][0].stored, dtype or leaves[pieces[0][0].path].dtype)
-        for name, pieces in tensors.items()
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    tensors = _tensors(tensor_sources(family.names(config), shapes).values())
+    specs = {
+        name: jax.ShapeDtypeStruct(parts[0][0].tensor_shape, dtype or leaves[parts[0][0].path].dtype)
+        for name, parts in tensors.items()
     }
-    parts, needed = _in_files(kinds, shard_size), sum(map(_bytes, kinds.values()))
-    if (free := _free(out)) < needed:
-        arithmetic = f"{human_bytes(needed)} to write, {human_bytes(free)} free"
-        raise CheckpointError("Nothing was exported:", [Problem(str(out), "has too little room", arithmetic)])
-    harmless = HARMLESS.union(family.kept) - {"dtype"}
-    kept = {name: value for name, value in (values or {}).items() if name in harmless}
-    kind = collections.Counter(str(kind.dtype) for kind in kinds.values()).most_common(1)[0][0]
-    about = {"architectures": [family.architectures[0]], "torch_dtype": kind, **family.write_config(config)}
+    shards, needed = _split_into_files(specs, shard_size), sum(map(_nbytes, specs.values()))
+    existing = next(folder for folder in out.absolute().parents if folder.exists())
+    if (free := shutil.disk_usage(existing).free) < needed:
+        detail = f"{human_bytes(needed)} to write, {human_bytes(free)} free"
+        raise CheckpointError("Nothing was exported:", [Problem(str(out), "does not fit on the disk", detail)])
+    harmless = HARMLESS.union(family.harmless) - {"dtype"}
+    copied = {name: value for name, value in (values or {}).items() if name in harmless}
+    main_dtype = collections.Counter(str(spec.dtype) for spec in specs.values()).most_common(1)[0][0]
+    written = {"architectures": [family.architectures[0]], "torch_dtype": main_dtype, **family.write_config(config)}
     with whole_folder(out) as folder:
-        for name, part in parts.items():
-            values_of = (_value(tensors[tensor], leaves, kind.dtype) for tensor, kind in part.items())
-            write_safetensors(folder / name, part, values_of, {"format": "pt"})
-        if list(parts) != [SINGLE]:
-            index = {tensor: name for name, part in parts.items() for tensor in part}
+        for name, shard in shards.items():
+            arrays = (_to_host(tensors[tensor], leaves, spec.dtype) for tensor, spec in shard.items())
+            write_safetensors(folder / name, shard, arrays, {"format": "pt"})
+        if list(shards) != [SINGLE]:
+            index = {tensor: name for name, shard in shards.items() for tensor in shard}
             _write_json(folder / INDEX, {"metadata": {"total_size": needed}, "weight_map": index})
-        _write_json(folder / CONFIG, {**kept, **about})
+        _write_json(folder / CONFIG, {**copied, **written})
         for name, file in (files or {}).items():
             shutil.copyfile(file, folder / name)
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to write to, which gets its name when all of it is written; an error leaves nothing behind.
-
-    Args:
-        path: The name; until then, `path.unfinished`.
+    """Write a folder as `path.unfinished` and rename it to `path` once complete; it is removed after an error.
 
     Raises:
-        CheckpointError: It cannot be written, or `path.unfinished` exists.
+        CheckpointError: The folder cannot be written, or `path.unfinished` exists.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         unfinished.mkdir(parents=True)
     except FileExistsError as error:
-        fix = "remove it, if nothing writes there"
-        problem = Problem(str(unfinished), "is what an interrupted attempt has left, or another one writes", fix=fix)
+        what = "exists: another process writes it, or an interrupted one left it"
+        problem = Problem(str(unfinished), what, fix="remove it if no process writes it")
         raise CheckpointError("Nothing was written:", [problem]) from error
     except OSError as error:
-        raise CheckpointError("Nothing was written:", [Problem(str(path), error.strerror or str(error))]) from error
+        raise _write_error(path, error) from error
     try:
         yield unfinished
         for file in (*filter(Path.is_file, unfinished.iterdir()), unfinished):
@@ -116,16 +112,20 @@ def whole_folder(path: Path) -> Iterator[Path]:
         unfinished.rename(path)
         sync(path.absolute().parent)
     except OSError as error:
-        raise CheckpointError("Nothing was written:", [Problem(str(path), error.strerror or str(error))]) from error
+        raise _write_error(path, error) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def _write_error(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError("Nothing was written:", [Problem(str(path), error.strerror or str(error))])
+
+
 def parse_size(text: str) -> int:
-    """Bytes, written as `5GB`.
+    """Parse a number of bytes such as `5GB`.
 
     Raises:
-        ConfigError: It is no size, or not above 0.
+        ConfigError: The text is not a size above 0.
 
     Example:
         >>> parse_size("1.5MB")
@@ -134,75 +134,72 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([KMGT]B)", text)
     size = int(float(found[1]) * UNITS[found[2]]) if found else 0
     if size < 1:
-        raise ConfigError("This is no size:", [Problem(text, "is no number of bytes", fix="such as 5GB or 500MB")])
+        raise ConfigError(
+            "This is not a size:", [Problem(text, "is not a number of bytes", fix="such as 5GB or 500MB")]
+        )
     return size
 
 
-def _tensors(table: Iterable[TensorSource]) -> dict[str, _Pieces]:
-    """Tensor → its pieces in their order; tensors are sorted as people count, layer 2 before layer 10.
+def _tensors(sources: Iterable[TensorSource]) -> dict[str, _Parts]:
+    """Return tensor → its parts in order; tensors are in natural order (layer 2 before layer 10).
 
     Raises:
-        ConfigError: Parts of a tensor that no parameter is.
+        ConfigError: A part of a tensor belongs to no parameter.
     """
-    found: dict[str, _Pieces] = {}
-    for source in table:
-        for place, name in source.tensors():
-            found.setdefault(name, []).append((source, place))
+    found: dict[str, _Parts] = {}
+    for source in sources:
+        for index, name in source.tensors():
+            found.setdefault(name, []).append((source, index))
     problems = []
-    for name, pieces in found.items():
-        pieces.sort(key=lambda piece: piece[0].name.how.number)
-        numbers = [source.name.how.number for source, _ in pieces]
-        if numbers != list(range(pieces[0][0].name.how.parts)):
-            what = f"is made of the parts {numbers} of {pieces[0][0].name.how.parts}"
-            problems.append(Problem(name, what, fix="a line for each part in the name map"))
+    for name, parts in found.items():
+        parts.sort(key=lambda part: part[0].mapping.layout.index)
+        indices, expected = [source.mapping.layout.index for source, _ in parts], parts[0][0].mapping.layout.parts
+        if indices != list(range(expected)):
+            what = f"has {expected} parts, and the name map has only {indices}"
+            problems.append(Problem(name, what, fix="add a mapping for each part"))
     if problems:
         raise ConfigError("The name map cannot be written:", problems)
-    return dict(sorted(found.items(), key=lambda item: [int(p) if p.isdigit() else p for p in _split(item[0])]))
+    return dict(sorted(found.items(), key=lambda item: _natural_key(item[0])))
 
 
-def _split(name: str) -> list[str]:
-    """Text and digits of a name in turns, text first."""
-    return re.split(r"(\d+)", name)
+def _natural_key(name: str) -> list[str | int]:
+    return [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)]
 
 
-def _in_files(kinds: Mapping[str, jax.ShapeDtypeStruct], at_most: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """File → its tensors."""
-    parts: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
+def _split_into_files(
+    specs: Mapping[str, jax.ShapeDtypeStruct], max_bytes: int
+) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """Return file → its tensors."""
+    shards: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
     size = 0
-    for name, kind in kinds.items():
-        if parts[-1] and size + _bytes(kind) > at_most:
-            parts.append({})
+    for name, spec in specs.items():
+        if shards[-1] and size + _nbytes(spec) > max_bytes:
+            shards.append({})
             size = 0
-        parts[-1][name] = kind
-        size += _bytes(kind)
-    if len(parts) == 1:
-        return {SINGLE: parts[0]}
-    return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, 1)}
+        shards[-1][name] = spec
+        size += _nbytes(spec)
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _value(pieces: _Pieces, leaves: Mapping[str, jax.Array], dtype: Any) -> np.ndarray:
-    """One tensor on the host."""
-    arrays = [np.asarray(_take(leaves[source.path], np.array(place, np.int32), dtype)) for source, place in pieces]
+def _to_host(parts: _Parts, leaves: Mapping[str, jax.Array], dtype: Any) -> np.ndarray:
+    """Return one tensor on the host."""
+    arrays = [np.asarray(_take(leaves[source.path], np.array(index, np.int32), dtype)) for source, index in parts]
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
-    return joined.T if pieces[0][0].name.how.transposed else joined
+    return joined.T if parts[0][0].mapping.layout.transposed else joined
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _take(array: jax.Array, place: jax.Array, dtype: Any) -> jax.Array:
-    """What is at a place of a stack, as that dtype."""
-    for number in range(place.shape[0]):
-        array = jax.lax.dynamic_index_in_dim(array, place[number], keepdims=False)
+def _take(array: jax.Array, index: jax.Array, dtype: Any) -> jax.Array:
+    """Return the element at an index of the leading dimensions, cast to `dtype`."""
+    for dim in range(index.shape[0]):
+        array = jax.lax.dynamic_index_in_dim(array, index[dim], keepdims=False)
     return array.astype(dtype)
 
 
-def _bytes(kind: jax.ShapeDtypeStruct) -> int:
-    return math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
-
-
-def _free(path: Path) -> int:
-    """Bytes free where a folder is to be."""
-    there = next(place for place in path.absolute().parents if place.exists())
-    return shutil.disk_usage(there).free
+def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
+    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

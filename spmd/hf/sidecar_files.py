@@ -1,4 +1,4 @@
-"""What goes along with a model as it is: the tokenizer, and how it wants to be used."""
+"""Files copied unchanged with a model: its tokenizer, generation settings and original config.json."""
 
 import shutil
 from collections.abc import Mapping
@@ -10,80 +10,74 @@ from spmd.data.tokenizer import MODEL_FILES, TOKENIZER, load_tokenizer
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import families
 from spmd.hf.fields import collect_errors
-from spmd.hf.folder import CONFIG, inside
+from spmd.hf.folder import CONFIG, architectures_of, inside
 
 ORIGINAL = "hf_config.json"
-"""What the config.json of an imported model is called in a run folder."""
+"""Name of an imported model's config.json in a run folder."""
 SIDECAR_FILES = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     "generation_config.json",
 )
-"""The files that a run folder keeps, and export gives back."""
+"""Files that a run folder keeps and export copies back."""
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
-_AT_MOST = 16 << 20
+_MAX_BYTES = 16 << 20
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Name → file, of those that a folder has.
+    """Return name → path of the sidecar files in a folder.
 
     Raises:
-        CheckpointError: One of them is a link that leads out of the folder.
+        CheckpointError: One of them is a link that leaves the folder.
     """
     return {name: inside(folder, name) for name in SIDECAR_FILES if (folder / name).exists()}
 
 
 def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
-    """What keeps the tokenizer of a Hugging Face folder from being used; a folder may have none.
-
-    Args:
-        folder: The folder.
-        vocab: Rows of the embedding; None where they are not known.
-    """
-    leading_out: list[Problem] = []
-    for name in sorted({*SIDECAR_FILES, *MODEL_FILES}):  # all that is read
-        with collect_errors(leading_out):
+    """Return the problems of a folder's tokenizer, if any; `vocab` is the rows of the embedding, None if unknown."""
+    bad_links: list[Problem] = []
+    for name in sorted({*SIDECAR_FILES, *MODEL_FILES}):
+        with collect_errors(bad_links):
             if (folder / name).exists():
                 inside(folder, name)
-    problems = [problem for problem in leading_out if problem.where != CONFIG]  # of which `published` speaks
-    if (folder / TOKENIZER).exists() and not leading_out:
-        with collect_errors(problems):
-            size = load_tokenizer(str(folder / TOKENIZER)).vocab
-            if vocab is not None and size > vocab:
-                arithmetic = f"{size} tokens, and {vocab} rows of the embedding"
-                problems.append(Problem(TOKENIZER, "has more tokens than the embedding has rows", arithmetic))
+    problems = [problem for problem in bad_links if problem.where != CONFIG]  # `open_folder` reports that one
+    if (folder / TOKENIZER).exists():
+        if not bad_links:
+            with collect_errors(problems):
+                size = load_tokenizer(str(folder / TOKENIZER)).vocab
+                if vocab is not None and size > vocab:
+                    detail = f"{size} tokens > {vocab} rows of the embedding"
+                    problems.append(Problem(TOKENIZER, "has more tokens than the embedding has rows", detail))
         return problems
-    others = [name for name in _OTHER_TOKENIZERS if (folder / name).exists()]
-    if others and not (folder / TOKENIZER).exists():
+    if others := [name for name in _OTHER_TOKENIZERS if (folder / name).exists()]:
+        what = f"is an unsupported tokenizer format, and {TOKENIZER} is missing"
         fix = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes one"
-        problems.append(
-            Problem(", ".join(others), f"is a tokenizer that is not read here, and {TOKENIZER} is missing", fix=fix)
-        )
+        problems.append(Problem(", ".join(others), what, fix=fix))
     return problems
 
 
 def sidecar_files(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path], dict[str, Any]]:
-    """What a run has to give back: the files, and the config.json that its model had; nothing where it had none.
+    """Return the sidecar files of a run and its model's original config.json; empty if it has none.
 
     Args:
         run: The run folder.
-        tokenizer: Its `data.tokenizer`; what a run was fine-tuned from may be beside it.
-        model: Its `model`, the shape.
+        tokenizer: Its `data.tokenizer`; files beside it are used too, if the run was fine-tuned from that model.
+        model: The model config.
 
     Raises:
-        CheckpointError: The tokenizer is missing, or a file cannot be read; all at once.
+        CheckpointError: The tokenizer is missing, or a file cannot be read.
     """
     problems: list[Problem] = []
     files, values = dict[str, Path](), dict[str, Any]()
-    text = None if tokenizer == "bytes" else Path(tokenizer).expanduser()
+    tokenizer_path = None if tokenizer == "bytes" else Path(tokenizer).expanduser()
     with collect_errors(problems):
-        files = _files(run, text)
-    for place in [run, text.parent] if text else [run]:
-        if not values and (place / ORIGINAL).exists():
+        files = _files(run, tokenizer_path)
+    for folder in [run, tokenizer_path.parent] if tokenizer_path else [run]:
+        if not values and (folder / ORIGINAL).exists():
             try:
-                found = read_object(place / ORIGINAL, _AT_MOST)
+                found = read_object(folder / ORIGINAL, _MAX_BYTES)
             except (OSError, ValueError) as error:
-                problems.append(Problem(str(place / ORIGINAL), str(error)))
+                problems.append(Problem(str(folder / ORIGINAL), str(error)))
             else:
                 values = found if _fits(found, model) else {}
     if problems:
@@ -92,13 +86,13 @@ def sidecar_files(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path
 
 
 def copy_origin(start: Path, config: Path, run: Path) -> None:
-    """Puts what goes along with a model into the folder of a run that starts from it, where it is not there yet.
+    """Copy sidecar files into the folder of a run that starts from a model, unless it has them.
 
-    The tokenizer stays where it is: the run's config names the one that it uses.
+    A tokenizer is not copied: the run's config refers to it.
 
     Args:
-        start: The folder that the run starts from.
-        config: The config.json that the model had, in there; it may be missing.
+        start: The folder of the model.
+        config: The model's original config.json in that folder; may be missing.
         run: The run folder.
     """
     if config.exists() and not (run / ORIGINAL).exists():
@@ -108,21 +102,20 @@ def copy_origin(start: Path, config: Path, run: Path) -> None:
 
 
 def _files(run: Path, tokenizer: Path | None) -> dict[str, Path]:
-    """The files that are beside a run's tokenizer; those of the run itself where text is bytes.
+    """Return the sidecar files beside a run's tokenizer; those of the run itself if it uses bytes.
 
     Raises:
-        CheckpointError: The tokenizer is missing, or a link leads out.
+        CheckpointError: The tokenizer is missing, or a link leaves the folder.
     """
     if tokenizer is None:
         return files_of(run)
     if tokenizer.is_file():
         return files_of(tokenizer.parent) if tokenizer.name == TOKENIZER else {TOKENIZER: tokenizer}
-    fix = "put it there again: the model is of no use without it"
+    fix = "restore it: the model cannot be used without it"
     raise CheckpointError("Nothing was exported:", [Problem("data.tokenizer", f"{tokenizer} is missing", fix=fix)])
 
 
 def _fits(values: Mapping[str, Any], model: Any) -> bool:
-    """Whether a config.json is of the family that a model is of."""
-    named = values.get("architectures")
-    names = set(map(str, named)) if isinstance(named, list) else set()
+    """Return whether a config.json is of a family that the model belongs to."""
+    names = set(architectures_of(values))
     return any(names & set(family.architectures) and family.fits(model) for family in families().values())

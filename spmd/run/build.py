@@ -15,7 +15,9 @@ from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
 from spmd.analysis.compiler_log import compiler_log
 from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
-from spmd.data.loader import Corpus, Tokenizer, check_batch, load_corpus, load_tokenizer
+from spmd.data.corpus import Corpus
+from spmd.data.loader import check_batch, load_corpus
+from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.distributed.compilation_cache import compilation_cache
 from spmd.distributed.xla_flags import Flag, compiler_options, describe, flags_for
 from spmd.errors import ConfigError, Problem, RuleError

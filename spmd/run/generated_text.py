@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spmd.data.loader import Tokenizer
+from spmd.data.tokenizer import Tokenizer
 from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.run.build import TrainSetup

@@ -185,7 +185,7 @@ class _Session:
     def _newest(self, resume: bool) -> ResumePoint:
         """The newest checkpoint to go on from, or the beginning."""
         setup, stopwatch = self.setup, self.telemetry.stopwatch
-        if not resume or not (self.checkpoints.steps() or self.checkpoints.lost):
+        if not resume or not (self.checkpoints.steps() or self.checkpoints.damaged):
             if resume:
                 self.say("there is no checkpoint to go on from: training begins again")
             self.telemetry.watchdog.set_activity("making the initial parameters")
@@ -195,7 +195,7 @@ class _Session:
         with stopwatch.measure("restore"):
             state, record = self.checkpoints.restore(None, abstract_state(setup.plan))
         _check_resumable(record, setup, self.folder)
-        for step, problems in self.checkpoints.lost.items():
+        for step, problems in self.checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             self.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
         step = int(record["step"])

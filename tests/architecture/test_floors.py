@@ -34,9 +34,10 @@ IN_BLOCKS = {"tensorboardX"}  # it sets a variable of the environment, and would
 
 # Where a dependency may be imported; one that is not named here may be imported anywhere.
 HOMES = {
-    "orbax": {"checkpoint.manager"},
+    "orbax": {"checkpoint.arrays"},
     "grain": {"data.loader"},
     "tokenizers": {"data.tokenizer"},
+    "safetensors": {"hf.safetensors"},
     "tensorboardX": {"observe.tensorboard"},
     "rich": {"observe.metrics"},
     "tyro": {"run.config", "commands.parsing", "commands.generate", "commands.import_hf", "commands.export_hf"},

@@ -87,7 +87,7 @@ def test_a_tokenizer_that_is_missing_is_said(config, tmp_path):
     (tmp_path / "imported" / ORIGINAL).write_text("[]")
     with pytest.raises(CheckpointError) as caught:
         sidecar_files(tmp_path / "run", *of(config))
-    assert "no JSON object" in str(caught.value)
+    assert "not a JSON object" in str(caught.value)
     assert f"data.tokenizer: {path} is missing" in str(caught.value)
 
 

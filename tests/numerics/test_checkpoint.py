@@ -266,7 +266,7 @@ def test_limits_and_directories_that_cannot_work_are_refused(tmp_path: Path) -> 
     """Keeping nothing is refused, both limits at once, and so is a directory that is a file."""
     with pytest.raises(CheckpointError) as caught:
         CheckpointManager(tmp_path / "run", max_to_keep=0, keep_best=-1)
-    assert [p.where for p in caught.value.problems] == ["keep", "keep_best"]
+    assert [p.where for p in caught.value.problems] == ["keep_best", "max_to_keep"]
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=str(tmp_path / "file")):
         CheckpointManager(tmp_path / "file")

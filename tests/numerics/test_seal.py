@@ -40,19 +40,19 @@ def test_a_seal_says_everything_at_once(folder):
     (folder / "more").write_bytes(b"")
     problems = verify_manifest(folder)
     assert [(p.where, p.what) for p in problems] == [
-        ("a", "has changed since it was sealed"),
+        ("a", "has changed since the manifest was written"),
         ("deep/ü", "is missing"),
-        ("more", "is not in the seal"),
+        ("more", "is not in the manifest"),
     ]
     assert problems[0].detail.count("…") == 2
     (folder / "a").write_bytes(b"123")
-    assert verify_manifest(folder)[0].detail == "3 bytes, 5 sealed"
+    assert verify_manifest(folder)[0].detail == "3 bytes, 5 in the manifest"
     write_manifest(folder)
     assert verify_manifest(folder) == []
 
 
 def test_any_change_of_one_byte_of_the_seal_is_found(folder):
-    """Whichever byte of the seal changes, it is no seal; a space more does it, too."""
+    """Whichever byte of the seal changes, it is not a manifest; a space more does it, too."""
     text = (folder / "seal.json").read_bytes()
     for i in range(len(text)):
         (folder / "seal.json").write_bytes(text[:i] + bytes([text[i] ^ 1]) + text[i + 1 :])
@@ -67,9 +67,9 @@ def test_large_files_are_looked_at_in_passing_by_their_size_only(folder, monkeyp
     (folder / "a").write_bytes(b"12346")
     monkeypatch.setattr("spmd.checkpoint.manifest.SMALL", 4)
     assert whats(folder, contents=False) == []
-    assert whats(folder) == [("a", "has changed since it was sealed")]
+    assert whats(folder) == [("a", "has changed since the manifest was written")]
     (folder / "a").write_bytes(b"1234567")
-    assert whats(folder, contents=False) == [("a", "is 2 bytes longer than sealed")]
+    assert whats(folder, contents=False) == [("a", "is 2 bytes longer than in the manifest")]
 
 
 def test_nothing_in_a_seal_leads_out_of_its_folder(folder):
@@ -81,7 +81,7 @@ def test_nothing_in_a_seal_leads_out_of_its_folder(folder):
     assert sealed_as(files) == original
     for path in paths:
         (folder / "seal.json").write_bytes(sealed_as({**files, path: files["a"]}))
-        assert whats(folder) == [(path, "is sealed, and is no path inside the checkpoint")]
+        assert whats(folder) == [(path, "is not a path inside the checkpoint")]
 
 
 def sealed_as(files: dict[str, list[object]]) -> bytes:
@@ -107,14 +107,14 @@ def test_what_is_read_is_bounded(tmp_path):
     """A file that is larger than is allowed, nested without end or no object is refused before it is believed."""
     path = tmp_path / "x.json"
     path.write_bytes(b"x" * 11)
-    with pytest.raises(ValueError, match="11 bytes, where 10 are the most"):
+    with pytest.raises(ValueError, match="11 bytes, above the limit of 10"):
         read_bounded(path, 10)
     assert read_bounded(path, 11) == b"x" * 11
     path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="nested too deep"):
+    with pytest.raises(ValueError, match="nested too deeply"):
         read_object(path, 1 << 20)
     path.write_text("[1]")
-    with pytest.raises(ValueError, match="no JSON object"):
+    with pytest.raises(ValueError, match="not a JSON object"):
         read_object(path, 1 << 20)
 
 
@@ -165,22 +165,22 @@ def test_a_stranger_cannot_name_an_array_outside(checkpoint):
     metadata = checkpoint / "state" / "_METADATA"
     text = metadata.read_text()
     metadata.write_text(text.replace('"key": "a/b"', '"key": "../../../outside/a/b"'))
-    assert "leads out of the checkpoint" in refused(checkpoint)
+    assert "is outside of the checkpoint" in refused(checkpoint)
     metadata.write_text(text.replace('"use_ocdbt": true', '"use_ocdbt": false'))
-    assert "is no store of all arrays" in refused(checkpoint)
+    assert "is not an OCDBT store of all arrays" in refused(checkpoint)
     metadata.write_text(text)
     (checkpoint / "state" / "manifest.ocdbt").unlink()
-    assert "is no store of all arrays" in refused(checkpoint)
+    assert "is not an OCDBT store of all arrays" in refused(checkpoint)
     for other in ("", "[]", "{}", '{"tree_metadata": 3}', "[" * 100_000):
         metadata.write_text(other)
-        assert "is no list of arrays" in refused(checkpoint)
+        assert "is not a list of arrays" in refused(checkpoint)
 
 
 def test_a_stranger_cannot_make_us_read_without_end(checkpoint):
     """A record or metrics of a size that no run writes, or that are no numbers, are refused."""
     record, metrics = checkpoint / "record.json", checkpoint / "metrics.json"
     record.write_bytes(b" " * ((64 << 20) + 1))
-    assert "are the most that are read" in refused(checkpoint)
+    assert "above the limit of" in refused(checkpoint)
     record.write_text("{}")
     for text in ('{"val_loss": "low"}', '{"val_loss": [1]}', "[1]", "x", '{"val_loss": 1' + "0" * 400 + "}"):
         metrics.write_text(text)

@@ -124,7 +124,7 @@ def test_adapters_beside_noise_are_told(folder: Path) -> None:
 
 def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
     """A folder that is not there, and a model of another class."""
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         check_start(setup(folder, "nothing"))
 
     @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
 from spmd.data.tokenizer import load_tokenizer
 from spmd.generate.generator import Generator
@@ -18,7 +19,7 @@ from spmd.generate.sampling import Sampling
 from spmd.hf import family as families
 from spmd.hf.family import AS_IS, family_of
 from spmd.hf.load import load_params
-from spmd.hf.safetensors import SafetensorsFile, write_safetensors
+from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import save_params
 from spmd.model_api.model import as_outputs
 from spmd.plan import flax
@@ -205,8 +206,7 @@ def tensors(folder):
     """Every tensor of a folder."""
     found = {}
     for path in folder.glob("*.safetensors"):
-        with SafetensorsFile(path) as file:
-            found |= {name: file.read(name) for name in file.tensors}
+        found |= load_file(path)
     return found
 
 
@@ -236,18 +236,18 @@ def test_a_prefix_may_be_left_out(written, tmp_path):
 
 def in_other_lines(monkeypatch, change):
     """Name maps whose lines are changed."""
-    lines = families.Family.lines
+    tables = families.Family.tables
 
     def changed(self, config, tensors):
-        names, ignored = lines(self, config, tensors)
+        names, ignored = tables(self, config, tensors)
         return tuple(map(change, names)), ignored
 
-    monkeypatch.setattr(families.Family, "lines", changed)
+    monkeypatch.setattr(families.Family, "tables", changed)
 
 
 BUGS = {
     "a kernel that is not turned": lambda name: (
-        dataclasses.replace(name, how=AS_IS) if name.path.endswith("q_proj/kernel") else name
+        dataclasses.replace(name, layout=AS_IS) if name.path.endswith("q_proj/kernel") else name
     ),
     "layers in reverse": lambda name: dataclasses.replace(name, first=3, step=-1),
     "norms exchanged": lambda name: (

@@ -44,12 +44,12 @@ with CheckpointManager(directory) as checkpoints:
     with jax.transfer_guard("disallow"):
         state, record = checkpoints.restore(None, template)
     out["restored"] = whole(state, 2), record["step"], checkpoints.latest_valid()
-    out["lost"] = {step: [[p.where, p.what] for p in problems] for step, problems in checkpoints.lost.items()}
+    out["lost"] = {step: [[p.where, p.what] for p in problems] for step, problems in checkpoints.damaged.items()}
 
     def failing(folder):
         raise OSError(28, "No space left on device")
 
-    sealing, spmd.checkpoint.manager.write_manifest = spmd.checkpoint.manager.seal, failing
+    sealing, spmd.checkpoint.manager.write_manifest = spmd.checkpoint.manager.write_manifest, failing
     checkpoints.save(3, filled(3), {"step": 3})
     try:
         checkpoints.wait()
@@ -73,7 +73,7 @@ def test_processes_go_by_what_the_first_one_sees(tmp_path: Path) -> None:
     assert first == second
     assert first["first"] == {"process": 0, "long": "ü" * 1000}
     assert first["restored"] == [True, 2, 2]
-    assert first["lost"] == {"3": [["record.json", "is 9 bytes shorter than sealed"]]}
+    assert first["lost"] == {"3": [["record.json", "is 9 bytes shorter than in the manifest"]]}
     assert "No space left on device" in first["failed"]
     assert (first["after"], first["again"]) == ([1, 2], [True, 3, [1, 2, 3]])
     assert sorted(path.name for path in directory.iterdir()) == ["1", "2", "3", "damaged-3"]

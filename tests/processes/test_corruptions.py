@@ -107,12 +107,12 @@ def pipe(file: Path) -> None:
 
 
 DAMAGES = {
-    "truncated": (truncate, "is 1 byte shorter than sealed", "is not as it was written"),
-    "flipped": (flip, "has changed since it was sealed", "cannot be read: it is no"),
+    "truncated": (truncate, "is 1 byte shorter than in the manifest", "it was modified"),
+    "flipped": (flip, "has changed since the manifest was written", "cannot be read: it "),
     "deleted": (Path.unlink, "is missing", "is missing"),
-    "emptied": (empty, "shorter than sealed", "it is no seal"),
+    "emptied": (empty, "shorter than in the manifest", "it is not a manifest"),
     "linked": (link, "is a symbolic link", "cannot be read"),
-    "a pipe": (pipe, "is no regular file", "it is no regular file"),
+    "a pipe": (pipe, "is not a regular file", "it is not a regular file"),
 }
 
 
@@ -149,9 +149,9 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "the state gone": (lambda step: shutil.rmtree(step / "state"), "state/manifest.ocdbt", "is missing"),
     "the data gone": (lambda step: shutil.rmtree(step / "state/ocdbt.process_0"), "state/ocdbt", "is missing"),
     "an empty folder": (lambda step: (shutil.rmtree(step), step.mkdir()), "seal.json", "is missing"),
-    "a file more": (lambda step: (step / "state/d/more").write_text(""), "state/d/more", "is not in the seal"),
-    "the record of another step": (files_of_another, "record.json", "has changed since it was sealed"),
-    "the state of another step": (other_step, "state/", "is not in the seal"),
+    "a file more": (lambda step: (step / "state/d/more").write_text(""), "state/d/more", "is not in the manifest"),
+    "the record of another step": (files_of_another, "record.json", "has changed since the manifest was written"),
+    "the state of another step": (other_step, "state/", "is not in the manifest"),
     "a link to a folder": (linked_folder, ".", "is a symbolic link"),
     "a file instead of a folder": (a_file_instead, "seal.json", "cannot be read: Not a directory"),
 }
@@ -164,8 +164,8 @@ def survives(directory: Path, damage: Callable[[Path], object], where: str, what
     damaged = contents(directory / "30")
     with CheckpointManager(directory, max_to_keep=KEEP, read_only=True) as checkpoints:
         assert_restored(checkpoints, None, 20)
-        assert [step for step in checkpoints.lost if step != 30] == []
-        found = checkpoints.lost[30]
+        assert [step for step in checkpoints.damaged if step != 30] == []
+        found = checkpoints.damaged[30]
         assert any(where in problem.where and what in problem.what for problem in found), found
         with pytest.raises(CheckpointError, match="checkpoint 30 is damaged") as caught:
             checkpoints.restore(30, {})
@@ -181,7 +181,7 @@ def survives(directory: Path, damage: Callable[[Path], object], where: str, what
     assert {step: contents(directory / step) for step in ("10", "20")} == before
     assert contents(directory / "damaged-30") == damaged
     with CheckpointManager(directory, max_to_keep=KEEP) as checkpoints:
-        assert checkpoints.lost == {}
+        assert checkpoints.damaged == {}
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -276,7 +276,7 @@ for case, name in {cases!r}.items():
     path.chmod(0)
     with CheckpointManager(directory / case, max_to_keep={KEEP}) as checkpoints:
         assert_restored(checkpoints, None, 20)
-        out[case] = [[p.where, p.what] for p in checkpoints.lost[30]]
+        out[case] = [[p.where, p.what] for p in checkpoints.damaged[30]]
         if case != "checkpoint":  # a folder that may not be written may still be renamed
             checkpoints.save(30, make_state(30), {{"step": 30}})
             assert_restored(checkpoints, None, 30)
@@ -338,7 +338,7 @@ flip(FILES["data"](directory / "c" / "2"))
 subprocess.run(["mount", "-o", "remount,ro", directory], check=True)
 with CheckpointManager(directory / "c") as checkpoints:
     assert_restored(checkpoints, None, 1)
-    out["lost"] = [p.what for p in checkpoints.lost[2]]
+    out["lost"] = [p.what for p in checkpoints.damaged[2]]
     out["read-only"] = told(lambda: checkpoints.save(2, state, {"step": 2}))
     assert_restored(checkpoints, None, 1)
 assert contents(directory / "c" / "1") == before
@@ -347,9 +347,9 @@ print(json.dumps(out))
     user = () if os.geteuid() == 0 else ("-Ur",)
     mount = 'mount -t tmpfs -o size=6m tmpfs "$0" && exec "$@"'
     out = inside(program, tmp_path, "unshare", *user, "-m", "sh", "-c", mount, str(tmp_path))
-    assert "too little room for another checkpoint" in out["before"]
+    assert "not enough disk space for another checkpoint" in out["before"]
     for moment in ("arrays", "record", "seal"):
         assert str(tmp_path / "c" / "2") in out[moment]
         assert "No space left on device" in out[moment], out[moment]
-    assert out["lost"] == ["has changed since it was sealed"]
+    assert out["lost"] == ["has changed since the manifest was written"]
     assert "Read-only file system" in out["read-only"]

@@ -192,7 +192,7 @@ def test_a_kill_at_any_stage_of_a_save_leaves_one_whole_checkpoint(killed: Path,
     directory = killed / stage / "checkpoints"
     with CheckpointManager(directory, max_to_keep=1) as checkpoints:
         assert list(checkpoints.leftovers) == leftovers
-        assert (checkpoints.latest_valid(), checkpoints.lost) == (latest, {})
+        assert (checkpoints.latest_valid(), checkpoints.damaged) == (latest, {})
         template = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(make_mesh(x=8), P()))}
         expected = jnp.arange(65536.0).reshape(256, 256) * latest
         np.testing.assert_array_equal(checkpoints.restore(None, template)[0]["w"], expected)

@@ -177,7 +177,7 @@ def test_kills_at_random_moments_leave_no_trace(kills: int, tmp_path: Path, caps
 
     def final(out: Path) -> tuple[Any, Any]:
         with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:
-            assert (checkpoints.latest(), checkpoints.lost) == (STEPS, {})
+            assert (checkpoints.latest(), checkpoints.damaged) == (STEPS, {})
             state, record = checkpoints.restore(None, abstract_state(setup.plan))
         return jax.tree.map(np.asarray, state), record
 

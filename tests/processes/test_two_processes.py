@@ -81,7 +81,7 @@ def assert_joins(folder, out, **where):
 def assert_goes_on_from(out, *steps):
     """The newest checkpoint that a run would go on from is whole, and of one of these steps."""
     with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:
-        assert (checkpoints.latest_valid() in steps, checkpoints.lost) == (True, {})
+        assert (checkpoints.latest_valid() in steps, checkpoints.damaged) == (True, {})
 
 
 def test_processes_that_differ_stop_before_the_first_step(folder):

@@ -93,12 +93,12 @@ MUTATIONS = {
     "swapped q/k map": Mutation(
         "name_maps/llama.py",
         """
-    Name("layers/attention/q_proj/kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
-    Name("layers/attention/k_proj/kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
+    TensorMapping("layers/attention/q_proj/kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
+    TensorMapping("layers/attention/k_proj/kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
 """,
         """
-    Name("layers/attention/q_proj/kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
-    Name("layers/attention/k_proj/kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
+    TensorMapping("layers/attention/q_proj/kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
+    TensorMapping("layers/attention/k_proj/kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
 """,
         ("tests/numerics/test_hf.py::test_a_tensor_is_the_transpose_of_a_layer",),
     ),

@@ -185,9 +185,9 @@ def test_no_line_is_read_without_a_bound(tmp_path: Path, cache: Path, monkeypatc
     path = tmp_path / "long.jsonl"
     line = json.dumps({"text": "x" * 80}) + "\n"
     path.write_text(line * 2)
-    monkeypatch.setattr("spmd.data.corpus._LONGEST", len(line))
+    monkeypatch.setattr("spmd.data.corpus._MAX_LINE_BYTES", len(line))
     assert make(path, cache=cache).documents == 2
-    monkeypatch.setattr("spmd.data.corpus._LONGEST", len(line) - 1)
+    monkeypatch.setattr("spmd.data.corpus._MAX_LINE_BYTES", len(line) - 1)
     with pytest.raises(DataError, match=rf"long.jsonl:1: .*\n.*longer than {len(line) - 1} bytes"):
         make(path, cache=tmp_path / "another")
 
@@ -339,7 +339,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(folder: Path, cache: Path, mon
 def test_a_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
     """A cache below a file is an error that names it and says what to do."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot hold the tokenised text") as caught:
+    with pytest.raises(DataError, match="cannot hold the tokenized text") as caught:
         make(folder, cache=tmp_path / "file" / "cache")
     assert caught.value.problems[0].where == str(tmp_path / "file" / "cache")
 

@@ -188,7 +188,7 @@ def test_every_tensor_belongs_to_one_parameter(name, stacked):
     config = dataclasses.replace(config, stacked=stacked)
     table = tensor_sources(family.names(config), shapes(config))
     assert set(table) == set(shapes(config))
-    parts = [(tensor, s.name.how.number) for s in table.values() for _, tensor in s.tensors()]
+    parts = [(tensor, s.mapping.layout.index) for s in table.values() for _, tensor in s.tensors()]
     assert len(parts) == len(set(parts))
     layers = {int(re.search(r"\d+", tensor)[0]) for tensor, _ in parts if re.search(r"\.(layers|h|layer)\.\d", tensor)}
     assert layers == set(range(config.layers))
@@ -209,15 +209,15 @@ def test_queries_keys_and_values_of_gpt_2_are_thirds_of_a_tensor():
     table = tensor_sources(family.names(config), shapes(config))
     for number, x in enumerate("qkv"):
         source = table[f"layers/attention/{x}_proj/kernel"]
-        assert source.stored == (32, 96)
+        assert source.tensor_shape == (32, 96)
         assert source.region((slice(0, 32), slice(0, 32))) == (slice(0, 32), slice(32 * number, 32 * number + 32))
 
 
 def test_the_published_gpt_2_has_no_prefix():
     """Where no tensor has the family's prefix, no line has; where one has, all keep it."""
     family, config = FAMILIES["gpt2"]
-    full, _ = family.lines(config, ["transformer.wte.weight"])
-    short, ignored = family.lines(config, ["wte.weight", "h.0.attn.bias"])
+    full, _ = family.tables(config, ["transformer.wte.weight"])
+    short, ignored = family.tables(config, ["wte.weight", "h.0.attn.bias"])
     assert full == family.names(config)
     assert [f"transformer.{line.tensor}" for line in short] == [line.tensor for line in full]
     assert any(line.covers("h.0.attn.bias") for line in ignored)

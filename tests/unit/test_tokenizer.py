@@ -103,8 +103,8 @@ def test_a_first_token_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tokenizer is read that is larger than any."""
     path = bpe(tmp_path / "tokenizer.json")
-    monkeypatch.setattr("spmd.data.tokenizer._LONGEST", path.stat().st_size - 1)
-    with pytest.raises(DataError, match="larger than any tokenizer"):
+    monkeypatch.setattr("spmd.data.tokenizer._MAX_BYTES", path.stat().st_size - 1)
+    with pytest.raises(DataError, match="is too large"):
         load_tokenizer(str(path))
 
 
@@ -154,7 +154,7 @@ def test_a_tokenizer_without_a_known_end_token_is_told_of_one(tmp_path: Path) ->
 
 
 def test_what_is_wrong_with_the_files_beside_is_said_at_once(tmp_path: Path) -> None:
-    """Ids that are no tokens, words that are none, files that are no JSON objects, and none is read without a bound."""
+    """Ids that are no tokens, words that are none, files that are no objects, and all reads are bounded."""
     path = bpe(tmp_path / "tokenizer.json", special=CHAT)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, true, "2", -1, 999, 2.0]}')
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eot>"}')
@@ -164,9 +164,9 @@ def test_what_is_wrong_with_the_files_beside_is_said_at_once(tmp_path: Path) -> 
         load_tokenizer(str(path))
     text = str(caught.value)
     assert len(caught.value.problems) == 8
-    for part in ("True, which", "'2', which", "-1, which", "999, which", "2.0, which", "'<eot>'", "no JSON object"):
+    for part in ("True, which", "'2', which", "-1, which", "999, which", "2.0, which", "'<eot>'", "not a JSON object"):
         assert part in text
-    assert "are the most that are read" in text
+    assert "above the limit of" in text
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Save and restore the arrays of a checkpoint with Orbax."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from spmd import tree
+from spmd.checkpoint.tree import layout_problems, serialized_spec, structure_mismatches
+from spmd.errors import CheckpointError, Problem
+
+_UNREADABLE = "restore another step; this one is damaged or was written by another tool"
+_CONCURRENT_BYTES = 128 << 20
+"""Bytes that a process copies at a time while it writes."""
+
+
+def save_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
+    """Write arrays by path; returns when all processes have written their shards."""
+    largest = max(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
+    with contextlib.closing(_make_checkpointer(largest)) as checkpointer:
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays))
+
+
+def restore_arrays(
+    folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], branches: Sequence[str]
+) -> dict[str, jax.Array]:
+    """Restore arrays by path, in their serialized form, each directly into its sharding.
+
+    Args:
+        folder: The folder of the arrays.
+        wanted: Path → shape, dtype and sharding.
+        branches: See `CheckpointManager.restore`.
+
+    Raises:
+        CheckpointError: All differences in paths, shapes and dtypes, or the arrays cannot be read.
+    """
+    if problems := layout_problems(folder):
+        raise CheckpointError(f"checkpoint {folder.parent} was not written by spmd", problems)
+    with contextlib.closing(_make_checkpointer()) as checkpointer:
+        with read_errors(folder):
+            stored = tree.flatten(checkpointer.handler.metadata(folder).tree)
+        if problems := structure_mismatches(stored, wanted, branches):
+            raise CheckpointError(f"checkpoint {folder.parent} does not fit the state", problems)
+        with read_errors(folder):
+            targets = {path: serialized_spec(leaf) for path, leaf in wanted.items()}
+            restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+            args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
+            restored: dict[str, jax.Array] = checkpointer.restore(folder, args=args)
+            return restored
+
+
+def _make_checkpointer(largest_shard: int = 0) -> Any:
+    # Orbax would let each replica write a part of an array and slice it on the device, which runs beside training.
+    array = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, array))
+    # With explicit process indices, barriers use the coordinator. Otherwise they are collectives over all devices,
+    # whose order relative to those of training would differ between processes.
+    everyone = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
+    gb = max(_CONCURRENT_BYTES, largest_shard + 1) / 10**9  # Orbax rejects shards of at least this size
+    # Compression saves a twelfth of random floats, and costs a processor beside training and 300 MiB.
+    handler = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=registry,
+        multiprocessing_options=everyone,
+        save_concurrent_gb=gb,
+        use_compression=False,
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=everyone)
+
+
+@contextlib.contextmanager
+def disk_errors(where: Path, action: str, fix: str) -> Iterator[None]:
+    """Convert errors of the disk to a CheckpointError; those of TensorStore are ValueErrors."""
+    try:
+        yield
+    except (CheckpointError, jax.errors.JaxRuntimeError):
+        raise  # the latter is about device memory or another process
+    except (OSError, RuntimeError, ValueError) as error:
+        problem = Problem(str(where), f"{type(error).__name__}: {error}", fix=fix)
+        raise CheckpointError(f"{action} failed", [problem]) from error
+
+
+def read_errors(where: Path) -> contextlib.AbstractContextManager[None]:
+    """Convert errors in reading a checkpoint to a CheckpointError."""
+    return disk_errors(where, "reading the checkpoint", _UNREADABLE)
