@@ -21,8 +21,9 @@ from jaxtyping import Array, Float, Int
 from spmd.errors import Problem
 from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
-from spmd.models.layers import Angles, RMSNorm, gelu_gated, make_layers, run_layers
+from spmd.models.layers import RMSNorm, gelu_gated, make_layers, run_layers
 from spmd.models.llama import MLP, Attention, Embedding, LlamaConfig
+from spmd.models.rope import Angles
 from spmd.plan.annotate import annotate
 
 

@@ -7,21 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.layers.kv_cache import cache_length, collect_cache, isolate_layer, thread_cache
+from spmd.layers.kv_cache import collect_cache, isolate_layer, thread_cache
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.pipelined_layers import pipelined_layers
 from spmd.layers.soft_cap import soft_capped
-from spmd.models.rope_scaling import RopeScaling
 from spmd.plan.annotate import annotate, constrain_like, has_other_spec, remat_interval, remat_layer
 from spmd.plan.fsdp import ParamPlacement, gather, gathered, placement_of, saves_gathered, scatter
 from spmd.plan.lora_layer import base_weight, lora_delta
-
-Angles = tuple[np.ndarray | Array, np.ndarray | Array]
-"""Cosines and sines of each position, `[batch, seq, head_dim / 2]` each; a batch of 1 where rows are alike."""
 
 
 def dense(
@@ -272,33 +267,6 @@ def gelu_gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"
 def gelu(x: Float[Array, "batch seq d"], approximate: bool) -> Float[Array, "batch seq d"]:
     """`jax.nn.gelu`; the backward pass keeps `x`, and computes the rest again."""
     return jax.nn.gelu(x, approximate=approximate)
-
-
-def rotary_angles(
-    positions: np.ndarray | Array, head_dim: int, theta: float, scaling: RopeScaling = RopeScaling()
-) -> Angles:
-    """Cosines and sines `[batch, seq, head_dim / 2]` of rotary embeddings (Su et al., arXiv:2104.09864), in float32.
-
-    They are constants of the program: computed in it, XLA would fuse them into every use and compute them again in each
-    layer, forward and backward (2 % of a step of a small model on XLA:CPU). Positions that the program computes, as in
-    decoding, are rows of the same constants.
-    """
-    if isinstance(positions, jax.Array):
-        cos, sin = (
-            jnp.asarray(a)[0, positions]
-            for a in rotary_angles(np.arange(cache_length())[None], head_dim, theta, scaling)
-        )
-        return cos, sin
-    frequencies = scaling.scaled(theta ** (-np.arange(0, head_dim, 2) / head_dim))
-    angles = positions[..., None] * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-def rotate(x: Float[Array, "batch seq heads dim"], angles: Angles) -> Float[Array, "batch seq heads dim"]:
-    """Rotates each head's pairs `(i, i + dim/2)` by their position's angle."""
-    cos, sin = (jnp.asarray(a)[:, :, None] for a in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool) -> nnx.Module:

@@ -19,20 +19,17 @@ from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
 from spmd.layers.zigzag import positions
 from spmd.models.layers import (
-    Angles,
     Dense,
     Head,
     RMSNorm,
     columns,
     gated,
     make_layers,
-    rotary_angles,
-    rotate,
     rows,
     run_layers,
     unembed,
 )
-from spmd.models.rope_scaling import RopeScaling
+from spmd.models.rope import Angles, RopeScaling, rotary_angles, rotate
 from spmd.plan.annotate import annotate, cast_to_compute, placement_like
 
 

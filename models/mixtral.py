@@ -24,7 +24,6 @@ from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, balanced_bias, jittered, route
 from spmd.model_api.model import Outputs
 from spmd.models.layers import (
-    Angles,
     Head,
     RMSNorm,
     collect_layers,
@@ -34,6 +33,7 @@ from spmd.models.layers import (
     run_layers,
 )
 from spmd.models.llama import MLP, Attention, Block, Embedding, LlamaConfig
+from spmd.models.rope import Angles
 from spmd.plan.annotate import annotate
 from spmd.plan.fsdp import placement_of
 
