@@ -91,7 +91,7 @@ def _norm(config: GemmaConfig) -> RMSNorm:
 
 
 class Block(nnx.Module):
-    """One decoder layer.
+    """Decoder layer.
 
     Args:
         config: The shape.

@@ -156,7 +156,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each on a normalised copy of the residual stream.
+    """Layer: attention and MLP, each on a normalised copy of the residual stream.
 
     Args:
         config: The shape.

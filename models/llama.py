@@ -221,7 +221,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One decoder layer: attention and MLP, each on a normalised copy of the residual stream."""
+    """Decoder layer: attention and MLP, each on a normalised copy of the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)

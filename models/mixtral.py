@@ -64,9 +64,7 @@ class MixtralConfig(LlamaConfig):
             problems.append(Problem("model.dense_layers", "leaves no layer with experts", arithmetic, "fewer of them"))
         if (self.dense_layers > 0) != (self.dense_d_ff > 0):
             arithmetic = f"dense_layers {self.dense_layers}, dense_d_ff {self.dense_d_ff}"
-            problems.append(
-                Problem("model.dense_d_ff", "and dense_layers need each other", arithmetic, "both or neither")
-            )
+            problems.append(Problem("model.dense_d_ff", "goes with dense_layers", arithmetic, "give both or neither"))
         return problems
 
     def _params(self, experts: int) -> int:
@@ -89,7 +87,7 @@ class MixtralConfig(LlamaConfig):
 
     @property
     def active_params(self) -> int:
-        """Parameters without those of the experts that a token does not choose."""
+        """Parameters that one token uses: of experts, only those that it chooses."""
         return self._params(self.router.top_k) + self._rest
 
     @property
@@ -166,8 +164,8 @@ PRESETS = {
 }
 """Published shapes by name, and small ones for tests and the demo.
 
-`switch-c` and `gshard-600b` are decoders with the experts of these models: all 30 layers of the first, and the 18 layers
-of the second that have experts. `deepseek-v3` has grouped-query attention instead of latent attention.
+`switch-c` and `gshard-600b` are decoders with the experts of these models: all 30 layers of the first, and the 18
+layers of the second that have experts. `deepseek-v3` has grouped-query attention instead of latent attention.
 """
 
 

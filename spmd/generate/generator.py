@@ -63,13 +63,6 @@ class Generator:
     ) -> list[np.ndarray]:
         """Return the continuation of each prompt: int32, `tokens` of them, or fewer, up to and with an end token.
 
-        Args:
-            params: Parameters on the plan's mesh.
-            variables: Variables on the plan's mesh.
-            prompts: The token ids of each prompt, of any lengths.
-            tokens: How many tokens to add.
-            seed: Seed of the sampling.
-
         Raises:
             ConfigError: An empty prompt, more tokens than the window holds, a negative number; all at once.
         """
@@ -152,25 +145,34 @@ class Generator:
 
         The carry is the KV cache, or the ids of the whole window.
         """
-        step = _window_prefill if self.whole_window else _cached_prefill
+        whole_window = self.whole_window
 
         def run(params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int) -> Any:
             with use_plan(self.plan):
-                model = functools.partial(self._logits, params, variables)
-                logits, carry = step(model, ids, lengths, length)
-                return *self._draw(logits, lengths, key), carry
+                if whole_window:
+                    carry: Any = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
+                    logits = self._logits(params, variables, carry)
+                else:
+                    logits, carry = prefill(lambda: self._logits(params, variables, ids), length)
+                return *self._draw(_logits_at(logits, lengths - 1), lengths, key), carry
 
         return jax.jit(run, static_argnames="length")
 
     @functools.cached_property
     def _decode(self) -> Callable[..., Any]:
         """The compiled program for one token: `(params, variables, carry, token, position, key)` → as `_prefill`."""
-        step = _window_decode if self.whole_window else _cached_decode
+        whole_window = self.whole_window
 
         def run(params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any) -> Any:
             with use_plan(self.plan):
-                model = functools.partial(self._logits, params, variables)
-                logits, carry = step(model, carry, token, position)
+                if whole_window:
+                    columns = jax.lax.broadcasted_iota(jnp.int32, carry.shape, 1)
+                    carry = jnp.where(columns == position[:, None], token[:, None], carry)
+                    logits = _logits_at(self._logits(params, variables, carry), position)
+                else:
+                    tokens = token[:, None]
+                    logits, carry = decode(lambda: self._logits(params, variables, tokens), carry, position)
+                    logits = _logits_at(logits, jnp.zeros_like(position))
                 return *self._draw(logits, position + 1, key), carry
 
         return jax.jit(run, donate_argnames="carry")
@@ -186,30 +188,6 @@ class Generator:
         return tuple(
             jax.lax.with_sharding_constraint(x, whole) for x in (draw(logits, self.sampling, key, position), position)
         )
-
-
-LogitsFn = Callable[[Int[Array, "batch seq"]], Float[Array, "batch seq vocab"] | LazyLogits]
-
-
-def _cached_prefill(model: LogitsFn, ids: Array, lengths: Array, length: int) -> tuple[Array, Any]:
-    logits, cache = prefill(lambda: model(ids), length)
-    return _logits_at(logits, lengths - 1), cache
-
-
-def _cached_decode(model: LogitsFn, cache: Any, token: Array, position: Array) -> tuple[Array, Any]:
-    logits, cache = decode(lambda: model(token[:, None]), cache, position)
-    return _logits_at(logits, jnp.zeros_like(position)), cache
-
-
-def _window_prefill(model: LogitsFn, ids: Array, lengths: Array, length: int) -> tuple[Array, Any]:
-    ids = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
-    return _logits_at(model(ids), lengths - 1), ids
-
-
-def _window_decode(model: LogitsFn, ids: Array, token: Array, position: Array) -> tuple[Array, Any]:
-    columns = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
-    ids = jnp.where(columns == position[:, None], token[:, None], ids)
-    return _logits_at(model(ids), position), ids
 
 
 def _logits_at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]) -> Array:

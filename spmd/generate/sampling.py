@@ -39,12 +39,7 @@ def draw(
     """Return one token for each row, int32.
 
     A draw depends on the key, the row's number and the position alone, not on the mesh or the other rows.
-
-    Args:
-        logits: Logits of the next token.
-        sampling: Options.
-        key: Not used at temperature 0.
-        positions: Position of each row's next token.
+    `positions` are those of each row's next token.
 
     Example:
         >>> draw(jnp.array([[0.0, 2.0, 1.0]]), Sampling(temperature=0), jax.random.key(0), jnp.array([0])).tolist()

@@ -93,9 +93,6 @@ class BlockPairs:
         table: From `unmasked_pairs`, for this device.
         count: The number of rows to process; the others are padding.
         chunk: Tokens of a chunk.
-        options: Mask and scores.
-        query_segments: The document of each query, or None.
-        key_segments: The document of each key, or None.
     """
 
     table: Int[Array, "pairs 3"]

@@ -20,13 +20,7 @@ MLP = Callable[[Array, Array | None], Array]
 
 @dataclasses.dataclass(frozen=True)
 class ExpertAxis:
-    """The mesh axis that experts are split over.
-
-    Attributes:
-        name: The axis.
-        size: Its size.
-        ragged: Use `jax.lax.ragged_all_to_all`, which sends only filled rows; XLA:CPU does not have it.
-    """
+    """Mesh axis that experts are split over; `ragged` selects `jax.lax.ragged_all_to_all`, which XLA:CPU does not have."""
 
     name: str
     size: int

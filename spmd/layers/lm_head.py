@@ -81,14 +81,9 @@ def is_lazy() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Options and sharding of the loss; by default on one device.
+    """Options of the loss, named as in `LazyLogits`, and its sharding; by default on one device.
 
     Attributes:
-        axes: As in `LazyLogits`, as are the next two.
-        logits: The activation name of the logits.
-        soft_cap: The cap of logits.
-        chunk: Tokens of a chunk.
-        mesh: The plan's mesh; None outside a plan.
         split: The axes of size above 1.
         tokens: The spec of `x`.
         kernel: The spec of the kernel as an input.
@@ -156,8 +151,8 @@ def chunked_cross_entropy(
     Args:
         head: From a model.
         targets: The next token of each position.
-        weights: The weight of each position; they have no gradient.
-        chunk: Tokens of a device in each chunk.
+        weights: The weight of each position, without a gradient.
+        chunk: Tokens of each chunk, per device.
 
     Example:
         >>> head = LazyLogits(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)))

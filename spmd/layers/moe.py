@@ -45,12 +45,7 @@ _REPLICATED = P()
 
 @dataclasses.dataclass(frozen=True)
 class ExpertKernel:
-    """The kernels of all experts of a layer.
-
-    Attributes:
-        array: The kernels.
-        placed: From `spmd.plan.fsdp.placement_of`; None outside a plan.
-    """
+    """The kernels of all experts of a layer; `placed` is from `spmd.plan.fsdp.placement_of`, None outside a plan."""
 
     array: Float[Array, "expert in out"]
     placed: ParamPlacement | None

@@ -56,7 +56,7 @@ class Ring:
 
     Attributes:
         options: Mask and scores.
-        mesh: The mesh, of more than one device along `sequence`; None for a ring of one.
+        mesh: The plan's mesh; None for a ring of one device.
         devices: Size of mesh axis `sequence`.
         is_zigzag: True if tokens are in zigzag order.
     """
@@ -182,15 +182,7 @@ def ulysses_attention(
     value: Float[Array, "batch seq kv_heads dim"],
     segments: Segments,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Apply a kernel to whole sequences of some heads, split over `tensor` and, if it is larger than 1, `sequence`.
-
-    Args:
-        kernel: `(query, key, value, segments) -> output`, on one device's part.
-        mesh: The plan's mesh.
-        query: Tokens may be split over `sequence`, as those of keys and values.
-        key: Keys.
-        value: Values.
-        segments: Gathered over `sequence`.
+    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences, heads split over `tensor × sequence`.
 
     Raises:
         ConfigError: Heads or tokens do not divide over the devices.

@@ -183,8 +183,8 @@ def route(
 
     Args:
         logits: float32.
-        config: The kind of router.
-        key: Key of training; None in evaluation, where every second choice is followed.
+        config: Options.
+        key: For training; None in evaluation, where every second choice is followed.
         bias: Added to scores for the choice, not for the weights (DeepSeek-V3).
 
     Example:
