@@ -20,7 +20,7 @@ MLP = Callable[[Array, Array | None], Array]
 
 @dataclasses.dataclass(frozen=True)
 class ExpertAxis:
-    """Mesh axis that experts are split over; `ragged` selects `jax.lax.ragged_all_to_all`, which XLA:CPU does not have."""
+    """Mesh axis that experts are split over; `ragged` selects `jax.lax.ragged_all_to_all`, which XLA:CPU lacks."""
 
     name: str
     size: int

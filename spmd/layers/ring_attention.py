@@ -182,7 +182,7 @@ def ulysses_attention(
     value: Float[Array, "batch seq kv_heads dim"],
     segments: Segments,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences, heads split over `tensor × sequence`.
+    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences, with heads split instead.
 
     Raises:
         ConfigError: Heads or tokens do not divide over the devices.
