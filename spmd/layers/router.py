@@ -126,11 +126,6 @@ class RouterConfig:
         """True if routing in training needs random numbers."""
         return self.random_second or self.jitter > 0
 
-    @property
-    def choices(self) -> int:
-        """Length of a token's list of experts: top_k, or all experts with choice=expert."""
-        return self.top_k if self.choice == "token" else self.experts
-
     def capacity(self, tokens: int) -> int:
         """Return the tokens of one example that an expert takes: ⌈capacity_factor · top_k · tokens / experts⌉.
 
