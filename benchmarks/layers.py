@@ -37,9 +37,9 @@ from benchmarks.collectives import describe
 from spmd import tree
 from spmd.layers.router import RouterConfig
 from spmd.layers.zigzag import positions, zigzag, zigzag_batch
-from spmd.models.layers import rotary_angles
 from spmd.models.llama import Attention, Block, LlamaConfig
 from spmd.models.mixtral import MixtralConfig, MixtureOfExperts
+from spmd.models.rope import rotary_angles
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan.context import use_plan

@@ -1,1 +1,1 @@
-"""Flax NNX models. They import flax, jax and what model code may say to a plan; nothing else of `spmd`."""
+"""Flax NNX models. They import flax, jax and the parts of `spmd` that are for model code."""

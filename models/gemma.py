@@ -1,13 +1,13 @@
-"""Gemma: GeGLU, wide heads, a scaled embedding that is the head as well (arXiv:2403.08295), and Gemma 2, whose layers
-see a window and everything in turn, with capped scores and norms behind attention and MLP too (arXiv:2408.00118).
+"""Gemma: GeGLU, wide heads and a scaled, tied embedding (arXiv:2403.08295); Gemma 2: alternating local and global
+attention, soft caps, and norms after attention and MLP (arXiv:2408.00118).
 
 ```python
 config = dataclasses.replace(PRESETS["gemma2-2b"], layers=4)
 model = spmd.from_nnx(config.build)
 ```
 
-A layer of the scan of a Gemma 2 is a pair: `layers/local_block/…` sees the window, `layers/global_block/…` all tokens
-before each one. So a stage of a pipeline is of whole pairs, and what a remat policy calls a layer is one.
+A scanned layer of Gemma 2 is a pair: `layers/local_block/…` with a window and `layers/global_block/…` without. Pipeline
+stages hold whole pairs, and for a remat policy a pair is one layer.
 """
 
 import dataclasses
@@ -19,59 +19,57 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from spmd.errors import Problem
+from spmd.errors import Problem, check_fields
 from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
-from spmd.models.layers import Angles, RMSNorm, gelu_gated, make_layers, run_layers
+from spmd.models.layers import RMSNorm, gelu_gated, make_layers, run_layers
 from spmd.models.llama import MLP, Attention, Embedding, LlamaConfig
+from spmd.models.rope import Angles
 from spmd.plan.annotate import annotate
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmaConfig(LlamaConfig):
-    """The shape of a Gemma."""
+    """Shape of a Gemma."""
 
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     tied: bool = True
-    """The output head is the embedding's transpose, always."""
+    """Always true: the output head is the embedding's transpose."""
 
     def problems(self) -> list[Problem]:
-        """Everything that is wrong with the shape."""
+        """Return a problem for each invalid field."""
         problems = super().problems()
         if not self.tied:
-            problems.append(Problem("model.tied", "is False", fix="a Gemma has one table for embedding and head"))
+            problems.append(Problem("model.tied", "is False", fix="True: a Gemma has one table for embedding and head"))
         return problems
 
     def build(self, rngs: nnx.Rngs) -> "Gemma":
-        """The model of this shape."""
+        """Build the model."""
         return Gemma(self, rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gemma2Config(GemmaConfig):
-    """The shape of a Gemma 2; every other layer sees the window, the first one among them."""
+    """Shape of a Gemma 2; every other layer has the window, starting with the first."""
 
     window: int = 4096
-    """How many tokens each one sees in every other layer, itself included."""
+    """Tokens that each one attends to in every other layer, itself included."""
     query_scale: int = 256
     """Products of queries and keys are divided by the square root of this (`query_pre_attn_scalar`)."""
     attention_soft_cap: float = 50.0
-    """What the scores of attention stay below."""
+    """Soft cap of attention scores."""
     logits_soft_cap: float = 30.0
-    """What logits stay below."""
+    """Soft cap of logits."""
 
     def problems(self) -> list[Problem]:
-        """Everything that is wrong with the shape."""
+        """Return a problem for each invalid field."""
         problems = [p for p in super().problems() if p.where != "model.window"]
-        problems += [
-            Problem(f"model.{name}", f"is {getattr(self, name)}", fix="above 0")
-            for name in ("window", "query_scale", "attention_soft_cap", "logits_soft_cap")
-            if not getattr(self, name) > 0
-        ]
+        positive = ("window", "query_scale", "attention_soft_cap", "logits_soft_cap")
+        problems += check_fields(self, dict.fromkeys(positive, "above 0"), prefix="model.")
         if self.layers % 2:
             arithmetic = f"{self.layers} / 2 = {self.layers / 2}"
-            problems.append(Problem("model.layers", "is no number of pairs", arithmetic, "an even number"))
+            problems.append(Problem("model.layers", "is odd, and layers are pairs", arithmetic, "an even number"))
         return problems
 
 
@@ -94,15 +92,15 @@ def _norm(config: GemmaConfig) -> RMSNorm:
 
 
 class Block(nnx.Module):
-    """One decoder layer.
+    """Decoder layer.
 
     Args:
         config: The shape.
-        window: How many tokens each one sees; 0 for all before it.
-        scale: As for `attend`, and so is the next one.
+        window: Tokens that each one attends to; 0 for all preceding ones.
+        scale: As for `attend`, as is the next one.
         soft_cap: The cap of scores.
-        post_norms: Whether what attention and MLP add is normalised too.
-        rngs: Of the initial parameters.
+        post_norms: Normalise the outputs of attention and MLP too.
+        rngs: For the initial parameters.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
     ) -> Float[Array, "batch seq d"]:
-        """The residual stream after this layer."""
+        """Return the residual stream after this layer."""
 
         def add(x: Array, y: Array, norm: RMSNorm | None) -> Array:
             return annotate(x + (y if norm is None else norm(y)), "residual")
@@ -136,7 +134,7 @@ class Block(nnx.Module):
 
 
 class Pair(nnx.Module):
-    """Two layers of a Gemma 2: one that sees the window, and one that sees everything."""
+    """Two layers of a Gemma 2: a local one, with the window, and a global one."""
 
     def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs) -> None:
         make = functools.partial(
@@ -148,12 +146,12 @@ class Pair(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
     ) -> Float[Array, "batch seq d"]:
-        """The residual stream after both."""
+        """Return the residual stream after both layers."""
         return self.global_block(self.local_block(x, angles, segments), angles, segments)
 
 
 class Gemma(nnx.Module):
-    """Tokens in, next-token logits out."""
+    """Causal language model from tokens to next-token logits."""
 
     position_aware = True
 
@@ -171,17 +169,12 @@ class Gemma(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
-        """Logits of the token that follows each position; to a loss, what they are made of.
-
-        Args:
-            tokens: Token ids.
-            segments: The document of each token, where several share a sequence.
-        """
+        """Return next-token logits or `LazyLogits`; `segments` is the document of each token of a packed sequence."""
         x, context = self.embed_inputs(tokens, segments)
         return self.compute_outputs(*self.apply_layers(x, context))
 
     def embed_inputs(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> tuple[Array, Any]:
-        """Return the residual stream before the first layer, and what every layer takes."""
+        """Return the residual stream before the first layer, and the other inputs of every layer."""
         x = self.embed(tokens)
         x = annotate(x * jnp.asarray(self.config.d_model**0.5, x.dtype), "residual")
         return x, (self.config.angles(tokens.shape[1]), segments)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, check_fields
 from spmd.layers.attention import attend
 from spmd.layers.kv_cache import cache_length
 from spmd.layers.lm_head import LazyLogits
@@ -26,7 +26,7 @@ from spmd.plan.annotate import annotate
 
 
 class TransformerConfig(Protocol):
-    """What a layer of this kind needs to know of its model."""
+    """Fields that layers of GPT-2's kind use."""
 
     @property
     def d_model(self) -> int:
@@ -38,7 +38,7 @@ class TransformerConfig(Protocol):
 
     @property
     def heads(self) -> int:
-        """Heads of attention; divides d_model."""
+        """Attention heads; divides d_model."""
 
     @property
     def d_ff(self) -> int:
@@ -50,17 +50,9 @@ class TransformerConfig(Protocol):
 
 
 def transformer_problems(config: TransformerConfig, *sizes: str) -> list[Problem]:
-    """What is wrong with the shape of a model of such layers.
-
-    Args:
-        config: The shape.
-        *sizes: Its other fields that are 1 or more.
-    """
-    problems = [
-        Problem(f"model.{name}", f"is {getattr(config, name)}", fix="1 or more")
-        for name in ("d_model", "layers", "heads", "d_ff", *sizes)
-        if getattr(config, name) < 1
-    ]
+    """Return a problem for each invalid field of a model of such layers; `sizes` are its other positive fields."""
+    rules = dict.fromkeys(("d_model", "layers", "heads", "d_ff", *sizes), "at least 1")
+    problems = check_fields(config, rules, prefix="model.")
     if config.heads > 0 and config.d_model % config.heads:
         arithmetic = f"{config.d_model} / {config.heads} = {config.d_model / config.heads:.4g}"
         problems.append(Problem("model.heads", "does not divide model.d_model", arithmetic, "change one of them"))
@@ -69,7 +61,7 @@ def transformer_problems(config: TransformerConfig, *sizes: str) -> list[Problem
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config:
-    """The shape of a GPT-2."""
+    """Shape of a GPT-2."""
 
     vocab: int = 256
     """Vocabulary size."""
@@ -78,21 +70,21 @@ class GPT2Config:
     layers: int = 4
     """Number of decoder layers."""
     heads: int = 4
-    """Heads of attention; divides d_model."""
+    """Attention heads; divides d_model."""
     d_ff: int = 512
     """Hidden width of the MLP."""
     context: int = 1024
-    """How many positions there are: the longest sequence."""
+    """Number of positions: the longest sequence."""
     norm_eps: float = 1e-5
     """Added to the variance in LayerNorm."""
     stacked: bool = True
-    """Whether layers are stacked and scanned (one compiled layer), or a list."""
+    """Stack and scan layers (one compiled layer); otherwise they are a list."""
     unroll: int = 1
-    """Stacked layers in one turn of the scan: more is faster and compiles longer."""
+    """Stacked layers per iteration of the scan: more is faster and compiles longer."""
 
     def __post_init__(self) -> None:
         if problems := transformer_problems(self, "vocab", "context", "unroll"):
-            raise ConfigError("This GPT2 cannot be built:", problems)
+            raise ConfigError("The GPT2 is invalid:", problems)
 
     @property
     def attention_width(self) -> int:
@@ -101,11 +93,11 @@ class GPT2Config:
 
     @property
     def matmul_params(self) -> int:
-        """Parameters that each token is multiplied with: kernels and the output head, not the embedding lookup."""
+        """Parameters in matmuls: kernels and the output head, not the embedding lookup."""
         return self.layers * (4 * self.d_model**2 + 2 * self.d_model * self.d_ff) + self.d_model * self.vocab
 
     def build(self, rngs: nnx.Rngs) -> "GPT2":
-        """The model of this shape."""
+        """Build the model."""
         return GPT2(self, rngs=rngs)
 
 
@@ -123,7 +115,7 @@ The published vocabulary, 50,257 words, divides over no `tensor` above 1; see `s
 
 
 class Attention(nnx.Module):
-    """Attention of as many key/value heads as query heads, with biases; `causal` or of all tokens to all."""
+    """Multi-head attention with biases, `causal` or of all tokens to all."""
 
     def __init__(self, config: TransformerConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
         width = config.d_model
@@ -134,7 +126,7 @@ class Attention(nnx.Module):
         self.o_proj = Dense(width, width, scale=(2 * config.layers) ** -0.5, bias=True, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch seq d"], segments: Segments = None) -> Float[Array, "batch seq d"]:
-        """What each token takes from those it sees."""
+        """Apply attention."""
         batch, seq, _ = x.shape
         projs = self.q_proj, self.k_proj, self.v_proj
         products = columns(x, [proj.kernel for proj in projs], "attention_input")
@@ -148,7 +140,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """`down(gelu(up(x)))`, with biases (Hendrycks & Gimpel, arXiv:1606.08415); `approximate` takes gelu by tanh."""
+    """`down(gelu(up(x)))`, with biases (Hendrycks & Gimpel, arXiv:1606.08415); `approximate` is gelu by tanh."""
 
     def __init__(self, config: TransformerConfig, *, approximate: bool = True, rngs: nnx.Rngs) -> None:
         self.approximate = approximate
@@ -156,7 +148,7 @@ class MLP(nnx.Module):
         self.down_proj = Dense(config.d_ff, config.d_model, scale=(2 * config.layers) ** -0.5, bias=True, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
-        """Token by token."""
+        """Apply the MLP."""
         (up,) = columns(x, (self.up_proj.kernel,), "mlp_input")
         up = annotate(self.up_proj.with_bias(up), "mlp_up")
         hidden = annotate(gelu(up, self.approximate), "mlp_hidden")
@@ -164,13 +156,13 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each on a normalised copy of the residual stream.
+    """Layer: attention and MLP, each on a normalised copy of the residual stream.
 
     Args:
         config: The shape.
-        causal: Whether tokens see only those before them.
-        approximate: Whether gelu is taken by tanh.
-        rngs: Of the initial parameters.
+        causal: Attend to preceding tokens only.
+        approximate: Use the tanh approximation of gelu.
+        rngs: For the initial parameters.
     """
 
     def __init__(
@@ -182,14 +174,14 @@ class Block(nnx.Module):
         self.mlp = MLP(config, approximate=approximate, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch seq d"], segments: Segments = None) -> Float[Array, "batch seq d"]:
-        """The residual stream after this layer."""
+        """Return the residual stream after this layer."""
         x = annotate(x, "residual")
         x = annotate(x + self.attention(self.attention_norm(x), segments), "residual")
         return annotate(x + self.mlp(self.mlp_norm(x)), "residual")
 
 
 class GPT2(nnx.Module):
-    """Tokens in, next-token logits out."""
+    """Causal language model from tokens to next-token logits."""
 
     position_aware = True
 
@@ -206,14 +198,14 @@ class GPT2(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
-        """Logits of the token that follows each position; to a loss, what they are the product of.
+        """Return next-token logits or `LazyLogits`.
 
         Args:
             tokens: Token ids.
-            segments: The document of each token, where several share a sequence; positions count on.
+            segments: The document of each token of a packed sequence; positions do not restart at a document.
 
         Raises:
-            ConfigError: The sequence is longer than there are positions, or may become so.
+            ConfigError: The sequence, or the cache in decoding, is longer than `context`.
         """
         x, context = self.embed_inputs(tokens, segments)
         return self.compute_outputs(*self.apply_layers(x, context))

@@ -1,4 +1,4 @@
-"""The layers that the model families share."""
+"""Layers shared by the model families."""
 
 import dataclasses
 import functools
@@ -7,21 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.layers.kv_cache import cache_length, collect_cache, isolate_layer, thread_cache
+from spmd.layers.kv_cache import collect_cache, isolate_layer, thread_cache
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.sequential_stages import run_stack
 from spmd.layers.soft_cap import soft_capped
-from spmd.models.rope_scaling import RopeScaling
 from spmd.plan.annotate import annotate, constrain_like, has_other_spec, remat_interval, remat_layer
 from spmd.plan.fsdp import ParamPlacement, gather, gathered, placement_of, saves_gathered, scatter
 from spmd.plan.lora_layer import base_weight, lora_delta
-
-Angles = tuple[np.ndarray | Array, np.ndarray | Array]
-"""Cosines and sines of each position, `[batch, seq, head_dim / 2]` each; a batch of 1 where rows are alike."""
 
 
 def dense(
@@ -31,17 +26,17 @@ def dense(
     dtype: Any = None,
     axes: str = "io",
 ) -> Float[Array, "batch seq out"]:
-    """`x @ kernel` on every token, with the kernel gathered over `fsdp` for as long as it is used.
+    """Return `x @ kernel`, with the kernel gathered over `fsdp` and discarded after use.
 
-    The kernel is cast to the dtype of `x` and then gathered, so bfloat16 travels. Its gradient leaves the matmul in the
-    kernel's own dtype, so sums over devices are float32, and goes to where the plan keeps gradients.
+    The kernel is cast to the dtype of `x` and then gathered, so the collective is in bfloat16. Its gradient leaves the
+    matmul in the kernel's own dtype, so sums over devices are in float32, and is scattered as the plan says.
 
     Args:
         x: Activations.
-        kernel: A parameter, which knows its path under a plan.
-        precision: Of the product and of those of its derivative, as in `jax.lax.dot`.
-        dtype: Of the product; None for that of `x`.
-        axes: The kernel's dimensions, `o` for the one that is left; the others are the last ones of `x`.
+        kernel: A parameter; its metadata has its path under a plan.
+        precision: As in `jax.lax.dot`, for the product and its derivative.
+        dtype: Dtype of the product; None for that of `x`.
+        axes: The kernel's dimensions, `o` for the output; the others are the last ones of `x`.
     """
     return _multiplied(x, (kernel,), _Products((_placed(kernel),), axes, dtype, precision=precision))[0]
 
@@ -49,28 +44,28 @@ def dense(
 def columns(
     x: Float[Array, "batch seq d"], kernels: Sequence[nnx.Param], whole: str
 ) -> tuple[Float[Array, "batch seq hidden"], ...]:
-    """`dense` from a copy of the residual stream into hidden units, which a table may split over `tensor`.
+    """Apply column-parallel kernels: from the residual stream into hidden units, which a table may split over `tensor`.
 
-    Where the table splits the residual stream over `tensor` too, by tokens (sequence parallelism, Korthikanti et al.,
-    arXiv:2205.05198, section 4.2.2), tokens are gathered here, once for all kernels. The backward pass keeps them split
-    and gathers them again.
+    If the table splits the residual stream over `tensor` too, by tokens (sequence parallelism, Korthikanti et al.,
+    arXiv:2205.05198, section 4.2.2), tokens are gathered here, once for all kernels. For the backward pass they are
+    saved split, and gathered again.
 
     Args:
         x: Tokens.
         kernels: Parameters.
-        whole: What tokens are marked as where they meet the kernels.
+        whole: The activation name of gathered tokens.
     """
     static = _Products(tuple(map(_placed, kernels)), into=whole)
     return _multiplied(constrain_like(x, "residual"), kernels, static)
 
 
 def rows(x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str) -> Float[Array, "batch seq d"]:
-    """`dense` from hidden units back into the residual stream: the reverse of `columns`.
+    """Apply a row-parallel kernel: from hidden units back into the residual stream.
 
     Args:
         x: Hidden units.
         kernel: A parameter.
-        whole: What tokens are marked as where their gradient meets the kernel.
+        whole: The activation name of the gathered gradient.
     """
     return constrain_like(_multiplied(x, (kernel,), _Products((_placed(kernel),), out=whole))[0], "residual")
 
@@ -82,14 +77,14 @@ def unembed(
     axes: str,
     soft_cap: float | None = None,
 ) -> Float[Array, "batch seq vocab"] | LazyLogits:
-    """How well each word fits each token, in float32; where a loss asks for it, that product still to be taken.
+    """Return logits in float32; `LazyLogits` inside `spmd.layers.lm_head.lazy_logits`.
 
     Args:
-        x: The residual stream, normalised.
-        kernel: `[d, vocab]`, or `[vocab, d]`.
-        placed: How the plan in scope places the kernel.
-        axes: `"io"` for the one, `"oi"` for the other.
-        soft_cap: What logits stay below; None for no cap.
+        x: The normalised residual stream.
+        kernel: `[d, vocab]` or `[vocab, d]`.
+        placed: The kernel's placement under the plan in scope.
+        axes: `"io"` for `[d, vocab]`, `"oi"` for `[vocab, d]`.
+        soft_cap: The cap of logits; None for no cap.
     """
     x = constrain_like(x, "residual")
     if is_lazy():
@@ -99,22 +94,20 @@ def unembed(
 
 
 def biased(x: Float[Array, "batch seq out"], bias: nnx.Param[Float[Array, "out"]]) -> Float[Array, "batch seq out"]:
-    """`x + bias` on every token, in the dtype of `x`; summed in float32, and so is the bias's gradient."""
+    """Return `x + bias` in the dtype of `x`; the sum and the bias's gradient are in float32."""
     whole = gathered(bias[...], _placed(bias))
     return (x.astype(whole.dtype) + whole[None, None]).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Products:
-    """How an array is multiplied with kernels.
+    """Options of the product of an array with kernels.
 
     Attributes:
-        placed: How the plan in scope places each kernel.
-        axes: A kernel's dimensions, `o` for the one that is not summed over.
-        dtype: Of the products; None for that of the array.
-        into: What the array is marked as where it meets a kernel, if anything.
-        out: What a product's gradient is marked as where it does.
-        precision: Of all products, as in `jax.lax.dot`.
+        placed: The placement of each kernel under the plan in scope.
+        axes: As for `dense`, as are `dtype` and `precision`.
+        into: The activation name of the array as an input of the matmul, if any.
+        out: The activation name of a product's gradient as an input of the matmul, if any.
     """
 
     placed: tuple[ParamPlacement | None, ...]
@@ -126,16 +119,16 @@ class _Products:
 
     @property
     def inputs(self) -> str:
-        """The dimensions that are summed over, as the array has them."""
+        """The contracted dimensions."""
         return self.axes.replace("o", "")
 
     def einsum(self, form: str, a: Array, b: Array, dtype: Any = None) -> Array:
-        """The product of two arrays, in a dtype; by default in their own."""
+        """Return the product of two arrays; `dtype` is theirs by default."""
         return jnp.einsum(form, a, b, preferred_element_type=dtype, precision=self.precision)
 
 
 def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products) -> tuple[Array, ...]:
-    """An array times each kernel, with what the kernel's adapter adds, if it has one."""
+    """Return the product with each kernel, plus that of its LoRA adapter, if any."""
     values = [kernel.get_value() for kernel in kernels]
     ys = _products(x, tuple(map(base_weight, values)), how)
     added = [lora_delta(x, value) for value in values]
@@ -158,7 +151,7 @@ def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> t
 
 def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
     x, kept, like_kernels = saved
-    # Barriers keep XLA from taking the copy that the forward pass gathered, and from keeping that until now.
+    # Barriers keep XLA from merging these gathers with those of the forward pass and saving their results until now.
     if how.into and has_other_spec("residual", how.into):
         x = annotate(jax.lax.optimization_barrier(x), how.into)
     dxs, dkernels = [], []
@@ -171,7 +164,7 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
         dkernel = how.einsum(f"...{how.inputs},...o->{how.axes}", x, dy, like_kernel.dtype)
         dkernels.append(scatter(dkernel, placed))
         dxs.append(how.einsum(f"...o,{how.axes}->...{how.inputs}", dy, used))
-    # Added as JAX adds up what several readers give back: the last one first.
+    # In the order in which JAX sums cotangents: the last one first.
     return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
 
 
@@ -183,7 +176,7 @@ def _placed(kernel: nnx.Param) -> ParamPlacement | None:
 
 
 class Dense(nnx.Module):
-    """The `kernel` of a linear layer, `[in, out]`, drawn with variance 1 / in, and its `bias`, if it has one.
+    """Linear layer: `kernel` `[in, out]`, initialised with variance 1 / in, and `bias`, if it has one.
 
     See `columns`, `rows` and `biased`.
     """
@@ -195,19 +188,19 @@ class Dense(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32), gathered_by_layer=True) if bias else None
 
     def with_bias(self, x: Float[Array, "batch seq out"]) -> Float[Array, "batch seq out"]:
-        """A product with the kernel, and the bias, if there is one."""
+        """Add the bias, if any, to a product with the kernel."""
         return x if self.bias is None else biased(x, self.bias)
 
 
 class Head(nnx.Module):
-    """The output head; its `kernel` is `[d, vocab]`, drawn with variance 1 / d."""
+    """Output head; its `kernel` is `[d, vocab]`, initialised with variance 1 / d."""
 
     def __init__(self, width: int, vocab: int, *, rngs: nnx.Rngs) -> None:
         self.kernel = Dense(width, vocab, rngs=rngs).kernel
-        self.kernel.set_metadata(supports_lora=False)  # by a loss, perhaps, in chunks
+        self.kernel.set_metadata(supports_lora=False)  # a loss may use it in chunks
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | LazyLogits:
-        """The logits of each token, or what they are the product of."""
+        """Return logits or `LazyLogits`."""
         return unembed(x, self.kernel[...], _placed(self.kernel), "io")
 
 
@@ -219,7 +212,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
-        """`x / rms(x) · (offset + scale)`, in the dtype of `x`."""
+        """Return `x / rms(x) · (offset + scale)` in the dtype of `x`."""
         return _rms_norm(x, self.scale[...], self.eps, self.offset)
 
 
@@ -240,7 +233,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
-        """`(x − mean(x)) / std(x) · scale + bias`, in the dtype of `x`."""
+        """Return `(x − mean(x)) / std(x) · scale + bias` in the dtype of `x`."""
         return _layer_norm(x, self.scale[...], self.bias[...], self.eps)
 
 
@@ -258,53 +251,26 @@ def _for_tokens(values: Float[Array, "d"], x: Array) -> Array:
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
-    """`silu(gate) · up`; the backward pass keeps the two, and computes the rest again."""
+    """Return `silu(gate) · up`; only the inputs are saved for the backward pass."""
     return jax.nn.silu(gate) * up
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gelu_gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
-    """`gelu(gate) · up`, with the approximation by tanh; the backward pass keeps the two."""
+    """Return `gelu(gate) · up`, with the tanh approximation; only the inputs are saved for the backward pass."""
     return jax.nn.gelu(gate, approximate=True) * up
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
 def gelu(x: Float[Array, "batch seq d"], approximate: bool) -> Float[Array, "batch seq d"]:
-    """`jax.nn.gelu`; the backward pass keeps `x`, and computes the rest again."""
+    """Return `jax.nn.gelu(x)`; only `x` is saved for the backward pass."""
     return jax.nn.gelu(x, approximate=approximate)
 
 
-def rotary_angles(
-    positions: np.ndarray | Array, head_dim: int, theta: float, scaling: RopeScaling = RopeScaling()
-) -> Angles:
-    """Cosines and sines `[batch, seq, head_dim / 2]` of rotary embeddings (Su et al., arXiv:2104.09864), in float32.
-
-    They are constants of the program: computed in it, XLA would fuse them into every use and compute them again in each
-    layer, forward and backward (2 % of a step of a small model on XLA:CPU). Positions that the program computes, as in
-    decoding, are rows of the same constants.
-    """
-    if isinstance(positions, jax.Array):
-        cos, sin = (
-            jnp.asarray(a)[0, positions]
-            for a in rotary_angles(np.arange(cache_length())[None], head_dim, theta, scaling)
-        )
-        return cos, sin
-    frequencies = scaling.scaled(theta ** (-np.arange(0, head_dim, 2) / head_dim))
-    angles = positions[..., None] * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-def rotate(x: Float[Array, "batch seq heads dim"], angles: Angles) -> Float[Array, "batch seq heads dim"]:
-    """Rotates each head's pairs `(i, i + dim/2)` by their position's angle."""
-    cos, sin = (jnp.asarray(a)[:, :, None] for a in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
 def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool) -> nnx.Module:
-    """`count` equal layers: one module whose parameters have a leading layer dimension, or a list of modules.
+    """Return `count` equal layers: one module whose parameters have a leading layer dimension, or a list of modules.
 
-    Layer *i* draws from `jax.random.split(key, count)[i]`, so both forms start bitwise equal.
+    Layer *i* is initialised from `jax.random.split(key, count)[i]`, so both forms are bitwise equal.
     """
     keys = jax.random.split(key, count)
     if not stacked:
@@ -314,22 +280,21 @@ def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, 
 
 
 def run_layers(layers: nnx.Module, x: Array, *context: Any, unroll: int = 1) -> Array:
-    """Runs layers made by `make_layers` one after the other, each under the plan's remat policy.
+    """Run layers from `make_layers` in order, each under the plan's remat policy.
 
-    Stacked layers are scanned, `unroll` of them in each turn of the loop. Under a policy with an interval, a turn is at
-    least as many layers as that.
+    Stacked layers are scanned, `unroll` of them per iteration, and at least as many as the policy's interval.
     """
     return _run(layers, x, None, lambda layer, x, state, _: (layer(state, x, *context), None), unroll)[0]
 
 
 def collect_layers(layers: nnx.Module, x: Array, each: Any, *context: Any, unroll: int = 1) -> tuple[Array, Any]:
-    """`run_layers`, for layers that take something of their own and return something besides `x`.
+    """Run layers that have their own inputs and return values besides `x`.
 
     Args:
         layers: Layers `(x, own, *context) -> (x, value)`.
-        x: What goes from layer to layer.
-        each: A tree of arrays with a leading layer dimension; each layer takes its own slice of it.
-        *context: What every layer takes.
+        x: Input of the first layer.
+        each: A tree of arrays with a leading layer dimension; each layer takes its slice of it.
+        *context: Inputs of every layer.
         unroll: As for `run_layers`.
 
     Returns:
@@ -378,7 +343,7 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
 
 
 def _unstack(group: Any) -> list[Any]:
-    """The layers of a stack; what comes back in the backward pass is put together once, not added up."""
+    """Return the layers of a stack; by one split, so their gradients are concatenated once, not summed."""
     leaves, structure = jax.tree.flatten(group)
     parts = [jax.lax.split(w, [1] * w.shape[0]) for w in leaves]
     return [

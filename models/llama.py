@@ -14,32 +14,29 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, check_fields
 from spmd.layers.attention import attend
 from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
 from spmd.layers.zigzag import positions
 from spmd.models.layers import (
-    Angles,
     Dense,
     Head,
     RMSNorm,
     columns,
     gated,
     make_layers,
-    rotary_angles,
-    rotate,
     rows,
     run_layers,
     unembed,
 )
-from spmd.models.rope_scaling import RopeScaling
+from spmd.models.rope import Angles, RopeScaling, rotary_angles, rotate
 from spmd.plan.annotate import annotate, cast_to_compute, placement_like
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama."""
+    """Shape of a Llama."""
 
     vocab: int = 256
     """Vocabulary size."""
@@ -58,49 +55,41 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
     tied: bool = False
-    """Whether the output head is the embedding's transpose."""
+    """Use the embedding's transpose as the output head."""
     stacked: bool = True
-    """Whether layers are stacked and scanned (one compiled layer), or a list."""
+    """Stack and scan layers (one compiled layer); otherwise they are a list."""
     unroll: int = 1
-    """Stacked layers in one turn of the scan: more is faster and compiles longer."""
+    """Stacked layers per iteration of the scan: more is faster and compiles longer."""
     window: int = 0
-    """How many tokens each one sees, itself included (sliding window); 0 for all before it."""
+    """Sliding window: tokens that each one attends to, itself included; 0 for all preceding ones."""
     head_dim: int = 0
     """Width of a head; 0 for d_model / heads."""
     rope_scaling: RopeScaling = RopeScaling()
-    """How rotary frequencies are stretched for a longer context (Llama 3.1)."""
+    """Scaling of rotary frequencies for a longer context (Llama 3.1)."""
     qkv_bias: bool = False
-    """Whether queries, keys and values have biases (Qwen 2)."""
+    """Add biases to queries, keys and values (Qwen 2)."""
     qk_norm: bool = False
-    """Whether each head's queries and keys are normalised (Qwen 3)."""
+    """Normalise each head's queries and keys (Qwen 3)."""
 
     def __post_init__(self) -> None:
         if problems := self.problems():
-            raise ConfigError(f"This {type(self).__name__.removesuffix('Config')} cannot be built:", problems)
+            raise ConfigError(f"The {type(self).__name__.removesuffix('Config')} is invalid:", problems)
 
     def problems(self) -> list[Problem]:
-        """Everything that is wrong with the shape."""
-        problems = [
-            Problem(f"model.{name}", f"is {getattr(self, name)}", fix="1 or more")
-            for name in ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "unroll")
-            if getattr(self, name) < 1
-        ]
+        """Return a problem for each invalid field."""
+        sizes = ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "unroll")
+        optional = dict.fromkeys(("window", "head_dim"), "at least 0")
+        problems = check_fields(self, {**dict.fromkeys(sizes, "at least 1"), **optional}, prefix="model.")
         problems += [
             Problem(f"model.{name}", f"does not divide model.{of}", f"{whole} / {part} = {whole / part:.4g}", fix)
             for of, whole, name, part, fix in (
                 *([("d_model", self.d_model, "heads", self.heads, "change one of them")] if not self.head_dim else []),
-                ("heads", self.heads, "kv_heads", self.kv_heads, "each key/value head serves equally many query heads"),
+                ("heads", self.heads, "kv_heads", self.kv_heads, "equally many query heads for each key/value head"),
             )
             if part > 0 and whole % part
         ]
-        if self.window < 0:
-            problems.append(Problem("model.window", f"is {self.window}", fix="0 for none, or 1 and more"))
-        if self.head_dim < 0:
-            problems.append(
-                Problem("model.head_dim", f"is {self.head_dim}", fix="0 for d_model / heads, or an even one")
-            )
         if not problems and self.head_width % 2:
-            pairs = "rotary positions need pairs"
+            pairs = "an even width, for rotary embeddings"
             if self.head_dim:
                 problems.append(Problem("model.head_dim", "is odd", f"head_dim = {self.head_dim}", pairs))
             else:
@@ -125,16 +114,16 @@ class LlamaConfig:
 
     @property
     def matmul_params(self) -> int:
-        """Parameters that each token is multiplied with: kernels and the output head, not the embedding lookup."""
+        """Parameters in matmuls: kernels and the output head, not the embedding lookup."""
         attention = 2 * self.d_model * (self.attention_width + self.kv_width)
         return self.layers * (attention + 3 * self.d_model * self.d_ff) + self.d_model * self.vocab
 
     def angles(self, seq: int) -> Angles:
-        """By what the heads of each of `seq` tokens are turned."""
+        """Return the rotary angles of `seq` tokens."""
         return rotary_angles(positions(seq), self.head_width, self.rope_theta, self.rope_scaling)
 
     def build(self, rngs: nnx.Rngs) -> "Llama":
-        """The model of this shape."""
+        """Build the model."""
         return Llama(self, rngs=rngs)
 
 
@@ -163,10 +152,10 @@ class Attention(nnx.Module):
 
     Args:
         config: The shape.
-        window: How many tokens each one sees; 0 for all before it, None for the window of the shape.
-        scale: As for `attend`, and so is the next one.
+        window: Overrides the window of the config.
+        scale: As for `attend`, as is the next one.
         soft_cap: The cap of scores.
-        rngs: Of the initial parameters.
+        rngs: For the initial parameters.
     """
 
     def __init__(
@@ -191,20 +180,20 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
     ) -> Float[Array, "batch seq d"]:
-        """Every token looks at itself and those before it, of its own document and within the window."""
+        """Attend from each token to itself and preceding ones of its document, within the window."""
         batch, seq, _ = x.shape
 
         def heads(y: Array, count: int) -> Float[Array, "batch seq heads dim"]:
             return y.reshape(batch, seq, count, self.config.head_width)
 
-        def turned(y: Array, norm: RMSNorm | None) -> Float[Array, "batch seq heads dim"]:
+        def rotated(y: Array, norm: RMSNorm | None) -> Float[Array, "batch seq heads dim"]:
             return rotate(y if norm is None else norm(y), angles)
 
         projs = self.q_proj, self.k_proj, self.v_proj
         products = columns(x, [proj.kernel for proj in projs], "attention_input")
         query, key, value = (proj.with_bias(y) for proj, y in zip(projs, products, strict=True))
-        query = annotate(turned(heads(query, self.config.heads), self.q_norm), "attention_query")
-        key = annotate(turned(heads(key, self.config.kv_heads), self.k_norm), "attention_key")
+        query = annotate(rotated(heads(query, self.config.heads), self.q_norm), "attention_query")
+        key = annotate(rotated(heads(key, self.config.kv_heads), self.k_norm), "attention_key")
         value = annotate(heads(value, self.config.kv_heads), "attention_value")
         out = attend(
             *(query, key, value),
@@ -217,7 +206,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: `down(silu(gate(x)) · up(x))` (Shazeer, arXiv:2002.05202), or another gate."""
+    """SwiGLU MLP: `down(silu(gate(x)) · up(x))` (Shazeer, arXiv:2002.05202), or with another gate."""
 
     def __init__(self, config: LlamaConfig, *, gate: Callable[[Array, Array], Array] = gated, rngs: nnx.Rngs) -> None:
         self.gate = gate
@@ -226,14 +215,14 @@ class MLP(nnx.Module):
         self.down_proj = Dense(config.d_ff, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
-        """Token by token."""
+        """Apply the MLP."""
         gate, up = columns(x, (self.gate_proj.kernel, self.up_proj.kernel), "mlp_input")
         hidden = annotate(self.gate(annotate(gate, "mlp_gate"), annotate(up, "mlp_up")), "mlp_hidden")
         return rows(hidden, self.down_proj.kernel, "mlp_input")
 
 
 class Block(nnx.Module):
-    """One decoder layer: attention and MLP, each on a normalised copy of the residual stream."""
+    """Decoder layer: attention and MLP, each on a normalised copy of the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)
@@ -244,9 +233,9 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
     ) -> Float[Array, "batch seq d"]:
-        """The residual stream after this layer.
+        """Return the residual stream after this layer.
 
-        It is marked on its way in too, so that a remat policy may say where a layer's input is kept.
+        It is annotated as an input too, for remat policies that offload a layer's input.
         """
         x = annotate(x, "residual")
         x = annotate(x + self.attention(self.attention_norm(x), angles, segments), "residual")
@@ -254,17 +243,14 @@ class Block(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token embeddings `[vocab, d]`."""
+    """Token embedding `[vocab, d]`."""
 
     def __init__(self, vocab: int, width: int, *, rngs: nnx.Rngs) -> None:
         table = nnx.initializers.normal(0.02)(rngs.params(), (vocab, width), jnp.float32)
         self.embedding = nnx.Param(table, gathered_by_layer=True)
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
-        """One row for each token.
-
-        The lookup is marked before and after, so that a table may say where rows are looked up and how they travel.
-        """
+        """Look up one row for each token; annotations let a table shard the lookup and its result."""
         tokens = annotate(tokens, "embed_tokens")
         rows = cast_to_compute(self.embedding.at[tokens].get(mode="clip"))
         return annotate(annotate(rows, "embed_rows"), "embed_exchange")
@@ -272,13 +258,13 @@ class Embedding(nnx.Module):
     def attend(
         self, x: Float[Array, "batch seq d"], soft_cap: float | None = None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
-        """The tied head: how well each row of the table fits each token; `soft_cap` is what logits stay below."""
+        """Apply the tied head: return logits with an optional soft cap, or `LazyLogits`."""
         table = annotate(annotate(self.embedding[...], "tied_columns"), "tied_head")
         return unembed(x, table, placement_like("tied_head"), "oi", soft_cap)
 
 
 class Llama(nnx.Module):
-    """Tokens in, next-token logits out."""
+    """Causal language model from tokens to next-token logits."""
 
     position_aware = True
 
@@ -294,17 +280,12 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
-        """Logits of the token that follows each position; to a loss, what they are the product of.
-
-        Args:
-            tokens: Token ids.
-            segments: The document of each token, where several share a sequence.
-        """
+        """Return next-token logits or `LazyLogits`; `segments` is the document of each token of a packed sequence."""
         x, context = self.embed_inputs(tokens, segments)
         return self.compute_outputs(*self.apply_layers(x, context))
 
     def embed_inputs(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> tuple[Array, Any]:
-        """Return the residual stream before the first layer, and what every layer takes."""
+        """Return the residual stream before the first layer, and the other inputs of every layer."""
         return annotate(self.embed(tokens), "residual"), (self.config.angles(tokens.shape[1]), segments)
 
     def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, None]:

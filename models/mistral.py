@@ -1,12 +1,12 @@
-"""Mistral: a Llama whose tokens see a window of those before them (Jiang et al., arXiv:2310.06825).
+"""Mistral: a Llama with sliding-window attention (Jiang et al., arXiv:2310.06825).
 
 ```python
 config = dataclasses.replace(PRESETS["mistral-7b"], layers=4)
 model = spmd.from_nnx(config.build)
 ```
 
-The first release has a window of 4,096 tokens, later ones see everything. Mistral NeMo has heads that are narrower than
-its width divided by their number.
+The first release has a window of 4,096 tokens, later ones have none. The heads of Mistral NeMo are narrower than
+d_model / heads.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from spmd.models.llama import LlamaConfig
 
 @dataclasses.dataclass(frozen=True)
 class MistralConfig(LlamaConfig):
-    """The shape of a Mistral."""
+    """Shape of a Mistral."""
 
 
 PRESETS = {

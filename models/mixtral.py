@@ -5,9 +5,9 @@ config = dataclasses.replace(PRESETS["mixtral-8x7b"], layers=4)
 model = spmd.from_nnx(config.build)       # returns spmd.model_api.model.Outputs: logits, auxiliary losses, metrics
 ```
 
-The router is a field, so Switch, GShard, Qwen and DeepSeek-V3 are presets of the same model. What is theirs and not
-here: the encoders of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert, DeepSeek's
-latent attention and its prediction of several tokens.
+The router is a field, so Switch, GShard, Qwen and DeepSeek-V3 are presets of the same model. Not implemented: the
+encoders of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert, DeepSeek's latent
+attention and multi-token prediction.
 """
 
 import dataclasses
@@ -19,13 +19,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from spmd.errors import Problem
+from spmd.errors import Problem, check_fields
 from spmd.layers.moe import ExpertKernel, mixture_of_experts
 from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, balanced_bias, jittered, route
 from spmd.model_api.model import Outputs
 from spmd.models.layers import (
-    Angles,
     Head,
     RMSNorm,
     collect_layers,
@@ -35,37 +34,32 @@ from spmd.models.layers import (
     run_layers,
 )
 from spmd.models.llama import MLP, Attention, Block, Embedding, LlamaConfig
+from spmd.models.rope import Angles
 from spmd.plan.annotate import annotate
 from spmd.plan.fsdp import placement_of
 
 
 @dataclasses.dataclass(frozen=True)
 class MixtralConfig(LlamaConfig):
-    """The shape of a mixture of experts; d_ff is the hidden width of one expert."""
+    """Shape of a mixture of experts; d_ff is the hidden width of one expert."""
 
     router: RouterConfig = RouterConfig()
-    """How tokens choose experts and are sent to them."""
+    """Routing and dispatch of tokens to experts."""
     shared_d_ff: int = 0
-    """Hidden width of the expert that every token goes to, beside those it chooses; 0: none."""
+    """Hidden width of the shared expert, which every token goes to; 0: none."""
     dense_layers: int = 0
-    """How many of the first layers have an MLP instead of experts."""
+    """Number of first layers with an MLP instead of experts."""
     dense_d_ff: int = 0
     """Hidden width of these MLPs."""
     gated: bool = True
-    """Whether experts are SwiGLU, with three kernels, or ReLU, with two."""
+    """True: experts are SwiGLU, with three kernels; False: ReLU, with two."""
     init_scale: float = 1.0
-    """A factor of the variance that router and experts start with (Switch: 0.1)."""
+    """Factor of the initial variance of router and experts (Switch: 0.1)."""
 
     def problems(self) -> list[Problem]:
-        """Everything that is wrong with the shape."""
-        problems = super().problems()
-        problems += [
-            Problem(f"model.{name}", f"is {getattr(self, name)}", fix="0 or more")
-            for name in ("shared_d_ff", "dense_layers", "dense_d_ff")
-            if getattr(self, name) < 0
-        ]
-        if not self.init_scale > 0:
-            problems.append(Problem("model.init_scale", f"is {self.init_scale}", fix="above 0"))
+        """Return a problem for each invalid field."""
+        rules = {**dict.fromkeys(("shared_d_ff", "dense_layers", "dense_d_ff"), "at least 0"), "init_scale": "above 0"}
+        problems = super().problems() + check_fields(self, rules, prefix="model.")
         if self.dense_layers >= self.layers >= 1:
             arithmetic = f"dense_layers {self.dense_layers} ≥ layers {self.layers}"
             problems.append(Problem("model.dense_layers", "leaves no layer with experts", arithmetic, "fewer of them"))
@@ -75,7 +69,7 @@ class MixtralConfig(LlamaConfig):
         return problems
 
     def _params(self, experts: int) -> int:
-        """Parameters with so many experts in each layer, without norms and embedding."""
+        """Return the parameters with this many experts in each layer, without norms and embedding."""
         attention = 2 * self.d_model * (self.attention_width + self.kv_width)
         one = (3 if self.gated else 2) * self.d_model * self.d_ff
         mixture = experts * one + self.d_model * (self.router.experts + 3 * self.shared_d_ff)
@@ -84,7 +78,7 @@ class MixtralConfig(LlamaConfig):
 
     @property
     def matmul_params(self) -> int:
-        """Parameters that each token is multiplied with: those of the experts that it chooses, not of the others."""
+        """Parameters in the matmuls of one token: of experts, only those that it chooses."""
         return self._params(self.router.top_k)
 
     @property
@@ -94,18 +88,18 @@ class MixtralConfig(LlamaConfig):
 
     @property
     def active_params(self) -> int:
-        """Parameters without those of the experts that a token does not choose."""
+        """Parameters that one token uses: of experts, only those that it chooses."""
         return self._params(self.router.top_k) + self._rest
 
     @property
     def _rest(self) -> int:
-        """Norms, biases, and the embedding where it is not the head."""
+        """Norms, biases, and the embedding if it is not tied."""
         attention = self.qkv_bias * (self.attention_width + 2 * self.kv_width) + self.qk_norm * 2 * self.head_width
         norms = (2 * self.layers + 1) * self.d_model
         return self.layers * attention + norms + (0 if self.tied else self.vocab * self.d_model)
 
     def build(self, rngs: nnx.Rngs) -> "Mixtral":
-        """The model of this shape."""
+        """Build the model."""
         return Mixtral(self, rngs=rngs)
 
 
@@ -114,7 +108,7 @@ SWITCH = RouterConfig(experts=8, top_k=1, normalise=False, jitter=0.01, balance=
 GSHARD = RouterConfig(
     experts=8, top_k=2, random_second=True, balance_form="gshard", dispatch="capacity", capacity_factor=1.0
 )
-"""GShard, section 2.2: two experts, the second one at random, room for 2N / E tokens."""
+"""GShard, section 2.2: two experts, the second one at random, capacity 2N / E tokens."""
 DEEPSEEK_V3 = RouterConfig(
     experts=256,
     top_k=8,
@@ -126,7 +120,7 @@ DEEPSEEK_V3 = RouterConfig(
     balance=1e-4,
     balance_over="example",
 )
-"""DeepSeek-V3, section 2.1.2 and 4.2: balanced by biases, with a loss for each sequence that hardly weighs."""
+"""DeepSeek-V3, section 2.1.2 and 4.2: balanced by biases, with a small loss for each sequence."""
 
 PRESETS = {
     "test": MixtralConfig(
@@ -171,17 +165,17 @@ PRESETS = {
 }
 """Published shapes by name, and small ones for tests and the demo.
 
-`switch-c` and `gshard-600b` are decoders with the experts of these models: all 30 layers of the one, and of the other
-the 18 that have experts. `deepseek-v3` has grouped-query attention, everything else of it is as published.
+`switch-c` and `gshard-600b` are decoders with the experts of these models: all 30 layers of the first, and the 18
+layers of the second that have experts. `deepseek-v3` has grouped-query attention instead of latent attention.
 """
 
 
 class RouterBias(nnx.Variable):
-    """Biases of the choice of experts, which are moved by load and not by a gradient."""
+    """Biases of the choice of experts, updated by load and not by a gradient."""
 
 
 class Router(nnx.Module):
-    """Scores of all experts for each token, in float32."""
+    """Linear router in float32."""
 
     def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config.router
@@ -191,7 +185,7 @@ class Router(nnx.Module):
         self.bias = RouterBias(jnp.zeros((experts,), jnp.float32)) if self.config.bias_rate else None
 
     def __call__(self, x: Float[Array, "batch seq d"], key: Array | None) -> Float[Array, "batch seq expert"]:
-        """Logits; with a key and jitter, of a noisy input."""
+        """Return logits; with a key and jitter, the input has noise."""
         x = x.astype(jnp.float32)
         if key is not None and self.config.jitter:
             x = jittered(x, self.config.jitter, key)
@@ -199,14 +193,14 @@ class Router(nnx.Module):
 
 
 class ExpertDense(nnx.Module):
-    """A linear layer for each expert; its `kernel` is `[expert, in, out]`, drawn with variance scale² / in."""
+    """Linear layer of each expert; its `kernel` is `[expert, in, out]`, initialised with variance scale² / in."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         self.kernel = nnx.Param(init(rngs.params(), (experts, inputs, outputs), jnp.float32), gathered_by_layer=True)
 
     def placed(self) -> ExpertKernel:
-        """The kernels, and where the plan in scope has them."""
+        """Return the kernels with their placement under the plan in scope."""
         return ExpertKernel(self.kernel[...], placement_of(self.kernel.get_metadata("path", None)))
 
 
@@ -224,7 +218,7 @@ class Experts(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """A router, its experts, and a shared expert where there is one."""
+    """Router, experts, and a shared expert, if any."""
 
     def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config.router
@@ -236,7 +230,7 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq d"], key: Array | None
     ) -> tuple[Float[Array, "batch seq d"], dict[str, Array]]:
-        """What the experts make of each token, and what the router reports: its losses, load and dropped part."""
+        """Return the experts' output, and the router's losses, load and dropped fraction."""
         noise, second = jax.random.split(key) if key is not None else (None, None)
         logits = self.router(x, noise)
         bias = self.router.bias[...] if self.router.bias is not None else None
@@ -257,7 +251,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 class ExpertBlock(nnx.Module):
-    """One decoder layer: attention and a mixture of experts."""
+    """Decoder layer: attention and a mixture of experts."""
 
     def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)
@@ -268,7 +262,7 @@ class ExpertBlock(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq d"], key: Array | None, angles: Angles, segments: Segments = None
     ) -> tuple[Float[Array, "batch seq d"], dict[str, Array]]:
-        """The residual stream after this layer, and what its router reports."""
+        """Return the residual stream after this layer, and its router's report."""
         x = annotate(x, "residual")
         x = annotate(x + self.attention(self.attention_norm(x), angles, segments), "residual")
         y, report = self.moe(self.mlp_norm(x), key)
@@ -276,7 +270,7 @@ class ExpertBlock(nnx.Module):
 
 
 class Mixtral(nnx.Module):
-    """Tokens in, next-token logits and the routers' losses and metrics out."""
+    """Causal language model from tokens to next-token logits and the routers' losses and metrics."""
 
     def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -300,19 +294,19 @@ class Mixtral(nnx.Module):
 
     @property
     def position_aware(self) -> bool:
-        """Whether no token has a place or a draw by its position: not with capacities, nor with random routing."""
+        """True without capacities and random routing, which depend on a token's index in the sequence."""
         return self.config.router.dispatch == "dropless" and not self.config.router.is_random
 
     @property
     def supports_kv_cache(self) -> bool:
-        """Whether experts do not choose tokens. With capacities, a token that comes alone always finds a place."""
+        """True unless experts choose tokens. With capacities, a decoded token is never dropped."""
         return self.config.router.choice == "token"
 
     def __call__(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> Outputs:
-        """Logits of the token that follows each position.
+        """Return next-token logits, losses and metrics.
 
-        Losses are added up over layers. `dropped` is the part of the tokens' choices that found no room, and
-        `load_spread` the load of the busiest expert relative to the mean; both are means over layers.
+        Losses are summed over layers. Metrics are means over layers: `dropped` is the fraction of dropped choices, and
+        `load_spread` the load of the busiest expert relative to the mean.
         """
         x, context = self.embed_inputs(tokens, segments)
         return self.compute_outputs(*self.apply_layers(x, context))
@@ -348,7 +342,7 @@ class Mixtral(nnx.Module):
         return Outputs(logits, {name: reports[name].sum() for name, w in weights.items() if w}, metrics)
 
     def _move_biases(self, load: Float[Array, "layer expert"]) -> None:
-        """Once for each (micro)batch, towards even load."""
+        """Update the routers' biases, once for each (micro)batch."""
         rate = self.config.router.bias_rate
         if isinstance(self.layers, nnx.List):
             for layer, its_load in zip(self.layers, load, strict=True):

@@ -1,5 +1,5 @@
-"""Qwen: a Llama with biases of queries, keys and values (Qwen 2, arXiv:2407.10671) or with normalised ones (Qwen 3,
-arXiv:2505.09388).
+"""Qwen: a Llama with biases of queries, keys and values (Qwen 2, arXiv:2407.10671) or with normalised queries and keys
+(Qwen 3, arXiv:2505.09388).
 
 ```python
 config = dataclasses.replace(PRESETS["qwen3-8b"], layers=4)
@@ -14,14 +14,14 @@ from spmd.models.llama import LlamaConfig
 
 @dataclasses.dataclass(frozen=True)
 class QwenConfig(LlamaConfig):
-    """The shape of a Qwen; without other options, of a Qwen 2."""
+    """Shape of a Qwen; of a Qwen 2 by default."""
 
     rope_theta: float = 1e6
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     qkv_bias: bool = True
-    """Whether queries, keys and values have biases (Qwen 2)."""
+    """Add biases to queries, keys and values (Qwen 2)."""
 
 
 _QWEN3 = QwenConfig(head_dim=128, qkv_bias=False, qk_norm=True)

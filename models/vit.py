@@ -1,5 +1,4 @@
-"""Vision transformer: an image as a sequence of patches, classified by a token of its own (Dosovitskiy et al.,
-arXiv:2010.11929).
+"""Vision transformer: an image as a sequence of patches and a class token (Dosovitskiy et al., arXiv:2010.11929).
 
 ```python
 config = ViTConfig(image=8, patch=2, channels=1, d_model=64, layers=4, heads=4, d_ff=128, classes=10)
@@ -22,30 +21,30 @@ from spmd.plan.annotate import annotate, cast_to_compute
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """The shape of a vision transformer."""
+    """Shape of a vision transformer."""
 
     image: int = 224
     """Height and width of an image, in pixels."""
     patch: int = 16
     """Height and width of a patch; divides image."""
     channels: int = 3
-    """Numbers of a pixel."""
+    """Channels of a pixel."""
     d_model: int = 768
     """Width of the residual stream."""
     layers: int = 12
     """Number of layers."""
     heads: int = 12
-    """Heads of attention; divides d_model."""
+    """Attention heads; divides d_model."""
     d_ff: int = 3072
     """Hidden width of the MLP."""
     classes: int = 1000
-    """What an image can be."""
+    """Number of classes."""
     norm_eps: float = 1e-6
     """Added to the variance in LayerNorm."""
     stacked: bool = True
-    """Whether layers are stacked and scanned (one compiled layer), or a list."""
+    """Stack and scan layers (one compiled layer); otherwise they are a list."""
     unroll: int = 1
-    """Stacked layers in one turn of the scan: more is faster and compiles longer."""
+    """Stacked layers per iteration of the scan: more is faster and compiles longer."""
 
     def __post_init__(self) -> None:
         problems = transformer_problems(self, "image", "patch", "channels", "classes", "unroll")
@@ -53,15 +52,15 @@ class ViTConfig:
             arithmetic = f"{self.image} / {self.patch} = {self.image / self.patch:.4g}"
             problems.append(Problem("model.patch", "does not divide model.image", arithmetic, "change one of them"))
         if problems:
-            raise ConfigError("This ViT cannot be built:", problems)
+            raise ConfigError("The ViT is invalid:", problems)
 
     @property
     def patches(self) -> int:
-        """How many patches an image has."""
+        """Number of patches of an image."""
         return (self.image // self.patch) ** 2
 
     def build(self, rngs: nnx.Rngs) -> "ViT":
-        """The model of this shape."""
+        """Build the model."""
         return ViT(self, rngs=rngs)
 
 
@@ -74,9 +73,9 @@ PRESETS = {
 
 
 class PatchProjection(nnx.Module):
-    """A convolution whose windows, the patches, do not overlap, with a bias.
+    """Convolution over non-overlapping patches, with a bias.
 
-    Its `kernel` is `[column, row, channel, d]`, PyTorch's read backwards.
+    Its `kernel` is `[column, row, channel, d]`, PyTorch's with reversed dimensions.
     """
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
@@ -86,7 +85,7 @@ class PatchProjection(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((config.d_model,), jnp.float32), gathered_by_layer=True)
 
     def __call__(self, images: Float[Array, "batch height width channel"]) -> Float[Array, "batch patch d"]:
-        """Patches from left to right, row by row."""
+        """Project patches, from left to right, row by row."""
         batch, _, side, channels = images.shape
         patch = self.kernel.shape[0]
         rows = images.reshape(batch, side // patch, patch, side // patch, patch, channels)
@@ -95,7 +94,7 @@ class PatchProjection(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Images in, a score of each class out."""
+    """Classifier from images to class logits."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -112,7 +111,7 @@ class ViT(nnx.Module):
         self.head = Dense(width, config.classes, bias=True, rngs=rngs)
 
     def __call__(self, images: Float[Array, "batch height width channel"]) -> Float[Array, "batch class"]:
-        """How well each class fits each image, in float32.
+        """Return class logits in float32.
 
         Raises:
             ConfigError: The images have another shape.

@@ -6,7 +6,7 @@ from typing import Any
 from spmd.hf.family import TRANSPOSED, Family, Ignored, TensorMapping
 from spmd.hf.fields import Fields
 from spmd.models.llama import LlamaConfig
-from spmd.models.rope_scaling import RopeScaling
+from spmd.models.rope import RopeScaling
 from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
 from spmd.sharding.rules import Rules
 

@@ -1,1 +1,1 @@
-"""One short table per model family: how its parameters and activations are split."""
+"""Partition rules of parameters and activations, one short table per model family."""

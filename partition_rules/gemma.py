@@ -1,4 +1,4 @@
-"""Gemma: the table of a Llama whose head is its embedding, with the norms behind attention and MLP of Gemma 2."""
+"""Gemma: the table of a tied Llama; Gemma 2 has norms after attention and MLP too."""
 
 import dataclasses
 

@@ -1,7 +1,7 @@
-"""GPT-2: Llama's kernels without a gate, and the biases of columns split like the columns.
+"""GPT-2: Llama's kernels without a gate; biases of column-parallel kernels are split like their outputs.
 
-The published vocabulary, 50,257 words, divides over no `tensor` above 1: there, take `GPT2_WHOLE_VOCABULARY`, or give a
-model that is not imported 50,304 words.
+The published vocabulary, 50,257 words, divides over no `tensor` above 1: use `GPT2_WHOLE_VOCABULARY`, or 50,304 words
+for a model that is not imported.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ LAYERS = (
     ("(o|down)_proj/bias", replicate("added once, where rows are summed over tensor")),
     ("(attention_norm|mlp_norm|norm)/(scale|bias)", replicate("norms are a few KiB")),
 )
-"""What a layer with LayerNorm, biases and an MLP without a gate has."""
+"""Parameters of a layer with LayerNorm, biases and an MLP without a gate."""
 
 GPT2 = Rules(
     params=(("embed/embedding", P(None, ("fsdp", "tensor"))), ("positions", P(None, "fsdp")), *LAYERS),
@@ -34,4 +34,4 @@ _WHOLE = {"tied_columns": P(None, "fsdp"), "tied_head": P(), "logits": P(BATCH_A
 GPT2_WHOLE_VOCABULARY = dataclasses.replace(
     GPT2, activations=[(name, _WHOLE.get(name, spec)) for name, spec in GPT2.activations]
 )
-"""Each device of `tensor` has all words of the head, and computes the same logits as its neighbours."""
+"""The head is not split over `tensor`: every device of the axis computes the same logits."""

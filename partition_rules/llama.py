@@ -1,8 +1,8 @@
 """Llama, Megatron style: columns then rows over `tensor`, everything large over `fsdp`.
 
-The embedding keeps its vocabulary whole and splits its columns. Each device looks up its columns for all tokens of its
-`fsdp × tensor` group, and then columns are exchanged for tokens: activations travel instead of the table, and the
-table's gradient needs no sum over `fsdp`. Where it is the head as well (tied), that use of it is split by vocabulary.
+The embedding is split by columns, not by vocabulary. Each device looks up its columns for all tokens of its `fsdp ×
+tensor` group, and then columns are exchanged for tokens: activations are communicated instead of the table, and the
+table's gradient needs no sum over `fsdp`. As a tied head it is split by vocabulary.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from spmd.sharding.rules import Replicate, Rules, replicate
 
 _QKV = "attention/(q|k|v)_proj/kernel"
 QKV_BIAS = "attention/(q|k|v)_proj/bias"
-"""The pattern of biases that some of Llama's relatives have."""
+"""Pattern of the biases in Llama's relatives, such as Qwen 2."""
 _LAYERS = (
     (_QKV, P("fsdp", "tensor")),  # [d, heads·head_dim]: whole heads on each device
     ("attention/o_proj/kernel", P("tensor", "fsdp")),  # [heads·head_dim, d]
@@ -62,9 +62,9 @@ LLAMA_TIED = Rules(
 
 
 def sequence_parallel(rules: Rules) -> Rules:
-    """The table with tokens split over `tensor` as well, wherever no matrix is multiplied: norms and residuals.
+    """Split tokens over `tensor` too, outside of matmuls: in norms and residuals.
 
-    All-reduces then become reduce-scatters and all-gathers (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+    All-reduces become reduce-scatters and all-gathers (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
     """
     assert "residual" in dict(rules.activations), "the table has no row for the residual stream"
     split = P(BATCH_AXES, ("sequence", "tensor"))
@@ -72,9 +72,9 @@ def sequence_parallel(rules: Rules) -> Rules:
 
 
 def replicated_kv(rules: Rules) -> Rules:
-    """The table with every key/value head on every device: for `tensor` larger than their number.
+    """Replicate key/value heads over `tensor`, for a `tensor` larger than their number.
 
-    Each device then computes all of them, and sums their gradients over `tensor`; the query heads are still split.
+    Each device computes all of them, and their gradients are summed over `tensor`; query heads are still split.
     """
     whole: dict[str, P | Replicate] = {
         "attention/(k|v)_proj/kernel": P("fsdp"),

@@ -1,7 +1,7 @@
-"""Mixtral and its relatives: Llama's table, with experts split over `expert` and, inside, like an MLP.
+"""Mixtral and its relatives: Llama's table, with experts split over `expert` and each of them like an MLP.
 
-Tokens go to the experts and back in one program that is manual over the mesh (`spmd.layers.moe`), so the table
-says how they are split where it begins and ends, and how kernels are stored.
+The layer is manual over the mesh (`spmd.layers.moe`), so the table has the sharding of its input and output tokens and
+of stored kernels.
 """
 
 from jax.sharding import PartitionSpec as P
@@ -28,7 +28,7 @@ MIXTRAL = Rules(
     activations=(*(mark for mark in LLAMA.activations if mark[0] not in _MLP), *_ROUTED),
     stacked={"layers": "pipe"},
 )
-"""Models whose layers have experts and nothing beside them."""
+"""For models without shared experts and dense layers."""
 
 MIXTRAL_SHARED = Rules(
     params=(
@@ -40,4 +40,4 @@ MIXTRAL_SHARED = Rules(
     activations=(*LLAMA.activations, *_ROUTED),
     stacked={"layers": "pipe", "dense_layers": "pipe"},
 )
-"""Models with a shared expert, or with layers that have an MLP instead."""
+"""For models with a shared expert, or with dense layers."""

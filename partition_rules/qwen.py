@@ -1,4 +1,4 @@
-"""Qwen: Llama's table, with what Qwen 2 and Qwen 3 have besides in attention."""
+"""Qwen: Llama's table, with the biases of Qwen 2 or the query and key norms of Qwen 3."""
 
 import dataclasses
 

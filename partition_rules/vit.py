@@ -1,4 +1,4 @@
-"""Vision transformer: GPT-2's layers; an image has few tokens, and all devices of `sequence` have all of them."""
+"""Vision transformer: GPT-2's layers; patches are not split over `sequence`, as an image has few of them."""
 
 from jax.sharding import PartitionSpec as P
 

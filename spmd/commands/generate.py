@@ -10,80 +10,78 @@ import tyro
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.distributed.initialize import initialize
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, check_fields
 from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
+from spmd.generate.text import generate_texts, make_generator, stream_text
 from spmd.hf.fields import collect_errors
 from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import TrainConfig
-from spmd.run.generated_text import encode, make_generator, stream_text, write_texts
 from spmd.run.load_params import restore_model
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import MeshShape
 
-TOKENS = 200
-"""Added by default, if the window has room for them."""
+DEFAULT_TOKENS = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateCommand:
-    """Writes text with a trained model, on the mesh it was trained on or on another.
+    """Generate text with a trained model, on the mesh of the run or on another one.
 
-    One prompt is answered as the text is drawn, several are answered together, each when all are done.
+    The text of one prompt is streamed. The texts of several prompts are printed when all are complete.
     """
 
     run: tyro.conf.Positional[str]
-    """The run folder, such as runs/demo."""
+    """Run directory, such as runs/demo."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """What to go on from; may be given several times."""
+    """Prompt; may be given several times."""
     prompts: str = ""
-    """A file with one prompt in each line, besides."""
+    """File of more prompts, one in each line."""
     tokens: int | None = None
-    """How many tokens to add; by default 200, or as many as the model was trained to see."""
+    """Tokens to generate; by default 200, or fewer if the training sequence length is reached."""
     temperature: float = Sampling.temperature
-    """0 takes the likeliest token each time; 1 samples the model's own distribution."""
+    """0 is greedy; 1 samples from the model's own distribution."""
     top_k: int = Sampling.top_k
-    """Draw among the k likeliest tokens; 0 for all."""
+    """Sample from the k most probable tokens; 0 for all."""
     top_p: float = Sampling.top_p
-    """Draw among the likeliest tokens that together have this probability; 1 for all."""
+    """Sample from the most probable tokens whose probabilities add up to this; 1 for all."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the sampling."""
     step: int | None = None
-    """The checkpoint to use; the newest by default."""
+    """Checkpoint to load; the newest by default."""
     mesh: MeshShape = MeshShape()
     """The size of each mesh axis; one may be -1. All 1: that of the run; for one device, --mesh.fsdp -1 --devices 1."""
     devices: int | None = None
-    """Simulate this many CPU devices (0: use the real ones); by default as the run did."""
+    """Simulate this many CPU devices (0: use the real ones); by default as in the run."""
 
 
 def run_generate(arguments: list[str]) -> int:
-    """Prints texts; the exit code."""
+    """Print texts and return the exit code."""
     command = tyro.cli(GenerateCommand, args=arguments, prog="spmd generate")
-    folder = RunDir(Path(command.run))
-    config = _placed(command, folder.config())
+    run_dir = RunDir(Path(command.run))
+    config = _override_mesh(command, run_dir.config())
     initialize(config.devices)
     setup = TrainSetup(config, config_mesh(config))
-    prompts, tokens, sampling = _asked(command, setup)
-    generator = make_generator(setup, sampling)
-    with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
+    prompts, tokens, sampling = _check_request(command, setup)
+    generator = make_generator(setup.plan, setup.tokenizer, config.data.sequence, sampling)
+    with CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints:
         model = restore_model(checkpoints, command.step, setup.plan)
-    first = jax.process_index() == 0
-    show: Callable[[str], None] = _show if first else lambda text: None
-    if first and generator.whole_window:
+    is_first = jax.process_index() == 0
+    show: Callable[[str], None] = _show if is_first else lambda text: None
+    if is_first and generator.whole_window:
         print(f"spmd: each token takes the whole window: {generator.whole_window}", file=sys.stderr)
     if len(prompts) == 1:
         show(prompts[0])
-        for piece in stream_text(setup, generator, model, prompts[0], tokens=tokens, seed=command.seed):
+        for piece in stream_text(generator, setup.tokenizer, model, prompts[0], tokens=tokens, seed=command.seed):
             show(piece)
         show("\n")
     else:
-        texts = write_texts(setup, generator, model, prompts, tokens=tokens, seed=command.seed)
+        texts = generate_texts(generator, setup.tokenizer, model, prompts, tokens=tokens, seed=command.seed)
         show("\n\n".join(texts) + "\n")
     return 0
 
 
-def _placed(command: GenerateCommand, config: TrainConfig) -> TrainConfig:
-    """The run's config, on the mesh that is asked for."""
+def _override_mesh(command: GenerateCommand, config: TrainConfig) -> TrainConfig:
     if command.devices is not None:
         config = dataclasses.replace(config, devices=command.devices)
     if command.mesh == MeshShape():
@@ -95,42 +93,31 @@ def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _asked(command: GenerateCommand, setup: TrainSetup) -> tuple[list[str], int, Sampling]:
-    """The prompts, how many tokens to add and how to draw them.
+def _check_request(command: GenerateCommand, setup: TrainSetup) -> tuple[list[str], int, Sampling]:
+    """Return the prompts, the number of tokens to generate and the sampling.
 
     Raises:
-        ConfigError: Any of it cannot be; all at once.
+        ConfigError: Some of it is invalid; all problems at once.
     """
-    problems: list[Problem] = []
-    prompts, sampling = list(command.prompt), Sampling()
+    problems = check_fields(command, {"seed": "at least 0"})
+    prompts, sampling, config = list(command.prompt), Sampling(), setup.config
     if command.prompts:
         try:
             prompts += filter(None, Path(command.prompts).read_text(encoding="utf-8").splitlines())
         except (OSError, UnicodeDecodeError) as error:
             problems.append(Problem("prompts", f"{command.prompts} cannot be read: {error}"))
-    try:
+    with collect_errors(problems):
         sampling = Sampling(command.temperature, command.top_k, command.top_p)
-    except ConfigError as error:
-        problems += error.problems
-    if command.seed < 0:
-        problems.append(Problem("seed", f"is {command.seed}", fix="0 or more"))
-    tokens, window = command.tokens or 0, setup.config.data.sequence
-    with collect_errors(problems):  # a tokenizer that cannot be loaded is one of them
-        problems += _too_many(setup)
-        ids = encode(setup, prompts)
-        room = window - max(map(len, ids), default=0)
-        tokens = max(min(TOKENS, room), 0) if command.tokens is None else command.tokens
+    tokens, window = command.tokens or 0, config.data.sequence
+    with collect_errors(problems):  # the tokenizer may fail to load
+        if (size := setup.tokenizer.vocab) > (vocab := config.model.vocab):
+            what = f"{config.data.tokenizer} has more tokens than the model"
+            fix = "the tokenizer that the model was trained with"
+            problems.append(Problem("data.tokenizer", what, f"{size} > model.vocab = {vocab}", fix))
+        ids = [setup.tokenizer.encode_prompt(prompt) for prompt in prompts]
+        left = window - max(map(len, ids), default=0)
+        tokens = max(min(DEFAULT_TOKENS, left), 0) if command.tokens is None else command.tokens
         problems += window_problems(ids, tokens, window)
     if problems:
         raise ConfigError("Nothing can be generated:", problems)
     return prompts, tokens, sampling
-
-
-def _too_many(setup: TrainSetup) -> list[Problem]:
-    """Whether the tokenizer has tokens that the model has no row for."""
-    theirs, ours = setup.tokenizer.vocab, setup.config.model.vocab
-    if theirs <= ours:
-        return []
-    what = f"{setup.config.data.tokenizer} has more tokens than the model"
-    fix = "a tokenizer that the model was made for"
-    return [Problem("data.tokenizer", what, f"{theirs} > model.vocab = {ours}", fix)]

@@ -12,13 +12,13 @@ from spmd.data.loader import bigram_loss
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import compiler_environment, initialize
 from spmd.generate.sampling import Sampling
+from spmd.generate.text import generate_texts, make_generator
 from spmd.observe.goodput import measure_goodput
 from spmd.observe.metrics import Console, device_memory
 from spmd.observe.profiling import parse_steps
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import M, TrainConfig
-from spmd.run.generated_text import make_generator, write_texts
 from spmd.run.init_from import check_start
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.train import train
@@ -92,8 +92,10 @@ def run_train(arguments: list[str]) -> int:
         show(f"\n{measure_goodput(folder.path)}")
     if config.sample.prompt:
         sample, sampling = config.sample, Sampling(config.sample.temperature, config.sample.top_k, config.sample.top_p)
-        generator = make_generator(setup, sampling)
-        (text,) = write_texts(setup, generator, outcome.state, [sample.prompt], tokens=sample.tokens, seed=config.seed)
+        generator = make_generator(setup.plan, setup.tokenizer, config.data.sequence, sampling)
+        (text,) = generate_texts(
+            generator, setup.tokenizer, outcome.state, [sample.prompt], tokens=sample.tokens, seed=config.seed
+        )
         why = f" (the whole window for each token: {generator.whole_window})" if generator.whole_window else ""
         show(f"\nsample at {sampling}{why}:\n{text}")
     return 0

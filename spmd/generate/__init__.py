@@ -1,1 +1,1 @@
-"""Text generation with a cache of keys and values."""
+"""Text generation with a KV cache."""

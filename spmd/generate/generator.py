@@ -1,4 +1,4 @@
-"""Text from a trained model, on the mesh it was trained on, one token at a time.
+"""Token generation with a trained model, on the mesh it was trained on.
 
 ```python
 generator = Generator(plan, window=1024, sampling=Sampling(temperature=0.0), ends=tokenizer.ends)
@@ -6,9 +6,9 @@ prompts = [tokenizer.encode_prompt("def "), tokenizer.encode_prompt("import ")]
 texts = generator.write(params, variables, prompts, tokens=100)
 ```
 
-Two programs are compiled: one runs the prompts through the model and keeps keys and values (`spmd.layers.kv_cache`),
-one adds a token to every row. Prompts and cache are padded to a few lengths, so that other prompts seldom compile
-again. A model whose keys and values cannot be kept runs on the whole window for every token; `whole_window` says why.
+Two programs are compiled: prefill runs the model on the prompts and fills the KV cache (`spmd.layers.kv_cache`), decode
+adds one token to every row. Prompts and cache are padded to powers of two, so most other prompts compile nothing. A
+model that does not support a KV cache runs on the whole window for every token; `whole_window` is the reason.
 """
 
 import dataclasses
@@ -34,42 +34,34 @@ from spmd.plan.fsdp import params_for_forward
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding, shards_of
 
-SHORTEST = 32
+MIN_LENGTH = 32
 """Tokens that a prompt is padded to at least."""
 
 Tokens = Sequence[int] | Int[np.ndarray, "token"]
 """Token ids, at least one."""
 
 ENDED = -1
-"""What follows the end of a row."""
+"""Fills a row after its end token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Generator:
-    """Continues prompts with the model of a plan. Programs are compiled when they are needed, and kept."""
+    """Continuation of prompts with the model of a plan. Programs are compiled on first use and kept."""
 
     plan: ShardingPlan
     """The plan that parameters are sharded by."""
     window: int
-    """The longest sequence that the model was trained on."""
+    """Sequence length of the training."""
     sampling: Sampling = Sampling()
-    """How tokens are drawn."""
     ends: tuple[int, ...] = ()
     """Tokens that end a row."""
     cached: bool = True
-    """Whether keys and values are kept, where the model allows it."""
+    """Use a KV cache if the model supports it."""
 
     def write(
         self, params: Any, variables: Any, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
     ) -> list[np.ndarray]:
-        """What follows each prompt: int32, `tokens` of them, or less where a token ends the row, with that token.
-
-        Args:
-            params: Of the model, on the plan's mesh.
-            variables: Of the model.
-            prompts: The token ids of each, as long as they are.
-            tokens: How many tokens to add.
-            seed: Of the random draws.
+        """Return the continuation of each prompt: int32, `tokens` of them, or fewer, up to and with an end token.
 
         Raises:
             ConfigError: An empty prompt, more tokens than the window holds, a negative number; all at once.
@@ -81,9 +73,9 @@ class Generator:
     def stream(
         self, params: Any, variables: Any, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
     ) -> Iterator[np.ndarray]:
-        """As `write`, token by token: int32 `[prompt]` each time, `ENDED` for a row that has ended.
+        """Like `write`, yield token by token: int32 `[prompt]`, `ENDED` for a row that has ended.
 
-        Nothing is yielded any more when all rows have ended. While a token is looked at, the next one is computed.
+        It stops when all rows have ended. The next token is computed while the caller reads this one.
         """
         check_window(prompts, tokens, self.window)
         return self._steps(params, variables, prompts, tokens, seed)
@@ -96,12 +88,12 @@ class Generator:
         ids, lengths = self._batch(prompts)
         length = self.window if self.whole_window else self._padded(int(max(lengths)) + tokens)
         key = jax.random.key(seed, impl=PRNG)
-        token, position, kept = self._first(params, variables, ids, lengths, key, length=length)
+        token, position, carry = self._prefill(params, variables, ids, lengths, key, length=length)
         has_ended = np.zeros(len(prompts), bool)
         for left in reversed(range(tokens)):
             drawn = token
             if left:
-                token, position, kept = self._next(params, variables, kept, token, position, key)
+                token, position, carry = self._decode(params, variables, carry, token, position, key)
             row = np.where(has_ended, ENDED, np.asarray(drawn)[: len(prompts)])
             yield row
             has_ended |= np.isin(row, (ENDED, *self.ends))
@@ -109,7 +101,7 @@ class Generator:
                 return
 
     def _batch(self, prompts: Sequence[Tokens]) -> tuple[jax.Array, np.ndarray]:
-        """The prompts as an array, with padding behind them and copies of the first below, and their lengths."""
+        """Return the prompts as one padded array, with copies of the first until rows divide, and their lengths."""
         shards = shards_of(batch_sharding(self.plan.mesh).spec[0], self.plan.mesh.shape)
         rows = [*prompts, *[prompts[0]] * (-len(prompts) % shards)]
         lengths = np.array([len(row) for row in rows], np.int32)
@@ -119,19 +111,19 @@ class Generator:
         return jax.device_put(ids, batch_sharding(self.plan.mesh)), lengths
 
     def _padded(self, tokens: int) -> int:
-        """The next power of two, which the mesh divides; at most the window."""
+        """Return the next power of two, at most the window, rounded up to a multiple of mesh axis `sequence`."""
         unit = self.plan.mesh.shape["sequence"]
-        length = min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self.window)
+        length = min(max(MIN_LENGTH, 1 << (tokens - 1).bit_length()), self.window)
         return -(-length // unit) * unit
 
     @functools.cached_property
     def whole_window(self) -> str:
-        """Why the model runs on the whole window for every token; empty where keys and values are kept."""
+        """The reason why the model runs on the whole window for every token; empty with a KV cache."""
         if not self.cached:
-            return "it is not asked for"
+            return "cached=False"
         model = self.plan.model
         if not model.info().supports_kv_cache:
-            return "the model does not say supports_kv_cache, nor position_aware"
+            return "the model sets neither supports_kv_cache nor position_aware"
         key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
         shapes = jax.eval_shape(model.init, key), jax.eval_shape(model.init_variables, key)
         shards = shards_of(batch_sharding(self.plan.mesh).spec[0], self.plan.mesh.shape)
@@ -139,7 +131,7 @@ class Generator:
 
         def trace(params: Any, variables: Any, ids: Any) -> Any:
             with use_plan(self.plan):
-                return prefill(lambda: self._outputs(params, variables, ids), ids.shape[1])
+                return prefill(lambda: self._logits(params, variables, ids), ids.shape[1])
 
         try:
             _, cache = jax.eval_shape(trace, *shapes, ids)
@@ -148,71 +140,58 @@ class Generator:
         return "" if cache else "the model never calls spmd.layers.attention.attend"
 
     @functools.cached_property
-    def _first(self) -> Callable[..., Any]:
-        """The compiled program for prompts: `(params, variables, ids, lengths, key) -> (token, position, kept)`."""
-        get = _window_prefill if self.whole_window else _cached_prefill
+    def _prefill(self) -> Callable[..., Any]:
+        """The compiled program for prompts: `(params, variables, ids, lengths, key) -> (token, position, carry)`.
+
+        The carry is the KV cache, or the ids of the whole window.
+        """
+        whole_window = self.whole_window
 
         def run(params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int) -> Any:
             with use_plan(self.plan):
-                outputs = functools.partial(self._outputs, params, variables)
-                logits, kept = get(outputs, ids, lengths, length)
-                return *self._drawn(logits, lengths, key), kept
+                if whole_window:
+                    carry: Any = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
+                    logits = self._logits(params, variables, carry)
+                else:
+                    logits, carry = prefill(lambda: self._logits(params, variables, ids), length)
+                return *self._draw(_logits_at(logits, lengths - 1), lengths, key), carry
 
         return jax.jit(run, static_argnames="length")
 
     @functools.cached_property
-    def _next(self) -> Callable[..., Any]:
-        """The compiled program for a token: `(params, variables, kept, token, position, key)` → as `_first`."""
-        get = _window_decode if self.whole_window else _cached_decode
+    def _decode(self) -> Callable[..., Any]:
+        """The compiled program for one token: `(params, variables, carry, token, position, key)` → as `_prefill`."""
+        whole_window = self.whole_window
 
-        def run(params: Any, variables: Any, kept: Any, token: Any, position: Any, key: Any) -> Any:
+        def run(params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any) -> Any:
             with use_plan(self.plan):
-                outputs = functools.partial(self._outputs, params, variables)
-                logits, kept = get(outputs, kept, token, position)
-                return *self._drawn(logits, position + 1, key), kept
+                if whole_window:
+                    columns = jax.lax.broadcasted_iota(jnp.int32, carry.shape, 1)
+                    carry = jnp.where(columns == position[:, None], token[:, None], carry)
+                    logits = _logits_at(self._logits(params, variables, carry), position)
+                else:
+                    tokens = token[:, None]
+                    logits, carry = decode(lambda: self._logits(params, variables, tokens), carry, position)
+                    logits = _logits_at(logits, jnp.zeros_like(position))
+                return *self._draw(logits, position + 1, key), carry
 
-        return jax.jit(run, donate_argnames="kept")
+        return jax.jit(run, donate_argnames="carry")
 
-    def _outputs(self, params: Any, variables: Any, ids: Array) -> Any:
-        """The logits of each position, or what they are the product of."""
+    def _logits(self, params: Any, variables: Any, ids: Array) -> Any:
         with lazy_logits(), sequential_stages():
             returned, _ = self.plan.model.forward(params_for_forward(params), variables, None, ids, train=False)
         return as_outputs(returned).logits
 
-    def _drawn(self, logits: Array, position: Array, key: Array) -> tuple[Array, Array]:
-        """Every process has all tokens, and so decides alike when to stop."""
+    def _draw(self, logits: Array, position: Array, key: Array) -> tuple[Array, Array]:
+        """Return token and position, replicated: every process must decide alike when to stop."""
         whole = NamedSharding(self.plan.mesh, P())
         return tuple(
             jax.lax.with_sharding_constraint(x, whole) for x in (draw(logits, self.sampling, key, position), position)
         )
 
 
-Outputs = Callable[[Int[Array, "batch seq"]], Float[Array, "batch seq vocab"] | LazyLogits]
-
-
-def _cached_prefill(outputs: Outputs, ids: Array, lengths: Array, length: int) -> tuple[Array, Any]:
-    logits, cache = prefill(lambda: outputs(ids), length)
-    return _at(logits, lengths - 1), cache
-
-
-def _cached_decode(outputs: Outputs, cache: Any, token: Array, position: Array) -> tuple[Array, Any]:
-    logits, cache = decode(lambda: outputs(token[:, None]), cache, position)
-    return _at(logits, jnp.zeros_like(position)), cache
-
-
-def _window_prefill(outputs: Outputs, ids: Array, lengths: Array, length: int) -> tuple[Array, Any]:
-    ids = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
-    return _at(outputs(ids), lengths - 1), ids
-
-
-def _window_decode(outputs: Outputs, ids: Array, token: Array, position: Array) -> tuple[Array, Any]:
-    places = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
-    ids = jnp.where(places == position[:, None], token[:, None], ids)
-    return _at(outputs(ids), position), ids
-
-
-def _at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]) -> Array:
-    """The logits `[batch, vocab]` of one position of each row; the others are not computed, if the model lets it."""
+def _logits_at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]) -> Array:
+    """Return the logits `[batch, vocab]` of one position of each row; lazy logits compute no others."""
 
     def pick(x: Array) -> Array:
         return jnp.take_along_axis(x, position[:, None, None], axis=1)
@@ -224,32 +203,26 @@ def _at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Arra
 
 
 def check_window(prompts: Sequence[Tokens], tokens: int, window: int) -> None:
-    """Whether texts fit the sequences that a model is trained on; the arguments are those of `window_problems`.
+    """Check `window_problems`.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: There are some.
     """
     if problems := window_problems(prompts, tokens, window):
         raise ConfigError("Nothing can be generated:", problems)
 
 
 def window_problems(prompts: Sequence[Tokens], tokens: int, window: int) -> list[Problem]:
-    """What keeps texts from fitting the sequences that a model is trained on.
-
-    Args:
-        prompts: The token ids to go on from; none of them may be empty.
-        tokens: Tokens to add to each.
-        window: The longest sequence.
-    """
+    """Return a problem for each prompt that is empty or, with `tokens` more tokens, longer than the window."""
     problems = [] if len(prompts) else [Problem("prompt", "there is none", fix="give at least one")]
     if tokens < 0:
-        problems.append(Problem("tokens", f"is {tokens}", fix="0 or more"))
+        problems.append(Problem("tokens", f"is {tokens}", fix="at least 0"))
     for number, prompt in enumerate(prompts):
         name = "prompt" if len(prompts) == 1 else f"prompt {number}"
         if len(prompt) == 0:
             problems.append(Problem(name, "is empty", fix="give at least one token"))
         if (total := len(prompt) + tokens) > window:
             arithmetic = f"{len(prompt)} prompt tokens + {tokens} new ones = {total} > {window}"
-            what = "is longer, with its tokens, than what the model was trained on"
-            problems.append(Problem(name, what, arithmetic, "ask for fewer tokens"))
+            what = "with its new tokens is longer than the training sequences"
+            problems.append(Problem(name, what, arithmetic, "generate fewer tokens"))
     return problems

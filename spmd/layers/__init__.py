@@ -1,1 +1,1 @@
-"""Layers that communicate: attention over a split sequence, experts, a split vocabulary."""
+"""Layers with collectives: attention over a split sequence, mixture of experts, vocabulary-parallel head."""

@@ -1,13 +1,14 @@
-"""Attention for models to call, whatever the kernel and however the sequence is split.
+"""Attention for models to call, with any kernel and any split of the sequence.
 
 ```python
 out = attend(query, key, value, window=4096, segments=document_ids)
 ```
 
-The plan in scope chooses the kernel (`spmd.model_api.attention_config`), and what happens where mesh axis `sequence`
-is larger than 1. Every kernel takes the softmax in float32.
+The plan in scope chooses the kernel (`spmd.model_api.attention_config`) and the algorithm for a mesh axis `sequence`
+larger than 1. Every kernel computes the softmax in float32.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jaxtyping import Array, Float
 
-from spmd.errors import ConfigError, Problem
+from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import LARGEST_CHUNK, MASK_VALUE
 from spmd.layers.kv_cache import cached_attention
 from spmd.layers.ring_attention import Ring, Segments, blockwise_attention, ulysses_attention
@@ -41,71 +42,56 @@ def attend(
     soft_cap: float | None = None,
     causal: bool = True,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Each token attends to itself and those before it; softmax in float32.
+    """Attend from each token to itself and preceding tokens; softmax in float32.
 
     Args:
-        query: Query heads that share a key/value head are neighbours.
-        key: As many heads as divide those of the queries (grouped-query attention, Ainslie et al., arXiv:2305.13245).
-            Heads that mesh axis `tensor` does not divide are repeated until it does.
+        query: Query heads that share a key/value head are adjacent.
+        key: The number of heads divides that of the queries (grouped-query attention, Ainslie et al.,
+            arXiv:2305.13245). Heads that mesh axis `tensor` does not divide are repeated until it does.
         value: Like the keys.
-        window: How many tokens each one sees, itself included; None for all before it.
-        segments: The document of each token; those of other documents are not seen. None for one document.
-        scale: Of the products of queries and keys; None for `dim ** -0.5`.
-        soft_cap: What scores stay below (`spmd.layers.soft_cap`); None for no cap.
-        causal: Whether tokens are seen by those behind them alone. If not, all see each other.
+        window: How many tokens each query attends to, itself included; None for all preceding ones.
+        segments: The document of each token, which attends to its own document only; None for one document.
+        scale: Factor of the products of queries and keys; None for `dim ** -0.5`.
+        soft_cap: The cap of scores (`spmd.layers.soft_cap`); None for no cap.
+        causal: False for attention of all tokens to all.
 
     Raises:
-        ConfigError: The plan's kernel or its split does not fit the shapes, or what is asked for.
+        ConfigError: The plan's kernel or its split does not support the shapes or the options.
 
     Example:
         >>> x = jnp.ones((1, 4, 2, 8))
         >>> attend(x, x[:, :, :1], x[:, :, :1], window=2).shape
         (1, 4, 2, 8)
     """
-    if problems := _option_problems(window, scale, soft_cap, causal):
-        raise ConfigError("Nothing can be attended to:", problems)
-    choice = attention_config()
-    key, value = (_repeated(x, query.shape[2], choice.tensor) for x in (key, value))
-    cached = cached_attention(query, key, value, segments, window=window, scale=scale, soft_cap=soft_cap, causal=causal)
+    options = AttentionOptions(window, scale, soft_cap, causal)
+    config = attention_config()
+    key, value = (_repeat_heads(x, query.shape[2], config.tensor) for x in (key, value))
+    cached = cached_attention(query, key, value, segments, options)
     if cached is not None:
         return cached
     packed = segments is not None
-    kernel = choice.choose(
+    kernel = config.choose(
         query.shape[1], query.shape[-1], query.dtype, packed=packed, capped=soft_cap is not None, causal=causal
     )
-    if scale is not None:  # every kernel's own is dim ** -0.5
+    if scale is not None:  # kernels always scale by dim ** -0.5
         query = (query.astype(jnp.float32) * (scale * query.shape[-1] ** 0.5)).astype(query.dtype)
-    run = functools.partial(_KERNELS[kernel], window=window, soft_cap=soft_cap, causal=causal)
-    if choice.is_ring:
-        ring = Ring(choice.mesh, choice.sequence, is_zigzag(), window, soft_cap)
-        run = functools.partial(_online, ring=ring)
-    elif choice.mesh is not None and (choice.sequence > 1 or kernel == "splash"):
-        # The compiler does not know how to split a Pallas kernel: it gets what one device holds.
-        run = functools.partial(ulysses_attention, run, choice.mesh)
+    options = dataclasses.replace(options, scale=None)
+    run = functools.partial(_KERNELS[kernel], options=options)
+    if config.is_ring:
+        run = functools.partial(_blockwise, ring=Ring(options, config.mesh, config.sequence, is_zigzag()))
+    elif config.mesh is not None and (config.sequence > 1 or kernel == "splash"):
+        # The compiler cannot partition a Pallas kernel, so it runs on each device's part.
+        run = functools.partial(ulysses_attention, run, config.mesh)
     return remat_attention(run, keeps_scores=kernel == "xla")(query, key, value, segments)
 
 
-def _option_problems(window: int | None, scale: float | None, soft_cap: float | None, causal: bool) -> list[Problem]:
-    problems = [
-        Problem(name, f"is {value}", fix=f"None, or {fix}")
-        for name, value, is_fit, fix in (
-            ("window", window, window is None or window >= 1, "1 and more"),
-            ("scale", scale, scale is None or scale > 0, "above 0"),
-            ("soft_cap", soft_cap, soft_cap is None or soft_cap > 0, "above 0"),
-        )
-        if not is_fit
-    ]
-    if window is not None and not causal:
-        problems.append(
-            Problem("window", f"is {window}, of tokens that all see each other", fix="causal=True, or None")
-        )
-    return problems
-
-
-def _repeated(x: Array, heads: int, parts: int) -> Array:
-    """Key/value heads as often as it takes to have equally many for each of `parts` devices, if query heads divide."""
+def _repeat_heads(x: Array, heads: int, parts: int) -> Array:
+    """Repeat key/value heads until they divide over `parts` devices, if the query heads allow it."""
     copies = math.lcm(x.shape[2], parts) // x.shape[2]
     return x if copies == 1 or heads % (copies * x.shape[2]) else jnp.repeat(x, copies, axis=2)
+
+
+_DEFAULT = AttentionOptions()
 
 
 def xla_attention(
@@ -113,42 +99,41 @@ def xla_attention(
     key: Array,
     value: Array,
     segments: Segments,
+    options: AttentionOptions = _DEFAULT,
     *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    causal: bool = True,
     block: int | None = None,
 ) -> Array:
-    """`jax.nn.dot_product_attention`, `block` queries at a time: 128, or an eighth of a long sequence.
+    """Apply `jax.nn.dot_product_attention` to `block` queries at a time: 128, or an eighth of a long sequence.
 
-    Queries go against the keys that any of them can see, so nearly half of the scores are never computed. Where all see
-    everything, they go at once.
+    Each block uses only the keys that one of its queries attends to, so nearly half of the scores are never computed.
+    Without causality there is a single block.
     """
     seq, dtype = query.shape[1], query.dtype
+    window, causal = options.window, options.causal
     block = block or (max(128, -(-seq // 8)) if causal else seq)
-    query, key, value = _widened(query, key, value)
+    query, key, value = _upcast_float16(query, key, value)
     blocks = []
     for start in range(0, seq, block):
         end, first = min(start + block, seq), 0 if window is None else max(0, start - window + 1)
         last = end if causal else seq
         distance = jnp.arange(start, end)[:, None] - jnp.arange(first, last)[None]
-        seen = (distance >= 0) if causal else jnp.ones_like(distance, bool)
-        seen = seen if window is None else seen & (distance < window)
-        seen = seen[None, None]
+        mask = (distance >= 0) if causal else jnp.ones_like(distance, bool)
+        mask = mask if window is None else mask & (distance < window)
+        mask = mask[None, None]
         if segments is not None:
-            seen = seen & (segments[:, start:end, None] == segments[:, None, first:last])[:, None]
-        # Added, not chosen by: a mask would be kept for the backward pass, with a byte for each score.
-        bias = jnp.where(seen, 0.0, MASK_VALUE) if causal or segments is not None else None
+            mask = mask & (segments[:, start:end, None] == segments[:, None, first:last])[:, None]
+        # A bias: a boolean mask would be saved for the backward pass, with a byte for each score.
+        bias = jnp.where(mask, 0.0, MASK_VALUE) if causal or segments is not None else None
         visible = key[:, first:last], value[:, first:last]
-        if soft_cap is None:
+        if options.soft_cap is None:
             blocks.append(jax.nn.dot_product_attention(query[:, start:end], *visible, bias=bias))
         else:
-            blocks.append(_capped_attention(query[:, start:end], *visible, bias, soft_cap))
+            blocks.append(_capped_attention(query[:, start:end], *visible, bias, options.soft_cap))
     return jnp.concatenate(blocks, axis=1).astype(dtype)
 
 
 def _capped_attention(query: Array, key: Array, value: Array, bias: Array | None, soft_cap: float) -> Array:
-    """What `jax.nn.dot_product_attention` computes, with a cap of the scores, which it does not have."""
+    """Compute `jax.nn.dot_product_attention` with a soft cap, which it does not have."""
     batch, seq, _, dim = query.shape
     grouped = query.reshape(batch, seq, key.shape[2], -1, dim)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, preferred_element_type=jnp.float32) * dim**-0.5
@@ -160,48 +145,34 @@ def _capped_attention(query: Array, key: Array, value: Array, bias: Array | None
 
 
 def chunked_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    segments: Segments,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    causal: bool = True,
+    query: Array, key: Array, value: Array, segments: Segments, options: AttentionOptions = _DEFAULT
 ) -> Array:
-    """Softmax taken online over chunks of keys; see `spmd.layers.blockwise_attention`."""
-    assert causal, "spmd.model_api.attention_config refuses it"
+    """Compute attention by `spmd.layers.blockwise_attention` on one device, with padding to whole chunks."""
+    assert options.causal, "spmd.model_api.attention_config refuses it"
     seq = query.shape[1]
-    padding = -seq % _CHUNK_UNIT if seq > LARGEST_CHUNK else 0  # behind the last token, where no one sees it
+    padding = -seq % _CHUNK_UNIT if seq > LARGEST_CHUNK else 0  # at the end, where causality masks it
 
     def pad(x: Array) -> Array:
         return jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
 
     padded = jax.tree.map(pad, (query, key, value, segments)) if padding else (query, key, value, segments)
-    return _online(*padded, ring=Ring(window=window, soft_cap=soft_cap))[:, :seq]
+    return _blockwise(*padded, ring=Ring(options))[:, :seq]
 
 
-def _online(query: Array, key: Array, value: Array, segments: Segments, *, ring: Ring) -> Array:
-    wide = _widened(query, key, value)
+def _blockwise(query: Array, key: Array, value: Array, segments: Segments, *, ring: Ring) -> Array:
+    wide = _upcast_float16(query, key, value)
     return blockwise_attention(wide[0], wide[1], wide[2], segments, ring).astype(query.dtype)
 
 
 def cudnn_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    segments: Segments,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    causal: bool = True,
+    query: Array, key: Array, value: Array, segments: Segments, options: AttentionOptions = _DEFAULT
 ) -> Array:
-    """The fused attention of cuDNN."""
+    """Apply the fused attention of cuDNN."""
     assert segments is None, "spmd.model_api.attention_config refuses it"
-    assert soft_cap is None, "spmd.model_api.attention_config refuses it"
-    reach = None if window is None else (window - 1, 0)
+    assert options.soft_cap is None, "spmd.model_api.attention_config refuses it"
+    local = None if options.window is None else (options.window - 1, 0)
     return jax.nn.dot_product_attention(
-        query, key, value, is_causal=causal, local_window_size=reach, implementation="cudnn"
+        query, key, value, is_causal=options.causal, local_window_size=local, implementation="cudnn"
     )
 
 
@@ -210,38 +181,25 @@ def splash_attention_tpu(
     key: Array,
     value: Array,
     segments: Segments,
+    options: AttentionOptions = _DEFAULT,
     *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    causal: bool = True,
     interpret: bool = False,
 ) -> Array:
-    """JAX's splash attention for TPUs, on what one device holds.
-
-    Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
-        segments: The document of each token, or None.
-        window: How many tokens each one sees; None for all before it.
-        soft_cap: The cap of scores, or None.
-        causal: Whether tokens see only those before them.
-        interpret: Whether to run it without a TPU, slowly, for tests.
-    """
+    """Apply JAX's splash attention for TPUs to one device's part; `interpret` runs it without a TPU, for tests."""
     (_, seq, heads, dim), dtype = query.shape, query.dtype
-    query, key, value = _widened(query, key, value)
-    if not causal:
+    query, key, value = _upcast_float16(query, key, value)
+    if not options.causal:
         mask: Any = splash_attention.FullMask((seq, seq))
-    elif window is None:
+    elif options.window is None:
         mask = splash_attention.CausalMask((seq, seq))
     else:
-        mask = splash_attention.LocalMask((seq, seq), (window - 1, 0), 0)
+        mask = splash_attention.LocalMask((seq, seq), (options.window - 1, 0), 0)
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([mask] * heads),
         block_sizes=_splash_blocks(seq),
         head_shards=1,
         q_seq_shards=1,
-        attn_logits_soft_cap=soft_cap,
+        attn_logits_soft_cap=options.soft_cap,
         interpret=interpret,
     )
     scaled = (query.astype(jnp.float32) * dim**-0.5).astype(query.dtype)
@@ -262,8 +220,8 @@ def _splash_blocks(seq: int) -> splash_attention.BlockSizes:
     )
 
 
-def _widened(*arrays: Array) -> tuple[Array, ...]:
-    """float16 as float32: JAX sums float16 products in a way that only GPUs have."""
+def _upcast_float16(*arrays: Array) -> tuple[Array, ...]:
+    """Cast float16 to float32: JAX accumulates float16 products in a way that only GPUs support."""
     return tuple(x.astype(jnp.float32) if x.dtype == np.float16 else x for x in arrays)
 
 

@@ -1,17 +1,17 @@
-"""Attention over a sequence that is split over devices: keys and values go around a ring, or heads for tokens.
+"""Attention over a sequence that is split over devices: ring attention, or an exchange of heads for tokens.
 
-**Ring** (Liu et al., arXiv:2310.01889). Each device keeps its queries. Keys and values travel to the next device while
-those that are there are attended to; after `sequence − 1` turns every device has seen all of them. The backward pass
-sends them around once more, and their gradients along with them: these begin one device further and add up until they
-come home. With n = `sequence`, one layer takes
+**Ring** (Liu et al., arXiv:2310.01889). Each device keeps its queries. Keys and values rotate: each device sends its
+block to the next one while it attends to it, so after `sequence − 1` steps every device has attended to all of them. In
+the backward pass they rotate again, and so do their gradients, which start at the next device and accumulate until they
+are back. With n = `sequence`, one layer takes
 
-| | permutes of keys and of values | of their gradients, float32 | of document ids, where there are some |
+| | permutes of keys and of values | of their gradients, float32 | of document ids, if any |
 |---|---|---|---|
 | forward | n − 1 each | | n − 1 |
 | backward | n − 1 each | n − 1 each | n − 1 |
 
-**All-to-all** (Jacobs et al., arXiv:2309.14509). Devices exchange heads for tokens, attend to whole sequences of some
-of the heads with any kernel, and exchange back: four all-to-alls forward and four backward.
+**All-to-all** (Ulysses; Jacobs et al., arXiv:2309.14509). Devices exchange heads for tokens, apply any kernel to whole
+sequences of some of the heads, and exchange back: four all-to-alls forward and four backward.
 """
 
 import dataclasses
@@ -24,75 +24,73 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax.sharding import get_abstract_mesh
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import ConfigError, Problem
+from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import (
-    Backward,
+    BackwardInputs,
     BlockPairs,
     backward_block,
-    chunk_of,
+    chunk_size,
     finalize_softmax,
+    has_small_chunks,
     init_softmax,
-    is_awkward,
+    unmasked_pairs,
     update_softmax,
-    visible_pairs,
 )
+from spmd.layers.manual import split_axes
 from spmd.layers.zigzag import zigzag
 from spmd.plan.annotate import manual_over
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 Segments = Int[Array, "batch seq"] | None
-"""The document of each token, where several share a sequence; tokens of different documents do not see each other."""
+"""The document of each token of a packed sequence; tokens attend to their own document only. None for one document."""
 
-_QUERY, _KEY, _IDS = P(None, None, "sequence"), P(None, None, "sequence"), P(None, "sequence")
+_HEADS_FIRST, _IDS = P(None, None, "sequence"), P(None, "sequence")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Who sees what, and where the keys are at each turn. A ring of one device is chunked attention.
+    """Ring of devices and mask of the attention; a ring of one device is chunked attention.
 
     Attributes:
-        mesh: The mesh, of more than one device along `sequence`; None for a ring of one.
-        devices: Along `sequence`.
-        is_balanced: Whether tokens are in zigzag order.
-        window: How many tokens each one sees, itself included; None for all before it.
-        soft_cap: The cap of scores; None for none.
+        options: Mask and scores.
+        mesh: The plan's mesh; None for a ring of one device.
+        devices: Size of mesh axis `sequence`.
+        is_zigzag: True if tokens are in zigzag order.
     """
 
+    options: AttentionOptions
     mesh: AnyMesh | None = None
     devices: int = 1
-    is_balanced: bool = False
-    window: int | None = None
-    soft_cap: float | None = None
+    is_zigzag: bool = False
 
     def run(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """`f` on each device's tokens."""
+        """Return `f` on each device's tokens."""
         return f if self.mesh is None else manual_over(self.mesh, ("sequence",), f, in_specs, out_specs)
 
     def rotate(self, arrays: Any) -> Any:
-        """What each device holds, sent to the next."""
+        """Send each device's arrays to the next device."""
         path = [(i, (i + 1) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, "sequence", path), arrays)
 
-    def visit(self, turn: int, query: Array, segments: Segments, key_segments: Segments) -> BlockPairs:
-        """What each device's queries see of the keys that are there after so many turns."""
+    def block_pairs(self, step: int, query: Array, segments: Segments, key_segments: Segments) -> BlockPairs:
+        """Return the pairs of each device's queries and the keys that it holds after `step` rotations."""
         local = query.shape[2]
-        chunk = chunk_of(local // 2 if self.is_balanced else local)
-        seq = local * self.devices
-        order = zigzag(seq, self.devices) if self.is_balanced else np.arange(seq)
+        chunk = chunk_size(local // 2 if self.is_zigzag else local)
+        seq, window = local * self.devices, self.options.window
+        order = zigzag(seq, self.devices) if self.is_zigzag else np.arange(seq)
         starts = order.reshape(self.devices, -1)[:, ::chunk].tolist()
-        tables = [
-            visible_pairs(starts[i], starts[(i - turn) % self.devices], chunk, self.window) for i in range(self.devices)
-        ]
+        key_starts = [starts[(i - step) % self.devices] for i in range(self.devices)]
+        tables = [unmasked_pairs(*pair, chunk, window) for pair in zip(starts, key_starts, strict=True)]
         counts = [len(table) for table in tables]
         padded = [np.pad(table, ((0, max(counts) - len(table)), (0, 0))) for table in tables]
-        rest = chunk, self.window, segments, key_segments, self.soft_cap
+        rest = chunk, self.options, segments, key_segments
         if self.devices == 1:
             return BlockPairs(jnp.asarray(padded[0]), counts[0], *rest)
         device = jax.lax.axis_index("sequence")
-        # Where all devices do the same work, the compiler is told how much.
+        # Equal counts are static, for the compiler to know the number of iterations.
         count = counts[0] if min(counts) == max(counts) else jnp.asarray(counts)[device]
         return BlockPairs(jnp.asarray(np.stack(padded))[device], count, *rest)
 
@@ -104,29 +102,22 @@ def blockwise_attention(
     segments: Segments,
     ring: Ring,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Attention with online softmax: of sequences that are whole, or split over a ring of devices.
-
-    Args:
-        query: Query heads that share a key/value head are neighbours.
-        key: As many heads as divide those of the queries.
-        value: Like the keys.
-        segments: The document of each token, or None.
-        ring: The devices and the mask.
+    """Compute causal attention with an online softmax, over a ring of devices or on one.
 
     Raises:
-        ConfigError: The sequence does not divide over the ring.
+        ConfigError: The sequence does not divide over the ring, or only into very small chunks.
     """
     batch, seq, heads, dim = query.shape
     if seq % ring.devices:
         arithmetic = f"{seq} / (sequence={ring.devices}) = {seq / ring.devices:.4g}"
-        fix = f"a multiple of {ring.devices}"
-        raise ConfigError("A ring cannot be formed:", [Problem("sequence", "does not divide", arithmetic, fix)])
-    block = seq // ring.devices // (2 if ring.is_balanced else 1)
-    if is_awkward(block):
+        problem = Problem("sequence", "does not divide", arithmetic, f"a multiple of {ring.devices}")
+        raise ConfigError("The sequence does not fit the ring:", [problem])
+    block = seq // ring.devices // (2 if ring.is_zigzag else 1)
+    if has_small_chunks(block):
         unit = seq // block * 128
-        what = f"is cut into blocks of {block} tokens, which divide into chunks of no more than {chunk_of(block)}"
+        what = f"is split into blocks of {block} tokens, which divide into chunks of at most {chunk_size(block)}"
         fix = f"a multiple of {unit}: {seq // unit * unit or unit} or {(seq // unit + 1) * unit} tokens"
-        raise ConfigError("A ring would take very long:", [Problem("sequence", what, fix=fix)])
+        raise ConfigError("Attention over such small chunks is very slow:", [Problem("sequence", what, fix=fix)])
     grouped = query.reshape(batch, seq, key.shape[2], -1, dim)
     arrays = jnp.moveaxis(grouped, 1, 2), jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)
     return jnp.moveaxis(_attend(*arrays, segments, ring), 2, 1).reshape(batch, seq, heads, dim)
@@ -138,46 +129,46 @@ def _attend(query: Array, key: Array, value: Array, segments: Segments, ring: Ri
 
 
 def _forward(query: Array, key: Array, value: Array, segments: Segments, ring: Ring) -> tuple[Array, tuple[Any, ...]]:
-    def around(query: Array, key: Array, value: Array, segments: Segments) -> tuple[Array, Array]:
-        softmax, here = init_softmax(query), (key, value, segments)
-        for turn in range(ring.devices):
-            is_last = turn == ring.devices - 1
-            coming = None if is_last else ring.rotate(here)
-            softmax = update_softmax(ring.visit(turn, query, segments, here[2]), softmax, query, *here[:2])
+    def local(query: Array, key: Array, value: Array, segments: Segments) -> tuple[Array, Array]:
+        softmax, block = init_softmax(query), (key, value, segments)
+        for step in range(ring.devices):
+            is_last = step == ring.devices - 1
+            next_block = None if is_last else ring.rotate(block)
+            softmax = update_softmax(ring.block_pairs(step, query, segments, block[2]), softmax, query, *block[:2])
             if not is_last:
-                # Without a barrier, all keys may be sent before the first are used, and be there at once.
-                here, softmax = jax.lax.optimization_barrier((coming, softmax))
+                # Without a barrier, XLA may send all blocks before the first is used and hold them all at once.
+                block, softmax = jax.lax.optimization_barrier((next_block, softmax))
         out, log_total = finalize_softmax(softmax)
         return out.astype(query.dtype), log_total
 
-    specs = (_QUERY, _KEY, _KEY, _IDS)
-    out, log_total = ring.run(around, specs, (_QUERY, _QUERY))(query, key, value, segments)
+    specs = (*(_HEADS_FIRST,) * 3, _IDS)
+    out, log_total = ring.run(local, specs, (_HEADS_FIRST, _HEADS_FIRST))(query, key, value, segments)
     return out, (query, key, value, segments, out, log_total)
 
 
 def _backward(ring: Ring, saved: tuple[Any, ...], dout: Array) -> tuple[Array | None, ...]:
-    def around(
+    def local(
         query: Array, key: Array, value: Array, segments: Segments, out: Array, log_total: Array, dout: Array
     ) -> tuple[Array, ...]:
         product = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=-1)
-        known = Backward(query, dout, log_total, product)
+        inputs = BackwardInputs(query, dout, log_total, product)
         own = (key, value, segments)
-        here = own if ring.devices == 1 else ring.rotate(own)
+        block = own if ring.devices == 1 else ring.rotate(own)
         dquery = jnp.zeros(query.shape, jnp.float32)
-        travelling: Any = None
-        for turn in (*range(1, ring.devices), 0):
-            coming = ring.rotate(here) if 0 < turn < ring.devices - 1 else own
-            arrived = None if travelling is None else ring.rotate(travelling)
+        dblock: Any = None  # gradients of the block, which rotate with it
+        for step in (*range(1, ring.devices), 0):
+            next_block = ring.rotate(block) if 0 < step < ring.devices - 1 else own
+            received = None if dblock is None else ring.rotate(dblock)
             zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
-            visit = ring.visit(turn, query, segments, here[2])
-            dquery, *parts = backward_block(visit, known, (dquery, *zeros), *here[:2])
-            travelling = tuple(parts) if arrived is None else jax.tree.map(jnp.add, arrived, tuple(parts))
-            if turn:
-                here, dquery, travelling = jax.lax.optimization_barrier((coming, dquery, travelling))
-        return tuple(d.astype(x.dtype) for d, x in zip((dquery, *travelling), (query, key, value), strict=True))
+            pairs = ring.block_pairs(step, query, segments, block[2])
+            dquery, *parts = backward_block(pairs, inputs, (dquery, *zeros), *block[:2])
+            dblock = tuple(parts) if received is None else jax.tree.map(jnp.add, received, tuple(parts))
+            if step:
+                block, dquery, dblock = jax.lax.optimization_barrier((next_block, dquery, dblock))
+        return tuple(d.astype(x.dtype) for d, x in zip((dquery, *dblock), (query, key, value), strict=True))
 
-    specs = (_QUERY, _KEY, _KEY, _IDS, _QUERY, _QUERY, _QUERY)
-    return *ring.run(around, specs, (_QUERY, _KEY, _KEY))(*saved, dout), None
+    specs = (*(_HEADS_FIRST,) * 3, _IDS, *(_HEADS_FIRST,) * 3)
+    return *ring.run(local, specs, (_HEADS_FIRST,) * 3)(*saved, dout), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -191,21 +182,12 @@ def ulysses_attention(
     value: Float[Array, "batch seq kv_heads dim"],
     segments: Segments,
 ) -> Float[Array, "batch seq heads dim"]:
-    """A kernel on whole sequences of those heads that a device has: its own of `tensor`, and its part of them where
-    sequences are split over `sequence`.
-
-    Args:
-        kernel: `(query, key, value, segments)` → the output, on what one device holds.
-        mesh: The mesh.
-        query: The queries of all heads.
-        key: The keys.
-        value: The values.
-        segments: The document of each token, or None; every device gets those of all its examples' tokens.
+    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences, with heads split instead.
 
     Raises:
-        ConfigError: Heads do not divide over the devices.
+        ConfigError: Heads or tokens do not divide over the devices.
     """
-    split = [axis for axis, n in mesh.shape.items() if n > 1 and axis not in get_abstract_mesh().manual_axes]
+    split = split_axes(mesh)
     parts = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if axis in split}
     product, count = " × ".join(f"{axis}={size}" for axis, size in parts.items()), math.prod(parts.values())
     problems = [
@@ -213,7 +195,7 @@ def ulysses_attention(
             what,
             "do not divide over the devices of one sequence",
             f"{heads} / ({product}) = {heads / count:.4g}",
-            'context "ring", which splits no heads over sequence' if "sequence" in parts else "fewer along tensor",
+            'context "ring", which splits no heads over sequence' if "sequence" in parts else "a smaller mesh.tensor",
         )
         for what, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2]))
         if heads % count
@@ -224,14 +206,14 @@ def ulysses_attention(
     if problems:
         raise ConfigError("Heads cannot be split over devices:", problems)
 
-    def swap(x: Array, split: int, join: int) -> Array:
+    def exchange(x: Array, split: int, join: int) -> Array:
         return jax.lax.all_to_all(x, "sequence", split, join, tiled=True) if "sequence" in parts else x
 
     def local(query: Array, key: Array, value: Array, segments: Segments) -> Array:
-        return swap(kernel(*(swap(x, 2, 1) for x in (query, key, value)), segments), 1, 2)
+        return exchange(kernel(*(exchange(x, 2, 1) for x in (query, key, value)), segments), 1, 2)
 
-    # Batch axes too: left to the compiler, it gathers the batch around an all-to-all.
+    # Batch axes are manual too: otherwise the compiler gathers the batch around an all-to-all.
     batch = tuple(axis for axis in BATCH_AXES if axis in split)
-    held = P(batch or None, *(axis if axis in parts else None for axis in ("sequence", "tensor")))
-    specs = (held, held, held, P(batch or None))
-    return manual_over(mesh, (*batch, *parts), local, specs, held)(query, key, value, segments)
+    tokens = P(batch or None, *(axis if axis in parts else None for axis in ("sequence", "tensor")))
+    specs = (tokens, tokens, tokens, P(batch or None))
+    return manual_over(mesh, (*batch, *parts), local, specs, tokens)(query, key, value, segments)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weights, and what that costs: pure functions of the router's logits.
+"""Routing of tokens to experts: choices, weights and auxiliary losses as pure functions of the router's logits.
 
 | router | fields of `RouterConfig` |
 |---|---|
@@ -9,8 +9,8 @@
 | DeepSeek-V3 (arXiv:2412.19437) | `score="sigmoid", bias_rate=1e-3, groups=8, top_groups=4, scale=2.5` |
 | expert choice (arXiv:2202.09368) | `choice="expert", balance=0, dispatch="capacity"` |
 
-Logits are float32 `[example, token, expert]`. Every number here is of all tokens that are passed in, padding included;
-under a plan those are the tokens of all devices, so it is the same on every mesh.
+Logits are float32 `[example, token, expert]`. Losses and loads are over all tokens passed in, padding included; under a
+plan these are the tokens of all devices, so they are the same on every mesh.
 """
 
 import dataclasses
@@ -21,29 +21,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """How tokens choose experts, or experts tokens, and how they are sent.
+    """Routing and dispatch of tokens to experts.
 
     Raises:
-        ConfigError: Fields that cannot be used, all at once.
+        ConfigError: Invalid fields, all at once.
     """
 
     experts: int = 8
     """Experts in a layer."""
     top_k: int = 2
-    """Experts that each token goes to; with choice=expert, on average and for capacity_factor=1."""
+    """Experts per token; with choice=expert, on average and for capacity_factor=1."""
     choice: Literal["token", "expert"] = "token"
-    """Whether tokens choose experts, or experts tokens (which looks at later tokens of the example, too)."""
+    """token: tokens choose experts; expert: experts choose tokens (which uses later tokens of the example, too)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """What logits become before the choice."""
+    """Function from logits to scores."""
     normalise: bool = True
-    """Whether the weights of a token's choices add up to 1; of softmax scores that is a softmax after the choice."""
+    """Make the weights of a token's choices add up to 1; of softmax scores this is a softmax after the choice."""
     random_second: bool = False
-    """Whether the second choice is followed at random, with probability min(1, 2 · its weight) (GShard)."""
+    """Follow the second choice at random, with probability min(1, 2 · its weight) (GShard)."""
     groups: int = 1
     """Groups that experts are chosen from (DeepSeek-V3: one for each node)."""
     top_groups: int = 1
@@ -53,121 +53,98 @@ class RouterConfig:
     jitter: float = 0.0
     """In training, the router's input is multiplied by noise between 1 - jitter and 1 + jitter (Switch: 0.01)."""
     bias_rate: float = 0.0
-    """How far each (micro)batch moves the biases that balance load without a loss (DeepSeek-V3: 0.001); 0: none."""
+    """Change of the load-balancing biases after each (micro)batch (DeepSeek-V3: 0.001); 0: no biases."""
     balance: float = 0.01
     """Weight of the load-balance loss of each layer."""
     balance_form: Literal["switch", "gshard"] = "switch"
     """Its normalisation: switch is N·Σ f·P, which is 1 for even load; gshard is the mean of f·P over experts, with f of
     first choices, which is 1/N² for even load."""
     balance_over: Literal["batch", "example"] = "batch"
-    """What f and P are means over: all tokens of a (micro)batch, or those of each example; then losses are averaged."""
+    """f and P are means over all tokens of a (micro)batch, or over those of each example; then losses are averaged."""
     z_loss: float = 0.0
     """Weight of the router's z-loss, the mean squared log-sum-exp of logits (ST-MoE, arXiv:2202.08906: 0.001)."""
     dispatch: Literal["capacity", "dropless"] = "dropless"
-    """capacity: an expert takes so many tokens of an example and the rest are dropped; dropless: all of them."""
+    """capacity: an expert takes at most `capacity` tokens of an example, the rest are dropped; dropless: all."""
     capacity_factor: float = 1.25
-    """Room of an expert in an example with dispatch=capacity, relative to even load; inf drops nothing."""
+    """Capacity of an expert with dispatch=capacity, relative to even load; inf drops nothing."""
 
     def __post_init__(self) -> None:
-        problems = [
-            Problem(f"router.{name}", f"is {getattr(self, name)}", fix="1 or more")
-            for name in ("experts", "top_k", "groups", "top_groups")
-            if getattr(self, name) < 1
-        ]
-        problems += [
-            Problem(f"router.{name}", f"is {getattr(self, name)}", fix="0 or more")
-            for name in ("jitter", "bias_rate", "balance", "z_loss")
-            if not 0 <= getattr(self, name) < math.inf
-        ]
-        problems += [
-            Problem(f"router.{name}", f"is {getattr(self, name)}", fix="above 0")
-            for name in ("scale", "capacity_factor")
-            if not getattr(self, name) > 0 or (name == "scale" and math.isinf(self.scale))
-        ]
-        if self.jitter >= 1:
-            problems.append(Problem("router.jitter", f"is {self.jitter}", fix="below 1"))
-        if not problems:
-            problems = [*self._audit_choice(), *self._audit_groups()]
+        rules = {
+            **dict.fromkeys(("experts", "top_k", "groups", "top_groups"), "at least 1"),
+            **dict.fromkeys(("bias_rate", "balance", "z_loss"), "at least 0 and finite"),
+            "jitter": "at least 0 and below 1",
+            "scale": "above 0 and finite",
+            "capacity_factor": "above 0",
+        }
+        problems = check_fields(self, rules, prefix="router.") or [*self._check_choice(), *self._check_groups()]
         if problems:
-            raise ConfigError("This router cannot be built:", problems)
+            raise ConfigError("The router is invalid:", problems)
 
-    def _audit_choice(self) -> list[Problem]:
+    def _check_choice(self) -> list[Problem]:
         problems = []
         if self.top_k > self.experts:
             arithmetic = f"top_k {self.top_k} > experts {self.experts}"
-            problems.append(Problem("router.top_k", "is more than there are experts", arithmetic, "fewer choices"))
+            problems.append(Problem("router.top_k", "is larger than router.experts", arithmetic, "a smaller one"))
         if self.random_second and self.top_k != 2:
-            problems.append(
-                Problem("router.random_second", f"goes with top_k=2, and it is {self.top_k}", fix="top_k=2")
-            )
+            problems.append(Problem("router.random_second", f"needs top_k=2, not {self.top_k}", fix="top_k=2"))
         if self.top_k == 1 and self.normalise and self.choice == "token" and self.experts > 1:
-            why = "the one weight is 1 whatever the scores are, so the loss of the task does not train the router"
-            problems.append(Problem("router.normalise", "does not go with top_k=1", why, "normalise=False"))
+            why = "the only weight is always 1, so the task's loss does not train the router"
+            problems.append(Problem("router.normalise", "cannot be used with top_k=1", why, "normalise=False"))
         if self.random_second and not self.normalise:
-            why = "its probability is of weights that add up to 1"
-            problems.append(Problem("router.random_second", "does not go with normalise=False", why, "normalise=True"))
+            why = "its probability is defined for weights that add up to 1"
+            problems.append(Problem("router.random_second", "needs normalised weights", why, "normalise=True"))
         if self.choice == "expert":
+            conflicts = (
+                ("dispatch", self.dispatch == "dropless", "experts take as many tokens as their capacity", "capacity"),
+                ("balance", self.balance > 0, "load is even", "0"),
+                ("bias_rate", self.bias_rate > 0, "load is even", "0"),
+                ("random_second", self.random_second, "tokens have no second choice", "false"),
+                ("groups", self.groups > 1, "tokens do not choose", "1"),
+            )
             problems += [
-                Problem(f"router.{name}", "does not go with choice=expert", why, fix)
-                for name, wrong, why, fix in (
-                    (
-                        "dispatch",
-                        self.dispatch == "dropless",
-                        "an expert takes as many tokens as it has room",
-                        "capacity",
-                    ),
-                    ("balance", self.balance > 0, "load is even", "0"),
-                    ("bias_rate", self.bias_rate > 0, "load is even", "0"),
-                    ("random_second", self.random_second, "tokens have no second choice", "false"),
-                    ("groups", self.groups > 1, "tokens do not choose", "1"),
-                )
-                if wrong
+                Problem(f"router.{name}", "cannot be used with choice=expert", why, fix)
+                for name, is_conflict, why, fix in conflicts
+                if is_conflict
             ]
         return problems
 
-    def _audit_groups(self) -> list[Problem]:
+    def _check_groups(self) -> list[Problem]:
         arithmetic = f"{self.experts} / {self.groups} = {self.experts / self.groups:.4g}"
         if self.experts % self.groups:
             return [Problem("router.groups", "does not divide router.experts", arithmetic, "change one of them")]
         if self.top_groups > self.groups:
             arithmetic = f"top_groups {self.top_groups} > groups {self.groups}"
-            return [Problem("router.top_groups", "is more than there are groups", arithmetic, "fewer")]
+            return [Problem("router.top_groups", "is larger than router.groups", arithmetic, "a smaller one")]
         within = self.top_groups * self.experts // self.groups
         if within < self.top_k <= self.experts:
             arithmetic = f"{self.top_groups} groups of {self.experts // self.groups} = {within} < top_k {self.top_k}"
-            return [Problem("router.top_groups", "hold fewer experts than a token chooses", arithmetic, "more groups")]
+            return [Problem("router.top_groups", "hold fewer experts than router.top_k", arithmetic, "more groups")]
         return []
 
     @property
     def is_random(self) -> bool:
-        """Whether routing in training draws random numbers."""
+        """True if routing in training needs random numbers."""
         return self.random_second or self.jitter > 0
 
-    @property
-    def choices(self) -> int:
-        """Places in a token's list of experts: top_k, or one for each expert where experts choose."""
-        return self.top_k if self.choice == "token" else self.experts
-
     def capacity(self, tokens: int) -> int:
-        """The tokens of one example that an expert has room for: ⌈capacity_factor · top_k · tokens / experts⌉.
+        """Return the tokens of one example that an expert takes: ⌈capacity_factor · top_k · tokens / experts⌉.
 
         Example:
             >>> RouterConfig(experts=64, top_k=1, normalise=False, capacity_factor=1.25).capacity(4096)
             80
         """
-        room = self.capacity_factor * self.top_k * tokens / self.experts
-        return tokens if room >= tokens else math.ceil(room)
+        capacity = self.capacity_factor * self.top_k * tokens / self.experts
+        return tokens if capacity >= tokens else math.ceil(capacity)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Where tokens go.
+    """Experts and weights of each token.
 
     Attributes:
-        experts: int32 `[example, token, choice]`: the expert of each choice; the number of experts for a choice that
-            is not followed.
-        weights: float32 of the same shape; 0 for a choice that is not followed. Gradients go through these alone.
+        experts: int32 `[example, token, choice]`; `config.experts` for a choice that is not followed.
+        weights: float32 of the same shape; 0 for a choice that is not followed. Only weights have gradients.
     """
 
     experts: Array
@@ -177,12 +154,12 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterReport:
-    """What one router's choices amount to, over all tokens of a (micro)batch.
+    """Losses and load of one router, over all tokens of a (micro)batch.
 
     Attributes:
         balance: The load-balance loss, weighted.
         z_loss: The z-loss, weighted.
-        load: float32 `[expert]`: how many tokens chose each expert.
+        load: float32 `[expert]`: tokens that chose each expert.
     """
 
     balance: Array
@@ -197,12 +174,12 @@ def route(
     key: Array | None = None,
     bias: Float[Array, "expert"] | None = None,
 ) -> tuple[Routing, RouterReport]:
-    """The choices that follow from a router's logits.
+    """Return each token's experts and weights, and the router's losses and load.
 
     Args:
-        logits: Scores before the softmax, float32.
-        config: The kind of router.
-        key: Randomness in training; None in evaluation, where every second choice is followed.
+        logits: float32.
+        config: Options.
+        key: For training; None in evaluation, where every second choice is followed.
         bias: Added to scores for the choice, not for the weights (DeepSeek-V3).
 
     Example:
@@ -218,7 +195,7 @@ def route(
         return routing, RouterReport(nothing, z_loss(logits, config), _load(routing.experts, config.experts))
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
     ranking = jax.lax.stop_gradient(scores if bias is None else scores + bias[None, None])
-    experts = _best(_limit(ranking, config), config.top_k)[0]
+    experts = _top_k(_mask_groups(ranking, config), config.top_k)[0]
     weights = jnp.stack([_pick(scores, experts[..., i]) for i in range(config.top_k)], axis=-1)
     if config.normalise:
         weights = weights / weights.sum(axis=-1, keepdims=True)
@@ -232,21 +209,21 @@ def route(
 
 
 def second_probability(weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The probability with which GShard follows a second choice, min(1, 2 · weight), of weights that add up to 1."""
+    """Return GShard's probability of following a second choice, min(1, 2 · weight), for weights that add up to 1."""
     return jnp.minimum(1.0, 2.0 * weight)
 
 
 def jittered(x: Float[Array, "..."], jitter: float, key: Array) -> Float[Array, "..."]:
-    """A router's input with multiplicative noise (Switch, section 2.2)."""
+    """Multiply a router's input by noise between 1 − jitter and 1 + jitter (Switch, section 2.2)."""
     return x * jax.random.uniform(key, x.shape, x.dtype, 1 - jitter, 1 + jitter)
 
 
 def balance_loss(
     scores: Float[Array, "example token expert"], experts: Int[Array, "example token choice"], config: RouterConfig
 ) -> Float[Array, ""]:
-    """The load-balance loss, α·N·Σᵢ fᵢ·Pᵢ (Switch, equation 4) or α·Σᵢ fᵢ·Pᵢ/N (GShard, algorithm 1).
+    """Return the load-balance loss, α·N·Σᵢ fᵢ·Pᵢ (Switch, equation 4) or α·Σᵢ fᵢ·Pᵢ/N (GShard, algorithm 1).
 
-    f is the part of the tokens' choices that is expert i, P its mean score, where a token's scores add up to 1.
+    fᵢ is the fraction of choices that are expert i and Pᵢ its mean score, normalised to sum to 1 for each token.
     """
     shares = scores / scores.sum(axis=-1, keepdims=True) if config.score == "sigmoid" else scores
     over = (0, 1) if config.balance_over == "batch" else (1,)
@@ -256,55 +233,55 @@ def balance_loss(
 
 
 def weighted_balance(
-    parts: Float[Array, "... expert"], shares: Float[Array, "... expert"], config: RouterConfig
+    fractions: Float[Array, "... expert"], shares: Float[Array, "... expert"], config: RouterConfig
 ) -> Float[Array, "..."]:
-    """The load-balance loss of given f (`parts`) and P (`shares`).
+    """Return the load-balance loss for given f (`fractions`) and P (`shares`).
 
     Example:
         >>> even = jnp.full(8, 1 / 8)
         >>> float(weighted_balance(even, even, RouterConfig(balance=0.5)))
         0.5
     """
-    products = jax.lax.stop_gradient(parts) * shares
+    products = jax.lax.stop_gradient(fractions) * shares
     if config.balance_form == "gshard":
         return config.balance * products.mean(axis=-1)
     return config.balance * config.experts * products.sum(axis=-1)
 
 
 def z_loss(logits: Float[Array, "example token expert"], config: RouterConfig) -> Float[Array, ""]:
-    """The router's z-loss (ST-MoE, equation 5), which keeps logits small."""
+    """Return the router's z-loss (ST-MoE, equation 5), which keeps logits small."""
     return config.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean()
 
 
 def balanced_bias(
     bias: Float[Array, "... expert"], load: Float[Array, "... expert"], rate: float
 ) -> Float[Array, "... expert"]:
-    """The biases after a (micro)batch: up by `rate` for experts with less than the mean load, down for those with more.
+    """Raise the biases of experts below the mean load by `rate` and lower those above it.
 
-    DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
+    This balances load without a loss (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
     """
     return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
 
 
-def places(
+def expert_slots(
     experts: Int[Array, "example token choice"], count: int, capacity: int
 ) -> tuple[Int[Array, "example token choice"], Float[Array, ""]]:
-    """Each choice's place among `count · capacity` of its example, by expert, and how many found none.
+    """Return each choice's slot among the `count · capacity` of its example, by expert, and the number of drops.
 
-    First choices come before second ones, and earlier tokens before later ones. A choice without a place has the number
-    `count · capacity`.
+    First choices are placed before second ones, and earlier tokens before later ones. A choice that is dropped or not
+    followed has the slot `count · capacity`.
     """
     examples, tokens, choices = experts.shape
     queue = experts.swapaxes(1, 2).reshape(examples, choices * tokens)
     mine = jax.nn.one_hot(queue, count, dtype=jnp.bool_)
     position = jnp.where(mine, jnp.cumsum(mine, axis=1, dtype=jnp.int32) - 1, 0).sum(axis=-1)
     full = (position >= capacity) & (queue < count)
-    place = jnp.where(full | (queue >= count), count * capacity, queue * capacity + position)
-    return place.reshape(examples, choices, tokens).swapaxes(1, 2), full.sum(dtype=jnp.float32)
+    slot = jnp.where(full | (queue >= count), count * capacity, queue * capacity + position)
+    return slot.reshape(examples, choices, tokens).swapaxes(1, 2), full.sum(dtype=jnp.float32)
 
 
 def _experts_choose(logits: Float[Array, "example token expert"], config: RouterConfig) -> Routing:
-    """Each expert takes the tokens of an example that have the best scores for it."""
+    """Let each expert choose the tokens of an example with the best scores for it."""
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
     best_first = jnp.argsort(-jax.lax.stop_gradient(scores), axis=1)
     rank = jnp.argsort(best_first, axis=1)  # the inverse permutation
@@ -313,21 +290,23 @@ def _experts_choose(logits: Float[Array, "example token expert"], config: Router
     return Routing(experts, jnp.where(taken, scores, 0.0) * config.scale)
 
 
-def _limit(ranking: Float[Array, "example token expert"], config: RouterConfig) -> Float[Array, "example token expert"]:
-    """The ranking without the groups that a token may not choose from."""
+def _mask_groups(
+    ranking: Float[Array, "example token expert"], config: RouterConfig
+) -> Float[Array, "example token expert"]:
+    """Set the scores of groups that a token may not choose from to −∞."""
     if config.top_groups == config.groups:
         return ranking
     grouped = ranking.reshape(*ranking.shape[:-1], config.groups, -1)
-    best = _best(grouped, min(2, grouped.shape[-1]))[1].sum(axis=-1)
-    allowed = _best(best, config.top_groups)[0]
+    best = _top_k(grouped, min(2, grouped.shape[-1]))[1].sum(axis=-1)
+    allowed = _top_k(best, config.top_groups)[0]
     is_allowed = jax.nn.one_hot(allowed, config.groups, dtype=jnp.bool_).any(axis=-2)
     return jnp.where(is_allowed[..., None], grouped, -jnp.inf).reshape(ranking.shape)
 
 
-def _best(scores: Float[Array, "... expert"], count: int) -> tuple[Int[Array, "... count"], Float[Array, "... count"]]:
-    """The positions and values of the largest scores, best first.
+def _top_k(scores: Float[Array, "... expert"], count: int) -> tuple[Int[Array, "... count"], Float[Array, "... count"]]:
+    """Return the positions and values of the largest scores, in descending order.
 
-    One maximum after the other: `jax.lax.top_k` would make XLA gather the scores of all devices.
+    By repeated argmax: with `jax.lax.top_k`, XLA would gather the scores of all devices.
     """
     positions, values = [], []
     for _ in range(count):
@@ -339,7 +318,7 @@ def _best(scores: Float[Array, "... expert"], count: int) -> tuple[Int[Array, ".
 
 
 def _pick(scores: Float[Array, "... expert"], expert: Int[Array, "..."]) -> Float[Array, "..."]:
-    """One score of each token, by a masked sum, which needs no gather."""
+    """Return one score of each token, by a masked sum, which needs no gather."""
     return jnp.where(jax.nn.one_hot(expert, scores.shape[-1], dtype=jnp.bool_), scores, 0.0).sum(axis=-1)
 
 

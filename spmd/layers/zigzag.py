@@ -1,8 +1,7 @@
-"""The order of a sequence's tokens on the devices that share it: as they are, or zigzag, so that all work equally.
+"""Zigzag order of a sequence's tokens over devices, which balances the work of causal ring attention.
 
-Of a causal sequence in its own order, the device with the last tokens attends to everything and the one with the first
-to itself. In zigzag order, device i of n holds blocks i and 2n − 1 − i of 2n: an early one and a late one, and every
-device sees as much as the others.
+In contiguous order, the device with the last tokens attends to everything and the one with the first only to itself. In
+zigzag order, device i of n holds blocks i and 2n − 1 − i of 2n: an early and a late one, so the work is equal.
 
 ```
 tokens       0 1 2 3 4 5 6 7        n = 2, so 4 blocks of 2 tokens
@@ -10,8 +9,8 @@ contiguous   0 1 2 3 | 4 5 6 7
 zigzag       0 1 6 7 | 2 3 4 5
 ```
 
-A loss function puts its batch into that order once, where it begins (`zigzag_batch`); RoPE asks for the `positions`
-of the tokens it sees; ring attention asks which order holds. A loss is a sum over tokens, so nothing is put back.
+A loss function reorders its batch once (`zigzag_batch`), RoPE uses the `positions` of the tokens, and ring attention
+asks `is_zigzag`. A loss is a sum over tokens, so the order is never undone.
 """
 
 import contextlib
@@ -30,12 +29,12 @@ from spmd.plan.context import current, override
 
 
 def is_zigzag() -> bool:
-    """Whether the tokens that are traced now are in zigzag order."""
+    """Return True if the tokens that are being traced are in zigzag order."""
     return current().zigzag
 
 
 def zigzag(seq: int, devices: int) -> np.ndarray:
-    """The position of each token of a sequence in zigzag order, `[seq]`.
+    """Return the position of each token of a sequence in zigzag order, `[seq]`.
 
     Example:
         >>> zigzag(8, 2).tolist()
@@ -46,13 +45,12 @@ def zigzag(seq: int, devices: int) -> np.ndarray:
 
 
 def positions(seq: int) -> np.ndarray | jax.Array:
-    """The position of each token as it is traced: 0, 1, 2, …, or those of the zigzag order where it holds.
+    """Return the position of each token: 0, 1, 2, …, or in zigzag order.
 
-    They are constants `[1, seq]`, the same for each row, except for tokens that come one at a time
-    (`spmd.layers.kv_cache`): then each row is somewhere else, and they are `[batch, 1]`.
+    They are constants `[1, seq]`, equal for all rows; in decoding (`spmd.layers.kv_cache`) they are `[batch, 1]`.
 
-    A model that takes positions from here, and mixes tokens by `spmd.layers.attention.attend` alone, may say so by
-    the attribute `position_aware = True`.
+    A model that takes positions from here, and mixes tokens only by `spmd.layers.attention.attend`, may set the
+    attribute `position_aware = True`.
 
     Example:
         >>> positions(4).tolist()
@@ -65,14 +63,14 @@ def positions(seq: int) -> np.ndarray | jax.Array:
 
 @contextlib.contextmanager
 def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
-    """The batch in the order in which a ring has the least to wait for; it holds inside the `with`.
+    """Reorder a batch to zigzag order, which holds inside the `with`.
 
     Args:
-        batch: A dictionary of arrays, each `[batch, seq]`; `tokens` is among them.
-        position_aware: Whether the model says that it asks for positions. One that does not gets its batch as it is.
+        batch: A dictionary of arrays, each `[batch, seq]`, with `tokens`.
+        position_aware: The model's attribute; the batch of a model without it is not reordered.
 
     Yields:
-        The batch, each array with two permutes over `sequence`; as it is, where no plan is in scope or no ring in it.
+        The batch, by two permutes of each array over `sequence`; unchanged without a plan or a ring.
 
     Raises:
         ConfigError: The sequence does not divide into two blocks for each device.
@@ -93,7 +91,7 @@ def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
 
 
 def _exchange(devices: int) -> Any:
-    """From blocks 2i and 2i + 1 on device i to i and 2n − 1 − i: even blocks in one permute, odd ones in another."""
+    """Return a function from contiguous to zigzag order: even blocks in one permute, odd ones in another."""
 
     def owner(block: int) -> int:
         return block if block < devices else 2 * devices - 1 - block

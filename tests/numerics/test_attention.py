@@ -11,7 +11,8 @@ import pytest
 from spmd.errors import ConfigError
 from spmd.layers import blockwise_attention as online
 from spmd.layers.attention import attend, chunked_attention, splash_attention_tpu, xla_attention
-from spmd.layers.blockwise_attention import chunk_of, visible_pairs
+from spmd.layers.attention_options import AttentionOptions
+from spmd.layers.blockwise_attention import chunk_size, unmasked_pairs
 from spmd.model_api.attention_config import CHUNKED_FROM, KERNELS, AttentionConfig, make_attention_config
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.context import use_plan
@@ -21,10 +22,20 @@ from spmd.train.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 
+
+def with_options(kernel):
+    """A kernel that takes its options by name."""
+
+    def run(query, key, value, segments, **options):
+        return kernel(query, key, value, segments, AttentionOptions(**options))
+
+    return run
+
+
 HERE = {
-    "xla": xla_attention,
-    "chunked": chunked_attention,
-    "splash": functools.partial(splash_attention_tpu, interpret=True),
+    "xla": with_options(xla_attention),
+    "chunked": with_options(chunked_attention),
+    "splash": with_options(functools.partial(splash_attention_tpu, interpret=True)),
 }
 """The kernels that this machine can run; cuDNN's needs a GPU."""
 MASKS = {"causal": (None, False), "window": (70, False), "documents": (None, True), "both": (70, True)}
@@ -135,7 +146,7 @@ def test_a_scale_takes_the_place_of_the_usual_one():
 
 def test_a_sequence_that_is_no_multiple_of_a_chunk_is_padded():
     """600 tokens are computed as 640, and the last 40 are seen by no one."""
-    assert_attention(chunked_attention, 600, True, window=70)
+    assert_attention(HERE["chunked"], 600, True, window=70)
 
 
 @pytest.mark.parametrize("bug", ["window", "documents", "grouping"])
@@ -145,7 +156,7 @@ def test_control_a_wrong_mask_is_caught(bug):
     def wrong(query, key, value, segments, *, window=None):
         if bug == "grouping":
             key, value = (jnp.tile(x, (1, 1, query.shape[2] // x.shape[2], 1)) for x in (key, value))
-        return xla_attention(
+        return HERE["xla"](
             query, key, value, None if bug == "documents" else segments, window=window + (bug == "window")
         )
 
@@ -167,15 +178,15 @@ def test_softmax_is_taken_in_float32(kernel):
 def test_hidden_pairs_of_chunks_are_not_visited():
     """Half of all pairs under causality, a band under a window; what a window hides costs nothing."""
     starts = range(0, 64 * 16, 64)
-    assert len(visible_pairs(starts, starts, 64, None)) == 16 * 17 // 2
-    assert len(visible_pairs(starts, starts, 64, 65)) == 16 + 15
-    assert len(visible_pairs(starts, starts, 64, 66)) == 16 + 15 + 14
-    assert len(visible_pairs(starts, starts, 64, 1)) == 16
+    assert len(unmasked_pairs(starts, starts, 64, None)) == 16 * 17 // 2
+    assert len(unmasked_pairs(starts, starts, 64, 65)) == 16 + 15
+    assert len(unmasked_pairs(starts, starts, 64, 66)) == 16 + 15 + 14
+    assert len(unmasked_pairs(starts, starts, 64, 1)) == 16
 
 
 def test_chunks_divide_what_they_cut():
     """A chunk is at most 512 tokens, whatever the length."""
-    assert [chunk_of(length) for length in (1, 509, 512, 4096, 1536)] == [1, 509, 512, 512, 512]
+    assert [chunk_size(length) for length in (1, 509, 512, 4096, 1536)] == [1, 509, 512, 512, 512]
 
 
 def test_the_choice_follows_devices_and_shapes():
@@ -316,5 +327,5 @@ def test_options_that_mean_nothing_are_refused():
     with pytest.raises(ConfigError) as caught:
         attend(x, x, x, window=0, scale=0.0, soft_cap=-1.0)
     assert [problem.where for problem in caught.value.problems] == ["scale", "soft_cap", "window"]
-    with pytest.raises(ConfigError, match="window: is 3, of tokens that all see each other"):
+    with pytest.raises(ConfigError, match="window: cannot be used with causal=False"):
         attend(x, x, x, window=3, causal=False)

@@ -209,7 +209,7 @@ def test_training_knows_nothing_of_it():
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [({"causal": False}, "causal: is False"), ({"segments": jnp.zeros((1, 4), int)}, "segments: is given")],
+    [({"causal": False}, "causal: is False"), ({"segments": jnp.zeros((1, 4), int)}, "segments: are given")],
     ids=["causal", "segments"],
 )
 def test_what_cannot_be_kept_is_an_error(options, complaint):

@@ -17,7 +17,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.layers import blockwise_attention as online
 from spmd.layers.attention import attend
-from spmd.layers.blockwise_attention import visible_pairs
+from spmd.layers.blockwise_attention import unmasked_pairs
 from spmd.layers.zigzag import positions, zigzag, zigzag_batch
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan import flax
@@ -210,7 +210,7 @@ def test_zigzag_order_gives_every_device_the_same_work(turn):
 
     def pairs(order):
         starts = order.reshape(4, -1)[:, ::4].tolist()
-        return [len(visible_pairs(starts[i], starts[(i - turn) % 4], 4, None)) for i in range(4)]
+        return [len(unmasked_pairs(starts[i], starts[(i - turn) % 4], 4, None)) for i in range(4)]
 
     assert len(set(pairs(zigzag(64, 4)))) == 1
     assert turn == 0 or len(set(pairs(np.arange(64)))) == 2
@@ -221,7 +221,7 @@ def test_zigzag_order_gives_every_device_the_same_work(turn):
     [
         (20, CONFIG, "ring", r"20 / \(2 × sequence=4\) = 2.5"),
         (SEQ, tiny.CONFIG, "all-to-all", r"2 / \(sequence=4\) = 0.5"),
-        (8 * 521, CONFIG, "ring", "521 tokens, which divide into chunks of no more than 1"),
+        (8 * 521, CONFIG, "ring", "521 tokens, which divide into chunks of at most 1"),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_anything_compiles(seq, config, context, said):

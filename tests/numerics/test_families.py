@@ -19,10 +19,10 @@ from spmd.gradients.losses import next_token_loss
 from spmd.models import gemma, gpt2, mistral, qwen
 from spmd.models.gemma import Gemma2Config, GemmaConfig
 from spmd.models.gpt2 import GPT2Config
-from spmd.models.layers import LayerNorm, RMSNorm, biased, rotary_angles
+from spmd.models.layers import LayerNorm, RMSNorm, biased
 from spmd.models.llama import LlamaConfig
 from spmd.models.qwen import QwenConfig
-from spmd.models.rope_scaling import RopeScaling
+from spmd.models.rope import RopeScaling, rotary_angles
 from spmd.partition_rules.gemma import GEMMA, GEMMA2
 from spmd.partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
 from spmd.partition_rules.llama import LLAMA, replicated_kv, sequence_parallel

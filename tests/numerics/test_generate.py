@@ -184,9 +184,9 @@ def test_stages_pass_on_the_stream_and_nothing_else():
     made, where = generator(pipe=2), state(pipe=2)
     ids, lengths = made._batch(PROMPTS)
     key = jax.random.key(0)
-    token, position, kept = made._first(where.params, where.variables, ids, lengths, key, length=WINDOW)
+    token, position, kept = made._prefill(where.params, where.variables, ids, lengths, key, length=WINDOW)
     assert all(entry.key.sharding.spec[0] == "pipe" for stack in kept for entry in stack)
-    text = made._next.lower(where.params, where.variables, kept, token, position, key).compile().as_text()
+    text = made._decode.lower(where.params, where.variables, kept, token, position, key).compile().as_text()
     assert "collective-permute" in text
     assert "all-gather" not in text
 
@@ -241,7 +241,7 @@ class Silent(Mixer):
             lambda x: jax.lax.scan(lambda x, _: (_attended(x), None), x, None, 2)[0],
             "attend is called inside of a transformation",
         ),
-        (Silent, _attended, "does not say supports_kv_cache"),
+        (Silent, _attended, "sets neither supports_kv_cache"),
     ],
     ids=["no-attention", "own-scan", "silent"],
 )

@@ -12,8 +12,8 @@ from spmd.layers.router import (
     RouterConfig,
     balance_loss,
     balanced_bias,
+    expert_slots,
     jittered,
-    places,
     route,
     second_probability,
     weighted_balance,
@@ -179,7 +179,7 @@ def test_experts_choose_their_tokens():
         np.testing.assert_array_equal(taken, np.sort(np.argsort(-scores[example, :, expert])[:4]))
         np.testing.assert_allclose(routing.weights[example, taken, expert], scores[example, taken, expert], rtol=1e-5)
     np.testing.assert_array_equal(np.asarray(report.load), 8.0)
-    assert float(places(routing.experts, 8, config.capacity(16))[1]) == 0
+    assert float(expert_slots(routing.experts, 8, config.capacity(16))[1]) == 0
 
 
 def test_load_and_balance_loss_are_those_of_the_choices():
@@ -253,7 +253,7 @@ def test_routers_refuse_rounded_logits():
 )
 def test_places_and_dropped_counts_by_hand(choices, capacity, dropped, expected):
     """Earlier tokens come first, first choices before second ones; what finds no room is counted."""
-    found, count = places(jnp.array([choices]), 2, capacity)
+    found, count = expert_slots(jnp.array([choices]), 2, capacity)
     np.testing.assert_array_equal(np.asarray(found).ravel(), expected)
     assert float(count) == dropped
 
@@ -261,7 +261,7 @@ def test_places_and_dropped_counts_by_hand(choices, capacity, dropped, expected)
 def test_each_example_has_its_own_room():
     """Tokens of one example drop none of another, so a mesh that splits examples changes nothing."""
     both = jnp.zeros((2, 3, 1), jnp.int32)
-    found, dropped = places(both, 2, 2)
+    found, dropped = expert_slots(both, 2, 2)
     np.testing.assert_array_equal(np.asarray(found)[..., 0], [[0, 1, 4], [0, 1, 4]])
     assert float(dropped) == 2
 

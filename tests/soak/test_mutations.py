@@ -56,14 +56,14 @@ class Mutation:
 MUTATIONS = {
     "wrong psum axis": Mutation(
         "spmd/layers/lm_head.py",
-        "totals = tuple(_sum(s, layout.summed) for s in sums[:2])",
-        "totals = tuple(_sum(s, layout.vocabulary) for s in sums[:2])",
+        "totals = tuple(psum(s, layout.summed) for s in sums[:2])",
+        "totals = tuple(psum(s, layout.vocabulary) for s in sums[:2])",
         ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[P('tensor', 'fsdp')]",),
     ),
     "wrong psum axis of a gradient": Mutation(
         "spmd/layers/lm_head.py",
-        "_sum(dx, tuple(axis for axis in layout.vocabulary if axis not in layout.joined))",
-        "_sum(dx, tuple(axis for axis in layout.summed if axis not in layout.joined))",
+        "psum(dx, tuple(axis for axis in layout.vocabulary if axis not in layout.joined))",
+        "psum(dx, tuple(axis for axis in layout.summed if axis not in layout.joined))",
         ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[P('tensor', 'fsdp')]",),
     ),
     "dropped microbatch": Mutation(
@@ -149,8 +149,8 @@ MUTATIONS = {
     ),
     "missing weight in a gradient": Mutation(
         "spmd/layers/lm_head.py",
-        "dlogits = (likely / total[..., None] - is_target) * weights[..., None]",
-        "dlogits = likely / total[..., None] - is_target",
+        "dlogits = (exponentials / total[..., None] - is_target) * weights[..., None]",
+        "dlogits = exponentials / total[..., None] - is_target",
         ("tests/numerics/test_vocabulary.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",),
     ),
     "wrong ring order": Mutation(

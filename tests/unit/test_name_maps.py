@@ -11,7 +11,7 @@ from spmd import tree
 from spmd.errors import ConfigError
 from spmd.hf.family import tensor_sources
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen, vit
-from spmd.models.rope_scaling import RopeScaling
+from spmd.models.rope import RopeScaling
 from spmd.name_maps import gemma as gemma_names
 from spmd.name_maps import gpt2 as gpt2_names
 from spmd.name_maps import llama as llama_names

@@ -1,13 +1,13 @@
-"""Text comes piece by piece, never with half a character, and in all it is what the tokens say."""
+"""Incremental detokenization: no piece has an incomplete character, and together they are the decoded tokens."""
 
 import json
-import types
 
 import pytest
 
 from spmd.data.tokenizer import ByteTokenizer, load_tokenizer
+from spmd.generate.detokenize import IncrementalDetokenizer
 from spmd.generate.sampling import Sampling
-from spmd.run.generated_text import IncrementalDetokenizer, make_generator
+from spmd.generate.text import make_generator
 from tests.unit.test_tokenizer import bpe
 
 TEXT = "naïve café, 東京 🦊 the fox\n"
@@ -47,9 +47,7 @@ def test_every_end_of_the_tokenizer_ends_a_text(tmp_path):
     """The generator stops at each of them, and not at the end of a document alone."""
     path = bpe(tmp_path / "tokenizer.json", special=("<|endoftext|>", "<|im_end|>"))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
-    config = types.SimpleNamespace(data=types.SimpleNamespace(sequence=8))
-    setup = types.SimpleNamespace(plan=None, config=config, tokenizer=load_tokenizer(str(path)))
-    assert make_generator(setup, Sampling()).ends == (1, 0)
+    assert make_generator(None, load_tokenizer(str(path)), 8, Sampling()).ends == (1, 0)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])

@@ -1,0 +1,82 @@
+"""Rotary position embeddings (Su et al., arXiv:2104.09864) and their scaling for longer contexts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from spmd.errors import ConfigError, Problem, check_fields
+from spmd.layers.kv_cache import cache_length
+
+Angles = tuple[np.ndarray | Array, np.ndarray | Array]
+"""Cosines and sines of each position, `[batch, seq, head_dim / 2]` each; a batch of 1 if all rows are equal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of rotary frequencies for contexts longer than those of pretraining (Llama 3.1).
+
+    Source: Grattafiori et al., arXiv:2407.21783, section 3.4.2 and the published code of the model. A frequency with
+    fewer than `low_frequency_factor` turns in the original context is divided by `factor`, one with more than
+    `high_frequency_factor` turns is unchanged, and between them the two are interpolated.
+    """
+
+    factor: float = 1.0
+    """Divisor of low frequencies; 1 for no scaling."""
+    low_frequency_factor: float = 1.0
+    """Turns in the original context up to which a frequency is divided."""
+    high_frequency_factor: float = 4.0
+    """Turns in the original context from which a frequency is unchanged."""
+    original_context: int = 8192
+    """Sequence length of pretraining, in tokens."""
+
+    def __post_init__(self) -> None:
+        rules = {"factor": "at least 1", "original_context": "at least 1"}
+        problems = check_fields(self, rules, prefix="rope_scaling.")
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if not 0 < low < high:
+            fix = "0 < low_frequency_factor < high_frequency_factor"
+            problems.append(Problem("rope_scaling", "has factors out of order", f"low {low}, high {high}", fix))
+        if problems:
+            raise ConfigError("The RoPE scaling is invalid:", problems)
+
+    def scaled(self, frequencies: np.ndarray) -> np.ndarray:
+        """Return the frequencies, in radians per token, after scaling.
+
+        Example:
+            >>> RopeScaling(8.0).scaled(np.array([1.0, 1e-5])).tolist()
+            [1.0, 1.25e-06]
+        """
+        if self.factor == 1:
+            return frequencies
+        turns = self.original_context * frequencies / (2 * np.pi)
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+def rotary_angles(
+    positions: np.ndarray | Array, head_dim: int, theta: float, scaling: RopeScaling = RopeScaling()
+) -> Angles:
+    """Return cosines and sines `[batch, seq, head_dim / 2]`, in float32.
+
+    They are constants of the program: XLA would fuse their computation into every use and repeat it in each layer,
+    forward and backward (2 % of a step of a small model on XLA:CPU). Traced positions, as in decoding, index rows of
+    the same constants.
+    """
+    if isinstance(positions, jax.Array):
+        table = rotary_angles(np.arange(cache_length())[None], head_dim, theta, scaling)
+        cos, sin = (jnp.asarray(a)[0, positions] for a in table)
+        return cos, sin
+    frequencies = scaling.scaled(theta ** (-np.arange(0, head_dim, 2) / head_dim))
+    angles = positions[..., None] * frequencies
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotate(x: Float[Array, "batch seq heads dim"], angles: Angles) -> Float[Array, "batch seq heads dim"]:
+    """Rotate each head's pairs `(i, i + dim/2)` by their position's angle."""
+    cos, sin = (jnp.asarray(a)[:, :, None] for a in angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,32 @@
+"""Options of one attention call, the same for every kernel."""
+
+import dataclasses
+
+from spmd.errors import ConfigError, Problem, check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """Mask and scores of attention.
+
+    Attributes:
+        window: How many tokens each query attends to, itself included; None for all preceding ones.
+        scale: Factor of the products of queries and keys; None for `dim ** -0.5`.
+        soft_cap: The cap of scores (`spmd.layers.soft_cap`); None for no cap.
+        causal: Attend to preceding tokens only.
+
+    Raises:
+        ConfigError: Invalid fields, all at once.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        problems = check_fields(self, {"window": "at least 1", "scale": "above 0", "soft_cap": "above 0"})
+        if self.window is not None and not self.causal:
+            problems.append(Problem("window", "cannot be used with causal=False", fix="causal=True, or None"))
+        if problems:
+            raise ConfigError("The attention options are invalid:", problems)
