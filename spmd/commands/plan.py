@@ -17,8 +17,9 @@ from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
 from spmd.run.build import TrainSetup, planned_mesh, topology_mesh
-from spmd.run.config import M, load_config
+from spmd.run.config import M
 from spmd.run.init_from import check_start
+from spmd.run.load_config import load_config
 from spmd.run.suggest import suggest_memory_settings
 from spmd.tree import human_bytes
 

@@ -28,7 +28,9 @@ import jax
 
 from spmd.data.tokenizer import TOKENIZER
 from spmd.errors import CheckpointError, Problem
-from spmd.run.config import TrainConfig, config_difference, config_values, load_config, with_values
+from spmd.run.config import TrainConfig, config_difference, config_values, with_values
+from spmd.run.load_config import load_config
+from spmd.run.renamed import current_fields
 
 IMPORTED = "imported"
 """What the record of a checkpoint has that holds parameters from elsewhere, and no state to go on with."""
@@ -124,7 +126,10 @@ class RunDir:
             raise CheckpointError("There is no run:", [problem]) from error
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError("There is no run:", [Problem(str(self.path), f"{error}", fix=fix)]) from error
-        config, own = with_values(load_config(str(self.path / "config.py")), values), self.path / TOKENIZER
+        config, own = (
+            with_values(load_config(str(self.path / "config.py")), current_fields(values)),
+            self.path / TOKENIZER,
+        )
         recorded = Path(config.data.tokenizer).expanduser()
         moved = recorded.name == TOKENIZER and not recorded.exists() and own.exists()
         return with_values(config, {"data": {"tokenizer": str(own.absolute())}}) if moved else config

@@ -28,6 +28,7 @@ from spmd.run.build import TrainSetup
 from spmd.run.config import config_difference, config_values
 from spmd.run.hooks import Evaluate, Log, Save, Telemetry
 from spmd.run.init_from import copy_source_files, initial_state
+from spmd.run.renamed import current_fields
 from spmd.run.run_dir import IMPORTED, ProcessLog, RunDir
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.loop import Hook, fit
@@ -200,7 +201,9 @@ class _Session:
             self.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
         step = int(record["step"])
         self.say(f"resuming after step {step}")
-        for name, (old, new) in config_difference(record["config"], config_values(setup.config)).items():
+        for name, (old, new) in config_difference(
+            current_fields(record["config"]), config_values(setup.config)
+        ).items():
             self.say(f"  {name} was {old} and is {new} from here on")
         return ResumePoint(step, int(record["position"]) // setup.config.data.batch - step, state)
 

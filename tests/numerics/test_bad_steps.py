@@ -15,7 +15,7 @@ from spmd.errors import NonFiniteError, SpikeError
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.run.build import TrainSetup, config_mesh
-from spmd.run.config import load_config
+from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.state import init_state
 from tests.train_runs import assert_same, losses, state, write_tiny

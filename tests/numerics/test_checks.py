@@ -19,7 +19,8 @@ from spmd.errors import ConfigError, DataCorruptionError
 from spmd.gradients.base import value_and_grad
 from spmd.resilience.determinism import DeterminismCheck
 from spmd.resilience.sdc import CheckRepeats, CheckReplicas
-from spmd.run.config import SDCConfig, load_config
+from spmd.run.config import SDCConfig
+from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
 from spmd.train.loop import fit

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmd.analysis import topology
-from spmd.run.config import shipped
+from spmd.run.load_config import shipped
 from tests.command_line import run, write_config
 
 

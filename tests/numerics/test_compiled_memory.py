@@ -7,7 +7,7 @@ from tests.programs import run_script
 MEASURE = """
     import dataclasses, json, sys
     from spmd.distributed import initialize as launch
-    from spmd.run.config import load_config
+    from spmd.run.load_config import load_config
     from spmd.run.build import TrainSetup, config_mesh
     launch.start(launch.Launch(8))
     totals = {}

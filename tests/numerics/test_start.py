@@ -16,8 +16,9 @@ from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.lora import BASE, LoRAConfig
 from spmd.run.build import TrainSetup, config_mesh
-from spmd.run.config import TrainConfig, load_config
+from spmd.run.config import TrainConfig
 from spmd.run.init_from import check_start, initial_state
+from spmd.run.load_config import load_config
 from spmd.run.load_params import read_params
 from spmd.sharding.mesh import MeshShape
 from tests.command_line import run
