@@ -31,7 +31,7 @@ usage: spmd COMMAND …
   spmd script slurm|kubernetes CONFIG --nodes N [-- …]         a batch file or manifest that trains on N nodes
   spmd plan CONFIG [--FIELD VALUE …]                           sharding of every parameter, and memory per device
        [--all] [--json]                                        … also of gradients and optimizer state; as JSON
-       [--topology v5e:16x16]                                  for any machine, with or without it; exit code 3: too large
+       [--topology v5e:16x16]                                  for a machine that is not here; 3 if it does not fit
        [--compile]                                             memory and collectives of the compiled step, by mesh axis
        [--diff CONFIG]                                         difference from another config's plan
        [--schedule] [--svg FILE]                               chart of the pipeline schedule, here and in FILE

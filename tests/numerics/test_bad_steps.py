@@ -166,10 +166,10 @@ def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, cl
     assert train(poisoned, "--out", out, *flags) == 0
     printed = capsys.readouterr().out
     assert "rolling back (1 of at most 3 times)" in printed
-    assert "going on after step 4, past 3 batches of the data" in printed
+    assert "skipping 3 batches of the data" in printed
     assert list(losses(out)) == list(range(1, 13))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line.get("left_out_batches", 0) for line in lines if "loss" in line] == [0] * 4 + [3] * 8
+    assert [line.get("skipped_batches", 0) for line in lines if "loss" in line] == [0] * 4 + [3] * 8
     Windows.rows = Windows.rows.clean
     wanted = expected(write_tiny(tmp_path))
     found = state(path, out, 12, fsdp=8)

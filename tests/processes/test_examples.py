@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from spmd.run.load_config import EXAMPLES, shipped
+from tests.programs import ROOT
 
 ENVIRONMENT = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",  # or it looks for a TPU, whose compiler is installed
-    "PYTHONPATH": str(EXAMPLES.parent),
+    "PYTHONPATH": str(ROOT),
 }
 SCRIPTS = {"linen_model": 20, "nnx_model": 50, "vit_digits": 50}
 """Scripts and how many steps they take here: enough to print a line of metrics."""

@@ -204,7 +204,7 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
         assert "JobState=COMPLETED Restarts=1 ExitCode=0:0" in state(), describe()
         printed = slurm(variables, folder, "sh", str(ROOT / "examples" / "slurm_run.sh"), *EXAMPLE, seconds=200)
         assert "runs/own-text/checkpoints/3" in printed
-    assert f"resuming after step {reached}" in log.read_text()
+    assert f"resuming from step {reached}" in log.read_text()
     assert losses(out) == losses(by_mpi)
     jax.tree.map(np.testing.assert_array_equal, params(folder, out), params(folder, by_mpi))
 

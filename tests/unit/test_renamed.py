@@ -77,9 +77,7 @@ def test_current_names_exist():
 
 def test_an_earlier_flag_gets_the_current_one(capsys):
     """For the flag of a field, and of a field inside of it; in either spelling."""
-    assert (
-        run("train", "demo", "--keep", "3", "--faults.repeat-every=2", "--loss_chunk", "5") == 2
-    )
+    assert run("train", "demo", "--keep", "3", "--faults.repeat-every=2", "--loss_chunk", "5") == 2
     error = capsys.readouterr().err
     assert "fix: --keep is now --max-to-keep" in error
     assert "fix: --faults.repeat-every is now --sdc-checks.repeat-every" in error
