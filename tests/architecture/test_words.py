@@ -4,8 +4,8 @@ These words of the table are not in the lists, because they are ordinary English
 `alone`, `aligned`, `apart`, `at`, `attention`, `balanced`, `blame`, `cells`, `cluster`, `collecting`, `deferred`,
 `either`, `evidence`, `exchange`, `faults`, `fields`, `frozen`, `groups`, `group`, `is_kept`, `keep`, `kept`, `look`,
 `online`, `operands`, `order`, `part`, `pass_on`, `programs`, `put`, `recorded`, `result`, `room`, `rule`, `seal`,
-`see`, `signs`, `staged`, `started`, `threaded`, `traced`, `view`, `weight`, `whole`, `within`. `CHANGELOG.md` is history
-and is not read.
+`see`, `signs`, `staged`, `started`, `threaded`, `traced`, `view`, `weight`, `whole`, `within`. `CHANGELOG.md` is
+history and is not read.
 """
 
 import ast
