@@ -19,7 +19,7 @@ from spmd.resilience.preemption import EXIT_PREEMPTED
 from spmd.run.build import TrainSetup, config_mesh
 from spmd.run.config import M, TrainConfig
 from spmd.run.generated_text import make_generator, write_texts
-from spmd.run.init_from import check_start
+from spmd.run.init_from import check_init
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.train import RunResult, train
 
@@ -53,7 +53,7 @@ def run_train(arguments: list[str]) -> int:
     setup.audit()
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
-    init = "" if resume else check_start(setup)
+    init = "" if resume else check_init(setup)
     corpus, flags = setup.corpus, setup.flags_text(jax.devices()[0].platform)
     show(f"{setup.plan}{setup.pipeline_line}{setup.slices_line}")
     for text in (flags, init and f"\n{init}"):

@@ -252,7 +252,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(config, tmp_path, capsys):
         (["train", "demo", "--resume", "always", "--out", "/no/such/run"], "contains no run"),
         (["train", "--steps", "5", "demo"], "comes first"),
         (["plan", "demo", "--data.sequence", "64"], "16 prompt tokens + 200 new ones = 216 > 64"),
-        (["check", "demo", "--check-steps", "0"], "1 or more"),
+        (["check", "demo", "--check-steps", "0"], "at least 1"),
         (["check", "demo", "--products", "2", "--leaves"], "shows one mesh"),
         (["check", "demo", "--products", "4"], "2 × 2 × 2 × 2 = 16 > 8"),
         (["train", "dmo"], 'did you mean "demo"'),
