@@ -177,4 +177,4 @@ def test_the_wrong_kind_of_folder_is_told_with_the_right_command(folder: Path, c
     assert run("generate", folder / "hf", "--prompt", "x") == 2
     assert f"spmd import {folder / 'hf'} --out RUN" in capsys.readouterr().err
     assert run("plan", folder / "base") == 2
-    assert f"{folder / 'base' / 'config.py'}, which is the run's" in capsys.readouterr().err
+    assert f"{folder / 'base' / 'config.py'}, the config of that run" in capsys.readouterr().err
