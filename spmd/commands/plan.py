@@ -51,21 +51,24 @@ class PlanCommand(Generic[M]):
 def run_plan(arguments: list[str]) -> int:
     """Run `spmd plan`; return 3 if the plan exceeds the memory of the chips."""
     command, _ = parse_command(PlanCommand, arguments, "plan")
-    chosen = [name for name in ("all", "diff", "compile", "schedule") if getattr(command, name)]
-    if len(chosen) > 1:
-        problems = [Problem(f"--{name}", "is one of several views", fix="ask for one of them") for name in chosen]
+    views = [name for name in ("all", "diff", "compile", "schedule") if getattr(command, name)]
+    if len(views) > 1:
+        problems = [Problem(f"--{name}", "is one of several views", fix="ask for one of them") for name in views]
         raise ConfigError("A plan has one view at a time:", problems)
     config = command.config
-    topology = parse_topology(command.topology) if command.topology else None
-    if topology:
-        config = dataclasses.replace(config, devices=topology.devices)
+    if command.topology:
+        config = dataclasses.replace(config, devices=parse_topology(command.topology).devices)
     setup = TrainSetup(config, planned_mesh(config))
-    topology = topology or parse_topology(f"cpu:{setup.mesh.size}")
+    topology = parse_topology(command.topology or f"cpu:{setup.mesh.size}")
     if command.schedule:
         return _print_schedule(command, setup)
     setup.audit()
     if command.diff:
-        return _print_difference(command, setup)
+        other = load_config(command.diff)
+        difference = setup.plan.diff(TrainSetup(other, planned_mesh(other)).plan)
+        lines = difference.split("\n") if difference else []
+        print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
+        return 0
     init = _init_line(setup)
     report, audit, refusal = MemoryReport(topology, setup.memory(topology.platform)), None, ""
     absent = missing_extra(topology) if command.compile else None
@@ -80,26 +83,22 @@ def run_plan(arguments: list[str]) -> int:
     fits = False if refusal else report.fits
     settings = suggest_memory_settings(setup, topology) if fits is False else []
     if command.json:
-        record = _to_json(setup, report, fits, settings, init)
+        record = _to_json(setup, report, fits, settings) | {"start": init or None}
         print(json.dumps(record | (audit.to_json() if audit else {}), indent=2))
     else:
         _print_plan(command, setup, report, audit, init)
         if refusal:
             print(f"\nthe compiler refuses the step: {refusal}")
         if fits is False:
-            _print_misfit(report, settings)
+            print(f"\nDOES NOT FIT: most of it is {CATEGORIES[report.largest]}")
+            for flags, total in settings:
+                print(f"  {human_bytes(total)} with {flags}")
+            if not settings:
+                print("  no settings were found that fit: use more devices, or a smaller batch")
     if absent:
         print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
         return 2
     return 3 if fits is False else 0
-
-
-def _print_difference(command: PlanCommand, setup: TrainSetup) -> int:
-    other = load_config(command.diff)
-    difference = setup.plan.diff(TrainSetup(other, planned_mesh(other)).plan)
-    lines = difference.split("\n") if difference else []
-    print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
-    return 0
 
 
 def _print_schedule(command: PlanCommand, setup: TrainSetup) -> int:
@@ -129,24 +128,16 @@ def _init_line(setup: TrainSetup) -> str:
 
 
 def _to_json(
-    setup: TrainSetup, report: MemoryReport, fits: bool | None, settings: list[tuple[str, int]], init: str
+    setup: TrainSetup, report: MemoryReport, fits: bool | None, settings: list[tuple[str, int]]
 ) -> dict[str, Any]:
     platform = report.topology.platform
     memory = {**report.to_json(), "fits": fits}
     if fits is False:
         memory |= {"largest": report.largest, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
-    return {
-        **setup.plan.to_json(),
-        "pipeline": setup.pipeline_line.strip() or None,
-        "topology": str(report.topology),
-        "start": init or None,
-        "xla": {
-            "flags": [dataclasses.asdict(flag) for flag in setup.flags(platform)],
-            "environment": [dataclasses.asdict(flag) for flag in START_UP[platform]],
-        },
-        "memory": memory,
-        "fits": fits,
-    }
+    flags, environment = ([dataclasses.asdict(f) for f in x] for x in (setup.flags(platform), START_UP[platform]))
+    about = {"pipeline": setup.pipeline_line.strip() or None, "topology": str(report.topology)}
+    xla = {"flags": flags, "environment": environment}
+    return {**setup.plan.to_json(), **about, "xla": xla, "memory": memory, "fits": fits}
 
 
 def _print_plan(
@@ -159,11 +150,3 @@ def _print_plan(
         print(init)
     print(setup.flags_text(platform), exports(platform), sep="", end="")
     print(f"\nmemory of one device, {report.topology}\n{report}")
-
-
-def _print_misfit(report: MemoryReport, settings: list[tuple[str, int]]) -> None:
-    print(f"\nDOES NOT FIT: most of it is {CATEGORIES[report.largest]}")
-    for flags, total in settings:
-        print(f"  {human_bytes(total)} with {flags}")
-    if not settings:
-        print("  no settings were found that fit: use more devices, or a smaller batch")

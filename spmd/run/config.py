@@ -13,8 +13,8 @@ config = spmd.TrainConfig(
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import tyro
 from flax import nnx
@@ -59,6 +59,7 @@ class ModelConfig(Protocol):
 _MODEL_ATTRIBUTES = ("vocab", "layers", "attention_width", "matmul_params", "build")
 
 M = TypeVar("M", bound=ModelConfig)
+Bounds = Mapping[str, str | Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +74,7 @@ class PipelineConfig:
     chunks: int = 0
     """Groups of layers per stage; 0: two for interleaved, otherwise one."""
 
-    def problems(self) -> list[Problem]:
-        """Return a problem for each invalid field."""
-        problems = check_fields(self, {"microbatches": "at least 0", "chunks": "at least 0"}, "pipeline.")
-        if self.schedule not in SCHEDULES and not self.schedule.endswith(".csv"):
-            fix = did_you_mean(self.schedule, (*SCHEDULES, "FILE.csv"))
-            problems.append(Problem("pipeline.schedule", f"is {self.schedule!r}", fix=fix))
-        return problems
+    BOUNDS: ClassVar[Bounds] = dict.fromkeys(("microbatches", "chunks"), "at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +86,7 @@ class EvaluationConfig:
     tokens: int = 65_536
     """Number of validation tokens to evaluate on."""
 
-    def problems(self) -> list[Problem]:
-        """Return a problem for each invalid field."""
-        return check_fields(self, {"every": "at least 0", "tokens": "at least 1"}, "evaluate.")
+    BOUNDS: ClassVar[Bounds] = {"every": "at least 0", "tokens": "at least 1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +104,10 @@ class SampleConfig:
     top_p: float = 1.0
     """Sample from the most likely tokens whose total probability is at least this; 1 for all."""
 
-    def problems(self) -> list[Problem]:
-        """Return a problem for each invalid field."""
-        rules = dict.fromkeys(("tokens", "temperature", "top_k"), "at least 0")
-        return check_fields(self, {**rules, "top_p": "above 0 and at most 1"}, "sample.")
+    BOUNDS: ClassVar[Bounds] = {
+        **dict.fromkeys(("tokens", "temperature", "top_k"), "at least 0"),
+        "top_p": "above 0 and at most 1",
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,15 +128,12 @@ class RecoveryConfig:
     start_deadline: float = 7200.0
     """Seconds from the start of the process group to the end of the first step, compilation included; 0: none."""
 
-    def problems(self) -> list[Problem]:
-        """Return a problem for each invalid field."""
-        rules = {
-            "on_spike": ("ignore", "stop", "skip", "roll-back"),
-            "spike_factor": "at least 1",
-            "spike_window": "at least 2",
-            **dict.fromkeys(("rollbacks", "deadline", "start_deadline"), "at least 0"),
-        }
-        return check_fields(self, rules, "recovery.")
+    BOUNDS: ClassVar[Bounds] = {
+        "on_spike": ("ignore", "stop", "skip", "roll-back"),
+        "spike_factor": "at least 1",
+        "spike_window": "at least 2",
+        **dict.fromkeys(("rollbacks", "deadline", "start_deadline"), "at least 0"),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,18 +145,7 @@ class SDCConfig:
     repeat_every: int = 0
     """Steps between computing the gradients of one batch twice, which must agree bitwise. 0: never."""
 
-    def problems(self) -> list[Problem]:
-        """Return a problem for each invalid field."""
-        return check_fields(self, dict.fromkeys(("replicas_every", "repeat_every"), "at least 0"), "sdc_checks.")
-
-
-_BOUNDS = {
-    **dict.fromkeys(("steps", "accumulate", "logits_chunk", "log_every", "max_to_keep"), "at least 1"),
-    **dict.fromkeys(("checkpoint_every", "keep_best", "devices"), "at least 0"),
-    "seed": "at least 0 and below 4294967296",
-    "zero": (0, 1, 2, 3),
-    "on_nan": ("stop", "skip", "roll-back"),
-}
+    BOUNDS: ClassVar[Bounds] = dict.fromkeys(("replicas_every", "repeat_every"), "at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +227,19 @@ class TrainConfig(Generic[M]):
     devices: int = 0
     """Number of CPU devices to simulate (0: use the real devices)."""
 
+    BOUNDS: ClassVar[Bounds] = {
+        **dict.fromkeys(("steps", "accumulate", "logits_chunk", "log_every", "max_to_keep"), "at least 1"),
+        **dict.fromkeys(("checkpoint_every", "keep_best", "devices"), "at least 0"),
+        "seed": "at least 0 and below 4294967296",
+        "zero": (0, 1, 2, 3),
+        "on_nan": ("stop", "skip", "roll-back"),
+    }
+
     def __post_init__(self) -> None:
-        problems = check_fields(self, _BOUNDS)
-        for part in (self.pipeline, self.recovery, self.sdc_checks, self.evaluate, self.sample):
-            problems += part.problems()
+        problems = check_fields(self, self.BOUNDS)
+        for name in ("pipeline", "recovery", "sdc_checks", "evaluate", "sample"):
+            part = getattr(self, name)
+            problems += check_fields(part, part.BOUNDS, f"{name}.")
         problems += attention_problems(self.attention, self.context)
         problems += flag_problems(self.xla)
         for make, name in ((make_remat, self.remat), (make_precision, self.precision)):
@@ -259,33 +247,31 @@ class TrainConfig(Generic[M]):
                 make(name)
             except ConfigError as error:
                 problems += error.problems
-        problems += self._problems_between_fields()
-        if problems:
+        if problems := [*problems, *self._inconsistencies()]:
             raise ConfigError("This configuration cannot be used:", problems)
 
-    def _problems_between_fields(self) -> list[Problem]:
-        problems = []
+    def _inconsistencies(self) -> Iterator[Problem]:
+        if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):
+            fix = did_you_mean(self.pipeline.schedule, (*SCHEDULES, "FILE.csv"))
+            yield Problem("pipeline.schedule", f"is {self.pipeline.schedule!r}", fix=fix)
         for axis, count in self.slices.sizes.items():
             size = self.mesh.sizes[axis]
             if count < 1 or (size > 0 and size % count):
                 fix = "a positive number that divides the axis"
-                problems.append(Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {size}", fix=fix))
+                yield Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {size}", fix=fix)
         longest = getattr(self.model, "context", self.data.sequence)
         if longest < self.data.sequence:
             detail = f"{self.data.sequence} tokens > {longest} positions"
-            problems.append(
-                Problem("data.sequence", "exceeds the model's context length", detail, f"{longest} or less")
-            )
+            yield Problem("data.sequence", "exceeds the model's context length", detail, f"at most {longest}")
         if missing := [name for name in _MODEL_ATTRIBUTES if not hasattr(self.model, name)]:
             what = f"{type(self.model).__name__} has no {', '.join(missing)}: TrainConfig is for language models"
-            problems.append(Problem("model", what, fix="train other models with spmd.make_train_step"))
+            yield Problem("model", what, fix="train other models with spmd.make_train_step")
         if self.recovery.on_spike == "skip" and self.precision == "fp16":
             what = "cannot be skip with fp16: its loss scaling already skips steps"
-            problems.append(Problem("recovery.on_spike", what, fix="roll-back or stop"))
+            yield Problem("recovery.on_spike", what, fix="roll-back or stop")
         if self.accumulate > 0 and self.data.batch % self.accumulate:
             detail = f"{self.data.batch} / {self.accumulate} = {self.data.batch / self.accumulate:.4g}"
-            problems.append(Problem("accumulate", "does not divide data.batch", detail, "change one of them"))
-        return problems
+            yield Problem("accumulate", "does not divide data.batch", detail, "change one of them")
 
 
 def config_values(config: Any) -> dict[str, Any]:
