@@ -1,4 +1,4 @@
-"""A loss that is not finite or leaps stops the run, is left out, or sends it back behind the batches that did it."""
+"""A loss that is not finite or leaps stops the run, is skipped, or rolls the run back past the batches that led there."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def test_an_update_with_a_leaping_gradient_is_left_out():
 
 
 def test_the_window_of_the_config_is_that_of_skipping(tmp_path):
-    """A norm that leaps after 6 updates is left out where the window is 4, and taken where it is 50, the default."""
+    """A norm that leaps after 6 updates is skipped where the window is 4, and taken where it is 50, the default."""
     config = load_config(str(write_tiny(tmp_path)))
     params = {"w": jnp.ones((2, 3))}
 

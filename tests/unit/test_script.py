@@ -143,7 +143,7 @@ def test_slurm_script():
     [(0, "", 0, False), (75, "", 0, True), (143, "6", 0, True), (75, "7", 75, False), (2, "", 2, False)],
 )
 def test_slurm_script_ends(status, restarts, code, requeued, tmp_path):
-    """Done is done, what was told to go is requeued so many times, anything else fails with the code of srun."""
+    """Done is done, a preempted run is requeued so many times, anything else fails with the code of srun."""
     programs = {"srun": f"exit {status}", "scontrol": f'echo "$@" > {tmp_path}/scontrol.txt'}
     for name, line in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
