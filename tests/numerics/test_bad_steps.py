@@ -1,4 +1,4 @@
-"""A loss that is not finite or leaps stops the run, is skipped, or rolls the run back past the batches that led there."""
+"""A loss that is not finite or leaps stops the run, is skipped, or rolls the run back past the batches since."""
 
 import dataclasses
 import json

@@ -169,7 +169,7 @@ def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
 
 @pytest.mark.soak
 def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
-    """The written script runs on two nodes; preempted, it saves, is requeued and finishes as if it was never interrupted.
+    """The written script runs on two nodes; preempted, it saves, is requeued and finishes as if never interrupted.
 
     So does the example that ships, on the same nodes.
     """
