@@ -82,15 +82,9 @@ def _report(console: Console, setup: TrainSetup, run_dir: RunDir, result: RunRes
     """Print the results of a finished run."""
     config, corpus, vocab = setup.config, setup.corpus, setup.tokenizer.vocab
     if result.steps:
-        console.summary(
-            steps=result.steps,
-            seconds=result.seconds,
-            tokens=result.steps * config.data.batch * config.data.sequence,
-            loss=result.loss,
-            flops=setup.flops,
-            mfu=result.mfu,
-            memory=device_memory(),
-        )
+        steps, seconds, loss, mfu = result.steps, result.seconds, result.loss, result.mfu
+        tokens, flops, memory = steps * config.data.batch * config.data.sequence, setup.flops, device_memory()
+        console.summary(steps=steps, seconds=seconds, tokens=tokens, loss=loss, flops=flops, mfu=mfu, memory=memory)
     if result.val_loss is not None:
         print(f"\nvalidation loss {result.val_loss:.3f} nats/token over {result.val_tokens:,} tokens")
         if vocab <= 256:

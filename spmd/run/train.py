@@ -118,10 +118,9 @@ def train(
         first_step = point.step
         while True:
             try:
-                with run.open(point) as loop:
-                    start, hooks = point.step, loop.hooks
-                    state = fit(point.state, setup.step, loop.batches, steps=config.steps, start=start, hooks=hooks)
-                    last_step = run.finish(loop.log)
+                with run.open(point) as (stream, hooks, logged, evaluated):
+                    state = fit(point.state, setup.step, stream, steps=config.steps, start=point.step, hooks=hooks)
+                    last_step = run.finish(logged)
                 break
             except DivergenceError as error:
                 response = config.on_nan if isinstance(error, NonFiniteError) else recovery.on_spike
@@ -134,11 +133,11 @@ def train(
             point = run.roll_back(point, bad_step)
         return RunResult(
             state=state,
-            val_loss=loop.evaluate.last.get("val_loss"),
-            val_tokens=loop.evaluate.tokens,
+            val_loss=evaluated.last.get("val_loss"),
+            val_tokens=evaluated.tokens,
             checkpoint=checkpoints.latest(),
-            loss=loop.log.last.get("loss"),
-            mfu=loop.log.last.get("mfu"),
+            loss=logged.last.get("loss"),
+            mfu=logged.last.get("mfu"),
             seconds=time.perf_counter() - began,
             steps=last_step - first_step,
             preempted=last_step if last_step != config.steps else None,
@@ -159,16 +158,6 @@ def _common_to_hosts(setup: TrainSetup, source: Path, resume: bool, environment:
         "resume": resume,
         "devices": f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """Inputs of the training loop, and the hooks whose measurements are part of the result."""
-
-    batches: Iterable[Batch]
-    hooks: list[Hook]
-    log: Log
-    evaluate: Evaluate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,8 +229,8 @@ class _Run:
         return dataclasses.replace(newest, skipped_batches=point.skipped_batches + skipped)
 
     @contextlib.contextmanager
-    def open(self, point: ResumePoint) -> Iterator[_Loop]:
-        """Open the batches and the metrics files for training from `point`, and make the hooks."""
+    def open(self, point: ResumePoint) -> Iterator[tuple[Iterable[Batch], list[Hook], Log, Evaluate]]:
+        """Open the batches and the metrics files for training from `point`; make the hooks."""
         setup, config, path = self.setup, self.setup.config, self.run_dir.path
         telemetry, say, skipped = self.telemetry, self.log.say, point.skipped_batches
         files: list[Writer] = []
@@ -262,7 +251,7 @@ class _Run:
             stream = stack.enter_context(self.batches(point))
             guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
             hooks = [*guards, log, evaluate, *self.sdc_checks(), save]
-            yield _Loop(telemetry.stopwatch.waiting(stream), hooks, log, evaluate)
+            yield telemetry.stopwatch.waiting(stream), hooks, log, evaluate
 
     def batches(self, point: ResumePoint) -> Batches:
         """Return the training batches that follow `point`."""
