@@ -151,7 +151,7 @@ def test_intervals_are_checked_with_the_config():
     """A negative one is refused by its field."""
     with pytest.raises(ConfigError, match=r"sdc_checks.replicas_every: is -1"):
         dataclasses.replace(load_config("demo"), sdc_checks=SDCConfig(replicas_every=-1))
-    assert load_config("demo").faults == SDCConfig(0, 0)
+    assert load_config("demo").sdc_checks == SDCConfig(0, 0)
 
 
 CHECKED = ("--sdc-checks.replicas-every", "2", "--sdc-checks.repeat-every", "2")
