@@ -200,7 +200,7 @@ TWO_PROCESSES = """
     import json, sys
     import jax, numpy as np
     from spmd.distributed import initialize as launch
-    launch.start(launch.Launch(4, launch.Asked(sys.argv[2], 2, int(sys.argv[1]))))
+    launch.start(launch.Launch(4, launch.LaunchArgs(sys.argv[2], 2, int(sys.argv[1]))))
     from jax.sharding import NamedSharding, PartitionSpec as P
     from spmd.sharding.mesh import make_mesh
     from spmd.resilience.digests import make_digest, replica_differences

@@ -261,5 +261,5 @@ def test_detection_reads_this_environment(monkeypatch):
         monkeypatch.setenv(name, value)
     assert os.environ["OMPI_COMM_WORLD_SIZE"] == "2"
     with pytest.raises(ConfigError, match="is 4, but openmpi says 2"):
-        launch.start(launch.Launch(8, launch.Asked(processes=4)))
+        launch.start(launch.Launch(8, launch.LaunchArgs(processes=4)))
     launch.start(launch.Launch(8))  # other commands than train take no notice
