@@ -16,7 +16,7 @@ import jax
 from spmd.analysis.topology import parse_topology
 from spmd.distributed.initialize import initialize
 from spmd.run.build import TrainSetup, planned_mesh, topology_mesh
-from spmd.run.config import load_config
+from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape
 
 

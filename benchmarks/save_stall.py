@@ -21,7 +21,7 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.data.loader import Windows, batches
 from spmd.distributed.initialize import initialize
 from spmd.run.build import TrainSetup, config_mesh
-from spmd.run.config import load_config
+from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.loop import Hook, fit
 from spmd.train.state import TrainState, init_state

@@ -1,7 +1,7 @@
-"""The command line: `spmd train | launch | script | plan | check | generate | import | export`.
+"""Command line: `spmd train | launch | script | plan | check | generate | import | export`.
 
-Every field of a `TrainConfig` is a flag by its dotted path. Errors that a user can mend are printed without a traceback
-and exit with 2; a check that fails exits with 1, and a plan that does not fit its chips with 3.
+Every field of a `TrainConfig` is a flag by its dotted path. User errors are printed without a traceback and exit with
+2; a check that fails exits with 1, a plan that exceeds the memory of its chips with 3.
 """
 
 import os
@@ -18,39 +18,50 @@ from spmd.commands.script import run_script
 from spmd.commands.train import run_train
 from spmd.distributed.initialize import exit_process
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
-from spmd.run.config import shipped
+from spmd.run.load_config import shipped
+from spmd.run.renamed import renamed_flags
 
 USAGE = """\
-usage: spmd VERB …
+usage: spmd COMMAND …
 
   spmd train CONFIG [--out DIR] [--FIELD VALUE …]              train, with checkpoints and metrics in DIR
-       [--resume auto]                                         … going on from the newest checkpoint, if there is one
+       [--resume auto]                                         … resuming from the newest checkpoint, if there is one
        [--profile 10:15]                                       … tracing these steps
-  spmd launch --processes N -- train CONFIG …                  a rehearsal on this machine, in N processes
+  spmd launch --processes N -- train CONFIG …                  the same in N processes on this machine, to try them
   spmd script slurm|kubernetes CONFIG --nodes N [-- …]         a batch file or manifest that trains on N nodes
-  spmd plan CONFIG [--FIELD VALUE …]                           how every parameter is split, and what a device holds
-       [--all] [--json]                                        … and gradients and optimizer state; as JSON
-       [--topology v5e:16x16]                                  for a machine that need not be here; 3 if it does not fit
-       [--compile]                                             what the compiled step holds and sends over each axis
-       [--diff CONFIG]                                         what differs from another config's plan
-       [--schedule] [--svg FILE]                               the pipeline's stages over time, drawn here and in FILE
-  spmd check CONFIG [--FIELD VALUE …]                          the same steps on the mesh and on one device, compared
+  spmd plan CONFIG [--FIELD VALUE …]                           sharding of every parameter, and memory per device
+       [--all] [--json]                                        … also of gradients and optimizer state; as JSON
+       [--topology v5e:16x16]                                  for a machine that is not here; 3 if it does not fit
+       [--compile]                                             memory and collectives of the compiled step, by mesh axis
+       [--diff CONFIG]                                         difference from another config's plan
+       [--schedule] [--svg FILE]                               chart of the pipeline schedule, here and in FILE
+  spmd check CONFIG [--FIELD VALUE …]                          compare the first steps on the mesh with one device
        [--check-steps N] [--leaves] [--json] [--inject BUG]    … by leaf; as JSON; with a bug that must be found
        [--products 2]                                          … on every axis and every pair of axes, one line for each
-  spmd generate RUN --prompt TEXT [--prompt TEXT …]            text from a trained model, as it is drawn
-       [--temperature T] [--top-k K] [--top-p P]               … and how it is drawn; temperature 0 takes the likeliest
+  spmd generate RUN --prompt TEXT [--prompt TEXT …]            text from a trained model, token by token
+       [--temperature T] [--top-k K] [--top-p P]               … with these sampling parameters; temperature 0 is greedy
        [--mesh.fsdp 4 …] [--devices N]                         … on another mesh than the run's
   spmd import HF_DIR --out RUN [--mesh.fsdp 4 …]               a run folder from a Hugging Face folder of safetensors
-  spmd export RUN --out HF_DIR [--dtype bf16]                  the reverse, as `transformers` loads it
+  spmd export RUN --out HF_DIR [--dtype bf16]                  a Hugging Face folder, as `transformers` loads it
 
 CONFIG is a Python file that defines `config = spmd.TrainConfig(...)`, or a shipped one: {names}.
 Any field is a flag by its dotted path: --steps 100 --mesh.fsdp 4 --zero 2 --remat full --optimizer.learning-rate 1e-3.
---devices N simulates N CPU devices. `spmd VERB --help` lists everything.
+--devices N simulates N CPU devices. `spmd COMMAND --help` lists everything.
 """
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": run_train,
+    "launch": run_launch,
+    "script": run_script,
+    "plan": run_plan,
+    "check": run_check,
+    "generate": run_generate,
+    "import": run_import,
+    "export": run_export,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point of `spmd`."""
+    """Run the command line and exit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.exit(_dispatch(arguments))
@@ -59,29 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exit_process(2)
     except KeyboardInterrupt:
         exit_process(130)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing may be flushed to it at exit
+    except BrokenPipeError:  # the reader, such as `head`, has exited: nothing may be flushed to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         exit_process(141)
 
 
 def _dispatch(arguments: list[str]) -> int:
-    verbs: dict[str, Callable[[list[str]], int]] = {
-        "train": run_train,
-        "launch": run_launch,
-        "script": run_script,
-        "plan": run_plan,
-        "check": run_check,
-        "generate": run_generate,
-        "import": run_import,
-        "export": run_export,
-    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE.format(names=", ".join(shipped())), end="")
         return 0 if arguments else 2
-    if arguments[0] not in verbs:
-        problem = Problem(arguments[0], "is no verb", fix=did_you_mean(arguments[0], verbs))
+    command = arguments[0]
+    if command not in COMMANDS:
+        problem = Problem(command, "is an unknown command", fix=did_you_mean(command, COMMANDS))
         raise ConfigError("There is no such command:", [problem])
-    return verbs[arguments[0]](arguments[1:])
+    if problems := renamed_flags(arguments):
+        raise ConfigError("These options have been renamed:", problems)
+    return COMMANDS[command](arguments[1:])
 
 
 if __name__ == "__main__":

@@ -1,23 +1,7 @@
-"""Every error a user can cause, and the one way they are written.
+"""Errors that a user can cause, and their format.
 
-```
-SpmdError                    something is wrong with what was asked; `.problems` lists all of it
-├── MeshError                axes and devices do not multiply, or a batch does not divide
-├── RuleError                a partition rule table does not fit the parameters
-├── AnnotationError          an activation name that the plan does not know, or a shape it cannot split
-├── ConfigError              a field of the configuration
-│   ├── ScheduleError        a pipeline schedule that cannot be built, read or finished
-│   └── CacheError           attention whose keys and values cannot be kept
-├── DataError                a corpus that is missing, empty or too short
-├── CheckpointError          a checkpoint that does not fit, or a run folder in use
-├── AgreementError           processes of one run are about to do different things
-├── DivergenceError          a step whose numbers cannot be trusted
-│   ├── NonFiniteError       the loss or a gradient is NaN or infinite
-│   └── SpikeError           the loss is far above what it was
-└── DataCorruptionError      a device computed or holds other bits than it should
-```
-
-All of them are `ValueError`s. A function that finds several problems reports all of them in one error.
+All of them are `SpmdError`s, which are `ValueError`s. A function that finds several problems reports all of them in one
+error.
 """
 
 import dataclasses
@@ -34,12 +18,12 @@ _BOUNDS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """One thing that is wrong: where, what, the detail behind it, and how to fix it.
+    """One problem of an input.
 
     Args:
-        where: The thing that is wrong: a parameter path, a field, a file.
-        what: One clause that says what is wrong with it.
-        detail: The numbers that show it, such as `"7 / (fsdp=2) = 3.5"`. May be empty.
+        where: Parameter path, field or file.
+        what: One clause that follows `where`.
+        detail: The arithmetic, such as `"7 / (fsdp=2) = 3.5"`. May be empty.
         fix: What the user can do. May be empty.
 
     Example:
@@ -64,7 +48,7 @@ class Problem:
 
 
 def _shown(text: str) -> str:
-    """Text for a terminal: names come from strangers' files, so what would steer it is escaped, and length is cut."""
+    """Escape control characters and cut the length: names may come from untrusted files."""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     if text.isprintable():
         return text
@@ -72,17 +56,17 @@ def _shown(text: str) -> str:
 
 
 def _shown_lines(text: str) -> str:
-    """The same of several lines; all but the first are further in, so that none looks like a part of its own."""
+    """Escape several lines; continuation lines are indented, so that they cannot imitate a problem of their own."""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     return "\n        ".join(map(_shown, text.split("\n")))
 
 
 class SpmdError(ValueError):
-    """What was asked cannot be done; `problems` holds every reason, sorted.
+    """Invalid input; `problems` has every reason, sorted.
 
     Args:
-        title: One line that says what was being done.
-        problems: All problems that were found, in any order.
+        title: One line about the operation that failed.
+        problems: In any order.
     """
 
     def __init__(self, title: str, problems: Iterable[Problem] = ()) -> None:
@@ -92,35 +76,35 @@ class SpmdError(ValueError):
 
 
 class MeshError(SpmdError):
-    """Axes and devices do not multiply, or a batch does not divide over the mesh."""
+    """Mesh axes and devices do not multiply, or a batch does not divide over the mesh."""
 
 
 class RuleError(SpmdError):
-    """A partition rule table does not fit the parameters it is for."""
+    """A partition rule table does not fit the parameters."""
 
 
 class AnnotationError(SpmdError):
-    """An activation name that the plan does not know, or a shape that it cannot split."""
+    """An activation has a name that the plan does not know, or a shape that it cannot split."""
 
 
 class ConfigError(SpmdError):
-    """A field of the configuration holds a value that cannot be used."""
+    """A field of the configuration has an invalid value."""
 
 
 class ScheduleError(ConfigError):
-    """A pipeline schedule that cannot be built, read from its file, or run to its end."""
+    """A pipeline schedule cannot be built, read from its file, or executed."""
 
 
 class CacheError(ConfigError):
-    """Attention whose keys and values cannot be kept for the tokens that follow."""
+    """Attention does not support a KV cache."""
 
 
 class DataError(SpmdError):
-    """A corpus that is missing, empty, unreadable or too short."""
+    """A corpus is missing, empty, unreadable or too short."""
 
 
 class CheckpointError(SpmdError):
-    """A checkpoint that is missing or does not fit, or a run folder that is in use."""
+    """A checkpoint is missing or does not fit, or a run folder is in use."""
 
 
 class AgreementError(SpmdError):
@@ -128,13 +112,7 @@ class AgreementError(SpmdError):
 
 
 class DivergenceError(SpmdError):
-    """A step whose numbers cannot be trusted.
-
-    Args:
-        title: One line.
-        problems: What is wrong with it.
-        step: Its number.
-    """
+    """A step diverged; `step` is its number."""
 
     def __init__(self, title: str, problems: Iterable[Problem], step: int) -> None:
         super().__init__(title, problems)
@@ -146,11 +124,11 @@ class NonFiniteError(DivergenceError):
 
 
 class SpikeError(DivergenceError):
-    """The loss is far above what it was."""
+    """The loss is far above its running median."""
 
 
 class DataCorruptionError(SpmdError):
-    """A device computed or keeps other bits than it should: silent data corruption."""
+    """A device computed or stored wrong bits: silent data corruption."""
 
 
 def check_fields(config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: str = "") -> list[Problem]:
@@ -158,10 +136,9 @@ def check_fields(config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: 
 
     Args:
         config: The dataclass.
-        rules: Field, or dotted path of one → the values it may have, or bounds as text: terms `above 0`, `below 1`,
-            `at least 1`, `at most 1` and `finite`, joined by `and`. The text is also the fix that the problem names.
-            A field that is None breaks no bound.
-        prefix: Written before the field's name, such as `"router."`.
+        rules: Field or dotted path → the values it may have, or bounds as text, which is also the fix: terms `above 0`,
+            `below 1`, `at least 1`, `at most 1` and `finite`, joined by `and`. None is within all bounds.
+        prefix: Precedes the field's name, such as `"router."`.
 
     Example:
         >>> print(*check_fields(Problem("a", "b"), {"where": ("data", "fsdp")}, prefix="problem."))
@@ -188,11 +165,7 @@ def _holds(value: Any, term: str) -> bool:
 
 
 def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:
-    """The first problems, and how many more there are: a stranger's file decides neither the length nor the memory.
-
-    Args:
-        problems: All of them.
-        at_most: How many are kept.
+    """Return the first problems and the number of the others: an untrusted file must not determine the length.
 
     Example:
         >>> print(*first_of([Problem(name, "is missing") for name in "cab"], at_most=2))
@@ -204,7 +177,7 @@ def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """The choice nearest to `word` as a question, or all choices where none is near.
+    """Return the choice nearest to `word` as a question, or all choices if none is near.
 
     Example:
         >>> did_you_mean("fsd", ["data", "fsdp"])
@@ -220,12 +193,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def nearest_file(path: Path, also: Iterable[str] = ()) -> str:
-    """The sibling nearest to a path that does not exist, as a question; the folder where none is near.
-
-    Args:
-        path: The path.
-        also: Words that may have been meant, too.
-    """
+    """Return the sibling nearest to a path that does not exist, or one of `also`, as a question; else its folder."""
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     question = did_you_mean(path.name, [*also, *siblings])
     return question if question.endswith("?") else f"look in {path.parent}"

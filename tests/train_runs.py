@@ -16,7 +16,8 @@ import numpy as np
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.distributed.local import free_port
 from spmd.run.build import TrainSetup
-from spmd.run.config import load_config, with_values
+from spmd.run.config import with_values
+from spmd.run.load_config import load_config
 from spmd.sharding.mesh import mesh_of
 from spmd.train.state import abstract_state
 

@@ -10,53 +10,53 @@ from spmd.errors import ConfigError, Problem
 from spmd.run.build import config_mesh
 from spmd.run.check import Check, Sweep, axes_text
 from spmd.run.config import M, TrainConfig
-from spmd.run.init_from import check_start
+from spmd.run.init_from import check_init
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckCommand(Generic[M]):
-    """Takes the same steps on the config's mesh and on one device, and compares initial parameters, losses, gradients
-    and parameters leaf by leaf. Exits with 1 if any differs by more than is allowed. Both start with --init, if given.
+    """Compare the first steps on the config's mesh with one device: initial parameters, losses, gradients and
+    parameters, leaf by leaf. Exit with 1 if any differs by more than its tolerance. Both start with --init, if given.
     """
 
     config: ConfigFields
     check_steps: int = 3
-    """How many steps to take."""
+    """Number of steps."""
     leaves: bool = False
-    """Print a line for every leaf, not only for the worst of each kind."""
+    """Print a line for every leaf, not only for the largest error of each kind."""
     json: bool = False
     """Print one JSON object with a record for every leaf."""
     products: int = 0
-    """Instead of the config's mesh, check each axis alone, each pair of axes, and so on up to products of so many axes,
-    each of size 2: a line for each, and for each that the config cannot run on, why."""
+    """Instead of the config's mesh, check each axis alone, each pair, and so on up to products of this many axes of
+    size 2. Prints a line per mesh, with the reason if the config cannot run on it."""
     inject: Literal["", "reduction", "token-weight", "gradient-scale"] = ""
-    """Put a bug into the run on the mesh, which the check must find: gradients summed over half of the examples,
-    padding that counts, gradients 1 % too large."""
+    """Inject a bug into the run on the mesh, which the check must find: gradients summed over half of the examples,
+    padding with weight, gradients 1 % too large."""
 
 
 def run_check(arguments: list[str]) -> int:
-    """Compares layouts: 0, or 1 where they differ."""
+    """Run `spmd check`; return the exit code."""
     command, _ = parse_command(CheckCommand, arguments, "check")
     config: TrainConfig = command.config
     problems = []
     if command.check_steps < 1:
-        problems.append(Problem("check-steps", f"is {command.check_steps}", fix="1 or more"))
+        problems.append(Problem("check-steps", f"is {command.check_steps}", fix="at least 1"))
     if command.products < 0:
-        problems.append(Problem("products", f"is {command.products}", fix="how many axes to combine, such as 2"))
+        problems.append(Problem("products", f"is {command.products}", fix="the number of axes to combine, such as 2"))
     if command.products and command.leaves:
         problems.append(Problem("leaves", "shows one mesh", fix="--mesh.AXIS sizes instead of --products"))
     if problems:
         raise ConfigError("Nothing to check:", problems)
     initialize(config.devices)
     check = Check(config, command.check_steps)
-    starts = check_start(check.alone)
-    if starts and not command.json:
-        print(starts)
+    init = check_init(check.one_device)
+    if init and not command.json:
+        print(init)
     return _check_products(command, check) if command.products else _check_mesh(command, check)
 
 
 def _check_mesh(command: CheckCommand, check: Check) -> int:
-    """The config's own mesh, leaf by leaf."""
+    """Compare the config's mesh leaf by leaf."""
     mesh = config_mesh(check.config)
     parity = check.compare(mesh, command.inject)
     if command.json:
@@ -78,7 +78,7 @@ def _check_mesh(command: CheckCommand, check: Check) -> int:
 
 
 def _check_products(command: CheckCommand, check: Check) -> int:
-    """Every product of so many axes; a line for each is printed as soon as it is known."""
+    """Compare every product of axes, with a line as soon as each is known."""
     sweep = Sweep(check, command.products, command.inject)
     for line in sweep.lines():
         if not command.json:

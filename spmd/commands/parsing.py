@@ -7,7 +7,8 @@ import tyro
 
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import ConfigError, Problem
-from spmd.run.config import M, TrainConfig, load_config, shipped
+from spmd.run.config import M, TrainConfig
+from spmd.run.load_config import load_config, shipped
 
 ConfigFields = Annotated[TrainConfig[M], tyro.conf.arg(name="")]
 """Type of a command's `config`, whose fields are flags without a prefix."""

@@ -17,49 +17,49 @@ from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
 from spmd.run.build import TrainSetup, planned_mesh, topology_mesh
-from spmd.run.config import M, load_config
-from spmd.run.init_from import check_start
+from spmd.run.config import M
+from spmd.run.init_from import check_init
+from spmd.run.load_config import load_config
 from spmd.run.suggest import suggest_memory_settings
 from spmd.tree import human_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanCommand(Generic[M]):
-    """Shows how every parameter is split, one line for each parameter, and what each device holds during a step.
+    """Print the sharding of every parameter, one line per parameter, and the memory per device during a step.
 
     Nothing is allocated and no device is needed: a plan for 16,384 chips takes seconds on a laptop.
     """
 
     config: ConfigFields
     all: bool = False
-    """Print a line for each gradient and each leaf of the optimizer's state, too."""
+    """Also print a line for each gradient and each leaf of the optimizer state."""
     json: bool = False
-    """Print one JSON object with a record for each parameter, gradient and leaf of the optimizer's state."""
+    """Print one JSON object with a record per parameter, gradient and leaf of the optimizer state."""
     topology: str = ""
-    """The machine that is planned for, such as v5e:16x16, h100:16x8 or cpu:8; it need not be here."""
+    """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
     diff: str = ""
-    """Print what differs from the plan of another config: lines of this plan with -, of the other with +."""
+    """Print the difference from another config's plan: lines of this plan with -, of the other with +."""
     schedule: bool = False
-    """Draw what each stage of the pipeline does over time, and write the picture to a file."""
+    """Print a chart of the pipeline schedule, and write it to a file."""
     svg: str = "schedule.svg"
-    """The file of that picture; empty for none."""
+    """File of the chart; empty for none."""
     compile: bool = False
-    """Compile the step, print what its collectives send, by axis and by source, and its memory as compiled."""
+    """Compile the step; print the traffic of its collectives, by axis and by source, and its memory."""
 
 
 def run_plan(arguments: list[str]) -> int:
-    """Prints the plan: 0, or 3 where it does not fit."""
+    """Run `spmd plan`; return 3 if the plan exceeds the memory of the chips."""
     command, _ = parse_command(PlanCommand, arguments, "plan")
-    chosen = [name for name in ("all", "diff", "compile", "schedule") if getattr(command, name)]
-    if len(chosen) > 1:
-        problems = [Problem(f"--{name}", "is one of several views", fix="ask for one of them") for name in chosen]
+    views = [name for name in ("all", "diff", "compile", "schedule") if getattr(command, name)]
+    if len(views) > 1:
+        problems = [Problem(f"--{name}", "is one of several views", fix="ask for one of them") for name in views]
         raise ConfigError("A plan has one view at a time:", problems)
     config = command.config
     if command.topology:
-        topology = parse_topology(command.topology)
-        config = dataclasses.replace(config, devices=topology.devices)
+        config = dataclasses.replace(config, devices=parse_topology(command.topology).devices)
     setup = TrainSetup(config, planned_mesh(config))
-    topology = topology if command.topology else parse_topology(f"cpu:{setup.mesh.size}")
+    topology = parse_topology(command.topology or f"cpu:{setup.mesh.size}")
     if command.schedule:
         return _print_schedule(command, setup)
     setup.audit()
@@ -69,26 +69,39 @@ def run_plan(arguments: list[str]) -> int:
         lines = difference.split("\n") if difference else []
         print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
         return 0
-    starts = _start_line(setup)
-    ledger, audit, refused = MemoryReport(topology, setup.memory(topology.platform)), None, ""
+    init = _init_line(setup)
+    report, audit, refusal = MemoryReport(topology, setup.memory(topology.platform)), None, ""
     absent = missing_extra(topology) if command.compile else None
     if command.compile and not absent:
         simulated = topology.devices if topology.platform == "cpu" else 0
         initialize(simulated, target_platform="" if simulated else topology.platform)
         try:
             audit, compiled = TrainSetup(config, topology_mesh(config, topology)).compile()
-            ledger = dataclasses.replace(ledger, compiled=compiled)
+            report = dataclasses.replace(report, compiled=compiled)
         except MemoryError as error:
-            refused = str(error)
-    _print_plan(command, setup, ledger, audit, refused, starts)
+            refusal = str(error)
+    fits = False if refusal else report.fits
+    settings = suggest_memory_settings(setup, topology) if fits is False else []
+    if command.json:
+        record = _to_json(setup, report, fits, settings) | {"start": init or None}
+        print(json.dumps(record | (audit.to_json() if audit else {}), indent=2))
+    else:
+        _print_plan(command, setup, report, audit, init)
+        if refusal:
+            print(f"\nthe compiler refuses the step: {refusal}")
+        if fits is False:
+            print(f"\nDOES NOT FIT: most of it is {CATEGORIES[report.largest]}")
+            for flags, total in settings:
+                print(f"  {human_bytes(total)} with {flags}")
+            if not settings:
+                print("  no settings were found that fit: use more devices, or a smaller batch")
     if absent:
         print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
         return 2
-    return 3 if refused or ledger.fits is False else 0
+    return 3 if fits is False else 0
 
 
 def _print_schedule(command: PlanCommand, setup: TrainSetup) -> int:
-    """The pipeline over time, and whether and how it is executed."""
     if setup.stages == 1:
         problem = Problem("mesh.pipe", "is 1: there are no stages", fix="--mesh.pipe 4")
         raise ConfigError("There is no schedule to draw:", [problem])
@@ -106,50 +119,34 @@ def _print_schedule(command: PlanCommand, setup: TrainSetup) -> int:
     return 0
 
 
-def _start_line(setup: TrainSetup) -> str:
-    """What the run would start with, once its folder was compared; it may be where the run will be, and not here."""
-    start = setup.config.init
-    if start and not Path(start).exists():
-        return f"starts with {start}, which is not on this machine: nothing was compared with it"
-    return check_start(setup)
+def _init_line(setup: TrainSetup) -> str:
+    """Return the line about initial parameters; their folder may exist only on the machine of the run."""
+    init = setup.config.init
+    if init and not Path(init).exists():
+        return f"starts with {init}, which is not on this machine and was not checked"
+    return check_init(setup)
+
+
+def _to_json(
+    setup: TrainSetup, report: MemoryReport, fits: bool | None, settings: list[tuple[str, int]]
+) -> dict[str, Any]:
+    platform = report.topology.platform
+    memory = {**report.to_json(), "fits": fits}
+    if fits is False:
+        memory |= {"largest": report.largest, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
+    flags, environment = ([dataclasses.asdict(f) for f in x] for x in (setup.flags(platform), START_UP[platform]))
+    about = {"pipeline": setup.pipeline_line.strip() or None, "topology": str(report.topology)}
+    xla = {"flags": flags, "environment": environment}
+    return {**setup.plan.to_json(), **about, "xla": xla, "memory": memory, "fits": fits}
 
 
 def _print_plan(
-    command: PlanCommand,
-    setup: TrainSetup,
-    ledger: MemoryReport,
-    audit: CollectiveAudit | None,
-    refused: str,
-    starts: str,
+    command: PlanCommand, setup: TrainSetup, report: MemoryReport, audit: CollectiveAudit | None, init: str
 ) -> None:
-    """The plan and its ledger, or what is sent and the ledger; and what would fit, where it does not."""
-    fits = False if refused else ledger.fits
-    settings = suggest_memory_settings(setup, ledger.topology) if fits is False else []
-    platform = ledger.topology.platform
-    if command.json:
-        memory = {**ledger.to_json(), "fits": fits}
-        if fits is False:
-            memory |= {"largest": ledger.largest, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
-        about: dict[str, Any] = {"pipeline": setup.pipeline_line.strip() or None, "topology": str(ledger.topology)}
-        about["start"] = starts or None
-        about["xla"] = {
-            "flags": [dataclasses.asdict(flag) for flag in setup.flags(platform)],
-            "environment": [dataclasses.asdict(flag) for flag in START_UP[platform]],
-        }
-        record = {**setup.plan.to_json(), **about, "memory": memory, "fits": fits}
-        print(json.dumps(record | (audit.to_json() if audit else {}), indent=2))
-        return
+    platform = report.topology.platform
     tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
     print(audit if audit else setup.plan.text(*tables), end=f"{setup.pipeline_line}{setup.slices_line}\n")
-    if starts:
-        print(starts)
+    if init:
+        print(init)
     print(setup.flags_text(platform), exports(platform), sep="", end="")
-    print(f"\nmemory of one device, {ledger.topology}\n{ledger}")
-    if refused:
-        print(f"\nthe compiler refuses: {refused}")
-    if fits is False:
-        print(f"\nDOES NOT FIT: most of it is {CATEGORIES[ledger.largest]}")
-        for flags, total in settings:
-            print(f"  {human_bytes(total)} with {flags}")
-        if not settings:
-            print("  nothing was found that fits: more devices, or a smaller batch")
+    print(f"\nmemory of one device, {report.topology}\n{report}")

@@ -1,4 +1,4 @@
-"""A config's first steps on one device, compared with those on any mesh or on every product of axes."""
+"""Comparison of a config's first steps on one device with those on a mesh, or on every product of mesh axes."""
 
 import dataclasses
 import functools
@@ -20,63 +20,53 @@ from spmd.testing import BUGS, Parity, Record, compare, pad_unevenly, record_run
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A config's first steps, on text with uneven padding; those on one device are taken once.
-
-    Args:
-        config: The run; its own mesh plays no part.
-        steps: How many steps.
-    """
+    """First `steps` steps of a config, on text with uneven padding; the config's own mesh is not used."""
 
     config: TrainConfig
     steps: int
+    _references: dict[int, Record] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
-        """What is compared, in a few words."""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         return f"{steps} of {self.config.precision}, a quarter of the tokens masked as padding"
 
     @functools.cached_property
-    def alone(self) -> TrainSetup:
-        """The config on one device."""
+    def one_device(self) -> TrainSetup:
+        """Setup of the config on one device."""
         return TrainSetup(self.config, one_device_mesh())
 
     @functools.cached_property
     def batches(self) -> list[dict[str, np.ndarray]]:
-        """Host arrays, one batch for each step."""
+        """Host batches, one per step."""
         size = self.config.data.batch
-        windows = Windows(self.alone.corpus.train, self.config.data.sequence)
+        windows = Windows(self.one_device.corpus.train, self.config.data.sequence)
         rows = [np.arange(step * size, (step + 1) * size) % len(windows) for step in range(self.steps)]
         return [pad_unevenly(windows.rows(chosen), seed=step) for step, chosen in enumerate(rows)]
 
-    @functools.cached_property
-    def _references(self) -> dict[int, Record]:
-        """What one device computed, by the number of microbatches."""
-        return {}
-
     def reference(self, microbatches: int) -> Record:
-        """What one device computes, with so many microbatches one after the other; computed once."""
+        """Run the steps on one device with gradient accumulation over the microbatches; results are cached."""
         if microbatches not in self._references:
             pipeline = dataclasses.replace(self.config.pipeline, microbatches=microbatches)
-            alone = TrainSetup(dataclasses.replace(self.config, pipeline=pipeline), self.alone.mesh)
-            state = initial_state(alone)
-            self._references[microbatches] = record_run(alone.plan, alone.grad_fn, self.batches, state=state)
+            setup = TrainSetup(dataclasses.replace(self.config, pipeline=pipeline), self.one_device.mesh)
+            state = initial_state(setup)
+            self._references[microbatches] = record_run(setup.plan, setup.grad_fn, self.batches, state=state)
         return self._references[microbatches]
 
     def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
-        """The same steps on a mesh, compared leaf by leaf.
+        """Run the steps on a mesh and compare all leaves with one device.
 
         Args:
-            mesh: Which one.
-            bug: One of `spmd.testing.BUGS`, to put into the run on the mesh.
+            mesh: With devices.
+            bug: One of `spmd.testing.BUGS`, injected into the run on the mesh.
 
         Raises:
-            SpmdError: The config cannot run on this mesh, which is found before anything compiles, or cannot start with
-                its `init`.
+            SpmdError: The config cannot run on this mesh, which is found before anything compiles, or not with its
+                `init`.
         """
         setup = TrainSetup(self.config, mesh)
         setup.audit()
         if setup.stages > 1 and not setup.pipeline.flush:
-            what = "gives gradients that are one update behind: one device has others"
+            what = "has gradients that are one update late, unlike one device"
             fix = "check the layout with --pipeline.schedule 1f1b"
             problem = Problem(f"schedule {setup.pipeline.name}", what, fix=fix)
             raise ConfigError("There is nothing to compare:", [problem])
@@ -86,11 +76,7 @@ class Check:
 
 
 def products(most: int, axes: Sequence[str] = AXES) -> list[MeshShape]:
-    """Each axis alone, then every pair, and so on up to products of `most` axes; each axis has size 2.
-
-    Args:
-        most: How many axes at most.
-        axes: Which ones.
+    """Return the meshes of each axis alone, of every pair, and so on up to `most` axes; each axis has size 2.
 
     Example:
         >>> [axes_text(shape.sizes) for shape in products(2, ("data", "fsdp"))]
@@ -103,33 +89,32 @@ def products(most: int, axes: Sequence[str] = AXES) -> list[MeshShape]:
 class Sweep:
     """A check on every product of axes, with a line for each.
 
-    A product with one in it that was refused would be refused for the same reason, and is left out.
+    If the config is refused on a mesh, meshes with the same axes and more are skipped: the reason would be the same.
 
     Args:
-        check: What is compared.
-        most: How many axes are combined at most.
-        bug: One of `spmd.testing.BUGS`, to put into every run on a mesh.
+        most: Maximum number of axes in a product.
+        bug: One of `spmd.testing.BUGS`, injected into every run on a mesh.
 
     Raises:
         ConfigError: There are too few devices for the largest product.
     """
 
     def __init__(self, check: Check, most: int, bug: str = "") -> None:
-        needed, here = 2**most, len(jax.devices())
-        if needed > here:
-            arithmetic = f"{' × '.join(['2'] * most)} = {needed} > {here}"
+        needed, available = 2**most, len(jax.devices())
+        if needed > available:
+            detail = f"{' × '.join(['2'] * most)} = {needed} > {available}"
             fix = f"--devices {needed}, which simulates them on CPU"
-            raise ConfigError("Nothing to check:", [Problem("products", "need more devices", arithmetic, fix)])
+            raise ConfigError("Nothing to check:", [Problem("products", "need more devices", detail, fix)])
         self.check, self.bug, self.shapes = check, bug, products(most)
         self.compared: dict[MeshShape, Parity] = {}
         self.refused: dict[MeshShape, SpmdError] = {}
         self._width = max(len(axes_text(shape.sizes)) for shape in self.shapes)
 
     def lines(self) -> Iterator[str]:
-        """Runs the sweep; each line is there as soon as its mesh was compared.
+        """Run the sweep and yield a line after each mesh.
 
         Raises:
-            ConfigError: No product was compared, with everything that was in the way.
+            ConfigError: The config was refused on all meshes; with all reasons.
         """
         for shape in self.shapes:
             if any(_split(other) < _split(shape) for other in self.refused):
@@ -154,11 +139,11 @@ class Sweep:
 
     @property
     def ok(self) -> bool:
-        """Whether every layout agrees with one device; with a bug, whether any does."""
+        """True if every layout agrees with one device; with a bug, if any does."""
         return (any if self.bug else all)(parity.ok for parity in self.compared.values())
 
     def to_json(self) -> dict[str, Any]:
-        """What was found, as JSON values; a record for each mesh."""
+        """Return the results as JSON values, a record per mesh."""
         compared = [{"mesh": shape.sizes, **parity.to_json()} for shape, parity in self.compared.items()]
         refused = [{"mesh": s.sizes, "problems": list(map(str, e.problems))} for s, e in self.refused.items()]
         return {"ok": self.ok, "compared": compared, "refused": refused}
@@ -178,7 +163,7 @@ class Sweep:
 
 
 def axes_text(sizes: Mapping[str, int]) -> str:
-    """The axes that split anything.
+    """Return the axes larger than 1.
 
     Example:
         >>> axes_text({"data": 2, "fsdp": 1, "tensor": 4})
@@ -192,5 +177,5 @@ def _split(shape: MeshShape) -> set[str]:
 
 
 def _column(kind: str) -> int:
-    """How wide the column of a kind of row is."""
+    """Return the width of a kind's column."""
     return max(len(kind), len("0.00e+00")) + 2

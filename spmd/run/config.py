@@ -1,4 +1,4 @@
-"""A training run as one frozen value, written in a Python file and overridden field by field from the command line.
+"""Training run as one frozen dataclass, written in a Python file; any field can be overridden on the command line.
 
 ```python
 # my_run.py                          spmd train my_run.py --out runs/mine --mesh.fsdp 8 --optimizer.learning-rate 1e-3
@@ -9,25 +9,19 @@ config = spmd.TrainConfig(
     steps=1000,
 )
 ```
-
-A CONFIG file is Python and runs as the user who starts it.
 """
 
 import dataclasses
 import json
-import operator
-import runpy
-import traceback
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import tyro
 from flax import nnx
 
 from spmd.data.loader import DataConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
-from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
+from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.model_api.attention_config import attention_problems
 from spmd.model_api.precision import make_precision
@@ -38,12 +32,9 @@ from spmd.plan.lora import LoRAConfig
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.rules import Rules
 
-SHIPPED = Path(__file__).resolve().parent.parent / "examples"
-"""The folder of the configs that ship with the package."""
-
 
 class ModelConfig(Protocol):
-    """What `TrainConfig.model` must be: a frozen dataclass that builds an NNX language model."""
+    """Interface of `TrainConfig.model`: a frozen dataclass that builds an NNX language model."""
 
     @property
     def vocab(self) -> int:
@@ -51,307 +42,243 @@ class ModelConfig(Protocol):
 
     @property
     def layers(self) -> int:
-        """Layers with attention."""
+        """Number of layers with attention."""
 
     @property
     def attention_width(self) -> int:
-        """Width of all query heads together."""
+        """Total width of the query heads."""
 
     @property
     def matmul_params(self) -> int:
-        """Parameters that each token is multiplied with, for the FLOP count."""
+        """Number of parameters that each token is multiplied with, for the FLOP count."""
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The model: tokens `[batch, seq]` in, logits `[batch, seq, vocab]` or `spmd.model_api.model.Outputs` out."""
+        """Build a model: tokens `[batch, seq]` → logits `[batch, seq, vocab]` or `spmd.model_api.model.Outputs`."""
 
 
-_OF_LANGUAGE_MODELS = ("vocab", "layers", "attention_width", "matmul_params", "build")
+_MODEL_ATTRIBUTES = ("vocab", "layers", "attention_width", "matmul_params", "build")
 
 M = TypeVar("M", bound=ModelConfig)
+Bounds = Mapping[str, str | Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How layers go in stages over mesh.pipe; without a pipeline, microbatches are accumulated one by one."""
+    """Pipeline schedule over mesh.pipe. Without a pipeline, gradients are accumulated over the microbatches."""
 
     schedule: str = "1f1b"
-    """gpipe, 1f1b, interleaved, pipedream, or a CSV file with a row of tasks for each stage; only drawn:
-    zero-bubble, zb-h2, zb-v."""
+    """gpipe, 1f1b, interleaved, pipedream, or a CSV file with a row of tasks per stage. Only for plots: zero-bubble,
+    zb-h2, zb-v."""
     microbatches: int = 0
-    """How many parts of the batch go through the stages; 0: up to four for each stage, as the batch allows."""
+    """Microbatches per batch; 0: up to four per stage, as the batch allows."""
     chunks: int = 0
-    """Groups of layers that each stage has; 0: two under interleaved, else one."""
+    """Groups of layers per stage; 0: two for interleaved, otherwise one."""
+
+    BOUNDS: ClassVar[Bounds] = dict.fromkeys(("microbatches", "chunks"), "at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """When and on how much of the validation half the model is evaluated."""
+    """Evaluation on the validation split."""
 
     every: int = 0
     """Steps between evaluations; the last step is always evaluated. 0: only the last."""
     tokens: int = 65_536
-    """Tokens of the validation half to evaluate on."""
+    """Number of validation tokens to evaluate on."""
+
+    BOUNDS: ClassVar[Bounds] = {"every": "at least 0", "tokens": "at least 1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """Text that the trained model writes at the end of training."""
+    """Text that is generated after the last step."""
 
     prompt: str = ""
-    """What the sample continues; empty for no sample."""
+    """Prompt of the sample; empty for no sample."""
     tokens: int = 200
-    """How many tokens to add."""
+    """Number of tokens to generate."""
     temperature: float = 0.8
-    """0 takes the likeliest token each time."""
+    """Sampling temperature; 0 for greedy decoding."""
     top_k: int = 40
-    """Draw among the k likeliest tokens; 0 for all."""
+    """Sample from the k most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens that together have this probability; 1 for all."""
+    """Sample from the most likely tokens whose total probability is at least this; 1 for all."""
+
+    BOUNDS: ClassVar[Bounds] = {
+        **dict.fromkeys(("tokens", "temperature", "top_k"), "at least 0"),
+        "top_p": "above 0 and at most 1",
+    }
 
 
 @dataclasses.dataclass(frozen=True)
 class RecoveryConfig:
-    """What is done about faults of a long run."""
+    """Loss spikes, rollback and the watchdog's deadlines."""
 
     on_spike: Literal["ignore", "stop", "skip", "roll-back"] = "ignore"
-    """What a loss that leaps does: stop the run; skip leaves out updates whose gradient norm leaps; roll-back goes on
-    from the last checkpoint, behind the batches since."""
+    """Response to a loss spike: stop the run; skip updates whose gradient norm is a spike; roll-back to the last
+    checkpoint and skip the batches since."""
     spike_factor: float = 3.0
-    """A loss (for skip: a gradient norm) above so many times its usual value is a spike."""
+    """A loss (for skip: a gradient norm) above this multiple of its running value is a spike."""
     spike_window: int = 50
-    """How many losses the usual value is the median of; for skip: about how many gradient norms it is the mean of."""
+    """Steps in the running median of the loss; for skip: time constant of the running mean of the gradient norm."""
     rollbacks: int = 3
-    """How often a run may be rolled back before it stops."""
+    """Maximum number of rollbacks before the run stops."""
     deadline: float = 1800.0
-    """Seconds in which a step, an evaluation batch or a checkpoint must finish, or the run ends with 70; 0: none."""
+    """Seconds in which a step, an evaluation batch or a checkpoint must finish, or the run exits with 70; 0: none."""
     start_deadline: float = 7200.0
-    """The same for what comes between the meeting of the processes and the first finished step, with compilation."""
+    """Seconds from the start of the process group to the end of the first step, compilation included; 0: none."""
+
+    BOUNDS: ClassVar[Bounds] = {
+        "on_spike": ("ignore", "stop", "skip", "roll-back"),
+        "spike_factor": "at least 1",
+        "spike_window": "at least 2",
+        **dict.fromkeys(("rollbacks", "deadline", "start_deadline"), "at least 0"),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
 class SDCConfig:
-    """How often training is checked for silent data corruption, which stops it."""
+    """Checks for silent data corruption, which stops the run."""
 
     replicas_every: int = 0
-    """Steps between comparisons of what devices hold that should be equal, bit for bit. 0: never."""
+    """Steps between bitwise comparisons of replicated arrays across devices. 0: never."""
     repeat_every: int = 0
-    """Steps between checks that the gradients of one batch come out the same twice, bit for bit. 0: never."""
+    """Steps between computing the gradients of one batch twice, which must agree bitwise. 0: never."""
 
-
-_LEAST = {
-    "steps": 1,
-    "accumulate": 1,
-    "logits_chunk": 1,
-    "pipeline.microbatches": 0,
-    "pipeline.chunks": 0,
-    "log_every": 1,
-    "checkpoint_every": 0,
-    "max_to_keep": 1,
-    "keep_best": 0,
-    "devices": 0,
-    "seed": 0,
-    "recovery.spike_factor": 1,
-    "recovery.spike_window": 2,
-    "recovery.rollbacks": 0,
-    "recovery.deadline": 0,
-    "recovery.start_deadline": 0,
-    "evaluate.every": 0,
-    "evaluate.tokens": 1,
-    "sdc_checks.replicas_every": 0,
-    "sdc_checks.repeat_every": 0,
-    "sample.tokens": 0,
-    "sample.temperature": 0,
-    "sample.top_k": 0,
-}
-"""Dotted field of `TrainConfig` → its least value."""
+    BOUNDS: ClassVar[Bounds] = dict.fromkeys(("replicas_every", "repeat_every"), "at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(Generic[M]):
-    """Everything that makes a training run what it is.
+    """Complete configuration of a training run.
 
     Raises:
-        ConfigError: Fields that cannot be used, all at once.
+        ConfigError: Invalid fields, all of them in one error.
     """
 
     model: M
-    """The model's shape."""
+    """Hyperparameters of the model."""
     rules: tyro.conf.Suppress[Rules]
-    """The partition rule table of the model's family."""
+    """Partition rules of the model family."""
     mesh: MeshShape = MeshShape(fsdp=-1)
-    """The size of each mesh axis; one may be -1."""
+    """Size of each mesh axis; one may be -1."""
     slices: MeshShape = MeshShape()
-    """How many times each axis crosses the slow network, between TPU slices or hosts of GPUs; it divides the axis."""
+    """Number of TPU slices or GPU hosts that each axis spans over the slow network; it divides the axis."""
     zero: Literal[0, 1, 2, 3] = 3
-    """ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) are split over fsdp."""
+    """ZeRO stage: shard optimizer state (1), also gradients (2), also parameters (3) over fsdp."""
     remat: str = "none"
-    """What the backward pass keeps of each layer: none (all of it), full (its input), save:NAME,NAME."""
+    """Activations that each layer saves for the backward pass: none (all of them), full (its input), save:NAME,NAME."""
     precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = "float32"
-    """float32; bf16 or fp16: compute in it; bf16-params: parameters are stored in it too, with float32 master weights,
-    or rounded stochastically. Gradients are summed in float32. fp16 scales the loss."""
+    """float32; bf16 or fp16: compute dtype; bf16-params: parameters are also stored in it, with float32 master weights
+    or stochastic rounding. Gradients are accumulated in float32. fp16 scales the loss."""
     attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
-    """The kernel of attention: auto (by the devices and the sequence), xla, chunked (long sequences, anywhere), cudnn
-    (GPUs, 16-bit floats), splash (TPUs)."""
+    """Attention kernel: auto (by device and sequence length), xla, chunked (long sequences, any device), cudnn (GPUs,
+    16-bit floats), splash (TPUs)."""
     context: Literal["ring", "all-to-all"] = "ring"
-    """How a sequence split over mesh.sequence attends to itself: ring (keys and values travel), all-to-all (heads are
-    exchanged for tokens)."""
+    """Attention over a sequence split over mesh.sequence: ring (rotates keys and values), all-to-all (exchanges heads
+    for tokens)."""
     offload: tuple[str, ...] = ()
-    """What lives in host memory: optimizer_state, params (those of stacked layers)."""
+    """State in host memory: optimizer_state, params (of stacked layers)."""
     xla: tuple[str, ...] = (PRESET,)
-    """XLA's flags for the step: preset (those that spmd plan lists, with reasons), NAME=VALUE; nothing: XLA's own."""
+    """XLA flags of the step: preset (listed by spmd plan, with reasons), NAME=VALUE; empty: XLA's defaults."""
     pipeline: PipelineConfig = PipelineConfig()
-    """The schedule of a pipeline over mesh.pipe."""
+    """Pipeline schedule over mesh.pipe."""
     lora: LoRAConfig = LoRAConfig()
-    """Train adapters beside frozen parameters instead of all parameters."""
+    """Train LoRA adapters of frozen parameters instead of all parameters."""
     init: str = ""
-    """A run folder, or one from Hugging Face, whose parameters training starts with; empty: drawn from the seed."""
+    """Run folder or Hugging Face folder with the initial parameters; empty: random initialization."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimizer, its schedule and its clipping."""
+    """Optimizer, learning rate schedule and clipping."""
     data: DataConfig = DataConfig()
-    """The corpus, the tokenizer and the shape of a batch."""
+    """Corpus, tokenizer and batch shape."""
     steps: int = 1000
-    """How many steps to take in all."""
+    """Total number of steps."""
     seed: int = 0
-    """Of the parameters, the shuffling and the sample."""
+    """Seed of parameters, shuffling and sample."""
     accumulate: int = 1
-    """Microbatches that a batch is cut into, to need less memory; the numbers stay the same, but for
-    auxiliary losses that are of a whole batch."""
+    """Gradient accumulation: microbatches per batch, to save memory. Only auxiliary losses that are computed over a
+    whole batch change."""
     logits_chunk: int = CHUNK
-    """Tokens of a device whose logits are there at once, to need less memory; the numbers stay the same."""
+    """Tokens per device whose logits are computed at once, to save memory; the results stay the same."""
     on_nan: Literal["stop", "skip", "roll-back"] = "stop"
-    """What a non-finite loss or gradient does: stop the run; skip that step and count it; roll-back goes on from the
-    last checkpoint, behind the batches since. fp16 always skips, and stops or rolls back only where the loss scale
-    cannot get any lower."""
+    """Response to a non-finite loss or gradient: stop the run; skip the step and count it; roll-back to the last
+    checkpoint and skip the batches since. fp16 always skips; it stops or rolls back only at the minimum loss scale."""
     recovery: RecoveryConfig = RecoveryConfig()
-    """Loss spikes, rolling back, deadlines."""
+    """Loss spikes, rollback, deadlines."""
     sdc_checks: SDCConfig = SDCConfig()
     """Checks for silent data corruption."""
     evaluate: EvaluationConfig = EvaluationConfig()
     """Validation."""
     sample: SampleConfig = SampleConfig()
-    """A sample at the end."""
+    """Sample after the last step."""
     out: str = ""
-    """The run folder; empty for runs/NAME."""
+    """Run folder; empty for runs/NAME."""
     log_every: int = 10
     """Steps between lines of metrics."""
     checkpoint_every: int = 0
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
     max_to_keep: int = 3
-    """How many of the newest checkpoints to keep."""
+    """Number of most recent checkpoints to keep."""
     keep_best: int = 1
-    """How many of those with the lowest validation loss to keep besides."""
+    """Number of checkpoints with the lowest validation loss to keep in addition."""
     compilation_cache_dir: str = ""
-    """The folder for compiled programs, so that a restart compiles nothing; none: keep none; empty: JAX's own setting
-    (JAX_COMPILATION_CACHE_DIR), or ~/.cache/spmd/programs."""
+    """JAX's persistent compilation cache; none: disabled; empty: JAX_COMPILATION_CACHE_DIR, or
+    ~/.cache/spmd/programs."""
     devices: int = 0
-    """Simulate this many CPU devices (0: use the real ones)."""
+    """Number of CPU devices to simulate (0: use the real devices)."""
+
+    BOUNDS: ClassVar[Bounds] = {
+        **dict.fromkeys(("steps", "accumulate", "logits_chunk", "log_every", "max_to_keep"), "at least 1"),
+        **dict.fromkeys(("checkpoint_every", "keep_best", "devices"), "at least 0"),
+        "seed": "at least 0 and below 4294967296",
+        "zero": (0, 1, 2, 3),
+        "on_nan": ("stop", "skip", "roll-back"),
+    }
 
     def __post_init__(self) -> None:
-        problems = [
-            Problem(field, f"is {value}", fix=f"{least} or more")
-            for field, least in _LEAST.items()
-            if not (value := operator.attrgetter(field)(self)) >= least
-        ]
+        problems = check_fields(self, self.BOUNDS)
+        for name in ("pipeline", "recovery", "sdc_checks", "evaluate", "sample"):
+            part = getattr(self, name)
+            problems += check_fields(part, part.BOUNDS, f"{name}.")
+        problems += attention_problems(self.attention, self.context)
+        problems += flag_problems(self.xla)
+        for make, name in ((make_remat, self.remat), (make_precision, self.precision)):
+            try:
+                make(name)
+            except ConfigError as error:
+                problems += error.problems
+        if problems := [*problems, *self._inconsistencies()]:
+            raise ConfigError("This configuration cannot be used:", problems)
+
+    def _inconsistencies(self) -> Iterator[Problem]:
+        if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):
+            fix = did_you_mean(self.pipeline.schedule, (*SCHEDULES, "FILE.csv"))
+            yield Problem("pipeline.schedule", f"is {self.pipeline.schedule!r}", fix=fix)
         for axis, count in self.slices.sizes.items():
             size = self.mesh.sizes[axis]
             if count < 1 or (size > 0 and size % count):
                 fix = "a positive number that divides the axis"
-                problems.append(Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {size}", fix=fix))
-        if not 0 < self.sample.top_p <= 1:
-            problems.append(Problem("sample.top_p", f"is {self.sample.top_p}", fix="above 0, and at most 1"))
-        if self.seed >= 2**32:
-            problems.append(Problem("seed", f"is {self.seed}", fix="below 2**32"))
-        problems += [
-            Problem(field, f"is {value!r}", fix=did_you_mean(str(value), map(str, choices)))
-            for field, choices in (
-                ("zero", (0, 1, 2, 3)),
-                ("on_nan", ("stop", "skip", "roll-back")),
-                ("recovery.on_spike", ("ignore", "stop", "skip", "roll-back")),
-            )
-            if (value := operator.attrgetter(field)(self)) not in choices
-        ]
-        if (longest := getattr(self.model, "context", self.data.sequence)) < self.data.sequence:
-            arithmetic = f"{self.data.sequence} tokens > {longest} positions"
-            problems.append(Problem("data.sequence", "is longer than the model", arithmetic, f"{longest} or less"))
-        if missing := [name for name in _OF_LANGUAGE_MODELS if not hasattr(self.model, name)]:
-            what = f"{type(self.model).__name__} has no {', '.join(missing)}: a TrainConfig is for language models"
-            problems.append(Problem("model", what, fix="spmd.make_train_step trains any other, in a program"))
-        problems += attention_problems(self.attention, self.context)
-        problems += flag_problems(self.xla)
-        if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):
-            fix = did_you_mean(self.pipeline.schedule, (*SCHEDULES, "FILE.csv"))
-            problems.append(Problem("pipeline.schedule", f"there is no {self.pipeline.schedule!r}", fix=fix))
-        for make, field in ((make_remat, self.remat), (make_precision, self.precision)):
-            try:
-                make(field)
-            except ConfigError as error:
-                problems += error.problems
+                yield Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {size}", fix=fix)
+        longest = getattr(self.model, "context", self.data.sequence)
+        if longest < self.data.sequence:
+            detail = f"{self.data.sequence} tokens > {longest} positions"
+            yield Problem("data.sequence", "exceeds the model's context length", detail, f"at most {longest}")
+        if missing := [name for name in _MODEL_ATTRIBUTES if not hasattr(self.model, name)]:
+            what = f"{type(self.model).__name__} has no {', '.join(missing)}: TrainConfig is for language models"
+            yield Problem("model", what, fix="train other models with spmd.make_train_step")
         if self.recovery.on_spike == "skip" and self.precision == "fp16":
-            what = "cannot be skip with fp16, whose loss scale leaves out steps already"
-            problems.append(Problem("recovery.on_spike", what, fix="roll-back or stop"))
+            what = "cannot be skip with fp16: its loss scaling already skips steps"
+            yield Problem("recovery.on_spike", what, fix="roll-back or stop")
         if self.accumulate > 0 and self.data.batch % self.accumulate:
-            arithmetic = f"{self.data.batch} / {self.accumulate} = {self.data.batch / self.accumulate:.4g}"
-            problems.append(Problem("accumulate", "does not divide data.batch", arithmetic, "change one of them"))
-        if problems:
-            raise ConfigError("This configuration cannot be used:", problems)
-
-
-def shipped() -> dict[str, Path]:
-    """The configs that ship with the package, by name."""
-    return {
-        path.stem.replace("_", "-"): path
-        for path in sorted(SHIPPED.glob("*.py"))
-        if "\nconfig = " in path.read_text(encoding="utf-8")
-    }
-
-
-def load_config(name: str) -> TrainConfig:
-    """The value of `config` in a Python file.
-
-    Args:
-        name: A path, or the name of a shipped config such as `demo`.
-
-    Raises:
-        ConfigError: There is no such file, it fails, or it defines no `TrainConfig` named `config`.
-    """
-    path = Path(name)
-    if path.suffix != ".py":
-        path = shipped().get(name, path)
-    if not path.is_file():
-        inside = path / "config.py"
-        fix = f"{inside}, which is the run's" if inside.is_file() else did_you_mean(name, shipped())
-        raise ConfigError("There is no such config:", [Problem(name, "is no file and no shipped config", fix=fix)])
-    try:
-        config = runpy.run_path(str(path)).get("config")
-    except SpmdError:
-        raise
-    except SyntaxError as error:
-        problem = Problem(f"{path}:{error.lineno}", f"is not Python: {error.msg}")
-        raise ConfigError("The config cannot be read:", [problem]) from error
-    except (NameError, AttributeError, TypeError, LookupError, ValueError, OSError, ArithmeticError) as error:
-        what = f"fails: {type(error).__name__}: {error}"
-        raise ConfigError("The config cannot be read:", [Problem(_line_of(error, path), what)]) from error
-    except ImportError as error:
-        raise ConfigError(
-            "The config cannot be read:", [Problem(str(path), f"imports what is missing: {error}")]
-        ) from error
-    if not isinstance(config, TrainConfig):
-        what = f"defines config = {config!r}" if config is not None else "defines no config"
-        fix = "config = spmd.TrainConfig(...)"
-        raise ConfigError("The config cannot be read:", [Problem(str(path), what, fix=fix)])
-    return config
-
-
-def _line_of(error: BaseException, path: Path) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"{path}:{lines[-1]}" if lines else str(path)
+            detail = f"{self.data.batch} / {self.accumulate} = {self.data.batch / self.accumulate:.4g}"
+            yield Problem("accumulate", "does not divide data.batch", detail, "change one of them")
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """The config as JSON values, without its rules, which the config file keeps.
+    """Return the config as JSON values, without its rules.
 
     Raises:
-        ConfigError: A field holds a value that JSON has no word for.
+        ConfigError: A field's value cannot be serialized.
     """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
@@ -363,15 +290,13 @@ def config_values(config: Any) -> dict[str, Any]:
                 values[field.name] = json.loads(json.dumps(value))
             except TypeError as error:
                 where = f"{type(config).__name__}.{field.name}"
-                problem = Problem(
-                    where, f"cannot be kept in the run folder: {error}", fix="a number, a word or a tuple"
-                )
+                problem = Problem(where, f"cannot be saved as JSON: {error}", fix="a number, a string or a tuple")
                 raise ConfigError("This configuration cannot be used:", [problem]) from error
     return values
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """The config with the fields that `values`, from `config_values`, gives."""
+    """Return the config with the fields in `values`, in the format of `config_values`."""
 
     def restore(old: Any, value: Any) -> Any:
         if isinstance(value, Mapping) and dataclasses.is_dataclass(old):
@@ -382,7 +307,7 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def config_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Dotted path → [before, after], for the values that differ.
+    """Return dotted path → [before, after] for the values that differ.
 
     Example:
         >>> config_difference({"mesh": {"fsdp": 1}, "steps": 5}, {"mesh": {"fsdp": 4}, "steps": 5})

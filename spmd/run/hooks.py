@@ -1,113 +1,122 @@
-"""What a training run does beside its steps: it logs, evaluates and saves."""
+"""Hooks of a training run: log metrics, evaluate, save checkpoints."""
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.checkpoint.versions import library_versions
-from spmd.data.loader import Windows, evaluation_batches
+from spmd.data.loader import Batch, Windows, evaluation_batches
+from spmd.gradients.losses import Sums
 from spmd.observe.goodput import Stopwatch
-from spmd.observe.metrics import StepClock, Writers, device_memory, process_peak_rss, utilization
+from spmd.observe.metrics import StepClock, Writers, device_memory, process_peak_rss
 from spmd.observe.stragglers import StepTimeExchange
 from spmd.resilience.preemption import Preemption
 from spmd.resilience.watchdog import Watchdog
-from spmd.run.build import TrainSetup
-from spmd.run.config import config_values
-from spmd.run.run_dir import ProcessLog
-from spmd.sharding.mesh import batch_sharding
+from spmd.run.config import TrainConfig
 from spmd.train.loop import Hook
 from spmd.train.state import TrainState
-from spmd.train.step import make_eval_step
 
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """What the hooks of one process share: its clocks, its log, and who watches over it."""
+    """Clocks and watchdog of a process."""
 
     clock: StepClock
     stopwatch: Stopwatch
     watchdog: Watchdog
-    preemption: Preemption
-    log: ProcessLog
+
+    @contextlib.contextmanager
+    def during(self, activity: str, doing: str) -> Iterator[None]:
+        """Account the block to an activity of the stopwatch instead of to a step; `doing` is for the watchdog."""
+        self.watchdog.set_activity(doing)
+        with self.stopwatch.measure(activity):
+            yield
+        self.clock.restart()
 
 
 class Log(Hook):
-    """Writes the metrics of every `log_every`-th step, and of the last.
+    """Writes the metrics of every `log_every`-th step and of the last.
 
     Args:
-        setup: The run.
-        telemetry: Of this process.
-        writers: Where the numbers go.
-        folder: Where goodput is kept; None where another process keeps it.
-        skipped_batches: How many batches of the data were passed over.
+        mfu: Tokens per second → model FLOPs utilization; None if the chip's peak is unknown.
+        say: Writes a line to the log of this process.
+        goodput_dir: Folder of the goodput records; None to write none.
+        skipped_batches: Batches of the data that rollbacks have skipped.
     """
 
     def __init__(
-        self, setup: TrainSetup, telemetry: Telemetry, writers: Writers, folder: Path | None, skipped_batches: int
+        self,
+        config: TrainConfig,
+        mfu: Callable[[float], float | None],
+        writers: Writers,
+        clock: StepClock,
+        stopwatch: Stopwatch,
+        say: Callable[[str], None],
+        goodput_dir: Path | None,
+        skipped_batches: int,
     ) -> None:
-        self.setup, self.telemetry, self.writers = setup, telemetry, writers
-        self.folder, self.skipped_batches = folder, skipped_batches
-        self.positions = setup.config.data.batch * setup.config.data.sequence
+        self.config, self.mfu, self.writers = config, mfu, writers
+        self.clock, self.stopwatch, self.say = clock, stopwatch, say
+        self.goodput_dir, self.skipped_batches = goodput_dir, skipped_batches
         self.last: dict[str, Any] = {}
-        self._spread = StepTimeExchange() if jax.process_count() > 1 else None
+        self._exchange = StepTimeExchange() if jax.process_count() > 1 else None
         self._row: list[float] = []
         self._rows: np.ndarray | None = None
-        self._seconds, self._step = dict(telemetry.stopwatch.seconds), 0
+        self._seconds, self._step = dict(stopwatch.seconds), 0
 
     def on_start(self, step: int) -> None:
-        """The first line of this session, which later ones are compared with."""
-        self._since(step)
+        """Start the interval of the first line."""
+        self._interval(step)
 
     def on_dispatch(self, step: int) -> None:
-        """Exchanges the figures of processes: here every process is between the same two steps."""
-        if self._spread and self._row and step % self.setup.config.log_every == 0:
+        """Exchange step times between processes: at this point all are between the same two steps."""
+        if self._exchange and self._row and step % self.config.log_every == 0:
             with jax.transfer_guard("allow"):
-                self._rows = self._spread.exchange(self._row)
+                self._rows = self._exchange.exchange(self._row)
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds throughput and memory to what the step reports."""
-        clock = self.telemetry.clock
-        clock.finished()
-        config = self.setup.config
-        if step % config.log_every and step != config.steps:
+        """Write the step's metrics with throughput and memory."""
+        self.clock.finished()
+        if step % self.config.log_every and step != self.config.steps:
             return
         self.last = values = {**metrics, "tokens": int(metrics["tokens"])}
-        values |= {"left_out_batches": self.skipped_batches} if self.skipped_batches else {}
-        if clock.median is not None and clock.p95 is not None:
-            rate = self.positions / clock.median
-            mfu = utilization(self.setup.flops, rate, self.setup.mesh.devices.flat)
-            values |= {"tokens_per_s": rate, "step_s": clock.median, "step_s_p95": clock.p95}
+        values |= {"skipped_batches": self.skipped_batches} if self.skipped_batches else {}
+        if self.clock.median is not None and self.clock.p95 is not None:
+            rate = self.config.data.batch * self.config.data.sequence / self.clock.median
+            mfu = self.mfu(rate)
+            values |= {"tokens_per_s": rate, "step_s": self.clock.median, "step_s_p95": self.clock.p95}
             values |= {"mfu": mfu} if mfu is not None else {}
         memory = device_memory()
         values |= {"device_peak_bytes": memory} if memory is not None else {}
         values["host_peak_bytes"] = process_peak_rss()
-        own = self._since(step)
+        own = self._interval(step)
         self._row = [own["step"], own["data"]]
-        values |= {"data_s": own["data"], **self._apart()}
+        values |= {"data_s": own["data"], **self._stragglers()}
         self.writers.write(step, values)
-        self.telemetry.log.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
+        self.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
 
     def finish(self, step: int) -> None:
-        """The last line of this session, with its last checkpoint."""
-        self._since(step)
+        """Write the last goodput record, after the last checkpoint."""
+        self._interval(step)
 
-    def _since(self, step: int) -> dict[str, float]:
-        """Seconds by activity for each step since the call before, on this process."""
-        watch = self.telemetry.stopwatch
-        watch.switch_to("step")
-        if self.folder:
-            watch.write(self.folder, step)
-        now, count = dict(watch.seconds), max(step - self._step, 1)
+    def _interval(self, step: int) -> dict[str, float]:
+        """Return this process's seconds per step by activity since the previous call."""
+        self.stopwatch.switch_to("step")
+        if self.goodput_dir:
+            self.stopwatch.write(self.goodput_dir, step)
+        now, count = dict(self.stopwatch.seconds), max(step - self._step, 1)
         own = {name: (now[name] - self._seconds[name]) / count for name in now}
         self._seconds, self._step = now, step
         return own
 
-    def _apart(self) -> dict[str, float]:
-        """How far processes were apart two lines ago: in step time, and which one waited the longest for data."""
+    def _stragglers(self) -> dict[str, float]:
+        """Return the spread of step times two lines ago, and the process that waited longest for data."""
         if self._rows is None:
             return {}
         step, data = self._rows.T
@@ -116,88 +125,81 @@ class Log(Hook):
 
 
 class Evaluate(Hook):
-    """Loss and accuracy on the validation half, every `evaluate.every` steps and after the last."""
+    """Evaluates on the validation split every `evaluate.every` steps and after the last."""
 
-    def __init__(self, setup: TrainSetup, telemetry: Telemetry, writers: Writers, windows: Windows) -> None:
-        self.setup, self.telemetry, self.writers, self.windows = setup, telemetry, writers, windows
-        self.step = make_eval_step(setup.plan, setup.evaluation_loss_fn)
+    def __init__(
+        self,
+        config: TrainConfig,
+        step: Callable[[Any, Any, Batch], Sums],
+        windows: Windows,
+        sharding: NamedSharding,
+        writers: Writers,
+        telemetry: Telemetry,
+    ) -> None:
+        self.config, self.step, self.windows, self.sharding = config, step, windows, sharding
+        self.writers, self.telemetry = writers, telemetry
         self.last: dict[str, float] = {}
         self.last_step, self.tokens = -1, 0
 
     def wants_state(self, step: int) -> bool:
-        """At the interval and at the end."""
-        config = self.setup.config
-        return step == config.steps or bool(config.evaluate.every and step % config.evaluate.every == 0)
+        """Return true at the interval and at the last step."""
+        every = self.config.evaluate.every
+        return step == self.config.steps or bool(every and step % every == 0)
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Writes `val_loss` and `val_accuracy`, weighted by token."""
-        config, watchdog = self.setup.config, self.telemetry.watchdog
+        """Write `val_loss` and `val_accuracy`, averaged over tokens."""
         stream = evaluation_batches(
             self.windows,
-            batch=config.data.batch,
-            sharding=batch_sharding(self.setup.mesh),
-            tokens_at_most=config.evaluate.tokens,
+            batch=self.config.data.batch,
+            sharding=self.sharding,
+            tokens_at_most=self.config.evaluate.tokens,
         )
-        parts = []
-        with self.telemetry.stopwatch.measure("evaluate"):
+        parts, watchdog = [], self.telemetry.watchdog
+        with self.telemetry.during("evaluate", doing := f"evaluating after step {step}"):
             for number, batch in enumerate(stream, 1):
-                watchdog.set_activity(f"evaluating after step {step}")
+                watchdog.set_activity(doing)
                 parts.append(jax.device_get(self.step(state.params, state.variables, batch)))
                 watchdog.reset(f"evaluation batch {number} after step {step}")
         sums = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
         self.tokens, self.last_step = int(sums["weight"]), step
         self.last = {f"val_{name}": total / sums["weight"] for name, total in sums.items() if name != "weight"}
         self.writers.write(step, self.last)
-        self.telemetry.clock.restart()
 
 
 class Save(Hook):
-    """A checkpoint every `checkpoint_every` steps, after the last, and where training is told to stop.
+    """Saves a checkpoint every `checkpoint_every` steps, after the last step and on preemption.
 
     Args:
-        setup: The run.
-        telemetry: Of this process.
-        checkpoints: Where they go.
-        evaluate: Has the metrics to rank them by.
-        skipped_batches: How many batches of the data were passed over.
+        record: Metadata of the run, saved with the step and the data position.
+        evaluate: Provides the metrics by which checkpoints are ranked.
+        skipped_batches: Batches of the data that rollbacks have skipped.
     """
 
     def __init__(
         self,
-        setup: TrainSetup,
-        telemetry: Telemetry,
+        config: TrainConfig,
+        record: Mapping[str, Any],
         checkpoints: CheckpointManager,
         evaluate: Evaluate,
+        preemption: Preemption,
+        telemetry: Telemetry,
+        say: Callable[[str], None],
         skipped_batches: int,
     ) -> None:
-        self.setup, self.telemetry, self.checkpoints = setup, telemetry, checkpoints
-        self.evaluate, self.skipped_batches = evaluate, skipped_batches
+        self.config, self.record, self.checkpoints, self.evaluate = config, record, checkpoints, evaluate
+        self.preemption, self.telemetry, self.say = preemption, telemetry, say
+        self.skipped_batches = skipped_batches
 
     def wants_state(self, step: int) -> bool:
-        """At the interval and at the end."""
-        config = self.setup.config
-        ends = step in (config.steps, self.telemetry.preemption.stop_step)
-        return ends or bool(config.checkpoint_every and step % config.checkpoint_every == 0)
+        """Return true at the interval and at the end."""
+        every = self.config.checkpoint_every
+        return step in (self.config.steps, self.preemption.stop_step) or bool(every and step % every == 0)
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Starts an asynchronous save of everything that must resume together."""
-        config, plan = self.setup.config, self.setup.plan
-        record = {
-            "step": step,
-            "position": (step + self.skipped_batches) * config.data.batch,
-            "data": self.setup.corpus.fingerprint,
-            "seed": config.seed,
-            "batch": config.data.batch,
-            "sequence": config.data.sequence,
-            "config": config_values(config),
-            "plan": str(plan),
-            "mesh": dict(plan.mesh.shape),
-            "versions": library_versions(),
-        }
+        """Start an asynchronous save of everything that a resumed run needs."""
+        position = (step + self.skipped_batches) * self.config.data.batch
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
-        self.telemetry.watchdog.set_activity(f"saving step {step}, or waiting for the save before it")
-        with self.telemetry.stopwatch.measure("checkpoint"):
-            self.checkpoints.save(step, state, record, metrics)
-        self.telemetry.watchdog.reset(f"the copy of step {step} for its checkpoint")
-        self.telemetry.log.say(f"saving step {step}")
-        self.telemetry.clock.restart()
+        with self.telemetry.during("checkpoint", f"saving step {step}, or waiting for the previous save"):
+            self.checkpoints.save(step, state, {**self.record, "step": step, "position": position}, metrics)
+        self.telemetry.watchdog.reset(f"copying the state of step {step} for its checkpoint")
+        self.say(f"saving step {step}")

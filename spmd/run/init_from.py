@@ -1,7 +1,7 @@
-"""Where training starts: from parameters that are drawn, or from those of a run or of a Hugging Face folder.
+"""Initial state of a run: random parameters, or those of another run or of a Hugging Face folder (`--init`).
 
-`--init` puts them straight into the plan's shards, whatever mesh they were on, and with adapters they become what is
-frozen. The optimizer's state and the data begin anew.
+Loaded parameters are placed directly into the plan's shards, whatever mesh they were saved on; with LoRA they are the
+frozen base parameters. The optimizer state and the data order start from the beginning.
 """
 
 import contextlib
@@ -23,51 +23,44 @@ from spmd.run.load_params import read_params
 from spmd.run.run_dir import RunDir
 from spmd.train.state import TrainState, init_state
 
-_HOW = ("stacked", "unroll")
-"""Fields of a model that say how it is computed, not what."""
+_EXECUTION_FIELDS = ("stacked", "unroll")
+"""Model fields that do not change the function that a model computes."""
+_MAX_CONFIG_BYTES = 16 << 20
 
-_AT_MOST = 16 << 20
 
-
-def check_start(setup: TrainSetup) -> str:
-    """Finds what keeps a run from starting with `init`, from configs and headers alone.
+def check_init(setup: TrainSetup) -> str:
+    """Check from configs and headers alone that the run can start with `init`.
 
     Returns:
-        What the run starts with, for a person; empty where parameters are drawn, and all of them are trained.
+        A line about the initial parameters; empty if all parameters are random and trained.
 
     Raises:
-        CheckpointError: There is no such folder, or it holds another model.
+        CheckpointError: There is no such folder, or it contains another model.
     """
     path = Path(setup.config.init)
     if not setup.config.init:
-        drawn = "adapters are trained beside parameters that are drawn at random: --init says whose they should be"
-        return drawn if setup.config.lora.targets else ""
-    if not _is_run(path):
-        with _opened(setup, path) as found:
-            model = found.config
+        random = "LoRA adapters are trained on base parameters that are drawn at random: give --init to load them"
+        return random if setup.config.lora.targets else ""
+    if _is_run(path):
+        _check_model(path, RunDir(path).config().model, setup.config.model)
     else:
-        model = RunDir(path).config().model
-    _check_model(path, model, setup.config.model)
+        with _open_hf(setup, path):
+            pass
     tokenizer = path / TOKENIZER
     if tokenizer.exists() and setup.config.data.tokenizer == "bytes":
-        return f"starts with {path}, which has a tokenizer that is not used here: --data.tokenizer {tokenizer}"
+        return f"starts with {path}; its tokenizer is not used: --data.tokenizer {tokenizer}"
     return f"starts with {path}"
 
 
 def copy_source_files(setup: TrainSetup, run: Path) -> None:
-    """Puts what an export gives back of the model that a run starts from into the run's folder.
-
-    Args:
-        setup: The run.
-        run: Its folder.
-    """
+    """Copy the files of the `init` folder that an export needs into the run folder."""
     if setup.config.init:
-        start = Path(setup.config.init)
-        copy_origin(start, start / (ORIGINAL if _is_run(start) else CONFIG), run)
+        source = Path(setup.config.init)
+        copy_origin(source, source / (ORIGINAL if _is_run(source) else CONFIG), run)
 
 
 def initial_state(setup: TrainSetup) -> TrainState:
-    """The state before the first step, on the setup's mesh.
+    """Return the state before the first step, on the setup's mesh.
 
     Raises:
         CheckpointError: The parameters of `init` cannot be read, or are those of another model.
@@ -76,49 +69,49 @@ def initial_state(setup: TrainSetup) -> TrainState:
     if not config.init:
         return init_state(plan, config.seed)
     if config.lora.targets:
-        return init_state(plan, config.seed, variables={BASE: _read(setup)})
-    return init_state(plan, config.seed, params=_read(setup))
+        return init_state(plan, config.seed, variables={BASE: _load(setup)})
+    return init_state(plan, config.seed, params=_load(setup))
 
 
-def _read(setup: TrainSetup) -> Any:
+def _load(setup: TrainSetup) -> Any:
     path = Path(setup.config.init)
     if _is_run(path):
-        return read_params(path, _wanted(setup))
-    with _opened(setup, path) as found:
-        return load_published(found, _wanted(setup))
+        return read_params(path, _model_params(setup))
+    with _open_hf(setup, path) as found:
+        return load_published(found, _model_params(setup))
 
 
-def _wanted(setup: TrainSetup) -> Any:
-    """The model's own parameters as the plan has them: what is trained, or what is frozen."""
+def _model_params(setup: TrainSetup) -> Any:
+    """Return the plan's abstract model parameters: the trained ones, or the frozen base of LoRA."""
     plan = setup.plan
     return plan.abstract_variables[BASE] if setup.config.lora.targets else plan.abstract_params
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a folder is a run's, whose config.py is executed: one that could be Hugging Face's never is."""
+    """Return true for a run folder, whose config.py is executed: never for one that may be from Hugging Face."""
     if not RunDir(path).checkpoints.is_dir() or any(path.glob("*.safetensors*")):
         return False
     try:
-        return "architectures" not in read_object(path / CONFIG, _AT_MOST)
+        return "architectures" not in read_object(path / CONFIG, _MAX_CONFIG_BYTES)
     except (OSError, ValueError):
-        return True  # which says that there is no run
+        return True  # `RunDir.config` reports that there is no run
 
 
 @contextlib.contextmanager
-def _opened(setup: TrainSetup, path: Path) -> Iterator[HFFolder]:
+def _open_hf(setup: TrainSetup, path: Path) -> Iterator[HFFolder]:
     with open_folder(path) as found:
         _check_model(path, found.config, setup.config.model)
-        check_published(found, _wanted(setup))
+        check_published(found, _model_params(setup))
         yield found
 
 
 def _check_model(path: Path, theirs: Any, ours: Any) -> None:
-    """Whether two shapes are one: a parameter fits where a frequency or a window does not."""
+    """Raise if two model configs differ: shapes may agree although a frequency or a window differs."""
     before, after = ({"class": type(x).__name__, **config_values(x)} for x in (theirs, ours))
     problems = [
         Problem(f"model.{name}", f"is {new}, and {path} has {old}", fix=f"--model.{name} {old}")
         for name, (old, new) in config_difference(before, after).items()
-        if name not in _HOW
+        if name not in _EXECUTION_FIELDS
     ]
     if problems and problems[0].where == "model.class":
         fix = f"model={before['class']}(…), or the config that `spmd import` writes"

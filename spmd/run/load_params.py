@@ -1,4 +1,4 @@
-"""The parameters of a run, without the rest of its state."""
+"""Load the parameters of a run without its optimizer state."""
 
 import functools
 from pathlib import Path
@@ -20,12 +20,12 @@ from spmd.train.state import ModelState
 
 
 def restore_model(checkpoints: CheckpointManager, step: int | None, plan: ShardingPlan) -> ModelState:
-    """The parameters and variables of a checkpoint; no optimizer state is read or made.
+    """Restore the parameters and variables of a checkpoint onto the plan's mesh.
 
     Args:
         checkpoints: Of a run, or of an import.
-        step: Which checkpoint, None for the newest that is as it was sealed.
-        plan: The run's, on any mesh with devices.
+        step: None for the newest intact checkpoint.
+        plan: The run's plan, on any mesh with devices.
 
     Raises:
         CheckpointError: As for `CheckpointManager.restore`.
@@ -36,13 +36,12 @@ def restore_model(checkpoints: CheckpointManager, step: int | None, plan: Shardi
 
 
 def read_params(run: Path, abstract: Any, step: int | None = None) -> Any:
-    """The model's parameters as a run has them, where it was fine-tuned with its adapters in them.
+    """Load the model's parameters from a run folder; LoRA adapters are merged into them.
 
     Args:
         run: The run folder.
-        abstract: The parameters as `jax.ShapeDtypeStruct`s with shardings, such as `plan.abstract_params`; they are
-            cast to these dtypes.
-        step: Which checkpoint, None for the newest that is as it was sealed.
+        abstract: `jax.ShapeDtypeStruct`s with the shardings and dtypes to load into, such as `plan.abstract_params`.
+        step: None for the newest intact checkpoint.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is of another model.
@@ -53,26 +52,26 @@ def read_params(run: Path, abstract: Any, step: int | None = None) -> Any:
     if not lora.targets:
         wanted, branches = {"params": _stored(abstract, setup.precision.params_dtype)}, ["params"]
     else:
-        kept = jax.tree.leaves(jax.eval_shape(setup.model.init_variables, key)[BASE])[0].dtype
-        whole = NamedSharding(jax.tree.leaves(abstract)[0].sharding.mesh, P())  # adapters are small
+        base_dtype = jax.tree.leaves(jax.eval_shape(setup.model.init_variables, key)[BASE])[0].dtype
+        replicated = NamedSharding(jax.tree.leaves(abstract)[0].sharding.mesh, P())  # adapters are small
         adapters = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, setup.precision.params_dtype, sharding=whole),
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, setup.precision.params_dtype, sharding=replicated),
             jax.eval_shape(setup.model.init, key),
         )
-        wanted = {"params": adapters, "variables": {BASE: _stored(abstract, kept)}}
+        wanted = {"params": adapters, "variables": {BASE: _stored(abstract, base_dtype)}}
         branches = ["params", f"variables/{BASE}"]
     with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
         restored, _ = checkpoints.restore(step, wanted, branches=branches)
     params = restored["params"]
     if lora.targets:
-        # In the dtype that is asked for: what adapters change would be lost in a narrower one.
-        base = jax.tree.map(_as, restored["variables"][BASE], abstract)
+        # Merged in the requested dtype: a narrower one would round the adapters' contribution away.
+        base = jax.tree.map(_cast, restored["variables"][BASE], abstract)
         params = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)(base, params)
-    return jax.tree.map(_as, params, abstract)
+    return jax.tree.map(_cast, params, abstract)
 
 
 def _stored(abstract: Any, dtype: Any) -> Any:
-    """Where to restore to: in the memory of devices, in the dtype of the checkpoint."""
+    """Return the arrays to restore: in device memory, in the dtype of the checkpoint."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape,
@@ -83,6 +82,5 @@ def _stored(abstract: Any, dtype: Any) -> Any:
     )
 
 
-def _as(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array in the dtype and the place that are asked for."""
+def _cast(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.device_put(array if array.dtype == leaf.dtype else array.astype(leaf.dtype), leaf.sharding)

@@ -1,4 +1,4 @@
-"""What would make a step fit the chips that it does not fit."""
+"""Settings under which a step fits into the memory of a chip that it exceeds."""
 
 import dataclasses
 from typing import Any
@@ -9,14 +9,10 @@ from spmd.run.build import TrainSetup
 
 
 def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple[str, int]]:
-    """Settings under which the step fits where it does not, by the estimate: the flags and the bytes of a device.
+    """Return flags with which the step fits by the estimate, and the bytes per device.
 
-    Tried are what costs the least first: sharding more, recomputing, moving optimizer state and then parameters to
-    the host, and smaller microbatches; alone, and each with those before it.
-
-    Args:
-        setup: What does not fit.
-        topology: The machine.
+    The cheapest settings are tried first: ZeRO 3, rematerialization, offloading of optimizer state and then of
+    parameters, and smaller microbatches; each alone and together with the previous ones.
     """
     config, together = setup.config, dict[str, Any]()
     smaller = [("accumulate", config.accumulate * parts) for parts in (2, 4, 8)]
@@ -43,5 +39,4 @@ def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple
 
 
 def _flag(name: str, value: Any) -> str:
-    text = " ".join(value) if isinstance(value, tuple) else value
-    return f"--{name} {text}"
+    return f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"

@@ -1,10 +1,11 @@
-"""One training run: from the beginning or from where it was, to its end or until it is told to go."""
+"""Training run: start or resume, train until the last step or preemption, roll back on divergence."""
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import jax
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.versions import library_versions
-from spmd.data.loader import Windows, batches, evaluation_batches
+from spmd.data.loader import Batch, Batches, Windows, batches, evaluation_batches
 from spmd.distributed.compilation_cache import cache_dir, compilation_cache
-from spmd.errors import CheckpointError, DivergenceError, NonFiniteError, Problem
+from spmd.errors import DivergenceError, NonFiniteError
 from spmd.observe.goodput import Stopwatch
-from spmd.observe.metrics import Console, JsonLines, StepClock, Writer, Writers
+from spmd.observe.metrics import Console, JsonLines, StepClock, Writer, Writers, utilization
 from spmd.observe.profiling import Profile
 from spmd.observe.tensorboard import TensorBoard
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
@@ -28,26 +29,28 @@ from spmd.run.build import TrainSetup
 from spmd.run.config import config_difference, config_values
 from spmd.run.hooks import Evaluate, Log, Save, Telemetry
 from spmd.run.init_from import copy_source_files, initial_state
-from spmd.run.run_dir import IMPORTED, ProcessLog, RunDir
+from spmd.run.record import check_resumable, checkpoint_record
+from spmd.run.renamed import current_fields
+from spmd.run.run_dir import ProcessLog, RunDir
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.loop import Hook, fit
 from spmd.train.state import TrainState, abstract_state
+from spmd.train.step import make_eval_step
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """What a finished run has to show.
+    """Result of a run.
 
     Attributes:
-        state: The state after the last step.
-        val_loss: Nats per token on the validation half, None if it was not evaluated.
-        val_tokens: How many tokens that is over.
-        checkpoint: The step of the newest checkpoint.
-        loss: The training loss of the last step that was logged, None if none was.
-        mfu: Model FLOPs utilization at that step, None where the chip's peak is not known.
-        seconds: Wall-clock time of the loop, with compilation, evaluation and checkpoints.
-        steps: Steps that count, taken by this process.
-        preempted: The step after which it was told to go and saved; None where it ran to its end.
+        val_loss: Nats per token on the validation split, None if it was not evaluated.
+        val_tokens: Number of tokens in `val_loss`.
+        checkpoint: Step of the newest checkpoint.
+        loss: Training loss of the last logged step, None if none was logged.
+        mfu: Model FLOPs utilization at that step, None if the chip's peak is unknown.
+        seconds: Wall-clock time with compilation, evaluation and checkpoints.
+        steps: Steps taken by this process, without those that were rolled back.
+        preempted: Last step of a preempted run, which was saved; None if the run reached its last step.
     """
 
     state: TrainState
@@ -63,7 +66,7 @@ class RunResult:
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """Where training resumes: after `step` steps and `skipped_batches` batches that were skipped."""
+    """State after `step` steps, and the number of batches that rollbacks have skipped so far."""
 
     step: int
     skipped_batches: int
@@ -72,7 +75,7 @@ class ResumePoint:
 
 def train(
     setup: TrainSetup,
-    folder: RunDir,
+    run_dir: RunDir,
     source: Path,
     console: Console | None,
     *,
@@ -80,41 +83,69 @@ def train(
     profile: tuple[int, int] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> RunResult:
-    """Trains to the config's last step, from the beginning or from the newest checkpoint, or until it is told to go.
+    """Train until the config's last step or preemption.
 
     Args:
         setup: On a mesh with devices.
-        folder: Holds no other run, or the one to resume.
+        run_dir: Contains no run, or the one to resume.
         source: The config file.
-        console: What a person sees; None for nothing.
-        resume: Go on from the newest checkpoint in the folder.
-        profile: The first and the last step to trace.
-        environment: What else this process runs under, which must be the same for all.
+        console: Used on the first process only.
+        resume: Start from the newest checkpoint in `run_dir`.
+        profile: First and last step to trace.
+        environment: Variables that must be the same on all processes.
 
     Raises:
-        AgreementError: Processes are about to do different things.
-        BadStepError: A step is not finite or a spike, and the config says stop.
+        AgreementError: The processes are about to do different things.
+        DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks are used up.
     """
-    config = setup.config
+    config, recovery = setup.config, setup.config.recovery
     with contextlib.ExitStack() as stack:
         stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
-        log = stack.enter_context(ProcessLog(folder.log))
-        recovery = config.recovery
+        log = stack.enter_context(ProcessLog(run_dir.log))
         watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
         log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
-        check_hosts_agree(_statements(setup, source, resume, environment or {}))
+        check_hosts_agree(_common_to_hosts(setup, source, resume, environment or {}))
         preemption = stack.enter_context(Preemption())
-        tracing = stack.enter_context(Profile(folder.path / "profile", profile, log.say))
-        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, preemption, log)
+        tracing = stack.enter_context(Profile(run_dir.path / "profile", profile, log.say))
         checkpoints = stack.enter_context(
-            CheckpointManager(folder.checkpoints, max_to_keep=config.max_to_keep, keep_best=config.keep_best)
+            CheckpointManager(run_dir.checkpoints, max_to_keep=config.max_to_keep, keep_best=config.keep_best)
         )
         console = console if jax.process_index() == 0 else None
-        return _Session(setup, folder, console, telemetry, checkpoints, tracing).run(source, resume)
+        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog)
+        run = _Run(setup, run_dir, console, log, checkpoints, telemetry, preemption, tracing)
+        began, rollbacks = time.perf_counter(), 0
+        point = run.prepare(source, resume)
+        first_step = point.step
+        while True:
+            try:
+                with run.open(point) as (stream, hooks, logged, evaluated):
+                    state = fit(point.state, setup.step, stream, steps=config.steps, start=point.step, hooks=hooks)
+                    last_step = run.finish(logged)
+                break
+            except DivergenceError as error:
+                response = config.on_nan if isinstance(error, NonFiniteError) else recovery.on_spike
+                if response != "roll-back" or rollbacks == recovery.rollbacks:
+                    raise
+                bad_step, reason = error.step, str(error).partition("\n")[0]
+            # Outside of the handler: the error's traceback holds the state, and two may not fit in memory.
+            rollbacks += 1
+            run.say(f"{reason}\nrolling back ({rollbacks} of at most {recovery.rollbacks} times)")
+            point = run.roll_back(point, bad_step)
+        return RunResult(
+            state=state,
+            val_loss=evaluated.last.get("val_loss"),
+            val_tokens=evaluated.tokens,
+            checkpoint=checkpoints.latest(),
+            loss=logged.last.get("loss"),
+            mfu=logged.last.get("mfu"),
+            seconds=time.perf_counter() - began,
+            steps=last_step - first_step,
+            preempted=last_step if last_step != config.steps else None,
+        )
 
 
-def _statements(setup: TrainSetup, source: Path, resume: bool, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What all processes must be about to do alike."""
+def _common_to_hosts(setup: TrainSetup, source: Path, resume: bool, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values that must be equal on all processes."""
     return {
         "config": config_values(setup.config),
         "config file": hashlib.sha256(source.read_bytes()).hexdigest(),
@@ -130,163 +161,114 @@ def _statements(setup: TrainSetup, source: Path, resume: bool, environment: Mapp
 
 
 @dataclasses.dataclass(frozen=True)
-class _Session:
-    """One process of a run, from its start to its end."""
+class _Run:
+    """One process of a run: what surrounds the training loop."""
 
     setup: TrainSetup
-    folder: RunDir
+    run_dir: RunDir
     console: Console | None
-    telemetry: Telemetry
+    log: ProcessLog
     checkpoints: CheckpointManager
+    telemetry: Telemetry
+    preemption: Preemption
     profile: Profile
 
     def say(self, text: str) -> None:
-        """Tells the log, and the console if there is one."""
-        self.telemetry.log.say(text)
+        """Write to the log and, on the first process, to the console."""
+        self.log.say(text)
         if self.console:
             self.console.say(text)
 
-    def run(self, source: Path, resume: bool) -> RunResult:
-        """Trains, and rolls back where the config says so."""
-        began, config = time.perf_counter(), self.setup.config
+    def prepare(self, source: Path, resume: bool) -> ResumePoint:
+        """Compile the step, restore or initialize the state, and write the run folder."""
+        setup = self.setup
         if self.checkpoints.leftovers:
-            self.say(f"removed what interrupted saves have left: {', '.join(self.checkpoints.leftovers)}")
+            self.say(f"removed interrupted saves: {', '.join(self.checkpoints.leftovers)}")
         if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
-            _check_resumable(self.checkpoints.record(latest), self.setup, self.folder)
-        with self.telemetry.stopwatch.measure("compile"):
-            self.setup.step.compile(self.setup.abstract_batch())
-        position = self._newest(resume)
+            check_resumable(self.checkpoints.record(latest), setup, self.run_dir.path)
+        with self.telemetry.during("compile", "compiling the step"):
+            setup.step.compile(setup.abstract_batch())
+        point = self.restore() if resume else self.initialize()
         if jax.process_index() == 0:
-            lines = f"{self.setup.pipeline_line}{self.setup.slices_line}"
-            self.folder.describe(config, source, f"{self.setup.plan}{lines}")
-            copy_source_files(self.setup, self.folder.path)
+            self.run_dir.describe(setup.config, source, f"{setup.plan}{setup.pipeline_line}{setup.slices_line}")
+            copy_source_files(setup, self.run_dir.path)
         self.telemetry.stopwatch.switch_to("step")
-        start, rolled_back = position.step, 0
-        while True:
-            try:
-                outcome = self._fit(position)
-                break
-            except DivergenceError as error:
-                wanted = config.on_nan if isinstance(error, NonFiniteError) else config.recovery.on_spike
-                if wanted != "roll-back" or rolled_back == config.recovery.rollbacks:
-                    raise
-                bad, why = error.step, str(error).partition("\n")[0]
-                if jax.process_index() == 0:  # what was reached, of which a part is taken again
-                    self.telemetry.stopwatch.write(self.folder.path, bad)
-            # Only now: the error's traceback held the state, and there may be no room for two.
-            rolled_back += 1
-            self.say(f"{why}\nrolling back ({rolled_back} of at most {config.recovery.rollbacks} times)")
-            newest = self._newest(True)
-            position = dataclasses.replace(newest, skipped_batches=position.skipped_batches + bad - newest.step)
-            self.telemetry.clock.restart()
-            self.say(f"going on after step {position.step}, past {bad - position.step} batches of the data")
-        return dataclasses.replace(outcome, seconds=time.perf_counter() - began, steps=outcome.steps - start)
+        return point
 
-    def _newest(self, resume: bool) -> ResumePoint:
-        """The newest checkpoint to go on from, or the beginning."""
-        setup, stopwatch = self.setup, self.telemetry.stopwatch
-        if not resume or not (self.checkpoints.steps() or self.checkpoints.damaged):
-            if resume:
-                self.say("there is no checkpoint to go on from: training begins again")
-            self.telemetry.watchdog.set_activity("making the initial parameters")
-            with stopwatch.measure("compile"):
-                return ResumePoint(0, 0, jax.block_until_ready(initial_state(setup)))
-        self.telemetry.watchdog.set_activity("restoring a checkpoint")
-        with stopwatch.measure("restore"):
-            state, record = self.checkpoints.restore(None, abstract_state(setup.plan))
-        _check_resumable(record, setup, self.folder)
-        for step, problems in self.checkpoints.damaged.items():
+    def initialize(self) -> ResumePoint:
+        """Return the initial state."""
+        with self.telemetry.during("compile", "initializing the parameters"):
+            return ResumePoint(0, 0, jax.block_until_ready(initial_state(self.setup)))
+
+    def restore(self) -> ResumePoint:
+        """Restore the newest intact checkpoint, or return the initial state if none was saved."""
+        setup, checkpoints = self.setup, self.checkpoints
+        if not (checkpoints.steps() or checkpoints.damaged):
+            self.say("there is no checkpoint to resume from: starting from step 0")
+            return self.initialize()
+        with self.telemetry.during("restore", "restoring a checkpoint"):
+            state, record = checkpoints.restore(None, abstract_state(setup.plan))
+        check_resumable(record, setup, self.run_dir.path)
+        for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             self.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
         step = int(record["step"])
-        self.say(f"resuming after step {step}")
-        for name, (old, new) in config_difference(record["config"], config_values(setup.config)).items():
-            self.say(f"  {name} was {old} and is {new} from here on")
+        self.say(f"resuming from step {step}")
+        before = current_fields(record["config"])
+        for name, (old, new) in config_difference(before, config_values(setup.config)).items():
+            self.say(f"  {name} changes from {old} to {new}")
         return ResumePoint(step, int(record["position"]) // setup.config.data.batch - step, state)
 
-    def _fit(self, position: ResumePoint) -> RunResult:
-        """Trains from `position`; the outcome's steps count from the beginning."""
-        setup, telemetry, config = self.setup, self.telemetry, self.setup.config
-        start, skipped_batches = position.step, position.skipped_batches
-        first = jax.process_index() == 0
+    def roll_back(self, point: ResumePoint, bad_step: int) -> ResumePoint:
+        """Restore the newest checkpoint and skip the batches up to that of `bad_step`."""
+        if jax.process_index() == 0:  # the step that was reached: some of its work is repeated
+            self.telemetry.stopwatch.write(self.run_dir.path, bad_step)
+        newest = self.restore()
+        skipped = bad_step - newest.step
+        self.say(f"skipping {skipped} batches of the data")
+        return dataclasses.replace(newest, skipped_batches=point.skipped_batches + skipped)
+
+    @contextlib.contextmanager
+    def open(self, point: ResumePoint) -> Iterator[tuple[Iterable[Batch], list[Hook], Log, Evaluate]]:
+        """Open the batches and the metrics files for training from `point`; make the hooks."""
+        setup, config, path = self.setup, self.setup.config, self.run_dir.path
+        telemetry, say, skipped = self.telemetry, self.log.say, point.skipped_batches
         files: list[Writer] = []
-        if first:
-            files = [JsonLines(self.folder.metrics, start), TensorBoard(self.folder.path / "tensorboard", start)]
+        if jax.process_index() == 0:
+            files = [JsonLines(self.run_dir.metrics, point.step), TensorBoard(path / "tensorboard", point.step)]
         with contextlib.ExitStack() as stack:
             for file in files:
                 stack.callback(file.close)
             writers = Writers([*files, *([self.console] if self.console else [])])
-            log = Log(setup, telemetry, writers, self.folder.path if first else None, skipped_batches)
-            evaluate = Evaluate(setup, telemetry, writers, Windows(setup.corpus.validation, config.data.sequence))
-            save = Save(setup, telemetry, self.checkpoints, evaluate, skipped_batches)
-            stream = batches(
-                Windows(setup.corpus.train, config.data.sequence),
-                batch=config.data.batch,
-                sharding=batch_sharding(setup.mesh),
-                seed=config.seed,
-                start=start + skipped_batches,
-                steps=config.steps + skipped_batches,
-                threads=config.data.threads,
-                prefetch=config.data.prefetch,
-            )
-            state = fit(
-                position.state,
-                setup.step,
-                telemetry.stopwatch.time_batches(stack.enter_context(stream)),
-                steps=config.steps,
-                start=start,
-                hooks=[
-                    self._find_bad_steps(skipped_batches),
-                    telemetry.watchdog,
-                    telemetry.preemption,
-                    self.profile,
-                    log,
-                    evaluate,
-                    *self._checks(),
-                    save,
-                ],
-            )
-            telemetry.watchdog.set_activity("waiting for the last checkpoint to be written")
-            with telemetry.stopwatch.measure("checkpoint"):
-                self.checkpoints.wait()
-            telemetry.watchdog.reset("the last checkpoint")
-            stopped = telemetry.preemption.stop_step
-            if stopped:
-                telemetry.log.say(f"told to go: stopped after step {stopped}")
-            log.finish(stopped or config.steps)
-        return RunResult(
-            state=state,
-            val_loss=evaluate.last.get("val_loss"),
-            val_tokens=evaluate.tokens,
-            checkpoint=self.checkpoints.latest(),
-            loss=log.last.get("loss"),
-            mfu=log.last.get("mfu"),
-            seconds=0.0,
-            steps=stopped or config.steps,
-            preempted=stopped if stopped != config.steps else None,
+            mfu = functools.partial(utilization, setup.flops, devices=list(setup.mesh.devices.flat))
+            goodput_dir = path if files else None
+            log = Log(config, mfu, writers, telemetry.clock, telemetry.stopwatch, say, goodput_dir, skipped)
+            windows = Windows(setup.corpus.validation, config.data.sequence)
+            step = make_eval_step(setup.plan, setup.evaluation_loss_fn)
+            evaluate = Evaluate(config, step, windows, batch_sharding(setup.mesh), writers, telemetry)
+            record = checkpoint_record(setup)
+            save = Save(config, record, self.checkpoints, evaluate, self.preemption, telemetry, say, skipped)
+            stream = stack.enter_context(self.batches(point))
+            guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
+            hooks = [*guards, log, evaluate, *self.sdc_checks(), save]
+            yield telemetry.stopwatch.time_batches(stream), hooks, log, evaluate
+
+    def batches(self, point: ResumePoint) -> Batches:
+        """Return the training batches that follow `point`."""
+        data, skipped = self.setup.config.data, point.skipped_batches
+        return batches(
+            Windows(self.setup.corpus.train, data.sequence),
+            batch=data.batch,
+            sharding=batch_sharding(self.setup.mesh),
+            seed=self.setup.config.seed,
+            start=point.step + skipped,
+            steps=self.setup.config.steps + skipped,
+            threads=data.threads,
+            prefetch=data.prefetch,
         )
 
-    def _checks(self) -> list[Hook]:
-        """The checks for silent faults that the config asks for; the batch that one of them keeps is the first one."""
-        setup, sdc_checks, data = self.setup, self.setup.config.sdc_checks, self.setup.config.data
-        hooks: list[Hook] = []
-        if sdc_checks.replicas_every:
-            hooks.append(ReplicaCheck(setup.plan, sdc_checks.replicas_every, self._checking))
-        if sdc_checks.repeat_every:
-            windows, whole = Windows(setup.corpus.train, data.sequence), data.batch * data.sequence
-            sharding = batch_sharding(setup.mesh)
-            probe = next(evaluation_batches(windows, batch=data.batch, sharding=sharding, tokens_at_most=whole))
-            hooks.append(DeterminismCheck(setup.plan, setup.grad_fn, probe, sdc_checks.repeat_every, self._checking))
-        return hooks
-
-    @contextlib.contextmanager
-    def _checking(self) -> Iterator[None]:
-        self.telemetry.watchdog.set_activity("checking for silent faults")
-        with self.telemetry.stopwatch.measure("check"):
-            yield
-        self.telemetry.clock.restart()
-
-    def _find_bad_steps(self, skipped_batches: int) -> DivergenceCheck:
+    def divergence_check(self, skipped_batches: int) -> DivergenceCheck:
+        """Return the check for non-finite values and loss spikes, as the config asks for."""
         config, scaling = self.setup.config, self.setup.precision.loss_scale
         return DivergenceCheck(
             config.data.batch,
@@ -298,35 +280,28 @@ class _Session:
             window=config.recovery.spike_window,
         )
 
+    def sdc_checks(self) -> list[Hook]:
+        """Return the checks for silent data corruption that the config asks for."""
+        setup, every, data = self.setup, self.setup.config.sdc_checks, self.setup.config.data
+        checking = functools.partial(self.telemetry.during, "check", "checking for silent data corruption")
+        hooks: list[Hook] = []
+        if every.replicas_every:
+            hooks.append(ReplicaCheck(setup.plan, every.replicas_every, checking))
+        if every.repeat_every:
+            windows, tokens = Windows(setup.corpus.train, data.sequence), data.batch * data.sequence
+            sharding = batch_sharding(setup.mesh)
+            probe = next(evaluation_batches(windows, batch=data.batch, sharding=sharding, tokens_at_most=tokens))
+            hooks.append(DeterminismCheck(setup.plan, setup.grad_fn, probe, every.repeat_every, checking))
+        return hooks
 
-def _check_resumable(record: Mapping[str, Any], setup: TrainSetup, folder: RunDir) -> None:
-    """Whether the checkpoint's data are the config's.
-
-    Raises:
-        CheckpointError: They are not.
-    """
-    config = setup.config
-    if IMPORTED in record:
-        fix = f"--init {folder.path}, and a folder of its own"
-        problem = Problem(str(folder.path), "holds imported parameters, and no run to go on with", fix=fix)
-        raise CheckpointError("Nothing was resumed:", [problem])
-    kinds = {"step": int, "position": int, "config": dict}
-    if unknown := [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]:
-        problems = [Problem(name, "is missing from the checkpoint's record, or is something else") for name in unknown]
-        raise CheckpointError(f"{folder.path} holds checkpoints of another tool:", problems)
-    expected = {
-        "data": setup.corpus.fingerprint,
-        "seed": config.seed,
-        "batch": config.data.batch,
-        "sequence": config.data.sequence,
-    }
-    problems = [
-        Problem(name, f"was {record.get(name)} and is {value}", fix="give the value that the run was started with")
-        for name, value in expected.items()
-        if record.get(name) != value
-    ]
-    if config.steps < record["step"]:
-        arithmetic = f"the checkpoint is of step {record['step']}"
-        problems.append(Problem("steps", f"is {config.steps}", arithmetic, "ask for more steps"))
-    if problems:
-        raise CheckpointError(f"{folder.path} cannot go on with other data:", problems)
+    def finish(self, log: Log) -> int:
+        """Wait for the last checkpoint; return the last step that was taken."""
+        with self.telemetry.during("checkpoint", "waiting for the last checkpoint to be written"):
+            self.checkpoints.wait()
+        self.telemetry.watchdog.reset("the last checkpoint")
+        stopped = self.preemption.stop_step
+        if stopped:
+            self.log.say(f"preempted: stopped after step {stopped}")
+        last_step = stopped or self.setup.config.steps
+        log.finish(last_step)
+        return last_step

@@ -13,7 +13,7 @@ from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, MeshError
 from spmd.run.build import planned_mesh
-from spmd.run.config import load_config
+from spmd.run.load_config import load_config
 from spmd.sharding.mesh import AXES, MeshShape, mesh_of, slice_numbers
 from tests.programs import run_script
 

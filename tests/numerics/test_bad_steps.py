@@ -1,4 +1,4 @@
-"""A loss that is not finite or leaps stops the run, is left out, or sends it back behind the batches that did it."""
+"""A loss that is not finite or leaps stops the run, is skipped, or rolls the run back past the batches since."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from spmd.errors import NonFiniteError, SpikeError
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.run.build import TrainSetup, config_mesh
-from spmd.run.config import load_config
+from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.state import init_state
 from tests.train_runs import assert_same, losses, state, write_tiny
@@ -96,7 +96,7 @@ def test_an_update_with_a_leaping_gradient_is_left_out():
 
 
 def test_the_window_of_the_config_is_that_of_skipping(tmp_path):
-    """A norm that leaps after 6 updates is left out where the window is 4, and taken where it is 50, the default."""
+    """A norm that leaps after 6 updates is skipped where the window is 4, and taken where it is 50, the default."""
     config = load_config(str(write_tiny(tmp_path)))
     params = {"w": jnp.ones((2, 3))}
 
@@ -166,10 +166,10 @@ def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, cl
     assert train(poisoned, "--out", out, *flags) == 0
     printed = capsys.readouterr().out
     assert "rolling back (1 of at most 3 times)" in printed
-    assert "going on after step 4, past 3 batches of the data" in printed
+    assert "skipping 3 batches of the data" in printed
     assert list(losses(out)) == list(range(1, 13))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line.get("left_out_batches", 0) for line in lines if "loss" in line] == [0] * 4 + [3] * 8
+    assert [line.get("skipped_batches", 0) for line in lines if "loss" in line] == [0] * 4 + [3] * 8
     Windows.rows = Windows.rows.clean
     wanted = expected(write_tiny(tmp_path))
     found = state(path, out, 12, fsdp=8)

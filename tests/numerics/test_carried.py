@@ -14,7 +14,7 @@ from spmd.hf.family import family_for
 from spmd.hf.save import save_params
 from spmd.hf.sidecar_files import ORIGINAL, sidecar_files, tokenizer_problems
 from spmd.models.gpt2 import PRESETS as GPT2_PRESETS
-from spmd.run.config import load_config
+from spmd.run.load_config import load_config
 from spmd.run.run_dir import RunDir
 from spmd.train.state import init_state
 from tests import tiny

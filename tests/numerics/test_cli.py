@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmd.analysis import topology
-from spmd.run.config import shipped
+from spmd.run.load_config import shipped
 from tests.command_line import run, write_config
 
 
@@ -74,7 +74,7 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
 
     # the folder is taken
     assert run("train", config, "--out", out) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
     assert run("train", config, "--out", out, "--resume", "always", "--seed", "3") == 2
     assert "seed: was 0 and is 3" in capsys.readouterr().err
 
@@ -88,8 +88,8 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     # and the run is as it was
     assert run("train", config, "--out", out, "--resume", "always", "--steps", "6") == 0
     printed = capsys.readouterr().out
-    assert "resuming after step 4" in printed
-    assert "steps was 4 and is 6 from here on" in printed
+    assert "resuming from step 4" in printed
+    assert "steps changes from 4 to 6" in printed
     assert [
         line["step"] for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "loss" in line
     ] == [
@@ -223,7 +223,7 @@ def test_plan_refuses_what_it_cannot_show(config, capsys, flags, complaint):
         (["--pipeline.microbatches", "3"], "8 / (microbatches=3 × data=2 × fsdp=2"),
         (["--precision", "fp8"], "invalid choice"),
         (["--remat", "ful"], 'did you mean "full"'),
-        (["--steps", "0"], "1 or more"),
+        (["--steps", "0"], "at least 1"),
         (["--model.heads", "3"], "32 / 3 = 10.67"),
         (["--model.kv-heads", "1"], "1 / (tensor=2) = 0.5"),
         (["--model.vocab", "100"], "is smaller than the tokenizer's vocabulary"),
@@ -249,14 +249,14 @@ def test_an_unknown_flag_is_answered_with_the_nearest(config, tmp_path, capsys):
     [
         (["trian", "demo"], 'did you mean "train"'),
         (["train"], "needs a config"),
-        (["train", "demo", "--resume", "always", "--out", "/no/such/run"], "holds no run"),
+        (["train", "demo", "--resume", "always", "--out", "/no/such/run"], "contains no run"),
         (["train", "--steps", "5", "demo"], "comes first"),
         (["plan", "demo", "--data.sequence", "64"], "16 prompt tokens + 200 new ones = 216 > 64"),
-        (["check", "demo", "--check-steps", "0"], "1 or more"),
+        (["check", "demo", "--check-steps", "0"], "at least 1"),
         (["check", "demo", "--products", "2", "--leaves"], "shows one mesh"),
         (["check", "demo", "--products", "4"], "2 × 2 × 2 × 2 = 16 > 8"),
         (["train", "dmo"], 'did you mean "demo"'),
-        (["train", "/no/such/config.py"], "is no file"),
+        (["train", "/no/such/config.py"], "is neither a file"),
         (["generate", "/no/such/run", "--prompt", "x"], "There is no run"),
     ],
 )
@@ -272,7 +272,7 @@ def test_what_is_not_there_is_named(arguments, complaint, capsys):
         ("x = 1", "defines no config"),
         ("config = 1", "defines config = 1"),
         ("config = (", "is not Python"),
-        ("import nothing_of_this_name", "imports what is missing"),
+        ("import nothing_of_this_name", "No module named"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_named(text, complaint, tmp_path, capsys):

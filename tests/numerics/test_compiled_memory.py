@@ -7,7 +7,7 @@ from tests.programs import run_script
 MEASURE = """
     import dataclasses, json, sys
     from spmd.distributed.initialize import initialize
-    from spmd.run.config import load_config
+    from spmd.run.load_config import load_config
     from spmd.run.build import TrainSetup, config_mesh
     initialize(8)
     totals = {}

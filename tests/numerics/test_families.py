@@ -313,7 +313,7 @@ def test_there_are_only_so_many_positions():
     config = FAMILIES["gpt2"][0]
     with pytest.raises(ConfigError, match="49 tokens > 48 positions"):
         logits(config, tokens=np.zeros((1, 49), np.int32))
-    with pytest.raises(ConfigError, match=r"data\.sequence: is longer than the model"):
+    with pytest.raises(ConfigError, match=r"data\.sequence: exceeds the model's context"):
         TrainConfig(config, GPT2, data=DataConfig(sequence=49))
     plan = make_plan(tiny.mesh(), GPT2, model(config), SGD)
     with pytest.raises(ConfigError, match="64 tokens > 48 positions"):

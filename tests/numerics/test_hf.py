@@ -21,7 +21,7 @@ from spmd.models.gpt2 import PRESETS as GPT2_PRESETS
 from spmd.models.vit import PRESETS as VIT_PRESETS
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
-from spmd.run.config import load_config
+from spmd.run.load_config import load_config
 from spmd.run.load_params import read_params
 from spmd.run.run_dir import RunDir
 from spmd.train.state import init_state

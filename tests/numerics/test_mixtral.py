@@ -24,7 +24,7 @@ from spmd.models.mixtral import DEEPSEEK_V3, GSHARD, PRESETS, SWITCH, MixtralCon
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
-from spmd.run.config import load_config
+from spmd.run.load_config import load_config
 from spmd.testing import compare, record_run, token_batches
 from tests import tiny
 from tests.rounding import assert_close, noise_of

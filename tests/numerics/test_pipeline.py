@@ -216,7 +216,7 @@ def test_a_check_takes_the_same_microbatches():
     config = spmd.TrainConfig(model=dataclasses.replace(config, vocab=256), rules=MIXTRAL, data=data)
     check = Check(config, 1)
     assert check.compare(tiny.mesh(pipe=2)).ok
-    found = record_run(check.alone.plan, check.alone.grad_fn, check.batches, seed=config.seed)
+    found = record_run(check.one_device.plan, check.one_device.grad_fn, check.batches, seed=config.seed)
     assert not compare(found, check.reference(8)).ok, "the control: one microbatch has other losses"
 
 

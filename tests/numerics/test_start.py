@@ -16,8 +16,9 @@ from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.lora import BASE, LoRAConfig
 from spmd.run.build import TrainSetup, config_mesh
-from spmd.run.config import TrainConfig, load_config
-from spmd.run.init_from import check_start, initial_state
+from spmd.run.config import TrainConfig
+from spmd.run.init_from import check_init, initial_state
+from spmd.run.load_config import load_config
 from spmd.run.load_params import read_params
 from spmd.sharding.mesh import MeshShape
 from tests.command_line import run
@@ -60,7 +61,7 @@ def trained(folder: Path) -> dict[str, np.ndarray]:
 def test_parameters_are_bitwise_those_of_the_folder(folder: Path, start: str, mesh: MeshShape) -> None:
     """From a run and from its export, in the shards of another mesh; the optimizer and the step begin anew."""
     began = setup(folder, start, mesh=mesh)
-    assert str(folder / start) in check_start(began)
+    assert str(folder / start) in check_init(began)
     state = initial_state(began)
     for path, leaf in tree.flatten(state.params).items():
         np.testing.assert_array_equal(leaf, trained(folder)[path], err_msg=path)
@@ -98,7 +99,7 @@ def test_another_model_is_refused(folder: Path) -> None:
     other = dataclasses.replace(load_config(str(folder / "tiny.py")).model, rope_theta=500.0, norm_eps=1e-3)
     for start in ("base", "hf"):
         with pytest.raises(CheckpointError) as caught:
-            check_start(setup(folder, start, model=other))
+            check_init(setup(folder, start, model=other))
         assert [problem.where for problem in caught.value.problems] == ["model.norm_eps", "model.rope_theta"]
 
 
@@ -112,20 +113,20 @@ def test_a_folder_from_elsewhere_is_never_executed(folder: Path, tmp_path: Path,
     if sign != "architectures":
         (tmp_path / sign).write_bytes(b"")
     with pytest.raises(CheckpointError):
-        check_start(setup(folder, str(tmp_path)))
+        check_init(setup(folder, str(tmp_path)))
     assert not (tmp_path / "ran").exists()
 
 
 def test_adapters_beside_noise_are_told(folder: Path) -> None:
     """Without `init` what is frozen is drawn at random."""
-    assert "drawn at random" in check_start(setup(folder, "base", init="", lora=LORA))
-    assert check_start(setup(folder, "base", init="")) == ""
+    assert "drawn at random" in check_init(setup(folder, "base", init="", lora=LORA))
+    assert check_init(setup(folder, "base", init="")) == ""
 
 
 def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
     """A folder that is not there, and a model of another class."""
     with pytest.raises(CheckpointError, match="is not a folder"):
-        check_start(setup(folder, "nothing"))
+        check_init(setup(folder, "nothing"))
 
     @dataclasses.dataclass(frozen=True)
     class Other(LlamaConfig):
@@ -133,7 +134,7 @@ def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
 
     model = Other(**dataclasses.asdict(load_config(str(folder / "tiny.py")).model))
     with pytest.raises(CheckpointError) as caught:
-        check_start(setup(folder, "base", model=model, rules=LLAMA))
+        check_init(setup(folder, "base", model=model, rules=LLAMA))
     assert [problem.where for problem in caught.value.problems] == ["model.class"]
 
 
@@ -176,4 +177,4 @@ def test_the_wrong_kind_of_folder_is_told_with_the_right_command(folder: Path, c
     assert run("generate", folder / "hf", "--prompt", "x") == 2
     assert f"spmd import {folder / 'hf'} --out RUN" in capsys.readouterr().err
     assert run("plan", folder / "base") == 2
-    assert f"{folder / 'base' / 'config.py'}, which is the run's" in capsys.readouterr().err
+    assert f"{folder / 'base' / 'config.py'}, the config of that run" in capsys.readouterr().err

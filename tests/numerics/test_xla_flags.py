@@ -13,8 +13,8 @@ from spmd.commands.plan import run_plan
 from spmd.distributed.xla_flags import CROSSING, PRESETS, START_UP, compiler_options, flags_for
 from spmd.errors import ConfigError
 from spmd.run.build import TrainSetup, planned_mesh
-from spmd.run.config import load_config
 from spmd.run.job_files import KubernetesJob, SlurmJob
+from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape
 from spmd.train.step import make_train_step
 from tests import tiny

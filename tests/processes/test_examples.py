@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from spmd.run.config import SHIPPED, shipped
+from spmd.run.load_config import EXAMPLES, shipped
+from tests.programs import ROOT
 
 ENVIRONMENT = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",  # or it looks for a TPU, whose compiler is installed
-    "PYTHONPATH": str(SHIPPED.parent),
+    "PYTHONPATH": str(ROOT),
 }
 SCRIPTS = {"linen_model": 20, "nnx_model": 50, "vit_digits": 50}
 """Scripts and how many steps they take here: enough to print a line of metrics."""
@@ -53,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_script_trains(folder: Path, name: str) -> None:
     """It prints its plan and a loss that is a number."""
-    printed = run(folder, sys.executable, str(SHIPPED / f"{name}.py"), "--steps", str(SCRIPTS[name]))
+    printed = run(folder, sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(SCRIPTS[name]))
     assert "parameters   on each device" in printed
     assert f"step {SCRIPTS[name]}   loss " in printed
     assert "nan" not in printed
@@ -79,7 +80,7 @@ def test_a_checkpoint_is_fine_tuned_and_written_again(folder: Path) -> None:
     spmd = str(folder / "spmd")
     run(folder, spmd, "train", "own-text", *SMALL, "--model.layers", "2")
     run(folder, spmd, "export", "runs/own-text", "--out", "hf")
-    script = (str(SHIPPED / "lora_from_hugging_face.sh"), "hf", "text.txt", *SMALL[:-2])
+    script = (str(EXAMPLES / "lora_from_hugging_face.sh"), "hf", "text.txt", *SMALL[:-2])
     printed = run(folder, "sh", *script, PATH=f"{folder}:{os.environ['PATH']}")
     assert "layers/attention/q_proj/kernel_lora_a" in printed
     assert "LlamaForCausalLM: 885,696 parameters" in printed
@@ -89,7 +90,7 @@ def test_a_checkpoint_is_fine_tuned_and_written_again(folder: Path) -> None:
 def test_no_example_is_forgotten() -> None:
     """Every file of examples/ is run or planned somewhere."""
     scripts = (
-        {path.stem for path in SHIPPED.glob("*.py")} - {name.replace("-", "_") for name in shipped()} - {"__init__"}
+        {path.stem for path in EXAMPLES.glob("*.py")} - {name.replace("-", "_") for name in shipped()} - {"__init__"}
     )
     assert scripts == set(SCRIPTS)
     assert set(shipped()) == set(CONFIGS) | PLANNED_ONLY

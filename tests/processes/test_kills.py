@@ -24,7 +24,7 @@ import pytest
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.manifest import MANIFEST, verify_manifest, write_manifest
 from spmd.run.build import TrainSetup
-from spmd.run.config import load_config
+from spmd.run.load_config import load_config
 from spmd.sharding.mesh import mesh_of
 from spmd.train.state import abstract_state
 from tests import forked

@@ -17,7 +17,8 @@ import pytest
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.run.build import TrainSetup
-from spmd.run.config import load_config, with_values
+from spmd.run.config import with_values
+from spmd.run.load_config import load_config
 from spmd.sharding.mesh import mesh_of
 from spmd.train.state import abstract_state
 from tests.slurm_cluster import missing_programs, slurm_cluster
@@ -168,7 +169,7 @@ def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
 
 @pytest.mark.soak
 def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
-    """The written script runs on two nodes; told to go it saves, is requeued and finishes as if nothing had been.
+    """The written script runs on two nodes; preempted, it saves, is requeued and finishes as if never interrupted.
 
     So does the example that ships, on the same nodes.
     """
@@ -203,7 +204,7 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
         assert "JobState=COMPLETED Restarts=1 ExitCode=0:0" in state(), describe()
         printed = slurm(variables, folder, "sh", str(ROOT / "examples" / "slurm_run.sh"), *EXAMPLE, seconds=200)
         assert "runs/own-text/checkpoints/3" in printed
-    assert f"resuming after step {reached}" in log.read_text()
+    assert f"resuming from step {reached}" in log.read_text()
     assert losses(out) == losses(by_mpi)
     jax.tree.map(np.testing.assert_array_equal, params(folder, out), params(folder, by_mpi))
 

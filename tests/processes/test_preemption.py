@@ -1,4 +1,4 @@
-"""A run that is told to go finishes its step, saves, says so by its exit code, and goes on as if nothing had been."""
+"""A preempted run finishes its step, saves, exits with its own code, and resumes bitwise."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def test_without_a_signal_it_runs_to_the_end():
 
 @pytest.mark.soak
 def test_a_preempted_run_goes_on_bitwise(tmp_path):
-    """Told to go in step 6 or later, started again with the same command: the curve and the state of the whole."""
+    """Preempted in step 6 or later, started again with the same command: the curve and the state of the whole."""
     config = write_tiny(tmp_path, PACED)
     train(config, tmp_path / "whole")
     out = tmp_path / "run"
@@ -46,7 +46,7 @@ def test_a_preempted_run_goes_on_bitwise(tmp_path):
         run.wait_for_step(6)
         run.processes[0].terminate()
         assert run.codes(120) == [EXIT_PREEMPTED]
-        assert "--resume auto goes on from there" in run.text()
+        assert "continue with --resume auto" in run.text()
     reached = max(losses(out))
     assert 6 <= reached < 30
     assert (out / "checkpoints" / str(reached)).is_dir(), "it saved the step that it stopped with"

@@ -13,8 +13,9 @@ import pytest
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.run.build import TrainSetup, config_mesh
-from spmd.run.config import load_config, with_values
-from spmd.run.train import RunFolder
+from spmd.run.config import with_values
+from spmd.run.load_config import load_config
+from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import mesh_of
 from spmd.train.state import abstract_state
 from tests.command_line import TEXT, write_config
@@ -158,7 +159,7 @@ def test_nan_stops_the_run_and_skip_goes_on(folder):
 
 def test_a_config_from_the_run_folder_is_the_resolved_one(whole):
     """`config.py` and `config.json` together give the run's own config back."""
-    config = RunFolder(whole).config()
+    config = RunDir(whole).config()
     assert (config.steps, config.devices, config.max_to_keep) == (30, 8, 10)
     assert config_mesh(config).size == 8
     assert (whole / "tensorboard").is_dir()

@@ -20,7 +20,8 @@ import optax
 
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import SINGLE_PROCESS, initialize
-from spmd.run.config import load_config, with_values
+from spmd.run.config import with_values
+from spmd.run.load_config import load_config
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.run.build import TrainSetup, config_mesh
 from spmd.train.step import make_train_step

@@ -134,8 +134,8 @@ MUTATIONS = {
     ),
     "off-by-one resume of a run": Mutation(
         "spmd/run/train.py",
-        "start=start + skipped_batches,",
-        "start=start + skipped_batches + (start > 0),",
+        "start=point.step + skipped,",
+        "start=point.step + skipped + (point.step > 0),",
         (
             "tests/numerics/test_bad_steps.py"
             "::test_a_run_rolls_back_behind_the_batches_that_led_there[weights-np.nan-flags0]",

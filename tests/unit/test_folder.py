@@ -20,13 +20,13 @@ def test_a_run_is_there_or_is_not(folder, tmp_path):
     empty = RunDir(tmp_path / "empty")
     assert [folder.check_use(resume) for resume in ("auto", "always")] == [True, True]
     assert [empty.check_use(resume) for resume in ("auto", "never")] == [False, False]
-    with pytest.raises(CheckpointError, match="already holds a run"):
+    with pytest.raises(CheckpointError, match="already contains a run"):
         folder.check_use("never")
-    with pytest.raises(CheckpointError, match="holds no run"):
+    with pytest.raises(CheckpointError, match="contains no run"):
         empty.check_use("always")
     (folder.path / "checkpoints" / "5").rename(folder.path / "checkpoints" / "5.saving")
     assert folder.check_use("auto")
-    with pytest.raises(CheckpointError, match="holds a run without a checkpoint"):
+    with pytest.raises(CheckpointError, match="contains a run without a checkpoint"):
         folder.check_use("always")
 
 
