@@ -15,8 +15,9 @@ import jax
 
 from spmd.analysis.topology import parse_topology
 from spmd.distributed.initialize import initialize
-from spmd.run.build import TrainSetup, planned_mesh, topology_mesh
+from spmd.run.build import make_setup, planned_mesh
 from spmd.run.load_config import load_config
+from spmd.run.preflight import compile_step, estimate_step, topology_mesh
 from spmd.sharding.mesh import MeshShape
 
 
@@ -36,13 +37,13 @@ def measure(options: argparse.Namespace, zero: int, remat: str, offload: tuple[s
     if options.layers:
         changes["model"] = dataclasses.replace(config.model, layers=options.layers)
     config = dataclasses.replace(config, **changes)
-    setup = TrainSetup(config, topology_mesh(config, topology) if options.compile else planned_mesh(config))
-    estimate = setup.memory(topology.platform)
+    setup = make_setup(config, topology_mesh(config, topology) if options.compile else planned_mesh(config))
+    estimate = estimate_step(setup, topology.platform)
     line = {"config": options.config, "topology": topology.name, "mesh": options.mesh, **sizes, "zero": zero}
     line |= {"remat": remat, "offload": list(offload), "estimated": estimate.total, "limit": topology.memory}
     if options.compile:
         try:
-            compiled = setup.compile()[1]
+            compiled = compile_step(setup)[1]
             line |= {"compiled": compiled and compiled.to_json()}
             line |= {"ratio": compiled and round(estimate.total / compiled.total, 3)}
         except MemoryError as error:

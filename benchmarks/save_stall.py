@@ -20,7 +20,7 @@ import jax
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.data.loader import Windows, batches
 from spmd.distributed.initialize import initialize
-from spmd.run.build import TrainSetup, config_mesh
+from spmd.run.build import TrainSetup, config_mesh, make_setup, open_corpus
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.loop import Hook, fit
@@ -49,7 +49,7 @@ class TimedSave(Hook):
 
 def measure(setup: TrainSetup, directory: Path) -> dict[str, object]:
     """Trains and saves; seconds."""
-    config, windows = setup.config, Windows(setup.corpus.train, setup.config.data.sequence)
+    config, windows = setup.config, Windows(open_corpus(setup.config).train, setup.config.data.sequence)
     written: list[float] = []
     with CheckpointManager(directory, max_to_keep=config.max_to_keep) as checkpoints:
         watch = TimedSave(checkpoints, config.checkpoint_every, config.steps)
@@ -90,7 +90,7 @@ def main() -> None:
     config = dataclasses.replace(load_config(options.config), steps=options.steps, checkpoint_every=options.every)
     initialize(config.devices)
     with tempfile.TemporaryDirectory() as directory:
-        line = measure(TrainSetup(config, config_mesh(config)), Path(directory))
+        line = measure(make_setup(config, config_mesh(config)), Path(directory))
     print(json.dumps({"config": options.config, "steps": options.steps, "every": options.every, **line}))
 
 

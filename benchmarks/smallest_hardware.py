@@ -22,7 +22,8 @@ from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import SpmdError
 from spmd.hf.family import family_for
 from spmd.plan.lora import LoRAConfig
-from spmd.run.build import TrainSetup, planned_mesh
+from spmd.run.build import make_setup, planned_mesh
+from spmd.run.preflight import estimate_step
 
 MACHINES = {
     "v5e": ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16"),
@@ -63,7 +64,7 @@ def estimate(
         lora=lora,
         data=spmd.DataConfig(sequence=sequence, batch=machine.devices),
     )
-    return TrainSetup(config, planned_mesh(config)).memory(machine.platform).total
+    return estimate_step(make_setup(config, planned_mesh(config)), machine.platform).total
 
 
 def smallest(model: Any, names: tuple[str, ...], lora: LoRAConfig) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.distributed.local import free_port
-from spmd.run.build import TrainSetup
+from spmd.run.build import make_setup
 from spmd.run.config import with_values
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import mesh_of
@@ -189,7 +189,7 @@ def state(config, out, step, **mesh):
     """The training state of a checkpoint as NumPy arrays, restored onto a mesh of this process's devices."""
     config = with_values(load_config(str(config)), {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, **mesh}})
     size = int(np.prod(list(mesh.values()) or [1]))
-    setup = TrainSetup(config, mesh_of(config.mesh, jax.devices()[:size]))
+    setup = make_setup(config, mesh_of(config.mesh, jax.devices()[:size]))
     with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:
         restored, _ = checkpoints.restore(step, abstract_state(setup.plan))
     return jax.tree.map(np.asarray, restored)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.commands.parsing import parse_flags
+from spmd.data.tokenizer import load_tokenizer
 from spmd.distributed.initialize import initialize
 from spmd.hf.family import Family, family_for
 from spmd.hf.folder import architectures_of
@@ -20,7 +21,8 @@ from spmd.hf.save import parse_size, save_params
 from spmd.hf.sidecar_files import sidecar_files
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import cast_floats
-from spmd.run.build import TrainSetup, one_device_mesh
+from spmd.run.build import build_base_model, build_precision, one_device_mesh
+from spmd.run.config import TrainConfig
 from spmd.run.load_params import read_params
 from spmd.run.run_dir import RunDir
 
@@ -54,10 +56,9 @@ def run_export(arguments: list[str]) -> int:
     files, values = sidecar_files(run, config.data.tokenizer, config.model)
     family = family_for(config.model, architectures_of(values))
     initialize(config.devices or 1)  # simulated devices
-    setup = TrainSetup(config, one_device_mesh())
-    params = read_params(run, _abstract(setup), command.step)
+    params = read_params(run, _abstract(config), command.step)
     dtype = _DTYPES.get(command.dtype)
-    values = values or _values(setup, family)
+    values = values or _values(config, family)
     save_params(out, params, family, config.model, dtype=dtype, shard_size=size, files=files, values=values)
     print(
         f"{family.architectures[0]}: {tree.size(params):,} parameters in {time.perf_counter() - began:.3g} s\n"
@@ -66,9 +67,9 @@ def run_export(arguments: list[str]) -> int:
     return 0
 
 
-def _values(setup: TrainSetup, family: Family) -> dict[str, Any]:
+def _values(config: TrainConfig, family: Family) -> dict[str, Any]:
     """Return fields of config.json that do not follow from the model: start and end tokens, and sequence length."""
-    config, tokenizer = setup.config, setup.tokenizer
+    tokenizer = load_tokenizer(config.data.tokenizer)
     ends = [token for token in tokenizer.ends if token < config.model.vocab]
     starts = [token for token in tokenizer.starts if token < config.model.vocab]
     values: dict[str, Any] = {"bos_token_id": starts[0] if starts else None}
@@ -77,10 +78,9 @@ def _values(setup: TrainSetup, family: Family) -> dict[str, Any]:
     return {**values, "max_position_embeddings": config.data.sequence} if rotary else values
 
 
-def _abstract(setup: TrainSetup) -> Any:
+def _abstract(config: TrainConfig) -> Any:
     """Return the model's parameters without adapters, unsharded, in the run's parameter dtype."""
     sharding = NamedSharding(one_device_mesh(), P())
-    shapes = jax.eval_shape(
-        lambda: cast_floats(setup.whole_model.init(jax.random.key(0, impl=PRNG)), setup.precision.params_dtype)
-    )
+    model, dtype = build_base_model(config), build_precision(config).params_dtype
+    shapes = jax.eval_shape(lambda: cast_floats(model.init(jax.random.key(0, impl=PRNG)), dtype))
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)

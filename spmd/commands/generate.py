@@ -9,13 +9,14 @@ import jax
 import tyro
 
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator, stream_text
 from spmd.hf.fields import collect_errors
-from spmd.run.build import TrainSetup, config_mesh
+from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_params import restore_model
 from spmd.run.run_dir import RunDir
@@ -61,9 +62,9 @@ def run_generate(arguments: list[str]) -> int:
     run_dir = RunDir(Path(command.run))
     config = _override_mesh(command, run_dir.config())
     initialize(config.devices)
-    setup = TrainSetup(config, config_mesh(config))
-    prompts, tokens, sampling = _check_request(command, setup)
-    generator = make_generator(setup.plan, setup.tokenizer, config.data.sequence, sampling)
+    prompts, tokens, sampling, tokenizer = _check_request(command, config)
+    setup = make_setup(config, config_mesh(config))
+    generator = make_generator(setup.plan, tokenizer, config.data.sequence, sampling)
     with CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints:
         model = restore_model(checkpoints, command.step, setup.plan)
     is_first = jax.process_index() == 0
@@ -72,11 +73,11 @@ def run_generate(arguments: list[str]) -> int:
         print(f"spmd: each token takes the whole window: {generator.whole_window}", file=sys.stderr)
     if len(prompts) == 1:
         show(prompts[0])
-        for piece in stream_text(generator, setup.tokenizer, model, prompts[0], tokens=tokens, seed=command.seed):
+        for piece in stream_text(generator, tokenizer, model, prompts[0], tokens=tokens, seed=command.seed):
             show(piece)
         show("\n")
     else:
-        texts = generate_texts(generator, setup.tokenizer, model, prompts, tokens=tokens, seed=command.seed)
+        texts = generate_texts(generator, tokenizer, model, prompts, tokens=tokens, seed=command.seed)
         show("\n\n".join(texts) + "\n")
     return 0
 
@@ -93,14 +94,14 @@ def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _check_request(command: GenerateCommand, setup: TrainSetup) -> tuple[list[str], int, Sampling]:
-    """Return the prompts, the number of tokens to generate and the sampling.
+def _check_request(command: GenerateCommand, config: TrainConfig) -> tuple[list[str], int, Sampling, Tokenizer]:
+    """Return the prompts, the number of tokens to generate, the sampling and the tokenizer.
 
     Raises:
         ConfigError: Some of it is invalid; all problems at once.
     """
     problems = check_fields(command, {"seed": "at least 0"})
-    prompts, sampling, config = list(command.prompt), Sampling(), setup.config
+    prompts, sampling = list(command.prompt), Sampling()
     if command.prompts:
         try:
             prompts += filter(None, Path(command.prompts).read_text(encoding="utf-8").splitlines())
@@ -110,14 +111,15 @@ def _check_request(command: GenerateCommand, setup: TrainSetup) -> tuple[list[st
         sampling = Sampling(command.temperature, command.top_k, command.top_p)
     tokens, window = command.tokens or 0, config.data.sequence
     with collect_errors(problems):  # the tokenizer may fail to load
-        if (size := setup.tokenizer.vocab) > (vocab := config.model.vocab):
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        if (size := tokenizer.vocab) > (vocab := config.model.vocab):
             what = f"{config.data.tokenizer} has more tokens than the model"
             fix = "the tokenizer that the model was trained with"
             problems.append(Problem("data.tokenizer", what, f"{size} > model.vocab = {vocab}", fix))
-        ids = [setup.tokenizer.encode_prompt(prompt) for prompt in prompts]
+        ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
         left = window - max(map(len, ids), default=0)
         tokens = max(min(DEFAULT_TOKENS, left), 0) if command.tokens is None else command.tokens
         problems += window_problems(ids, tokens, window)
     if problems:
         raise ConfigError("Nothing can be generated:", problems)
-    return prompts, tokens, sampling
+    return prompts, tokens, sampling, tokenizer

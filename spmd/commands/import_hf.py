@@ -27,7 +27,7 @@ from spmd.hf.load import check_published, load_published
 from spmd.hf.save import whole_folder
 from spmd.hf.sidecar_files import ORIGINAL, files_of, tokenizer_problems
 from spmd.model_api.model import PRNG
-from spmd.run.build import TrainSetup, config_mesh
+from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.run_dir import IMPORTED, RunDir
 from spmd.sharding.mesh import MeshShape
@@ -101,7 +101,7 @@ def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[
         with collect_errors(problems):
             if found is not None:
                 config = _config(command, found, out)
-                setup = TrainSetup(config, config_mesh(config))
+                setup = make_setup(config, config_mesh(config))
                 check_published(found, setup.plan.abstract_params)
         if problems or found is None or setup is None:
             raise CheckpointError("Nothing was imported:", problems)
@@ -129,7 +129,7 @@ def _variables(setup: TrainSetup) -> Any:
     """Return the model's initial variables besides its parameters; most models have none."""
     abstract = setup.plan.abstract_variables
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = setup.model.init_variables
+    make = setup.plan.model.init_variables
     return jax.jit(make, out_shardings=shardings)(jax.random.key(0, impl=PRNG)) if jax.tree.leaves(abstract) else {}
 
 

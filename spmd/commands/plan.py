@@ -16,10 +16,12 @@ from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
-from spmd.run.build import TrainSetup, planned_mesh, topology_mesh
+from spmd.run.build import TrainSetup, build_flags, make_setup, planned_mesh
 from spmd.run.config import M
+from spmd.run.describe import flags_text, pipeline_line, slices_line
 from spmd.run.init_from import check_init
 from spmd.run.load_config import load_config
+from spmd.run.preflight import compile_step, estimate_step, preflight, topology_mesh
 from spmd.run.suggest import suggest_memory_settings
 from spmd.tree import human_bytes
 
@@ -58,25 +60,25 @@ def run_plan(arguments: list[str]) -> int:
     config = command.config
     if command.topology:
         config = dataclasses.replace(config, devices=parse_topology(command.topology).devices)
-    setup = TrainSetup(config, planned_mesh(config))
+    setup = make_setup(config, planned_mesh(config))
     topology = parse_topology(command.topology or f"cpu:{setup.mesh.size}")
     if command.schedule:
         return _print_schedule(command, setup)
-    setup.audit()
+    preflight(setup)
     if command.diff:
         other = load_config(command.diff)
-        difference = setup.plan.diff(TrainSetup(other, planned_mesh(other)).plan)
+        difference = setup.plan.diff(make_setup(other, planned_mesh(other)).plan)
         lines = difference.split("\n") if difference else []
         print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
         return 0
     init = _init_line(setup)
-    report, audit, refusal = MemoryReport(topology, setup.memory(topology.platform)), None, ""
+    report, audit, refusal = MemoryReport(topology, estimate_step(setup, topology.platform)), None, ""
     absent = missing_extra(topology) if command.compile else None
     if command.compile and not absent:
         simulated = topology.devices if topology.platform == "cpu" else 0
         initialize(simulated, target_platform="" if simulated else topology.platform)
         try:
-            audit, compiled = TrainSetup(config, topology_mesh(config, topology)).compile()
+            audit, compiled = compile_step(make_setup(config, topology_mesh(config, topology)))
             report = dataclasses.replace(report, compiled=compiled)
         except MemoryError as error:
             refusal = str(error)
@@ -102,11 +104,11 @@ def run_plan(arguments: list[str]) -> int:
 
 
 def _print_schedule(command: PlanCommand, setup: TrainSetup) -> int:
-    if setup.stages == 1:
+    if setup.schedule is None:
         problem = Problem("mesh.pipe", "is 1: there are no stages", fix="--mesh.pipe 4")
         raise ConfigError("There is no schedule to draw:", [problem])
-    timeline = simulate(setup.pipeline)
-    execution = describe_execution(setup.pipeline)
+    timeline = simulate(setup.schedule)
+    execution = describe_execution(setup.schedule)
     if command.svg:
         write_svg(timeline, command.svg)
     if command.json:
@@ -134,8 +136,10 @@ def _to_json(
     memory = {**report.to_json(), "fits": fits}
     if fits is False:
         memory |= {"largest": report.largest, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
-    flags, environment = ([dataclasses.asdict(f) for f in x] for x in (setup.flags(platform), START_UP[platform]))
-    about = {"pipeline": setup.pipeline_line.strip() or None, "topology": str(report.topology)}
+    flags, environment = (
+        [dataclasses.asdict(f) for f in x] for x in (build_flags(setup.config, platform), START_UP[platform])
+    )
+    about = {"pipeline": pipeline_line(setup).strip() or None, "topology": str(report.topology)}
     xla = {"flags": flags, "environment": environment}
     return {**setup.plan.to_json(), **about, "xla": xla, "memory": memory, "fits": fits}
 
@@ -145,8 +149,8 @@ def _print_plan(
 ) -> None:
     platform = report.topology.platform
     tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
-    print(audit if audit else setup.plan.text(*tables), end=f"{setup.pipeline_line}{setup.slices_line}\n")
+    print(audit if audit else setup.plan.text(*tables), end=f"{pipeline_line(setup)}{slices_line(setup)}\n")
     if init:
         print(init)
-    print(setup.flags_text(platform), exports(platform), sep="", end="")
+    print(flags_text(setup, platform), exports(platform), sep="", end="")
     print(f"\nmemory of one device, {report.topology}\n{report}")

@@ -7,8 +7,9 @@ from spmd.commands.parsing import parse_command, parse_flags, split_arguments
 from spmd.commands.train import TrainCommand
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.run.build import TrainSetup, planned_mesh
+from spmd.run.build import make_setup, planned_mesh
 from spmd.run.job_files import KubernetesJob, SlurmJob
+from spmd.run.preflight import preflight
 
 
 def run_script(arguments: list[str]) -> int:
@@ -39,7 +40,7 @@ def run_script(arguments: list[str]) -> int:
         raise ConfigError("The script cannot be written:", problems)
     if devices := job.devices or job.processes * parsed.config.devices:
         planned = dataclasses.replace(parsed.config, devices=devices)
-        TrainSetup(planned, planned_mesh(planned)).audit()
+        preflight(make_setup(planned, planned_mesh(planned)))
     if job.file:
         Path(job.file).write_text(job.render(train), encoding="utf-8")
     else:

@@ -8,7 +8,9 @@ from typing import Generic
 import jax
 
 from spmd.commands.parsing import ConfigFields, LaunchFields, parse_command
+from spmd.data.corpus import Corpus
 from spmd.data.loader import bigram_loss
+from spmd.data.tokenizer import Tokenizer
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import compiler_environment, initialize
 from spmd.generate.sampling import Sampling
@@ -17,9 +19,11 @@ from spmd.observe.goodput import measure_goodput
 from spmd.observe.metrics import Console, device_memory
 from spmd.observe.profiling import parse_steps
 from spmd.resilience.preemption import EXIT_PREEMPTED
-from spmd.run.build import TrainSetup, config_mesh
+from spmd.run.build import TrainSetup, config_mesh, count_flops, make_setup, open_corpus
 from spmd.run.config import M, TrainConfig
+from spmd.run.describe import flags_text, pipeline_line, slices_line
 from spmd.run.init_from import check_init
+from spmd.run.preflight import preflight
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.train import RunResult, train
 
@@ -49,13 +53,13 @@ def run_train(arguments: list[str]) -> int:
     run_dir = RunDir(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
     resume, steps = run_dir.check_use(command.resume), parse_steps(command.profile)
     initialize(config.devices, command.launch_args)
-    setup = TrainSetup(config, config_mesh(config))
-    setup.audit()
+    setup = make_setup(config, config_mesh(config))
+    preflight(setup)
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
     init = "" if resume else check_init(setup)
-    corpus, flags = setup.corpus, setup.flags_text(jax.devices()[0].platform)
-    show(f"{setup.plan}{setup.pipeline_line}{setup.slices_line}")
+    corpus, flags = open_corpus(config), flags_text(setup, jax.devices()[0].platform)
+    show(f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}")
     for text in (flags, init and f"\n{init}"):
         if text:
             show(text)
@@ -65,25 +69,25 @@ def run_train(arguments: list[str]) -> int:
     )
     console = Console(config.steps) if first else None
     environment = compiler_environment()
-    result = train(setup, run_dir, source, console, resume=resume, profile=steps, environment=environment)
+    result = train(setup, corpus, run_dir, source, console, resume=resume, profile=steps, environment=environment)
     if console:
         console.close()
     if result.preempted is not None:
         show(f"preempted: checkpoint saved at step {result.preempted}; continue with --resume auto")
         return EXIT_PREEMPTED
     if console:
-        _report(console, setup, run_dir, result)
+        _report(console, config, corpus, run_dir, result)
     if config.sample.prompt:
-        _sample(setup, result, show)
+        _sample(setup, corpus.tokenizer, result, show)
     return 0
 
 
-def _report(console: Console, setup: TrainSetup, run_dir: RunDir, result: RunResult) -> None:
+def _report(console: Console, config: TrainConfig, corpus: Corpus, run_dir: RunDir, result: RunResult) -> None:
     """Print the results of a finished run."""
-    config, corpus, vocab = setup.config, setup.corpus, setup.tokenizer.vocab
+    vocab = corpus.tokenizer.vocab
     if result.steps:
         steps, seconds, loss, mfu = result.steps, result.seconds, result.loss, result.mfu
-        tokens, flops, memory = steps * config.data.batch * config.data.sequence, setup.flops, device_memory()
+        tokens, flops, memory = steps * config.data.batch * config.data.sequence, count_flops(config), device_memory()
         console.summary(steps=steps, seconds=seconds, tokens=tokens, loss=loss, flops=flops, mfu=mfu, memory=memory)
     if result.val_loss is not None:
         print(f"\nvalidation loss {result.val_loss:.3f} nats/token over {result.val_tokens:,} tokens")
@@ -95,11 +99,11 @@ def _report(console: Console, setup: TrainSetup, run_dir: RunDir, result: RunRes
     print(f"\n{measure_goodput(run_dir.path)}")
 
 
-def _sample(setup: TrainSetup, result: RunResult, show: Callable[[str], None]) -> None:
+def _sample(setup: TrainSetup, tokenizer: Tokenizer, result: RunResult, show: Callable[[str], None]) -> None:
     """Generate and print the config's sample; all processes take part."""
     sample, seed = setup.config.sample, setup.config.seed
     sampling = Sampling(sample.temperature, sample.top_k, sample.top_p)
-    generator = make_generator(setup.plan, setup.tokenizer, setup.config.data.sequence, sampling)
-    (text,) = generate_texts(generator, setup.tokenizer, result.state, [sample.prompt], tokens=sample.tokens, seed=seed)
+    generator = make_generator(setup.plan, tokenizer, setup.config.data.sequence, sampling)
+    (text,) = generate_texts(generator, tokenizer, result.state, [sample.prompt], tokens=sample.tokens, seed=seed)
     why = f" (without a KV cache: {generator.whole_window})" if generator.whole_window else ""
     show(f"\nsample at {sampling}{why}:\n{text}")

@@ -11,9 +11,10 @@ import numpy as np
 
 from spmd.data.loader import Windows
 from spmd.errors import ConfigError, Problem, SpmdError
-from spmd.run.build import TrainSetup, one_device_mesh
+from spmd.run.build import TrainSetup, count_microbatches, make_setup, one_device_mesh, open_corpus
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
+from spmd.run.preflight import preflight
 from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, mesh_of
 from spmd.testing import BUGS, Parity, Record, compare, pad_unevenly, record_run
 
@@ -33,13 +34,13 @@ class Check:
     @functools.cached_property
     def one_device(self) -> TrainSetup:
         """Setup of the config on one device."""
-        return TrainSetup(self.config, one_device_mesh())
+        return make_setup(self.config, one_device_mesh())
 
     @functools.cached_property
     def batches(self) -> list[dict[str, np.ndarray]]:
         """Host batches, one per step."""
         size = self.config.data.batch
-        windows = Windows(self.one_device.corpus.train, self.config.data.sequence)
+        windows = Windows(open_corpus(self.config).train, self.config.data.sequence)
         rows = [np.arange(step * size, (step + 1) * size) % len(windows) for step in range(self.steps)]
         return [pad_unevenly(windows.rows(chosen), seed=step) for step, chosen in enumerate(rows)]
 
@@ -47,7 +48,7 @@ class Check:
         """Run the steps on one device with gradient accumulation over the microbatches; results are cached."""
         if microbatches not in self._references:
             pipeline = dataclasses.replace(self.config.pipeline, microbatches=microbatches)
-            setup = TrainSetup(dataclasses.replace(self.config, pipeline=pipeline), self.one_device.mesh)
+            setup = make_setup(dataclasses.replace(self.config, pipeline=pipeline), self.one_device.mesh)
             state = initial_state(setup)
             self._references[microbatches] = record_run(setup.plan, setup.grad_fn, self.batches, state=state)
         return self._references[microbatches]
@@ -63,16 +64,16 @@ class Check:
             SpmdError: The config cannot run on this mesh, which is found before anything compiles, or not with its
                 `init`.
         """
-        setup = TrainSetup(self.config, mesh)
-        setup.audit()
-        if setup.stages > 1 and not setup.pipeline.flush:
+        setup = make_setup(self.config, mesh)
+        preflight(setup)
+        if setup.schedule and not setup.schedule.flush:
             what = "has gradients that are one update late, unlike one device"
             fix = "check the layout with --pipeline.schedule 1f1b"
-            problem = Problem(f"schedule {setup.pipeline.name}", what, fix=fix)
+            problem = Problem(f"schedule {setup.schedule.name}", what, fix=fix)
             raise ConfigError("There is nothing to compare:", [problem])
         grad_fn = BUGS[bug](setup.grad_fn) if bug else setup.grad_fn
         ours = record_run(setup.plan, grad_fn, self.batches, state=initial_state(setup))
-        return compare(ours, self.reference(setup.microbatches))
+        return compare(ours, self.reference(count_microbatches(self.config, setup.schedule)))
 
 
 def products(most: int, axes: Sequence[str] = AXES) -> list[MeshShape]:

@@ -13,9 +13,8 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.model_api.model import PRNG
 from spmd.plan.lora import BASE, with_adapters
 from spmd.plan.plan import ShardingPlan
-from spmd.run.build import TrainSetup
+from spmd.run.build import build_model, build_precision
 from spmd.run.run_dir import RunDir
-from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.train.state import ModelState
 
 
@@ -47,16 +46,17 @@ def read_params(run: Path, abstract: Any, step: int | None = None) -> Any:
         CheckpointError: There is no such checkpoint, or it is of another model.
     """
     folder = RunDir(Path(run))
-    setup = TrainSetup(folder.config(), abstract_mesh(MeshShape()))
-    lora, key = setup.config.lora, jax.random.key(0, impl=PRNG)
+    config = folder.config()
+    model, stored = build_model(config), build_precision(config).params_dtype
+    lora, key = config.lora, jax.random.key(0, impl=PRNG)
     if not lora.targets:
-        wanted, branches = {"params": _stored(abstract, setup.precision.params_dtype)}, ["params"]
+        wanted, branches = {"params": _stored(abstract, stored)}, ["params"]
     else:
-        base_dtype = jax.tree.leaves(jax.eval_shape(setup.model.init_variables, key)[BASE])[0].dtype
+        base_dtype = jax.tree.leaves(jax.eval_shape(model.init_variables, key)[BASE])[0].dtype
         replicated = NamedSharding(jax.tree.leaves(abstract)[0].sharding.mesh, P())  # adapters are small
         adapters = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, setup.precision.params_dtype, sharding=replicated),
-            jax.eval_shape(setup.model.init, key),
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, stored, sharding=replicated),
+            jax.eval_shape(model.init, key),
         )
         wanted = {"params": adapters, "variables": {BASE: _stored(abstract, base_dtype)}}
         branches = ["params", f"variables/{BASE}"]

@@ -5,26 +5,27 @@ from pathlib import Path
 from typing import Any
 
 from spmd.checkpoint.versions import library_versions
+from spmd.data.corpus import Corpus
 from spmd.errors import CheckpointError, Problem
 from spmd.run.build import TrainSetup
 from spmd.run.config import config_values
 from spmd.run.run_dir import IMPORTED
 
 
-def _data_identity(setup: TrainSetup) -> dict[str, Any]:
+def _data_identity(setup: TrainSetup, corpus: Corpus) -> dict[str, Any]:
     """Return the values that determine the order of the data."""
     data = setup.config.data
     return {
-        "data": setup.corpus.fingerprint,
+        "data": corpus.fingerprint,
         "seed": setup.config.seed,
         "batch": data.batch,
         "sequence": data.sequence,
     }
 
 
-def checkpoint_record(setup: TrainSetup) -> dict[str, Any]:
+def checkpoint_record(setup: TrainSetup, corpus: Corpus) -> dict[str, Any]:
     """Return the metadata of a run that its checkpoints contain."""
-    return _data_identity(setup) | {
+    return _data_identity(setup, corpus) | {
         "config": config_values(setup.config),
         "plan": str(setup.plan),
         "mesh": dict(setup.plan.mesh.shape),
@@ -32,7 +33,7 @@ def checkpoint_record(setup: TrainSetup) -> dict[str, Any]:
     }
 
 
-def check_resumable(record: Mapping[str, Any], setup: TrainSetup, path: Path) -> None:
+def check_resumable(record: Mapping[str, Any], setup: TrainSetup, corpus: Corpus, path: Path) -> None:
     """Raise `CheckpointError` if a checkpoint is not of this run, or of other data."""
     if IMPORTED in record:
         fix = f"--init {path}, and another --out"
@@ -44,7 +45,7 @@ def check_resumable(record: Mapping[str, Any], setup: TrainSetup, path: Path) ->
         raise CheckpointError(f"{path} contains checkpoints of another tool:", problems)
     problems = [
         Problem(name, f"was {record.get(name)} and is {value}", fix="give the value that the run was started with")
-        for name, value in _data_identity(setup).items()
+        for name, value in _data_identity(setup, corpus).items()
         if record.get(name) != value
     ]
     if setup.config.steps < record["step"]:

@@ -5,7 +5,8 @@ from typing import Any
 
 from spmd.analysis.topology import Topology
 from spmd.errors import SpmdError
-from spmd.run.build import TrainSetup
+from spmd.run.build import TrainSetup, make_setup
+from spmd.run.preflight import check_microbatches, estimate_step
 
 
 def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple[str, int]]:
@@ -24,9 +25,9 @@ def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple
         alone, combined = {name: value}, {**together, name: value}
         for settings in [alone] if alone == combined else [alone, combined]:
             try:
-                other = TrainSetup(dataclasses.replace(config, **settings), setup.mesh)
-                other.check_batch()
-                total = other.memory(topology.platform).total
+                other = make_setup(dataclasses.replace(config, **settings), setup.mesh)
+                check_microbatches(other)
+                total = estimate_step(other, topology.platform).total
             except SpmdError:  # such as a batch that does not divide into so many microbatches
                 continue
             if topology.memory is None or total <= topology.memory:

@@ -13,6 +13,7 @@ import jax
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.versions import library_versions
+from spmd.data.corpus import Corpus
 from spmd.data.loader import Batch, Batches, Windows, batches, evaluation_batches
 from spmd.distributed.compilation_cache import cache_dir, compilation_cache
 from spmd.errors import DivergenceError, NonFiniteError
@@ -25,8 +26,9 @@ from spmd.resilience.divergence import DivergenceCheck
 from spmd.resilience.preemption import Preemption
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
-from spmd.run.build import TrainSetup
+from spmd.run.build import TrainSetup, abstract_batch, build_precision, count_flops
 from spmd.run.config import config_difference, config_values
+from spmd.run.describe import pipeline_line, slices_line
 from spmd.run.hooks import Evaluate, Log, Save, Telemetry
 from spmd.run.init_from import copy_source_files, initial_state
 from spmd.run.record import check_resumable, checkpoint_record
@@ -75,6 +77,7 @@ class ResumePoint:
 
 def train(
     setup: TrainSetup,
+    corpus: Corpus,
     run_dir: RunDir,
     source: Path,
     console: Console | None,
@@ -87,6 +90,7 @@ def train(
 
     Args:
         setup: On a mesh with devices.
+        corpus: From `open_corpus`.
         run_dir: Contains no run, or the one to resume.
         source: The config file.
         console: Used on the first process only.
@@ -104,7 +108,7 @@ def train(
         log = stack.enter_context(ProcessLog(run_dir.log))
         watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
         log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
-        check_hosts_agree(_common_to_hosts(setup, source, resume, environment or {}))
+        check_hosts_agree(_common_to_hosts(setup, corpus, source, resume, environment or {}))
         preemption = stack.enter_context(Preemption())
         tracing = stack.enter_context(Profile(run_dir.path / "profile", profile, log.say))
         checkpoints = stack.enter_context(
@@ -112,7 +116,7 @@ def train(
         )
         console = console if jax.process_index() == 0 else None
         telemetry = Telemetry(StepClock(), Stopwatch(), watchdog)
-        run = _Run(setup, run_dir, console, log, checkpoints, telemetry, preemption, tracing)
+        run = _Run(setup, corpus, run_dir, console, log, checkpoints, telemetry, preemption, tracing)
         began, rollbacks = time.perf_counter(), 0
         point = run.prepare(source, resume)
         first_step = point.step
@@ -144,14 +148,16 @@ def train(
         )
 
 
-def _common_to_hosts(setup: TrainSetup, source: Path, resume: bool, environment: Mapping[str, str]) -> dict[str, Any]:
+def _common_to_hosts(
+    setup: TrainSetup, corpus: Corpus, source: Path, resume: bool, environment: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the values that must be equal on all processes."""
     return {
         "config": config_values(setup.config),
         "config file": hashlib.sha256(source.read_bytes()).hexdigest(),
-        "plan": f"{setup.plan}{setup.pipeline_line}",
-        "batch": {name: f"{x.dtype}{list(x.shape)}" for name, x in setup.abstract_batch().items()},
-        "data": setup.corpus.fingerprint,
+        "plan": f"{setup.plan}{pipeline_line(setup)}",
+        "batch": {name: f"{x.dtype}{list(x.shape)}" for name, x in abstract_batch(setup.config).items()},
+        "data": corpus.fingerprint,
         "versions": library_versions(),
         "source": source_fingerprint(),
         "environment": dict(environment),
@@ -165,6 +171,7 @@ class _Run:
     """One process of a run: what surrounds the training loop."""
 
     setup: TrainSetup
+    corpus: Corpus
     run_dir: RunDir
     console: Console | None
     log: ProcessLog
@@ -185,12 +192,12 @@ class _Run:
         if self.checkpoints.leftovers:
             self.say(f"removed interrupted saves: {', '.join(self.checkpoints.leftovers)}")
         if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
-            check_resumable(self.checkpoints.record(latest), setup, self.run_dir.path)
+            check_resumable(self.checkpoints.record(latest), setup, self.corpus, self.run_dir.path)
         with self.telemetry.during("compile", "compiling the step"):
-            setup.step.compile(setup.abstract_batch())
+            setup.step.compile(abstract_batch(setup.config))
         point = self.restore() if resume else self.initialize()
         if jax.process_index() == 0:
-            self.run_dir.describe(setup.config, source, f"{setup.plan}{setup.pipeline_line}{setup.slices_line}")
+            self.run_dir.describe(setup.config, source, f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}")
             copy_source_files(setup, self.run_dir.path)
         self.telemetry.stopwatch.switch_to("step")
         return point
@@ -208,7 +215,7 @@ class _Run:
             return self.initialize()
         with self.telemetry.during("restore", "restoring a checkpoint"):
             state, record = checkpoints.restore(None, abstract_state(setup.plan))
-        check_resumable(record, setup, self.run_dir.path)
+        check_resumable(record, setup, self.corpus, self.run_dir.path)
         for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             self.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
@@ -240,13 +247,13 @@ class _Run:
             for file in files:
                 stack.callback(file.close)
             writers = Writers([*files, *([self.console] if self.console else [])])
-            mfu = functools.partial(utilization, setup.flops, devices=list(setup.mesh.devices.flat))
+            mfu = functools.partial(utilization, count_flops(config), devices=list(setup.mesh.devices.flat))
             goodput_dir = path if files else None
             log = Log(config, mfu, writers, telemetry.clock, telemetry.stopwatch, say, goodput_dir, skipped)
-            windows = Windows(setup.corpus.validation, config.data.sequence)
+            windows = Windows(self.corpus.validation, config.data.sequence)
             step = make_eval_step(setup.plan, setup.evaluation_loss_fn)
             evaluate = Evaluate(config, step, windows, batch_sharding(setup.mesh), writers, telemetry)
-            record = checkpoint_record(setup)
+            record = checkpoint_record(setup, self.corpus)
             save = Save(config, record, self.checkpoints, evaluate, self.preemption, telemetry, say, skipped)
             stream = stack.enter_context(self.batches(point))
             guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
@@ -257,7 +264,7 @@ class _Run:
         """Return the training batches that follow `point`."""
         data, skipped = self.setup.config.data, point.skipped_batches
         return batches(
-            Windows(self.setup.corpus.train, data.sequence),
+            Windows(self.corpus.train, data.sequence),
             batch=data.batch,
             sharding=batch_sharding(self.setup.mesh),
             seed=self.setup.config.seed,
@@ -269,7 +276,7 @@ class _Run:
 
     def divergence_check(self, skipped_batches: int) -> DivergenceCheck:
         """Return the check for non-finite values and loss spikes, as the config asks for."""
-        config, scaling = self.setup.config, self.setup.precision.loss_scale
+        config, scaling = self.setup.config, build_precision(self.setup.config).loss_scale
         return DivergenceCheck(
             config.data.batch,
             skipped_batches=skipped_batches,
@@ -288,7 +295,7 @@ class _Run:
         if every.replicas_every:
             hooks.append(ReplicaCheck(setup.plan, every.replicas_every, checking))
         if every.repeat_every:
-            windows, tokens = Windows(setup.corpus.train, data.sequence), data.batch * data.sequence
+            windows, tokens = Windows(self.corpus.train, data.sequence), data.batch * data.sequence
             sharding = batch_sharding(setup.mesh)
             probe = next(evaluation_batches(windows, batch=data.batch, sharding=sharding, tokens_at_most=tokens))
             hooks.append(DeterminismCheck(setup.plan, setup.grad_fn, probe, every.repeat_every, checking))

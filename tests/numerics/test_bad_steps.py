@@ -14,7 +14,7 @@ from spmd.data.loader import Windows, batches
 from spmd.errors import NonFiniteError, SpikeError
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.resilience.divergence import DivergenceCheck
-from spmd.run.build import TrainSetup, config_mesh
+from spmd.run.build import build_optimizer, config_mesh, make_setup, open_corpus
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.state import init_state
@@ -103,7 +103,7 @@ def test_the_window_of_the_config_is_that_of_skipping(tmp_path):
     def skipped_batches(window, *norms):
         recovery = dataclasses.replace(config.recovery, on_spike="skip", spike_factor=4.0, spike_window=window)
         chosen = dataclasses.replace(config, recovery=recovery)
-        optimizer = TrainSetup(chosen, config_mesh(chosen)).optimizer
+        optimizer = build_optimizer(chosen)
         opt_state = optimizer.init(params)
         update = jax.jit(optimizer.update)
         for norm in norms:
@@ -125,8 +125,8 @@ def train(*arguments):
 def expected(path):
     """The parameters after 12 steps that pass over batches 4, 5 and 6 of the order (from 0), by hand."""
     config = dataclasses.replace(load_config(str(path)), steps=12)
-    setup = TrainSetup(config, config_mesh(config))
-    windows = Windows(setup.corpus.train, config.data.sequence)
+    setup = make_setup(config, config_mesh(config))
+    windows = Windows(open_corpus(setup.config).train, config.data.sequence)
     sharding = batch_sharding(setup.mesh)
     at = init_state(setup.plan, config.seed)
     for first, last in ((0, 4), (7, 15)):
@@ -150,8 +150,8 @@ def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, cl
     """Step 7's batch is damaged: back to step 4, on with batch 7, bitwise as trained without batches 4 to 6."""
     path = write_tiny(tmp_path)
     config = load_config(str(path))
-    setup = TrainSetup(config, config_mesh(config))
-    windows = Windows(setup.corpus.train, 16)
+    setup = make_setup(config, config_mesh(config))
+    windows = Windows(open_corpus(setup.config).train, 16)
     with batches(windows, batch=8, sharding=batch_sharding(setup.mesh), seed=0, start=6, steps=7) as stream:
         rows = np.asarray(next(stream)["tokens"])
     every = windows.rows(np.arange(len(windows)))["tokens"]

@@ -8,13 +8,14 @@ MEASURE = """
     import dataclasses, json, sys
     from spmd.distributed.initialize import initialize
     from spmd.run.load_config import load_config
-    from spmd.run.build import TrainSetup, config_mesh
+    from spmd.run.build import config_mesh, make_setup
+    from spmd.run.preflight import estimate_step, compile_step
     initialize(8)
     totals = {}
     for zero, remat in ((0, "save:attention_out,mlp_hidden"), (3, "full")):
         config = dataclasses.replace(load_config("demo"), zero=zero, remat=remat)
-        setup = TrainSetup(config, config_mesh(config))
-        totals[f"{zero} {remat}"] = [setup.memory("cpu").total, setup.compile()[1].total]
+        setup = make_setup(config, config_mesh(config))
+        totals[f"{zero} {remat}"] = [estimate_step(setup, "cpu").total, compile_step(setup)[1].total]
     print(json.dumps(totals))
 """
 

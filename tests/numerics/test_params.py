@@ -11,7 +11,7 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.lora import LoRAConfig, with_adapters
-from spmd.run.build import TrainSetup, config_mesh
+from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_params import read_params, restore_model
 from spmd.run.run_dir import RunDir
@@ -37,7 +37,7 @@ def write_run(folder, **fields):
     """A run folder with one checkpoint, and its state."""
     (folder / "config.py").write_text(SOURCE)
     config = TrainConfig(model=tiny.CONFIG, rules=LLAMA, mesh=MeshShape(fsdp=4, tensor=2), devices=8, **fields)
-    setup = TrainSetup(config, config_mesh(config))
+    setup = make_setup(config, config_mesh(config))
     RunDir(folder).describe(config, folder / "config.py", str(setup.plan))
     # No two adapters are zero, as they all begin.
     state = jax.tree.map(lambda x: x + 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else x, init_state(setup.plan, 3))

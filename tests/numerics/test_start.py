@@ -15,7 +15,7 @@ from spmd.errors import CheckpointError
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.lora import BASE, LoRAConfig
-from spmd.run.build import TrainSetup, config_mesh
+from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import check_init, initial_state
 from spmd.run.load_config import load_config
@@ -44,7 +44,7 @@ def setup(folder: Path, start: str, **fields: object) -> TrainSetup:
     config: TrainConfig = dataclasses.replace(
         load_config(str(folder / "tiny.py")), **{"init": str(folder / start), **fields}
     )
-    return TrainSetup(config, config_mesh(config))
+    return make_setup(config, config_mesh(config))
 
 
 @functools.cache

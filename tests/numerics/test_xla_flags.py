@@ -12,7 +12,8 @@ from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.plan import run_plan
 from spmd.distributed.xla_flags import CROSSING, PRESETS, START_UP, compiler_options, flags_for
 from spmd.errors import ConfigError
-from spmd.run.build import TrainSetup, planned_mesh
+from spmd.run.build import build_flags, make_setup, planned_mesh
+from spmd.run.describe import flags_text
 from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape
@@ -81,11 +82,11 @@ def test_flags_are_known_to_their_own_compiler(topology):
 
 def test_a_config_may_say_otherwise():
     """The last value for a name is taken; without the preset there are XLA's own; a word that is neither is refused."""
-    config, mesh = load_config("demo"), planned_mesh(load_config("demo"))
+    config = load_config("demo")
     one = "xla_gpu_enable_latency_hiding_scheduler"
 
     def chosen(*asked, platform="gpu"):
-        options = compiler_options(TrainSetup(dataclasses.replace(config, xla=asked), mesh).flags(platform))
+        options = compiler_options(build_flags(dataclasses.replace(config, xla=asked), platform))
         return {name: options[name] for name in sorted(options)}
 
     assert chosen("preset")[one] is True
@@ -127,8 +128,8 @@ def test_the_recipe_gives_its_flags_to_the_step():
     """The step on devices has the flags of their platform, those of the config among them."""
     config = dataclasses.replace(load_config("demo"), xla=("preset", "xla_cpu_enable_fast_math=false"))
     mesh = tiny.mesh(**{axis: size for axis, size in config.mesh.sizes.items() if size > 1})
-    assert TrainSetup(config, mesh).step.compiler_options == {"xla_cpu_enable_fast_math": False}
-    assert TrainSetup(dataclasses.replace(config, xla=("preset",)), mesh).step.compiler_options == {}
+    assert make_setup(config, mesh).step.compiler_options == {"xla_cpu_enable_fast_math": False}
+    assert make_setup(dataclasses.replace(config, xla=("preset",)), mesh).step.compiler_options == {}
 
 
 PLAN = ["demo", "--mesh.data", "2", "--mesh.fsdp", "4", "--mesh.tensor", "1", "--slices.data", "2"]
@@ -157,7 +158,7 @@ def test_one_slice_shows_nothing_of_slow_networks(capsys):
     """The control: without `slices`, the flags for crossing axes are not in the plan."""
     config = dataclasses.replace(load_config("demo"), mesh=MeshShape(fsdp=8))
     for platform in ("tpu", "cuda"):
-        text = TrainSetup(config, planned_mesh(config)).flags_text(platform)
+        text = flags_text(make_setup(config, planned_mesh(config)), platform)
         assert all(flag.name in text for flag in PRESETS[platform])
         assert not any(flag.name in text for flag in CROSSING[platform])
 

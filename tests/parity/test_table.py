@@ -19,7 +19,7 @@ from spmd.partition_rules.gpt2 import GPT2
 from spmd.partition_rules.llama import LLAMA, sequence_parallel
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.partition_rules.qwen import QWEN2
-from spmd.run.build import TrainSetup
+from spmd.run.build import make_setup
 from spmd.run.config import ModelConfig, PipelineConfig, TrainConfig
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.rules import Rules
@@ -74,7 +74,7 @@ def config_of(row: Row) -> TrainConfig:
 
 def record(config: TrainConfig, bug: str = "") -> Record:
     """Two steps of a run on its mesh."""
-    setup = TrainSetup(config, tiny.mesh(**{axis: n for axis, n in config.mesh.sizes.items() if n > 1}))
+    setup = make_setup(config, tiny.mesh(**{axis: n for axis, n in config.mesh.sizes.items() if n > 1}))
     grad_fn = BUGS[bug](setup.grad_fn) if bug else setup.grad_fn
     return record_run(setup.plan, grad_fn, BATCHES)
 

@@ -23,7 +23,7 @@ import pytest
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.manifest import MANIFEST, verify_manifest, write_manifest
-from spmd.run.build import TrainSetup
+from spmd.run.build import make_setup
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import mesh_of
 from spmd.train.state import abstract_state
@@ -173,7 +173,7 @@ def test_kills_at_random_moments_leave_no_trace(kills: int, tmp_path: Path, caps
     stages = sum((lane[0] for lane in lanes), collections.Counter[str]())
     finished = [out for lane in lanes for out in lane[1]]
 
-    setup = TrainSetup(load_config(str(config)), mesh_of(load_config(str(config)).mesh, jax.devices()[:2]))
+    setup = make_setup(load_config(str(config)), mesh_of(load_config(str(config)).mesh, jax.devices()[:2]))
 
     def final(out: Path) -> tuple[Any, Any]:
         with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.run.build import TrainSetup
+from spmd.run.build import make_setup
 from spmd.run.config import with_values
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import mesh_of
@@ -88,7 +88,7 @@ def losses(out: Path) -> dict[int, float]:
 def params(folder: Path, out: Path):
     """The parameters and the optimizer's state after the last step, on two of this process's devices."""
     config = with_values(load_config(str(folder / "tiny.py")), {"devices": 2})
-    setup = TrainSetup(config, mesh_of(config.mesh, jax.devices()[:2]))
+    setup = make_setup(config, mesh_of(config.mesh, jax.devices()[:2]))
     with CheckpointManager(out / "checkpoints") as checkpoints:
         state, _ = checkpoints.restore(STEPS, abstract_state(setup.plan))
     return jax.tree.map(np.asarray, (state.params, state.optimizer_state))

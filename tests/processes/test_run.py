@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.run.build import TrainSetup, config_mesh
+from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import with_values
 from spmd.run.load_config import load_config
 from spmd.run.run_dir import RunDir
@@ -52,7 +52,7 @@ def params(folder, out, step, **mesh):
     """The parameters of a checkpoint, restored onto a mesh of this process's devices."""
     config = with_values(load_config(str(folder / "tiny.py")), {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, **mesh}})
     size = int(np.prod(list(mesh.values()) or [1]))
-    setup = TrainSetup(config, mesh_of(config.mesh, jax.devices()[:size]))
+    setup = make_setup(config, mesh_of(config.mesh, jax.devices()[:size]))
     with CheckpointManager(out / "checkpoints") as checkpoints:
         state, _ = checkpoints.restore(step, abstract_state(setup.plan))
     return jax.tree.map(np.asarray, state)

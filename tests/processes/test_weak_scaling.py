@@ -23,14 +23,15 @@ from spmd.distributed.initialize import SINGLE_PROCESS, initialize
 from spmd.run.config import with_values
 from spmd.run.load_config import load_config
 from spmd.analysis.collective_audit import audit_collectives
-from spmd.run.build import TrainSetup, config_mesh
+from spmd.run.build import abstract_batch, build_watch, config_mesh, make_setup
+from spmd.run.preflight import compile_step
 from spmd.train.step import make_train_step
 
 config, port, processes, process = sys.argv[1], *map(int, sys.argv[2:])
 launch_args = LaunchArgs(f"127.0.0.1:{port}", processes, process) if processes > 1 else SINGLE_PROCESS
 initialize(8 // processes, launch_args)
 config = with_values(load_config(config), {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}})
-setup = TrainSetup(config, config_mesh(config))
+setup = make_setup(config, config_mesh(config))
 
 
 def sent(audit):
@@ -40,11 +41,11 @@ def sent(audit):
     ]
 
 
-found = {"processes": jax.process_count(), "devices": jax.local_device_count(), "step": sent(setup.compile()[0])}
+found = {"processes": jax.process_count(), "devices": jax.local_device_count(), "step": sent(compile_step(setup)[0])}
 if processes == 1:
-    watch = {**setup.watch, "norm": lambda state: optax.global_norm(state.params)}
+    watch = {**build_watch(setup.config), "norm": lambda state: optax.global_norm(state.params)}
     step = make_train_step(setup.plan, grad_fn=setup.grad_fn, watch=watch)
-    found["step with one more"] = sent(audit_collectives(step.compile(setup.abstract_batch()), setup.mesh))
+    found["step with one more"] = sent(audit_collectives(step.compile(abstract_batch(setup.config)), setup.mesh))
 print()
 print("FOUND", json.dumps(found))
 """

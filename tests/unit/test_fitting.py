@@ -20,20 +20,19 @@ class Config:
 def found(fits, monkeypatch, **fields):
     """What is found where a step takes 1 byte if `fits` says so of its config, and 3 otherwise; there are 2."""
 
-    class Recipe:
-        def __init__(self, config, mesh):
-            self.config, self.mesh = config, mesh
+    def check_microbatches(setup):
+        if setup.config.accumulate > 4:
+            raise ConfigError("no", [Problem("accumulate", "does not divide")])
 
-        def check_batch(self):
-            if self.config.accumulate > 4:
-                raise ConfigError("no", [Problem("accumulate", "does not divide")])
+    def make_setup(config, mesh):
+        return SimpleNamespace(config=config, mesh=mesh)
 
-        def memory(self, platform):
-            return SimpleNamespace(total=1 if fits(self.config) else 3)
-
-    monkeypatch.setattr(fitting, "TrainSetup", Recipe)
+    monkeypatch.setattr(fitting, "make_setup", make_setup)
+    monkeypatch.setattr(fitting, "check_microbatches", check_microbatches)
+    total = lambda setup, platform: SimpleNamespace(total=1 if fits(setup.config) else 3)  # noqa: E731
+    monkeypatch.setattr(fitting, "estimate_step", total)
     topology = SimpleNamespace(platform="tpu", memory=2)
-    return fitting.suggest_memory_settings(Recipe(Config(**fields), None), topology)
+    return fitting.suggest_memory_settings(make_setup(Config(**fields), None), topology)
 
 
 BOTH = ("optimizer_state", "params")

@@ -1,0 +1,72 @@
+"""Check and measure a run before it starts: its batch, its trace, its memory, and its compiled step."""
+
+import jax
+
+from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
+from spmd.analysis.compiler_log import compiler_log
+from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
+from spmd.analysis.topology import Topology, topology_devices
+from spmd.data.loader import check_batch, load_tokenizer
+from spmd.distributed.compilation_cache import compilation_cache
+from spmd.generate.generator import check_window
+from spmd.run.build import TrainSetup, abstract_batch, count_microbatches
+from spmd.run.config import TrainConfig, config_values
+from spmd.sharding.mesh import AnyMesh, batch_sharding, mesh_of
+
+
+def check_microbatches(setup: TrainSetup) -> None:
+    """Check that the batch divides into microbatches, and a microbatch over the mesh.
+
+    Raises:
+        SpmdError: It does not.
+    """
+    data, parts = setup.config.data, setup.config.accumulate * count_microbatches(setup.config, setup.schedule)
+    check_batch(data.batch, data.sequence, batch_sharding(setup.mesh), parts)
+
+
+def preflight(setup: TrainSetup) -> None:
+    """Find what is wrong before anything is allocated or compiled: the batch, the sample, every activation.
+
+    Raises:
+        SpmdError: The batch, or a microbatch of it, does not divide over the mesh; the prompt and the sample are longer
+            than the window; an activation cannot be split as the table says.
+    """
+    config, sample = setup.config, setup.config.sample
+    config_values(config)
+    if sample.prompt:
+        prompt = load_tokenizer(config.data.tokenizer).encode_prompt(sample.prompt)
+        check_window([prompt], sample.tokens, config.data.sequence)
+    check_microbatches(setup)
+    setup.step.trace(abstract_batch(config))
+
+
+def estimate_step(setup: TrainSetup, platform: str = "cpu") -> Estimate:
+    """Estimate the memory of the step on each device, from its trace, for one platform's compiler."""
+    return estimate_memory(setup.step, abstract_batch(setup.config), platform)
+
+
+def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | None]:
+    """Compile the step, and return its collectives and its memory.
+
+    Raises:
+        MemoryError: The compiler says that the step does not fit the chip.
+    """
+    with compilation_cache(None), compiler_log() as log:  # a cached program has no compiler log
+        try:
+            compiled = setup.step.compile(abstract_batch(setup.config))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise MemoryError(str(error).partition("\n")[0]) from None
+    collectives = audit_collectives(compiled, setup.mesh, log=log, slices=setup.config.slices.sizes)
+    return collectives, read_memory(compiled)
+
+
+def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
+    """Return the config's mesh over the devices of an absent machine.
+
+    Raises:
+        ConfigError: The extra with its compiler is not installed.
+        MeshError: The mesh does not fit the machine.
+    """
+    return mesh_of(config.mesh, topology_devices(topology), config.slices.sizes)
