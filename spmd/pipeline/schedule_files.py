@@ -18,16 +18,13 @@ from spmd.pipeline.schedule import Schedule, Task, check_schedule, parse_task
 from spmd.pipeline.simulate import tick_grid
 
 
-def read_schedule(
-    path: str | Path, *, microbatches: int | None = None, chunks: int | None = None, placement: str = "loop"
-) -> Schedule:
+def read_schedule(path: str | Path, *, microbatches: int | None = None, chunks: int | None = None) -> Schedule:
     """Read a schedule from a CSV file (UTF-8); it is named after the file.
 
     Args:
         path: The file.
         microbatches: Number of microbatches; by default as many as the file names.
         chunks: Chunks of layers per stage; by default as many as the file names.
-        placement: As in `Schedule`.
 
     Raises:
         ScheduleError: The file cannot be read, or all its problems, by stage and tick.
@@ -64,7 +61,6 @@ def read_schedule(
             microbatches=1 + max(task.microbatch for task in tasks) if microbatches is None else microbatches,
             chunks=1 + max(task.chunk for task in tasks) if chunks is None else chunks,
             orders=tuple(tuple(order.values()) for order in orders),
-            placement=placement,
         )
     except ScheduleError as error:
         raise ScheduleError(title, [*problems, *error.problems]) from error

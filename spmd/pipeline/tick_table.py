@@ -39,6 +39,7 @@ class TickTable:
         chunks: Chunks of layers per stage.
         depth: Input slots of the stage that needs most.
         gradient_depth: The same of gradient slots.
+        versions: Batches in flight, 1 or 2. Microbatches of the batch before have the numbers `microbatches`, ….
         receive_slot: Slot for the input that the previous stage sent in the tick before.
         forward: Microbatch of the forward task.
         forward_chunk: Its chunk.
@@ -48,13 +49,13 @@ class TickTable:
         backward_chunk: Its chunk.
         backward_slot: Slot of the input of its forward task.
         gradient_slot: Slot of its gradient; -1 on the last virtual stage, which starts from the loss.
-        versions: Batches in flight, 1 or 2. Microbatches of the batch before have the numbers `microbatches`, ….
     """
 
     microbatches: int
     chunks: int
     depth: int
     gradient_depth: int
+    versions: int
     receive_slot: np.ndarray
     forward: np.ndarray
     forward_chunk: np.ndarray
@@ -64,7 +65,6 @@ class TickTable:
     backward_chunk: np.ndarray
     backward_slot: np.ndarray
     gradient_slot: np.ndarray
-    versions: int = 1
 
     @property
     def ticks(self) -> int:
@@ -135,7 +135,7 @@ def tabulate(schedule: Schedule) -> TickTable:
             columns["gradient_slot"][tick, stage] = gradient_slots[task]
             columns["gradient_receive_slot"][arrival, stage] = gradient_slots[task]
     depth, gradient_depth = (1 + int(columns[name].max()) for name in ("backward_slot", "gradient_slot"))
-    return TickTable(schedule.microbatches, schedule.chunks, depth, gradient_depth, **columns)
+    return TickTable(schedule.microbatches, schedule.chunks, depth, gradient_depth, versions=1, **columns)
 
 
 def describe_execution(schedule: Schedule) -> str:

@@ -199,31 +199,25 @@ def test_bad_arguments(arguments: tuple, expected: list[str]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 16), st.sampled_from(["loop", "v"]), st.integers(0, 2), COSTS, COSTS, COSTS)
-def test_fill_bubbles(
-    stages: int, microbatches: int, placement: str, more: int, forward: int, backward: int, weight: int
-) -> None:
-    """With memory for 2 p activations the search ends for any costs, and within it; equal costs leave no bubble."""
+@given(st.integers(1, 6), st.integers(1, 16), st.sampled_from(["loop", "v"]), st.integers(0, 2))
+def test_fill_bubbles(stages: int, microbatches: int, placement: str, more: int) -> None:
+    """With memory for 2 p activations the search ends within it, and enough microbatches leave no bubble."""
     limit = 2 * stages + more
-    costs = {"forward": forward, "backward": backward, "weight": weight}
-    schedule = fill_bubbles(stages, microbatches, limit, placement=placement, **costs)
+    schedule = fill_bubbles(stages, microbatches, limit, placement=placement)
     assert check_schedule(schedule) == []
-    timeline = simulate(schedule, **costs)
-    assert max(timeline.peak_memory) <= limit
-    equal = simulate(fill_bubbles(stages, microbatches + 2 * stages, limit, placement=placement))
-    assert equal.span == equal.ideal
+    assert max(simulate(schedule).peak_memory) <= limit
+    timeline = simulate(fill_bubbles(stages, microbatches + 2 * stages, limit, placement=placement))
+    assert timeline.span == timeline.ideal
 
 
 def test_fill_bubbles_refuses() -> None:
-    """A limit with which the pipeline stops is refused with the arithmetic, and so are costs of nothing."""
+    """A limit with which the pipeline stops is refused with the arithmetic, and so are counts below one."""
     with pytest.raises(
         ScheduleError, match=r"every stage is full(.|\n)*limit = 4 activations, stages = 4(.|\n)*fix: 8"
     ):
         fill_bubbles(4, 8, 4, placement="v")
-    with pytest.raises(ScheduleError) as error:
-        fill_bubbles(0, 8, 0, forward=0, weight=math.nan)
-    for text in ("stages: is 0", "limit: is 0", "forward: is 0", "weight: is nan"):
-        assert text in str(error.value)
+    with pytest.raises(ScheduleError, match=r"limit: is 0(.|\n)*stages: is 0"):
+        fill_bubbles(0, 8, 0)
 
 
 @pytest.mark.parametrize("costs", [{"forward": -1}, {"weight": math.inf}, {"transfer": math.nan}])
@@ -325,8 +319,6 @@ def test_csv_of_another_size(tmp_path) -> None:
         read_schedule(path, microbatches=3)
     with pytest.raises(ScheduleError, match="stage 0, tick 1: F1 is outside the schedule"):
         read_schedule(path, microbatches=1)
-    with pytest.raises(ScheduleError, match="two chunks per stage"):
-        read_schedule(path, placement="v")
     with pytest.raises(ScheduleError, match="cannot be read"):
         read_schedule(tmp_path / "absent.csv")
 
