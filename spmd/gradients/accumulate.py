@@ -16,10 +16,6 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
 
     A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next.
 
-    Args:
-        grad_fn: The gradient function of one microbatch.
-        microbatches: Number of parts, as in `split_microbatches`.
-
     Raises:
         ConfigError: Fewer than one microbatch, or at trace time a batch that does not divide.
     """

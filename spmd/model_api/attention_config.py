@@ -62,7 +62,7 @@ class AttentionConfig:
 
     @property
     def is_ring(self) -> bool:
-        """Whether attention is ring attention."""
+        """True for ring attention."""
         return self.sequence > 1 and self.context == "ring"
 
     @property
@@ -79,9 +79,9 @@ class AttentionConfig:
             seq: Number of keys on one device.
             head_dim: Width of a head.
             dtype: Dtype of queries, keys and values.
-            packed: Whether several documents share a sequence.
-            capped: Whether scores have a soft cap.
-            causal: Whether attention is causal.
+            packed: Several documents share a sequence.
+            capped: Scores have a soft cap.
+            causal: Tokens attend to earlier tokens only.
 
         Raises:
             ConfigError: The plan's kernel, or that of a ring, does not support the call.

@@ -90,10 +90,8 @@ class Remat:
     def apply(self, layer: F, *, scanned: bool) -> F:
         """Apply the policy to one layer, a function of arrays, whatever the interval.
 
-        Args:
-            layer: The layer.
-            scanned: Whether it is the body of a `lax.scan`, which already keeps XLA from merging the recomputation with
-                the original.
+        A `scanned` layer is the body of a `lax.scan`, which already keeps XLA from merging the recomputation with the
+        original.
         """
         if self.kind in ("none", "selective"):
             return layer

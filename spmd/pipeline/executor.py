@@ -48,15 +48,9 @@ def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -
 
 
 def run_ticks(model: StageModel, chunks: Any, shared: Any, scale: jax.Array, table: TickTable, carry: Carry) -> Carry:
-    """Run all ticks of one stage.
+    """Run all ticks of one stage, from the `first_carry` or that of the previous batch.
 
-    Args:
-        model: The parts of the loss function.
-        chunks: The stage's layers, `[version · chunk, layer, …]`.
-        shared: All other parameters, `[version, …]`.
-        scale: The loss scale.
-        table: The tables.
-        carry: From `first_carry`, or from the previous batch.
+    `chunks` are the stage's layers, `[version · chunk, layer, …]`; `shared` all other parameters, `[version, …]`.
     """
     stage = jax.lax.axis_index(AXIS)
     empty = zeros(carry["arrived"])

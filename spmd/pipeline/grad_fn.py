@@ -35,7 +35,7 @@ def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
 
     Args:
         loss_fn: A `ModelLoss` of a model in parts, such as `next_token_loss(model)`.
-        table: From `spmd.pipeline.tick_table.tabulate`.
+        table: From `tabulate`.
 
     Raises:
         ConfigError: At trace time: see `spmd.pipeline.partition.partition` and `StageModel.shapes`.

@@ -14,13 +14,8 @@ def interleave(layers: Any, stages: int, chunks: int, *, back: bool = False) -> 
     """Move each stage's layers from contiguous to interleaved chunks, or back.
 
     Group *j* of all layers is stored on stage *j* // `chunks` and computed on stage *j* mod `stages`. Each of `chunks`
-    permutes sends and receives one group per stage.
-
-    Args:
-        layers: Arrays `[chunks · size, …]`, or `[chunks, size, …]` for the way back.
-        stages: The size of `pipe`.
-        chunks: Groups of layers of each stage.
-        back: Whether to restore the contiguous order.
+    permutes sends and receives one group per stage. Contiguous arrays are `[chunks · size, …]`, interleaved ones
+    `[chunks, size, …]`.
     """
     if not back:
         layers = jax.tree.map(lambda w: w.reshape(chunks, -1, *w.shape[1:]), layers)

@@ -27,7 +27,7 @@ from spmd.model_api.model import PRNG, Model, ModelInfo
 from spmd.pipeline.executor import Carry, first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages
 from spmd.pipeline.interleave import AXIS
-from spmd.pipeline.partition import IN_FLIGHT, TITLE, StageModel, partition, split_in_flight
+from spmd.pipeline.partition import IN_FLIGHT, TITLE, StageModel, Stream, partition, split_in_flight
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import grad_targets
@@ -89,39 +89,33 @@ def _save_carry(carry: Carry, table: TickTable) -> dict[str, Any]:
     d_layers, d_shared, sums = jax.tree.map(lambda x: x[0], carry["totals"])
     # The slot of a microbatch is its number modulo the slots, and the next batch numbers it lower by a batch.
     inputs = jax.tree.map(lambda x: jnp.roll(x, -(table.microbatches % table.depth), axis=0), carry["inputs"])
-    arrived, sent_back, d_shared, sums = jax.tree.map(
-        lambda x: x[None], (carry["arrived"], carry["sent_back"], d_shared, sums)
-    )
-    streams = {
-        name: {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(stream))}
-        for name, stream in zip(_STREAMS, (inputs, arrived, sent_back), strict=True)
-    }
-    return {**streams, "layer_grads": d_layers, "shared_grads": d_shared, "sums": sums}
+
+    def leaves(stream: Stream) -> dict[str, Any]:
+        return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(stream))}
+
+    streams = {name: leaves(carry[name]) for name in ("arrived", "sent_back")}
+    per_stage = jax.tree.map(lambda x: x[None], {**streams, "shared_grads": d_shared, "sums": sums})
+    return {"inputs": leaves(inputs), "layer_grads": d_layers, **per_stage}
 
 
 def _restore_carry(carry: Carry, saved: dict[str, Any]) -> Carry:
     """Return an empty carry with what `_save_carry` saved."""
+    first = jax.tree.map(lambda x: x[0], {name: saved[name] for name in saved if name not in ("inputs", "layer_grads")})
+    leaves = {**first, "inputs": saved["inputs"]}
 
-    def stream(name: str) -> Any:
-        leaves = [saved[name][str(number)] for number in range(len(saved[name]))]
-        return jax.tree.unflatten(jax.tree.structure(carry[name]), leaves)
+    def stream(name: str) -> Stream:
+        arrays = [leaves[name][str(number)] for number in range(len(leaves[name]))]
+        return jax.tree.unflatten(jax.tree.structure(carry[name]), arrays)
 
-    arrived, sent_back, d_shared, sums = jax.tree.map(
-        lambda x: x[0], (stream("arrived"), stream("sent_back"), saved["shared_grads"], saved["sums"])
-    )
-    totals = jax.tree.map(lambda x, y: x.at[1].set(y), carry["totals"], (saved["layer_grads"], d_shared, sums))
-    return {**carry, "inputs": stream("inputs"), "arrived": arrived, "sent_back": sent_back, "totals": totals}
+    added = saved["layer_grads"], first["shared_grads"], first["sums"]
+    totals = jax.tree.map(lambda x, y: x.at[1].set(y), carry["totals"], added)
+    return {**carry, **{name: stream(name) for name in _STREAMS}, "totals": totals}
 
 
 def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any, table: TickTable) -> Model:
     """Return the model with the state in flight among its variables.
 
-    Args:
-        model: The model.
-        plan: The plan of the model without that state.
-        loss_fn: As for `pipedream`.
-        batch: Its arrays as `jax.ShapeDtypeStruct`s.
-        table: As for `pipedream`.
+    `plan` is that of the model without this state, `batch` the arrays of a batch as `jax.ShapeDtypeStruct`s.
     """
 
     def empty_carry(params: Any, variables: Any, batch: Any, key: Any) -> Any:

@@ -34,8 +34,8 @@ class Task:
     Args:
         kind: `"F"` forward; `"B"` gradient of the input only; `"W"` gradients of the weights only; `"BW"` the whole
             backward pass.
-        microbatch: Index of the microbatch.
-        chunk: Index among the stage's chunks of layers.
+        microbatch: Its index in the batch.
+        chunk: Its index among the stage's chunks of layers.
 
     Raises:
         ScheduleError: An unknown kind or a negative index.
@@ -83,7 +83,7 @@ class Schedule:
     The model is split into `stages * chunks` virtual stages.
 
     Args:
-        name: Its name.
+        name: The name in error messages.
         microbatches: Microbatches of one batch.
         chunks: Chunks of layers on each stage.
         orders: For each stage its tasks, in the order of execution.
@@ -217,9 +217,7 @@ def execution_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int
 def check_schedule(schedule: Schedule, ticks: Sequence[Sequence[int]] | None = None) -> list[Problem]:
     """Return the problems of a schedule, sorted: tasks that are missing, repeated or unknown, and deadlocks.
 
-    Args:
-        schedule: The schedule.
-        ticks: For each stage the ticks of its tasks, for the messages; by default their indices in the order.
+    `ticks` has the tick of each task for the messages; by default its index in the order of its stage.
     """
     ticks = ticks or [range(len(order)) for order in schedule.orders]
     runs: dict[Pass, tuple[int, Task]] = {}  # the tick and the task that run a pass first

@@ -19,12 +19,7 @@ from spmd.pipeline.simulate import tick_grid
 
 
 def read_schedule(path: str | Path, *, microbatches: int | None = None, chunks: int | None = None) -> Schedule:
-    """Read a schedule from a CSV file (UTF-8); it is named after the file.
-
-    Args:
-        path: The file.
-        microbatches: Number of microbatches; by default as many as the file names.
-        chunks: Chunks of layers per stage; by default as many as the file names.
+    """Read a schedule from a CSV file (UTF-8), named after the file, with the microbatches and chunks in it by default.
 
     Raises:
         ScheduleError: The file cannot be read, or all its problems, by stage and tick.

@@ -82,11 +82,9 @@ class TickTable:
         return {name: getattr(self, name) for name in _COLUMNS}
 
     def time(self, forward: float, backward: float) -> float:
-        """Return the duration if every stage waits for the slowest in each half of a tick.
+        """Return the duration, given that of a forward and of a backward task (with recomputation) of a whole stage.
 
-        Args:
-            forward: Time of a forward task of all layers of a stage.
-            backward: Time of a backward task, recomputation included.
+        In each half of a tick, every stage waits for the slowest.
         """
         halves = ((self.forward, forward), (self.backward, backward))
         return sum((tasks >= 0).any(axis=1).sum() * time / self.chunks for tasks, time in halves)
