@@ -115,7 +115,7 @@ class Step:
 
     def __init__(self, schedule: Schedule, work: Work) -> None:
         self.schedule = schedule
-        self.program: TickTable = tabulate(schedule)
+        self.table: TickTable = tabulate(schedule)
         shape = (LAYERS * schedule.stages, work.width, work.width)
 
         def init(key: jax.Array) -> Any:
@@ -141,7 +141,7 @@ class Step:
         mesh = spmd.make_mesh(devices=jax.devices()[: schedule.stages], pipe=schedule.stages)
         model = Model(init, lambda params, x: None, layered=lambda: layered)
         plan = spmd.make_plan(mesh, rules, model, optax.identity())
-        grad_fn = pipeline(ModelLoss(model, lambda batch: (batch["x"],), sums), self.program)
+        grad_fn = pipeline(ModelLoss(model, lambda batch: (batch["x"],), sums), self.table)
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
             with use_plan(plan):
@@ -172,7 +172,7 @@ def measure(stages: int, microbatches: int, work: Work, rounds: int) -> list[dic
     turns = [{i: steps[i].time() for i in order.sample(range(len(steps)), len(steps))} for _ in range(rounds)]
     # Of the simulator's B and W only the sum matters here.
     makespans = [simulate(step.schedule, forward=FORWARD, backward=BACKWARD, weight=0).makespan for step in steps]
-    in_step = [float(step.program.time(FORWARD, BACKWARD)) for step in steps]
+    in_step = [float(step.table.time(FORWARD, BACKWARD)) for step in steps]
     lines = []
     for i, step in enumerate(steps):
         measured = [turn[i] / turn[0] for turn in turns]
@@ -188,7 +188,7 @@ def measure(stages: int, microbatches: int, work: Work, rounds: int) -> list[dic
             "measured": middle,
             "measured_quartiles": [low, high],
             "error": round(middle / predicted - 1, 4),
-            "ticks": step.program.ticks,
+            "ticks": step.table.ticks,
             "s": round(statistics.median(turn[i] for turn in turns), 4),
         }
         if work.seconds:

@@ -1,4 +1,4 @@
-"""Gradient accumulation: a large batch in several small passes, with the numbers of the large one."""
+"""Gradient accumulation over microbatches, equal to the gradients of the whole batch."""
 
 from typing import Any
 
@@ -12,25 +12,16 @@ from spmd.plan.fsdp import accumulation_dtype
 
 
 def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
-    """Runs `grad_fn` on `microbatches` equal parts of the batch, one after the other, and adds up.
+    """Return a gradient function that adds up the results of `grad_fn` on microbatches, one after the other.
 
-    Args:
-        grad_fn: The gradient function of one microbatch.
-        microbatches: Into how many parts the leading (batch) dimension of every array is cut. Each part takes every
-            `microbatches`-th example, so it stays spread over the devices that hold the batch.
-
-    Returns:
-        A gradient function of the whole batch. Since a `GradFn` returns sums, padding makes no difference. Variables
-        go from one microbatch to the next.
+    A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next.
 
     Raises:
-        ConfigError: At trace time, a batch that does not divide.
+        ConfigError: Fewer than one microbatch, or at trace time a batch that does not divide.
     """
     if microbatches < 1:
-        raise ConfigError(
-            "Gradients cannot be accumulated:",
-            [Problem("microbatches", f"is {microbatches}", fix="1 or more")],
-        )
+        problem = Problem("microbatches", f"is {microbatches}", fix="at least 1")
+        raise ConfigError("Gradients cannot be accumulated:", [problem])
     if microbatches == 1:
         return grad_fn
 
@@ -54,24 +45,24 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
 
 
 def split_microbatches(batch: Any, microbatches: int) -> Any:
-    """The batch in equal parts: every array `[batch, …]` as `[microbatches, batch / microbatches, …]`.
+    """Reshape every array `[batch, …]` to `[microbatches, batch / microbatches, …]`.
 
-    Part *i* takes the examples *i*, *i* + `microbatches`, …, so it stays spread over the devices that hold the batch.
+    Microbatch *i* has the examples *i*, *i* + `microbatches`, …, so each stays split over the devices of the batch.
 
     Raises:
         ConfigError: The batch does not divide.
 
     Example:
-        >>> cut_batch(jnp.arange(6), 2).tolist()
+        >>> split_microbatches(jnp.arange(6), 2).tolist()
         [[0, 2, 4], [1, 3, 5]]
     """
 
-    def cut(x: jax.Array) -> jax.Array:
+    def split(x: jax.Array) -> jax.Array:
         examples = x.shape[0]
         if examples % microbatches:
-            arithmetic = f"{examples} / {microbatches} = {examples / microbatches:.4g}"
-            problem = Problem("batch", "does not divide into microbatches", arithmetic, "change one of them")
-            raise ConfigError("The batch cannot be cut into microbatches:", [problem])
+            detail = f"{examples} / {microbatches} = {examples / microbatches:.4g}"
+            problem = Problem("batch", "does not divide into microbatches", detail, "change one of them")
+            raise ConfigError("The batch cannot be split into microbatches:", [problem])
         return jnp.swapaxes(x.reshape(examples // microbatches, microbatches, *x.shape[1:]), 0, 1)
 
-    return jax.tree.map(cut, batch)
+    return jax.tree.map(split, batch)

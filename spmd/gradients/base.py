@@ -1,7 +1,7 @@
-"""What a gradient function is, and the plain one.
+"""The type of gradient functions, and reverse-mode differentiation of a whole batch.
 
-A `GradFn` returns gradients *of the summed loss* and the sums themselves. Sums add up, so accumulation, pipelines
-and loss scaling compose without knowing of each other; the step divides by the weight once.
+A `GradFn` returns gradients *of the summed loss* and the sums. Sums add up, so accumulation, pipelines and loss scaling
+compose independently; the step divides by the weight once.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from spmd.model_api.precision import scale_loss, split_loss_scale
 from spmd.plan.fsdp import grad_targets, params_for_forward
 
 GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
-"""`(params, variables, batch, key) -> (gradients of sums["loss"], sums, variables afterwards)`."""
+"""`(params, variables, batch, key) -> (gradients of sums["loss"], sums, updated variables)`."""
 
 
 def value_and_grad(loss_fn: LossFn) -> GradFn:
-    """Gradients of the whole batch at once, by reverse-mode differentiation.
+    """Return the gradient function of the whole batch.
 
-    Under a plan they are in the dtype that its precision sums gradients in, whatever the parameters are stored in. If
-    the variables hold a loss scale, they are gradients of the scaled loss, for `unscale` to scale back.
+    Under a plan gradients have the dtype in which its precision sums them, whatever the dtype of the parameters. If the
+    variables have a loss scale, they are gradients of the scaled loss (see `unscale`).
 
     Example:
         >>> import jax.numpy as jnp
@@ -34,8 +34,8 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_loss_scale(variables)
 
-        def objective(view: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
-            sums, after = loss_fn(params_for_forward(params, view), own, batch, key)
+        def objective(targets: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
+            sums, after = loss_fn(params_for_forward(params, targets), own, batch, key)
             return scale_loss(sums["loss"], scaling), (sums, after)
 
         gradients, (sums, after) = jax.grad(objective, has_aux=True)(grad_targets(params))

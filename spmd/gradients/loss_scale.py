@@ -1,4 +1,4 @@
-"""Loss scaling around any gradient function: gradients are scaled back, and steps that overflow change nothing."""
+"""Loss scaling of a gradient function: unscales its gradients, and keeps variables in steps that overflow."""
 
 from typing import Any
 
@@ -12,16 +12,11 @@ from spmd.optim.skip_updates import all_finite
 
 
 def unscale(grad_fn: GradFn, loss_scale: LossScale | None) -> GradFn:
-    """The gradient function whose gradients are those of the loss itself.
+    """Wrap a gradient function of the scaled loss; None as the loss scale returns it unchanged.
 
-    `value_and_grad` multiplies the loss by the scale that it finds among the variables, before it differentiates. A
-    gradient function of your own must do the same. This wrapper goes outside of all others, so the scale is one for the
-    whole batch. It looks once whether the gradients are finite; if not, no variable changes but those of the scaling
-    itself.
-
-    Args:
-        grad_fn: A composition of `value_and_grad`.
-        loss_scale: None leaves `grad_fn` as it is.
+    `value_and_grad` multiplies the loss by the scale among the variables; a custom gradient function must do the same.
+    This is the outermost wrapper, so the whole batch has one scale. If the gradients are not finite, only the
+    loss-scale state changes, and no other variable.
 
     Example:
         >>> from spmd.gradients.base import value_and_grad
@@ -39,24 +34,24 @@ def unscale(grad_fn: GradFn, loss_scale: LossScale | None) -> GradFn:
         gradients, sums, after = grad_fn(params, variables, batch, key)
         gradients = jax.tree.map(lambda g: g / state["scale"], gradients)
         finite = all_finite(gradients)
-        after = _kept_unless(finite, after, variables)
+        after = _select(finite, after, variables)
         return gradients, sums, {**after, LOSS_SCALE: loss_scale.after(state, finite)}
 
     return unscaled
 
 
 def keep_variables(grad_fn: GradFn) -> GradFn:
-    """The gradient function, which leaves the variables as they were where its gradients are not finite.
+    """Wrap a gradient function so that non-finite gradients leave the variables, such as batch statistics, unchanged.
 
-    What `skip_bad_updates` is for parameters, this is for batch statistics.
+    The counterpart for parameters is `skip_bad_updates`.
     """
 
-    def kept(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
+    def wrapped(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         gradients, sums, after = grad_fn(params, variables, batch, key)
-        return gradients, sums, _kept_unless(all_finite(gradients), after, variables)
+        return gradients, sums, _select(all_finite(gradients), after, variables)
 
-    return kept
+    return wrapped
 
 
-def _kept_unless(finite: jax.Array, after: Any, before: Any) -> Any:
+def _select(finite: jax.Array, after: Any, before: Any) -> Any:
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)

@@ -1,7 +1,7 @@
 """Losses as global sums, so that every mesh and every accumulation setting gives the same mean.
 
-A `LossFn` returns *sums* over the tokens of its batch. They are divided by the sum of weights once, at the end of
-the step: sum(losses) / sum(weights), never a mean of means, which would differ with padding between meshes.
+A `LossFn` returns *sums* over the tokens of its batch. The step divides once by the sum of weights: a mean of means
+would depend on how padding is distributed over the mesh.
 """
 
 import dataclasses
@@ -21,8 +21,7 @@ Sums = dict[str, jax.Array]
 """Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name."""
 
 LossFn = Callable[[Any, Any, Any, jax.Array], tuple[Sums, Any]]
-"""`(params, variables, batch, key) -> (Sums, variables afterwards)`; the sum `loss` is what is differentiated. A model
-without variables passes them on."""
+"""`(params, variables, batch, key) -> (Sums, updated variables)`; the sum `loss` is differentiated."""
 
 
 def cross_entropy(
@@ -32,20 +31,16 @@ def cross_entropy(
     *,
     chunk: int = CHUNK,
 ) -> Sums:
-    """Next-token cross-entropy in nats, and how many tokens are predicted exactly, as weighted sums.
+    """Return the next-token cross-entropy in nats, the weight and the accuracy, as weighted sums.
 
     A target whose logit ties with the largest counts as predicted.
 
     Args:
-        logits: Scores, in any float dtype; computed on in float32. The vocabulary may be split over devices: the
-            target's logit is picked by a masked sum, which needs no gather. Or a head that is not multiplied out, whose
-            logits are then never all there.
-        targets: The token that follows each position.
-        weights: 0 for padding, 1 for a token that counts.
-        chunk: Of a head that is not multiplied out, how many tokens of a device there are logits of at once.
-
-    Returns:
-        Sums `loss`, `weight` and `accuracy`.
+        logits: Logits in any float dtype, cast to float32. The vocabulary may be split over devices: a masked sum
+            selects the target's logit without a gather. With `LazyLogits`, never all logits exist at once.
+        targets: The next token of each position.
+        weights: 0 for padding, otherwise 1.
+        chunk: Tokens of a device whose logits exist at once, for `LazyLogits`.
     """
     if isinstance(logits, LazyLogits):
         loss, correct = chunked_cross_entropy(logits, targets, weights, chunk)
@@ -54,24 +49,20 @@ def cross_entropy(
     vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
     target = jnp.where(vocabulary == targets[..., None], logits, 0.0).sum(axis=-1)
     losses = jax.nn.logsumexp(logits, axis=-1) - target
-    # The maximum is one that logsumexp takes anyway; telling ties apart would need a second copy of the logits.
+    # logsumexp computes the maximum anyway; an argmax, which breaks ties, would need a second copy of the logits.
     correct = (target >= logits.max(axis=-1)).astype(jnp.float32)
-    return {
-        "loss": (losses * weights).sum(),
-        "weight": weights.sum(),
-        "accuracy": (correct * weights).sum(),
-    }
+    return {"loss": (losses * weights).sum(), "weight": weights.sum(), "accuracy": (correct * weights).sum()}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelLoss:
-    """A loss of a model's outputs: a `LossFn`, and the parts of which a pipeline composes another.
+    """A `LossFn` of a model's outputs, in parts that a pipeline recomposes.
 
     Attributes:
         model: The model.
-        inputs: A batch → what the model is called on.
+        inputs: Batch → the model's inputs.
         sums: `(Outputs, batch)` → `Sums`.
-        train: Whether the model runs as in training (dropout drops, batch statistics are updated) or in evaluation.
+        train: Whether the model runs in training mode (dropout, updates of batch statistics) or in evaluation mode.
     """
 
     model: Model
@@ -80,7 +71,7 @@ class ModelLoss:
     train: bool = True
 
     def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        """Return the sums of a batch, and the variables afterwards."""
+        """Return the sums of a batch, and the updated variables."""
         with zigzag_batch(batch, position_aware=self.model.info().position_aware) as batch, lazy_logits():
             inputs = self.inputs(batch)
             returned, variables = self.model.forward(params, variables, key, *inputs, train=self.train)
@@ -90,12 +81,12 @@ class ModelLoss:
 def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> ModelLoss:
     """Return the loss of a language model on batches of `tokens`, `targets` and `weights`, each `[batch, sequence]`.
 
-    A batch may have `segments` too, the document of each token, which the model then takes after the tokens.
+    A batch may also have `segments`, the document of each token: the second input of the model.
 
     Args:
-        model: Tokens in, logits `[batch, sequence, vocab]` or `spmd.model_api.model.Outputs` out.
-        train: Whether the model runs as in training, and auxiliary losses are a part of the loss.
-        chunk: Tokens of a device whose logits exist at once, if the model returns `spmd.layers.lm_head.LazyLogits`.
+        model: Tokens → logits `[batch, sequence, vocab]` or `spmd.model_api.model.Outputs`.
+        train: Whether the model runs in training mode, and auxiliary losses are part of the loss.
+        chunk: As for `cross_entropy`.
     """
     return ModelLoss(model, _tokens, functools.partial(next_token_sums, train=train, chunk=chunk), train)
 
@@ -103,7 +94,7 @@ def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> 
 def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = CHUNK) -> Sums:
     """Return the cross-entropy of the next token, and each auxiliary loss and metric, as weighted sums."""
     sums = cross_entropy(outputs.logits, batch["targets"], batch["weights"], chunk=chunk)
-    # The step divides by the weight, so a batch's value enters with its weight, and zero where all is padding.
+    # The step divides by the weight, so a value of the batch is multiplied by it: zero if all tokens are padding.
     others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
     loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])
     return {**sums, **others, "loss": loss}
@@ -116,11 +107,7 @@ def _tokens(batch: Any) -> tuple[Any, ...]:
 def classification_loss(model: Model, *, train: bool = True) -> ModelLoss:
     """Return the loss of a classifier on batches of `images`, `labels` and `weights`: cross-entropy over classes.
 
-    `labels` and `weights` are `[batch]`; the step's `tokens` are then images.
-
-    Args:
-        model: Images in, logits `[batch, classes]` out.
-        train: Whether the model runs as in training or in evaluation.
+    `labels` and `weights` are `[batch]`, logits `[batch, classes]`; the step counts images as `tokens`.
     """
     return ModelLoss(model, lambda batch: (batch["images"],), _class_sums, train)
 

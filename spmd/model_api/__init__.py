@@ -1,1 +1,1 @@
-"""What a model declares about itself: its functions, precision, rematerialization and attention."""
+"""Declarations of a model: its functions, precision, rematerialization and attention."""

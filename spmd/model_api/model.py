@@ -1,6 +1,6 @@
-"""A model as pure functions, which is all that the rest of this framework knows of it.
+"""A model as pure functions, the only form that the rest of the framework uses.
 
-`spmd.plan.flax` makes one from any NNX or Linen module. Hand-written functions do as well: `Model(init, apply)`.
+`spmd.plan.flax` makes one from any NNX or Linen module. Hand-written functions work too: `Model(init, apply)`.
 """
 
 import dataclasses
@@ -10,29 +10,27 @@ from typing import Any
 import jax
 
 PRNG = "threefry2x32"
-"""The generator of every key, whatever JAX's default is, so that a seed means the same everywhere."""
+"""The PRNG implementation of every key, whatever JAX's default, so that a seed gives the same numbers everywhere."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """What a module's source says of its arrays, besides their shapes.
+    """Properties of a module's arrays besides their shapes.
 
     Attributes:
-        tied: Groups of paths that are one array; the first is the one that the parameters go by.
-        random_state: Paths of variables that are random keys or counters of draws: the same on every device.
-        annotations: Parameter path → the names that its metadata give to its dimensions, for
-            `rules_from_annotations`.
-        replicated: Path of any other variable that no rule is asked for → why it is whole on every device.
-        placed: Path of any variable that no rule is asked for → its spec.
-        lora_kernels: Paths of kernels that may be `spmd.plan.lora_layer.LoRAParam`, because the module
-            multiplies with them by it.
+        tied: Groups of paths of one array; the first path is the parameter's name.
+        random_state: Paths of random keys and draw counters: replicated.
+        annotations: Parameter path → the dimension names in its metadata, for `rules_from_annotations`.
+        replicated: Path of another variable without a rule → the reason why it is replicated.
+        placed: Path of a variable without a rule → its spec.
+        lora_kernels: Paths of kernels that may be `spmd.plan.lora_layer.LoRAParam`, since the module uses its matmul.
         frozen: Path of a variable that never changes → the path of the module's parameter that it holds.
-        merged: Those of `frozen` that reach the module merged with an adapter. The others are used as they are: in
-            stacked layers they may live in host memory, and a pipeline may split them, as parameters.
-        position_aware: Whether the model asks for the positions of its tokens (`spmd.layers.zigzag`), so that they
-            may come in another order.
-        supports_kv_cache: Whether tokens see each other by `spmd.layers.attention.attend` alone, so that they may come
-            one at a time where keys and values are kept (`spmd.layers.kv_cache`).
+        merged: Paths in `frozen` that reach the module merged with an adapter. The others are used as they are: in
+            stacked layers they may be in host memory, and a pipeline may split them, like parameters.
+        position_aware: Whether the model asks for the positions of its tokens (`spmd.layers.zigzag`), so that their
+            order may change.
+        supports_kv_cache: Whether tokens interact only through `spmd.layers.attention.attend`, so that
+            `spmd.layers.kv_cache` can decode token by token.
     """
 
     tied: tuple[tuple[str, ...], ...] = ()
@@ -50,15 +48,15 @@ class ModelInfo:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """What a model returns that has more to say than its logits.
+    """The outputs of a model that returns more than logits.
 
-    Values are float32 scalars of the whole (micro)batch, padding included. Each is reported as a metric by its name, as
-    a mean over microbatches that is weighted by their tokens.
+    Losses and metrics are float32 scalars of the whole (micro)batch, padding included. Each is reported under its name,
+    as a mean over microbatches weighted by their tokens.
 
     Attributes:
-        logits: `[batch, sequence, vocab]`, or a head that is not multiplied out (`spmd.layers.lm_head`).
-        losses: Name → an auxiliary loss, with its weight, which training adds to the mean loss of a token.
-        metrics: Name → anything else.
+        logits: `[batch, sequence, vocab]`, or `spmd.layers.lm_head.LazyLogits`.
+        losses: Name → an auxiliary loss, already weighted, which training adds to the mean loss of a token.
+        metrics: Name → any other value.
     """
 
     logits: Any
@@ -67,7 +65,7 @@ class Outputs:
 
 
 def as_outputs(returned: Any) -> Outputs:
-    """What a model returned, whether that is `Outputs` or logits alone.
+    """Return the outputs of a model that returned `Outputs` or logits alone.
 
     Example:
         >>> as_outputs(jax.numpy.ones(3)).logits.shape
@@ -81,13 +79,12 @@ class LayeredModel:
     """A forward pass in three parts, so that a pipeline can give each stage some of the stacked layers.
 
     The outputs are `compute_outputs(…, *apply_layers(…, *embed_inputs(…, key, *inputs)))`; each part takes
-    `(params, variables, …, train=…)`. Layers of another kind, such as dense first layers, are a part of `embed_inputs`.
+    `(params, variables, …, train=…)`. Layers of another kind, such as dense first layers, are part of `embed_inputs`.
 
     Attributes:
-        embed_inputs: `(key, *inputs)` → `(x, context)`: the stream that enters the first layer, and what every layer
-            takes besides.
+        embed_inputs: `(key, *inputs)` → `(x, context)`: the input of the first layer, and other inputs of every layer.
         apply_layers: `(x, context)` → `(x, values)`: runs the layers in `params`, of which a stage has some; `values`
-            are what layers return besides, stacked, or None.
+            are other outputs of the layers, stacked, or None.
         compute_outputs: `(x, values)` → the outputs, with `values` of all layers.
     """
 
@@ -100,18 +97,17 @@ class LayeredModel:
 class Model:
     """A model as pure functions of its parameters and variables.
 
-    Parameters are what an optimizer changes. Variables are what else the model keeps from one step to the next and
-    changes by itself: batch statistics, the state of dropout's random generator. Most models have none.
+    Parameters are what the optimizer updates. Variables are other state that the model updates itself between steps:
+    batch statistics, the state of dropout's random generator. Most models have none.
 
     Attributes:
-        init: A key → the parameters, a nested dictionary of arrays.
-        apply: `(params, *inputs)` → the outputs, of a model without variables.
-        init_variables: A key → the variables, a nested dictionary; empty by default.
-        forward: `(params, variables, key, *inputs, train)` → `(outputs, variables afterwards)`; by default `apply`,
-            which leaves the variables as they are. In evaluation (`train=False`) nothing is dropped, statistics are
-            used and not updated, and the key may be None.
-        info: What the module's source says besides; nothing by default.
-        layered: The forward pass in parts, for a pipeline; it returns None by default.
+        init: Key → parameters, a nested dictionary of arrays.
+        apply: `(params, *inputs)` → outputs, for a model without variables.
+        init_variables: Key → variables, a nested dictionary; empty by default.
+        forward: `(params, variables, key, *inputs, train)` → `(outputs, updated variables)`; by default `apply`. In
+            evaluation (`train=False`) there is no dropout, statistics are not updated, and the key may be None.
+        info: Properties of the arrays; none by default.
+        layered: The forward pass in parts, for a pipeline; None by default.
 
     Example:
         >>> model = Model(lambda key: {"w": jax.numpy.ones(3)}, lambda params, x: params["w"] * x)

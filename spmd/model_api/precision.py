@@ -1,6 +1,6 @@
-"""Which dtype is where: one frozen value that the model, the gradients, the optimizer and the memory ledger all read.
+"""Mixed precision: one frozen value that the model, the gradients, the optimizer and the memory report read.
 
-| name | parameters | compute | gradients | master weights | rounding of the update | loss scale |
+| name | parameters | compute | gradients | master weights | update rounding | loss scale |
 |---|---|---|---|---|---|---|
 | `float32` | float32 | float32 | float32 | | nearest | |
 | `bf16` | float32 | bfloat16 | float32 | | nearest | |
@@ -8,51 +8,50 @@
 | `bf16-params-stochastic` | bfloat16 | bfloat16 | float32 | | stochastic | |
 | `fp16` | float32 | float16 | float32 | | nearest | dynamic |
 
-In `bf16` and `fp16` the stored parameters are the float32 master weights; each is cast where it is used. Norms, softmax
-and the loss are computed in float32, and weight gradients leave their matmul in the dtype in which they are summed.
+In `bf16` and `fp16` the stored parameters are the float32 master weights, cast where they are used. Norms, softmax and
+the loss are computed in float32. Matmuls return weight gradients in the dtype in which they are summed.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
 from spmd.model_api.model import Model
 
 LOSS_SCALE = "loss_scale"
-"""Where the state of loss scaling is among the model's variables."""
+"""The name of the loss-scale state among the model's variables."""
 
 _REASON = "every device scales by the same number"
 _LARGEST = 2.0**100
-"""A scale stays below this, or a model whose gradients are all zero would drive it to infinity for good."""
+"""Upper bound of the scale: without one, gradients that stay zero would drive it to infinity for good."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
     """Dynamic loss scaling: the loss is multiplied before the backward pass, so that float16 holds small gradients.
 
-    A step whose gradients are not finite is left out, and counts against the hysteresis; once that is used up, each
-    of them lowers the scale. After `growth_interval` finite steps in a row the scale grows and the hysteresis is new
+    A step with non-finite gradients is skipped and uses up one unit of hysteresis; once that is used up, each such step
+    lowers the scale. After `growth_interval` finite steps in a row the scale grows and the hysteresis is restored
     (Micikevicius et al., arXiv:1710.03740, section 3.2; the hysteresis is `delayed_shift` of DeepSpeed's loss scaler).
 
-    The loss here is a sum over tokens, not their mean: scales are smaller by the number of tokens of a microbatch than
-    those of trainers that scale the mean.
+    The loss is a sum over tokens here: scales are smaller, by the number of tokens of a microbatch, than those of
+    trainers that scale the mean.
 
     Attributes:
         initial: The first scale.
         growth_interval: Finite steps in a row after which the scale grows.
-        growth_factor: By what it is multiplied then.
-        backoff_factor: By what it is multiplied when it is lowered.
-        hysteresis: The how manyth step that is not finite lowers the scale.
-        floor: The least scale.
+        growth_factor: Its factor when it grows.
+        backoff_factor: Its factor when it is lowered.
+        hysteresis: The n-th non-finite step lowers the scale.
+        floor: The smallest scale.
 
     Raises:
-        ConfigError: A value is outside its range; the error lists every one that is.
+        ConfigError: All values that are out of range.
 
     Example:
         >>> scaling = LossScale(initial=16, growth_interval=2, hysteresis=1)
@@ -69,22 +68,19 @@ class LossScale:
     floor: float = 1.0
 
     def __post_init__(self) -> None:
-        rows: tuple[tuple[str, bool, str], ...] = (
-            ("initial", self.floor <= self.initial < _LARGEST, "at least `floor`, and finite"),
-            ("growth_interval", self.growth_interval >= 1, "1 or more"),
-            ("growth_factor", 1 < self.growth_factor < math.inf, "above 1"),
-            ("backoff_factor", 0 < self.backoff_factor < 1, "above 0 and below 1"),
-            ("hysteresis", self.hysteresis >= 1, "1 or more"),
-            ("floor", 0 < self.floor < math.inf, "above 0"),
-        )
-        problems = [
-            Problem(f"loss_scale.{name}", f"is {getattr(self, name)}", fix=fix) for name, fits, fix in rows if not fits
-        ]
-        if problems:
+        rules = {
+            "initial": f"at least {self.floor} and below {_LARGEST}",
+            "growth_interval": "at least 1",
+            "growth_factor": "above 1 and finite",
+            "backoff_factor": "above 0 and below 1",
+            "hysteresis": "at least 1",
+            "floor": "above 0 and finite",
+        }
+        if problems := check_fields(self, rules, "loss_scale."):
             raise ConfigError("This loss scaling cannot be used:", problems)
 
     def init(self) -> dict[str, jax.Array]:
-        """Its state before the first step: `scale`, `good_steps` in a row, and what is left of `hysteresis`."""
+        """Return the initial state: `scale`, `good_steps` in a row, and the remaining `hysteresis`."""
         return {
             "scale": jnp.float32(self.initial),
             "good_steps": jnp.int32(0),
@@ -92,12 +88,7 @@ class LossScale:
         }
 
     def after(self, state: Mapping[str, jax.Array], finite: jax.Array) -> dict[str, jax.Array]:
-        """Its state after a step.
-
-        Args:
-            state: The state in that step.
-            finite: Whether its gradients were finite, a boolean scalar.
-        """
+        """Return the state after a step whose gradients were `finite`, a boolean scalar."""
         scale, hysteresis = state["scale"], state["hysteresis"]
         good = jnp.where(finite, state["good_steps"] + 1, 0)
         grows = good >= self.growth_interval
@@ -127,19 +118,18 @@ class Precision:
     """The dtypes of a training run.
 
     Attributes:
-        name: How it is asked for.
-        params: The dtype of stored parameters.
-        compute: The dtype of activations and of the operands of matmuls.
-        gradients: The dtype in which gradients leave their matmul and are summed over devices.
-        accumulation: The dtype in which the gradients of microbatches are added up.
-        master: The dtype of a second, exact copy of the parameters in the optimizer's state; None for none.
-        moments: How the optimizer keeps its moments; None where that is up to the optimizer.
-        rounding: How an updated parameter is rounded to `params`: to the nearest, or up or down at random so that the
-            mean is exact.
-        loss_scale: How the loss is scaled before the backward pass; None for not at all.
+        name: The name of the policy.
+        params: Dtype of stored parameters.
+        compute: Dtype of activations and of the operands of matmuls.
+        gradients: Dtype in which matmuls return weight gradients and devices sum them.
+        accumulation: Dtype in which the gradients of microbatches are accumulated.
+        master: Dtype of master weights in the optimizer's state, if any.
+        moments: Dtype of the optimizer's moments; None leaves it to the optimizer.
+        rounding: Rounding of updated parameters to `params`; `"stochastic"` is unbiased.
+        loss_scale: The loss scaling, if any.
 
     Raises:
-        ConfigError: Values that cannot be used, alone or together; the error lists all of them.
+        ConfigError: All values that are invalid, alone or in combination.
 
     Example:
         >>> Precision("half", params="float32", compute="float16")
@@ -161,11 +151,7 @@ class Precision:
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        problems = [
-            Problem(field, f"is {value!r}", fix=f"one of: {', '.join(map(str, choices))}")
-            for field, choices in _CHOICES.items()
-            if (value := getattr(self, field)) not in choices
-        ]
+        problems = check_fields(self, _CHOICES)
         if self.compute == "float16" and self.loss_scale is None:
             what = "is float16, whose small gradients vanish without loss scaling"
             sizes = "float16 ends at 6e-08, float32 at 1e-45"
@@ -177,23 +163,23 @@ class Precision:
         if self.rounding == "stochastic" and self.params != "bfloat16":
             problems.append(Problem("rounding", f"is stochastic, for {self.params} parameters", fix="nearest"))
         if self.rounding == "stochastic" and self.master:
-            problems.append(Problem("rounding", "is stochastic, besides exact master weights", fix="one of the two"))
+            problems.append(Problem("rounding", "is stochastic, with exact master weights", fix="one of the two"))
         if problems:
             raise ConfigError("This precision cannot be used:", problems)
 
     @property
     def params_dtype(self) -> jnp.dtype:
-        """The parameters' dtype as JAX's."""
+        """`params` as a JAX dtype."""
         return jnp.dtype(self.params)
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """The activations' dtype as JAX's."""
+        """`compute` as a JAX dtype."""
         return jnp.dtype(self.compute)
 
     @property
     def gradients_dtype(self) -> jnp.dtype:
-        """The gradients' dtype as JAX's."""
+        """`gradients` as a JAX dtype."""
         return jnp.dtype(self.gradients)
 
 
@@ -212,10 +198,10 @@ POLICIES = {
 
 
 def make_precision(name: str | Precision) -> Precision:
-    """The precision policy called `name`.
+    """Return the precision policy with a name.
 
     Raises:
-        ConfigError: There is no such policy.
+        ConfigError: The name is unknown.
 
     Example:
         >>> make_precision("bf16").compute
@@ -231,9 +217,10 @@ def make_precision(name: str | Precision) -> Precision:
 
 @functools.lru_cache(maxsize=64)
 def with_loss_scale(model: Model, loss_scale: LossScale | None) -> Model:
-    """The model with the state of loss scaling among its variables; as it is where there is no loss scaling.
+    """Return the model with the loss-scale state among its variables, or the model itself without loss scaling.
 
-    The same object for the same arguments, so that equal plans stay equal.
+    Cached, since plans are compared by value and a model by identity: `make_plan` with equal arguments returns an equal
+    plan.
 
     Example:
         >>> model = with_loss_scale(Model(lambda key: {}, lambda params, x: x), LossScale())
@@ -260,7 +247,7 @@ def with_loss_scale(model: Model, loss_scale: LossScale | None) -> Model:
 
 
 def split_loss_scale(variables: Any) -> tuple[Any, dict[str, Any]]:
-    """The variables that the model knows of, and those of loss scaling under their own name; `{}` where there are none.
+    """Split variables into the model's own, and a dictionary of the loss-scale state, empty if there is none.
 
     Example:
         >>> split_loss_scale({"loss_scale": {"scale": 2.0}, "mean": 1.0})
@@ -272,10 +259,10 @@ def split_loss_scale(variables: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def scale_loss(loss: jax.Array, scaling: Mapping[str, Any]) -> jax.Array:
-    """The loss to differentiate, in its own dtype: times the scale, where `scaling` of `split_loss_scale` has one."""
+    """Multiply the loss by the scale, if `scaling` from `split_loss_scale` has one."""
     return loss * scaling[LOSS_SCALE]["scale"].astype(loss.dtype) if scaling else loss
 
 
 def cast_floats(params: Any, dtype: Any) -> Any:
-    """The tree with its floating-point leaves in `dtype`."""
+    """Cast the floating-point leaves of a tree."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)

@@ -1,20 +1,19 @@
-"""Rematerialisation by name: which activations of a layer are kept for the backward pass, the rest recomputed.
+"""Rematerialization policies: the activations of a layer that are saved for the backward pass.
 
-| policy | kept from the forward pass of each layer |
+| policy | saved from the forward pass of each layer |
 |---|---|
-| `none` | everything autodiff asks for |
-| `selective` | everything but what is inside attention's core (Korthikanti et al., arXiv:2205.05198, section 5) |
+| `none` | everything that autodiff needs |
+| `selective` | everything but the inside of the attention core (Korthikanti et al., arXiv:2205.05198, section 5) |
 | `dots` | the layer's input, and products with a parameter |
 | `full` | the layer's input |
-| `save:a,b` | the layer's input, and the activations that the model marks `a` and `b` |
-| `offload:a,b` | the layer's input, and, in host memory, the activations that the model marks `a` and `b` |
+| `save:a,b` | the layer's input, and the activations with the checkpoint names `a` and `b` |
+| `offload:a,b` | the same, with `a` and `b` in host memory |
 | `save:a offload:b` | both |
 
-A number behind a policy, `full/2`, is an interval: of each two layers the first is under the policy, and the other
-keeps everything.
+A suffix such as `full/2` is an interval: the first of every two layers has the policy, the other saves everything.
 
-Only `none` keeps parameters as they were gathered over `fsdp`. Under any other policy they are gathered again in the
-backward pass, in the layers that an interval leaves out too.
+Only `none` saves parameters as gathered over `fsdp`. Any other policy gathers them again in the backward pass, also in
+the layers that an interval skips.
 """
 
 import dataclasses
@@ -33,17 +32,16 @@ _FORMS = (*_PLAIN, "save:NAME", "offload:NAME")
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """A rematerialisation policy.
+    """A rematerialization policy.
 
     Args:
-        kind: `"none"`, `"selective"`, `"dots"`, `"full"` or `"names"`; `save=` or `offload=` alone imply `"names"`.
-        save: Names of activations to keep.
-        offload: Names of activations to keep in host memory.
-        every: Of this many layers in a row the first is under the policy; the others keep everything.
+        kind: `"none"`, `"selective"`, `"dots"`, `"full"` or `"names"`; `save=` or `offload=` imply `"names"`.
+        save: Checkpoint names of activations to save.
+        offload: Checkpoint names of activations to save in host memory.
+        every: The interval in layers.
 
     Raises:
-        ConfigError: All that is wrong with it: an unknown kind, names together with another kind, a name that is both
-            saved and offloaded or given twice, an interval that is no interval.
+        ConfigError: All problems: an unknown kind, names with another kind, a repeated name, an invalid interval.
 
     Example:
         >>> str(Remat(save=("attention_out",), offload=("mlp_hidden",))), str(Remat("full", every=2))
@@ -75,28 +73,25 @@ class Remat:
             what = f"{name} is both saved and offloaded" if both else f"{name} is named twice"
             yield Problem("remat", what, fix="name it once")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            yield Problem("remat", f"every {self.every!r} layers is no interval", fix="1 or more")
+            yield Problem("remat", f"{self.every!r} is not an interval of layers", fix="1 or more")
         elif self.kind == "none" and self.every > 1:
-            yield Problem("remat", f"'none' in every {self.every} layers is none in all", fix="none")
+            yield Problem("remat", f"'none' saves everything, and has an interval of {self.every}", fix="none")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The activations that it names, saved and offloaded."""
+        """The checkpoint names, saved and offloaded."""
         return (*self.save, *self.offload)
 
     def __str__(self) -> str:
-        named = [
-            f"{word}:{','.join(names)}" for word, names in (("save", self.save), ("offload", self.offload)) if names
-        ]
+        lists = {"save": self.save, "offload": self.offload}
+        named = [f"{word}:{','.join(names)}" for word, names in lists.items() if names]
         return " ".join(named or [self.kind]) + (f"/{self.every}" if self.every > 1 else "")
 
     def apply(self, layer: F, *, scanned: bool) -> F:
-        """`layer` under this policy, whatever its interval.
+        """Apply the policy to one layer, a function of arrays, whatever the interval.
 
-        Args:
-            layer: A function of arrays: one layer of the model.
-            scanned: Whether it is the body of a `lax.scan`, which already keeps XLA from merging the
-                recomputation with the original.
+        A `scanned` layer is the body of a `lax.scan`, which already keeps XLA from merging the recomputation with the
+        original.
         """
         if self.kind in ("none", "selective"):
             return layer
@@ -117,10 +112,10 @@ class Remat:
 
 
 def make_remat(policy: "str | Remat") -> Remat:
-    """The policy as a value: from `"none"`, `"full/2"`, `"save:attention_out offload:mlp_hidden"`, or a `Remat`.
+    """Parse a policy such as `"none"`, `"full/2"` or `"save:attention_out offload:mlp_hidden"`; a `Remat` is returned.
 
     Raises:
-        ConfigError: All that is wrong with it.
+        ConfigError: All problems of the policy.
 
     Example:
         >>> make_remat("save:attention_out,mlp_hidden").save
@@ -136,6 +131,6 @@ def make_remat(policy: "str | Remat") -> Remat:
         if head in names and (found := tuple(name for name in listed.split(",") if name)):
             names[head] += found
         else:
-            words.append(word)  # what is no policy is reported with all the rest
+            words.append(word)  # `Remat` reports an invalid word with all other problems
     every = int(interval) if interval.isdecimal() else interval if slash else 1
     return Remat(" ".join(words), names["save"], names["offload"], every)  # type: ignore[arg-type]

@@ -1,11 +1,9 @@
-"""A pipeline over the mesh axis `pipe` as a gradient function: any schedule, in one SPMD program.
+"""Pipeline parallelism over the mesh axis `pipe` as a gradient function: any schedule, in one SPMD program.
 
-The program is manual over `pipe` alone; all other axes are left to the plan, as without a pipeline. It scans over the
-ticks of a `TickTable` (`spmd.pipeline.executor`), in each of which a stage does what its row of the tables says.
-
-An idle stage computes nothing (`lax.cond`). The embedding comes before the first task of a microbatch, the head and
-the loss after the last. Only the input of a task is kept for its backward task, which recomputes the rest under the
-plan's remat policy.
+The program is manual over `pipe` only; the plan splits arrays over all other axes. It scans over the ticks of a
+`TickTable` (`spmd.pipeline.executor`). An idle stage computes nothing (`lax.cond`). The first task of a microbatch
+includes the embedding, the last one the head and the loss. Only the input of a task is kept for its backward task,
+which recomputes the rest under the plan's remat policy.
 """
 
 import functools
@@ -30,18 +28,17 @@ from spmd.plan.fsdp import grad_targets
 
 
 def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
-    """Return a gradient function that sends microbatches through stages, each with some of the layers.
+    """Return a gradient function that pipelines microbatches through stages, each with some of the layers.
 
-    The stages are those of mesh axis `pipe`: the parameters that the plan splits over it are the layers, everything
-    else is on every stage. Layers stay where the plan stores them; where stages have several chunks, they move to their
-    stage when the step begins, shard by shard, and their gradients move back (`interleave`).
+    The parameters that the plan splits over `pipe` are the layers; everything else is on every stage. If stages have
+    several chunks, the step moves the layers to their stage, and their gradients back (`interleave`).
 
     Args:
         loss_fn: A `ModelLoss` of a model in parts, such as `next_token_loss(model)`.
-        table: From `spmd.pipeline.tick_table.tabulate`.
+        table: From `tabulate`.
 
     Raises:
-        ConfigError: At trace time: as `spmd.pipeline.partition.partition` and `StageModel.shapes`.
+        ConfigError: At trace time: see `spmd.pipeline.partition.partition` and `StageModel.shapes`.
     """
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
@@ -50,45 +47,46 @@ def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
         scale = scale_loss(jnp.float32(1), scaling)
         local = functools.partial(_backward, loss_fn=loss_fn, table=table)
         d_layers, d_shared, sums = shard_over_stages(local, (P(AXIS), P(), P()), *arrays, scale)
-        merged = tree.flatten(tree.merge(d_layers, d_shared))
-        return tree.map_with_path(lambda path, _: merged[path], params), sums, variables
+        return merge_like(params, d_layers, d_shared), sums, variables
 
     return grad_fn
 
 
-def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
-    """Return a loss function for evaluation that sends microbatches through stages.
+def merge_like(params: Any, layers: Any, shared: Any) -> Any:
+    """Merge two parts into one tree, with the keys in the order of `params`."""
+    merged = tree.flatten(tree.merge(layers, shared))
+    return tree.map_with_path(lambda path, _: merged[path], params)
 
-    Args:
-        loss_fn: As for `pipeline`.
-        stages: The size of `pipe`.
-        microbatches: The number of microbatches of a batch.
+
+def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
+    """Return a loss function for evaluation that pipelines microbatches through the stages of `pipe`.
 
     Raises:
         ConfigError: As for `pipeline`.
     """
 
-    def whole(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
+    def pipelined_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
         arrays = partition(params, split_in_flight(variables)[0], batch, key, stages, 1, microbatches)
         local = functools.partial(_forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches)
         return shard_over_stages(local, P(), *arrays), variables
 
-    return whole
+    return pipelined_loss
 
 
-def shard_over_stages(local: Callable[..., Any], out: Any, layers: Any, *others: Any) -> Any:
-    """Run `local` on every stage, with its layers and the whole of all others."""
+def shard_over_stages(local: Callable[..., Any], out_specs: Any, layers: Any, *shared: Any) -> Any:
+    """Run `local` on every stage, on the stage's part of `layers` and all of `shared`."""
     mesh = current().mesh
     assert mesh is not None, "a step is traced within its plan"
-    return manual_over(mesh, (AXIS,), local, (P(AXIS), *(P(),) * len(others)), out)(layers, *others)
+    return manual_over(mesh, (AXIS,), local, (P(AXIS), *(P(),) * len(shared)), out_specs)(layers, *shared)
 
 
 def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, table: TickTable) -> Any:
-    """Return the gradients of one stage's layers, and its part of all others and of the sums."""
+    """Return the gradients of one stage's layers, and those of shared parameters and the sums over all stages."""
     chunks, frozen = interleave(layers, table.stages, table.chunks)
     shared, others = shared
-    some_layers = jax.tree.map(lambda w: w[0], chunks)
-    model = StageModel(loss_fn, parts, some_layers, table.stages, (frozen, others), table.chunks)
+    model = StageModel(
+        loss_fn, parts, jax.tree.map(lambda w: w[0], chunks), table.stages, (frozen, others), table.chunks
+    )
     shared = jax.tree.map(lambda w: w[None], shared)
     carry = run_ticks(model, chunks, shared, scale, table, first_carry(model, chunks, shared, table))
     d_chunks, d_shared, sums = carry["totals"]
@@ -97,29 +95,24 @@ def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn
 
 
 def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: int, microbatches: int) -> Sums:
-    """Return one stage's part of the sums: tick *t* runs microbatch *t* minus the number of stages before it."""
+    """Return the sums over all stages: stage *s* runs microbatch *t* - *s* in tick *t*."""
     stage = jax.lax.axis_index(AXIS)
     (layers, frozen), (shared, others) = layers, shared
     model = StageModel(loss_fn, parts, layers, stages, (jax.tree.map(lambda w: w[None], frozen), others))
-    empty, none = map(zeros, model.shapes(jax.tree.map(lambda w: w[None], shared)))
+    empty, no_sums = map(zeros, model.shapes(jax.tree.map(lambda w: w[None], shared)))
 
-    def tick(carry: tuple[Stream, Sums], number: jax.Array) -> tuple[tuple[Stream, Sums], None]:
+    def tick(carry: tuple[Stream, Sums], t: jax.Array) -> tuple[tuple[Stream, Sums], None]:
         arrived, sums = carry
-        entered = cond(number < microbatches, lambda: model.enter(shared, number), lambda: empty)
+        entered = cond(t < microbatches, lambda: model.enter(shared, t), lambda: empty)
         stream = jax.tree.map(lambda x, y: jnp.where(stage == 0, x, y), entered, arrived)
-        i = number - stage
-
-        def task() -> Stream:
-            return model.inside(layers, shared, stream, i)
-
-        left = cond((i >= 0) & (i < microbatches), task, lambda: empty)
-        ends = (i >= 0) & (stage == stages - 1)
+        i = t - stage
+        left = cond((i >= 0) & (i < microbatches), lambda: model.inside(layers, shared, stream, i), lambda: empty)
 
         def leave(sums: Sums) -> Sums:
             return jax.tree.map(jnp.add, sums, model.leave(shared, left, i)[1])
 
-        sums = cond(ends, leave, lambda sums: sums, sums)
+        sums = cond((i >= 0) & (stage == stages - 1), leave, lambda sums: sums, sums)
         return (shift(left, stages, 1), sums), None
 
-    (_, sums), _ = jax.lax.scan(tick, (empty, none), jnp.arange(microbatches + stages - 1))
+    (_, sums), _ = jax.lax.scan(tick, (empty, no_sums), jnp.arange(microbatches + stages - 1))
     return jax.lax.psum(sums, AXIS)

@@ -1,37 +1,44 @@
-"""Pipeline schedules as data: which task each stage runs, in which order.
+"""Pipeline schedules as data: the tasks of each stage, in order.
 
-A schedule says nothing about arrays or time. Each stage runs its list from the first task to the last, and a task
-starts when what it needs is there; `spmd.pipeline.simulate` turns that into times.
+A schedule has no arrays and no times. Each stage runs its tasks in order, and a task starts when its dependencies are
+done; `spmd.pipeline.simulate` computes the times.
 """
 
 import dataclasses
 import itertools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
-from spmd.errors import Problem, ScheduleError, did_you_mean
+from spmd.errors import Problem, ScheduleError, check_fields
 
-SPLIT = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}  # a kind of task → the parts of the work that it does
-NAMED = 8  # as many missing tasks does an error name
-WORD = re.compile(r"(F|BW|B|W)(\d+)(?:c(\d+))?")
+PASSES = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}
+"""Kind of task → its passes."""
 
-Part = tuple[str, int, int]  # "F", "B" or "W", the position in the model, the microbatch
+ACTIVATIONS = {"F": 1.0, "B": -0.5, "W": -0.5, "BW": -1.0}
+"""Kind of task → its change of the activations that a stage holds (Qi et al., arXiv:2401.10241)."""
+
+Pass = tuple[str, int, int]
+"""`"F"`, `"B"` or `"W"`, the virtual stage, the microbatch."""
+
+_TASK = re.compile(r"(F|BW|B|W)(\d+)(?:c(\d+))?")
+_LISTED = 8  # missing tasks that an error lists
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Task:
     """One microbatch through one chunk of layers, in one direction.
 
-    As text it is its kind and its microbatch, and its chunk unless that is the first: `F3`, `BW0c1`.
+    Its text is the kind and the microbatch, and the chunk unless it is 0: `F3`, `BW0c1`.
 
     Args:
-        kind: `"F"` forward; `"B"` the gradient of the input alone; `"W"` the gradients of the weights alone; `"BW"`
-            the whole backward.
-        microbatch: Which part of the batch, from 0.
-        chunk: Which of the stage's chunks of layers, from 0.
+        kind: `"F"` forward; `"B"` gradient of the input only; `"W"` gradients of the weights only; `"BW"` the whole
+            backward pass.
+        microbatch: Its index in the batch.
+        chunk: Its index among the stage's chunks of layers.
 
     Raises:
-        ScheduleError: A kind that there is not, or a negative number.
+        ScheduleError: An unknown kind or a negative index.
 
     Example:
         >>> str(Task("F", 3)), str(Task("BW", 0, chunk=1))
@@ -43,54 +50,50 @@ class Task:
     chunk: int = 0
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.kind not in SPLIT:
-            problems.append(Problem("kind", f"is {self.kind!r}", fix=did_you_mean(self.kind, SPLIT)))
-        for name, n in (("microbatch", self.microbatch), ("chunk", self.chunk)):
-            if n < 0:
-                problems.append(Problem(name, f"is {n}", fix="0 or more"))
-        if problems:
-            raise ScheduleError("There is no such task:", problems)
+        rules = {"kind": tuple(PASSES), "microbatch": "at least 0", "chunk": "at least 0"}
+        if problems := check_fields(self, rules):
+            raise ScheduleError("Invalid pipeline task:", problems)
 
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch}" + (f"c{self.chunk}" if self.chunk else "")
 
 
-def parse_task(word: str) -> Task:
-    """The task that a word names; the inverse of `str`, and `c0` may be written.
+def parse_task(text: str) -> Task:
+    """Parse the text of a task; the inverse of `str`. `c0` may be written.
 
     Raises:
-        ScheduleError: A word that names none.
+        ScheduleError: The text is not a task.
 
     Example:
         >>> parse_task("BW0c1"), parse_task("F3c0") == parse_task("F3")
         (Task(kind='BW', microbatch=0, chunk=1), True)
     """
-    match = WORD.fullmatch(word)
+    match = _TASK.fullmatch(text)
     if match is None:
-        fix = "F, B, W or BW, a microbatch, and c with a chunk where a stage has several: F3, BW0c1"
-        raise ScheduleError("A task cannot be read:", [Problem("task", f"{word!r} names no task", fix=fix)])
+        fix = "F, B, W or BW, a microbatch, and c with a chunk if stages have several: F3, BW0c1"
+        raise ScheduleError("Invalid pipeline task:", [Problem("task", f"{text!r} is not a task", fix=fix)])
     kind, microbatch, chunk = match.groups()
     return Task(kind, int(microbatch), int(chunk or 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What every stage of a pipeline does, in order.
+    """The tasks of every stage of a pipeline, in order.
+
+    The model is split into `stages * chunks` virtual stages.
 
     Args:
-        name: What it is called.
-        microbatches: Parts of one batch.
-        chunks: Chunks of layers on each stage; the model is cut into `stages * chunks`.
-        orders: For each stage its tasks, in the order in which it runs them.
-        placement: Which stage has which part of the model. `"loop"`: chunk 1 of the first stage follows chunk 0 of the
-            last, and so on. `"v"`: there are two chunks, and the second runs from the last stage back to the first.
-        flush: Whether a batch ends before the next begins. Where it does not, `orders` are those of a batch after
-            which nothing comes, and `consecutive` has those of several.
+        name: The name in error messages.
+        microbatches: Microbatches of one batch.
+        chunks: Chunks of layers on each stage.
+        orders: For each stage its tasks, in the order of execution.
+        placement: Assignment of virtual stages to stages. `"loop"`: chunk 1 of the first stage follows chunk 0 of the
+            last, and so on. `"v"`: two chunks, and the second runs from the last stage back to the first.
+        flush: Whether a batch ends before the next begins. Without a flush `orders` are those of a single batch, and
+            `repeat_schedule` overlaps several.
 
     Raises:
-        ScheduleError: Numbers below 1, or a placement that there is not. Whether the orders can be run is what
-            `check_schedule` finds out.
+        ScheduleError: A count below 1 or an unknown placement. `check_schedule` checks the orders.
     """
 
     name: str
@@ -101,171 +104,161 @@ class Schedule:
     flush: bool = True
 
     def __post_init__(self) -> None:
-        problems = list(below_one(stages=self.stages, microbatches=self.microbatches, chunks=self.chunks))
-        if self.placement not in ("loop", "v"):
-            problems.append(Problem("placement", f"is {self.placement!r}", fix='"loop" or "v"'))
-        elif self.placement == "v" and self.chunks != 2:
+        counts = dict.fromkeys(("stages", "microbatches", "chunks"), "at least 1")
+        problems = check_fields(self, {**counts, "placement": ("loop", "v")})
+        if self.placement == "v" and self.chunks != 2:
             problems.append(Problem("placement", '"v" has two chunks per stage', f"chunks = {self.chunks}"))
         if problems:
-            raise ScheduleError("This is not a schedule:", problems)
+            raise ScheduleError("Invalid pipeline schedule:", problems)
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.orders)
 
-    def position(self, stage: int, chunk: int) -> int:
-        """Which part of the model a stage's chunk is, from 0 (the first layers) to `stages * chunks - 1`."""
-        turned = self.placement == "v" and chunk == 1
-        return chunk * self.stages + (self.stages - 1 - stage if turned else stage)
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Return the virtual stage of a stage's chunk, from 0 (the first layers) to `stages * chunks - 1`."""
+        reverse = self.placement == "v" and chunk == 1
+        return chunk * self.stages + (self.stages - 1 - stage if reverse else stage)
 
-    def place(self, position: int) -> tuple[int, int]:
-        """The stage and the chunk that hold a part of the model; the inverse of `position`."""
-        chunk, offset = divmod(position, self.stages)
-        turned = self.placement == "v" and chunk == 1
-        return (self.stages - 1 - offset if turned else offset), chunk
+    def locate(self, virtual_stage: int) -> tuple[int, int]:
+        """Return the stage and the chunk of a virtual stage; the inverse of `virtual_stage`."""
+        chunk, offset = divmod(virtual_stage, self.stages)
+        reverse = self.placement == "v" and chunk == 1
+        return (self.stages - 1 - offset if reverse else offset), chunk
 
-    def does(self, stage: int, task: Task) -> tuple[Part, ...]:
-        """The parts of the work that a task of this stage does."""
-        position = self.position(stage, task.chunk)
-        return tuple((part, position, task.microbatch) for part in SPLIT[task.kind])
+    def passes(self, stage: int, task: Task) -> tuple[Pass, ...]:
+        """Return the passes that a task of this stage runs."""
+        virtual_stage = self.virtual_stage(stage, task.chunk)
+        return tuple((kind, virtual_stage, task.microbatch) for kind in PASSES[task.kind])
 
-    def needs(self, stage: int, task: Task) -> tuple[Part, ...]:
-        """The parts of the work that must be done before a task of this stage can start.
+    def dependencies(self, stage: int, task: Task) -> tuple[Pass, ...]:
+        """Return the passes that must end before a task of this stage can start.
 
-        A forward needs the forward of the layers before it, an input gradient its own forward and the input gradient
-        of the layers after it, a weight gradient the input gradient of the same layers.
+        F needs F of the previous virtual stage; B its own F and B of the next virtual stage; W its own B.
         """
-        position, microbatch = self.position(stage, task.chunk), task.microbatch
+        virtual_stage, microbatch = self.virtual_stage(stage, task.chunk), task.microbatch
         if task.kind == "F":
-            return (("F", position - 1, microbatch),) if position else ()
+            return (("F", virtual_stage - 1, microbatch),) if virtual_stage else ()
         if task.kind == "W":
-            return (("B", position, microbatch),)
-        forward = ("F", position, microbatch)
-        last = position == self.stages * self.chunks - 1
-        return (forward,) if last else (forward, ("B", position + 1, microbatch))
+            return (("B", virtual_stage, microbatch),)
+        forward = ("F", virtual_stage, microbatch)
+        is_last = virtual_stage == self.stages * self.chunks - 1
+        return (forward,) if is_last else (forward, ("B", virtual_stage + 1, microbatch))
 
 
-def below_one(**counts: int) -> Iterator[Problem]:
-    """A problem for each count that is not positive."""
-    yield from (Problem(name, f"is {n}", fix="1 or more") for name, n in counts.items() if n < 1)
+def check_values(rule: str, **values: float) -> list[Problem]:
+    """Return a problem for each value that breaks a rule of `check_fields`."""
+    return check_fields(SimpleNamespace(**values), dict.fromkeys(values, rule))
 
 
-def in_turn(forwards: list[Task], backwards: list[Task], ahead: int) -> Iterator[Task]:
-    """Forwards and backwards in turn, once the forwards are `ahead` by so many."""
-    yield from forwards[:ahead]
+def alternate(forwards: list[Task], backwards: list[Task], warmup: int) -> Iterator[Task]:
+    """Yield `warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    yield from forwards[:warmup]
     for i, backward in enumerate(backwards):
-        yield from forwards[ahead + i : ahead + i + 1]
+        yield from forwards[warmup + i : warmup + i + 1]
         yield backward
 
 
-def consecutive(schedule: Schedule, batches: int) -> Schedule:
-    """Several batches in a row as one schedule of `batches * microbatches` microbatches.
+def repeat_schedule(schedule: Schedule, batches: int) -> Schedule:
+    """Return several consecutive batches as one schedule of `batches * microbatches` microbatches.
 
-    After a flush a stage starts the next batch when it has ended the last. Without one the forwards of the next batch
-    run in turn with the backwards that are left of the last, as far ahead of them as in the first.
+    With a flush a stage starts the next batch when it has finished the last. Without one the forwards of the next batch
+    alternate with the remaining backwards of the last, after the same warmup as in the first.
 
     Raises:
         ScheduleError: Fewer than one batch.
     """
-    problems = list(below_one(batches=batches))
-    if problems:
-        raise ScheduleError("There are no batches:", problems)
+    if problems := check_values("at least 1", batches=batches):
+        raise ScheduleError("The schedule cannot be repeated:", problems)
     total = batches * schedule.microbatches
 
     def extend(order: tuple[Task, ...]) -> Iterator[Task]:
-        shifts = range(0, total, schedule.microbatches)
-        tasks = [dataclasses.replace(task, microbatch=task.microbatch + shift) for shift in shifts for task in order]
+        offsets = range(0, total, schedule.microbatches)
+        tasks = [dataclasses.replace(task, microbatch=task.microbatch + first) for first in offsets for task in order]
         if schedule.flush:
             return iter(tasks)
         forwards = [task for task in tasks if task.kind == "F"]
         backwards = [task for task in tasks if task.kind != "F"]
-        return in_turn(forwards, backwards, ahead=order.index(backwards[0]) - 1)
+        return alternate(forwards, backwards, warmup=order.index(backwards[0]) - 1)
 
     orders = tuple(tuple(extend(order)) for order in schedule.orders)
     return dataclasses.replace(schedule, microbatches=total, orders=orders)
 
 
-def run_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
-    """Runs every stage as far as it comes, without time.
+def execution_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
+    """Run every stage until its end or a deadlock, without times.
 
-    Parts of the work that no stage does count as done: that they are missing is another problem.
+    Passes that no stage runs count as done: `check_schedule` reports them as missing.
 
     Returns:
-        The tasks that ran as (stage, index in its order), each after all that it needs; and for each stage the index
-        at which it stopped, which is the length of its order unless there is a deadlock.
+        The tasks that ran as (stage, index in its order), each after its dependencies; and for each stage the index at
+        which it stopped: the length of its order unless there is a deadlock.
     """
-    jobs = [[(schedule.does(s, task), schedule.needs(s, task)) for task in o] for s, o in enumerate(schedule.orders)]
-    waiting = {part for stage_jobs in jobs for does, _ in stage_jobs for part in does}
+    jobs = [
+        [(schedule.passes(stage, task), schedule.dependencies(stage, task)) for task in order]
+        for stage, order in enumerate(schedule.orders)
+    ]
+    pending = {item for stage_jobs in jobs for passes, _ in stage_jobs for item in passes}
     ran: list[tuple[int, int]] = []
-    at = [0] * schedule.stages
+    following = [0] * schedule.stages
     progress = True
     while progress:
         progress = False
         for stage, stage_jobs in enumerate(jobs):
-            while at[stage] < len(stage_jobs) and waiting.isdisjoint(stage_jobs[at[stage]][1]):
-                waiting.difference_update(stage_jobs[at[stage]][0])
-                ran.append((stage, at[stage]))
-                at[stage] += 1
+            while following[stage] < len(stage_jobs) and pending.isdisjoint(stage_jobs[following[stage]][1]):
+                pending.difference_update(stage_jobs[following[stage]][0])
+                ran.append((stage, following[stage]))
+                following[stage] += 1
                 progress = True
-    return ran, at
+    return ran, following
 
 
 def check_schedule(schedule: Schedule, ticks: Sequence[Sequence[int]] | None = None) -> list[Problem]:
-    """Everything that keeps a schedule from being run: tasks missing, twice, unknown, or waiting for each other.
+    """Return the problems of a schedule, sorted: tasks that are missing, repeated or unknown, and deadlocks.
 
-    Args:
-        schedule: What to check.
-        ticks: For each stage the ticks at which its tasks stand, for the messages; without it their places in the
-            order, from 0.
-
-    Returns:
-        The problems, sorted; none for a schedule that runs to its end.
+    `ticks` has the tick of each task for the messages; by default its index in the order of its stage.
     """
-    return sorted(find_problems(schedule, ticks or [range(len(order)) for order in schedule.orders]))
-
-
-def find_problems(schedule: Schedule, ticks: Sequence[Sequence[int]]) -> Iterator[Problem]:
-    """The problems that `check_schedule` sorts."""
-    first: dict[Part, tuple[int, Task]] = {}
+    ticks = ticks or [range(len(order)) for order in schedule.orders]
+    runs: dict[Pass, tuple[int, Task]] = {}  # the tick and the task that run a pass first
+    problems = []
     for stage, order in enumerate(schedule.orders):
         for tick, task in zip(ticks[stage], order, strict=True):
             where = f"stage {stage}, tick {tick}"
             if task.microbatch >= schedule.microbatches or task.chunk >= schedule.chunks:
-                arithmetic = f"microbatches = {schedule.microbatches}, chunks = {schedule.chunks}; both count from 0"
-                yield Problem(where, f"{task} is not of this schedule", arithmetic)
-            again = [first[part] for part in schedule.does(stage, task) if part in first]
-            if again:
-                earlier, same = again[0]
-                yield Problem(where, f"{task} repeats {same} of tick {earlier}", fix="remove one of them")
-            for part in schedule.does(stage, task):
-                first.setdefault(part, (tick, task))
+                sizes = f"microbatches = {schedule.microbatches}, chunks = {schedule.chunks}; both count from 0"
+                problems.append(Problem(where, f"{task} is outside the schedule", sizes))
+            passes = schedule.passes(stage, task)
+            if repeated := [runs[item] for item in passes if item in runs]:
+                earlier, same = repeated[0]
+                problems.append(Problem(where, f"{task} repeats {same} of tick {earlier}", fix="remove one of them"))
+            for item in passes:
+                runs.setdefault(item, (tick, task))
     for stage in range(schedule.stages):
-        absent = (
-            str(Task(kind, microbatch, chunk))
-            for microbatch in range(schedule.microbatches)
-            for chunk in range(schedule.chunks)
-            for kind in absent_kinds(first, schedule.position(stage, chunk), microbatch)
-        )
-        words = list(itertools.islice(absent, NAMED + 1))
-        if words:
-            named = " ".join(words[:NAMED]) + (" and more" if len(words) > NAMED else "")
-            yield Problem(
-                f"stage {stage}", f"tasks are missing: {named}", fix="add them; each stage runs every task once"
-            )
-    ran, stopped = run_order(schedule)
-    done = {part for stage, index in ran for part in schedule.does(stage, schedule.orders[stage][index])}
+        missing = list(itertools.islice(_missing(schedule, runs, stage), _LISTED + 1))
+        if missing:
+            listed = " ".join(missing[:_LISTED]) + (" and more" if len(missing) > _LISTED else "")
+            fix = "add them; each stage runs every task once"
+            problems.append(Problem(f"stage {stage}", f"tasks are missing: {listed}", fix=fix))
+    ran, stopped = execution_order(schedule)
+    done = {item for stage, index in ran for item in schedule.passes(stage, schedule.orders[stage][index])}
     for stage, index in enumerate(stopped):
         if index < len(schedule.orders[stage]):
             task = schedule.orders[stage][index]
-            part = next(part for part in schedule.needs(stage, task) if part in first and part not in done)
-            other, _ = schedule.place(part[1])
-            tick, needed = first[part]
-            what = f"deadlock: {task} waits for {needed} of stage {other}"
-            behind = f"{needed} stands at tick {tick}; stage {other} gets to tick {ticks[other][stopped[other]]}"
-            yield Problem(f"stage {stage}, tick {ticks[stage][index]}", what, behind, "change one stage's order")
+            needed = next(d for d in schedule.dependencies(stage, task) if d in runs and d not in done)
+            source, _ = schedule.locate(needed[1])
+            tick, other = runs[needed]
+            what = f"deadlock: {task} waits for {other} of stage {source}"
+            detail = f"{other} is at tick {tick}; stage {source} stops at tick {ticks[source][stopped[source]]}"
+            where = f"stage {stage}, tick {ticks[stage][index]}"
+            problems.append(Problem(where, what, detail, "change the order of one stage"))
+    return sorted(problems)
 
 
-def absent_kinds(present: Collection[Part], position: int, microbatch: int) -> list[str]:
-    """The kinds of task that would do what is not done for a part of the model and a microbatch."""
-    return " ".join(k for k in "FBW" if (k, position, microbatch) not in present).replace("B W", "BW").split()
+def _missing(schedule: Schedule, runs: dict[Pass, tuple[int, Task]], stage: int) -> Iterator[str]:
+    """Yield the tasks whose passes a stage does not run; lazily, since a file may name any microbatch."""
+    for microbatch in range(schedule.microbatches):
+        for chunk in range(schedule.chunks):
+            virtual_stage = schedule.virtual_stage(stage, chunk)
+            absent = " ".join(kind for kind in "FBW" if (kind, virtual_stage, microbatch) not in runs)
+            yield from (str(Task(kind, microbatch, chunk)) for kind in absent.replace("B W", "BW").split())

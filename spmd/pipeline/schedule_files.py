@@ -1,12 +1,12 @@
-"""Pipeline schedules as CSV files: one row per stage, one column per tick, in each cell a task or nothing.
+"""Pipeline schedules as CSV files: a row for each stage, a column for each tick, a task or nothing in each cell.
 
 ```text
 F0,F1,,BW0,,BW1
 ,F0,BW0,F1,BW1,
 ```
 
-A row is an order. Columns help the reader, and errors name them; they fix no times, since a task starts when what it
-needs is there. Stages and ticks count from 0.
+A row is an order. Columns are for the reader and for error messages; they fix no times, since a task starts when its
+dependencies are done. Stages and ticks count from 0.
 """
 
 import csv
@@ -15,26 +15,17 @@ from pathlib import Path
 
 from spmd.errors import Problem, ScheduleError
 from spmd.pipeline.schedule import Schedule, Task, check_schedule, parse_task
-from spmd.pipeline.simulate import as_table
+from spmd.pipeline.simulate import tick_grid
 
 
-def read_schedule(
-    path: str | Path, *, microbatches: int | None = None, chunks: int | None = None, placement: str = "loop"
-) -> Schedule:
-    """The schedule that a CSV file holds, named after the file.
-
-    Args:
-        path: The file, in UTF-8.
-        microbatches: How many there are; without it, as many as the file names.
-        chunks: Chunks of layers per stage; without it, as many as the file names.
-        placement: Which stage has which part of the model, as in `Schedule`.
+def read_schedule(path: str | Path, *, microbatches: int | None = None, chunks: int | None = None) -> Schedule:
+    """Read a schedule from a CSV file (UTF-8), named after the file, with the microbatches and chunks in it by default.
 
     Raises:
-        ScheduleError: A file that cannot be read, and everything in it that is no task or keeps the schedule from being
-            run, by stage and tick.
+        ScheduleError: The file cannot be read, or all its problems, by stage and tick.
     """
     path = Path(path)
-    title = f"{path} holds no schedule that can be run:"
+    title = f"{path} is not a valid schedule:"
     try:
         text = path.read_text(encoding="utf-8-sig")
         rows = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row]
@@ -42,44 +33,43 @@ def read_schedule(
         raise ScheduleError(title, [Problem("file", f"cannot be read: {error}")]) from error
 
     problems: list[Problem] = []
-    cells: list[dict[int, Task]] = [{} for _ in rows]
+    orders: list[dict[int, Task]] = [{} for _ in rows]  # tick → task
     for stage, row in enumerate(rows):
         for tick, cell in enumerate(row):
-            words = cell.split()
+            where, words = f"stage {stage}, tick {tick}", cell.split()
             try:
                 tasks = [parse_task(word) for word in words]
             except ScheduleError as error:
-                problems.extend(Problem(f"stage {stage}, tick {tick}", p.what, fix=p.fix) for p in error.problems)
+                problems.extend(Problem(where, p.what, fix=p.fix) for p in error.problems)
                 continue
             if len(tasks) > 1:
-                arithmetic = f"{' '.join(words)}: {len(tasks)} tasks"
-                problems.append(Problem(f"stage {stage}, tick {tick}", "a tick has one task", arithmetic, "move one"))
-            cells[stage].update((tick, task) for task in tasks)
-    named = [task for row_cells in cells for task in row_cells.values()]
-    if not named:
-        raise ScheduleError(title, [*problems, Problem("file", "there is no task in it")])
+                detail = f"{' '.join(words)}: {len(tasks)} tasks"
+                problems.append(Problem(where, "a tick has one task", detail, "move one"))
+            orders[stage].update((tick, task) for task in tasks)
+    tasks = [task for order in orders for task in order.values()]
+    if not tasks:
+        raise ScheduleError(title, [*problems, Problem("file", "has no tasks")])
 
     try:
         schedule = Schedule(
             name=path.stem,
-            microbatches=1 + max(task.microbatch for task in named) if microbatches is None else microbatches,
-            chunks=1 + max(task.chunk for task in named) if chunks is None else chunks,
-            orders=tuple(tuple(row_cells.values()) for row_cells in cells),
-            placement=placement,
+            microbatches=1 + max(task.microbatch for task in tasks) if microbatches is None else microbatches,
+            chunks=1 + max(task.chunk for task in tasks) if chunks is None else chunks,
+            orders=tuple(tuple(order.values()) for order in orders),
         )
     except ScheduleError as error:
         raise ScheduleError(title, [*problems, *error.problems]) from error
-    problems.extend(check_schedule(schedule, [list(row_cells) for row_cells in cells]))
+    problems.extend(check_schedule(schedule, [list(order) for order in orders]))
     if problems:
         raise ScheduleError(title, problems)
     return schedule
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The schedule as the text of a CSV file that `read_schedule` reads, every task at its tick of `as_table`.
+    """Format a schedule as a CSV file for `read_schedule`, with every task at its tick of `tick_grid`.
 
     Raises:
-        ScheduleError: A schedule that cannot be run.
+        ScheduleError: The problems that `check_schedule` finds.
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule
@@ -87,4 +77,4 @@ def to_csv(schedule: Schedule) -> str:
         F0,F1,,BW0,,BW1
         ,F0,BW0,F1,BW1,
     """
-    return "".join(",".join(str(task or "") for task in row) + "\n" for row in as_table(schedule))
+    return "".join(",".join(str(task or "") for task in row) + "\n" for row in tick_grid(schedule))

@@ -1,23 +1,32 @@
-"""When every task of a schedule runs, and what follows: makespan, bubble, and what each stage holds at most.
+"""Simulation of a schedule: the start of every task, the makespan, the bubble and the activations that a stage holds.
 
-Each stage runs its list in order, and a task starts as soon as the stage is free and what the task needs has arrived.
-Times are exact fractions inside, so a bubble of nothing is 0.0.
+A task starts as soon as its stage is free and its dependencies have arrived. Times are exact fractions internally, so
+an empty bubble is exactly 0.0.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from fractions import Fraction
 
 from spmd.errors import Problem, ScheduleError
-from spmd.pipeline.schedule import SPLIT, Part, Schedule, Task, check_schedule, consecutive, run_order
+from spmd.pipeline.schedule import (
+    ACTIVATIONS,
+    PASSES,
+    Pass,
+    Schedule,
+    Task,
+    check_schedule,
+    check_values,
+    execution_order,
+    repeat_schedule,
+)
 
-BATCHES = 4  # without a flush: the first fills the pipeline, the last drains it, and those between are all alike
+_BATCHES = 4  # without a flush: the first fills the pipeline, the last drains it, the others are the steady state
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A task and when it runs."""
+    """A task with its times."""
 
     task: Task
     start: float
@@ -26,20 +35,19 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A schedule with times, in the unit of the costs that it was simulated with.
+    """A schedule with times, in the unit of the simulated costs.
 
     Attributes:
-        schedule: What was simulated.
-        tasks: For each stage its tasks in order. Where there is no flush, those of `batches` batches in a row, whose
-            microbatches count on.
-        batches: How many batches `tasks` are of.
-        makespan: From the start of the first task to the end of the last.
-        span: From a stage's first task to its last, at most over the stages.
-        period: What one batch costs. With a flush the makespan; without, the time from one batch's end to the next's
-            in the steady state.
-        ideal: What one batch costs a stage that is never idle: m (F + B + W).
-        staleness: By how many updates of the weights a batch's weights are behind when its gradients arrive; 0 with a
-            flush.
+        schedule: The schedule.
+        tasks: For each stage its tasks in order. Without a flush, those of `batches` consecutive batches with
+            consecutive microbatch numbers.
+        batches: Number of batches in `tasks`.
+        makespan: Time from the start of the first task to the end of the last.
+        span: Time from a stage's first task to its last, the maximum over stages.
+        period: Time of one batch: the makespan with a flush; without one, the time between the ends of two batches in
+            the steady state.
+        ideal: Time of one batch on a stage that is never idle: m (F + B + W).
+        staleness: Updates by which a batch's weights are out of date when its gradients arrive; 0 with a flush.
     """
 
     schedule: Schedule
@@ -63,20 +71,16 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """For each stage, of how many microbatches (times chunks) at once the forward is done and the backward not."""
-        return tuple(int(peak(order, {"F": 1, "B": 0, "W": -1, "BW": -1})) for order in self.tasks)
+        """Most microbatches (times chunks) of each stage between their forward and the end of their backward."""
+        return tuple(int(_peak(order, {"F": 1, "B": 0, "W": -1, "BW": -1})) for order in self.tasks)
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """For each stage, the activations held at most, in those of one microbatch (and chunk).
-
-        As in Qi et al., arXiv:2401.10241: a forward adds one, and each half of the backward frees one half.
-        """
-        return tuple(peak(order, {"F": 1, "B": -0.5, "W": -0.5, "BW": -1}) for order in self.tasks)
+        """Most activations that each stage holds, in units of one microbatch (and chunk), by `ACTIVATIONS`."""
+        return tuple(_peak(order, ACTIVATIONS) for order in self.tasks)
 
 
-def peak(order: tuple[Slot, ...], changes: dict[str, float]) -> float:
-    """The most that there is at any time, if every task changes it by so much."""
+def _peak(order: tuple[Slot, ...], changes: Mapping[str, float]) -> float:
     held = highest = 0.0
     for slot in order:
         held += changes[slot.task.kind]
@@ -87,20 +91,18 @@ def peak(order: tuple[Slot, ...], changes: dict[str, float]) -> float:
 def simulate(
     schedule: Schedule, *, forward: float = 1, backward: float = 1, weight: float = 1, transfer: float = 0
 ) -> Timeline:
-    """When every task runs.
-
-    A schedule without a flush is simulated over `BATCHES` batches in a row, and its period is that of the steady state.
+    """Compute the times of all tasks.
 
     Args:
-        schedule: One that runs to its end.
-        forward: What the forward of a stage's layers costs for one microbatch (F); a chunk costs its share of it.
-        backward: The same of the gradient of the input (B).
-        weight: The same of the gradients of the weights (W). A whole backward costs B + W.
-        transfer: What passes between the end of a task and the arrival of what it made at another stage, while both
+        schedule: The schedule; without a flush it is simulated over several consecutive batches.
+        forward: Time of the forward pass of a stage's layers for one microbatch (F); a chunk takes its share.
+        backward: The same for the gradient of the input (B).
+        weight: The same for the gradients of the weights (W). A whole backward pass takes B + W.
+        transfer: Time between the end of a task and the arrival of its output at another stage, during which both
             stages may compute.
 
     Raises:
-        ScheduleError: A cost that cannot be, or a schedule that `check_schedule` finds wrong.
+        ScheduleError: A cost that is negative or not finite, or the problems that `check_schedule` finds.
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule
@@ -109,83 +111,75 @@ def simulate(
         (33.0, 0.375, (4, 3, 2, 1))
     """
     costs = {"forward": forward, "backward": backward, "weight": weight, "transfer": transfer}
-    problems = [
-        Problem(name, f"is {cost}", fix="0 or more")
-        for name, cost in costs.items()
-        if not (math.isfinite(cost) and cost >= 0)
-    ]
+    problems = check_values("at least 0 and finite", **costs)
     if not problems and forward + backward + weight == 0:
         problems.append(Problem("costs", "the work takes no time", "forward + backward + weight = 0", "more than 0"))
     problems.extend(check_schedule(schedule))
     if problems:
         raise ScheduleError(f"The schedule {schedule.name} cannot be simulated:", problems)
 
-    parts = {"F": Fraction(forward), "B": Fraction(backward), "W": Fraction(weight)}
-    durations = {kind: sum((parts[p] for p in split), Fraction()) / schedule.chunks for kind, split in SPLIT.items()}
-    batches = 1 if schedule.flush else BATCHES
-    whole = consecutive(schedule, batches)
-    times = run_times(whole, durations, Fraction(transfer))
+    times = {"F": Fraction(forward), "B": Fraction(backward), "W": Fraction(weight)}
+    durations = {kind: sum((times[p] for p in passes), Fraction()) / schedule.chunks for kind, passes in PASSES.items()}
+    batches = 1 if schedule.flush else _BATCHES
+    repeated = repeat_schedule(schedule, batches)
+    tasks = _task_times(repeated, durations, Fraction(transfer))
     ends = [Fraction()] * batches
-    for task, _, end in (timed for order in times for timed in order):
+    for task, _, end in (timed for order in tasks for timed in order):
         batch = task.microbatch // schedule.microbatches
         ends[batch] = max(ends[batch], end)
     return Timeline(
         schedule=schedule,
-        tasks=tuple(tuple(Slot(task, float(start), float(end)) for task, start, end in order) for order in times),
+        tasks=tuple(tuple(Slot(task, float(start), float(end)) for task, start, end in order) for order in tasks),
         batches=batches,
         makespan=float(ends[-1]),
-        span=float(max(order[-1][2] - order[0][1] for order in times)),
+        span=float(max(order[-1][2] - order[0][1] for order in tasks)),
         period=float(ends[0] if schedule.flush else ends[-2] - ends[-3]),
-        ideal=float(schedule.microbatches * sum(parts.values())),
-        staleness=max(stale_updates(order, schedule.microbatches) for order in whole.orders),
+        ideal=float(schedule.microbatches * sum(times.values())),
+        staleness=max(_staleness(order, schedule.microbatches) for order in repeated.orders),
     )
 
 
-def run_times(
+def _task_times(
     schedule: Schedule, durations: Mapping[str, Fraction], transfer: Fraction
 ) -> list[list[tuple[Task, Fraction, Fraction]]]:
-    """For each stage its tasks in order, each with its start and end."""
-    arrived: dict[Part, tuple[int, Fraction]] = {}
+    """Return for each stage its tasks in order, each with its start and end."""
+    ended: dict[Pass, tuple[int, Fraction]] = {}
     times: list[list[tuple[Task, Fraction, Fraction]]] = [[] for _ in schedule.orders]
-    for stage, index in run_order(schedule)[0]:
+    for stage, index in execution_order(schedule)[0]:
         task = schedule.orders[stage][index]
         start = times[stage][-1][2] if index else Fraction()
-        for part in schedule.needs(stage, task):
-            source, end = arrived[part]
+        for dependency in schedule.dependencies(stage, task):
+            source, end = ended[dependency]
             start = max(start, end if source == stage else end + transfer)
         end = start + durations[task.kind]
-        arrived.update((part, (stage, end)) for part in schedule.does(stage, task))
+        ended.update((item, (stage, end)) for item in schedule.passes(stage, task))
         times[stage].append((task, start, end))
     return times
 
 
-def as_table(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
-    """The schedule as a table of ticks: what each stage does at each, or None.
-
-    Every task takes one tick, whatever its kind, and runs at the first at which the stage is free and all that it
-    needs was made at an earlier tick.
+def tick_grid(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
+    """Return the task of each stage in each tick, or None, if every task takes one tick.
 
     Raises:
-        ScheduleError: A schedule that `check_schedule` finds wrong.
+        ScheduleError: The problems that `check_schedule` finds.
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule
-        >>> for row in as_table(make_schedule("1f1b", stages=2, microbatches=2)):
+        >>> for row in tick_grid(make_schedule("1f1b", stages=2, microbatches=2)):
         ...     print(*(task or "--" for task in row))
         F0 F1 -- BW0 -- BW1
         -- F0 BW0 F1 BW1 --
     """
-    problems = check_schedule(schedule)
-    if problems:
+    if problems := check_schedule(schedule):
         raise ScheduleError(f"The schedule {schedule.name} cannot be run:", problems)
-    times = run_times(schedule, dict.fromkeys(SPLIT, Fraction(1)), Fraction())
-    started = [{int(start): task for task, start, _ in order} for order in times]
-    ticks = 1 + max(max(row) for row in started)
-    return tuple(tuple(row.get(tick) for tick in range(ticks)) for row in started)
+    times = _task_times(schedule, dict.fromkeys(PASSES, Fraction(1)), Fraction())
+    starts = [{int(start): task for task, start, _ in order} for order in times]
+    ticks = 1 + max(max(row) for row in starts)
+    return tuple(tuple(row.get(tick) for tick in range(ticks)) for row in starts)
 
 
-def stale_updates(order: tuple[Task, ...], microbatches: int) -> int:
-    """How many batches before its own have not updated a stage's weights when a batch's first forward takes them."""
+def _staleness(order: tuple[Task, ...], microbatches: int) -> int:
+    """Return the most updates of earlier batches that a stage lacks when a batch's first forward reads its weights."""
     most = updates = backwards = 0
     for task in order:
         if task.kind == "F":

@@ -1,4 +1,4 @@
-"""Any Flax module as pure functions, whether or not it knows of this framework.
+"""NNX and Linen modules as pure functions.
 
 ```python
 model = from_nnx(lambda rngs: Llama(config, rngs=rngs))
@@ -26,21 +26,20 @@ _PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
 
 
 def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
-    """The functions of an NNX module.
+    """Return the functions of an NNX module.
 
-    Its parameters are its `nnx.Param`s; every other variable (batch statistics, the random state of dropout) is among
-    the model's variables, under its own path. `forward` runs it in the mode of its `train()` or `eval()`.
+    Its `nnx.Param`s are the parameters; all other variables (batch statistics, the random state of dropout) are the
+    model's variables, under their own paths. `forward` runs the module in `train()` or `eval()` mode.
 
-    A parameter is gathered over `fsdp` as the module takes it, unless its metadata say `gathered_by_layer=True`: then
-    the layer does so where it uses it (`spmd.plan.fsdp.gather`). A module whose attribute `position_aware` is true
-    gets its tokens in the order that suits ring attention (`spmd.layers.zigzag`), and text is generated from it
-    one token at a time (`spmd.layers.kv_cache`); for the latter alone the attribute is `supports_kv_cache`. A module
-    with the methods `embed_inputs`, `apply_layers` and `compute_outputs` can be pipelined
-    (`spmd.model_api.model.LayeredModel`).
+    Parameters are gathered over `fsdp` before the module runs, except those with the metadata `gathered_by_layer=True`,
+    whose layer calls `spmd.plan.fsdp.gather`. Two optional attributes of the module: `position_aware` lets ring
+    attention reorder tokens (`spmd.layers.zigzag`) and implies `supports_kv_cache`, which lets generation decode token
+    by token (`spmd.layers.kv_cache`). A module with the methods `embed_inputs`, `apply_layers` and `compute_outputs`
+    can be pipelined (`spmd.model_api.model.LayeredModel`).
 
     Args:
-        make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so no array of
-            it is ever made outside the plan.
+        make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so the arrays are
+            created only as the plan shards them.
 
     Example:
         >>> model = from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
@@ -50,7 +49,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     """
 
     def build(key: jax.Array) -> nnx.Module:
-        with nnx.use_eager_sharding(False):  # metadata names axes, and the plan, not the module, splits arrays by them
+        with nnx.use_eager_sharding(False):  # the plan shards arrays, not the module
             return make(nnx.Rngs(key))
 
     @functools.cache
@@ -58,14 +57,14 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         module = nnx.eval_shape(lambda: build(jax.random.key(0, impl=PRNG)))
         graph, params, variables = nnx.split(module, nnx.Param, ...)
         for path, param in nnx.to_flat_state(params):
-            param.set_metadata(path="/".join(map(str, path)))  # by its path a layer finds its parameter in the plan
+            param.set_metadata(path=_join(path))  # for `spmd.plan.fsdp.placement_of`
         return module, graph, params, variables
 
     @functools.cache
-    def marked(word: str) -> frozenset[str]:
-        """The paths of the parameters whose metadata say so."""
+    def marked(flag: str) -> frozenset[str]:
+        """Return the paths of the parameters with a metadata flag."""
         params = nnx.to_flat_state(structure()[2])
-        return frozenset("/".join(map(str, path)) for path, param in params if param.get_metadata(word, False))
+        return frozenset(_join(path) for path, param in params if param.get_metadata(flag, False))
 
     def init(key: jax.Array) -> Any:
         structure()
@@ -73,7 +72,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
 
     def init_variables(key: jax.Array) -> Any:
         if not jax.tree.leaves(structure()[3]):
-            return {}  # building a module takes a while, and most have parameters alone
+            return {}  # building a module is slow, and most have no variables
         return jax.tree.map(_as_data, nnx.to_pure_dict(nnx.split(build(key), nnx.Param, ...)[2]))
 
     def restore(params: Any, variables: Any, train: bool) -> nnx.Module:
@@ -92,7 +91,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         return run
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
-        del key  # an NNX module draws from its own random state
+        del key  # an NNX module has its own random state
         module = restore(params, variables, train)
         outputs = module(*inputs)
         after = tree.flatten(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))))
@@ -104,23 +103,21 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
 
     def info() -> ModelInfo:
         module, _, params, variables = structure()
-        paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
-        shared = [["/".join(map(str, path)) for path in group] for group in nnx.find_duplicates(module)]
-        random_state = ("/".join(map(str, p)) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.RngState))
-        tied = tuple(filter(None, (_aliases(path, shared) for path in paths)))
-        any_order = getattr(module, "position_aware", False)
+        shared = [[_join(path) for path in group] for group in nnx.find_duplicates(module)]
+        aliases = (_aliases(_join(path), shared) for path, _ in nnx.to_flat_state(params))
+        random_state = (_join(path) for path, v in nnx.to_flat_state(variables) if isinstance(v, nnx.RngState))
+        position_aware = getattr(module, "position_aware", False)
         return ModelInfo(
-            tied,
+            tuple(filter(None, aliases)),
             frozenset(random_state),
             nnx_annotations(params),
             lora_kernels=marked("supports_lora"),
-            position_aware=any_order,
-            supports_kv_cache=getattr(module, "supports_kv_cache", any_order),
+            position_aware=position_aware,
+            supports_kv_cache=getattr(module, "supports_kv_cache", position_aware),
         )
 
     def layered() -> LayeredModel | None:
-        has_parts = all(hasattr(structure()[0], name) for name in _PARTS)
-        if not has_parts:
+        if not all(hasattr(structure()[0], name) for name in _PARTS):
             return None
         embed_inputs, apply_layers, compute_outputs = map(part, _PARTS)
         return LayeredModel(
@@ -139,17 +136,17 @@ def from_linen(
     train: Mapping[str, Any] | None = None,
     evaluate: Mapping[str, Any] | None = None,
 ) -> Model:
-    """The functions of a Linen module.
+    """Return the functions of a Linen module.
 
-    Its parameters are its `params` collection; every other collection that it has from the start (`batch_stats`) is
-    among the model's variables, under the collection's name.
+    The `params` collection is the parameters; every other collection at initialization (`batch_stats`) is among the
+    model's variables, under its name.
 
     Args:
         module: The module.
-        *inputs: What it is called on, as arrays or `jax.ShapeDtypeStruct`s; only shapes are used.
-        rngs: The names of the random streams that it draws from in training.
+        *inputs: Its inputs, as arrays or `jax.ShapeDtypeStruct`s; only shapes are used.
+        rngs: Names of the random streams in training.
         train: Keyword arguments of a call in training, such as `{"train": True}` or `{"deterministic": False}`.
-        evaluate: Keyword arguments of a call in evaluation and at initialisation.
+        evaluate: Keyword arguments of a call in evaluation and at initialization.
 
     Example:
         >>> model = from_linen(nn.Dense(3), jax.ShapeDtypeStruct((4, 2), "float32"))
@@ -192,26 +189,30 @@ def from_linen(
 
 
 def _as_data(leaf: jax.Array) -> jax.Array:
-    """A random key as numbers, which is how the training state holds it; any other array as it is."""
+    """Convert a random key to its data, as the training state holds it; other arrays are unchanged."""
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def _as_key(leaf: jax.Array, like: Any) -> jax.Array:
-    """What `_as_data` was made from."""
+    """Invert `_as_data`."""
     return jax.random.wrap_key_data(leaf, impl=PRNG) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else leaf
 
 
 def _aliases(path: str, shared: list[list[str]]) -> tuple[str, ...]:
-    """The path and all others that lead to the same array, through nodes that have several; empty if there are none."""
+    """Return all paths of the array at a path, through nodes with several paths; empty if there is only one."""
     found = [path]
-    for known in found:  # grows while it is walked
+    for known in found:  # grows during the loop
         for group in shared:
             for prefix in group:
                 if f"{known}/".startswith(f"{prefix}/"):
-                    others = [other for other in group if not other.startswith(f"{prefix}/")]  # not round a cycle
+                    others = [other for other in group if not other.startswith(f"{prefix}/")]  # not around a cycle
                     paths = [other + known.removeprefix(prefix) for other in others]
                     found += [path for path in paths if path not in found]
     return tuple(found) if len(found) > 1 else ()
+
+
+def _join(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
 
 
 def _check_none(variables: Mapping[str, Any]) -> None:
@@ -219,5 +220,5 @@ def _check_none(variables: Mapping[str, Any]) -> None:
         fix = "call model.forward(params, variables, key, *inputs, train=False)"
         raise ConfigError(
             "This model cannot be applied to parameters alone:",
-            [Problem(path, "is a variable that is no parameter", fix=fix) for path in variables],
+            [Problem(path, "is a variable", fix=fix) for path in variables],
         )

@@ -1,7 +1,7 @@
-"""Parameters that live in host memory, as a model sees them: brought to the device where a layer begins.
+"""Parameters in host memory, which a layer copies to the device when it starts.
 
-A derivative with respect to an array in host memory would be in host memory too, and the step could not compute with
-it. So what is differentiated is a stand-in on the device, of which only the gradient is ever made.
+A gradient with respect to an array in host memory would be in host memory too, where the step cannot compute with it.
+So the step differentiates with respect to a proxy on the device, of which only the gradient is materialized.
 """
 
 import functools
@@ -15,51 +15,50 @@ from spmd.errors import AnnotationError, Problem
 
 @jax.tree_util.register_pytree_node_class
 class HostParam:
-    """A parameter in host memory, one layer's or a stack of them.
+    """A parameter in host memory, of one layer or a stack of layers.
 
     Attributes:
         array: The parameter.
-        grad_proxy: Zeros like it on the device, whose gradient is the parameter's, in the dtype of gradients; None
-            where nothing is differentiated.
-        sharding: Where one layer of it goes on the device.
+        grad_proxy: Zeros of its shape on the device, in the dtype of gradients; None without differentiation.
+        sharding: The sharding of one layer of it on the device.
     """
 
     def __init__(self, array: Any, grad_proxy: Any, sharding: NamedSharding) -> None:
         self.array, self.grad_proxy, self.sharding = array, grad_proxy, sharding
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], NamedSharding]:
-        """The arrays, and what is static."""
+        """Return the arrays, and the sharding as static data."""
         return (self.array, self.grad_proxy), self.sharding
 
     @classmethod
     def tree_unflatten(cls, sharding: NamedSharding, arrays: tuple[Any, Any]) -> "HostParam":
-        """The inverse of `tree_flatten`."""
+        """Invert `tree_flatten`."""
         return cls(*arrays, sharding)
 
     def fetch(self) -> jax.Array:
-        """The parameter of one layer on the device."""
+        """Copy the parameter of one layer to the device."""
         if self.grad_proxy is None:
             return jax.device_put(self.array, self.sharding)
         return _fetch(self.array, self.grad_proxy, self.sharding)
 
     def __jax_array__(self) -> jax.Array:
-        """It is no array where a layer has not begun."""
-        raise AnnotationError("A parameter is used where it is in host memory:", [host_param_error("a parameter")])
+        """Refuse a use as an array outside of its layer."""
+        raise AnnotationError("A parameter in host memory is used as an array:", [host_param_error("a parameter")])
 
 
 def host_param_error(path: str) -> Problem:
-    """What is wrong with a model that takes a parameter otherwise than layer by layer."""
+    """Return the problem of a parameter in host memory that a model does not use layer by layer."""
     fix = "run layers as functions of parameters through spmd.plan.annotate.remat_layer, or do not offload it"
-    return Problem(path, "is in host memory, and the model does not take it one layer at a time", fix=fix)
+    return Problem(path, "is in host memory, and the model does not use it layer by layer", fix=fix)
 
 
 def is_host_param(x: Any) -> bool:
-    """Whether a node of a tree is a `HostParam` parameter; for `is_leaf`."""
+    """Return whether a node of a tree is a `HostParam`; for `is_leaf`."""
     return isinstance(x, HostParam)
 
 
 def fetch(tree: Any) -> Any:
-    """A tree with what is in host memory brought to the device."""
+    """Copy the `HostParam`s of a tree to the device."""
     return jax.tree.map(lambda x: x.fetch() if is_host_param(x) else x, tree, is_leaf=is_host_param)
 
 

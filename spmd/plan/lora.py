@@ -1,19 +1,16 @@
-"""Fine-tuning with low-rank adapters (LoRA, Hu et al., arXiv:2106.09685), chosen by regexes over parameter paths.
+"""Fine-tuning with low-rank adapters (LoRA, Hu et al., arXiv:2106.09685), selected by regexes over parameter paths.
 
 ```python
-lora = LoraConfig(targets=("attention/(q|v)_proj/kernel",), rank=8)
+lora = LoRAConfig(targets=("attention/(q|v)_proj/kernel",), rank=8)
 adapted = with_lora(model, lora, rules)          # its parameters are the adapters
 table = lora_rules(model, lora, rules)           # the model's own table, with a row for each adapter
 ```
 
-What the model calls its parameters are variables of the adapted one, under `base/`: the same table splits them, no
-gradient is taken of them and no optimizer state is kept. An adapter lies as its parameter does: `A` is split as the
-rows and `B` as the columns, but neither over `fsdp`.
+The model's own parameters become variables of the adapted model, under `base/`: sharded by the same table, without
+gradients and optimizer state. `A` is sharded as the rows of its parameter and `B` as the columns, neither over `fsdp`.
 """
 
 import dataclasses
-import functools
-import math
 import re
 from collections.abc import Callable, Container
 from typing import Any
@@ -23,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
 from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
 from spmd.model_api.precision import cast_floats
 from spmd.plan.fsdp import params_for_forward
@@ -34,49 +31,50 @@ from spmd.sharding.optimizer_state import drop_axis
 from spmd.sharding.rules import Replicate, Rules, compile_pattern, replicate
 
 BASE = "base"
-"""The name among the variables of what is frozen."""
+"""The name of the frozen parameters among the variables."""
 
 _A, _B = "_lora_a", "_lora_b"
 _SMALL = "a low-rank adapter is small"
+_TITLE = "These adapters cannot be used:"
 
 
 @dataclasses.dataclass(frozen=True)
 class LoRAConfig:
-    """Low-rank adapters beside frozen parameters."""
+    """Low-rank adapters of frozen parameters."""
 
     targets: tuple[str, ...] = ()
-    """Which parameters have an adapter: patterns as in a rule table; none: all parameters are trained."""
+    """Parameters with an adapter: patterns as in a rule table. If empty, all parameters are trained."""
     rank: int = 8
     """Columns of A and rows of B."""
     alpha: float = 16.0
-    """The product of A and B is kept with alpha / rank."""
+    """The product of A and B is multiplied by alpha / rank."""
 
     def __post_init__(self) -> None:
-        problems = [Problem("lora.rank", f"is {self.rank}", fix="1 or more")] if self.rank < 1 else []
+        problems = check_fields(self, {"rank": "at least 1", "alpha": "finite"}, "lora.")
         if not self.targets and (self.rank, self.alpha) != (LoRAConfig.rank, LoRAConfig.alpha):
             fix = "patterns over parameter paths, such as 'attention/(q|v)_proj/kernel'"
-            problems.append(Problem("lora.targets", "is empty, so nothing has an adapter of this rank", fix=fix))
-        if not (math.isfinite(self.alpha) and self.alpha):
-            problems.append(Problem("lora.alpha", f"is {self.alpha}", fix="a number that is not 0, such as 16"))
+            problems.append(Problem("lora.targets", "is empty, so no parameter has an adapter", fix=fix))
+        if not self.alpha:
+            problems.append(Problem("lora.alpha", "is 0", fix="another number, such as 16"))
         for index, pattern in enumerate(self.targets):
             try:
                 compile_pattern(pattern)
             except re.error as error:
                 problems.append(Problem(f"lora.targets[{index}]", f"{pattern!r} is not a regular expression: {error}"))
         if problems:
-            raise ConfigError("These adapters cannot be used:", problems)
+            raise ConfigError(_TITLE, problems)
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is kept with."""
+        """Factor of the product of A and B."""
         return self.alpha / self.rank
 
 
 def adapted_paths(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters that have an adapter, by path.
+    """Return the shapes of the parameters with an adapter, by path.
 
     Raises:
-        ConfigError: A pattern matches no parameter, or one of fewer than two dimensions or a lower rank.
+        ConfigError: A pattern matches no parameter, or one with fewer than two dimensions or a lower rank.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(_abstract(model)).items()}
     found: dict[str, tuple[int, ...]] = {}
@@ -89,35 +87,34 @@ def adapted_paths(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, tup
             problems.append(Problem(where, f"{pattern!r} matches no parameter", fix=did_you_mean(pattern, names)))
         for path in matches:
             if len(shapes[path]) - len(rules.layer_path(path)[1]) < 2:
-                what = f"matches {path}, which is no matrix"
+                what = f"matches {path}, which is not a matrix"
                 problems.append(Problem(where, what, f"{shapes[path]}", "name kernels only"))
             elif lora.rank > (least := min(shapes[path][-2:])):
-                what, fix = f"has a rank of more than {path}", f"{least} or less"
+                what, fix = f"is above the rank of {path}", f"at most {least}"
                 problems.append(Problem("lora.rank", what, f"{lora.rank} > {least} of {shapes[path]}", fix))
             found[path] = shapes[path]
     if problems:
-        raise ConfigError("These adapters cannot be used:", problems)
+        raise ConfigError(_TITLE, problems)
     return found
 
 
-@functools.lru_cache(maxsize=16)
 def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float32") -> Model:
-    """The model with adapters as its parameters and its own as variables; the same object for the same arguments.
+    """Return the model with adapters as its parameters, and its own parameters as variables.
 
-    `A` is drawn with variance 1 / in, `B` is zero, so it starts as the model itself.
+    `A` is drawn with variance 1 / in and `B` is zero, so the adapted model starts equal to the model.
 
     Args:
         model: The model.
-        lora: Which parameters have an adapter.
-        rules: The model's table, for which of its parameters are stacked.
-        dtype: Of the frozen parameters.
+        lora: The adapters.
+        rules: The model's table, which says which parameters are stacked.
+        dtype: Dtype of the frozen parameters.
 
     Raises:
-        ConfigError: As for `adapted_paths`; or the model has a variable of the name `base`.
+        ConfigError: As for `adapted_paths`; or the model has a variable `base`.
     """
     paths = adapted_paths(model, lora, rules)
     if BASE in jax.eval_shape(lambda: model.init_variables(jax.random.key(0, impl=PRNG))):
-        raise ConfigError("This model cannot be adapted:", [Problem(BASE, "is one of the model's own variables")])
+        raise ConfigError("This model cannot be adapted:", [Problem(BASE, "is a variable of the model itself")])
 
     def init(key: jax.Array) -> Any:
         adapters: dict[str, jax.Array] = {}
@@ -143,7 +140,7 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
 
     def apply(params: Any, *inputs: Any) -> Any:
         fix = "call model.forward(params, variables, key, *inputs, train=False)"
-        problem = Problem(BASE, "holds the frozen parameters, which are variables", fix=fix)
+        problem = Problem(BASE, "has the frozen parameters, and is a variable", fix=fix)
         raise ConfigError("This model cannot be applied to adapters alone:", [problem])
 
     def info() -> ModelInfo:
@@ -162,40 +159,34 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
     return Model(init, apply, init_variables, forward, info, layered)
 
 
-def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, kept: Container[str] = ()) -> Any:
-    """The model's parameters with what their adapters add.
+def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, unmerged: Container[str] = ()) -> Any:
+    """Return the model's parameters merged with their adapters.
 
     Args:
         base: A nested dictionary of all parameters.
-        adapters: The parameters of `with_lora`.
-        lora: Of that model.
-        kept: Paths of those that stay `LoRAParam`, for a model that multiplies by `spmd.plan.lora_layer`.
+        adapters: The parameters of the model of `with_lora`.
+        lora: The adapters of that model.
+        unmerged: Paths of parameters that are returned as `LoRAParam`, for layers that support it.
     """
     flat = tree.flatten(adapters)
 
     def place(path: str, leaf: Any) -> Any:
         if path + _A not in flat:
             return leaf
-        whole = LoRAParam(leaf, flat[path + _A], flat[path + _B], lora.scale)
-        return whole if path in kept else whole.merged()
+        param = LoRAParam(leaf, flat[path + _A], flat[path + _B], lora.scale)
+        return param if path in unmerged else param.merged()
 
     return tree.map_with_path(place, base, is_leaf=is_host_param)
 
 
 def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
-    """The model's table with a row for each adapter.
-
-    Args:
-        model: The model without adapters.
-        lora: Which parameters have one.
-        rules: The model's table.
-    """
+    """Return the rule table of a model without adapters, with rows for its adapters."""
     rows: dict[str, P | Replicate] = {}
     for path, shape in adapted_paths(model, lora, rules).items():
         name, leading = rules.layer_path(path)
         match = rules.match(path)
         if match is None:
-            continue  # the plan says so
+            continue  # the plan reports it
         spec = P() if isinstance(match.requested, Replicate) else drop_axis(match.requested, "fsdp")
         entries = (*spec, *(None,) * (len(shape) - len(leading) - len(spec)))
         rows[re.escape(name) + _A] = _split(*entries[:-1], None)

@@ -1,7 +1,7 @@
-"""A frozen parameter with a trained low-rank change: `W + scale · A · B` (LoRA, Hu et al., arXiv:2106.09685).
+"""A frozen parameter with a trained low-rank update: `W + scale · A · B` (LoRA, Hu et al., arXiv:2106.09685).
 
-It stands in a tree of parameters where `W` would. A layer that multiplies with it computes `x·W + scale · (x·A)·B`, so
-that neither the sum nor its gradient is ever made; everything else is given the sum.
+It replaces `W` in a tree of parameters. A layer that supports it computes `x·W + scale · (x·A)·B`, without the sum of
+the matrices or its gradient; other layers get the sum.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoRAParam:
-    """A parameter and its adapter, of one layer or of a stack of them.
+    """A parameter and its adapter, of one layer or a stack of layers.
 
     Attributes:
         base: `W`, `[..., in, out]`.
         a: `A`, `[..., in, rank]`.
         b: `B`, `[..., rank, out]`.
-        scale: What the product of `A` and `B` is multiplied with.
+        scale: Factor of `A · B`.
     """
 
     base: Any
@@ -30,28 +30,23 @@ class LoRAParam:
     scale: float = dataclasses.field(metadata={"static": True})
 
     def merged(self) -> jax.Array:
-        """The sum, computed in float32, in the dtype of the base."""
+        """Return the sum, computed in float32, in the dtype of the base."""
         change = jnp.einsum("...ir,...ro->...io", self.a, self.b, preferred_element_type=jnp.float32)
         return (self.base.astype(jnp.float32) + self.scale * change).astype(self.base.dtype)
 
 
 def is_lora(x: Any) -> bool:
-    """Whether a node of a tree is an `LoRAParam` parameter; for `is_leaf`."""
+    """Return whether a node of a tree is a `LoRAParam`; for `is_leaf`."""
     return isinstance(x, LoRAParam)
 
 
 def base_weight(kernel: Any) -> jax.Array:
-    """The parameter without its adapter, if it has one."""
+    """Return the parameter without its adapter."""
     return kernel.base if is_lora(kernel) else kernel
 
 
 def lora_delta(x: Float[Array, "batch seq in"], kernel: Any) -> Float[Array, "batch seq out"] | None:
-    """What a kernel's adapter adds to `x @ kernel`, in the dtype of `x`; None where it has none.
-
-    Args:
-        x: Activations.
-        kernel: A parameter of one layer.
-    """
+    """Return the adapter's term of `x @ kernel`, in the dtype of `x`; None without an adapter."""
     if not is_lora(kernel):
         return None
     narrow = jnp.einsum("...i,ir->...r", x, kernel.a.astype(x.dtype))

@@ -33,16 +33,16 @@ COMPILE = f"""
         mesh = spmd.make_mesh(devices=devices, pipe=stages, fsdp=2, tensor=2)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
         plan = spmd.make_plan(mesh, LLAMA, model, optimizer, attention="xla")
-        program = tabulate(make_schedule(name, stages, microbatches, chunks))
+        table = tabulate(make_schedule(name, stages, microbatches, chunks))
         dtypes = {{"tokens": "int32", "targets": "int32", "weights": "float32"}}
         shape = ({EXAMPLES} * microbatches, {SEQ})
         batch = {{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}}
-        step = spmd.make_train_step(plan, grad_fn=pipeline(spmd.next_token_loss(model), program))
+        step = spmd.make_train_step(plan, grad_fn=pipeline(spmd.next_token_loss(model), table))
         estimate, compiled = estimate_memory(step, batch, topology.platform), step.compile(batch)
         memory, records = read_memory(compiled), audit_collectives(compiled, mesh).records
         over_pipe = [(r.kind, r.over, r.payload, r.executions, r.is_conditional) for r in records if "pipe" in r.over]
         found[case] = {{
-            "ticks": program.ticks,
+            "ticks": table.ticks,
             "temporaries": memory.temporaries,
             "total": memory.total,
             "estimate": estimate.total,

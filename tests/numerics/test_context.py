@@ -140,7 +140,7 @@ def test_encoders_split_heads_and_not_a_ring():
     """Tokens that all see each other are exchanged for heads; a ring says that it cannot do that."""
     scores = {"causal": False}
     assert_attention(None, False, scores, is_balanced=False, sequence=2, context="all-to-all")
-    with pytest.raises(ConfigError, match="whose kernel sees only tokens before each one"):
+    with pytest.raises(ConfigError, match="whose kernel is causal"):
         split_attention(None, False, is_balanced=False, scores=scores, sequence=2)
 
 

@@ -161,9 +161,9 @@ def test_tables_for_other_layouts_train_alike():
 @pytest.mark.soak
 def test_pairs_of_layers_go_through_a_pipeline():
     """The two pairs of a Gemma 2 are two stages, with the numbers of one device."""
-    gemma2, program = job("gemma2"), tabulate(make_schedule("1f1b", 2, 2, 1))
+    gemma2, table = job("gemma2"), tabulate(make_schedule("1f1b", 2, 2, 1))
     loss_fn = next_token_loss(gemma2.model, chunk=7)
-    piped = gemma2.on(grad_fn=pipeline(loss_fn, program), pipe=2, fsdp=2)
+    piped = gemma2.on(grad_fn=pipeline(loss_fn, table), pipe=2, fsdp=2)
     result = compare(piped, gemma2.on(grad_fn=accumulate(gemma2.grad_fn, 2)), REORDERED)
     assert result.ok, f"\n{result}"
 

@@ -166,7 +166,5 @@ def test_a_model_that_takes_all_parameters_at_once_is_refused():
     )
     model = flax.from_nnx(lambda rngs: Foreign(rngs))
     layout = make_plan(tiny.mesh(fsdp=8), rules, model, optax.adam(1e-2), remat="full", offload=PARAMS)
-    with pytest.raises(
-        AnnotationError, match=r"all at once:\n  layers/kernel: .*one layer at a time\n.*checkpoint_layer"
-    ):
+    with pytest.raises(AnnotationError, match=r"all at once:\n  layers/kernel: .*layer by layer\n.*remat_layer"):
         make_train_step(layout, next_token_loss(model)).trace(BATCHES[0])

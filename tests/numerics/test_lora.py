@@ -110,12 +110,12 @@ def test_adapters_train_alike_in_a_pipeline(schedule: str, sizes: dict[str, int]
     """Each stage has its own frozen layers, and gradients are those of its adapters alone."""
     model = tiny.model(tiny.replaced(layers=4))
     low, rules = with_lora(model, LORA, LLAMA), lora_rules(model, LORA, LLAMA)
-    program = tabulate(make_schedule(schedule, 2, 4, 2 if schedule == "interleaved" else 1))
+    table = tabulate(make_schedule(schedule, 2, 4, 2 if schedule == "interleaved" else 1))
     loss_fn = next_token_loss(low)
     one, many = (make_plan(tiny.mesh(**axes), rules, low, tiny.OPTIMIZER) for axes in ({}, sizes))
     accumulated = accumulate(value_and_grad(loss_fn), 4)
     expected, expected_losses = trained(one, grad_fn=accumulated)
-    state, losses = trained(many, grad_fn=pipeline(loss_fn, program))
+    state, losses = trained(many, grad_fn=pipeline(loss_fn, table))
     rounding = lost(one, grad_fn=accumulated)
     assert_close((state.params, losses), (expected.params, expected_losses), rounding)
     specs = {leaf.path: leaf.spec for leaf in many.variables}

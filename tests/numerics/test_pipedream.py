@@ -51,12 +51,12 @@ def trained(lora):
 @functools.cache
 def layout(stages, microbatches=MICROBATCHES, lora=None, **axes):
     """A plan with what is under way, and the step."""
-    program = tabulate(make_schedule("pipedream", stages, microbatches))
+    table = tabulate(make_schedule("pipedream", stages, microbatches))
     model, rules, loss_fn = trained(lora)
     plan = make_plan(tiny.mesh(pipe=stages, **axes), rules, model, OPTIMIZER)
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCHES[0].items()}
-    plan = make_plan(plan.mesh, rules, with_in_flight(model, plan, loss_fn, batch, program), OPTIMIZER)
-    return plan, make_train_step(plan, grad_fn=pipedream(loss_fn, program))
+    plan = make_plan(plan.mesh, rules, with_in_flight(model, plan, loss_fn, batch, table), OPTIMIZER)
+    return plan, make_train_step(plan, grad_fn=pipedream(loss_fn, table))
 
 
 def placed(plan, batch):
@@ -170,7 +170,7 @@ def test_the_layout_of_what_is_under_way():
     for leaf in plan.params:
         assert specs[f"{IN_FLIGHT}/params/{leaf.path}"] == leaf.spec
     assert specs[f"{IN_FLIGHT}/stages/inputs/0"][0] == "pipe"
-    assert specs[f"{IN_FLIGHT}/stages/of_others/embed/embedding"][0] == "pipe"
+    assert specs[f"{IN_FLIGHT}/stages/shared_grads/embed/embedding"][0] == "pipe"
 
 
 def setup(**fields) -> TrainSetup:

@@ -210,7 +210,7 @@ def test_the_plan_says_how_many_microbatches(capsys):
 
 
 def test_one_stage_is_no_pipeline():
-    """A program of one stage is refused: its only task is the first and the last."""
+    """A schedule of one stage is refused: its only task is the first and the last."""
     with pytest.raises(SpmdError, match="has one stage"):
         tabulate(make_schedule("1f1b", 1, 4))
 

@@ -148,16 +148,16 @@ class Toy:
     """A few layers whose function is given, with what enters multiplied by one number: `batch` is `[microbatches, 4]`.
 
     Args:
-        program: Of one layer for each group.
+        table: Of one layer for each group.
         layer: `(x, weights) -> x`, for weights `[4, 4]` of which every one of layer l is l.
     """
 
-    program: TickTable
+    table: TickTable
     layer: Any
 
     def compile(self) -> tuple[jax.stages.Compiled, tuple[Any, ...]]:
         """The gradients, and what to call them with."""
-        program, count = self.program, self.program.stages * self.program.chunks
+        table, count = self.table, self.table.stages * self.table.chunks
         weights = np.arange(count, dtype=np.float32)[:, None, None] * np.ones((WIDTH, WIDTH), np.float32)
         model = Model(
             lambda key: {"scale": jnp.ones(WIDTH), "layers": {"kernel": jnp.asarray(weights)}},
@@ -166,14 +166,14 @@ class Toy:
         )
         small = replicate("a toy")
         rules = Rules([("scale", small), ("kernel", small)], [], stacked={"layers": "pipe"})
-        plan = make_plan(tiny.mesh(pipe=program.stages), rules, model, optax.identity())
-        grad_fn = pipeline(ModelLoss(model, lambda batch: (batch["x"],), self.sums), program)
+        plan = make_plan(tiny.mesh(pipe=table.stages), rules, model, optax.identity())
+        grad_fn = pipeline(ModelLoss(model, lambda batch: (batch["x"],), self.sums), table)
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
             with use_plan(plan):
                 return grad_fn(params, {}, batch, key)[:2]
 
-        x = np.arange(program.microbatches, dtype=np.float32)[:, None] * np.ones(WIDTH, np.float32)
+        x = np.arange(table.microbatches, dtype=np.float32)[:, None] * np.ones(WIDTH, np.float32)
         arguments = init_state(plan, seed=0).params, jax.device_put({"x": x}), jax.random.key(0)
         return jax.jit(gradients).lower(*arguments).compile(), arguments
 
@@ -213,14 +213,14 @@ def test_idle_stages_control(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> 
     """A tick that masks instead of choosing, or chooses by another stage's row, is reported: each multiplication."""
     if break_it:
         break_it(monkeypatch)
-    program = tabulate(make_schedule("1f1b", 4, 4))
-    compiled, _ = Toy(program, lambda x, kernel: jnp.tanh(x @ kernel)).compile()
-    unguarded, count = find_unguarded(compiled.as_text() or "", program)
+    table = tabulate(make_schedule("1f1b", 4, 4))
+    compiled, _ = Toy(table, lambda x, kernel: jnp.tanh(x @ kernel)).compile()
+    unguarded, count = find_unguarded(compiled.as_text() or "", table)
     assert count >= 3, "forward, forward again, and backward"
     assert len(unguarded) == (count if break_it else 0)
 
 
-def count_calls(program: TickTable) -> Counter[tuple[str, int, int]]:
+def count_calls(table: TickTable) -> Counter[tuple[str, int, int]]:
     """How often a layer runs: ("forward" or "backward", microbatch, layer) → calls."""
     calls: Counter[tuple[str, int, int]] = Counter()
 
@@ -244,17 +244,17 @@ def count_calls(program: TickTable) -> Counter[tuple[str, int, int]]:
         return dy + record("backward", x, kernel), jnp.zeros_like(kernel)
 
     layer.defvjp(forward, backward)
-    compiled, arguments = Toy(program, layer).compile()
+    compiled, arguments = Toy(table, layer).compile()
     jax.block_until_ready(compiled(*arguments))
     return calls
 
 
-def expected_calls(program: TickTable) -> Counter[tuple[str, int, int]]:
+def expected_calls(table: TickTable) -> Counter[tuple[str, int, int]]:
     """A forward task is a call, and a backward task two: forward again, and backward. The last group has no forward
     task."""
-    groups = program.stages * program.chunks
+    groups = table.stages * table.chunks
     calls: Counter[tuple[str, int, int]] = Counter()
-    for i in range(program.microbatches):
+    for i in range(table.microbatches):
         for group in range(groups):
             calls["forward", i, group] = 1 + (group + 1 < groups)
             calls["backward", i, group] = 1
@@ -266,15 +266,15 @@ def expected_calls(program: TickTable) -> Counter[tuple[str, int, int]]:
 )
 def test_calls(schedule: tuple[Any, ...]) -> None:
     """Every microbatch goes through every layer once forward, once again, and once backward; nothing else runs."""
-    program = tabulate(make_schedule(*schedule))
-    assert count_calls(program) == expected_calls(program)
+    table = tabulate(make_schedule(*schedule))
+    assert count_calls(table) == expected_calls(table)
 
 
 def test_calls_control(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ticks are masked, layers run in idle ones too; and one microbatch less makes other counts."""
     mask(monkeypatch)
-    program = tabulate(make_schedule("1f1b", 2, 3))
-    calls = count_calls(program)
-    assert calls.total() == program.stages * program.ticks * 3 > expected_calls(program).total()
+    table = tabulate(make_schedule("1f1b", 2, 3))
+    calls = count_calls(table)
+    assert calls.total() == table.stages * table.ticks * 3 > expected_calls(table).total()
     fewer = tabulate(make_schedule("1f1b", 2, 2))
-    assert expected_calls(fewer) != expected_calls(program)
+    assert expected_calls(fewer) != expected_calls(table)

@@ -111,12 +111,12 @@ def test_a_remat_value_alone_is_what_it_looks_like():
         ("full:attention_out", ["'full:attention_out' does not exist"]),
         ("full dots", ["'full dots' does not exist"]),
         ("full save:a", [r"'full' with save=\['a'\]"]),
-        ("none/2", ["none in all"]),
-        ("full/0", ["every 0 layers is no interval"]),
-        ("full/x", ["every 'x' layers is no interval"]),
+        ("none/2", ["saves everything"]),
+        ("full/0", ["0 is not an interval of layers"]),
+        ("full/x", ["'x' is not an interval of layers"]),
         ("save:a offload:a", ["a is both saved and offloaded"]),
         ("save:a,a", ["a is named twice"]),
-        ("save:a,b offload:b,c,c/0", ["b is both saved and offloaded", "c is named twice", "every 0 layers"]),
+        ("save:a,b offload:b,c,c/0", ["b is both saved and offloaded", "c is named twice", "0 is not an interval"]),
     ],
 )
 def test_a_remat_policy_that_does_not_exist_is_an_error(text, complaints):

@@ -124,7 +124,7 @@ def test_the_table_fits_every_axis_that_splits_images():
     """Five tokens do not divide over `sequence`: that is refused, in a ring and by heads, with what to do."""
     for axis in ("pipe", "data", "fsdp", "tensor"):
         assert set(traced(**{axis: 2})) == {"loss", "weight", "accuracy"}
-    with pytest.raises(ConfigError, match="whose kernel sees only tokens before each one"):
+    with pytest.raises(ConfigError, match="whose kernel is causal"):
         traced(sequence=2)
     with pytest.raises(ConfigError, match=r"5 / \(sequence=2\) = 2\.5"):
         traced(sequence=2, context="all-to-all")

@@ -37,7 +37,7 @@ BATCHES = token_batches((16, 16), tiny.CONFIG.vocab, steps=2)
 
 
 @functools.cache
-def program(schedule: str, stages: int, microbatches: int = MICROBATCHES) -> TickTable:
+def tick_table(schedule: str, stages: int, microbatches: int = MICROBATCHES) -> TickTable:
     return tabulate(make_schedule(schedule, stages, microbatches, 2 if schedule == "interleaved" else 1))
 
 
@@ -49,14 +49,14 @@ def alone(layers: int = 4, tied: bool = False):
     return record_run(tiny.plan(config, OPTIMIZER), grad_fn, BATCHES)
 
 
-def parity(program: TickTable, layers: int = 4, tied: bool = False, options: tuple = (), **axes: int):
+def parity(table: TickTable, layers: int = 4, tied: bool = False, options: tuple = (), **axes: int):
     config = tiny.replaced(layers=layers, tied=tied)
-    plan = tiny.plan(config, OPTIMIZER, options, pipe=program.stages, **axes)
-    return compare(record_run(plan, pipeline(tiny.loss_fn(config), program), BATCHES), alone(layers, tied), REORDERED)
+    plan = tiny.plan(config, OPTIMIZER, options, pipe=table.stages, **axes)
+    return compare(record_run(plan, pipeline(tiny.loss_fn(config), table), BATCHES), alone(layers, tied), REORDERED)
 
 
-def assert_equal(program: TickTable, **layout):
-    result = parity(program, **layout)
+def assert_equal(table: TickTable, **layout):
+    result = parity(table, **layout)
     assert result.ok, f"\n{result}"
 
 
@@ -66,14 +66,14 @@ def assert_equal(program: TickTable, **layout):
 )
 def test_four_stages_equal_one_device(schedule, stages):
     """Losses, gradients and parameters after two steps agree but for the order of sums; two stages are in the table."""
-    assert_equal(program(schedule, stages), layers=8 if schedule == "interleaved" else 4)
+    assert_equal(tick_table(schedule, stages), layers=8 if schedule == "interleaved" else 4)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_stages_that_are_split_both_ways(schedule):
     """Three axes together, with a tied embedding, which is summed once."""
-    assert_equal(program(schedule, 2), tied=True, fsdp=2, tensor=2)
+    assert_equal(tick_table(schedule, 2), tied=True, fsdp=2, tensor=2)
 
 
 def test_a_schedule_from_a_file(tmp_path):
@@ -85,7 +85,7 @@ def test_a_schedule_from_a_file(tmp_path):
 
 def test_a_dropped_microbatch_is_noticed():
     """The control: gradients of three of four microbatches are no gradients of the batch."""
-    whole = program("1f1b", 2)
+    whole = tick_table("1f1b", 2)
     idle = {name: np.where(getattr(whole, name) == 1, -1, getattr(whole, name)) for name in ("forward", "backward")}
     result = parity(dataclasses.replace(whole, **idle))
     assert {row.what for row in result.rows if not row.ok} >= {"gradients", "loss", "parameters"}
@@ -93,7 +93,7 @@ def test_a_dropped_microbatch_is_noticed():
 
 def test_a_stale_input_is_noticed():
     """The control of the slots: a backward task that reads another microbatch's input gives other gradients."""
-    whole = program("1f1b", 2)
+    whole = tick_table("1f1b", 2)
     slots = np.where(whole.backward_slot > 0, whole.backward_slot - 1, whole.backward_slot)
     assert not parity(dataclasses.replace(whole, backward_slot=slots)).ok
 
@@ -126,7 +126,7 @@ def routed_alone(train: bool = True) -> Record:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_experts_and_their_losses(schedule):
     """Routers' losses and metrics of all stages are those of one device, beside expert and data parallelism."""
-    grad_fn = pipeline(next_token_loss(routed()), program(schedule, 2))
+    grad_fn = pipeline(next_token_loss(routed()), tick_table(schedule, 2))
     ours = record_routed(grad_fn, pipe=2, expert=2, data=2)
     result = compare(ours, routed_alone(), REORDERED)
     assert result.ok, f"\n{result}"
@@ -148,7 +148,7 @@ def test_loss_scaling():
         plan = make_plan(tiny.mesh(**axes), tiny.plan(config).rules, model, OPTIMIZER, precision=precision)
         return record_run(plan, unscale(grad_fn, None), BATCHES)
 
-    ours = run(pipeline(loss_fn, program("1f1b", 2)), pipe=2, data=2)
+    ours = run(pipeline(loss_fn, tick_table("1f1b", 2)), pipe=2, data=2)
     alone = run(accumulate(value_and_grad(loss_fn), MICROBATCHES))
     result = compare(ours, alone, Tolerance(loss=1e-3, gradients=2e-2, params=2e-2))
     assert result.ok, f"\n{result}"

@@ -74,8 +74,8 @@ MUTATIONS = {
     ),
     "stale slot": Mutation(
         "spmd/pipeline/executor.py",
-        '*(part(chunks, group), own, at(inputs, do["backward_slot"])),',
-        '*(part(chunks, group), own, at(carry["inputs"], do["backward_slot"])),',
+        '*(select_chunk(chunks, group), own, read_slot(inputs, row["backward_slot"])),',
+        '*(select_chunk(chunks, group), own, read_slot(carry["inputs"], row["backward_slot"])),',
         ("tests/parity/test_pipelines.py::test_a_schedule_from_a_file",),
     ),
     "slot taken too early": Mutation(

@@ -1,4 +1,4 @@
-"""Schedules in step: played back without arrays, every task of a program's tables finds what it needs."""
+"""Schedules in step: played back without arrays, every task of the tick tables finds what it needs."""
 
 import dataclasses
 from collections import Counter
@@ -20,11 +20,11 @@ EXECUTED = ("gpipe", "1f1b", "interleaved")
 Value = tuple[int, int] | None  # what a group of layers gets: its microbatch and the group; None: zeros
 
 
-def replay(program: TickTable) -> list[str]:
+def replay(table: TickTable) -> list[str]:
     """What is wrong with the tables: they are stepped through as the engine does, with names in the place of arrays."""
-    stages, last = program.stages, program.stages * program.chunks - 1
-    inputs: list[list[Value]] = [[None] * program.depth for _ in range(stages)]
-    gradients: list[list[Value]] = [[None] * program.gradient_depth for _ in range(stages)]
+    stages, last = table.stages, table.stages * table.chunks - 1
+    inputs: list[list[Value]] = [[None] * table.depth for _ in range(stages)]
+    gradients: list[list[Value]] = [[None] * table.gradient_depth for _ in range(stages)]
     sent: list[Value] = [None] * stages
     sent_back: list[Value] = [None] * stages
     forward: Counter[Value] = Counter()
@@ -42,14 +42,14 @@ def replay(program: TickTable) -> list[str]:
         if found != expected:
             problems.append(f"{where}: the {what} of {expected} is {found}")
 
-    for tick in range(program.ticks):
-        arrived = [sent[stage - 1] if stage or program.chunks > 1 else None for stage in range(stages)]
-        arrived_back = sent_back[1:] + (sent_back[:1] if program.chunks > 1 else [None])
+    for tick in range(table.ticks):
+        arrived = [sent[stage - 1] if stage or table.chunks > 1 else None for stage in range(stages)]
+        arrived_back = sent_back[1:] + (sent_back[:1] if table.chunks > 1 else [None])
         sent, sent_back = [None] * stages, [None] * stages
         for stage in range(stages):
             where = f"tick {tick}, stage {stage}"
-            do = {name: int(column[tick, stage]) for name, column in program.columns.items()}
-            put(inputs[stage], do["arrives"], arrived[stage])
+            do = {name: int(column[tick, stage]) for name, column in table.columns.items()}
+            put(inputs[stage], do["receive_slot"], arrived[stage])
             if do["forward"] != IDLE:
                 group = do["forward_chunk"] * stages + stage
                 if group == 0:
@@ -57,7 +57,7 @@ def replay(program: TickTable) -> list[str]:
                 take(inputs[stage], do["forward_slot"], (do["forward"], group), "input")
                 forward[do["forward"], group] += 1
                 sent[stage] = do["forward"], group + 1
-            put(gradients[stage], do["gradient_arrives"], arrived_back[stage])
+            put(gradients[stage], do["gradient_receive_slot"], arrived_back[stage])
             if do["backward"] != IDLE:
                 group = do["backward_chunk"] * stages + stage
                 take(inputs[stage], do["backward_slot"], (do["backward"], group), "stored input")
@@ -68,7 +68,7 @@ def replay(program: TickTable) -> list[str]:
                 backward[do["backward"], group] += 1
                 sent_back[stage] = do["backward"], group - 1
     for name, counts, groups in (("forward", forward, last), ("backward", backward, last + 1)):
-        if counts != Counter((i, group) for i in range(program.microbatches) for group in range(groups)):
+        if counts != Counter((i, group) for i in range(table.microbatches) for group in range(groups)):
             problems.append(f"{name} tasks do not run once each")
     return problems
 
@@ -123,10 +123,10 @@ def test_a_file_in_another_order(tmp_path: Path) -> None:
     """A file whose microbatches go forward in one order and backward in another is put in step."""
     path = tmp_path / "odd.csv"
     path.write_text("F2,F0,F1,,,BW0,BW2,BW1\n,F2,F0,BW0,F1,BW2,BW1,\n", encoding="utf-8")
-    program = tabulate(read_schedule(path))
-    assert replay(program) == []
-    assert [i for i in program.forward[:, 0] if i != IDLE] == [2, 0, 1]
-    assert [i for i in program.backward[:, 0] if i != IDLE] == [0, 2, 1]
+    table = tabulate(read_schedule(path))
+    assert replay(table) == []
+    assert [i for i in table.forward[:, 0] if i != IDLE] == [2, 0, 1]
+    assert [i for i in table.backward[:, 0] if i != IDLE] == [0, 2, 1]
 
 
 @settings(max_examples=30, deadline=None)
@@ -135,8 +135,8 @@ def test_files_change_nothing(tmp_path_factory: pytest.TempPathFactory, schedule
     """A schedule that went through a file has the same tables."""
     path = tmp_path_factory.mktemp("schedules") / "schedule.csv"
     path.write_text(to_csv(schedule), encoding="utf-8")
-    program, again = tabulate(schedule), tabulate(read_schedule(path))
-    assert all(np.array_equal(column, again.columns[name]) for name, column in program.columns.items())
+    table, again = tabulate(schedule), tabulate(read_schedule(path))
+    assert all(np.array_equal(column, again.columns[name]) for name, column in table.columns.items())
 
 
 @pytest.mark.parametrize(
@@ -146,25 +146,25 @@ def test_files_change_nothing(tmp_path_factory: pytest.TempPathFactory, schedule
 )
 def test_replay_control(schedule: Schedule) -> None:
     """Whichever entry of the tables is another number, the replay reports it."""
-    program = tabulate(schedule)
+    table = tabulate(schedule)
     slots = {
-        "arrives": program.depth,
-        "forward_slot": program.depth,
-        "backward_slot": program.depth,
-        "gradient_arrives": program.gradient_depth,
-        "gradient_slot": program.gradient_depth,
+        "receive_slot": table.depth,
+        "forward_slot": table.depth,
+        "backward_slot": table.depth,
+        "gradient_receive_slot": table.gradient_depth,
+        "gradient_slot": table.gradient_depth,
     }
-    microbatches = dict.fromkeys(("forward", "backward"), program.microbatches)
-    chunks = dict.fromkeys(("forward_chunk", "backward_chunk"), program.chunks)
+    microbatches = dict.fromkeys(("forward", "backward"), table.microbatches)
+    chunks = dict.fromkeys(("forward_chunk", "backward_chunk"), table.chunks)
     sizes = slots | microbatches | chunks
-    assert sizes.keys() == program.columns.keys()
+    assert sizes.keys() == table.columns.keys()
     changes = 0
-    for name, column in program.columns.items():
+    for name, column in table.columns.items():
         for tick, stage in np.argwhere(column != IDLE):
             changed = column.copy()
             after = (column[tick, stage] + 1) % sizes[name]
             changed[tick, stage] = after if after != column[tick, stage] else IDLE
-            assert replay(dataclasses.replace(program, **{name: changed})), (name, tick, stage)
+            assert replay(dataclasses.replace(table, **{name: changed})), (name, tick, stage)
             changes += 1
     tasks = schedule.microbatches * schedule.stages * schedule.chunks
     assert changes > 6 * tasks, "each task has at least its number, chunk and slot, forward and backward"
@@ -173,7 +173,7 @@ def test_replay_control(schedule: Schedule) -> None:
 @settings(max_examples=80, deadline=None)
 @given(named(), st.integers(1, 5), st.integers(1, 5))
 def test_time(schedule: Schedule, forward: int, backward: int) -> None:
-    """A program takes as long as its published schedule, less one forward task: the last group's, which is the first
+    """It takes as long as its published schedule, less one forward task: the last group's, which is the first
     half of its backward task, so the first of them delays nothing."""
     makespan = simulate(schedule, forward=forward, backward=backward, weight=0).makespan
     assert tabulate(schedule).time(forward, backward) == pytest.approx(makespan - forward / schedule.chunks)
@@ -183,11 +183,11 @@ def test_time(schedule: Schedule, forward: int, backward: int) -> None:
 @given(named())
 def test_depth(schedule: Schedule) -> None:
     """GPipe keeps every microbatch, 1F1B at most 2(p − 1) + 1 of them, and each gradient is used when it arrives."""
-    program = tabulate(schedule)
+    table = tabulate(schedule)
     if schedule.name != "interleaved":
         most = {"gpipe": schedule.microbatches, "1f1b": 2 * (schedule.stages - 1) + 1}[schedule.name]
-        assert program.depth == min(schedule.microbatches, most)
-    assert program.gradient_depth == 1
+        assert table.depth == min(schedule.microbatches, most)
+    assert table.gradient_depth == 1
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (8, 4)])
@@ -201,23 +201,23 @@ def test_interleaved_is_flat(stages: int, chunks: int) -> None:
 def test_busy_all_the_time() -> None:
     """Once its first gradient came, a stage of 1F1B has a forward and a backward task in every tick until its forward
     tasks are done."""
-    program = tabulate(make_schedule("1f1b", 4, 16))
+    table = tabulate(make_schedule("1f1b", 4, 16))
     for stage in range(3):
-        first = int(np.argmax(program.backward[:, stage] != IDLE))
-        end = int(np.argwhere(program.forward[:, stage] != IDLE)[-1, 0]) + 1
+        first = int(np.argmax(table.backward[:, stage] != IDLE))
+        end = int(np.argwhere(table.forward[:, stage] != IDLE)[-1, 0]) + 1
         assert end - first > 8
-        assert (program.forward[first:end, stage] != IDLE).all()
-        assert (program.backward[first:end, stage] != IDLE).all()
+        assert (table.forward[first:end, stage] != IDLE).all()
+        assert (table.backward[first:end, stage] != IDLE).all()
 
 
 def test_refused() -> None:
     """What cannot be executed is refused, with every reason."""
-    with pytest.raises(ScheduleError, match="drawn and not executed") as refused:
+    with pytest.raises(ScheduleError, match="can be simulated but not executed") as refused:
         tabulate(make_schedule("zero-bubble", 2, 4))
     assert [problem.what for problem in refused.value.problems] == ["splits the backward pass into B and W"]
     with pytest.raises(ScheduleError) as refused:
         tabulate(make_schedule("zb-v", 2, 4))
     assert sorted(problem.what for problem in refused.value.problems) == [
-        "goes through the stages in the order of a v",
+        "has the placement 'v'",
         "splits the backward pass into B and W",
     ]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd.errors import ScheduleError
-from spmd.pipeline.schedule import Schedule, Task, check_schedule, consecutive, parse_task, run_order
+from spmd.pipeline.schedule import Schedule, Task, check_schedule, execution_order, parse_task, repeat_schedule
 from spmd.pipeline.schedule_files import read_schedule, to_csv
 from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.simulate import as_table, simulate
+from spmd.pipeline.simulate import simulate, tick_grid
 from spmd.pipeline.zero_bubble import fill_bubbles
 
 COSTS = st.integers(1, 5)
@@ -69,11 +69,11 @@ def test_times(schedule: Schedule, forward: int, backward: int, weight: int, tra
         for slot in slots:
             assert slot.end - slot.start == pytest.approx(duration[slot.task.kind] / chunks)
             direction = "F" if slot.task.kind == "F" else "W" if slot.task.kind == "W" else "B"
-            ends[direction, schedule.position(stage, slot.task.chunk), slot.task.microbatch] = (stage, slot.end)
+            ends[direction, schedule.virtual_stage(stage, slot.task.chunk), slot.task.microbatch] = (stage, slot.end)
     last = schedule.stages * chunks - 1
     for stage, slots in enumerate(timeline.tasks):
         for kind, i, chunk, start in ((s.task.kind, s.task.microbatch, s.task.chunk, s.start) for s in slots):
-            at = schedule.position(stage, chunk)
+            at = schedule.virtual_stage(stage, chunk)
             needs = [("F", at - 1, i)] if kind == "F" else [("B" if kind == "W" else "F", at, i), ("B", at + 1, i)]
             needs = [need for need in needs if 0 <= need[1] <= last and (kind, need[1]) != ("W", at + 1)]
             for source, end in (ends[need] for need in needs):
@@ -145,7 +145,7 @@ def test_pipedream() -> None:
 def test_consecutive(name: str, chunks: int) -> None:
     """Several batches in a row run to their end; with a flush a stage begins one when it has ended the last."""
     schedule = make_schedule(name, 3, 6, chunks)
-    several = consecutive(schedule, 3)
+    several = repeat_schedule(schedule, 3)
     assert check_schedule(several) == []
     assert several.microbatches == 18
     if name == "pipedream":
@@ -157,15 +157,15 @@ def test_consecutive(name: str, chunks: int) -> None:
 def test_no_batches() -> None:
     """No batch at all is no schedule."""
     with pytest.raises(ScheduleError, match="batches: is 0"):
-        consecutive(make_schedule("1f1b", 2, 2), 0)
+        repeat_schedule(make_schedule("1f1b", 2, 2), 0)
 
 
 @pytest.mark.parametrize("placement", ["loop", "v"])
 def test_places(placement: str) -> None:
     """Every part of the model is on one stage, in one chunk; a V comes back from the last stage to the first."""
     schedule = Schedule("any", 1, 2, ((), (), ()), placement)
-    places = [schedule.place(position) for position in range(6)]
-    assert [schedule.position(*place) for place in places] == list(range(6))
+    places = [schedule.locate(virtual_stage) for virtual_stage in range(6)]
+    assert [schedule.virtual_stage(*place) for place in places] == list(range(6))
     assert [stage for stage, _ in places] == [0, 1, 2, *([0, 1, 2] if placement == "loop" else [2, 1, 0])]
 
 
@@ -173,7 +173,7 @@ def test_as_table() -> None:
     """The table of ticks has every order, and takes as many ticks as a simulation in which every task costs one."""
     for name, chunks in EACH:
         schedule = make_schedule(name, 4, 8, chunks)
-        table = as_table(schedule)
+        table = tick_grid(schedule)
         assert tuple(tuple(task for task in row if task) for row in table) == schedule.orders
         assert len({len(row) for row in table}) == 1
         if name in ("gpipe", "1f1b", "interleaved"):
@@ -199,31 +199,25 @@ def test_bad_arguments(arguments: tuple, expected: list[str]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 16), st.sampled_from(["loop", "v"]), st.integers(0, 2), COSTS, COSTS, COSTS)
-def test_fill_bubbles(
-    stages: int, microbatches: int, placement: str, more: int, forward: int, backward: int, weight: int
-) -> None:
-    """With memory for 2 p activations the search ends for any costs, and within it; equal costs leave no bubble."""
+@given(st.integers(1, 6), st.integers(1, 16), st.sampled_from(["loop", "v"]), st.integers(0, 2))
+def test_fill_bubbles(stages: int, microbatches: int, placement: str, more: int) -> None:
+    """With memory for 2 p activations the search ends within it, and enough microbatches leave no bubble."""
     limit = 2 * stages + more
-    costs = {"forward": forward, "backward": backward, "weight": weight}
-    schedule = fill_bubbles(stages, microbatches, limit, placement=placement, **costs)
+    schedule = fill_bubbles(stages, microbatches, limit, placement=placement)
     assert check_schedule(schedule) == []
-    timeline = simulate(schedule, **costs)
-    assert max(timeline.peak_memory) <= limit
-    equal = simulate(fill_bubbles(stages, microbatches + 2 * stages, limit, placement=placement))
-    assert equal.span == equal.ideal
+    assert max(simulate(schedule).peak_memory) <= limit
+    timeline = simulate(fill_bubbles(stages, microbatches + 2 * stages, limit, placement=placement))
+    assert timeline.span == timeline.ideal
 
 
 def test_fill_bubbles_refuses() -> None:
-    """A limit with which the pipeline stops is refused with the arithmetic, and so are costs of nothing."""
+    """A limit with which the pipeline stops is refused with the arithmetic, and so are counts below one."""
     with pytest.raises(
         ScheduleError, match=r"every stage is full(.|\n)*limit = 4 activations, stages = 4(.|\n)*fix: 8"
     ):
         fill_bubbles(4, 8, 4, placement="v")
-    with pytest.raises(ScheduleError) as error:
-        fill_bubbles(0, 8, 0, forward=0, weight=math.nan)
-    for text in ("stages: is 0", "limit: is 0", "forward: is 0", "weight: is nan"):
-        assert text in str(error.value)
+    with pytest.raises(ScheduleError, match=r"limit: is 0(.|\n)*stages: is 0"):
+        fill_bubbles(0, 8, 0)
 
 
 @pytest.mark.parametrize("costs", [{"forward": -1}, {"weight": math.inf}, {"transfer": math.nan}])
@@ -244,8 +238,8 @@ def test_no_work() -> None:
     [
         (lambda: Task("X", 0), "kind: is 'X'"),
         (lambda: Task("F", -1), "microbatch: is -1"),
-        (lambda: parse_task("F"), "'F' names no task"),
-        (lambda: parse_task("BW1d0"), "'BW1d0' names no task"),
+        (lambda: parse_task("F"), "'F' is not a task"),
+        (lambda: parse_task("BW1d0"), "'BW1d0' is not a task"),
         (lambda: Schedule("any", 1, 1, ((),), "u"), "placement: is 'u'"),
         (lambda: Schedule("any", 1, 3, ((),), "v"), "two chunks per stage"),
         (lambda: Schedule("any", 1, 1, ()), "stages: is 0"),
@@ -279,7 +273,7 @@ def test_csv_dialects(text: str, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (GOOD.replace("F1,,", "G1,,"), ["stage 0, tick 1: 'G1' names no task", "stage 0: tasks are missing: F1"]),
+        (GOOD.replace("F1,,", "G1,,"), ["stage 0, tick 1: 'G1' is not a task", "stage 0: tasks are missing: F1"]),
         (GOOD.replace("F1,,", "F0,,"), ["stage 0, tick 1: F0 repeats F0 of tick 0", "missing: F1"]),
         (GOOD.replace(",BW1,\n", ",,\n"), ["stage 1: tasks are missing: BW1"]),
         (GOOD.replace(",BW1,\n", ",B1,\n"), ["stage 1: tasks are missing: W1"]),
@@ -289,7 +283,7 @@ def test_csv_dialects(text: str, tmp_path) -> None:
             "F0,BW1,F1,BW0\n,F0,BW0,F1,BW1\n",
             [
                 "stage 0, tick 1: deadlock: BW1 waits for F1 of stage 0",
-                "F1 stands at tick 2; stage 0 gets to tick 1",
+                "F1 is at tick 2; stage 0 stops at tick 1",
                 "stage 1, tick 3: deadlock: F1 waits for F1 of stage 0",
             ],
         ),
@@ -297,12 +291,12 @@ def test_csv_dialects(text: str, tmp_path) -> None:
             "F0,BW0,F1,BW1\n,F1,F0,,BW0,BW1\n",
             [
                 "stage 0, tick 1: deadlock: BW0 waits for BW0 of stage 1",
-                "BW0 stands at tick 4; stage 1 gets to tick 1",
+                "BW0 is at tick 4; stage 1 stops at tick 1",
                 "stage 1, tick 1: deadlock: F1 waits for F1 of stage 0",
             ],
         ),
-        ("", ["there is no task in it"]),
-        (",,\n,,\n", ["there is no task in it"]),
+        ("", ["has no tasks"]),
+        (",,\n,,\n", ["has no tasks"]),
         ("F0,BW0\n,\n", ["stage 1: tasks are missing: F0 BW0"]),
         ("F0,BW0,F99999999999\n", ["missing: F1 BW1 F2 BW2 F3 BW3 F4 BW4 and more"]),
         ('"F0', ["cannot be read"]),
@@ -323,10 +317,8 @@ def test_csv_of_another_size(tmp_path) -> None:
     assert read_schedule(path, microbatches=2, chunks=1).microbatches == 2
     with pytest.raises(ScheduleError, match="stage 0: tasks are missing: F2 BW2"):
         read_schedule(path, microbatches=3)
-    with pytest.raises(ScheduleError, match="stage 0, tick 1: F1 is not of this schedule"):
+    with pytest.raises(ScheduleError, match="stage 0, tick 1: F1 is outside the schedule"):
         read_schedule(path, microbatches=1)
-    with pytest.raises(ScheduleError, match="two chunks per stage"):
-        read_schedule(path, placement="v")
     with pytest.raises(ScheduleError, match="cannot be read"):
         read_schedule(tmp_path / "absent.csv")
 
@@ -334,7 +326,7 @@ def test_csv_of_another_size(tmp_path) -> None:
 def test_what_cannot_run_is_not_simulated() -> None:
     """A deadlock is an error of everything that would have to run the schedule."""
     stuck = Schedule("stuck", 1, 1, ((parse_task("BW0"), parse_task("F0")),))
-    assert run_order(stuck) == ([], [0])
-    for run in (simulate, as_table, to_csv):
+    assert execution_order(stuck) == ([], [0])
+    for run in (simulate, tick_grid, to_csv):
         with pytest.raises(ScheduleError, match="deadlock"):
             run(stuck)
