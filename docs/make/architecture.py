@@ -39,6 +39,14 @@ FAMILIES = [
     ("examples", "configs and scripts"),
 ]
 
+NOTES = [
+    "Imports run downwards only.",
+    "Blue and grey are the core.",
+    "Services do not know the run.",
+    "Model families import from spmd;",
+    "spmd never imports them.",
+]
+
 INK, ARROW = "#1b1f24", "#8a8f98"
 BLUE, GREEN, YELLOW, GREY, ROSE = "#bcd7f5", "#c3e6cb", "#fbe5a3", "#dfe3e8", "#f5cdd3"
 WIDTH, LEFT, GAP, ROW = 980, 700, 8, 46  # pixels
@@ -95,8 +103,7 @@ def draw() -> ET.Element:
     tip = f"{LEFT + 6:g},{core + 120:g} {LEFT + 18:g},{core + 113:g} {LEFT + 18:g},{core + 127:g}"
     ET.SubElement(root, "polygon", {"points": tip, "fill": ARROW})
     box(root, x, 0, width, 112, GREY)
-    for line, text in enumerate(["Imports run downwards only.", "Blue and grey are the core.", "Services do not know the run.",
-                                 "Model families import from spmd;", "spmd never imports them."]):
+    for line, text in enumerate(NOTES):
         write(root, x + 10, 22 + 19 * line, text, size=12)
     root.set("viewBox", f"0 0 {WIDTH} {y - GAP:g}")
     root.set("width", str(WIDTH))
