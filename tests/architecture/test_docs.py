@@ -1,13 +1,16 @@
-"""The documentation holds: links lead somewhere, and what looks like Python is Python."""
+"""Documentation is complete and valid: links resolve, Python blocks parse, every page, name and folder is listed."""
 
 import ast
 import dataclasses
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tests.architecture.test_floors import FAMILIES, FLOORS, is_folder
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -41,13 +44,13 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def anchors(text: str) -> set[str]:
-    """What the headings of a document can be linked by, as code hosts and as the site spell it."""
+    """Return the anchors of a document's headings, as code hosts and as the site spell them."""
     titles = [re.sub(r"[^\w\s-]", "", match["title"].lower()) for match in HEADING.finditer(FENCE.sub("", text))]
     return {title.replace(" ", "-") for title in titles} | {re.sub(r"[\s-]+", "-", title) for title in titles}
 
 
 def broken_links(path: Path, text: str) -> list[str]:
-    """The relative links of a document that lead nowhere."""
+    """Return the relative links of a document that do not resolve."""
     broken = []
     for match in LINK.finditer(FENCE.sub("", text)):
         target, _, fragment = match["target"].partition("#")
@@ -65,7 +68,7 @@ def broken_links(path: Path, text: str) -> list[str]:
 
 
 def broken_python(text: str) -> list[str]:
-    """The Python blocks that are neither Python nor marked."""
+    """Return the Python blocks that neither parse nor are marked."""
     broken = []
     for block in blocks(text):
         if block.language in ("python", "py") and not block.is_marked:
@@ -78,7 +81,7 @@ def broken_python(text: str) -> list[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_document(document: str) -> None:
-    """A document exists, its relative links lead to files and headings, and its Python blocks are Python."""
+    """A document exists, its relative links resolve, and its Python blocks parse."""
     path = ROOT / document
     assert path.is_file(), f"{document} is missing"
     text = path.read_text(encoding="utf-8")
@@ -87,7 +90,7 @@ def test_document(document: str) -> None:
 
 
 def test_links_control() -> None:
-    """A file, a heading or a folder outside the repository that a link names wrongly is found."""
+    """A link to a missing file or heading, or out of the repository, is found."""
     text = "# Two words\n[a](LICENSE) [b](#two-words) [c](https://x.invalid) [d](NO.md) [e](#three)\n"
     assert broken_links(ROOT / "README.md", text) == ["NO.md", "#three"]
     assert broken_links(ROOT / "README.md", "[out](../)") == ["../"]
@@ -96,10 +99,58 @@ def test_links_control() -> None:
 
 
 def test_python_control() -> None:
-    """A block that is not Python is found by its line, unless it is marked directly before."""
+    """A block that does not parse is found by its line, unless it is marked directly before."""
     bad = "text\n\n```python\nx = 1\ny = = 2\n```\n"
     assert [problem.split(":")[0] for problem in broken_python(bad)] == ["line 5"]
     assert not broken_python(bad.replace("```python", f"{NOT_RUN}\n```python"))
     assert broken_python(f"{NOT_RUN}\nmore text\n{bad}")
     assert not broken_python(bad.replace("= =", "="))
     assert not broken_python(bad.replace("python", "sh"))
+
+
+def pages_of(nav: object) -> Iterator[str]:
+    """Yield the pages of a navigation, however deep."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, dict):
+        yield from (page for entry in nav.values() for page in pages_of(entry))
+    elif isinstance(nav, list):
+        yield from (page for entry in nav for page in pages_of(entry))
+
+
+def test_navigation() -> None:
+    """The site's navigation has every page exactly once."""
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(pages_of(nav)) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+
+
+def test_navigation_control() -> None:
+    """Nested pages are found, with and without a title."""
+    assert list(pages_of(["a.md", {"B": ["b.md", {"C": "c.md"}]}])) == ["a.md", "b.md", "c.md"]
+
+
+def missing(words: Iterable[str], text: str) -> list[str]:
+    """Return the words that a text does not contain as whole words."""
+    return [word for word in words if not re.search(rf"\b{re.escape(word)}\b", text)]
+
+
+@pytest.mark.parametrize("document", ["architecture.md", "pictures/architecture.svg"])
+def test_architecture(document: str) -> None:
+    """The architecture page and its drawing name every floor and every family folder."""
+    assert not missing((*FLOORS, *FAMILIES), (DOCS / document).read_text(encoding="utf-8"))
+
+
+def test_reference() -> None:
+    """The reference has a page for each folder and each single module, and its index lists every public name."""
+    pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    floors = [name for name in FLOORS if name != "cli"]
+    assert not [name for name in floors if f"\n::: spmd.{name}\n" not in pages]
+    index = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
+    public = ast.parse((ROOT / "spmd" / "__init__.py").read_text(encoding="utf-8"))
+    names = [alias.name for node in public.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert not missing([*names, *(f"spmd.{name}" for name in floors if is_folder(f"spmd.{name}"))], index)
+
+
+def test_missing_control() -> None:
+    """A part of a word is not the word."""
+    assert missing(["plan", "data"], "planned data") == ["plan"]
