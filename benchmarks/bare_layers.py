@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.bare_jax import attend, rms_norm, rotate
 
 Tree = Any
-UNSEEN = -1e30
+MASK_VALUE = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _put(x: jax.Array, half: jax.Array, which: Any) -> jax.Array:
 
 def _scores(q: jax.Array, k: jax.Array, seen: jax.Array | None) -> jax.Array:
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
-    return scores if seen is None else jnp.where(seen, scores, UNSEEN)
+    return scores if seen is None else jnp.where(seen, scores, MASK_VALUE)
 
 
 def _see(q: jax.Array, here: Any, rows: Any, keys: Any, seen: jax.Array | None, state: Any) -> Any:
@@ -188,7 +188,7 @@ def _ring(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> jax.Array:
 
 def _ring_forward(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> tuple[jax.Array, Any]:
     group, half = q.shape[2] // k.shape[2], k.shape[2] // 2
-    here, state = (k, v), (jnp.zeros_like(q), jnp.full_like(q[..., :1], UNSEEN), jnp.zeros_like(q[..., :1]))
+    here, state = (k, v), (jnp.zeros_like(q), jnp.full_like(q[..., :1], MASK_VALUE), jnp.zeros_like(q[..., :1]))
     for turn in range(devices):
         if turn:
             here = _pass_on(devices, here)

@@ -175,7 +175,7 @@ def compare(args: argparse.Namespace, options: list[str]) -> None:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`"data=1,fsdp=8,tensor=1"` as sizes by axis; an axis left out is 1."""
+    """`"data=1,fsdp=8,tensor=1"` as sizes by axis; an omitted axis is 1."""
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         axis, _, size = part.partition("=")

@@ -107,9 +107,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says how many tests were left out, and which command runs them."""
+    """Says how many tests were not run, and which command runs them."""
     for tier, count in sorted(LEFT_OUT.items()):
-        terminalreporter.write_line(f"left out: {count} {tier} tests ({COMMANDS[tier]})")
+        terminalreporter.write_line(f"not run: {count} {tier} tests ({COMMANDS[tier]})")
 
 
 @pytest.hookimpl(optionalhook=True)

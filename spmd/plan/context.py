@@ -43,7 +43,7 @@ class TraceContext:
         single_token: Whether each row has one token, so that the token dimension is not split (decoding).
         zigzag: Whether tokens are in zigzag order (`spmd.layers.zigzag`).
         lazy_logits: Whether a model may return `spmd.layers.lm_head.LazyLogits`.
-        run_stages: Replaces the run over stacked layers (`spmd.layers.pipelined_layers`); None for a plain run.
+        run_stages: Replaces the run over stacked layers (`spmd.layers.sequential_stages`); None for a plain run.
         kv_cache: The cache that this trace reads or fills (`spmd.layers.kv_cache`), compared by identity.
     """
 

@@ -111,7 +111,7 @@ def make_mesh(
         slices: Axis → its number of parts that are connected by the slow network between hosts or pods. With
             `slices={"data": 2}` and `data=4`, each slice has two data groups. Simulated devices of one process form
             any number of slices.
-        **sizes: Axis → size; axes left out have size 1, one may be -1.
+        **sizes: Axis → size; omitted axes have size 1, one may be -1.
 
     Raises:
         MeshError: An unknown axis, or sizes that do not multiply to the devices or the slices.

@@ -64,18 +64,18 @@ def test_control_wrong_positions_are_caught(monkeypatch):
     assert not job().parity(grad_fn=fresh, sequence=2).ok
 
 
-def split_attention(window, packed, *, is_balanced, scores, **layout):
+def split_attention(window, packed, *, is_zigzag, scores, **layout):
     """Output and gradients of attention on a mesh, in the order of the sequence."""
     *inputs, segments = arrays(128)
     context = layout.pop("context", "ring")
     plan = tiny.plan(options=(("context", context),), **layout)
-    order = zigzag(128, plan.mesh.shape["sequence"]) if is_balanced else np.arange(128)
+    order = zigzag(128, plan.mesh.shape["sequence"]) if is_zigzag else np.arange(128)
     spec = NamedSharding(plan.mesh, P(BATCH_AXES, "sequence"))
     query, key, value, weights, segments = (jax.device_put(x[:, order], spec) for x in (*inputs, segments))
 
     def total(query, key, value):
         tokens = {"tokens": jnp.zeros(query.shape[:2], jnp.int32)}
-        with use_plan(plan), zigzag_batch(tokens, position_aware=is_balanced):
+        with use_plan(plan), zigzag_batch(tokens, position_aware=is_zigzag):
             out = attend(query, key, value, window=window, segments=segments if packed else None, **scores)
         return (out * weights).sum(), out
 
@@ -111,7 +111,7 @@ def test_attention_runs_inside_of_another_manual_region(context):
 
 @pytest.mark.parametrize("mask", ["causal", "both"])
 @pytest.mark.parametrize(
-    ("is_balanced", "layout"),
+    ("is_zigzag", "layout"),
     [
         (True, {"sequence": 4, "data": 2}),
         (False, {"sequence": 4}),
@@ -120,10 +120,10 @@ def test_attention_runs_inside_of_another_manual_region(context):
     ],
     ids=str,
 )
-def test_split_attention_is_attention(is_balanced, layout, mask, monkeypatch):
+def test_split_attention_is_attention(is_zigzag, layout, mask, monkeypatch):
     """In zigzag order and in the sequence's own, in several chunks on each device, with gradients, under both masks."""
     monkeypatch.setattr(online, "LARGEST_CHUNK", 8)
-    assert_attention(*MASKS[mask], is_balanced=is_balanced, **layout)
+    assert_attention(*MASKS[mask], is_zigzag=is_zigzag, **layout)
 
 
 SCORES = {"scale": 0.5, "soft_cap": 0.7}
@@ -133,21 +133,21 @@ SCORES = {"scale": 0.5, "soft_cap": 0.7}
 def test_split_attention_caps_scores_as_any(context, monkeypatch):
     """A scale and a soft cap act on a ring and on exchanged heads as the formula says, with gradients."""
     monkeypatch.setattr(online, "LARGEST_CHUNK", 8)
-    assert_attention(70, True, SCORES, is_balanced=context == "ring", sequence=2, context=context)
+    assert_attention(70, True, SCORES, is_zigzag=context == "ring", sequence=2, context=context)
 
 
 def test_encoders_split_heads_and_not_a_ring():
     """Tokens that all see each other are exchanged for heads; a ring says that it cannot do that."""
     scores = {"causal": False}
-    assert_attention(None, False, scores, is_balanced=False, sequence=2, context="all-to-all")
+    assert_attention(None, False, scores, is_zigzag=False, sequence=2, context="all-to-all")
     with pytest.raises(ConfigError, match="whose kernel is causal"):
-        split_attention(None, False, is_balanced=False, scores=scores, sequence=2)
+        split_attention(None, False, is_zigzag=False, scores=scores, sequence=2)
 
 
-@pytest.mark.parametrize("is_balanced", [True, False])
-def test_a_window_may_leave_nothing_to_do_at_a_turn(is_balanced):
+@pytest.mark.parametrize("is_zigzag", [True, False])
+def test_a_window_may_leave_nothing_to_do_at_a_turn(is_zigzag):
     """Where no query sees any of the keys that are there, nothing is computed, and they are passed on."""
-    assert_attention(3, False, is_balanced=is_balanced, sequence=4)
+    assert_attention(3, False, is_zigzag=is_zigzag, sequence=4)
 
 
 def test_control_the_order_matters():

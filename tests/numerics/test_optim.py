@@ -327,7 +327,7 @@ def test_layers_of_a_stack_do_not_see_each_other() -> None:
 
 
 def test_extra_arguments_and_missing_params_pass_through() -> None:
-    """Arguments that are for all layers reach the transform whole, and `params` may be left out."""
+    """Arguments that are for all layers reach the transform whole, and `params` may be omitted."""
 
     def update(updates: Any, state: Any, params: Any = None, *, factor: Any) -> Any:
         assert params is None

@@ -279,7 +279,7 @@ def test_a_mirrored_patch_is_seen(written):
 @pytest.mark.parametrize("text", ["the dog", "", "<|im_start|>user the dog<|im_end|>", "  fox\n"])
 @pytest.mark.parametrize("end", [None, ("</s>", 0)], ids=["", "end"])
 def test_a_prompt_is_encoded_as_transformers_does(end, text, tmp_path, transformers):
-    """With the post-processor's tokens in front, and special tokens where they are spelled; the end is left out."""
+    """With the post-processor's tokens in front, and special tokens where they are spelled; the end is omitted."""
     path = bpe(tmp_path / "tokenizer.json", special=("</s>", "<s>", "<|im_start|>", "<|im_end|>"))
     begin_with(path, ("<s>", 1), end=end)
     tokenizer = load_tokenizer(str(path))

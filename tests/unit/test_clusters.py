@@ -27,7 +27,7 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 
 
 def find(environment, **launch_args):
-    """The group, with the port of the coordinator left out where the job's number decides it."""
+    """The group, with the port of the coordinator omitted where the job's number decides it."""
     return detect_process_group(LaunchArgs(**launch_args), environment)
 
 

@@ -111,7 +111,7 @@ def test_appending_a_rule_changes_no_earlier_match(table, pattern, spec, paths):
 @SHORT
 @given(PATHS)
 def test_numbers_are_dropped_only_right_after_a_stacked_name(path):
-    """Of a path nothing else is left out, and stacking adds a dimension where no number follows the name."""
+    """Of a path nothing else is removed, and stacking adds a dimension where no number follows the name."""
     rules = Rules([], stacked={"layers": "pipe", "blocks": "expert"})
     name, leading = rules.layer_path(path)
     assert name == re.sub(r"(?<![^/])(layers|blocks)/\d+(?![^/])", r"\1", path)
