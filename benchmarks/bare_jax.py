@@ -111,7 +111,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, rows: int = 128) -> jax.Arr
 
 
 def make_loss(mesh: Mesh, args: argparse.Namespace) -> Callable[[Tree, Mapping[str, jax.Array]], jax.Array]:
-    """The token-weighted mean cross-entropy of the model, as a function of parameters and batch.
+    """Return the token-weighted mean cross-entropy of the model, as a function of parameters and batch.
 
     Args:
         mesh: Axes `data`, `fsdp`, `tensor`.
@@ -170,7 +170,7 @@ def make_loss(mesh: Mesh, args: argparse.Namespace) -> Callable[[Tree, Mapping[s
 
 
 def param_specs() -> Tree:
-    """The `PartitionSpec` of every parameter; those of `layers` have the unsplit layer dimension in front."""
+    """Return the `PartitionSpec` of every parameter; those of `layers` have the unsplit layer dimension in front."""
     layer = {name: P(None, *spec) for name, spec in KERNELS.items()}
     return {
         "embedding": EMBEDDING,

@@ -68,7 +68,7 @@ project.defvjp(lambda x, kernel: (x @ kernel, (x, kernel)), _project_backward)
 
 
 def tensor_layer(devices: int, head_dim: int) -> Layer:
-    """A Llama block, Megatron style: heads and hidden units are split, two sums of tokens in each direction."""
+    """Return a Llama block, Megatron style: heads and hidden units are split, two sums of tokens in each direction."""
 
     def local(params: Tree, x: jax.Array) -> jax.Array:
         attention, mlp = ({k: v["kernel"] for k, v in params[part].items()} for part in ("attention", "mlp"))
@@ -154,7 +154,7 @@ def _scores(q: jax.Array, k: jax.Array, seen: jax.Array | None) -> jax.Array:
 
 
 def _see(q: jax.Array, here: Any, rows: Any, keys: Any, seen: jax.Array | None, state: Any) -> Any:
-    """The softmax of some queries after some keys: the sum of values, the largest score, the sum of exponentials."""
+    """Return the softmax of some queries after some keys: sum of values, largest score, sum of exponentials."""
     k, v = (_half(x, keys) for x in here)
     out, largest, total = (_half(x, rows) for x in state)
     scores = _scores(_half(q, rows), k, seen)
@@ -166,7 +166,7 @@ def _see(q: jax.Array, here: Any, rows: Any, keys: Any, seen: jax.Array | None, 
 
 
 def _give_back(known: Any, here: Any, rows: Any, keys: Any, seen: jax.Array | None, gradients: Any) -> Any:
-    """The gradients of queries, keys and values, with the part of some queries and some keys."""
+    """Return the gradients of queries, keys and values, with the part of some queries and some keys."""
     k, v = (_half(x, keys) for x in here)
     q, dout, log_total, product = (_half(x, rows) for x in known)
     weights = jnp.exp(_scores(q, k, seen) - log_total)

@@ -46,7 +46,7 @@ DTYPES = {"float32": np.dtype(np.float32), "bf16": np.dtype(jnp.bfloat16)}
 
 
 def shape_of(gib: float, dtype: str) -> LlamaConfig:
-    """A Llama with as many layers as fill so much memory."""
+    """Return a Llama with as many layers as fill so much memory."""
     shape = SHAPE if gib >= 1 else SMALL
     ends, layer = 2 * shape.vocab * shape.d_model, shape.matmul_params - shape.d_model * shape.vocab
     layers = round((gib * 2**30 / DTYPES[dtype].itemsize - ends) / layer)
@@ -54,7 +54,7 @@ def shape_of(gib: float, dtype: str) -> LlamaConfig:
 
 
 def plan_of(config: LlamaConfig, dtype: str) -> ShardingPlan:
-    """The plan of its parameters over four devices, in the dtype of the files."""
+    """Return the plan of its parameters over four devices, in the dtype of the files."""
     mesh = mesh_of(MeshShape(fsdp=DEVICES), jax.devices(), MeshShape().sizes)
     precision = "float32" if dtype == "float32" else "bf16-params"
     optimizer = make_optimizer(OptimizerConfig(), 1, ("layers",))
@@ -64,7 +64,7 @@ def plan_of(config: LlamaConfig, dtype: str) -> ShardingPlan:
 
 
 def write(folder: Path, config: LlamaConfig, dtype: str) -> int:
-    """Writes the folder; the bytes of its largest tensor."""
+    """Write the folder; the bytes of its largest tensor."""
     family: Family = family_for(config)
     shapes = {leaf.path: leaf.shape for leaf in plan_of(config, dtype).params}
     kinds = {
@@ -93,12 +93,12 @@ def memory() -> int:
 
 
 def peak() -> int:
-    """The most bytes that this process has had in memory."""
+    """Return the most bytes that this process has had in memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(folder: Path, config: LlamaConfig, dtype: str, reader: str) -> dict[str, float]:
-    """Reads the folder in this process; seconds, and bytes beyond those of before and of what was read."""
+    """Read the folder in this process; seconds, and bytes beyond those of before and of what was read."""
     abstract = plan_of(config, dtype).abstract_params
     # What belongs to no tensor is there before: the backends, and what NumPy and JAX do for the first time.
     jax.block_until_ready([jax.device_put(np.ones((1024, 1024), np.float32).T, device) for device in jax.devices()])
@@ -117,7 +117,7 @@ def measure(folder: Path, config: LlamaConfig, dtype: str, reader: str) -> dict[
 
 
 def measure_command(folder: Path, config: LlamaConfig, dtype: str) -> dict[str, float]:
-    """The whole command in this process; bytes beyond those of before and of the shards."""
+    """Run the whole command in this process; bytes beyond those of before and of the shards."""
     shards = sum(leaf.bytes_per_device for leaf in plan_of(config, dtype).params) * DEVICES
     precision = "float32" if dtype == "float32" else "bf16-params"
     before, began = memory(), time.perf_counter()

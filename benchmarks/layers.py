@@ -115,7 +115,7 @@ class Program:
 
 
 def ours(case: Case, devices: int, arguments: tuple[Tree, Any, Any]) -> Program:
-    """The module under a plan over so many devices."""
+    """Return the module under a plan over so many devices."""
     model = spmd.from_nnx(lambda rngs: OneLayer(case, rngs))
     matches = map(case.rules.match, tree.flatten(arguments[0]))
     used = {match.index for match in matches if match}
@@ -133,7 +133,7 @@ def ours(case: Case, devices: int, arguments: tuple[Tree, Any, Any]) -> Program:
 
 
 def bare(case: Case, arguments: tuple[Tree, Any, Any]) -> Program:
-    """The layer by hand."""
+    """Return the layer by hand."""
     layer = case.bare
 
     def bind(spec: P) -> NamedSharding:
@@ -144,7 +144,7 @@ def bare(case: Case, arguments: tuple[Tree, Any, Any]) -> Program:
 
 
 def tensor_case(quick: bool) -> Case:
-    """A Llama block over `tensor`."""
+    """Return a Llama block over `tensor`."""
     batch, seq = (2, 32) if quick else (1, 256)
     config = LlamaConfig(d_model=64, heads=8, kv_heads=8, d_ff=128, layers=1)
     if not quick:
@@ -207,7 +207,7 @@ CASES: dict[str, Callable[[bool], Case]] = {
 
 
 def make_programs(case: Case) -> dict[str, Program]:
-    """The three programs; they agree."""
+    """Return the three programs; they agree."""
     model = spmd.from_nnx(lambda rngs: OneLayer(case, rngs))
     params = jax.tree.map(np.asarray, jax.jit(model.init)(jax.random.key(0)))
     x, dy = np.random.default_rng(0).standard_normal((2, *case.x), dtype=np.float32)
@@ -232,7 +232,7 @@ def make_programs(case: Case) -> dict[str, Program]:
 
 
 def measure(name: str, quick: bool, rounds: int) -> dict[str, Any]:
-    """The line of one layer."""
+    """Return the line of one layer."""
     case = CASES[name](quick)
     programs = make_programs(case)
     order = random.Random(0)

@@ -88,7 +88,7 @@ def occupy(seconds: float, x: jax.Array) -> jax.Array:
 
 
 def waits(seconds: float) -> Work:
-    """A layer that waits forward, and twice as long backward."""
+    """Return a layer that waits forward, and twice as long backward."""
 
     @jax.custom_vjp
     def layer(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -106,7 +106,7 @@ def waits(seconds: float) -> Work:
 
 
 def matmuls(rows: int = 256, width: int = 512) -> Work:
-    """A layer that computes; its derivative is twice as much."""
+    """Return a layer that computes; its derivative is twice as much."""
     return Work(lambda x, kernel: jnp.tanh(x @ kernel), rows, width, seconds=0.0)
 
 
@@ -163,7 +163,7 @@ class Step:
 
 
 def measure(stages: int, microbatches: int, work: Work, rounds: int) -> list[dict[str, Any]]:
-    """The lines of one pipeline, one for each schedule."""
+    """Return the lines of one pipeline, one for each schedule."""
     steps = [Step(make_schedule(name, stages, microbatches, chunks), work) for name, chunks in CASES]
     losses = [float(step.run()[1]["loss"]) for step in steps]
     if not np.allclose(losses, losses[0], rtol=CLOSE):
@@ -203,7 +203,7 @@ def measure(stages: int, microbatches: int, work: Work, rounds: int) -> list[dic
 
 
 def row(line: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     name = line["schedule"] + (f" v={line['chunks']}" if line["chunks"] > 1 else "")
     size = f"p={line['stages']} m={line['microbatches']}"
     numbers = f"{line['predicted']:9.3f} {line['measured']:9.3f} {line['error']:+7.1%} {line['s']:8.3f} s"

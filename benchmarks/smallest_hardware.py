@@ -68,7 +68,7 @@ def estimate(
 
 
 def smallest(model: Any, names: tuple[str, ...], lora: LoRAConfig) -> str:
-    """The first machine that the model fits on, and what a device of it holds."""
+    """Return the first machine that the model fits on, and what a device of it holds."""
     rules = family_for(model).rules(model)
     for mesh, offload, note in WAYS:
         for machine in map(parse_topology, names):

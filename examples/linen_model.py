@@ -28,7 +28,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The residual stream `[batch, sequence, width]` after this layer."""
+        """Return the residual stream `[batch, sequence, width]` after this layer."""
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
         x = x + nn.SelfAttention(num_heads=4, use_bias=False, name="attention")(nn.LayerNorm()(x), mask)
         hidden = nn.gelu(nn.Dense(4 * WIDTH, name="up")(nn.LayerNorm()(x)))
@@ -40,7 +40,7 @@ class Reader(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """The scores `[batch, sequence, vocab]`."""
+        """Return the scores `[batch, sequence, vocab]`."""
         x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens) + nn.Embed(SEQUENCE, WIDTH, name="place")(
             jnp.arange(tokens.shape[1])[None]
         )
@@ -82,7 +82,7 @@ class Show(spmd.Hook):
     """Prints every twentieth loss."""
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Prints."""
+        """Print metrics."""
         if step % 20 == 0:
             print(f"step {step}   loss {metrics['loss']:.3f}   accuracy {metrics['accuracy']:.3f}")
 

@@ -28,7 +28,7 @@ class Spirals(nnx.Module):
         self.down = nnx.Linear(64, 2, rngs=rngs)
 
     def __call__(self, points: jax.Array) -> jax.Array:
-        """The scores."""
+        """Return the scores."""
         hidden = spmd.annotate(nnx.silu(self.up(points)), "hidden")
         return self.down(spmd.annotate(nnx.silu(self.mix(hidden)), "mixed"))
 
@@ -55,7 +55,7 @@ def points(batch: int, draws: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def batches(mesh: jax.sharding.Mesh, steps: int) -> Iterator[dict[str, jax.Array]]:
-    """New points for every step."""
+    """Return new points for every step."""
     draws = np.random.default_rng(0)
     for _ in range(steps):
         batch = points(256, draws)
@@ -66,7 +66,7 @@ class Show(spmd.Hook):
     """Prints every fiftieth loss."""
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Prints."""
+        """Print metrics."""
         if step % 50 == 0:
             print(f"step {step}   loss {metrics['loss']:.3f}   accuracy {metrics['accuracy']:.3f}")
 
@@ -83,7 +83,7 @@ def main() -> None:
     print(plan)
 
     def loss_fn(params: dict, variables: dict, batch: dict, key: jax.Array) -> tuple[dict, dict]:
-        """Sums over the batch: the step divides by the weight."""
+        """Sum over the batch: the step divides by the weight."""
         scores, variables = model.forward(params, variables, key, batch["points"], train=True)
         losses = optax.softmax_cross_entropy_with_integer_labels(scores, batch["label"])
         right = (scores.argmax(axis=-1) == batch["label"]).sum().astype("float32")

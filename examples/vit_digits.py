@@ -39,7 +39,7 @@ def batches(mesh: jax.sharding.Mesh, steps: int, batch: int = 64) -> Iterator[di
 
 
 def place(mesh: jax.sharding.Mesh, images: np.ndarray, labels: np.ndarray) -> dict[str, jax.Array]:
-    """A batch on the mesh, every image of weight 1."""
+    """Return a batch on the mesh, every image of weight 1."""
     arrays = {"images": images, "labels": labels, "weights": np.ones(len(labels), np.float32)}
     return {name: jax.device_put(x, spmd.batch_sharding(mesh, ndim=1)) for name, x in arrays.items()}
 
@@ -48,7 +48,7 @@ class Show(spmd.Hook):
     """Prints every fiftieth loss."""
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Prints."""
+        """Print metrics."""
         if step % 50 == 0:
             print(f"step {step}   loss {metrics['loss']:.3f}   accuracy {metrics['accuracy']:.3f}", flush=True)
 

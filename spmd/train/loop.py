@@ -1,8 +1,8 @@
-"""The training loop, one screen; everything that is not a step is a hook.
+"""The training loop; everything that is not a step is a hook.
 
-The order of work: dispatch step *n*, then read the metrics of step *n − 1*, which finished meanwhile, so the loop
-never blocks on the step it has just dispatched. Where a hook wants the state (to evaluate, to save), step *n*'s own
-metrics are read first, so nothing is ever saved that was not seen to be finite.
+The loop dispatches step *n*, then reads the metrics of step *n − 1*, so it never blocks on the step that it has just
+dispatched. Where a hook wants the state (to evaluate, to save), step *n*'s own metrics are read first: nothing is saved
+before it is known to be finite.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,27 +15,27 @@ from spmd.train.step import TrainStep
 
 
 class Hook:
-    """Something that watches training. Every method does nothing unless a subclass overrides it."""
+    """Base of hooks of the training loop; a method does nothing unless a subclass overrides it."""
 
     def on_start(self, step: int) -> None:
-        """Training starts; `step` steps have been taken before."""
+        """Run before the first step; `step` steps have been taken before."""
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Step number `step` has finished with these metrics; later steps may be running."""
+        """Receive the metrics of a finished step; later steps may be running."""
 
     def on_dispatch(self, step: int) -> None:
-        """Step number `step` has been dispatched, and none after it: here processes may exchange what they know."""
+        """Run after a step is dispatched and before the next is: here processes may exchange values."""
 
     def wants_stop(self, step: int) -> bool:
-        """Whether training ends with step number `step`, which has been dispatched; asked before `wants_state`."""
+        """Return whether to stop after this step, which has been dispatched; called before `wants_state`."""
         return False
 
     def wants_state(self, step: int) -> bool:
-        """Whether `on_state` is to be called after step number `step`."""
+        """Return whether to call `on_state` after this step."""
         return False
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Step number `step` has finished with `state`, which is valid during this call only."""
+        """Receive the state after a step, which is valid during this call only."""
 
 
 def fit(
@@ -47,18 +47,18 @@ def fit(
     start: int = 0,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
-    """Takes the steps `start + 1 … steps`.
+    """Take the steps `start + 1 … steps`.
 
     Args:
         state: The state after `start` steps; it is donated.
         step: From `make_train_step`.
         batches: Global batches, already on the devices; the first one is for step `start + 1`.
         steps: The number of the last step.
-        start: How many steps `state` has behind it.
+        start: The number of steps taken before.
         hooks: Called in order.
 
     Returns:
-        The state after the last step, or after the step that a hook wanted to stop with.
+        The state after the last step, or after the step at which a hook stopped training.
     """
     unread: tuple[int, Any] | None = None
 

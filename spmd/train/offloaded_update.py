@@ -1,8 +1,8 @@
-"""Optimizer state and parameters in host memory, and an update that has no more than a piece of them on the device.
+"""The optimizer's update, with state and parameters in host memory streamed through the device in chunks.
 
-An offloaded leaf lives in `pinned_host`. The update runs piece by piece: one layer of a stack, or a bounded part of a
-large array, is copied to the device, updated, and written back into the donated host buffer. Moving all of it in and
-out instead needs more device memory than no offload at all.
+An offloaded array is stored in `pinned_host`. A chunk, one layer of a stack or a bounded part of a large array, is
+copied to the device, updated, and written back into the donated host buffer. Moving the whole state in and out needs
+more device memory than no offload at all (decision 0012).
 """
 
 import functools
@@ -24,7 +24,7 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def make_update(plan: ShardingPlan) -> Update:
-    """How gradients change the parameters and the optimizer's state under `plan`."""
+    """Return the update of parameters and optimizer state under `plan`."""
     global_phase, param_phase = phases(plan.optimizer)
     if not plan.update_chunks:
 

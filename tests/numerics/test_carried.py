@@ -8,7 +8,7 @@ import pytest
 
 from spmd.commands.export_hf import _values
 from spmd.data.loader import DataConfig
-from spmd.data.tokenizer import TOKENIZER, ByteTokenizer
+from spmd.data.tokenizer import TOKENIZER
 from spmd.errors import CheckpointError
 from spmd.hf.family import family_for
 from spmd.hf.save import save_params
@@ -152,5 +152,5 @@ def test_positions_that_are_learned_say_how_long_a_text_may_be():
     """GPT-2 has as many as it has; only rotary positions need a word."""
     model = GPT2_PRESETS["test"]
     config = types.SimpleNamespace(model=model, data=DataConfig(sequence=8))
-    values = _values(types.SimpleNamespace(config=config, tokenizer=ByteTokenizer()), family_for(model))
+    values = _values(config, family_for(model))
     assert values == {"bos_token_id": None, "eos_token_id": 0}
