@@ -19,7 +19,6 @@ shapes and dtypes before it reads anything.
 
 import contextlib
 import dataclasses
-import functools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,9 +53,6 @@ class CheckpointManager:
     processes, each opens the same directory and makes every call; only process 0 reads the file listing.
 
     Args:
-        directory: The directory of the checkpoints; created if missing.
-        max_to_keep: Number of newest checkpoints to keep, at least 1.
-        keep_best: Number of checkpoints with the lowest finite `best` to keep as well.
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never among the best.
         read_only: Nothing is created, saved or removed, so the directory may be in use by a run.
 
@@ -64,9 +60,6 @@ class CheckpointManager:
         leftovers: Names of interrupted saves that were removed on opening.
         damaged: Step → problems of each checkpoint that differs from its manifest. Opening checks for missing files,
             wrong sizes and changed small files; restoring reads all files of a checkpoint.
-
-    Raises:
-        CheckpointError: An argument is out of range, or the directory cannot be used.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -127,10 +120,6 @@ class CheckpointManager:
             record: JSON to restore with the state; tuples become lists.
             metrics: Metrics that rank the checkpoint.
             copied: If False, no copy is made, and `state` must not change until `wait` returns.
-
-        Raises:
-            CheckpointError: The step is not later than the latest, the state or the record contains something that
-                cannot be stored, the disk is full, or the previous save failed.
         """
         latest = self.latest()
         if latest is not None and step <= latest:
@@ -184,18 +173,23 @@ class CheckpointManager:
             raise CheckpointError("nothing was saved", [problem])
 
     def wait(self) -> None:
-        """Wait until the save in progress is on disk.
-
-        Raises:
-            CheckpointError: It could not be written; earlier checkpoints are unchanged.
-        """
+        """Wait until the save in progress is on disk; raise its error, with earlier checkpoints unchanged."""
         if self._saving is None:
             return
         (step, numbers, future), self._saving = self._saving, None
         if jax.process_index() != 0:
             with self._write_errors(step):
                 future.result()
-        if failed := broadcast_problems(functools.partial(self._save_problems, step, future)):
+
+        def failures() -> tuple[Problem, ...]:
+            try:
+                with self._write_errors(step):
+                    future.result()
+            except CheckpointError as error:
+                return error.problems
+            return ()
+
+        if failed := broadcast_problems(failures):
             self._scan(create=False)
             raise CheckpointError("writing the checkpoint failed", failed)
         self._metrics[step] = numbers
@@ -203,20 +197,8 @@ class CheckpointManager:
         self._metrics = {step: numbers for step, numbers in self._metrics.items() if step in kept}
         self._to_quarantine.clear()
 
-    def _save_problems(self, step: int, future: Future[None]) -> tuple[Problem, ...]:
-        try:
-            with self._write_errors(step):
-                future.result()
-        except CheckpointError as error:
-            return error.problems
-        return ()
-
     def close(self) -> None:
-        """Wait for the save in progress and release the directory; may be called again.
-
-        Raises:
-            CheckpointError: The save in progress could not be written.
-        """
+        """Wait for the save in progress and release the directory; may be called again."""
         try:
             self.wait()
         finally:
@@ -241,11 +223,7 @@ class CheckpointManager:
         return next(iter(self._policy.best(self._metrics)), None)
 
     def record(self, step: int) -> dict[str, Any]:
-        """Return the record of a step without reading arrays.
-
-        Raises:
-            CheckpointError: The checkpoint does not exist or is damaged.
-        """
+        """Return the record of an undamaged checkpoint without reading arrays."""
         return self._read_record(self._verified(step, contents=False))
 
     def restore(
@@ -270,11 +248,7 @@ class CheckpointManager:
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), self._read_record(step)
 
     def _verified(self, step: int | None, *, contents: bool = True) -> int:
-        """Return the step, or the newest valid one, once its files are verified.
-
-        Raises:
-            CheckpointError: There is none, or it is damaged.
-        """
+        """Return the step, or the newest valid one, once its files are verified."""
         steps = self.steps()
         if step is None and (step := self.latest_valid()) is not None:
             return step
@@ -283,7 +257,12 @@ class CheckpointManager:
         damaged = self.damaged if step is None else {step} & self.damaged.keys()
         if damaged:
             title = "none of the checkpoints is valid" if step is None else f"checkpoint {step} is damaged"
-            raise CheckpointError(f"nothing was restored: {title}", [p for s in damaged for p in self._located(s)])
+            located = [
+                dataclasses.replace(problem, where=str(self.directory / str(s) / problem.where))
+                for s in damaged
+                for problem in self.damaged[s]
+            ]
+            raise CheckpointError(f"nothing was restored: {title}", located)
         existing = f"there are the steps {', '.join(map(str, steps))}" if steps else "there are none"
         what = "there is no checkpoint" if step is None else f"there is no checkpoint of step {step}"
         raise CheckpointError("nothing was restored", [Problem(str(self.directory), what, existing)])
@@ -296,11 +275,6 @@ class CheckpointManager:
             self._to_quarantine.add(step)
             del self._metrics[step]
         return problems
-
-    def _located(self, step: int) -> list[Problem]:
-        """Return the problems of a damaged checkpoint with absolute paths."""
-        folder = self.directory / str(step)
-        return [dataclasses.replace(problem, where=str(folder / problem.where)) for problem in self.damaged[step]]
 
     def _read_record(self, step: int) -> dict[str, Any]:
         path = self.directory / str(step) / "record.json"

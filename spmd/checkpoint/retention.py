@@ -19,13 +19,7 @@ _METRICS_MAX_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ScanResult:
-    """Content of a directory of checkpoints.
-
-    Attributes:
-        leftovers: Names of folders that interrupted saves left.
-        metrics: Step → metrics of each undamaged checkpoint.
-        damaged: Step → problems of each other checkpoint.
-    """
+    """Names of folders that interrupted saves left, metrics of undamaged checkpoints and problems of damaged ones."""
 
     leftovers: tuple[str, ...]
     metrics: dict[int, Metrics]
@@ -33,11 +27,7 @@ class ScanResult:
 
 
 def scan(directory: Path) -> ScanResult:
-    """Scan a directory; of large files, only the size is verified.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
+    """Scan a directory of checkpoints; of large files, only the size is verified."""
     names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
     found = ScanResult(tuple(name for name in names if _LEFTOVER.fullmatch(name)), {}, {})
     for name in names:
@@ -66,13 +56,7 @@ def quarantine(folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RetentionPolicy:
-    """Policy that keeps the newest checkpoints and those with the lowest finite metric.
-
-    Args:
-        max_to_keep: Number of newest checkpoints.
-        keep_best: Number of checkpoints with the lowest `metric`.
-        metric: Name of the metric that ranks checkpoints.
-    """
+    """Policy that keeps the `max_to_keep` newest checkpoints and the `keep_best` with the lowest finite `metric`."""
 
     max_to_keep: int
     keep_best: int

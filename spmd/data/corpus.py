@@ -35,10 +35,8 @@ _LAYOUT = 1  # version of the cached files
 class Corpus:
     """Tokenized text; each document is preceded by the tokenizer's `starts` and followed by its `eos`.
 
-    Attributes:
-        train: Ids, uint16 or uint32 `[tokens]`, memory-mapped and read-only; `validation` likewise.
-        fingerprint: SHA-256 in hex of the files, the tokenizer and the split; equal fingerprints mean equal ids.
-        documents: Number of documents in both splits.
+    Both splits are ids, uint16 or uint32 `[tokens]`, memory-mapped and read-only. `fingerprint` is the SHA-256 of the
+    files, the tokenizer and the split, in hex. `documents` counts both splits.
     """
 
     tokenizer: Tokenizer
@@ -51,7 +49,7 @@ class Corpus:
 def make_corpus(
     source: Iterable[str], tokenizer: Tokenizer, *, text_field: str, validation: float, cache: Path
 ) -> Corpus:
-    """Return the corpus of all text in `source`, tokenizing it unless it is cached.
+    """Return the corpus of all text in `source`, tokenizing it unless it is in the folder `cache`.
 
     A document is a text file or a line of a `.jsonl` file. The split of a document depends only on a hash of its name
     (path inside the source, and line). A split that would be empty gets one document; a single document is divided.
@@ -61,10 +59,8 @@ def make_corpus(
     Args:
         source: Text files, folders, globs, `.jsonl` files or "stdlib" (Python's own source). A folder is searched for
             visible files with `TEXT_SUFFIXES`; files with other suffixes must be named or matched by a glob.
-        tokenizer: The tokenizer.
         text_field: The field of a `.jsonl` line that holds the text.
         validation: Fraction of documents used for validation, in (0, 1); approximate, since it is by hash.
-        cache: The folder for tokenized text.
 
     Raises:
         DataError: A source is missing, unreadable, not UTF-8 or empty, or the cache cannot be written.
@@ -128,24 +124,19 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
         root, found = path.parent, [path]
     elif path.is_dir():
         root = path
-        found = [
-            p
-            for p in root.rglob("*")
-            if p.suffix.lower() in TEXT_SUFFIXES.split() and "/." not in f"/{p.relative_to(root).as_posix()}"
-        ]
+        texts = (p for p in root.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES.split())
+        found = [p for p in texts if "/." not in f"/{p.relative_to(root).as_posix()}"]
     elif glob.has_magic(entry):
-        fixed = [*path.parts]
-        while glob.has_magic("/".join(fixed)):
-            fixed.pop()
-        root = Path(*fixed)
+        root = path
+        while glob.has_magic(str(root)):
+            root = root.parent
         found = [Path(p) for p in glob.glob(str(path), recursive=True)]
     else:
         problems.append(Problem(entry, "does not exist", fix=nearest_file(path)))
         return []
     named = [(p.relative_to(root).as_posix(), p) for p in found if p.is_file()]
     if not named:
-        looked = f"looked for {TEXT_SUFFIXES}" if path.is_dir() else ""
-        problems.append(Problem(entry, "holds no text files", looked))
+        problems.append(Problem(entry, "holds no text files", f"looked for {TEXT_SUFFIXES}" if path.is_dir() else ""))
     return named
 
 
@@ -188,7 +179,6 @@ def _documents(files: Iterable[_File], text_field: str, problems: list[Problem])
 
 
 def _text_of(line: Any, text_field: str) -> str:
-    """Return the text in one decoded line of a `.jsonl` file."""
     text = line.get(text_field) if isinstance(line, dict) else None
     if not isinstance(text, str):
         hint = did_you_mean(text_field, line) if isinstance(line, dict) else "the line is not an object"
