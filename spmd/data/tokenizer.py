@@ -73,8 +73,12 @@ class ByteTokenizer:
     name: str = "bytes"
     vocab: int = 256
     eos: int = 0
-    ends: tuple[int, ...] = (0,)
     starts: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Only `eos`."""
+        return (self.eos,)
 
     def encode(self, text: str) -> np.ndarray:
         """Encode `text` as uint8 `[bytes]`."""

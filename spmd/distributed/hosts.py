@@ -19,10 +19,9 @@ from spmd.errors import Problem
 
 
 def broadcast_from_first(f: Callable[[], Any]) -> Any:
-    """Call `f` on process 0 alone, and return its result on every process.
+    """Call `f` on process 0 alone, and return its JSON value on every process.
 
-    Args:
-        f: Returns JSON values. It must not raise: the other processes would wait forever.
+    `f` must not raise: the other processes would wait forever.
 
     Example:
         >>> broadcast_from_first(lambda: {"steps": [1, 2]})

@@ -1,7 +1,6 @@
 """Metrics of a run: throughput, utilization, memory, and the writers of their values.
 
 ```python
-flops = transformer_flops(params_in_matmuls=124_000_000, layers=12, attention_width=768, sequence=1024)
 clock = StepClock()
 writers = Writers([JsonLines(folder / "metrics.jsonl", keep_through=resumed_step), Console(total_steps)])
 writers.write(step, {"loss": loss, "step_s": clock.median})
@@ -77,24 +76,14 @@ def transformer_flops(
 
 PEAK_FLOPS: dict[str, float] = {
     # Google Cloud's pages of TPU system architecture, bf16 per chip. JAX has one device for each chip ...
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
+    **{"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12},
     # ... except here, where it has one for each of two TensorCores.
     "TPU7x": 2307e12 / 2,
     # NVIDIA's data sheets, bf16 tensor cores without sparsity, which they print as half of the figure with it.
-    "A100": 312e12,
-    "H100": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "L4": 121e12,
-    "L40S": 362e12,
+    **{"A100": 312e12, "L4": 121e12, "L40S": 362e12},
+    **{"H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12},
+    **{"H200": 989e12, "H200 NVL": 835e12, "GH200": 989e12},
+    **{"B200": 2250e12, "GB200": 2500e12},
 }
 """Peak dense bf16 FLOP/s of one JAX device, by words of its `device_kind`."""
 
@@ -255,11 +244,8 @@ COLUMNS: Mapping[str, Callable[[Any], str]] = {
 class Console(Writer):
     """Console output: a progress bar on a terminal, one line per logged step elsewhere.
 
-    Args:
-        total_steps: Last step of the run.
-        stream: Standard output if None.
-        interactive: Draw a bar; None draws one if `stream` is a terminal.
-        columns: Format of each value; add one with `COLUMNS | {"accuracy": "accuracy {:.3f}".format}`.
+    Add a value with `columns=COLUMNS | {"accuracy": "accuracy {:.3f}".format}`. `interactive` says whether to draw a
+    bar; by default, if `stream` (standard output) is a terminal.
 
     Example:
         >>> console = Console(total_steps=200, interactive=False)

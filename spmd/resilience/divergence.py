@@ -21,7 +21,6 @@ class DivergenceCheck(Hook):
         batch: Sequences in a global batch, to name the batch's position in the data.
         skipped_batches: Batches of the data that were skipped before.
         last_good: Returns the step of the newest checkpoint.
-        non_finite: Check for NaN and infinity.
         floor: A step with a larger `loss_scale` passes: its update was skipped, and the scale is lowered.
         factor: A loss above this many medians of the last `window` losses is a spike; 0 disables the check.
         window: Losses in the median. The check starts after half as many.

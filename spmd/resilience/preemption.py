@@ -19,14 +19,11 @@ EXIT_PREEMPTED = 75
 
 
 class Preemption(Hook):
-    """Handler of SIGTERM and SIGUSR1 inside a `with` block, in the main thread.
-
-    Attributes:
-        stop_step: Step after which all processes stop, once it is known.
-    """
+    """Handler of SIGTERM and SIGUSR1 inside a `with` block, in the main thread."""
 
     def __init__(self) -> None:
         self.stop_step: int | None = None
+        """Step after which all processes stop, once it is known."""
         self._signaled = False
         self._before: dict[int, Any] = {}
 

@@ -29,7 +29,6 @@ class Watchdog(Hook):
         timeout: Seconds between two finished steps, evaluation batches or checkpoints; 0 for no deadline.
         start_timeout: Seconds until the first step has finished, with compilation.
         log: File for stacks besides standard error; it has a descriptor.
-        exit_process: Ends the process.
     """
 
     def __init__(
