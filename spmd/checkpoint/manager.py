@@ -12,9 +12,6 @@ A checkpoint of step 100 is a folder that is complete or does not exist:
 It is written as `100.saving`, gets its manifest, and is then renamed. A checkpoint that is no longer kept is renamed
 to `100.pruned` before it is removed. So a folder named by a step was complete once, and the manifest shows whether it
 still is. A damaged checkpoint is never used and never removed: the next save renames it to `damaged-100`.
-
-Arrays are stored by path, so the classes that hold them may change. `CheckpointManager.restore` compares all paths,
-shapes and dtypes before it reads anything.
 """
 
 import contextlib
@@ -118,7 +115,6 @@ class CheckpointManager:
             step: The step of the state, later than all existing checkpoints.
             state: Any tree of `jax.Array`s in any sharding.
             record: JSON to restore with the state; tuples become lists.
-            metrics: Metrics that rank the checkpoint.
             copied: If False, no copy is made, and `state` must not change until `wait` returns.
         """
         latest = self.latest()
@@ -231,15 +227,12 @@ class CheckpointManager:
     ) -> tuple[PyTree, dict[str, Any]]:
         """Restore the state and the record of a checkpoint, each array directly into the requested sharding.
 
+        A CheckpointError lists all paths, shapes and dtypes that differ; dtypes are not cast.
+
         Args:
             step: The checkpoint, None for the newest valid one; all its files are verified first.
             abstract_state: Tree of `jax.ShapeDtypeStruct`s with shardings on any mesh.
-            branches: Paths below which the checkpoint must have no arrays besides those of `abstract_state`; by
-                default everywhere.
-
-        Raises:
-            CheckpointError: The checkpoint does not exist or is damaged, or paths, shapes or dtypes differ from
-                `abstract_state`; all differences are listed. Dtypes are not cast.
+            branches: Paths below which the checkpoint must have no other arrays; by default everywhere.
         """
         step = self._verified(step)
         wanted = tree.flatten(abstract_state)
@@ -254,14 +247,10 @@ class CheckpointManager:
             return step
         if step in steps and not self._verify(step, contents=contents):
             return step
-        damaged = self.damaged if step is None else {step} & self.damaged.keys()
-        if damaged:
+        if damaged := self.damaged if step is None else {step} & self.damaged.keys():
             title = "none of the checkpoints is valid" if step is None else f"checkpoint {step} is damaged"
-            located = [
-                dataclasses.replace(problem, where=str(self.directory / str(s) / problem.where))
-                for s in damaged
-                for problem in self.damaged[s]
-            ]
+            found = [(self.directory / str(s) / problem.where, problem) for s in damaged for problem in self.damaged[s]]
+            located = [dataclasses.replace(problem, where=str(where)) for where, problem in found]
             raise CheckpointError(f"nothing was restored: {title}", located)
         existing = f"there are the steps {', '.join(map(str, steps))}" if steps else "there are none"
         what = "there is no checkpoint" if step is None else f"there is no checkpoint of step {step}"
@@ -289,11 +278,11 @@ class CheckpointManager:
                 with disk_errors(self.directory, "opening the checkpoints", "choose a writable directory"):
                     if create:
                         self.directory.mkdir(parents=True, exist_ok=True)
-                    found = scan(self.directory)
+                    leftovers, metrics, damaged = scan(self.directory)
             except CheckpointError as error:
                 return {"failed": plain_problems(error.problems)}
-            damaged = [(step, plain_problems(problems)) for step, problems in found.damaged.items()]
-            return {"leftovers": found.leftovers, "metrics": list(found.metrics.items()), "damaged": damaged}
+            plain = [(step, plain_problems(problems)) for step, problems in damaged.items()]
+            return {"leftovers": leftovers, "metrics": list(metrics.items()), "damaged": plain}
 
         found = broadcast_from_first(on_first)
         if "failed" in found:

@@ -17,19 +17,14 @@ _LEFTOVER = re.compile(rf"({_STEP.pattern})\.(saving|pruned)")
 _METRICS_MAX_BYTES = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class ScanResult:
-    """Names of folders that interrupted saves left, metrics of undamaged checkpoints and problems of damaged ones."""
+def scan(directory: Path) -> tuple[list[str], dict[int, Metrics], dict[int, list[Problem]]]:
+    """Return the names that interrupted saves left, the metrics of undamaged steps and the problems of damaged ones.
 
-    leftovers: tuple[str, ...]
-    metrics: dict[int, Metrics]
-    damaged: dict[int, list[Problem]]
-
-
-def scan(directory: Path) -> ScanResult:
-    """Scan a directory of checkpoints; of large files, only the size is verified."""
+    Of large files, only the size is verified.
+    """
     names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
-    found = ScanResult(tuple(name for name in names if _LEFTOVER.fullmatch(name)), {}, {})
+    valid: dict[int, Metrics] = {}
+    damaged: dict[int, list[Problem]] = {}
     for name in names:
         if _STEP.fullmatch(name):
             folder = directory / name
@@ -40,10 +35,10 @@ def scan(directory: Path) -> ScanResult:
             except (OSError, ValueError, TypeError, OverflowError) as error:
                 problems = [Problem("metrics.json", f"cannot be read: {error}")]
             if not problems:
-                found.metrics[int(name)] = metrics
+                valid[int(name)] = metrics
             elif os.path.lexists(folder):  # the run that owns it may be removing it
-                found.damaged[int(name)] = problems
-    return found
+                damaged[int(name)] = problems
+    return [name for name in names if _LEFTOVER.fullmatch(name)], valid, damaged
 
 
 def quarantine(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Tokenize text into two memory-mapped arrays of ids, one for training and one for validation.
 
-Text is tokenized once. The result is cached under a hash of everything that it depends on: the bytes of all files, the
-tokenizer and the split.
+The result is cached under a hash of everything that it depends on: the bytes of all files, the tokenizer, the split.
 """
 
 import contextlib
@@ -53,17 +52,12 @@ def make_corpus(
 
     A document is a text file or a line of a `.jsonl` file. The split of a document depends only on a hash of its name
     (path inside the source, and line). A split that would be empty gets one document; a single document is divided.
-
     Several processes may call this at once: each writes its own folder and renames it into place.
 
     Args:
         source: Text files, folders, globs, `.jsonl` files or "stdlib" (Python's own source). A folder is searched for
             visible files with `TEXT_SUFFIXES`; files with other suffixes must be named or matched by a glob.
-        text_field: The field of a `.jsonl` line that holds the text.
         validation: Fraction of documents used for validation, in (0, 1); approximate, since it is by hash.
-
-    Raises:
-        DataError: A source is missing, unreadable, not UTF-8 or empty, or the cache cannot be written.
     """
     files = _find_files(source)
     settings = {
@@ -188,7 +182,7 @@ def _text_of(line: Any, text_field: str) -> str:
 
 
 def _score(key: str) -> int:
-    """Hash a document's name to a uniformly distributed number below 2⁶⁴."""
+    """Hash a document's name to a number below 2⁶⁴."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
 

@@ -40,12 +40,7 @@ _FIELD_RULES = {
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Data configuration: source, tokenizer and batch shape.
-
-    Example:
-        >>> DataConfig(sequence=128).batch
-        16
-    """
+    """Data configuration: source, tokenizer and batch shape."""
 
     source: tuple[str, ...] = ("stdlib",)
     """Text files, folders, globs or .jsonl files; "stdlib" is the source of Python's standard library."""
@@ -201,16 +196,12 @@ def batches(
     """Return the training batches of steps `start`, …, `steps - 1`, reshuffled every epoch.
 
     Row `r` of step `s` is element `s * batch + r` of one infinite shuffled order, whatever the number of processes, so
-    the step is the only state. A batch may span two epochs; every epoch has each window exactly once.
-
-    The iterator must be closed. It works under `jax.transfer_guard("disallow")`.
+    the step is the only state. A batch may span two epochs; every epoch has each window exactly once. The iterator must
+    be closed. It works under `jax.transfer_guard("disallow")`.
 
     Args:
-        windows: The windows of the training split.
         batch: Rows of the global batch.
         sharding: Sharding of `[batch, sequence]`; if it spans processes, each reads only its own rows.
-        seed: Seed of the order.
-        start: The first step.
         steps: The step at which the run ends (not a number of batches).
         threads: Threads that read and place batches; 0 does so in `next`.
         prefetch: Batches kept ready, and the maximum of threads in use; 0 as for `threads`.

@@ -1,7 +1,6 @@
 """Process groups from the environment variables of Slurm, Open MPI, TPU pods and Kubernetes.
 
-`detect_process_group` merges what the cluster says with the command line, and reports every contradiction. It takes a
-mapping and does not read the real environment.
+`detect_process_group` merges what the cluster says with the command line, and reports every contradiction.
 
 JAX's own detection is not used: it takes a batch script for one of its tasks, gives each task of Slurm and Open MPI a
 single GPU, and names the coordinator only after it could not be reached.

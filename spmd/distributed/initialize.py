@@ -75,8 +75,7 @@ def _add_xla_flag(flag: str) -> None:
 def exit_process(code: int) -> NoReturn:
     """Exit after an error.
 
-    One of several processes exits at once, so that the others notice within their heartbeat timeout. A normal exit
-    would run JAX's shutdown barrier, where all processes wait for each other.
+    One of several processes skips JAX's shutdown barrier, so that the others notice within their heartbeat timeout.
     """
     if jax.distributed.is_initialized():
         sys.stdout.flush()
@@ -117,8 +116,8 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
 def bind_address(group: ProcessGroup) -> str | None:
     """Return the interface and port on which process 0 listens; None for all interfaces.
 
-    That is the coordinator's own address. Exception: a cluster names a host that resolves to a loopback address on the
-    host itself (Debian writes its own name beside 127.0.1.1). Other machines cannot reach that one.
+    That is the coordinator's own address, unless a cluster names a host that resolves to a loopback address on the host
+    itself (Debian writes its own name beside 127.0.1.1), which other machines cannot reach.
     """
     host, port = split_address(group.coordinator)
     family, address = _resolve(host, group)

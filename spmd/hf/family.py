@@ -4,9 +4,8 @@
 TensorMapping("layers/attention/q_proj/kernel", "model.layers.{layer}.self_attn.q_proj.weight", TRANSPOSED)
 ```
 
-One mapping covers all layers. A stacked parameter is made of one tensor per layer, or per layer and expert if the
-tensor's name has both; unstacked layers (`layers/0/…`) use the same mapping. Families are found by Python entry points
-in the group `spmd.families`, so any package can add one.
+One mapping covers all layers, stacked or not: one tensor per layer, or per layer and expert if the tensor's name has
+both. Families are found by Python entry points in the group `spmd.families`, so any package can add one.
 """
 
 import dataclasses
@@ -89,7 +88,6 @@ class Family:
             feature (see `spmd.hf.fields.Fields`).
         write_config: Inverse of `read_config`, without `architectures`.
         fits: Returns whether a model config belongs to this family.
-        ignored: Returns what else a checkpoint may contain.
         prefix: Prefix of tensor names that some checkpoints omit.
         harmless: Fields of config.json, besides `spmd.hf.fields.HARMLESS`, that do not change a trained model; export
             copies them from the original config.json.

@@ -60,12 +60,7 @@ class Tensor:
 
 
 class SafetensorsFile:
-    """A safetensors file opened for reading: a regular file, not a symbolic link; `tensors` maps names to locations.
-
-    Raises:
-        CheckpointError: The header is invalid, or a tensor has an unsupported dtype.
-        OSError: The file cannot be opened.
-    """
+    """A safetensors file opened for reading: a regular file, not a symbolic link; `tensors` maps names to locations."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,9 +134,9 @@ def _read_header(path: Path, file_size: int) -> dict[str, Tensor]:
         raise _read_error(path, problems)
     tensors, end = {}, file_size
     for name in reversed(specs):
-        tensor = Tensor(DTYPES[codes[name]], shapes[name], 0)
-        end -= tensor.nbytes
-        tensors[name] = dataclasses.replace(tensor, begin=end)
+        dtype, shape = DTYPES[codes[name]], shapes[name]
+        end -= math.prod(shape) * dtype.itemsize
+        tensors[name] = Tensor(dtype, shape, end)
     return tensors
 
 
@@ -154,11 +149,8 @@ def write_safetensors(
 ) -> None:
     """Write a new file with at most one tensor in memory at a time.
 
-    Args:
-        path: A new file.
-        tensors: Name → anything with a `shape` and a `dtype`, in the order of the file.
-        values: The tensors in that order; each is requested after the one before it is written.
-        metadata: Entries of `__metadata__` in the header.
+    `tensors` are names → anything with a `shape` and a `dtype`, in the order of the file, and `values` the tensors in
+    that order; each is requested after the one before it is written.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     problems, end = [], 0

@@ -45,7 +45,6 @@ def save_params(
 
     Args:
         out: The folder; it must not exist.
-        params: Parameters on devices of this process.
         dtype: The tensors' dtype; None for that of each parameter.
         shard_size: Maximum bytes of a file; a larger tensor gets a file of its own.
         files: Name → file to copy into the folder.
@@ -77,7 +76,7 @@ def save_params(
         if list(shards) != [SINGLE]:
             index = {tensor: name for name, shard in shards.items() for tensor in shard}
             _write_json(folder / INDEX, {"metadata": {"total_size": needed}, "weight_map": index})
-        _write_json(folder / CONFIG, {**copied, **written})
+        _write_json(folder / CONFIG, copied | written)
         for name, file in (files or {}).items():
             shutil.copyfile(file, folder / name)
 

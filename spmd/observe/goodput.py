@@ -1,8 +1,7 @@
 """Goodput: the fraction of a run's time, over all restarts, that went into training steps that count.
 
-A run folder's `goodput.jsonl` has a line for each logged step of each session, with the session's seconds by activity
-so far. A session is one `spmd train`; the first in a process began with the process. The time of a killed session after
-its last line counts as time between sessions.
+A run folder's `goodput.jsonl` has a line for each logged step of each session (one `spmd train`), with the session's
+seconds by activity so far. The time of a killed session after its last line counts as time between sessions.
 """
 
 import contextlib
@@ -109,8 +108,8 @@ def process_start() -> float:
 class Goodput:
     """Wall-clock time of a run by activity.
 
-    Besides `ACTIVITIES`, `seconds` has `rework`, the steps repeated after a kill or a roll-back, and `between`: from the
-    last line of one session to the start of the next.
+    Besides `ACTIVITIES`, `seconds` has `rework`, the steps repeated after a kill or a roll-back, and `between`, from
+    the last line of one session to the start of the next.
     """
 
     seconds: dict[str, float]

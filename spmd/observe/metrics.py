@@ -60,10 +60,9 @@ def transformer_flops(
     """Count the model FLOPs of a transformer, as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311).
 
     Each parameter of a matmul costs 2 operations forward and 4 backward. Attention adds two matmuls of
-    `sequence × attention_width` per token and layer. PaLM counts all of them; a causal model needs half.
-
-    `params_in_matmuls` counts the output head, also a tied one, no embedding lookup, and the active experts only.
-    `attention_width` is query heads × width of a head.
+    `sequence × attention_width` per token and layer; `attention_width` is query heads × width of a head. PaLM counts
+    all of them; a causal model needs half. `params_in_matmuls` counts the output head, also a tied one, no embedding
+    lookup, and the active experts only.
     """
     attention = 12 * layers * attention_width * sequence / (2 if causal else 1)
     formula = (
@@ -181,11 +180,9 @@ class Writers(Writer):
 class JsonLines(Writer):
     """One JSON object a line, `step` first; each line is handed to the system at once.
 
-    A killed run loses at most the line it was writing, which the next open drops. JSON has no NaN: an infinite loss is
+    A killed run loses at most the line it was writing, which the next open drops, with all lines of steps after
+    `keep_through`, such as the step that the run resumes from. JSON has no NaN: an infinite loss is
     `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`.
-
-    `keep_through` is the step of the checkpoint that the run resumes from: lines of later steps are dropped atomically.
-    None keeps all lines.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_through: int | None = None) -> None:

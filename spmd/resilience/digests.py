@@ -108,10 +108,9 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def replica_differences(digests: Digests, abstract: tree.PyTree, mesh: AnyMesh) -> list[Problem]:
-    """Return a problem for each block of an array whose replicas differ.
+    """Return a problem for each block of an array whose replicas differ; the arguments are those of `make_digest`.
 
-    It names the devices in the minority, or all of them if no value has a majority. `abstract` and `mesh` are those
-    that `make_digest` was called with.
+    It names the devices in the minority, or all of them if no value has a majority.
     """
     problems = []
     for leaf_number, (path, leaf) in enumerate(tree.flatten(abstract).items()):
@@ -160,10 +159,5 @@ def _of_block(path: str, devices: list[jax.Device], values: list[int], leaf: jax
 
 
 def name_device(device: jax.Device) -> str:
-    """Return a device's number and process as text.
-
-    Example:
-        >>> name_device(jax.devices()[0])
-        'device 0 (process 0)'
-    """
+    """Return a device's number and process: `device 0 (process 0)`."""
     return f"device {device.id} (process {device.process_index})"

@@ -1,8 +1,7 @@
 """Watchdog: a process that hangs exits, with the stack of every thread.
 
 A collective that one process never reaches, a dead network and a stuck disk all stop progress, so one deadline covers
-them. Every process has its own watchdog. Processes that wait for the stuck one make no progress either, so all exit at
-about the same time.
+them. Every process has its own watchdog; those that wait for the stuck one exit at about the same time.
 """
 
 import faulthandler
