@@ -136,7 +136,8 @@ class CheckpointManager:
         with self._write_errors(step):
             self._unfinished(step).mkdir(exist_ok=jax.process_count() > 1)
         pruned, damaged = self._metrics.keys() - kept, set(self._to_quarantine)
-        self._saving = step, numbers, self._pool.submit(self._write, step, copies, files, pruned, damaged)
+        write = self._write_errors(step)(self._write)
+        self._saving = step, numbers, self._pool.submit(write, step, copies, files, pruned, damaged)
 
     def _write(self, step: int, copies: Any, files: Mapping[str, str], pruned: set[int], damaged: set[int]) -> None:
         """Write the arrays on each process; on process 0, commit the checkpoint and prune old ones."""
@@ -173,19 +174,11 @@ class CheckpointManager:
         if self._saving is None:
             return
         (step, numbers, future), self._saving = self._saving, None
-        if jax.process_index() != 0:
-            with self._write_errors(step):
-                future.result()
-
-        def failures() -> tuple[Problem, ...]:
-            try:
-                with self._write_errors(step):
-                    future.result()
-            except CheckpointError as error:
-                return error.problems
-            return ()
-
-        if failed := broadcast_problems(failures):
+        error = future.exception()
+        problems = error.problems if isinstance(error, CheckpointError) else ()
+        if error and (jax.process_index() != 0 or not problems):
+            raise error
+        if failed := broadcast_problems(lambda: problems):
             self._scan(create=False)
             raise CheckpointError("writing the checkpoint failed", failed)
         self._metrics[step] = numbers

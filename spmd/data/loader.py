@@ -32,10 +32,6 @@ Block = tuple[slice, ...]
 
 _MAX_BIGRAM_VOCAB = 4096
 _COUNTED_AT_ONCE = 2**22
-_FIELD_RULES = {
-    **{"sequence": "at least 1", "batch": "at least 1", "threads": "at least 0", "prefetch": "at least 0"},
-    "validation": "above 0 and below 1",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +58,9 @@ class DataConfig:
     """Batches to prefetch; 0 reads in the training loop."""
 
     def __post_init__(self) -> None:
-        problems = check_fields(self, _FIELD_RULES, "data.")
+        least = {"sequence": 1, "batch": 1, "threads": 0, "prefetch": 0}
+        rules = {name: f"at least {n}" for name, n in least.items()}
+        problems = check_fields(self, {**rules, "validation": "above 0 and below 1"}, "data.")
         if not self.source or not all(self.source):
             problems.append(Problem("data.source", f"is {self.source!r}", fix="name a file or folder"))
         for field in ("tokenizer", "text_field"):

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from spmd.distributed.initialize import EXIT_LOST
 
@@ -56,17 +56,10 @@ def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
         for command in commands:
-            stdout, stderr = (subprocess.PIPE, subprocess.STDOUT) if processes else (None, None)
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,  # so that Ctrl-C comes once, from here
-                text=True,
-                errors="replace",
-            )
-            processes.append(process)
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if processes else {}
+            pipes |= {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace"}
+            # In a session of its own, so that Ctrl-C comes once, from here.
+            processes.append(subprocess.Popen(command, start_new_session=True, **pipes))
         others = [(i, process.stdout) for i, process in enumerate(processes) if process.stdout]
         readers = [threading.Thread(target=_copy_output, args=output, daemon=True) for output in others]
         for reader in readers:

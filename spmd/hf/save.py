@@ -49,7 +49,6 @@ def save_params(
         shard_size: Maximum bytes of a file; a larger tensor gets a file of its own.
         files: Name → file to copy into the folder.
         values: The original config.json; its fields that do not change the model are copied.
-
     """
     if out.exists():
         raise CheckpointError("Nothing was exported:", [Problem(str(out), "exists", fix="choose another --out")])
