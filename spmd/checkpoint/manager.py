@@ -161,8 +161,8 @@ class CheckpointManager:
         return self.directory / f"{step}.saving"
 
     def _check_disk_space(self, arrays: Mapping[str, jax.Array]) -> None:
-        shards = [shard.data for array in arrays.values() for shard in array.addressable_shards if not shard.replica_id]
-        needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(self.directory).free
+        shards = [shard for array in arrays.values() for shard in array.addressable_shards if not shard.replica_id]
+        needed, free = sum(shard.data.nbytes for shard in shards), shutil.disk_usage(self.directory).free
         if free < needed:
             detail = f"{human_bytes(needed)} to write, {human_bytes(free)} free"
             fix = "free disk space, or keep fewer checkpoints; existing ones are unchanged"

@@ -153,7 +153,6 @@ def _files(folder: Path) -> tuple[dict[str, int], list[Problem]]:
 
 
 def _checksum(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Return size and SHA-256 of a file."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if sync:

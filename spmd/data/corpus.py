@@ -219,8 +219,8 @@ def _build(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name[:16]}-") as temporary:
         built = Path(temporary, "built")
         built.mkdir()
-        files_of_ids = [_token_file(built / f"{split}.npy", dtype) for split in _SPLITS]
-        with files_of_ids[0] as train, files_of_ids[1] as held_out:
+        train_file, validation_file = (_token_file(built / f"{split}.npy", dtype) for split in _SPLITS)
+        with train_file as train, validation_file as held_out:
             for is_validation, text in _split(_documents(files, text_field, problems), scores, fraction):
                 ids = (np.array(tokenizer.starts, np.int64), tokenizer.encode(text), np.array([tokenizer.eos]))
                 (held_out if is_validation else train)(np.concatenate(ids))
@@ -242,7 +242,7 @@ def _build(
 
 
 @contextlib.contextmanager
-def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], None]]:
+def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], object]]:
     """Yield a function that appends ids to a new 1-D .npy file; the header's length is written last."""
     with path.open("wb") as file:
 
@@ -252,11 +252,8 @@ def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], 
             np.lib.format.write_array_header_1_0(file, header)
             return file.tell()
 
-        def append(ids: np.ndarray) -> None:
-            file.write(ids.astype(dtype).tobytes())
-
         start = write_header(0)
-        yield append
+        yield lambda ids: file.write(ids.astype(dtype).tobytes())
         length = (file.tell() - start) // dtype.itemsize
         end = write_header(length)
         assert end == start, "NumPy reserves space in the header for the first dimension to grow"

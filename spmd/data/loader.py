@@ -9,12 +9,12 @@ A batch is a dictionary of global arrays `[batch, sequence]`: `tokens`, `targets
 padding).
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Self
 
 import grain
 import jax
@@ -160,7 +160,7 @@ def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
     return np.flatnonzero(held)
 
 
-class Batches(Iterator[Batch]):
+class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):
     """Iterator over prefetched batches; `close()` or the end of a `with` block stops its threads."""
 
     def __init__(self, ahead: grain.DatasetIterator) -> None:
@@ -168,9 +168,6 @@ class Batches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         return next(self._ahead)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

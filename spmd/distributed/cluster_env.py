@@ -172,7 +172,6 @@ def _read_cluster(cluster: str, environment: Environment) -> tuple[ProcessGroup 
 
 
 def _incomplete(processes: int | None, process_id: int | None, coordinator: str, seen: str) -> list[Problem]:
-    """Return what is missing from the merged values, or does not fit together."""
     fix = "give --coordinator HOST:PORT, --processes N and --process-id I together"
     fix += ", or --cluster none for a process that trains alone" if seen else ""
     given = {"process_id": process_id, "coordinator": coordinator or None}

@@ -58,15 +58,16 @@ class HFFolder:
 
     def _mismatch(self, name: str, other: str) -> Problem | None:
         a, b = (self.files[n].tensors[n] for n in (name, other))
-        what = f"differs from {other}, and this model ties its head to the embedding"
-        fix = "set tie_word_embeddings=false in config.json if the head is separate; remove the tensor if it is unused"
+        detail = ""
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             detail = f"it is {a.dtype}{list(a.shape)}, {other} is {b.dtype}{list(b.shape)}"
-            return Problem(name, what, detail, fix)
-        chunks = (self.files[n].chunks(n, np.empty(_COMPARE_BYTES, np.uint8)) for n in (name, other))
-        if all(np.array_equal(*pair) for pair in zip(*chunks, strict=True)):
-            return None
-        return Problem(name, what, fix=fix)
+        else:
+            chunks = (self.files[n].chunks(n, np.empty(_COMPARE_BYTES, np.uint8)) for n in (name, other))
+            if all(np.array_equal(*pair) for pair in zip(*chunks, strict=True)):
+                return None
+        what = f"differs from {other}, and this model ties its head to the embedding"
+        fix = "set tie_word_embeddings=false in config.json if the head is separate; remove the tensor if it is unused"
+        return Problem(name, what, detail, fix)
 
 
 @contextlib.contextmanager

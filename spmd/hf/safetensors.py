@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +59,7 @@ class Tensor:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-class SafetensorsFile:
+class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
     """A safetensors file opened for reading: a regular file, not a symbolic link; `tensors` maps names to locations."""
 
     def __init__(self, path: Path) -> None:
@@ -72,9 +72,6 @@ class SafetensorsFile:
             stack.callback(self.close)
             self.tensors = _read_header(path, os.fstat(self._file.fileno()).st_size)
             stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

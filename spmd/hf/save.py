@@ -146,7 +146,6 @@ def _tensors(sources: Iterable[TensorSource]) -> dict[str, _Parts]:
 
 
 def _split_into_files(specs: _Specs, max_bytes: int) -> dict[str, _Specs]:
-    """Return file → its tensors."""
     shards: list[_Specs] = [{}]
     size = 0
     for name, spec in specs.items():

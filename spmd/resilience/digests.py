@@ -59,7 +59,6 @@ def digest_shards(arrays: tree.PyTree, shardings: tree.PyTree) -> jax.Array:
 
 
 def _digest(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return uint32[2] of one shard."""
     if sharding.memory_kind != "pinned_host":
         return _sums(x, x.shape)
     device = jax.memory.Space.Device

@@ -43,11 +43,9 @@ class _Check(Hook, abc.ABC):
 
     @functools.cached_property
     def abstract(self) -> TrainState:
-        """State as `jax.ShapeDtypeStruct`s."""
         return abstract_state(self.plan)
 
     def wants_state(self, step: int) -> bool:
-        """Return whether a check is due."""
         return bool(self.every) and step % self.every == 0
 
     def on_state(self, step: int, state: TrainState) -> None:
