@@ -9,7 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from spmd import tree
-from spmd.checkpoint.tree import layout_problems, serialized_spec, structure_mismatches
+from spmd.checkpoint.tree import layout_problems, serialized, structure_mismatches
 from spmd.errors import CheckpointError, Problem
 
 _UNREADABLE = "restore another step; this one is damaged or was written by another tool"
@@ -18,7 +18,7 @@ _CONCURRENT_BYTES = 128 << 20
 
 
 def save_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Write arrays by path; returns when all processes have written their shards."""
+    """Write arrays by path, and wait until all processes have written their shards."""
     largest = max(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
     with contextlib.closing(_make_checkpointer(largest)) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays))
@@ -29,13 +29,7 @@ def restore_arrays(
 ) -> dict[str, jax.Array]:
     """Restore arrays by path, in their serialized form, each directly into its sharding.
 
-    Args:
-        folder: The folder of the arrays.
-        wanted: Path → shape, dtype and sharding.
-        branches: See `CheckpointManager.restore`.
-
-    Raises:
-        CheckpointError: All differences in paths, shapes and dtypes, or the arrays cannot be read.
+    A CheckpointError lists all differences in paths, shapes and dtypes. For `branches` see `CheckpointManager.restore`.
     """
     if problems := layout_problems(folder):
         raise CheckpointError(f"checkpoint {folder.parent} was not written by spmd", problems)
@@ -45,7 +39,7 @@ def restore_arrays(
         if problems := structure_mismatches(stored, wanted, branches):
             raise CheckpointError(f"checkpoint {folder.parent} does not fit the state", problems)
         with read_errors(folder):
-            targets = {path: serialized_spec(leaf) for path, leaf in wanted.items()}
+            targets = {path: serialized(leaf).update(sharding=leaf.sharding) for path, leaf in wanted.items()}
             restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
             args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
             restored: dict[str, jax.Array] = checkpointer.restore(folder, args=args)

@@ -12,14 +12,10 @@ A checkpoint of step 100 is a folder that is complete or does not exist:
 It is written as `100.saving`, gets its manifest, and is then renamed. A checkpoint that is no longer kept is renamed
 to `100.pruned` before it is removed. So a folder named by a step was complete once, and the manifest shows whether it
 still is. A damaged checkpoint is never used and never removed: the next save renames it to `damaged-100`.
-
-Arrays are stored by path, so the classes that hold them may change. `CheckpointManager.restore` compares all paths,
-shapes and dtypes before it reads anything.
 """
 
 import contextlib
 import dataclasses
-import functools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,9 +50,6 @@ class CheckpointManager:
     processes, each opens the same directory and makes every call; only process 0 reads the file listing.
 
     Args:
-        directory: The directory of the checkpoints; created if missing.
-        max_to_keep: Number of newest checkpoints to keep, at least 1.
-        keep_best: Number of checkpoints with the lowest finite `best` to keep as well.
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never among the best.
         read_only: Nothing is created, saved or removed, so the directory may be in use by a run.
 
@@ -64,9 +57,6 @@ class CheckpointManager:
         leftovers: Names of interrupted saves that were removed on opening.
         damaged: Step → problems of each checkpoint that differs from its manifest. Opening checks for missing files,
             wrong sizes and changed small files; restoring reads all files of a checkpoint.
-
-    Raises:
-        CheckpointError: An argument is out of range, or the directory cannot be used.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -125,12 +115,7 @@ class CheckpointManager:
             step: The step of the state, later than all existing checkpoints.
             state: Any tree of `jax.Array`s in any sharding.
             record: JSON to restore with the state; tuples become lists.
-            metrics: Metrics that rank the checkpoint.
             copied: If False, no copy is made, and `state` must not change until `wait` returns.
-
-        Raises:
-            CheckpointError: The step is not later than the latest, the state or the record contains something that
-                cannot be stored, the disk is full, or the previous save failed.
         """
         latest = self.latest()
         if latest is not None and step <= latest:
@@ -151,7 +136,8 @@ class CheckpointManager:
         with self._write_errors(step):
             self._unfinished(step).mkdir(exist_ok=jax.process_count() > 1)
         pruned, damaged = self._metrics.keys() - kept, set(self._to_quarantine)
-        self._saving = step, numbers, self._pool.submit(self._write, step, copies, files, pruned, damaged)
+        write = self._write_errors(step)(self._write)
+        self._saving = step, numbers, self._pool.submit(write, step, copies, files, pruned, damaged)
 
     def _write(self, step: int, copies: Any, files: Mapping[str, str], pruned: set[int], damaged: set[int]) -> None:
         """Write the arrays on each process; on process 0, commit the checkpoint and prune old ones."""
@@ -175,8 +161,8 @@ class CheckpointManager:
         return self.directory / f"{step}.saving"
 
     def _check_disk_space(self, arrays: Mapping[str, jax.Array]) -> None:
-        shards = [shard.data for array in arrays.values() for shard in array.addressable_shards if not shard.replica_id]
-        needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(self.directory).free
+        shards = [shard for array in arrays.values() for shard in array.addressable_shards if not shard.replica_id]
+        needed, free = sum(shard.data.nbytes for shard in shards), shutil.disk_usage(self.directory).free
         if free < needed:
             detail = f"{human_bytes(needed)} to write, {human_bytes(free)} free"
             fix = "free disk space, or keep fewer checkpoints; existing ones are unchanged"
@@ -184,18 +170,15 @@ class CheckpointManager:
             raise CheckpointError("nothing was saved", [problem])
 
     def wait(self) -> None:
-        """Wait until the save in progress is on disk.
-
-        Raises:
-            CheckpointError: It could not be written; earlier checkpoints are unchanged.
-        """
+        """Wait until the save in progress is on disk; raise its error, with earlier checkpoints unchanged."""
         if self._saving is None:
             return
         (step, numbers, future), self._saving = self._saving, None
-        if jax.process_index() != 0:
-            with self._write_errors(step):
-                future.result()
-        if failed := broadcast_problems(functools.partial(self._save_problems, step, future)):
+        error = future.exception()
+        problems = error.problems if isinstance(error, CheckpointError) else ()
+        if error and (jax.process_index() != 0 or not problems):
+            raise error
+        if failed := broadcast_problems(lambda: problems):
             self._scan(create=False)
             raise CheckpointError("writing the checkpoint failed", failed)
         self._metrics[step] = numbers
@@ -203,20 +186,8 @@ class CheckpointManager:
         self._metrics = {step: numbers for step, numbers in self._metrics.items() if step in kept}
         self._to_quarantine.clear()
 
-    def _save_problems(self, step: int, future: Future[None]) -> tuple[Problem, ...]:
-        try:
-            with self._write_errors(step):
-                future.result()
-        except CheckpointError as error:
-            return error.problems
-        return ()
-
     def close(self) -> None:
-        """Wait for the save in progress and release the directory; may be called again.
-
-        Raises:
-            CheckpointError: The save in progress could not be written.
-        """
+        """Wait for the save in progress and release the directory; may be called again."""
         try:
             self.wait()
         finally:
@@ -241,11 +212,7 @@ class CheckpointManager:
         return next(iter(self._policy.best(self._metrics)), None)
 
     def record(self, step: int) -> dict[str, Any]:
-        """Return the record of a step without reading arrays.
-
-        Raises:
-            CheckpointError: The checkpoint does not exist or is damaged.
-        """
+        """Return the record of an undamaged checkpoint without reading arrays."""
         return self._read_record(self._verified(step, contents=False))
 
     def restore(
@@ -253,15 +220,12 @@ class CheckpointManager:
     ) -> tuple[PyTree, dict[str, Any]]:
         """Restore the state and the record of a checkpoint, each array directly into the requested sharding.
 
+        A CheckpointError lists all paths, shapes and dtypes that differ; dtypes are not cast.
+
         Args:
             step: The checkpoint, None for the newest valid one; all its files are verified first.
             abstract_state: Tree of `jax.ShapeDtypeStruct`s with shardings on any mesh.
-            branches: Paths below which the checkpoint must have no arrays besides those of `abstract_state`; by
-                default everywhere.
-
-        Raises:
-            CheckpointError: The checkpoint does not exist or is damaged, or paths, shapes or dtypes differ from
-                `abstract_state`; all differences are listed. Dtypes are not cast.
+            branches: Paths below which the checkpoint must have no other arrays; by default everywhere.
         """
         step = self._verified(step)
         wanted = tree.flatten(abstract_state)
@@ -270,20 +234,17 @@ class CheckpointManager:
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), self._read_record(step)
 
     def _verified(self, step: int | None, *, contents: bool = True) -> int:
-        """Return the step, or the newest valid one, once its files are verified.
-
-        Raises:
-            CheckpointError: There is none, or it is damaged.
-        """
+        """Return the step, or the newest valid one, once its files are verified."""
         steps = self.steps()
         if step is None and (step := self.latest_valid()) is not None:
             return step
         if step in steps and not self._verify(step, contents=contents):
             return step
-        damaged = self.damaged if step is None else {step} & self.damaged.keys()
-        if damaged:
+        if damaged := self.damaged if step is None else {step} & self.damaged.keys():
             title = "none of the checkpoints is valid" if step is None else f"checkpoint {step} is damaged"
-            raise CheckpointError(f"nothing was restored: {title}", [p for s in damaged for p in self._located(s)])
+            found = [(self.directory / str(s) / problem.where, problem) for s in damaged for problem in self.damaged[s]]
+            located = [dataclasses.replace(problem, where=str(where)) for where, problem in found]
+            raise CheckpointError(f"nothing was restored: {title}", located)
         existing = f"there are the steps {', '.join(map(str, steps))}" if steps else "there are none"
         what = "there is no checkpoint" if step is None else f"there is no checkpoint of step {step}"
         raise CheckpointError("nothing was restored", [Problem(str(self.directory), what, existing)])
@@ -296,11 +257,6 @@ class CheckpointManager:
             self._to_quarantine.add(step)
             del self._metrics[step]
         return problems
-
-    def _located(self, step: int) -> list[Problem]:
-        """Return the problems of a damaged checkpoint with absolute paths."""
-        folder = self.directory / str(step)
-        return [dataclasses.replace(problem, where=str(folder / problem.where)) for problem in self.damaged[step]]
 
     def _read_record(self, step: int) -> dict[str, Any]:
         path = self.directory / str(step) / "record.json"
@@ -315,11 +271,11 @@ class CheckpointManager:
                 with disk_errors(self.directory, "opening the checkpoints", "choose a writable directory"):
                     if create:
                         self.directory.mkdir(parents=True, exist_ok=True)
-                    found = scan(self.directory)
+                    leftovers, metrics, damaged = scan(self.directory)
             except CheckpointError as error:
                 return {"failed": plain_problems(error.problems)}
-            damaged = [(step, plain_problems(problems)) for step, problems in found.damaged.items()]
-            return {"leftovers": found.leftovers, "metrics": list(found.metrics.items()), "damaged": damaged}
+            plain = [(step, plain_problems(problems)) for step, problems in damaged.items()]
+            return {"leftovers": leftovers, "metrics": list(metrics.items()), "damaged": plain}
 
         found = broadcast_from_first(on_first)
         if "failed" in found:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,19 +24,13 @@ SMALL = 1 << 20
 
 _MAX_BYTES = 64 << 20
 _THREADS = 4
-_Entries = dict[str, tuple[int, str]]
-"""Path → size, SHA-256."""
+_Entries = dict[str, tuple[int, str]]  # path → size, SHA-256
 
 
 def write_manifest(folder: Path) -> None:
     """Sync all files of a folder to disk and write its manifest, atomically.
 
-    Args:
-        folder: Contains only regular files and folders.
-
-    Raises:
-        CheckpointError: It contains anything else, such as links.
-        OSError: A file cannot be read, or the manifest cannot be written.
+    The folder may contain only regular files and folders; a CheckpointError lists links and others.
 
     Example:
         >>> import tempfile
@@ -57,10 +50,8 @@ def write_manifest(folder: Path) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
         files = dict(zip(sizes, pool.map(lambda name: _checksum(folder / name, sync=True), sizes), strict=True))
     unfinished = folder / f"{MANIFEST}.unfinished"
-    with unfinished.open("wb") as file:
-        file.write(_serialize(files))
-        file.flush()
-        os.fsync(file.fileno())
+    unfinished.write_bytes(_serialize(files))
+    sync(unfinished)
     unfinished.replace(folder / MANIFEST)
     for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync(place)
@@ -69,9 +60,7 @@ def write_manifest(folder: Path) -> None:
 def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
     """Return all differences between a folder and its manifest, by file.
 
-    Args:
-        folder: The folder.
-        contents: Verify all checksums. If False, only of files of at most `SMALL` bytes; of others, the size.
+    If `contents` is False, checksums are verified only of files of at most `SMALL` bytes; of others, the size.
     """
     try:
         if stat.S_ISLNK(folder.lstat().st_mode):
@@ -85,7 +74,8 @@ def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
     sizes, problems = _files(folder)
     reported = {problem.where for problem in problems}
     for name, (size, _) in entries.items():
-        if not _is_inside(name):
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts:
             problems.append(Problem(name, "is not a path inside the checkpoint"))
         elif name not in sizes and name not in reported:
             problems.append(Problem(name, "is missing", f"{_bytes(size)} in the manifest"))
@@ -104,12 +94,7 @@ def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Read a regular file.
-
-    Raises:
-        ValueError: It is not a regular file, or larger than `max_bytes`; nothing is read.
-        OSError: It cannot be read.
-    """
+    """Read a regular file; a ValueError, and nothing is read, if it is another kind or larger than `max_bytes`."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > max_bytes:
             raise ValueError(f"{_bytes(size)}, above the limit of {max_bytes}")
@@ -117,12 +102,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Raises:
-        ValueError: It is not a JSON object, or is rejected by `read_bounded`.
-        OSError: It cannot be read.
-    """
+    """Read the JSON object in a file; a ValueError if it is none, or is rejected by `read_bounded`."""
     try:
         found = json.loads(read_bounded(path, max_bytes))
     except RecursionError as error:
@@ -142,12 +122,7 @@ def sync(path: Path) -> None:
 
 
 def open_regular(path: Path) -> Any:
-    """Open a regular file for reading, without following a link or blocking on a pipe.
-
-    Raises:
-        ValueError: It is not a regular file.
-        OSError: It cannot be opened, or is a link.
-    """
+    """Open a regular file for reading, without following a link (OSError) or blocking on a pipe (ValueError)."""
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -178,7 +153,6 @@ def _files(folder: Path) -> tuple[dict[str, int], list[Problem]]:
 
 
 def _checksum(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Return size and SHA-256 of a file."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if sync:
@@ -197,7 +171,7 @@ def _content_problems(folder: Path, name: str, entry: tuple[int, str]) -> list[P
     return [Problem(name, "has changed since the manifest was written", detail)]
 
 
-def _serialize(files: Mapping[str, tuple[int, str]]) -> bytes:
+def _serialize(files: _Entries) -> bytes:
     """Return the canonical text of a manifest."""
     body = {name: list(files[name]) for name in sorted(files)}
     digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
@@ -205,11 +179,7 @@ def _serialize(files: Mapping[str, tuple[int, str]]) -> bytes:
 
 
 def _parse(text: bytes) -> _Entries:
-    """Parse a manifest.
-
-    Raises:
-        ValueError: It differs from what `_serialize` writes.
-    """
+    """Parse a manifest; a ValueError if it differs from what `_serialize` writes."""
     try:
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in json.loads(text)["files"].items()}
         canonical = _serialize(files) == text
@@ -218,11 +188,6 @@ def _parse(text: bytes) -> _Entries:
     if not canonical:
         raise ValueError("it was modified")
     return files
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def _reason(error: Exception) -> str:

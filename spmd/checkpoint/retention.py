@@ -17,29 +17,14 @@ _LEFTOVER = re.compile(rf"({_STEP.pattern})\.(saving|pruned)")
 _METRICS_MAX_BYTES = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class ScanResult:
-    """Content of a directory of checkpoints.
+def scan(directory: Path) -> tuple[list[str], dict[int, Metrics], dict[int, list[Problem]]]:
+    """Return the names that interrupted saves left, the metrics of undamaged steps and the problems of damaged ones.
 
-    Attributes:
-        leftovers: Names of folders that interrupted saves left.
-        metrics: Step → metrics of each undamaged checkpoint.
-        damaged: Step → problems of each other checkpoint.
-    """
-
-    leftovers: tuple[str, ...]
-    metrics: dict[int, Metrics]
-    damaged: dict[int, list[Problem]]
-
-
-def scan(directory: Path) -> ScanResult:
-    """Scan a directory; of large files, only the size is verified.
-
-    Raises:
-        OSError: The directory cannot be read.
+    Of large files, only the size is verified.
     """
     names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
-    found = ScanResult(tuple(name for name in names if _LEFTOVER.fullmatch(name)), {}, {})
+    valid: dict[int, Metrics] = {}
+    damaged: dict[int, list[Problem]] = {}
     for name in names:
         if _STEP.fullmatch(name):
             folder = directory / name
@@ -50,10 +35,10 @@ def scan(directory: Path) -> ScanResult:
             except (OSError, ValueError, TypeError, OverflowError) as error:
                 problems = [Problem("metrics.json", f"cannot be read: {error}")]
             if not problems:
-                found.metrics[int(name)] = metrics
+                valid[int(name)] = metrics
             elif os.path.lexists(folder):  # the run that owns it may be removing it
-                found.damaged[int(name)] = problems
-    return found
+                damaged[int(name)] = problems
+    return [name for name in names if _LEFTOVER.fullmatch(name)], valid, damaged
 
 
 def quarantine(folder: Path) -> None:
@@ -66,13 +51,7 @@ def quarantine(folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RetentionPolicy:
-    """Policy that keeps the newest checkpoints and those with the lowest finite metric.
-
-    Args:
-        max_to_keep: Number of newest checkpoints.
-        keep_best: Number of checkpoints with the lowest `metric`.
-        metric: Name of the metric that ranks checkpoints.
-    """
+    """Policy that keeps the `max_to_keep` newest checkpoints and the `keep_best` with the lowest finite `metric`."""
 
     max_to_keep: int
     keep_best: int

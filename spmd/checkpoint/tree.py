@@ -21,11 +21,7 @@ _METADATA_MAX_BYTES = 64 << 20
 
 
 def storable(state: PyTree) -> dict[str, jax.Array]:
-    """Flatten a state by path, with PRNG keys as their integers.
-
-    Raises:
-        CheckpointError: All leaves that cannot be stored.
-    """
+    """Flatten a state by path, with PRNG keys as their integers; an error lists all leaves that cannot be stored."""
     table = tree.flatten(state)
     problems = []
     for path, leaf in table.items():
@@ -103,7 +99,7 @@ def structure_mismatches(
             problems.append(Problem(path, "sharding: the state has none", fix=fix))
         if path not in stored:
             continue
-        theirs, ours = _serialized(stored[path]), _serialized(leaf)
+        theirs, ours = serialized(stored[path]), serialized(leaf)
         if theirs.shape != ours.shape:
             detail = f"checkpoint {theirs.shape}, state {ours.shape}"
             problems.append(Problem(path, "shape differs", detail, "restore with the configuration that wrote it"))
@@ -111,12 +107,6 @@ def structure_mismatches(
             detail = f"checkpoint {theirs.dtype}, state {ours.dtype}"
             problems.append(Problem(path, "dtype differs", detail, f"restore as {theirs.dtype} and cast it afterwards"))
     return problems
-
-
-def serialized_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the stored shape and dtype of a leaf, in its sharding; PRNG keys are stored as their integers."""
-    stored = _serialized(leaf)
-    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=leaf.sharding)
 
 
 def from_serialized(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -132,14 +122,15 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _serialized(leaf: Any) -> jax.ShapeDtypeStruct:
+def serialized(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the stored shape and dtype of a leaf; PRNG keys are stored as their integers."""
     if _is_key(leaf):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
 
 
 def _describe(leaf: Any) -> str:
-    leaf = _serialized(leaf)
+    leaf = serialized(leaf)
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 

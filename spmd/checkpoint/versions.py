@@ -14,10 +14,6 @@ def library_versions() -> dict[str, str]:
 
     `runtime` is the build of libtpu on a TPU and that of CUDA on a GPU. Reading it initializes the backend, so
     `jax.distributed` must be initialized before.
-
-    Example:
-        >>> sorted(library_versions())
-        ['flax', 'jax', 'jaxlib', 'numpy', 'optax', 'orbax-checkpoint', 'python', 'runtime', 'spmd']
     """
     libraries = {name: _version(name) for name in _LIBRARIES}
     return {"python": platform.python_version(), **libraries, "runtime": jax.devices()[0].client.platform_version}

@@ -1,7 +1,6 @@
 """Tokenize text into two memory-mapped arrays of ids, one for training and one for validation.
 
-Text is tokenized once. The result is cached under a hash of everything that it depends on: the bytes of all files, the
-tokenizer and the split.
+The result is cached under a hash of everything that it depends on: the bytes of all files, the tokenizer, the split.
 """
 
 import contextlib
@@ -35,10 +34,8 @@ _LAYOUT = 1  # version of the cached files
 class Corpus:
     """Tokenized text; each document is preceded by the tokenizer's `starts` and followed by its `eos`.
 
-    Attributes:
-        train: Ids, uint16 or uint32 `[tokens]`, memory-mapped and read-only; `validation` likewise.
-        fingerprint: SHA-256 in hex of the files, the tokenizer and the split; equal fingerprints mean equal ids.
-        documents: Number of documents in both splits.
+    Both splits are ids, uint16 or uint32 `[tokens]`, memory-mapped and read-only. `fingerprint` is the SHA-256 of the
+    files, the tokenizer and the split, in hex. `documents` counts both splits.
     """
 
     tokenizer: Tokenizer
@@ -51,23 +48,16 @@ class Corpus:
 def make_corpus(
     source: Iterable[str], tokenizer: Tokenizer, *, text_field: str, validation: float, cache: Path
 ) -> Corpus:
-    """Return the corpus of all text in `source`, tokenizing it unless it is cached.
+    """Return the corpus of all text in `source`, tokenizing it unless it is in the folder `cache`.
 
     A document is a text file or a line of a `.jsonl` file. The split of a document depends only on a hash of its name
     (path inside the source, and line). A split that would be empty gets one document; a single document is divided.
-
     Several processes may call this at once: each writes its own folder and renames it into place.
 
     Args:
         source: Text files, folders, globs, `.jsonl` files or "stdlib" (Python's own source). A folder is searched for
             visible files with `TEXT_SUFFIXES`; files with other suffixes must be named or matched by a glob.
-        tokenizer: The tokenizer.
-        text_field: The field of a `.jsonl` line that holds the text.
         validation: Fraction of documents used for validation, in (0, 1); approximate, since it is by hash.
-        cache: The folder for tokenized text.
-
-    Raises:
-        DataError: A source is missing, unreadable, not UTF-8 or empty, or the cache cannot be written.
     """
     files = _find_files(source)
     settings = {
@@ -128,24 +118,19 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
         root, found = path.parent, [path]
     elif path.is_dir():
         root = path
-        found = [
-            p
-            for p in root.rglob("*")
-            if p.suffix.lower() in TEXT_SUFFIXES.split() and "/." not in f"/{p.relative_to(root).as_posix()}"
-        ]
+        texts = (p for p in root.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES.split())
+        found = [p for p in texts if "/." not in f"/{p.relative_to(root).as_posix()}"]
     elif glob.has_magic(entry):
-        fixed = [*path.parts]
-        while glob.has_magic("/".join(fixed)):
-            fixed.pop()
-        root = Path(*fixed)
+        root = path
+        while glob.has_magic(str(root)):
+            root = root.parent
         found = [Path(p) for p in glob.glob(str(path), recursive=True)]
     else:
         problems.append(Problem(entry, "does not exist", fix=nearest_file(path)))
         return []
     named = [(p.relative_to(root).as_posix(), p) for p in found if p.is_file()]
     if not named:
-        looked = f"looked for {TEXT_SUFFIXES}" if path.is_dir() else ""
-        problems.append(Problem(entry, "holds no text files", looked))
+        problems.append(Problem(entry, "holds no text files", f"looked for {TEXT_SUFFIXES}" if path.is_dir() else ""))
     return named
 
 
@@ -188,7 +173,6 @@ def _documents(files: Iterable[_File], text_field: str, problems: list[Problem])
 
 
 def _text_of(line: Any, text_field: str) -> str:
-    """Return the text in one decoded line of a `.jsonl` file."""
     text = line.get(text_field) if isinstance(line, dict) else None
     if not isinstance(text, str):
         hint = did_you_mean(text_field, line) if isinstance(line, dict) else "the line is not an object"
@@ -198,7 +182,7 @@ def _text_of(line: Any, text_field: str) -> str:
 
 
 def _score(key: str) -> int:
-    """Hash a document's name to a uniformly distributed number below 2⁶⁴."""
+    """Hash a document's name to a number below 2⁶⁴."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
 
@@ -235,8 +219,8 @@ def _build(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name[:16]}-") as temporary:
         built = Path(temporary, "built")
         built.mkdir()
-        files_of_ids = [_token_file(built / f"{split}.npy", dtype) for split in _SPLITS]
-        with files_of_ids[0] as train, files_of_ids[1] as held_out:
+        train_file, validation_file = (_token_file(built / f"{split}.npy", dtype) for split in _SPLITS)
+        with train_file as train, validation_file as held_out:
             for is_validation, text in _split(_documents(files, text_field, problems), scores, fraction):
                 ids = (np.array(tokenizer.starts, np.int64), tokenizer.encode(text), np.array([tokenizer.eos]))
                 (held_out if is_validation else train)(np.concatenate(ids))
@@ -258,7 +242,7 @@ def _build(
 
 
 @contextlib.contextmanager
-def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], None]]:
+def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], object]]:
     """Yield a function that appends ids to a new 1-D .npy file; the header's length is written last."""
     with path.open("wb") as file:
 
@@ -268,11 +252,8 @@ def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], 
             np.lib.format.write_array_header_1_0(file, header)
             return file.tell()
 
-        def append(ids: np.ndarray) -> None:
-            file.write(ids.astype(dtype).tobytes())
-
         start = write_header(0)
-        yield append
+        yield lambda ids: file.write(ids.astype(dtype).tobytes())
         length = (file.tell() - start) // dtype.itemsize
         end = write_header(length)
         assert end == start, "NumPy reserves space in the header for the first dimension to grow"

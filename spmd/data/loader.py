@@ -9,12 +9,12 @@ A batch is a dictionary of global arrays `[batch, sequence]`: `tokens`, `targets
 padding).
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Self
 
 import grain
 import jax
@@ -34,23 +34,9 @@ _MAX_BIGRAM_VOCAB = 4096
 _COUNTED_AT_ONCE = 2**22
 
 
-_FIELD_RULES = {
-    **{"sequence": "at least 1", "batch": "at least 1", "threads": "at least 0", "prefetch": "at least 0"},
-    "validation": "above 0 and below 1",
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Data configuration: source, tokenizer and batch shape.
-
-    Raises:
-        ConfigError: All invalid fields.
-
-    Example:
-        >>> DataConfig(sequence=128).batch
-        16
-    """
+    """Data configuration: source, tokenizer and batch shape."""
 
     source: tuple[str, ...] = ("stdlib",)
     """Text files, folders, globs or .jsonl files; "stdlib" is the source of Python's standard library."""
@@ -72,7 +58,9 @@ class DataConfig:
     """Batches to prefetch; 0 reads in the training loop."""
 
     def __post_init__(self) -> None:
-        problems = check_fields(self, _FIELD_RULES, "data.")
+        least = {"sequence": 1, "batch": 1, "threads": 0, "prefetch": 0}
+        rules = {name: f"at least {n}" for name, n in least.items()}
+        problems = check_fields(self, {**rules, "validation": "above 0 and below 1"}, "data.")
         if not self.source or not all(self.source):
             problems.append(Problem("data.source", f"is {self.source!r}", fix="name a file or folder"))
         for field in ("tokenizer", "text_field"):
@@ -83,11 +71,7 @@ class DataConfig:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Load the corpus of a config, tokenizing it unless it is cached; safe to call from several processes.
-
-    Raises:
-        DataError: A source or the tokenizer cannot be read, or a split is shorter than one sequence.
-    """
+    """Load the corpus of a config, tokenizing it unless it is cached; safe to call from several processes."""
     corpus = make_corpus(
         config.source,
         load_tokenizer(config.tokenizer),
@@ -95,17 +79,12 @@ def load_corpus(config: DataConfig) -> Corpus:
         validation=config.validation,
         cache=Path(config.cache or "~/.cache/spmd").expanduser(),
     )
-    needed = config.sequence + 1
-    short = [
-        Problem(
-            split,
-            "holds fewer tokens than one sequence and its last target",
-            f"{len(ids)} < data.sequence + 1 = {needed}",
-            "add text, shorten data.sequence or change data.validation",
-        )
-        for split, ids in (("train", corpus.train), ("validation", corpus.validation))
-        if len(ids) < needed
-    ]
+    short = []
+    for split, ids in (("train", corpus.train), ("validation", corpus.validation)):
+        if len(ids) <= config.sequence:
+            what = "holds fewer tokens than one sequence and its last target"
+            detail = f"{len(ids)} < data.sequence + 1 = {config.sequence + 1}"
+            short.append(Problem(split, what, detail, "add text, shorten data.sequence or change data.validation"))
     if short:
         raise DataError(f"the corpus is too short ({corpus.documents} documents):", short)
     return corpus
@@ -113,10 +92,7 @@ def load_corpus(config: DataConfig) -> Corpus:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Windows:
-    """Token ids `[n]` (may be memory-mapped) as windows; every token but the first is a target exactly once.
-
-    Raises:
-        DataError: There are fewer than 2 tokens, or `sequence` is below 1.
+    """Token ids `[n]`, n ≥ 2 (may be memory-mapped) as windows; every token but the first is a target exactly once.
 
     Example:
         >>> windows = Windows(np.arange(6), sequence=4)
@@ -139,11 +115,9 @@ class Windows:
         return math.ceil((len(self.tokens) - 1) / self.sequence)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the windows with these indices `[rows]`, each in `[0, len(self))`.
+        """Return `tokens` and `targets`, int32, and `weights`, float32, of windows, each `[len(indices), sequence]`.
 
-        Returns:
-            `tokens` and `targets`, int32 `[rows, sequence]`, and `weights`, float32 `[rows, sequence]`. Padding after
-            the last token has id 0 and weight 0.
+        Padding after the last token has id 0 and weight 0.
         """
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(f"windows {indices.min()} to {indices.max()} of {len(self)}")
@@ -154,11 +128,7 @@ class Windows:
 
 
 def check_batch(batch: int, sequence: int, sharding: NamedSharding, microbatches: int = 1) -> None:
-    """Check that each microbatch of a batch `[batch, sequence]` divides evenly over the mesh axes of a sharding.
-
-    Raises:
-        MeshError: A dimension does not divide by its mesh axes, or the spec has more than two entries.
-    """
+    """Check that each microbatch of a batch `[batch, sequence]` divides evenly over the mesh axes of a sharding."""
     spec, mesh = sharding.spec, sharding.mesh
     problems = []
     if len(spec) > 2:
@@ -180,10 +150,6 @@ def check_batch(batch: int, sequence: int, sharding: NamedSharding, microbatches
 def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
     """Return the rows of a batch that a process reads: those its devices hold, each once, int64 `[rows]` in order.
 
-    Args:
-        blocks: The blocks of the process's devices.
-        batch: Rows of the global batch.
-
     Example:
         >>> local_rows([(slice(2, 4), slice(0, 8)), (slice(2, 4), slice(8, 16))], batch=8).tolist()
         [2, 3]
@@ -194,7 +160,7 @@ def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
     return np.flatnonzero(held)
 
 
-class Batches(Iterator[Batch]):
+class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):
     """Iterator over prefetched batches; `close()` or the end of a `with` block stops its threads."""
 
     def __init__(self, ahead: grain.DatasetIterator) -> None:
@@ -202,9 +168,6 @@ class Batches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         return next(self._ahead)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -228,24 +191,15 @@ def batches(
     """Return the training batches of steps `start`, …, `steps - 1`, reshuffled every epoch.
 
     Row `r` of step `s` is element `s * batch + r` of one infinite shuffled order, whatever the number of processes, so
-    the step is the only state. A batch may span two epochs; every epoch has each window exactly once.
+    the step is the only state. A batch may span two epochs; every epoch has each window exactly once. The iterator must
+    be closed. It works under `jax.transfer_guard("disallow")`.
 
     Args:
-        windows: The windows of the training split.
         batch: Rows of the global batch.
         sharding: Sharding of `[batch, sequence]`; if it spans processes, each reads only its own rows.
-        seed: Seed of the order.
-        start: The first step.
         steps: The step at which the run ends (not a number of batches).
         threads: Threads that read and place batches; 0 does so in `next`.
         prefetch: Batches kept ready, and the maximum of threads in use; 0 as for `threads`.
-
-    Returns:
-        An iterator that must be closed. It works under `jax.transfer_guard("disallow")`.
-
-    Raises:
-        MeshError: The batch does not divide over the mesh.
-        ConfigError: `start` is negative or above `steps`.
     """
     check_batch(batch, windows.sequence, sharding)
     if not 0 <= start <= steps:
@@ -269,15 +223,7 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Return the first windows in order, as batches of one shape; padding rows have weight 0.
 
-    Args:
-        windows: The windows of the validation split.
-        batch: Rows of the global batch.
-        sharding: As for `batches`.
-        tokens_at_most: Number of targets, rounded up to whole windows.
-
-    Raises:
-        MeshError: The batch does not divide over the mesh.
-        ConfigError: `tokens_at_most` is below 1.
+    `tokens_at_most` is the number of targets, rounded up to whole windows; the other arguments are as for `batches`.
     """
     check_batch(batch, windows.sequence, sharding)
     if tokens_at_most < 1:
@@ -313,13 +259,8 @@ def _to_global(local: dict[str, np.ndarray], sharding: NamedSharding, batch: int
 def bigram_loss(train: np.ndarray, validation: np.ndarray, vocab: int) -> float:
     """Return the validation loss of a bigram model with add-one smoothing: a baseline for a first training run.
 
-    Args:
-        train: Ids `[n]`, n ≥ 2.
-        validation: Ids `[m]`, m ≥ 2.
-        vocab: Vocabulary size, at most 4096: the counts are a table of `vocab` squared.
-
-    Returns:
-        The mean of −log p(token | previous token) over `validation`, in nats per token.
+    The loss is the mean of −log p(token | previous token) over the ids in `validation`, in nats per token. `vocab` is
+    the vocabulary size, at most 4096: the counts are a table of `vocab` squared.
 
     Example:
         >>> round(bigram_loss(np.array([0, 1] * 50), np.array([0, 1, 0, 1]), vocab=2), 3)

@@ -118,8 +118,8 @@ class JsonTokenizer:
             ids = self.encode(text)
         finally:
             self.model.encode_special_tokens = True
-        begins = tuple(ids[: len(self.starts)].tolist()) == self.starts
-        return ids if begins else np.concatenate([np.asarray(self.starts, np.uint32), ids])
+        starts = np.asarray(self.starts, np.uint32)
+        return ids if np.array_equal(ids[: len(starts)], starts) else np.concatenate([starts, ids])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`, including end tokens."""
@@ -131,10 +131,6 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     End tokens are those of the files beside a `tokenizer.json`, or the first of `END_TOKENS` if they define none. The
     file's truncation and padding are disabled, and special tokens inside a document are encoded as plain text.
-
-    Raises:
-        DataError: The file is missing or not a tokenizer, it has no end token, or a start or end token is not in its
-            vocabulary.
     """
     if name == "bytes":
         return ByteTokenizer()

@@ -1,7 +1,6 @@
 """Process groups from the environment variables of Slurm, Open MPI, TPU pods and Kubernetes.
 
-`detect_process_group` merges what the cluster says with the command line, and reports every contradiction. It takes a
-mapping and does not read the real environment.
+`detect_process_group` merges what the cluster says with the command line, and reports every contradiction.
 
 JAX's own detection is not used: it takes a batch script for one of its tasks, gives each task of Slurm and Open MPI a
 single GPU, and names the coordinator only after it could not be reached.
@@ -40,14 +39,8 @@ class LaunchArgs:
 
     def problems(self) -> list[Problem]:
         """Return what is wrong in any environment."""
-        rules = {
-            "cluster": ["auto", "none", *CLUSTERS],
-            "processes": "at least 1",
-            "process_id": "at least 0",
-            "heartbeat": "at least 1",
-            "start_timeout": "at least 1",
-        }
-        return check_fields(self, rules)
+        positive = dict.fromkeys(("processes", "heartbeat", "start_timeout"), "at least 1")
+        return check_fields(self, {"cluster": ["auto", "none", *CLUSTERS], "process_id": "at least 0", **positive})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +49,6 @@ class ProcessGroup:
 
     Attributes:
         processes: 2 or more; as a cluster says it, also 1, or None if the cluster does not know.
-        process_id: From 0.
         coordinator: HOST:PORT where process 0 listens; empty if a cluster does not know.
         source: `--coordinator`, or the name of the cluster that says it.
         is_local: All processes are known to be on one machine.
@@ -94,12 +86,12 @@ def first_host(nodes: str) -> str:
 
 def _openmpi(env: Environment) -> ProcessGroup:
     """Process 0 is where mpirun runs, unless its host file says otherwise; Open MPI 5 does not name that machine."""
-    processes, port = int(env["OMPI_COMM_WORLD_SIZE"]), job_port(env.get("PMIX_NAMESPACE", ""))
-    is_local = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == env["OMPI_COMM_WORLD_SIZE"]
+    processes, process_id = env["OMPI_COMM_WORLD_SIZE"], env["OMPI_COMM_WORLD_RANK"]
+    is_local = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == processes
     tcp = re.search(r"tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
     host = "127.0.0.1" if is_local else tcp[1] if tcp else ""
-    coordinator = f"{host}:{port}" if host else ""
-    return ProcessGroup(processes, int(env["OMPI_COMM_WORLD_RANK"]), coordinator, "openmpi", is_local)
+    coordinator = f"{host}:{job_port(env.get('PMIX_NAMESPACE', ''))}" if host else ""
+    return ProcessGroup(int(processes), int(process_id), coordinator, "openmpi", is_local)
 
 
 def _slurm(env: Environment) -> ProcessGroup:
@@ -139,9 +131,6 @@ def detect_process_group(launch_args: LaunchArgs, environment: Environment) -> P
     """Return the processes that train together, or None if this one trains alone.
 
     Flags and cluster complete each other, and must not contradict each other.
-
-    Raises:
-        ConfigError: The flags are incomplete, or contradict the cluster.
     """
     problems, group, seen = launch_args.problems(), None, ""
     processes, process_id, coordinator = launch_args.processes, launch_args.process_id, launch_args.coordinator
@@ -183,7 +172,6 @@ def _read_cluster(cluster: str, environment: Environment) -> tuple[ProcessGroup 
 
 
 def _incomplete(processes: int | None, process_id: int | None, coordinator: str, seen: str) -> list[Problem]:
-    """Return what is missing from the merged values, or does not fit together."""
     fix = "give --coordinator HOST:PORT, --processes N and --process-id I together"
     fix += ", or --cluster none for a process that trains alone" if seen else ""
     given = {"process_id": process_id, "coordinator": coordinator or None}
@@ -205,10 +193,7 @@ def _incomplete(processes: int | None, process_id: int | None, coordinator: str,
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT; an IPv6 address without its brackets.
-
-    Raises:
-        ValueError: The text is not HOST:PORT.
+    """Return host and port of HOST:PORT, an IPv6 address without its brackets; a ValueError for another text.
 
     Example:
         >>> split_address("node1:7777"), split_address("[fd00::1]:7777")

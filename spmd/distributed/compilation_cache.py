@@ -13,11 +13,9 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 def cache_dir(configured: str) -> Path | None:
     """Return the cache's folder, None for no cache.
 
-    The default folder depends on the processor: machines may share a home folder, and programs for simulated devices
+    `configured` is a folder, "none", or empty for JAX's own setting if there is one, else `~/.cache/spmd/programs`. The
+    last has a folder for each kind of processor: machines may share a home folder, and programs for simulated devices
     run on one kind of processor.
-
-    Args:
-        configured: A folder, "none", or empty for JAX's own setting if there is one, else `~/.cache/spmd/programs`.
     """
     if configured == "none":
         return None

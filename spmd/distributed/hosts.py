@@ -1,9 +1,7 @@
 """JSON values exchanged between processes.
 
-Files can change while several processes read them. Processes that each decide by what they read may decide
-differently, and then deadlock in the next collective. So process 0 reads, and all act on its result.
-
-Every process makes each call, in the same order, from its main thread.
+Files can change while several processes read them. Processes that decide differently deadlock in the next collective,
+so process 0 reads, and all act on its result. Every process makes each call, in the same order, from its main thread.
 """
 
 import dataclasses
@@ -19,10 +17,9 @@ from spmd.errors import Problem
 
 
 def broadcast_from_first(f: Callable[[], Any]) -> Any:
-    """Call `f` on process 0 alone, and return its result on every process.
+    """Call `f` on process 0 alone, and return its JSON value on every process.
 
-    Args:
-        f: Returns JSON values. It must not raise: the other processes would wait forever.
+    `f` must not raise: the other processes would wait forever.
 
     Example:
         >>> broadcast_from_first(lambda: {"steps": [1, 2]})

@@ -26,7 +26,7 @@ SINGLE_PROCESS = LaunchArgs(cluster="none")
 """One process, whatever the cluster says."""
 
 # Simulated devices share cores, so one of them may reach a collective late.
-_CPU_FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+_CPU_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # Without a TPU: ask no metadata server, and let several processes load the compiler at once.
 _TPU_COMPILER_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
 # By default the GPU compiler autotunes kernels on a GPU, and here is none.
@@ -47,11 +47,7 @@ def initialize(devices: int = 0, launch_args: LaunchArgs = SINGLE_PROCESS, targe
 
     Args:
         devices: CPU devices to simulate in this process; 0 uses the real devices.
-        launch_args: Processes of the run, as the command line gives them.
         target_platform: `tpu` or `cuda`: cross-compile for this platform, without a device of it.
-
-    Raises:
-        ConfigError: The processes of the run are not known, or cannot connect.
     """
     if devices < 0:
         problem = Problem("devices", f"is {devices}", fix="0 for the real devices, or a number")
@@ -65,8 +61,8 @@ def initialize(devices: int = 0, launch_args: LaunchArgs = SINGLE_PROCESS, targe
             os.environ.setdefault(name, value)
         _add_xla_flag(_NO_AUTOTUNING)
     if devices:
-        if "xla_cpu_collective_call_terminate_timeout_seconds" not in os.environ.get("XLA_FLAGS", ""):
-            _add_xla_flag(_CPU_FLAGS)
+        if _CPU_TIMEOUT.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+            _add_xla_flag(_CPU_TIMEOUT)
         simulate_devices(devices)
     if group:
         _connect(group, launch_args)
@@ -79,8 +75,7 @@ def _add_xla_flag(flag: str) -> None:
 def exit_process(code: int) -> NoReturn:
     """Exit after an error.
 
-    One of several processes exits at once, so that the others notice within their heartbeat timeout. A normal exit
-    would run JAX's shutdown barrier, where all processes wait for each other.
+    One of several processes skips JAX's shutdown barrier, so that the others notice within their heartbeat timeout.
     """
     if jax.distributed.is_initialized():
         sys.stdout.flush()
@@ -121,11 +116,8 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
 def bind_address(group: ProcessGroup) -> str | None:
     """Return the interface and port on which process 0 listens; None for all interfaces.
 
-    That is the coordinator's own address. Exception: a cluster names a host that resolves to a loopback address on the
-    host itself (Debian writes its own name beside 127.0.1.1). Other machines cannot reach that one.
-
-    Raises:
-        ConfigError: It is not an address of this machine, or its port is in use.
+    That is the coordinator's own address, unless a cluster names a host that resolves to a loopback address on the host
+    itself (Debian writes its own name beside 127.0.1.1), which other machines cannot reach.
     """
     host, port = split_address(group.coordinator)
     family, address = _resolve(host, group)

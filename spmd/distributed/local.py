@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from spmd.distributed.initialize import EXIT_LOST
 
@@ -56,18 +56,14 @@ def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
         for command in commands:
-            is_first = not processes
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=None if is_first else subprocess.PIPE,
-                stderr=None if is_first else subprocess.STDOUT,
-                start_new_session=True,  # so that Ctrl-C comes once, from here
-                text=True,
-                errors="replace",
-            )
-            processes.append(process)
-        readers = [_start_reader(i, process.stdout) for i, process in enumerate(processes) if process.stdout]
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if processes else {}
+            pipes |= {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace"}
+            # In a session of its own, so that Ctrl-C comes once, from here.
+            processes.append(subprocess.Popen(command, start_new_session=True, **pipes))
+        others = [(i, process.stdout) for i, process in enumerate(processes) if process.stdout]
+        readers = [threading.Thread(target=_copy_output, args=output, daemon=True) for output in others]
+        for reader in readers:
+            reader.start()
         first = _wait(processes, grace)
         for reader in readers:
             reader.join()
@@ -81,15 +77,10 @@ def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
     return first
 
 
-def _start_reader(process_id: int, lines: IO[str]) -> threading.Thread:
-    def read() -> None:
-        with lines:
-            for line in lines:
-                print(f"[{process_id}] {line}", end="", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    return thread
+def _copy_output(process_id: int, lines: IO[str]) -> None:
+    with lines:
+        for line in lines:
+            print(f"[{process_id}] {line}", end="", file=sys.stderr, flush=True)
 
 
 def _wait(processes: Sequence["subprocess.Popen[str]"], grace: float) -> int:

@@ -1,8 +1,8 @@
 """XLA flags of each platform, each with its reason.
 
-They are passed to the compiler with the train step, as compile options: no environment variable is set, and an unknown
-name is an error. `START_UP` has the variables that must be set before JAX starts: `spmd plan` prints the lines to
-export, and `spmd script` writes them. docs/how-to/slow-networks.md shows the effect of each flag.
+They are passed to the compiler with the train step, as compile options, so an unknown name is an error. `START_UP` has
+the environment variables that must be set before JAX starts: `spmd plan` prints the lines to export, and `spmd script`
+writes them. docs/how-to/slow-networks.md shows the effect of each flag.
 """
 
 import contextlib
@@ -57,20 +57,16 @@ CROSSING: Mapping[str, tuple[Flag, ...]] = {
 """Platform → flags added if a mesh axis crosses the slow network."""
 
 START_UP: Mapping[str, tuple[Flag, ...]] = {
-    "cpu": (),
-    "tpu": (),
+    **{"cpu": (), "tpu": ()},
     "cuda": (Flag("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.9, _MEMORY),),
 }
 """Platform → environment variables that must be set before JAX starts."""
 
 
 def flags_for(configured: Iterable[str], platform: str, *, crossing: bool) -> tuple[Flag, ...]:
-    """Return the flags of a step; the last value of a name counts.
+    """Return the flags of a step, from words `"preset"` or `"NAME=VALUE"` of a config; the last value of a name counts.
 
-    Args:
-        configured: `"preset"` or `"NAME=VALUE"`, as in a config.
-        platform: `"cpu"`, `"tpu"`, or `"cuda"`, also as `"gpu"`.
-        crossing: A mesh axis crosses the slow network.
+    `crossing` says that a mesh axis crosses the slow network.
 
     Example:
         >>> configured = ["preset", "xla_gpu_enable_pipelined_all_gather=false"]

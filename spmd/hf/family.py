@@ -4,18 +4,18 @@
 TensorMapping("layers/attention/q_proj/kernel", "model.layers.{layer}.self_attn.q_proj.weight", TRANSPOSED)
 ```
 
-One mapping covers all layers. A stacked parameter is made of one tensor per layer, or per layer and expert if the
-tensor's name has both; unstacked layers (`layers/0/…`) use the same mapping. Families are found by Python entry points
-in the group `spmd.families`, so any package can add one.
+One mapping covers all layers, stacked or not: one tensor per layer, or per layer and expert if the tensor's name has
+both. Families are found by Python entry points in the group `spmd.families`, so any package can add one.
 """
 
 import dataclasses
 import functools
 import importlib.metadata
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.sharding.rules import Rules
@@ -28,12 +28,9 @@ _PLACEHOLDERS = ("layer", "expert")
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
-    """Relation of a tensor to the parameter of one layer.
+    """Relation of a tensor to the parameter of one layer: part `index` of `parts` equal ones along its last dimension.
 
-    Attributes:
-        transposed: PyTorch's linear layers are `[out, in]`, ours `[in, out]`.
-        index: Index of the parameter among those concatenated in the tensor, along the parameter's last dimension.
-        parts: Number of equal parts in the tensor.
+    PyTorch's linear layers are `[out, in]`, ours `[in, out]`: such a tensor is `transposed`.
     """
 
     transposed: bool = False
@@ -54,9 +51,7 @@ def part(index: int, parts: int, *, transposed: bool = False) -> TensorLayout:
 class TensorMapping:
     """A parameter (path without layer numbers) and its tensor (name with placeholders `{layer}` and `{expert}`).
 
-    Attributes:
-        first: Number of the tensor of our layer 0.
-        step: Distance between the numbers of consecutive layers; 2 if layers of two kinds alternate.
+    Our layer `i` is the tensors' layer `first + step * i`; `step` is 2 if layers of two kinds alternate.
     """
 
     path: str
@@ -70,8 +65,7 @@ class TensorMapping:
 class Ignored:
     """Tensors that a checkpoint may have, that no parameter uses, and why nothing is lost.
 
-    Attributes:
-        same_as: A tensor that it must equal bit for bit if the checkpoint has both; may be empty.
+    If the checkpoint also has the tensor `same_as`, the two must be equal bit for bit.
     """
 
     tensor: str
@@ -94,9 +88,6 @@ class Family:
             feature (see `spmd.hf.fields.Fields`).
         write_config: Inverse of `read_config`, without `architectures`.
         fits: Returns whether a model config belongs to this family.
-        rules: Returns the partition rules for a model config.
-        names: Returns the tensor mappings for a model config.
-        ignored: Returns what else a checkpoint may contain.
         prefix: Prefix of tensor names that some checkpoints omit.
         harmless: Fields of config.json, besides `spmd.hf.fields.HARMLESS`, that do not change a trained model; export
             copies them from the original config.json.
@@ -114,24 +105,18 @@ class Family:
 
     def tables(self, config: Any, tensors: Iterable[str]) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
         """Return the mappings and ignored tensors of a model config, without the prefix if no tensor has it."""
-        names, ignored = self.names(config), self.ignored(config)
-        if any(tensor.startswith(self.prefix) for tensor in tensors):
-            return names, ignored
-        bare = [dataclasses.replace(name, tensor=name.tensor.removeprefix(self.prefix)) for name in names]
-        bare_ignored = [
-            Ignored(entry.tensor.removeprefix(self.prefix), entry.why, entry.same_as.removeprefix(self.prefix))
-            for entry in ignored
+        prefix = self.prefix if not any(tensor.startswith(self.prefix) for tensor in tensors) else ""
+        names = [dataclasses.replace(name, tensor=name.tensor.removeprefix(prefix)) for name in self.names(config)]
+        ignored = [
+            Ignored(entry.tensor.removeprefix(prefix), entry.why, entry.same_as.removeprefix(prefix))
+            for entry in self.ignored(config)
         ]
-        return tuple(bare), tuple(bare_ignored)
+        return tuple(names), tuple(ignored)
 
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Return all installed families by the name of their entry point.
-
-    Raises:
-        ConfigError: An entry point is not a family, or a name is used twice.
-    """
+    """Return all installed families by the name of their entry point; every entry point must be one."""
     found, problems = {}, []
     for entry in sorted(importlib.metadata.entry_points(group=GROUP)):
         where = f"entry point {entry.name}"
@@ -152,11 +137,7 @@ def families() -> dict[str, Family]:
 
 
 def family_of(architectures: Iterable[str]) -> Family:
-    """Return the family of the `architectures` in a config.json.
-
-    Raises:
-        ConfigError: No installed family has one of them.
-    """
+    """Return the first installed family with one of the `architectures` in a config.json."""
     wanted = list(architectures)
     for family in families().values():
         if set(wanted) & set(family.architectures):
@@ -166,20 +147,15 @@ def family_of(architectures: Iterable[str]) -> Family:
         fix = "install spmd or build its metadata: families are found by entry points"
         problems = [Problem(GROUP, "no family is installed", fix=fix)]
     elif wanted:
-        problems = [
-            Problem(f"architecture {name}", "is not supported", fix=did_you_mean(name, known)) for name in wanted
-        ]
+        fixes = {name: did_you_mean(name, known) for name in wanted}
+        problems = [Problem(f"architecture {name}", "is not supported", fix=fix) for name, fix in fixes.items()]
     else:
         problems = [Problem("config.json", "names no architecture", fix=f"one of: {', '.join(known)}")]
     raise ConfigError("This model is not supported:", problems)
 
 
 def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
-    """Return the family that a model config is exported as; one with the given architectures is preferred.
-
-    Raises:
-        ConfigError: No family fits.
-    """
+    """Return the family that a model config is exported as; one with the given architectures is preferred."""
     preferred = set(architectures)
     fitting = [family for family in families().values() if family.fits(config)]
     if not fitting:
@@ -237,24 +213,19 @@ class TensorSource:
 
     def tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield every index of the stack and the name of its tensor."""
-        for index in itertools.product(*map(range, self.stack_shape)):
-            yield index, self.tensor_name(index)
+        return ((index, self.tensor_name(index)) for index in np.ndindex(*self.stack_shape))
 
 
 def tensor_sources(names: Iterable[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
-    """Return the tensors of each parameter by path, given the family's mappings and the parameters' shapes.
-
-    Raises:
-        ConfigError: A parameter without a mapping, or a mapping without a parameter.
-    """
+    """Return the tensors of each parameter by path; every parameter needs a mapping, and every mapping a parameter."""
     mappings = {name.path: name for name in names}
     found, problems, used = {}, [], set()
     for path, shape in shapes.items():
         parts = path.split("/")
-        bare = "/".join(p for p in parts if not p.isdigit())
+        bare, numbers = "/".join(p for p in parts if not p.isdigit()), tuple(int(p) for p in parts if p.isdigit())
         if bare in mappings:
             used.add(bare)
-            found[path] = TensorSource(path, tuple(shape), mappings[bare], tuple(int(p) for p in parts if p.isdigit()))
+            found[path] = TensorSource(path, tuple(shape), mappings[bare], numbers)
         else:
             problems.append(Problem(path, "is not in the name map", fix=did_you_mean(bare, mappings)))
     for path in mappings.keys() - used:

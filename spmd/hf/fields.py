@@ -80,9 +80,8 @@ class Fields:
         lowest, highest = max(least, -sys.float_info.max), sys.float_info.max
         if isinstance(found, int | float) and not isinstance(found, bool) and lowest <= found <= highest:
             return True
-        self.refuse(
-            where, _wrong(found, f"not a finite number{f' of at least {least:g}' if least > -math.inf else ''}")
-        )
+        bound = f" of at least {least:g}" if least > -math.inf else ""
+        self.refuse(where, _wrong(found, f"not a finite number{bound}"))
         return False
 
     def flag(self, name: str, default: bool) -> bool:
@@ -109,11 +108,7 @@ class Fields:
         return None
 
     def rope(self, default: float, *kinds: str) -> tuple[float, dict[str, Any]]:
-        """Parse rotary position embeddings; `default` is the default base, `kinds` are the supported types of scaling.
-
-        Returns:
-            The base, and the scaling's fields without its type; empty for no scaling.
-        """
+        """Return the base of rotary position embeddings, and the fields of a scaling of one of `kinds` but its type."""
         theta, scaling = self.value("rope_theta", default), dict[str, Any]()
         tables = {name: table for name in ("rope_parameters", "rope_scaling") if (table := self.value(name, {})) != {}}
         parsed = []

@@ -1,8 +1,7 @@
 """A folder in the layout of `save_pretrained`: config.json, safetensors files, and an index if there are several.
 
-The folder is not trusted. Files are parsed, never executed: only safetensors are read, and a folder whose weights are
-only pickles is refused. Links are followed only within the folder, or to `blobs` of the hub's cache if the folder is a
-snapshot of it (`…/snapshots/REVISION`).
+The folder is not trusted. Files are parsed, never executed: pickles are refused. Links are followed only within the
+folder, or to `blobs` of the hub's cache if the folder is a snapshot of it (`…/snapshots/REVISION`).
 """
 
 import contextlib
@@ -44,9 +43,10 @@ class HFFolder:
     config: Any
     files: dict[str, SafetensorsFile]
 
-    def tensor(self, name: str) -> Tensor:
-        """Return the location of a tensor."""
-        return self.files[name].tensors[name]
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Location of each tensor."""
+        return {name: file.tensors[name] for name, file in self.files.items()}
 
     @functools.cached_property
     def tied_mismatches(self) -> tuple[Problem, ...]:
@@ -57,25 +57,22 @@ class HFFolder:
         return tuple(problem for problem in mismatches if problem is not None)
 
     def _mismatch(self, name: str, other: str) -> Problem | None:
-        a, b = self.tensor(name), self.tensor(other)
-        what = f"differs from {other}, and this model ties its head to the embedding"
-        fix = "set tie_word_embeddings=false in config.json if the head is separate; remove the tensor if it is unused"
+        a, b = (self.files[n].tensors[n] for n in (name, other))
+        detail = ""
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             detail = f"it is {a.dtype}{list(a.shape)}, {other} is {b.dtype}{list(b.shape)}"
-            return Problem(name, what, detail, fix)
-        chunks = (self.files[n].chunks(n, np.empty(_COMPARE_BYTES, np.uint8)) for n in (name, other))
-        if all(np.array_equal(*pair) for pair in zip(*chunks, strict=True)):
-            return None
-        return Problem(name, what, fix=fix)
+        else:
+            chunks = (self.files[n].chunks(n, np.empty(_COMPARE_BYTES, np.uint8)) for n in (name, other))
+            if all(np.array_equal(*pair) for pair in zip(*chunks, strict=True)):
+                return None
+        what = f"differs from {other}, and this model ties its head to the embedding"
+        fix = "set tie_word_embeddings=false in config.json if the head is separate; remove the tensor if it is unused"
+        return Problem(name, what, detail, fix)
 
 
 @contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[HFFolder]:
-    """Open a folder; its files are closed on exit.
-
-    Raises:
-        CheckpointError: All problems of config.json, the index and the header of each file.
-    """
+    """Open a folder; an error lists all problems of config.json, the index and the header of each file."""
     problems: list[Problem] = []
     if not path.is_dir():
         problem = Problem(str(path), "is not a folder", fix="give a local folder; nothing is downloaded")
@@ -119,12 +116,7 @@ def _size_problems(family: Family, config: Any, tensors: int) -> list[Problem]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Resolve a file name in a folder, following permitted links.
-
-    Raises:
-        CheckpointError: The name is a path, or the file is a link that leaves the folder.
-        OSError: The file does not exist.
-    """
+    """Resolve a file name in a folder, following permitted links; an OSError if the file does not exist."""
     if Path(name).name != name:
         raise _error(folder, Problem(name, "is a path, not the name of a file in the folder"))
     try:
@@ -152,11 +144,7 @@ def _read_json(folder: Path, name: str, max_bytes: int) -> dict[str, Any]:
 
 
 def _open_files(folder: Path, stack: contextlib.ExitStack, problems: list[Problem]) -> dict[str, SafetensorsFile]:
-    """Return tensor → the opened file that contains it.
-
-    Raises:
-        CheckpointError: There are no weights, or the index is invalid.
-    """
+    """Return tensor → the opened file that contains it."""
     if (folder / SINGLE).exists():
         index, names = None, [SINGLE]
     elif (folder / INDEX).exists():
@@ -170,8 +158,8 @@ def _open_files(folder: Path, stack: contextlib.ExitStack, problems: list[Proble
     opened = set()
     for name in names:
         if not name.endswith(".safetensors"):
-            what = "is not a safetensors file"
-            problems.append(Problem(f"{INDEX}: {name}", what, fix="only safetensors are supported"))
+            where, fix = f"{INDEX}: {name}", "only safetensors are supported"
+            problems.append(Problem(where, "is not a safetensors file", fix=fix))
             continue
         with collect_errors(problems):
             try:
@@ -207,11 +195,7 @@ def tensor_problems(
 ) -> list[Problem]:
     """Return all mismatches between the tensors found in a folder and those that parameters need.
 
-    Args:
-        sources: The tensors of each parameter.
-        floats: Path → whether the parameter is floating point.
-        ignored: Other tensors that are permitted.
-        found: The tensors of the folder.
+    `floats` maps the path of each parameter to whether it is floating point.
     """
     wanted = {name: source for source in sources for _, name in source.tensors()}
     missing = [name for name in wanted if name not in found]

@@ -1,12 +1,11 @@
 """Load parameters of a Hugging Face folder directly into the shards of a plan.
 
-Files are read a few rows at a time. Each device gets its part of these rows, transposed and cast, at its place in the
-shard. Beside the shards, a load takes a few dozen MiB, however large a tensor or a stack is.
+Files are read a few rows at a time; each device gets its part of these rows, transposed and cast. Beside the shards, a
+load takes a few dozen MiB, however large a tensor or a stack is.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import TensorSource, tensor_sources
 from spmd.hf.fields import collect_errors
 from spmd.hf.folder import HFFolder, open_folder, tensor_problems
-from spmd.hf.safetensors import SafetensorsFile
+from spmd.hf.safetensors import SafetensorsFile, Tensor
 
 BUFFER_BYTES = 4 << 20
 """Bytes that are read before they are copied to the devices; small enough for a processor's cache."""
@@ -39,13 +38,8 @@ _DEVICE_DTYPES = frozenset({np.dtype(np.float32), np.dtype(np.float16), np.dtype
 def load_params(folder: Path, abstract: Any) -> Any:
     """Load the parameters of a Hugging Face folder, each device its own shards.
 
-    Args:
-        folder: Holds config.json and safetensors files.
-        abstract: The parameters as `jax.ShapeDtypeStruct`s with shardings, such as `plan.abstract_params`; tensors are
-            cast to these dtypes.
-
-    Raises:
-        CheckpointError: All mismatches between the folder and these parameters; raised before anything is allocated.
+    `abstract` are the parameters as `jax.ShapeDtypeStruct`s with shardings, such as `plan.abstract_params`; tensors are
+    cast to these dtypes. All mismatches are raised as one CheckpointError, before anything is allocated.
     """
     with open_folder(Path(folder)) as found:
         return load_published(found, abstract)
@@ -62,11 +56,7 @@ def load_published(found: HFFolder, abstract: Any) -> Any:
 
 
 def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
-    """Return the tensors of each parameter, by path.
-
-    Raises:
-        CheckpointError: All tensors that are missing, extra, or have the wrong shape or kind of dtype.
-    """
+    """Return the tensors of each parameter; none may be missing, extra, or of the wrong shape or kind of dtype."""
     leaves = tree.flatten(abstract)
     sources: dict[str, TensorSource] = {}
     problems: list[Problem] = []
@@ -75,8 +65,7 @@ def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
         sources = tensor_sources(names, {path: leaf.shape for path, leaf in leaves.items()})
     if not problems:
         floats = {path: jnp.issubdtype(leaf.dtype, jnp.floating) for path, leaf in leaves.items()}
-        tensors = {name: found.tensor(name) for name in found.files}
-        problems = [*tensor_problems(sources.values(), floats, ignored, tensors), *found.tied_mismatches]
+        problems = [*tensor_problems(sources.values(), floats, ignored, found.tensors), *found.tied_mismatches]
     if problems:
         raise CheckpointError(f"{found.path} does not fit the model:", problems)
     return sources
@@ -87,21 +76,17 @@ class _Region:
     """Region of one tensor that one device needs; full rows are read for it."""
 
     file: SafetensorsFile
-    tensor: str
+    name: str
     slices: tuple[slice, ...]
 
     @property
     def key(self) -> tuple[str, int]:
         """Key of the rows that are read; devices with the same key share them."""
-        return self.tensor, self.slices[0].start
+        return self.name, self.slices[0].start
 
     @property
-    def dtype(self) -> np.dtype:
-        return self.file.tensors[self.tensor].dtype
-
-    @property
-    def row_bytes(self) -> int:
-        return self.file.tensors[self.tensor].row_bytes
+    def tensor(self) -> Tensor:
+        return self.file.tensors[self.name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +100,21 @@ class _Loader:
     pool: ThreadPoolExecutor
 
     def load(self) -> jax.Array:
-        """Load the parameter."""
         leaf = self.leaf
         boxes = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         local, depth = leaf.sharding.shard_shape(leaf.shape), len(self.source.stack_shape)
         on_host = all(device.platform == "cpu" for device in boxes)
-        shards = (_HostShards if on_host else _DeviceShards)(tuple(boxes), local, leaf.dtype, self.pool)
+        shards = (_HostShards if on_host else _DeviceShards)(tuple(boxes), local, leaf.dtype)
         row_dim = len(local) - 1 if self.source.mapping.layout.transposed else depth  # the tensor's first dimension
-        for place in itertools.product(*map(range, local[:depth])):
+        for place in np.ndindex(*local[:depth]):
             regions = {device: self._region(box, local, place) for device, box in boxes.items()}
-            for offset, count in _windows(local[row_dim], _rows_at_once(regions.values())):
+            rows, at_once = local[row_dim], _rows_at_once(regions.values())
+            count = -(-rows // -(-rows // at_once))  # windows of one size, so that one program serves all
+            for start in range(0, rows, count):
+                offset = min(start, rows - count)  # the last window may overlap
                 index = [*place, *(0 for _ in local[depth:])]
                 index[row_dim] = offset
-                shards.write(self._read(regions, offset, count), index)
+                shards.write(self._read(regions, offset, count), index, self.pool)
         sharding = NamedSharding(leaf.sharding.mesh, leaf.sharding.spec)
         loaded = jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards.arrays())
         return loaded if leaf.sharding.memory_kind == sharding.memory_kind else jax.device_put(loaded, leaf.sharding)
@@ -142,15 +129,15 @@ class _Loader:
     def _read(self, regions: Mapping[Any, _Region], offset: int, count: int) -> Iterator[np.ndarray]:
         """Yield some rows of each device's region in the parameter's layout; views of the buffer where possible."""
         layout, depth = self.source.mapping.layout, len(self.source.stack_shape)
-        dtypes = {region.dtype for region in regions.values()}
+        dtypes = {region.tensor.dtype for region in regions.values()}
         buffer, used = self.buffer, 0
         rows: dict[tuple[str, int], np.ndarray] = {}
         for region in regions.values():
             if region.key not in rows:
-                start, size = region.slices[0].start + offset, count * region.row_bytes
+                start, size = region.slices[0].start + offset, count * region.tensor.row_bytes
                 if size > len(buffer) - used:
                     buffer, used = _allocate((size,), np.uint8), 0  # one row exceeds the buffer
-                rows[region.key] = region.file.rows(region.tensor, start, start + count, buffer[used:])
+                rows[region.key] = region.file.rows(region.name, start, start + count, buffer[used:])
                 used += -(-size // _ALIGNMENT) * _ALIGNMENT
             piece = rows[region.key][:, *region.slices[1:]]
             piece = piece.T if layout.transposed else piece
@@ -167,28 +154,18 @@ def _allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 def _rows_at_once(regions: Collection[_Region]) -> int:
     """Return the rows per read for which neither the rows read nor the parts that devices get exceed the buffer."""
-    read = sum({region.key: region.row_bytes for region in regions}.values())
-    used = sum(math.prod(s.stop - s.start for s in region.slices[1:]) * region.dtype.itemsize for region in regions)
+    read = sum({region.key: region.tensor.row_bytes for region in regions}.values())
+    used = sum(math.prod(s.stop - s.start for s in r.slices[1:]) * r.tensor.dtype.itemsize for r in regions)
     return max(1, BUFFER_BYTES // max(read, used))
-
-
-def _windows(rows: int, at_once: int) -> Iterator[tuple[int, int]]:
-    """Yield (first row, rows) of windows of one size, so that one program serves all; the last may overlap."""
-    parts = -(-rows // at_once)
-    size = -(-rows // parts)
-    for part in range(parts):
-        yield min(part * size, rows - size), size
 
 
 class _HostShards:
     """Shards of CPU devices: memory of this process, passed to the devices without a copy."""
 
-    def __init__(
-        self, devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: Any, pool: ThreadPoolExecutor
-    ) -> None:
-        self._shards, self._pool = {device: _allocate(shape, dtype) for device in devices}, pool
+    def __init__(self, devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: Any) -> None:
+        self._shards = {device: _allocate(shape, dtype) for device in devices}
 
-    def write(self, pieces: Iterable[np.ndarray], index: Sequence[int]) -> None:
+    def write(self, pieces: Iterable[np.ndarray], index: Sequence[int], pool: ThreadPoolExecutor) -> None:
         """Write one piece per device into its shard, all at the same index."""
 
         def write(device: jax.Device, piece: np.ndarray) -> None:
@@ -197,25 +174,21 @@ class _HostShards:
             region = tuple(slice(first, first + size) for first, size in zip(index, piece.shape, strict=True))
             np.copyto(self._shards[device][region], piece, casting="unsafe")
 
-        for _ in self._pool.map(write, self._shards, pieces):
+        for _ in pool.map(write, self._shards, pieces):
             pass  # raises errors, and the buffer may be reused afterwards
 
     def arrays(self) -> list[jax.Array]:
-        """Return the shards."""
         return [jax.device_put(shard, device) for device, shard in self._shards.items()]
 
 
 class _DeviceShards:
     """Shards of accelerators: pieces are copied to the devices and written in place; the host never holds a shard."""
 
-    def __init__(
-        self, devices: tuple[jax.Device, ...], shape: tuple[int, ...], dtype: Any, pool: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: Any) -> None:
         self._devices, self._mesh = devices, Mesh(np.array(devices), (_DEVICE,))
         self._target = _zeros((len(devices) * shape[0], *shape[1:]), dtype, self._mesh)
 
-    def write(self, pieces: Iterable[np.ndarray], index: Sequence[int]) -> None:
-        """Write one piece per device into its shard, all at the same index."""
+    def write(self, pieces: Iterable[np.ndarray], index: Sequence[int], pool: ThreadPoolExecutor) -> None:
         sent = [jax.device_put(piece, device) for piece, device in zip(pieces, self._devices, strict=True)]
         shape = (len(sent) * sent[0].shape[0], *sent[0].shape[1:])
         joined = jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, P(_DEVICE)), sent)
@@ -223,7 +196,6 @@ class _DeviceShards:
         jax.block_until_ready(self._target)  # the buffer is reused next
 
     def arrays(self) -> list[jax.Array]:
-        """Return the shards."""
         shards = {shard.device: shard.data for shard in self._target.addressable_shards}
         return [shards[device] for device in self._devices]
 

@@ -1,9 +1,8 @@
 """Safetensors files, read a few rows at a time and written a tensor at a time.
 
-The `safetensors` library parses and validates headers: sizes, dtypes, shapes, and that the tensors fill the file
-without gaps or overlaps. Tensor data is read and written here. Slices of the library either map the file (whole tensors
-count as resident memory, and a truncated file kills the process) or read the whole tensor each time; its writer needs
-all tensors at once.
+The `safetensors` library parses and validates headers. Tensor data is read and written here: slices of the library
+either map the file (whole tensors count as resident memory, and a truncated file kills the process) or read the whole
+tensor each time; its writer needs all tensors at once.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,28 +50,17 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of one element of the first dimension."""
+        """Size of one element of the first dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
-class SafetensorsFile:
-    """A safetensors file opened for reading.
-
-    Args:
-        path: A regular file, not a symbolic link.
-
-    Attributes:
-        tensors: Name → location.
-
-    Raises:
-        CheckpointError: The header is invalid, or a tensor has an unsupported dtype.
-        OSError: The file cannot be opened.
-    """
+class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
+    """A safetensors file opened for reading: a regular file, not a symbolic link; `tensors` maps names to locations."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,9 +73,6 @@ class SafetensorsFile:
             self.tensors = _read_header(path, os.fstat(self._file.fileno()).st_size)
             stack.pop_all()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -98,17 +83,7 @@ class SafetensorsFile:
     def rows(self, name: str, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
         """Read elements `start` to `stop` of a tensor's first dimension, and nothing else of the file.
 
-        Args:
-            name: The tensor.
-            start: The first row.
-            stop: One past the last row.
-            buffer: uint8 `[bytes]`, large enough for these rows, which are read into it.
-
-        Returns:
-            `[stop - start, …]`, a view of `buffer`.
-
-        Raises:
-            CheckpointError: The file was truncated after it was opened.
+        They are read into `buffer`, uint8 `[bytes]`; the result is a view of it.
         """
         tensor = self.tensors[name]
         size = (stop - start) * tensor.row_bytes
@@ -144,23 +119,21 @@ def _read_header(path: Path, file_size: int) -> dict[str, Tensor]:
         problem = Problem(path.name, f"is not valid: {error}", f"{file_size} bytes", "download the file again")
         raise _read_error(path, [problem]) from error
     supported = f"one of: {', '.join(DTYPES)}"
-    problems = [
-        Problem(f"{path.name}: {name}", f"has the unsupported dtype {code}", fix=supported)
-        for name, code in codes.items()
-        if code not in DTYPES
-    ]
-    problems += [
-        Problem(f"{path.name}: {name}", f"has {len(shape)} dimensions", f"at most {_MAX_DIMENSIONS} are supported")
-        for name, shape in shapes.items()
-        if len(shape) > _MAX_DIMENSIONS
-    ]
+    most = f"at most {_MAX_DIMENSIONS} are supported"
+    problems = []
+    for name, code in codes.items():
+        where, dimensions = f"{path.name}: {name}", len(shapes[name])
+        if code not in DTYPES:
+            problems.append(Problem(where, f"has the unsupported dtype {code}", fix=supported))
+        if dimensions > _MAX_DIMENSIONS:
+            problems.append(Problem(where, f"has {dimensions} dimensions", most))
     if problems:
         raise _read_error(path, problems)
     tensors, end = {}, file_size
     for name in reversed(specs):
-        tensor = Tensor(DTYPES[codes[name]], shapes[name], 0)
-        end -= tensor.nbytes
-        tensors[name] = dataclasses.replace(tensor, begin=end)
+        dtype, shape = DTYPES[codes[name]], shapes[name]
+        end -= math.prod(shape) * dtype.itemsize
+        tensors[name] = Tensor(dtype, shape, end)
     return tensors
 
 
@@ -173,15 +146,8 @@ def write_safetensors(
 ) -> None:
     """Write a new file with at most one tensor in memory at a time.
 
-    Args:
-        path: A new file.
-        tensors: Name → anything with a `shape` and a `dtype`, in the order of the file.
-        values: The tensors in that order; each is requested after the one before it is written.
-        metadata: Entries of `__metadata__` in the header.
-
-    Raises:
-        CheckpointError: A dtype is not supported.
-        OSError: The file exists or cannot be written.
+    `tensors` are names → anything with a `shape` and a `dtype`, in the order of the file, and `values` the tensors in
+    that order; each is requested after the one before it is written.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     problems, end = [], 0

@@ -23,13 +23,11 @@ from spmd.hf.folder import CONFIG, INDEX, SINGLE
 from spmd.hf.safetensors import write_safetensors
 from spmd.tree import human_bytes
 
-UNFINISHED = ".unfinished"
-"""Suffix of a folder's name while it is written."""
-
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _Parts = list[tuple[TensorSource, tuple[int, ...]]]
 """The parameters concatenated in a tensor, each with its index into its stack."""
+_Specs = dict[str, jax.ShapeDtypeStruct]
 
 
 def save_params(
@@ -47,17 +45,10 @@ def save_params(
 
     Args:
         out: The folder; it must not exist.
-        params: Parameters on devices of this process.
-        family: Defines tensor names and config.json.
-        config: The model config.
         dtype: The tensors' dtype; None for that of each parameter.
         shard_size: Maximum bytes of a file; a larger tensor gets a file of its own.
         files: Name → file to copy into the folder.
         values: The original config.json; its fields that do not change the model are copied.
-
-    Raises:
-        CheckpointError: `out` exists, does not fit on the disk, or cannot be written.
-        ConfigError: The family's name map does not fit the parameters.
     """
     if out.exists():
         raise CheckpointError("Nothing was exported:", [Problem(str(out), "exists", fix="choose another --out")])
@@ -84,19 +75,18 @@ def save_params(
         if list(shards) != [SINGLE]:
             index = {tensor: name for name, shard in shards.items() for tensor in shard}
             _write_json(folder / INDEX, {"metadata": {"total_size": needed}, "weight_map": index})
-        _write_json(folder / CONFIG, {**copied, **written})
+        _write_json(folder / CONFIG, copied | written)
         for name, file in (files or {}).items():
             shutil.copyfile(file, folder / name)
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Write a folder as `path.unfinished` and rename it to `path` once complete; it is removed after an error.
+    """Write a folder as `path.unfinished`, which must not exist, and rename it to `path` once complete.
 
-    Raises:
-        CheckpointError: The folder cannot be written, or `path.unfinished` exists.
+    After an error it is removed.
     """
-    unfinished = path.with_name(path.name + UNFINISHED)
+    unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         unfinished.mkdir(parents=True)
     except FileExistsError as error:
@@ -124,9 +114,6 @@ def _write_error(path: Path, error: OSError) -> CheckpointError:
 def parse_size(text: str) -> int:
     """Parse a number of bytes such as `5GB`.
 
-    Raises:
-        ConfigError: The text is not a size above 0.
-
     Example:
         >>> parse_size("1.5MB")
         1500000
@@ -134,18 +121,13 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([KMGT]B)", text)
     size = int(float(found[1]) * UNITS[found[2]]) if found else 0
     if size < 1:
-        raise ConfigError(
-            "This is not a size:", [Problem(text, "is not a number of bytes", fix="such as 5GB or 500MB")]
-        )
+        problem = Problem(text, "is not a number of bytes", fix="such as 5GB or 500MB")
+        raise ConfigError("This is not a size:", [problem])
     return size
 
 
 def _tensors(sources: Iterable[TensorSource]) -> dict[str, _Parts]:
-    """Return tensor → its parts in order; tensors are in natural order (layer 2 before layer 10).
-
-    Raises:
-        ConfigError: A part of a tensor belongs to no parameter.
-    """
+    """Return tensor → its parts in order; tensors are in natural order (layer 2 before layer 10)."""
     found: dict[str, _Parts] = {}
     for source in sources:
         for index, name in source.tensors():
@@ -159,18 +141,12 @@ def _tensors(sources: Iterable[TensorSource]) -> dict[str, _Parts]:
             problems.append(Problem(name, what, fix="add a mapping for each part"))
     if problems:
         raise ConfigError("The name map cannot be written:", problems)
-    return dict(sorted(found.items(), key=lambda item: _natural_key(item[0])))
+    natural = {name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)] for name in found}
+    return {name: found[name] for name in sorted(found, key=lambda name: natural[name])}
 
 
-def _natural_key(name: str) -> list[str | int]:
-    return [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)]
-
-
-def _split_into_files(
-    specs: Mapping[str, jax.ShapeDtypeStruct], max_bytes: int
-) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """Return file → its tensors."""
-    shards: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
+def _split_into_files(specs: _Specs, max_bytes: int) -> dict[str, _Specs]:
+    shards: list[_Specs] = [{}]
     size = 0
     for name, spec in specs.items():
         if shards[-1] and size + _nbytes(spec) > max_bytes:
@@ -184,7 +160,6 @@ def _split_into_files(
 
 
 def _to_host(parts: _Parts, leaves: Mapping[str, jax.Array], dtype: Any) -> np.ndarray:
-    """Return one tensor on the host."""
     arrays = [np.asarray(_take(leaves[source.path], np.array(index, np.int32), dtype)) for source, index in parts]
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
     return joined.T if parts[0][0].mapping.layout.transposed else joined

@@ -1,7 +1,6 @@
 """Files copied unchanged with a model: its tokenizer, generation settings and original config.json."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,7 @@ _MAX_BYTES = 16 << 20
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return name → path of the sidecar files in a folder.
-
-    Raises:
-        CheckpointError: One of them is a link that leaves the folder.
-    """
+    """Return name → path of the sidecar files in a folder; none may be a link that leaves the folder."""
     return {name: inside(folder, name) for name in SIDECAR_FILES if (folder / name).exists()}
 
 
@@ -57,15 +52,9 @@ def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
 
 
 def sidecar_files(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Return the sidecar files of a run and its model's original config.json; empty if it has none.
+    """Return the sidecar files of a run folder and its model's original config.json; empty if it has none.
 
-    Args:
-        run: The run folder.
-        tokenizer: Its `data.tokenizer`; files beside it are used too, if the run was fine-tuned from that model.
-        model: The model config.
-
-    Raises:
-        CheckpointError: The tokenizer is missing, or a file cannot be read.
+    Files beside `tokenizer`, the run's `data.tokenizer`, are used too, if the run was fine-tuned from that model.
     """
     problems: list[Problem] = []
     files, values = dict[str, Path](), dict[str, Any]()
@@ -79,21 +68,18 @@ def sidecar_files(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path
             except (OSError, ValueError) as error:
                 problems.append(Problem(str(folder / ORIGINAL), str(error)))
             else:
-                values = found if _fits(found, model) else {}
+                names, fitting = set(architectures_of(found)), [f for f in families().values() if f.fits(model)]
+                values = found if any(names & set(family.architectures) for family in fitting) else {}
     if problems:
         raise CheckpointError("Nothing was exported:", problems)
     return files, values
 
 
 def copy_origin(start: Path, config: Path, run: Path) -> None:
-    """Copy sidecar files into the folder of a run that starts from a model, unless it has them.
+    """Copy sidecar files from the folder `start` of a model into that of a run, unless it has them.
 
-    A tokenizer is not copied: the run's config refers to it.
-
-    Args:
-        start: The folder of the model.
-        config: The model's original config.json in that folder; may be missing.
-        run: The run folder.
+    A tokenizer is not copied: the run's config refers to it. `config` is the model's original config.json in `start`,
+    which may be missing.
     """
     if config.exists() and not (run / ORIGINAL).exists():
         files = {} if (start / TOKENIZER).exists() else files_of(start)
@@ -102,20 +88,10 @@ def copy_origin(start: Path, config: Path, run: Path) -> None:
 
 
 def _files(run: Path, tokenizer: Path | None) -> dict[str, Path]:
-    """Return the sidecar files beside a run's tokenizer; those of the run itself if it uses bytes.
-
-    Raises:
-        CheckpointError: The tokenizer is missing, or a link leaves the folder.
-    """
+    """Return the sidecar files beside a run's tokenizer; those of the run itself if it uses bytes."""
     if tokenizer is None:
         return files_of(run)
     if tokenizer.is_file():
         return files_of(tokenizer.parent) if tokenizer.name == TOKENIZER else {TOKENIZER: tokenizer}
     fix = "restore it: the model cannot be used without it"
     raise CheckpointError("Nothing was exported:", [Problem("data.tokenizer", f"{tokenizer} is missing", fix=fix)])
-
-
-def _fits(values: Mapping[str, Any], model: Any) -> bool:
-    """Return whether a config.json is of a family that the model belongs to."""
-    names = set(architectures_of(values))
-    return any(names & set(family.architectures) and family.fits(model) for family in families().values())

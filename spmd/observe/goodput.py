@@ -1,8 +1,7 @@
 """Goodput: the fraction of a run's time, over all restarts, that went into training steps that count.
 
-A run folder's `goodput.jsonl` has a line for each logged step of each session, with the session's seconds by activity
-so far. A session is one `spmd train`; the first in a process began with the process. The time of a killed session after
-its last line counts as time between sessions.
+A run folder's `goodput.jsonl` has a line for each logged step of each session (one `spmd train`), with the session's
+seconds by activity so far. The time of a killed session after its last line counts as time between sessions.
 """
 
 import contextlib
@@ -35,11 +34,7 @@ _FILE = "goodput.jsonl"
 
 
 class Stopwatch:
-    """Seconds by activity; every moment belongs to exactly one.
-
-    Args:
-        now: Clock, in seconds since the epoch.
-        began: Start of the first activity, `start`; the default is `session_start()`.
+    """Seconds by activity; every moment belongs to exactly one, from `began` (default: `session_start()`) on.
 
     Example:
         >>> times = iter([0.0, 3.0, 4.0, 9.0])
@@ -113,10 +108,8 @@ def process_start() -> float:
 class Goodput:
     """Wall-clock time of a run by activity.
 
-    Attributes:
-        seconds: Activity → seconds; besides `ACTIVITIES` `rework`, the steps repeated after a kill or a roll-back, and
-            `between`, from the last line of one session to the start of the next.
-        sessions: Number of sessions.
+    Besides `ACTIVITIES`, `seconds` has `rework`, the steps repeated after a kill or a roll-back, and `between`, from
+    the last line of one session to the start of the next.
     """
 
     seconds: dict[str, float]
@@ -135,14 +128,10 @@ class Goodput:
     def __str__(self) -> str:
         more = {"rework": "repeated steps", "between": "between sessions, and lost by kills"}
         spent = {name: text for name, text in {**ACTIVITIES, **more}.items() if self.seconds[name] >= 0.05}
-        lines = [
-            f"goodput {self.goodput:.1%} of {self.total:,.1f} s in {self.sessions} session{'s' * (self.sessions > 1)}"
-        ]
-        lines += [
-            f"  {self.seconds[name]:>10,.1f} s  {self.seconds[name] / self.total:>6.1%}  {text}"
-            for name, text in spent.items()
-        ]
-        return "\n".join(lines)
+        total, plural = self.total, "s" * (self.sessions > 1)
+        head = f"goodput {self.goodput:.1%} of {total:,.1f} s in {self.sessions} session{plural}"
+        rows = [(self.seconds[name], text) for name, text in spent.items()]
+        return "\n".join([head, *(f"  {n:>10,.1f} s  {n / total:>6.1%}  {text}" for n, text in rows)])
 
 
 def measure_goodput(folder: Path) -> Goodput:
@@ -154,9 +143,8 @@ def measure_goodput(folder: Path) -> Goodput:
     seconds = {name: sum(session[-1]["seconds"].get(name, 0.0) for session in ordered) for name in ACTIVITIES}
     rework = _rework([line for session in ordered for line in session])
     seconds |= {"step": seconds["step"] - rework, "rework": rework}
-    seconds["between"] = sum(
-        max(later[0]["session"] - earlier[-1]["now"], 0.0) for earlier, later in itertools.pairwise(ordered)
-    )
+    gaps = (later[0]["session"] - earlier[-1]["now"] for earlier, later in itertools.pairwise(ordered))
+    seconds["between"] = sum(max(gap, 0.0) for gap in gaps)
     return Goodput(seconds, len(ordered))
 
 

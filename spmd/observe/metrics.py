@@ -1,7 +1,6 @@
 """Metrics of a run: throughput, utilization, memory, and the writers of their values.
 
 ```python
-flops = transformer_flops(params_in_matmuls=124_000_000, layers=12, attention_width=768, sequence=1024)
 clock = StepClock()
 writers = Writers([JsonLines(folder / "metrics.jsonl", keep_through=resumed_step), Console(total_steps)])
 writers.write(step, {"loss": loss, "step_s": clock.median})
@@ -61,10 +60,9 @@ def transformer_flops(
     """Count the model FLOPs of a transformer, as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311).
 
     Each parameter of a matmul costs 2 operations forward and 4 backward. Attention adds two matmuls of
-    `sequence × attention_width` per token and layer. PaLM counts all of them; a causal model needs half.
-
-    `params_in_matmuls` counts the output head, also a tied one, no embedding lookup, and the active experts only.
-    `attention_width` is query heads × width of a head.
+    `sequence × attention_width` per token and layer; `attention_width` is query heads × width of a head. PaLM counts
+    all of them; a causal model needs half. `params_in_matmuls` counts the output head, also a tied one, no embedding
+    lookup, and the active experts only.
     """
     attention = 12 * layers * attention_width * sequence / (2 if causal else 1)
     formula = (
@@ -77,24 +75,14 @@ def transformer_flops(
 
 PEAK_FLOPS: dict[str, float] = {
     # Google Cloud's pages of TPU system architecture, bf16 per chip. JAX has one device for each chip ...
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
+    **{"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12},
     # ... except here, where it has one for each of two TensorCores.
     "TPU7x": 2307e12 / 2,
     # NVIDIA's data sheets, bf16 tensor cores without sparsity, which they print as half of the figure with it.
-    "A100": 312e12,
-    "H100": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "L4": 121e12,
-    "L40S": 362e12,
+    **{"A100": 312e12, "L4": 121e12, "L40S": 362e12},
+    **{"H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12},
+    **{"H200": 989e12, "H200 NVL": 835e12, "GH200": 989e12},
+    **{"B200": 2250e12, "GB200": 2500e12},
 }
 """Peak dense bf16 FLOP/s of one JAX device, by words of its `device_kind`."""
 
@@ -192,11 +180,9 @@ class Writers(Writer):
 class JsonLines(Writer):
     """One JSON object a line, `step` first; each line is handed to the system at once.
 
-    A killed run loses at most the line it was writing, which the next open drops. JSON has no NaN: an infinite loss is
+    A killed run loses at most the line it was writing, which the next open drops, with all lines of steps after
+    `keep_through`, such as the step that the run resumes from. JSON has no NaN: an infinite loss is
     `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`.
-
-    `keep_through` is the step of the checkpoint that the run resumes from: lines of later steps are dropped atomically.
-    None keeps all lines.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_through: int | None = None) -> None:
@@ -255,11 +241,8 @@ COLUMNS: Mapping[str, Callable[[Any], str]] = {
 class Console(Writer):
     """Console output: a progress bar on a terminal, one line per logged step elsewhere.
 
-    Args:
-        total_steps: Last step of the run.
-        stream: Standard output if None.
-        interactive: Draw a bar; None draws one if `stream` is a terminal.
-        columns: Format of each value; add one with `COLUMNS | {"accuracy": "accuracy {:.3f}".format}`.
+    Add a value with `columns=COLUMNS | {"accuracy": "accuracy {:.3f}".format}`. `interactive` says whether to draw a
+    bar; by default, if `stream` (standard output) is a terminal.
 
     Example:
         >>> console = Console(total_steps=200, interactive=False)

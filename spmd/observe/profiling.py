@@ -16,10 +16,7 @@ ON_DEMAND = 5
 
 
 def parse_steps(text: str) -> tuple[int, int] | None:
-    """Parse the value of `--profile`; None for an empty text.
-
-    Raises:
-        ConfigError: It is not FIRST:LAST.
+    """Parse FIRST:LAST, the value of `--profile`; None for an empty text.
 
     Example:
         >>> parse_steps("10:15"), parse_steps("")
@@ -38,12 +35,7 @@ class Profile(Hook):
     """Trace the steps `first … last`, and the next `ON_DEMAND` at SIGUSR2, inside a `with` block.
 
     A trace also has parts of the neighbouring steps: nothing here waits for a device, because a process may trace
-    without the others.
-
-    Args:
-        folder: Folder for traces; each process writes its own.
-        steps: First and last, or None for traces on demand only.
-        log: Logs where a trace begins and ends.
+    without the others. Each process writes its own trace into `folder`; `log` is called when one begins and ends.
     """
 
     def __init__(self, folder: Path, steps: tuple[int, int] | None, log: Callable[[str], None]) -> None:

@@ -26,11 +26,7 @@ class StepTimeExchange:
         self._sent: jax.Array | None = None
 
     def exchange(self, row: Sequence[float]) -> np.ndarray | None:
-        """Send this process's numbers, equally many at every call.
-
-        Returns:
-            The rows `[processes, numbers]` of the call before, in float32; None at the first call.
-        """
+        """Send this process's row; return the rows of the call before, float32 `[processes, numbers]`, or None."""
         before = None if self._sent is None else np.asarray(jax.device_get(self._sent))[self._first]
         local = jax.device_put([np.array([row], np.float32)] * len(self._local_devices), self._local_devices)
         shape = (self._sharded.mesh.size, len(row))

@@ -1,8 +1,7 @@
 """Agreement of all processes before the first step: where they differ, all of them stop.
 
-Processes that run different programs do not fail. They deadlock in the first collective that only some of them reach,
-or train something else. So each states its config, plan, versions and data. Digests of the statements are compared
-first, the statements themselves only if digests differ.
+Processes that run different programs do not fail: they deadlock in the first collective that only some of them reach,
+or train something else. So each states its config, plan, versions and data, and all statements are compared.
 """
 
 import collections
@@ -23,12 +22,9 @@ Statements = Mapping[str, Any]
 
 
 def check_hosts_agree(statements: Statements) -> None:
-    """Compare the statements of all processes; every process makes this call.
-
-    Raises:
-        AgreementError: They differ; raised on every process.
-    """
+    """Compare the statements of all processes; every process makes this call, and all raise the same error."""
     text = json.dumps(statements, sort_keys=True)
+    # Digests first: they are short, and almost always equal.
     if len(set(gather_json(hashlib.sha256(text.encode()).hexdigest()))) > 1:
         everyone = [json.loads(other) for other in gather_json(text)]
         raise AgreementError("The processes do not agree, and none of them starts:", differences(everyone))

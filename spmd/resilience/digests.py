@@ -1,11 +1,9 @@
 """Bitwise digests of sharded arrays, and the devices whose replicas differ.
 
 A digest is two 32-bit sums over the words of a shard, each word mixed with its position first. Mixing is a bijection of
-the word, so a change of one word always changes both sums. Any other change, such as two swapped words, is missed with
-probability 2⁻⁶⁴, for a mixing as good as random and shards of up to 2³² words.
-
-Every device reads its own shards without a copy. Communication is one all-gather of eight bytes for each array, so that
-every process reaches the same verdict.
+the word, so a change of one word always changes both sums. Any other change is missed with probability 2⁻⁶⁴, for a
+mixing as good as random and shards of up to 2³² words. Every device reads its own shards without a copy; communication
+is one all-gather of eight bytes for each array.
 """
 
 import collections
@@ -32,15 +30,10 @@ Digests = np.ndarray
 
 
 def make_digest(abstract: tree.PyTree, mesh: AnyMesh) -> Callable[[tree.PyTree], jax.Array]:
-    """Compile the program that digests every shard of a tree.
+    """Compile the program that digests every shard of a tree as `digest_shards` does, replicated.
 
-    Args:
-        abstract: A tree of `jax.ShapeDtypeStruct`s with `NamedSharding`s on `mesh`, such as `abstract_state(plan)`.
-            Of an array in host memory one layer, or a few MiB, is on the device at a time.
-        mesh: With devices.
-
-    Returns:
-        The tree → uint32[devices, leaves, 2], replicated.
+    `abstract` is a tree of `jax.ShapeDtypeStruct`s with `NamedSharding`s on `mesh`, such as `abstract_state(plan)`. Of
+    an array in host memory one layer, or a few MiB, is on the device at a time.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     replicated = NamedSharding(mesh, P())
@@ -51,9 +44,7 @@ def make_digest(abstract: tree.PyTree, mesh: AnyMesh) -> Callable[[tree.PyTree],
 def digest_shards(arrays: tree.PyTree, shardings: tree.PyTree) -> jax.Array:
     """Digest every device's shard of each array as uint32[devices, leaves, 2]; call it inside of `jax.jit`.
 
-    Args:
-        arrays: A tree of arrays.
-        shardings: Their `NamedSharding`s, on one mesh.
+    `shardings` are the arrays' `NamedSharding`s, on one mesh.
     """
     leaves, flat = jax.tree.leaves(arrays), jax.tree.leaves(shardings)
     mesh = flat[0].mesh
@@ -68,7 +59,6 @@ def digest_shards(arrays: tree.PyTree, shardings: tree.PyTree) -> jax.Array:
 
 
 def _digest(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return uint32[2] of one shard."""
     if sharding.memory_kind != "pinned_host":
         return _sums(x, x.shape)
     device = jax.memory.Space.Device
@@ -117,14 +107,9 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def replica_differences(digests: Digests, abstract: tree.PyTree, mesh: AnyMesh) -> list[Problem]:
-    """Return a problem for each block of an array whose replicas differ.
+    """Return a problem for each block of an array whose replicas differ; the arguments are those of `make_digest`.
 
     It names the devices in the minority, or all of them if no value has a majority.
-
-    Args:
-        digests: From `make_digest`, on the host.
-        abstract: The tree it was made for.
-        mesh: Its mesh.
     """
     problems = []
     for leaf_number, (path, leaf) in enumerate(tree.flatten(abstract).items()):
@@ -142,13 +127,15 @@ def replica_differences(digests: Digests, abstract: tree.PyTree, mesh: AnyMesh) 
 @functools.lru_cache(maxsize=1024)
 def _blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
     """Return the number of each device's block, in the order of the mesh; replicas have equal numbers."""
-    known: dict[tuple[tuple[int, int, int], ...], int] = {}
-    indices = sharding.devices_indices_map(shape)
-    keys = [
-        tuple(part.indices(size) for part, size in zip(indices[device], shape, strict=True))
-        for device in sharding.mesh.devices.flat
-    ]
-    return np.array([known.setdefault(key, len(known)) for key in keys])
+    known: dict[tuple[tuple[int, int], ...], int] = {}
+    bounds = [_bounds(sharding, shape, device) for device in sharding.mesh.devices.flat]
+    return np.array([known.setdefault(block, len(known)) for block in bounds])
+
+
+def _bounds(sharding: NamedSharding, shape: tuple[int, ...], device: jax.Device) -> tuple[tuple[int, int], ...]:
+    """Return the first index and the end of a device's block in each dimension."""
+    parts = sharding.devices_indices_map(shape)[device]
+    return tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))
 
 
 def _of_block(path: str, devices: list[jax.Device], values: list[int], leaf: jax.ShapeDtypeStruct) -> Problem:
@@ -162,22 +149,14 @@ def _of_block(path: str, devices: list[jax.Device], values: list[int], leaf: jax
     else:
         what = f"{named} {'holds' if len(odd) == 1 else 'hold'} other bits than the other replicas"
         fix = f"take {named} out of service, and restore a checkpoint from before"
-    parts = leaf.sharding.devices_indices_map(leaf.shape)[devices[0]]
-    block = ", ".join(f"{a}:{b}" for a, b, _ in (p.indices(n) for p, n in zip(parts, leaf.shape, strict=True)))
+    block = ", ".join(f"{start}:{stop}" for start, stop in _bounds(leaf.sharding, leaf.shape, devices[0]))
     holders = collections.defaultdict(list)
     for device, value in zip(devices, values, strict=True):
         holders[value].append(str(device.id))
-    held = ", ".join(
-        f"{value:016x} on {'device' if len(ids) == 1 else 'devices'} {', '.join(ids)}" for value, ids in holders.items()
-    )
+    held = ", ".join(f"{value:016x} on device{'s' * (len(ids) > 1)} {', '.join(ids)}" for value, ids in holders.items())
     return Problem(path, what, f"block [{block}]: {held}", fix)
 
 
 def name_device(device: jax.Device) -> str:
-    """Return a device's number and process.
-
-    Example:
-        >>> name_device(jax.devices()[0])
-        'device 0 (process 0)'
-    """
+    """Return a device's number and process: `device 0 (process 0)`."""
     return f"device {device.id} (process {device.process_index})"

@@ -1,8 +1,7 @@
 """Divergence of training: a loss or gradient that is not finite, or a loss spike.
 
 The reaction is decided elsewhere: the compiled step skips the update (`spmd.optim.skip_updates`), or the run stops, or
-rolls back to its last checkpoint and skips the batches since, as for PaLM (Chowdhery et al., arXiv:2204.02311, section
-5.1).
+rolls back to its last checkpoint and skips the batches since, as PaLM did (Chowdhery et al., arXiv:2204.02311, 5.1).
 """
 
 import collections
@@ -19,9 +18,7 @@ class DivergenceCheck(Hook):
 
     Args:
         batch: Sequences in a global batch, to name the batch's position in the data.
-        skipped_batches: Batches of the data that were skipped before.
         last_good: Returns the step of the newest checkpoint.
-        non_finite: Check for NaN and infinity.
         floor: A step with a larger `loss_scale` passes: its update was skipped, and the scale is lowered.
         factor: A loss above this many medians of the last `window` losses is a spike; 0 disables the check.
         window: Losses in the median. The check starts after half as many.

@@ -19,23 +19,19 @@ EXIT_PREEMPTED = 75
 
 
 class Preemption(Hook):
-    """Handler of SIGTERM and SIGUSR1 inside a `with` block, in the main thread.
-
-    Attributes:
-        stop_step: Step after which all processes stop, once it is known.
-    """
+    """Handler of SIGTERM and SIGUSR1 inside a `with` block, in the main thread."""
 
     def __init__(self) -> None:
         self.stop_step: int | None = None
+        """Step after which all processes stop, once it is known."""
         self._signaled = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         # With several processes JAX's coordination service has its own handler of SIGTERM, which informs the others.
-        several = jax.process_count() > 1
-        self._before = {signal.SIGUSR1: signal.signal(signal.SIGUSR1, self._to_sigterm if several else self._on_signal)}
-        if not several:
-            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_signal)
+        several, numbers = jax.process_count() > 1, (signal.SIGUSR1, signal.SIGTERM)
+        handlers = {signal.SIGUSR1: self._to_sigterm} if several else dict.fromkeys(numbers, self._on_signal)
+        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -27,33 +27,25 @@ from spmd.resilience.digests import digest_shards, make_digest, name_device, rep
 from spmd.train.loop import Hook
 from spmd.train.state import TrainState, abstract_arguments, abstract_state
 
+_Around = Callable[[], AbstractContextManager[None]]
+
 
 class _Check(Hook, abc.ABC):
-    """Check of the state at an interval; training stops if it fails.
+    """Check of the state, every so many steps (0: never); training stops if it fails.
 
-    Args:
-        plan: On a mesh with devices.
-        every: Steps between two checks; 0 for never.
-        around: Makes a context for each check, such as one that measures its time.
+    `around` makes a context for each check, such as one that measures its time.
     """
 
     title: str
 
-    def __init__(
-        self,
-        plan: ShardingPlan,
-        every: int,
-        around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
+    def __init__(self, plan: ShardingPlan, every: int, around: _Around = contextlib.nullcontext) -> None:
         self.plan, self.every, self.around = plan, every, around
 
     @functools.cached_property
     def abstract(self) -> TrainState:
-        """State as `jax.ShapeDtypeStruct`s."""
         return abstract_state(self.plan)
 
     def wants_state(self, step: int) -> bool:
-        """Return whether a check is due."""
         return bool(self.every) and step % self.every == 0
 
     def on_state(self, step: int, state: TrainState) -> None:
@@ -87,25 +79,14 @@ class DeterminismCheck(_Check):
     """Compute the gradients of one batch twice and compare them bit for bit.
 
     A difference is a device that miscomputes, a link that flips bits, or a nondeterministic operation. Nothing is
-    donated and only digests are returned, so it needs the memory of a step without its update.
-
-    Args:
-        plan: On a mesh with devices.
-        grad_fn: Gradient function of the step.
-        probe: The batch, on the devices; it is kept.
-        every: Steps between two checks; 0 for never.
-        around: Makes a context for each check.
+    donated and only digests are returned, so it needs the memory of a step without its update. `probe` is the batch, on
+    the devices; it is kept.
     """
 
     title = "Gradients are not reproducible"
 
     def __init__(
-        self,
-        plan: ShardingPlan,
-        grad_fn: GradFn,
-        probe: Any,
-        every: int,
-        around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        self, plan: ShardingPlan, grad_fn: GradFn, probe: Any, every: int, around: _Around = contextlib.nullcontext
     ) -> None:
         super().__init__(plan, every, around)
         self.grad_fn, self.probe = grad_fn, probe

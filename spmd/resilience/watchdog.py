@@ -1,11 +1,11 @@
 """Watchdog: a process that hangs exits, with the stack of every thread.
 
 A collective that one process never reaches, a dead network and a stuck disk all stop progress, so one deadline covers
-them. Every process has its own watchdog. Processes that wait for the stuck one make no progress either, so all exit at
-about the same time.
+them. Every process has its own watchdog; those that wait for the stuck one exit at about the same time.
 """
 
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -29,7 +29,6 @@ class Watchdog(Hook):
         timeout: Seconds between two finished steps, evaluation batches or checkpoints; 0 for no deadline.
         start_timeout: Seconds until the first step has finished, with compilation.
         log: File for stacks besides standard error; it has a descriptor.
-        exit_process: Ends the process.
     """
 
     def __init__(
@@ -41,8 +40,7 @@ class Watchdog(Hook):
     ) -> None:
         self._timeout, self._start_timeout, self._log, self._exit = timeout, start_timeout, log, exit_process
         self._last, self._activity = "nothing", "starting"
-        self._limit = 0.0
-        self._deadline = float("inf")
+        self._limit, self._deadline = 0.0, math.inf
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -72,13 +70,11 @@ class Watchdog(Hook):
         self.reset(f"step {step}")
 
     def _arm(self, seconds: float) -> None:
-        self._limit = seconds
+        self._limit, self._deadline = seconds, time.monotonic() + (seconds or math.inf)
         if seconds:
-            self._deadline = time.monotonic() + seconds
             # The hang may hold the interpreter lock; faulthandler's thread does not need it.
             faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=self._log or sys.stderr)
         else:
-            self._deadline = float("inf")
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:

@@ -65,7 +65,7 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """Number of processes that train together."""
+        """Processes that train together."""
         return self.nodes * self.processes_per_node
 
     @property
@@ -113,20 +113,16 @@ class SlurmJob(Job):
     def render(self, train: Sequence[str]) -> str:
         """Return the batch file that runs `command(train)`."""
         options = {
-            "job-name": self.name,
-            "nodes": self.nodes,
-            "ntasks-per-node": self.processes_per_node,
-            "gpus-per-node": self.gpus_per_node,
-            "cpus-per-task": self.cpus_per_process,
-            "time": self.time,
-            "partition": self.partition,
-            "account": self.account,
+            **{"job-name": self.name, "nodes": self.nodes, "ntasks-per-node": self.processes_per_node},
+            **{"gpus-per-node": self.gpus_per_node, "cpus-per-task": self.cpus_per_process},
+            **{"time": self.time, "partition": self.partition, "account": self.account},
         }
         lines = "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value)
         # A step does not inherit the job's CPUs. Several tasks on a node divide the GPUs; a single one sees all.
         step = f" --cpus-per-task={self.cpus_per_process}" if self.cpus_per_process else ""
         if self.gpus_per_node and self.processes_per_node > 1:
             step += f" --gpus-per-task={self.gpus_per_node // self.processes_per_node}"
+        hint = "# sbatch passes on the environment of its shell: activate the one that has spmd before."
         return f"""\
 #!/bin/bash
 {lines}
@@ -135,7 +131,7 @@ class SlurmJob(Job):
 #SBATCH --signal=USR1@{self.save_seconds}
 #SBATCH --requeue
 
-{self.setup or "# sbatch passes on the environment of its shell: activate the one that has spmd before."}
+{self.setup or hint}
 export JAX_COMPILATION_CACHE_DIR="$SLURM_SUBMIT_DIR/{_CACHE}"
 {exports(self.platform)}
 # {self.save_seconds} s before the time limit, and at a preemption, Slurm signals the processes: they save and exit with
@@ -180,14 +176,13 @@ class KubernetesJob(Job):
     def problems(self) -> list[Problem]:
         """Return what is wrong with the options."""
         problems = super().problems()
-        for field in ("image", "claim"):
-            if not getattr(self, field):
-                problems.append(Problem(field, "is missing", fix=f"--{field} {field.upper()}"))
+        missing = [field for field in ("image", "claim") if not getattr(self, field)]
+        problems += [Problem(field, "is missing", fix=f"--{field} {field.upper()}") for field in missing]
         if not self.mount.startswith("/"):
             problems.append(Problem("mount", f"{self.mount!r} is not an absolute path", fix="such as /runs"))
         if self.tpu and not _TPU.fullmatch(self.tpu):
-            example = "such as tpu-v5-lite-podslice:4x4"
-            problems.append(Problem("tpu", f"{self.tpu!r} is not ACCELERATOR:TOPOLOGY", fix=example))
+            what = f"{self.tpu!r} is not ACCELERATOR:TOPOLOGY"
+            problems.append(Problem("tpu", what, fix="such as tpu-v5-lite-podslice:4x4"))
         elif self.tpu and self.gpus_per_node:
             problems.append(Problem("gpus_per_node", "and tpu exclude each other"))
         elif self.tpu and self.processes > 0 and self.devices % self.processes:
@@ -208,28 +203,23 @@ class KubernetesJob(Job):
         if self.setup:
             command = ["bash", "-c", f'{self.setup}; exec "$@"', "bash", *command]
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        env = [
+            {"name": "JAX_COMPILATION_CACHE_DIR", "value": f"{self.mount.rstrip('/')}/{_CACHE}"},
+            {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+            *({"name": flag.name, "value": str(flag.value)} for flag in START_UP[self.platform]),
+        ]
         kind = "google.com/tpu" if self.tpu else "nvidia.com/gpu"
         limits = {kind: self.devices // self.processes} if self.devices else {}
         requests = {"cpu": self.cpus_per_process} if self.cpus_per_process else {}
         container = {
-            "name": "spmd",
-            "image": self.image,
-            "command": command,
-            "workingDir": self.mount,
-            "env": [
-                {"name": "JAX_COMPILATION_CACHE_DIR", "value": f"{self.mount.rstrip('/')}/{_CACHE}"},
-                {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-                *({"name": flag.name, "value": str(flag.value)} for flag in START_UP[self.platform]),
-            ],
+            **{"name": "spmd", "image": self.image, "command": command, "workingDir": self.mount, "env": env},
             "ports": [{"containerPort": _PORT, "name": "coordinator"}],
             "volumeMounts": [{"name": "runs", "mountPath": self.mount}],
             "resources": {"limits": limits, "requests": requests},
         }
         selected = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
         pod = {
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": self.save_seconds,
-            "containers": [container],
+            **{"restartPolicy": "Never", "terminationGracePeriodSeconds": self.save_seconds, "containers": [container]},
             "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}}],
             "nodeSelector": dict(zip(selected, self.tpu.split(":"), strict=True)) if self.tpu else {},
         }
@@ -237,12 +227,8 @@ class KubernetesJob(Job):
         node_lost = [{"type": "DisruptionTarget", "status": "True"}]
         failures = [{"action": "FailJob", "onExitCodes": codes}, {"action": "FailJob", "onPodConditions": node_lost}]
         job = {
-            "completionMode": "Indexed",
-            "completions": self.processes,
-            "parallelism": self.processes,
-            "backoffLimit": 0,
-            "podFailurePolicy": {"rules": failures},
-            "template": {"spec": pod},
+            **{"completionMode": "Indexed", "completions": self.processes, "parallelism": self.processes},
+            **{"backoffLimit": 0, "podFailurePolicy": {"rules": failures}, "template": {"spec": pod}},
         }
         # A Job that fails by its pod failure policy had an exit code to restart after; any other failure is final.
         restart = [
