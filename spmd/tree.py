@@ -113,6 +113,6 @@ def human_bytes(n: float) -> str:
     """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(n) < 1024 or unit == "TiB":
-            return f"{n:.4g} {unit}" if n >= 999.5 else f"{n:.3g} {unit}"
+            return f"{n:.4g} {unit}" if abs(n) >= 999.5 else f"{n:.3g} {unit}"
         n /= 1024
     raise AssertionError("unreachable")

@@ -9,14 +9,15 @@ from collections.abc import Iterator
 
 import jax
 
-from spmd.analysis.traced_program import Operation, TracedProgram, TracedValue
+from spmd.analysis.traced_program import TracedProgram, TracedValue
 
-_ALIASES = (
-    *("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "name", "sharding_constraint"),
-    "stack_iterations",
-)
+_ALIASES = {
+    *("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "name", "sharding_constraint", "stack_iterations")
+}
 """Operations whose result has the elements of their operands, and is read in their place."""
 
+_DEFAULT = jax.lax.Precision.DEFAULT
+_DEFAULT_PRECISIONS = (None, _DEFAULT, (_DEFAULT, _DEFAULT))
 _FULL_PRECISION = None
 """Reader that needs all 32 bits."""
 
@@ -48,7 +49,7 @@ def narrow_operands(program: TracedProgram) -> None:
 def _reads(program: TracedProgram) -> Iterator[tuple[TracedValue, TracedValue | None]]:
     """Yield each operand with its reader: the value that has its elements, itself for a matmul, else None."""
     for operation in program.operations:
-        if operation.primitive == "dot_general" and _is_default_precision(operation):
+        if operation.primitive == "dot_general" and operation.params["precision"] in _DEFAULT_PRECISIONS:
             yield from ((value, value) for value in operation.inputs)
         elif operation.primitive in _ALIASES:
             yield from ((value, operation.outputs[0]) for value in operation.inputs)
@@ -63,8 +64,3 @@ def _reads(program: TracedProgram) -> Iterator[tuple[TracedValue, TracedValue | 
                 yield value, _FULL_PRECISION if first <= i < first + carry else inner
             for i, (value, outer) in enumerate(zip(body.outputs, operation.outputs, strict=True)):
                 yield value, _FULL_PRECISION if i < carry else outer
-
-
-def _is_default_precision(product: Operation) -> bool:
-    default = jax.lax.Precision.DEFAULT
-    return product.params["precision"] in (None, default, (default, default))

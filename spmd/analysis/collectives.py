@@ -35,9 +35,6 @@ KINDS = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-IRREGULAR = "no product of axes"
-"""Text for groups that are unequal, or hold a part of an axis."""
-
 _ONE_ARRAY = ("all-to-all", "ragged-all-to-all")
 _SLICES = {"dynamic-slice", "slice", "slice-done", "slice-start"}
 _GATHERS = {"all-gather", "all-gather-done", "all-gather-start"}
@@ -91,8 +88,8 @@ class Collective:
 
     @property
     def over(self) -> str:
-        """The axes as text, `data+fsdp`."""
-        return IRREGULAR if self.axes is None else "+".join(self.axes)
+        """Axes as text, `data+fsdp`."""
+        return "no product of axes" if self.axes is None else "+".join(self.axes)
 
 
 def find_collectives(
@@ -120,7 +117,15 @@ class _Search:
         self.found: dict[_Key, Collective] = {}
         self._first: dict[_Key, str] = {}
         self._reduced: dict[HloValue, _Key] = {}
-        self._communicates: dict[str, bool] = {}
+        self._communicating: set[str] = set()  # computations that have, or call one that has, a collective
+        todo = [
+            c.name for c in program.computations.values() if any(kind_of(i) in KINDS for i in c.instructions.values())
+        ]
+        while todo:
+            name = todo.pop()
+            if name not in self._communicating:
+                self._communicating.add(name)
+                todo += [caller for caller, _, _ in program.callers[name]]
 
     def visit(self, name: str, times: int, counted: bool, conditional: bool) -> None:
         """Record the collectives of a computation and of those it calls."""
@@ -135,27 +140,17 @@ class _Search:
                             is_counted=known.is_counted and counted,
                             is_conditional=known.is_conditional or conditional,
                         )
-            elif instruction.opcode == "while" and self._calls_collectives(instruction):
+            elif instruction.opcode == "while" and any(
+                callee in self._communicating for _, callee in instruction.callees()
+            ):
                 called, trips = dict(instruction.callees()), trip_count(self.program, name, instruction)
                 turns, is_counted = 1 if trips is None else trips, counted and trips is not None
                 self.visit(called["condition"], times * (turns + 1), is_counted, conditional)
                 self.visit(called["body"], times * turns, is_counted, conditional)
             elif not instruction.opcode.endswith(("-done", "-update")):
                 for _, callee in instruction.callees():
-                    if self._has_collectives(callee):
+                    if callee in self._communicating:
                         self.visit(callee, times, counted, conditional or instruction.opcode == "conditional")
-
-    def _calls_collectives(self, instruction: Instruction) -> bool:
-        return any(self._has_collectives(callee) for _, callee in instruction.callees())
-
-    def _has_collectives(self, name: str) -> bool:
-        """Tell whether a computation, or one that it calls, has a collective."""
-        if name not in self._communicates:
-            here = self.program.computations.get(name)
-            self._communicates[name] = here is not None and any(
-                kind_of(i) in KINDS or self._calls_collectives(i) for i in here.instructions.values()
-            )
-        return self._communicates[name]
 
     def merged(self) -> dict[_Key, Collective]:
         """Return the records, with all-reduces that are only added to each other as one all-reduce of their sum."""

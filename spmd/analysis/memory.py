@@ -10,8 +10,9 @@ The estimate is the training state, known to the byte from the plan, and the pea
 (`spmd.analysis.liveness`). It has no knowledge of a model, an optimizer or a remat policy.
 """
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from spmd.analysis.bf16_operands import narrow_operands
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
 from spmd.analysis.propagation import place, propagate
 from spmd.analysis.topology import Topology
-from spmd.analysis.traced_program import TracedProgram, TracedValue, matmul_flops, read_program
+from spmd.analysis.traced_program import TracedProgram, matmul_flops, read_program
 from spmd.pipeline.executor import SLOTS
 from spmd.plan.plan import ShardingPlan
 from spmd.train.state import abstract_arguments
@@ -47,12 +48,12 @@ CATEGORIES = {
 class Estimate:
     """Memory of a step, from its trace.
 
+    `held`, `at_peak` and `host` are category → bytes on one device (or in host memory for it).
+
     Attributes:
-        held: Category → bytes on one device, at any time of the step.
-        at_peak: Category → bytes on one device at the peak.
+        held: At any time of the step.
         saved: Activation → bytes that the forward pass saves for the backward pass on one device; unnamed ones together
             under the empty name.
-        host: Category → bytes in host memory for one device.
         matmul_flops: FLOPs of all matmuls on all devices together, those that a remat policy recomputes included.
     """
 
@@ -80,12 +81,9 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledMemory:
-    """Memory of a compiled step, in bytes on one device.
+    """Memory of a compiled step, in bytes on one device; `aliased` are outputs that overwrite arguments.
 
-    Attributes:
-        aliased: Outputs that overwrite arguments.
-        host_arguments: Arguments in host memory; 0 on a backend without it.
-        peak: Most bytes in use at once, of device and host together; None if the backend does not report it.
+    `peak` is the most in use at once, of device and host together; None if the backend does not report it.
     """
 
     arguments: int
@@ -131,8 +129,8 @@ class MemoryReport:
 
     @property
     def largest(self) -> str:
-        """The category with the most bytes at the peak."""
-        return max(self.estimated.at_peak, key=lambda name: self.estimated.at_peak[name])
+        """Category with the most bytes at the peak."""
+        return max(self.estimated.at_peak, key=self.estimated.at_peak.__getitem__)
 
     def to_json(self) -> dict[str, Any]:
         """Return all bytes as JSON values."""
@@ -159,16 +157,12 @@ class MemoryReport:
             rows.append((label, "", human_bytes(self.compiled.total)))
             host = self.compiled.host_arguments + self.compiled.host_temporaries or host
         if self.limit is not None:
-            left = self.limit - self.total
-            sign = "−" if left < 0 else ""
-            rows.append(
-                (f"{self.topology.kind} has, and is left", human_bytes(self.limit), sign + human_bytes(abs(left)))
-            )
+            left = human_bytes(self.limit - self.total).replace("-", "−")
+            rows.append((f"{self.topology.kind} has, and is left", human_bytes(self.limit), left))
         if host:
             each = self.topology.devices // self.topology.hosts
-            rows.append(
-                (f"in host memory: for a device, on a host of {each}", human_bytes(host), human_bytes(host * each))
-            )
+            label = f"in host memory: for a device, on a host of {each}"
+            rows.append((label, human_bytes(host), human_bytes(host * each)))
         width = max(len(label) for label, _, _ in rows)
         return "\n".join(f"{label.ljust(width)}  {a.rjust(10)}  {b.rjust(11)}".rstrip() for label, a, b in rows)
 
@@ -188,21 +182,28 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
         narrow_operands(program)
     count = len(jax.tree.leaves(state))
     buffers = find_buffers(program, axes, program.outputs[:count], platform)
-    buffers += _gathered_results(program.inputs[:count], program.outputs[:count], axes, 1 + max(b.end for b in buffers))
+    end = 1 + max(buffer.end for buffer in buffers)
+    # XLA cannot gather into a donated argument: results that are computed in shards and returned whole, as in ZeRO
+    # stages 1 and 2, all exist twice when the step ends.
+    buffers += [
+        Buffer("gathered", "", old.shape, old.bytes(axes), False, end, end)
+        for old, new in zip(program.inputs[:count], program.outputs[:count], strict=True)
+        if not old.on_host and new.bytes(axes) < old.bytes(axes)
+    ]
     categories = _Categories(plan, program)
     now = dict.fromkeys(("grads", "activations", "stages", "logits", "collectives", "temporaries"), 0)
     for buffer in peak_buffers(buffers):
         if not buffer.on_host:
             now[categories.of(buffer)] += buffer.bytes
     now["temporaries"] += heap_bytes(buffers) - sum(now.values())  # fragmentation
-    saved: dict[str, int] = {}
+    saved = collections.Counter[str]()
     arguments, host = _state_bytes(plan)
     arguments["batch"] = sum(value.bytes(axes) for value in program.inputs[count:])
     for buffer in saved_activations(program, axes):
         if buffer.on_host:
-            host["activations"] = host.get("activations", 0) + buffer.bytes
+            host["activations"] += buffer.bytes
         elif categories.of(buffer) == "activations":
-            saved[buffer.name] = saved.get(buffer.name, 0) + buffer.bytes
+            saved[buffer.name] += buffer.bytes
     held = arguments | {
         "grads": sum(leaf.bytes_per_device for leaf in plan.gradients),
         "activations": sum(saved.values()),
@@ -212,20 +213,6 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
         "temporaries": now["temporaries"],
     }
     return Estimate(held, arguments | now, saved, host, matmul_flops(program))
-
-
-def _gathered_results(
-    donated: Sequence[TracedValue], results: Sequence[TracedValue], axes: Mapping[str, int], time: int
-) -> list[Buffer]:
-    """Return the buffers of results that are computed in shards and returned whole, as in ZeRO stages 1 and 2.
-
-    XLA cannot gather into a donated argument: all of them exist twice when the step ends.
-    """
-    return [
-        Buffer("gathered", "", old.shape, old.bytes(axes), False, time, time)
-        for old, new in zip(donated, results, strict=True)
-        if not old.on_host and new.bytes(axes) < old.bytes(axes)
-    ]
 
 
 def read_memory(compiled: jax.stages.Compiled) -> CompiledMemory | None:
@@ -244,16 +231,16 @@ def read_memory(compiled: jax.stages.Compiled) -> CompiledMemory | None:
     )
 
 
-def _state_bytes(plan: ShardingPlan) -> tuple[dict[str, int], dict[str, int]]:
+def _state_bytes(plan: ShardingPlan) -> tuple[dict[str, int], collections.Counter[str]]:
     """Return the bytes of one device's training state by category: on the device, and in host memory."""
     device = dict.fromkeys(("params", "master", "optimizer", "variables"), 0)
-    host: dict[str, int] = {}
+    host = collections.Counter[str]()
     tables = {"params": plan.params, "optimizer": plan.optimizer_state, "variables": plan.variables}
     for name, leaves in tables.items():
         for leaf in leaves:
             category = "master" if name == "optimizer" and "master" in leaf.path.split("/") else name
             memory = device if leaf.memory_kind == "device" else host
-            memory[category] = memory.get(category, 0) + leaf.bytes_per_device
+            memory[category] += leaf.bytes_per_device
     return device, host
 
 
@@ -266,7 +253,6 @@ class _Categories:
         self._params = {leaf.shape for leaf in plan.params if len(leaf.shape) > 1}
 
     def of(self, buffer: Buffer) -> str:
-        """Return the category of a buffer."""
         if buffer.name == SLOTS:
             return "stages"
         if buffer.shape in self._logits_shapes:

@@ -40,13 +40,18 @@ class Topology:
 
     @property
     def kind(self) -> str:
-        """The kind of chip, such as `"v5e"`."""
+        """Kind of chip, such as `"v5e"`."""
         return self.chip.kind
 
     @property
     def platform(self) -> str:
         """`"tpu"`, `"cuda"` or `"cpu"`."""
         return self.chip.platform
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that a program may use on one device; None for simulated devices."""
+        return self.chip.memory
 
     @property
     def chips(self) -> int:
@@ -70,11 +75,6 @@ class Topology:
         """Chips of one TPU host along each of three dimensions."""
         x, y, _ = (*self.shape, 1, 1)[:3]
         return min(x, 2), min(y, 2), 1
-
-    @property
-    def memory(self) -> int | None:
-        """Bytes that a program may use on one device; None for simulated devices."""
-        return self.chip.memory
 
     def __str__(self) -> str:
         return self.name
@@ -124,10 +124,8 @@ def parse_topology(text: str) -> Topology:
 
 def missing_extra(topology: Topology) -> Problem | None:
     """Return the extra to install before compiling for a machine; None if its compiler is installed."""
-    if topology.platform not in EXTRAS:
-        return None
-    extra, modules = EXTRAS[topology.platform]
-    if any(importlib.util.find_spec(module) for module in modules):
+    extra, modules = EXTRAS.get(topology.platform, ("", ()))
+    if not extra or any(importlib.util.find_spec(module) for module in modules):
         return None
     what = f"needs {topology.platform.upper()}'s compiler, which is not installed; no {topology.kind} is needed"
     return Problem(f"compiling for {topology}", what, fix=f"pip install 'spmd[{extra}]'")
@@ -141,8 +139,7 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
     Raises:
         ConfigError: The extra with the compiler is not installed.
     """
-    absent = missing_extra(topology)
-    if absent:
+    if absent := missing_extra(topology):
         raise ConfigError("The compiler is missing:", [absent])
     if topology.platform == "cpu":
         return jax.devices()[: topology.devices]
@@ -152,7 +149,7 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
             described = topologies.get_topology_desc(
                 platform="cuda",
                 topology_name=topology.name,
-                target_config=topology.chip.gpu.target_config(topology.chip.device_kind),
+                target_config=topology.chip.target_config(),
                 topology=f"1x{hosts}x{gpus}",
             )
         else:
