@@ -20,6 +20,16 @@ from spmd.distributed.initialize import exit_process
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 from spmd.run.config import shipped
 
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "train": run_train,
+    "launch": run_launch,
+    "script": run_script,
+    "plan": run_plan,
+    "check": run_check,
+    "generate": run_generate,
+    "import": run_import,
+    "export": run_export,
+}
 USAGE = """\
 usage: spmd VERB …
 
@@ -65,23 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    verbs: dict[str, Callable[[list[str]], int]] = {
-        "train": run_train,
-        "launch": run_launch,
-        "script": run_script,
-        "plan": run_plan,
-        "check": run_check,
-        "generate": run_generate,
-        "import": run_import,
-        "export": run_export,
-    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE.format(names=", ".join(shipped())), end="")
         return 0 if arguments else 2
-    if arguments[0] not in verbs:
-        problem = Problem(arguments[0], "is no verb", fix=did_you_mean(arguments[0], verbs))
+    if arguments[0] not in VERBS:
+        problem = Problem(arguments[0], "is no verb", fix=did_you_mean(arguments[0], VERBS))
         raise ConfigError("There is no such command:", [problem])
-    return verbs[arguments[0]](arguments[1:])
+    return VERBS[arguments[0]](arguments[1:])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from flax import traverse_util
 
 PyTree = Any
 
@@ -51,7 +52,6 @@ def select(tree: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, An
         >>> select({"a": {"x": 1, "y": 2}, "b": {"x": 3}}, lambda path: path.endswith("y"))
         {'a': {'y': 2}}
     """
-
     out: dict[str, Any] = {}
     for key, child in tree.items():
         if isinstance(child, Mapping):
@@ -84,14 +84,7 @@ def nested(table: Mapping[str, Any]) -> dict[str, Any]:
         >>> nested({"a/x": 1, "a/y": 2, "b": 3})
         {'a': {'x': 1, 'y': 2}, 'b': 3}
     """
-    out: dict[str, Any] = {}
-    for path, leaf in table.items():
-        *parents, name = path.split("/")
-        node = out
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return out
+    return dict(traverse_util.unflatten_dict(table, sep="/"))
 
 
 def size(tree: PyTree) -> int:

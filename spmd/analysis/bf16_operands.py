@@ -24,25 +24,19 @@ _FULL_PRECISION = None
 
 def narrow_operands(program: TracedProgram) -> None:
     """Mark the values of a program for a TPU that are kept in bfloat16, its inputs excepted."""
-    readers: dict[int, list[TracedValue | None]] = collections.defaultdict(list)
-    values: dict[int, TracedValue] = {}
-    products = set()
+    readers: dict[TracedValue, list[TracedValue | None]] = collections.defaultdict(list)
     for value, reader in [*_reads(program), *((value, _FULL_PRECISION) for value in program.outputs)]:
-        values[id(value)] = value
-        if reader is value:
-            products.add(id(value))
-        else:
-            readers[id(value)].append(reader)
-    known: dict[int, bool] = {id(value): False for value in program.inputs}
+        readers[value].append(reader)
+    known = dict.fromkeys(program.inputs, False)
 
     def is_multiplied(value: TracedValue) -> bool:
-        if id(value) not in known:
-            known[id(value)] = True  # a cycle is no evidence against it
-            known[id(value)] = all(r is not _FULL_PRECISION and is_multiplied(r) for r in readers[id(value)])
-        return known[id(value)]
+        if value not in known:
+            known[value] = True  # a cycle, such as a matmul that is its own reader, is no evidence against it
+            known[value] = all(r is not _FULL_PRECISION and is_multiplied(r) for r in readers[value])
+        return known[value]
 
-    for key, value in values.items():
-        if value.itemsize == 4 and (key in products or readers[key]) and is_multiplied(value):
+    for value in list(readers):
+        if value.itemsize == 4 and readers[value] and is_multiplied(value):
             value.kept = 2
 
 

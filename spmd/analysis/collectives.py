@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
-from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, on_mesh, per_device, read_groups, spans
+from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, per_device, read_groups, spans
 from spmd.analysis.trip_count import trip_count
 from spmd.plan import annotate, context, fsdp
 
@@ -206,7 +206,8 @@ class _Search:
     def _records(self, name: str, instruction: Instruction) -> Iterator[tuple[_Key, Collective]]:
         kind, between = kind_of(instruction), instruction.opcode == "send"
         groups, pairs = read_groups(instruction.attributes, self.devices)
-        places = self.places.T.tolist() if between else on_mesh(groups, self.places)
+        places = groups if len(self.places) == 1 else [row[list(g)].tolist() for row in self.places for g in groups]
+        places = self.places.T.tolist() if between else places
         axes = mesh_axes(places, self.axes, pairs=pairs)
         if axes == ():
             return
@@ -252,7 +253,7 @@ class _Search:
             )
 
     def _key(self, name: str, instruction: Instruction, part: int) -> _Key:
-        """Return what identifies a record. A TPU repeats a transfer in every fusion that it overlaps with: a chain."""
+        # A TPU repeats a transfer in every fusion that it overlaps with: a chain, recorded once.
         chain = instruction.attribute(r'\bchain_id="(\d+)"')
         if chain and self.program.callers[name]:
             channel = instruction.attribute(r"channel_id=(\d+)")
@@ -261,13 +262,12 @@ class _Search:
 
     def _done(self, name: str, instruction: Instruction) -> HloValue:
         """Return the result of an instruction; of an asynchronous start, that of its `-done`."""
-        while instruction.opcode.endswith(("-start", "-update")):
+        later = [instruction]
+        while later and later[0].opcode.endswith(("-start", "-update")):
+            instruction = later[0]
             users = self.program.computations[name].users[instruction.name]
             later = [user for user, _ in users if user.opcode.endswith(("-done", "-update"))]
-            if not later:
-                break
-            instruction = later[0]
-        return HloValue(name, instruction.name)
+        return HloValue(name, (later or [instruction])[0].name)
 
     def _metadata(self, name: str, instruction: Instruction, result: HloValue) -> Instruction:
         """Return the instruction with the most specific metadata on the origin of a result."""
@@ -279,8 +279,8 @@ class _Search:
 
     def _source(self, metadata: Instruction) -> str:
         frames = self.program.frames(metadata)
-        outside = [frame for frame in frames if not frame.file.endswith(_WRAPPERS)]
-        return next((f"{_relative(frame.file)}:{frame.line}" for frame in outside or frames), "")
+        outside = [frame for frame in frames if not frame[0].endswith(_WRAPPERS)]
+        return next((f"{_relative(file)}:{line}" for file, line in outside or frames), "")
 
     def _keeps_part(self, result: HloValue, array: HloArray, groups: Groups) -> bool:
         """Tell whether each device of a group uses only its own shard of a value, all shards being equal."""

@@ -113,11 +113,6 @@ class MemoryReport:
     compiled: CompiledMemory | None = None
 
     @property
-    def limit(self) -> int | None:
-        """Bytes that a program may use on one device; None for simulated devices."""
-        return self.topology.memory
-
-    @property
     def total(self) -> int:
         """Bytes on one device, as compiled if known."""
         return self.compiled.total if self.compiled else self.estimated.total
@@ -125,7 +120,7 @@ class MemoryReport:
     @property
     def fits(self) -> bool | None:
         """Whether the step fits the chip; None for simulated devices."""
-        return None if self.limit is None else self.total <= self.limit
+        return None if self.topology.memory is None else self.total <= self.topology.memory
 
     @property
     def largest(self) -> str:
@@ -137,7 +132,7 @@ class MemoryReport:
         return {
             "estimated": self.estimated.to_json(),
             "compiled": self.compiled.to_json() if self.compiled else None,
-            "limit": self.limit,
+            "limit": self.topology.memory,
         }
 
     def __str__(self) -> str:
@@ -156,9 +151,9 @@ class MemoryReport:
             label = f"compiled: {arguments} arguments + {temporaries} temporaries"
             rows.append((label, "", human_bytes(self.compiled.total)))
             host = self.compiled.host_arguments + self.compiled.host_temporaries or host
-        if self.limit is not None:
-            left = human_bytes(self.limit - self.total).replace("-", "−")
-            rows.append((f"{self.topology.kind} has, and is left", human_bytes(self.limit), left))
+        if self.topology.memory is not None:
+            left = human_bytes(self.topology.memory - self.total).replace("-", "−")
+            rows.append((f"{self.topology.kind} has, and is left", human_bytes(self.topology.memory), left))
         if host:
             each = self.topology.devices // self.topology.hosts
             label = f"in host memory: for a device, on a host of {each}"

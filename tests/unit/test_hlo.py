@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd.analysis.hlo import Frame, HloArray, HloValue, parse
+from spmd.analysis.hlo import HloArray, HloValue, parse
 from spmd.analysis.replica_groups import mesh_axes, per_device, read_groups
 from spmd.analysis.trip_count import integer, trip_count
 
@@ -308,6 +308,6 @@ def test_frames() -> None:
         }
     """)
     body = p.computations["main"].instructions
-    assert p.frames(body["a"]) == [Frame("/src/model.py", 6), Frame("/src/train.py", 20)]
-    assert p.frames(body["b"]) == [Frame("/src/old.py", 3)]
+    assert p.frames(body["a"]) == [("/src/model.py", 6), ("/src/train.py", 20)]
+    assert p.frames(body["b"]) == [("/src/old.py", 3)]
     assert p.frames(body["c"]) == []
