@@ -53,15 +53,13 @@ class Collective:
 
     Attributes:
         axes: Mesh axes, in the mesh's order; None if the groups are no product of axes.
-        payload: Bytes of one execution on one device, by the convention of its kind.
         is_counted: False in a loop of unknown length, which is counted once.
-        is_conditional: Whether it is in a branch that may not be taken.
         written_as: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
         is_fused: Whether it is one operation with the slice that follows, so that nothing is moved in vain.
         operand: Element type and dimensions of the operand on one device.
         array: The argument of the step that is moved, or whose gradient or new value is made, if known:
             `params/layers/mlp/up_proj/kernel`.
-        source: `file:line`, the innermost line outside of this package.
+        source: `file:line`, the innermost line outside of the wrappers of this package.
         crosses: Whether a group has devices in several slices, so that the slow network is used.
     """
 

@@ -133,8 +133,8 @@ class _Lifetimes:
                 self.buffers += inner.buffers
                 now = max(now, inner.end)
             if bodies:
-                for root in frozenset[TracedValue]().union(*map(self._roots, operation.inputs + operation.outputs)):
-                    self.last[root] = max(now, self.last.get(root, 0))
+                for value in operation.inputs + operation.outputs:
+                    self.last.update(dict.fromkeys(self._roots(value), now))
             now += 1
         self.end = now
         for value in program.outputs:

@@ -247,7 +247,7 @@ def test_values_pass_through_loops() -> None:
     assert p.producer(HloValue("main", "w", 0)) == HloValue("main", "w", 0)
     assert p.producer(HloValue("body", "x")) == HloValue("main", "x")
     assert integer(p, HloValue("condition", "n")) == 7
-    assert [use.instruction for use in p.uses(HloValue("main", "x"))] == [None]
+    assert [user for _, user, _ in p.uses(HloValue("main", "x"))] == [None]
 
 
 def test_per_device() -> None:
