@@ -132,11 +132,7 @@ def record_run(
     The initial state comes from the seed, unless one is given; that one is donated.
     """
     state = init_state(plan, seed) if state is None else state
-    values: dict[str, dict[str, np.ndarray]] = {
-        "initial parameters": _on_host(state.params),
-        "gradients": {},
-        "loss": {},
-    }
+    values = {"initial parameters": _on_host(state.params), "gradients": {}, "loss": {}}
     step = make_train_step(plan, grad_fn=grad_fn, keep_gradients=True)
     for number, batch in enumerate(batches, 1):
         placed = jax.tree.map(lambda x: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)), batch)

@@ -47,7 +47,7 @@ _WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (anno
 _Key = tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
     """One array that a collective instruction moves; an instruction that combines several arrays has several records.
 
@@ -66,9 +66,9 @@ class Collective:
     kind: str
     axes: tuple[str, ...] | None
     payload: int
-    executions: int
-    is_counted: bool
-    is_conditional: bool
+    executions: int = 0
+    is_counted: bool = True
+    is_conditional: bool = False
     written_as: str
     is_fused: bool
     operand: str
@@ -93,10 +93,9 @@ class Collective:
 def find_collectives(
     program: HloModule, axes: Mapping[str, int], *, cpu: bool, slices: np.ndarray
 ) -> tuple[Collective, ...]:
-    """Return the collectives that move data, in execution order.
+    """Return the collectives that move data over a mesh with these axes (axis → size), in execution order.
 
-    The mesh has these `axes` (axis → size, outermost first); `cpu` tells whether XLA:CPU compiled the program; `slices`
-    has the number of each device's slice.
+    `cpu` tells whether XLA:CPU compiled the program; `slices` has the number of each device's slice.
     """
     search = _Search(program, axes, cpu, slices)
     search.visit(program.entry, 1, True, False)
@@ -116,17 +115,17 @@ class _Search:
         self._first: dict[_Key, str] = {}
         self._reduced: dict[HloValue, _Key] = {}
         self._communicating: set[str] = set()  # computations that have, or call one that has, a collective
-        todo = [
-            c.name for c in program.computations.values() if any(kind_of(i) in KINDS for i in c.instructions.values())
-        ]
-        while todo:
-            name = todo.pop()
-            if name not in self._communicating:
+        for computation in program.computations.values():
+            todo = [computation.name] if any(kind_of(i) in KINDS for i in computation.instructions.values()) else []
+            while todo:
+                name = todo.pop()
                 self._communicating.add(name)
-                todo += [caller for caller, _, _ in program.callers[name]]
+                todo += {caller for caller, _, _ in program.callers[name]} - self._communicating
 
     def visit(self, name: str, times: int, counted: bool, conditional: bool) -> None:
         """Record the collectives of a computation and of those it calls."""
+        if name not in self._communicating:
+            return
         for instruction in self.program.computations[name].instructions.values():
             if kind_of(instruction) in KINDS:
                 for key, record in self._records(name, instruction):
@@ -138,17 +137,14 @@ class _Search:
                             is_counted=known.is_counted and counted,
                             is_conditional=known.is_conditional or conditional,
                         )
-            elif instruction.opcode == "while" and any(
-                callee in self._communicating for _, callee in instruction.callees()
-            ):
+            elif instruction.opcode == "while":
                 called, trips = dict(instruction.callees()), trip_count(self.program, name, instruction)
                 turns, is_counted = 1 if trips is None else trips, counted and trips is not None
                 self.visit(called["condition"], times * (turns + 1), is_counted, conditional)
                 self.visit(called["body"], times * turns, is_counted, conditional)
             elif not instruction.opcode.endswith(("-done", "-update")):
                 for _, callee in instruction.callees():
-                    if callee in self._communicating:
-                        self.visit(callee, times, counted, conditional or instruction.opcode == "conditional")
+                    self.visit(callee, times, counted, conditional or instruction.opcode == "conditional")
 
     def merged(self) -> dict[_Key, Collective]:
         """Return the records, with all-reduces that are only added to each other as one all-reduce of their sum."""
@@ -235,9 +231,6 @@ class _Search:
                     kind=means,
                     axes=axes,
                     payload=sum(a.bytes for a in moved) * (max(map(len, places)) if kind == "all-gather" else 1),
-                    executions=0,
-                    is_counted=True,
-                    is_conditional=False,
                     written_as=f"{arrays[0].dtype} {kind}" if narrow else kind if kind != means else "",
                     is_fused=scatters and [c.opcode for _, c, _ in self.program.callers[name][:1]] == ["fusion"],
                     operand=str(moved[0]) + (f"×{len(moved)}" if len(moved) > 1 else ""),
@@ -260,12 +253,13 @@ class _Search:
 
     def _done(self, name: str, instruction: Instruction) -> HloValue:
         """Return the result of an instruction; of an asynchronous start, that of its `-done`."""
-        later = [instruction]
-        while later and later[0].opcode.endswith(("-start", "-update")):
-            instruction = later[0]
+        while instruction.opcode.endswith(("-start", "-update")):
             users = self.program.computations[name].users[instruction.name]
             later = [user for user, _ in users if user.opcode.endswith(("-done", "-update"))]
-        return HloValue(name, (later or [instruction])[0].name)
+            if not later:
+                break
+            instruction = later[0]
+        return HloValue(name, instruction.name)
 
     def _metadata(self, name: str, instruction: Instruction, result: HloValue) -> Instruction:
         """Return the instruction with the most specific metadata on the origin of a result."""
