@@ -21,7 +21,7 @@ from spmd.analysis.bf16_operands import narrow_operands
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
 from spmd.analysis.propagation import place, propagate
 from spmd.analysis.topology import Topology
-from spmd.analysis.traced_program import TracedProgram, matmul_flops, read_program
+from spmd.analysis.traced_program import matmul_flops, read_program
 from spmd.pipeline.executor import SLOTS
 from spmd.plan.plan import ShardingPlan
 from spmd.train.state import abstract_arguments
@@ -185,11 +185,13 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
         for old, new in zip(program.inputs[:count], program.outputs[:count], strict=True)
         if not old.on_host and new.bytes(axes) < old.bytes(axes)
     ]
-    categories = _Categories(plan, program)
+    logits = [value for o in program.walk() for value in o.outputs if value.name == "logits"]
+    shapes = {leaf.shape: "params" for leaf in plan.params if len(leaf.shape) > 1}
+    shapes |= {value.shape: "logits" for value in logits}
     now = dict.fromkeys(("grads", "activations", "stages", "logits", "collectives", "temporaries"), 0)
     for buffer in peak_buffers(buffers):
         if not buffer.on_host:
-            now[categories.of(buffer)] += buffer.bytes
+            now[_category(buffer, shapes)] += buffer.bytes
     now["temporaries"] += heap_bytes(buffers) - sum(now.values())  # fragmentation
     saved = collections.Counter[str]()
     arguments, host = _state_bytes(plan)
@@ -197,13 +199,13 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
     for buffer in saved_activations(program, axes):
         if buffer.on_host:
             host["activations"] += buffer.bytes
-        elif categories.of(buffer) == "activations":
+        elif _category(buffer, shapes) == "activations":
             saved[buffer.name] += buffer.bytes
     held = arguments | {
         "grads": sum(leaf.bytes_per_device for leaf in plan.gradients),
         "activations": sum(saved.values()),
-        "stages": sum(b.bytes for b in buffers if categories.of(b) == "stages"),
-        "logits": max((value.bytes(axes) for value in categories.logits), default=0),
+        "stages": sum(b.bytes for b in buffers if _category(b, shapes) == "stages"),
+        "logits": max((value.bytes(axes) for value in logits), default=0),
         "collectives": now["collectives"],
         "temporaries": now["temporaries"],
     }
@@ -239,21 +241,15 @@ def _state_bytes(plan: ShardingPlan) -> tuple[dict[str, int], collections.Counte
     return device, host
 
 
-class _Categories:
-    """Categories of buffers that are no arguments, by shape, name and kind."""
-
-    def __init__(self, plan: ShardingPlan, program: TracedProgram) -> None:
-        self.logits = [value for o in program.walk() for value in o.outputs if value.name == "logits"]
-        self._logits_shapes = {value.shape for value in self.logits}
-        self._params = {leaf.shape for leaf in plan.params if len(leaf.shape) > 1}
-
-    def of(self, buffer: Buffer) -> str:
-        if buffer.name == SLOTS:
-            return "stages"
-        if buffer.shape in self._logits_shapes:
-            return "logits"
-        if buffer.kind in ("gathered", "converted"):
-            return "collectives"
-        if buffer.shape in self._params:  # forward loops save gathered parameters, backward loops make gradients
-            return "collectives" if buffer.kind == "saved" else "grads"
-        return "activations" if buffer.kind == "saved" else "temporaries"
+def _category(buffer: Buffer, shapes: Mapping[tuple[int, ...], str]) -> str:
+    """Return the category of a buffer that is no argument; `shapes` has those of `"params"` and `"logits"`."""
+    of = shapes.get(buffer.shape)
+    if buffer.name == SLOTS:
+        return "stages"
+    if of == "logits":
+        return "logits"
+    if buffer.kind in ("gathered", "converted"):
+        return "collectives"
+    if of == "params":  # forward loops save gathered parameters, backward loops make gradients
+        return "collectives" if buffer.kind == "saved" else "grads"
+    return "activations" if buffer.kind == "saved" else "temporaries"

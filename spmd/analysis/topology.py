@@ -233,19 +233,12 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
     if topology.platform == "cpu":
         return jax.devices()[: topology.devices]
     with compiler_log(pass_on=False):  # libtpu searches for a cloud machine, and reports at length that there is none
-        if topology.chip.gpu:
-            hosts, gpus = topology.shape
-            described = topologies.get_topology_desc(
-                platform="cuda",
-                topology_name=topology.name,
-                target_config=topology.chip.target_config(),
-                topology=f"1x{hosts}x{gpus}",
-            )
+        size = "x".join(map(str, topology.shape))
+        if topology.platform == "cuda":
+            options: dict[str, Any] = {"target_config": topology.chip.target_config(), "topology": f"1x{size}"}
+            described = topologies.get_topology_desc(topology.name, "cuda", **options)
         else:
-            options: dict[str, Any] = dict(topology.chip.options)
+            options = {"chips_per_host_bounds": topology.host_bounds, **dict(topology.chip.options)}
             options |= {"num_slices": topology.slices} if topology.slices > 1 else {}
-            slice_name = f"{topology.kind}:{'x'.join(map(str, topology.shape))}"
-            described = topologies.get_topology_desc(
-                slice_name, "tpu", chips_per_host_bounds=topology.host_bounds, **options
-            )
+            described = topologies.get_topology_desc(f"{topology.kind}:{size}", "tpu", **options)
     return list(described.devices)
