@@ -332,11 +332,9 @@ class _Search:
                 if user is None:
                     if (number := self.program.aliases.get(position)) is not None:
                         reached.add(_path(self.program.at(HloValue(self.program.entry, inputs[number]))))
-                elif (user.is_move or user.opcode not in _MIXES) and any(
-                    a.size > 1 and a.dtype != "pred" for a in user.arrays
-                ):
+                elif user.is_move or user.opcode not in _MIXES:
                     following = HloValue(computation, user.name)
-                    if following not in seen:
+                    if following not in seen and any(a.size > 1 and a.dtype != "pred" for a in user.arrays):
                         seen.add(following)
                         todo.append(following)
         params = {path for path in reached if path.startswith("params/")}

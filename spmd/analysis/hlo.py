@@ -113,10 +113,6 @@ class HloValue(NamedTuple):
     element: int | None = None
 
 
-Use = tuple[str, Instruction | None, int]
-"""Computation, instruction and position of the operand; without an instruction, position of the program's output."""
-
-
 @dataclasses.dataclass(frozen=True)
 class HloModule:
     """Parsed module.
@@ -217,8 +213,11 @@ class HloModule:
         is_element = source.opcode == "get-tuple-element" and source.operands[0] == body.parameters[0]
         return is_element and source.index == index
 
-    def uses(self, value: HloValue, *, moves: bool = False) -> Iterator[Use]:
-        """Yield every use of a value, through tuples, calls, fusions and loops, and with `moves` through moves too."""
+    def uses(self, value: HloValue, *, moves: bool = False) -> Iterator[tuple[str, Instruction | None, int]]:
+        """Yield (computation, user, operand's position) for every use of a value, or (entry, None, output's number).
+
+        Uses are found through tuples, calls, fusions and loops, and with `moves` through moves too.
+        """
         seen: set[HloValue] = set()
         todo = [value]
         while todo:

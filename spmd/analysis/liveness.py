@@ -22,6 +22,9 @@ _EXPENSIVE = ("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "div", "
 """Element-wise operations that XLA:CPU does not repeat: their results are written if they have several readers."""
 
 
+_Values = frozenset[TracedValue]
+
+
 @dataclasses.dataclass(frozen=True)
 class Buffer:
     """One array in memory, and its lifetime.
@@ -106,16 +109,11 @@ class _Lifetimes:
     """
 
     def __init__(
-        self,
-        program: TracedProgram,
-        axes: Mapping[str, int],
-        free: frozenset[TracedValue],
-        repeated: Sequence[str],
-        start: int,
+        self, program: TracedProgram, axes: Mapping[str, int], free: _Values, repeated: Sequence[str], start: int
     ) -> None:
         self.program, self.axes, self.repeated = program, axes, repeated
         self.free = free | set(program.inputs)
-        self.roots: dict[TracedValue, frozenset[TracedValue]] = {value: frozenset([value]) for value in program.inputs}
+        self.roots: dict[TracedValue, _Values] = {value: frozenset([value]) for value in program.inputs}
         self.written: dict[TracedValue, tuple[Operation | None, int]] = {}
         self.last: dict[TracedValue, int] = {}
         self.saved: set[TracedValue] = set()
@@ -126,13 +124,12 @@ class _Lifetimes:
         for operation in program.operations:
             self.times.append(now)
             self._read(operation, now)
-            bodies = operation.bodies
-            inside = [_Lifetimes(body, axes, frozenset(body.outputs), repeated, now + 1) for body in bodies]
+            inside = [_Lifetimes(body, axes, frozenset(body.outputs), repeated, now + 1) for body in operation.bodies]
             self._write(operation, now, inside)
             for inner in inside:
                 self.buffers += inner.buffers
                 now = max(now, inner.end)
-            if bodies:
+            if inside:
                 for value in operation.inputs + operation.outputs:
                     self.last.update(dict.fromkeys(self._roots(value), now))
             now += 1
@@ -148,7 +145,7 @@ class _Lifetimes:
                 self.buffers.append(dataclasses.replace(buffer, start=when, end=self.last.get(value, when)))
         self.buffers += self._converted()
 
-    def _roots(self, value: TracedValue) -> frozenset[TracedValue]:
+    def _roots(self, value: TracedValue) -> _Values:
         return self.roots.get(value, frozenset())
 
     def _read(self, operation: Operation, now: int) -> None:
@@ -185,7 +182,7 @@ class _Lifetimes:
 
     def _converted(self) -> Iterator[Buffer]:
         """Yield the narrower copies that XLA makes of what a loop reads in a narrower dtype, whole or in slices."""
-        lifetimes: dict[frozenset[TracedValue], tuple[int, int, int]] = {}
+        lifetimes: dict[_Values, tuple[int, int, int]] = {}
         ends = [*self.times, self.end][1:]
         for operation, now, after in zip(self.program.operations, self.times, ends, strict=True):
             if operation.primitive != "scan" or operation.params["length"] == operation.params["unroll"]:
@@ -216,13 +213,13 @@ def _returned_operand(condition: Operation, i: int) -> TracedValue | None:
     return None
 
 
-def _is_view(value: TracedValue, roots: frozenset[TracedValue]) -> bool:
+def _is_view(value: TracedValue, roots: _Values) -> bool:
     """Tell whether a value is a view of one buffer or can overwrite it, so that it needs none of its own."""
     (root, *rest) = roots
     return not rest and root.itemsize == value.itemsize and math.prod(root.shape) == math.prod(value.shape)
 
 
-def _is_reshaped(value: TracedValue, roots: frozenset[TracedValue]) -> bool:
+def _is_reshaped(value: TracedValue, roots: _Values) -> bool:
     """Tell whether a value is one buffer with other dimensions of size 1."""
     (root, *_) = roots
     return _is_view(value, roots) and [n for n in root.shape if n > 1] == [n for n in value.shape if n > 1]
