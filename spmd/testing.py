@@ -270,10 +270,7 @@ def token_batches(
 
 
 def pad_unevenly(batch: dict[str, np.ndarray], *, padding: float = 0.25, seed: int = 0) -> dict[str, np.ndarray]:
-    """Set a fraction of the weights of a host batch to 0: few in the first example, many in the last.
-
-    Text without padding would not show that a loss ignores its weights.
-    """
+    """Set a fraction of the weights of a host batch to 0: few in the first example, many in the last."""
     kept = _uneven(batch["weights"].shape, padding, np.random.default_rng(seed))
     return {**batch, "weights": batch["weights"] * kept}
 

@@ -110,10 +110,9 @@ def audit_collectives(
     log: Sequence[str] = (),
     slices: Mapping[str, int] | None = None,
 ) -> CollectiveAudit:
-    """Read the collectives of a compiled program.
+    """Read the collectives of a compiled program, or of its text.
 
     Args:
-        program: The compiled function, or its text.
         mesh: Partition *i* is the *i*-th device of `mesh.devices.flat`.
         backend: By default that of the mesh's devices.
         log: From `compiler_log`.

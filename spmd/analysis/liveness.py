@@ -33,7 +33,6 @@ class Buffer:
         kind: `"saved"` if a loop writes a slice of it in each iteration, `"stacked"` if a reversed loop does,
             `"gathered"` for the larger result of a collective, `"converted"` for a stack that is converted to a
             narrower dtype before its loop, else `"value"`.
-        name: `checkpoint_name` given by the model; may be empty.
         shape: Global shape; `bytes` are of one device.
         start: Time of the write; `end` is that of the last read.
     """

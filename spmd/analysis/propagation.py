@@ -20,17 +20,12 @@ _VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "re
 def place(value: TracedValue, sharding: Any) -> None:
     """Set the sharding and the memory of a value; ignored unless it is a `NamedSharding`."""
     if isinstance(sharding, NamedSharding):
-        value.dims = dims_of(sharding.spec, len(value.shape))
+        value.dims = _dims(sharding.spec, len(value.shape))
         value.on_host = sharding.memory_kind == "pinned_host"
 
 
-def dims_of(spec: Iterable[Any], rank: int) -> Dims:
-    """Convert a `PartitionSpec` to the axes of every dimension.
-
-    Example:
-        >>> dims_of([None, ("data", "fsdp")], 3)
-        ((), ('data', 'fsdp'), ())
-    """
+def _dims(spec: Iterable[Any], rank: int) -> Dims:
+    """Convert a `PartitionSpec` to the axes of every dimension."""
     entries = tuple(entry_axes(entry) for entry in spec)
     return entries + _whole(rank - len(entries))
 
@@ -101,7 +96,7 @@ def _propagate_bodies(operation: Operation) -> None:
         end = next((end for end in ends if end.dims is not None), ends[0])  # a branch of unknown sharding returns zeros
         output.dims, output.name, output.on_host = end.dims, end.name, end.on_host
         if specs is not None:
-            inside, outside = end.dims or _whole(len(output.shape)), dims_of(specs[i], len(output.shape))
+            inside, outside = end.dims or _whole(len(output.shape)), _dims(specs[i], len(output.shape))
             output.dims = _once((*a, *b) for a, b in zip(outside, inside, strict=True))
 
 

@@ -26,7 +26,6 @@ class Gpu:
     Attributes:
         cores: Streaming multiprocessors.
         bandwidth: GB/s.
-        capability: Major and minor compute capability.
         l2_cache: MiB.
         shared_memory: KiB in each multiprocessor; a block may use one KiB less.
         lanes: Single-precision units in each multiprocessor.
@@ -47,12 +46,10 @@ class Chip:
 
     Attributes:
         kind: Name in a topology; `device_kind` is the name in JAX.
-        platform: `"tpu"`, `"cuda"` or `"cpu"`.
         memory: Bytes that a program may use on one device; None if unlimited.
         devices: JAX devices in one chip.
-        dims: Dimensions of a slice's network; 0 if there is none.
+        dims: Dimensions of a slice's network.
         max_chips: Most chips in one slice; 0 if unlimited.
-        options: For the compiler.
     """
 
     kind: str
