@@ -59,7 +59,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the tolerance; NaN is not."""
+        """True if the error is within the tolerance; NaN is not."""
         return self.error <= self.tolerance
 
 
@@ -74,7 +74,7 @@ class Parity:
 
     @property
     def ok(self) -> bool:
-        """Whether every row is ok."""
+        """True if every row is ok."""
         return all(row.ok for row in self.rows)
 
     def worst(self) -> list[Row]:

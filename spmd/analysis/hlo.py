@@ -56,7 +56,7 @@ class Instruction:
 
     @property
     def is_move(self) -> bool:
-        """Whether the result has the values of the first operand, in another place, layout or precision."""
+        """True if the result has the values of the first operand, in another place, layout or precision."""
         return self.opcode in _MOVES or (self.opcode == "custom-call" and bool(_MOVING_CALLS.search(self.attributes)))
 
     @property

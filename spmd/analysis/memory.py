@@ -119,7 +119,7 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits the chip; None for simulated devices."""
+        """True if the step fits the chip; None for simulated devices."""
         return None if self.topology.memory is None else self.total <= self.topology.memory
 
     @property
