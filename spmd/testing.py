@@ -59,13 +59,13 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the tolerance; NaN is not."""
+        """True if the error is within the tolerance; NaN is not."""
         return self.error <= self.tolerance
 
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """Comparison of two runs: the losses of each, a row for each leaf and each loss, and the tolerance."""
+    """Comparison of two runs, with a row for each leaf and each loss."""
 
     losses: tuple[float, ...]
     reference_losses: tuple[float, ...]
@@ -74,7 +74,7 @@ class Parity:
 
     @property
     def ok(self) -> bool:
-        """Whether every row is within its tolerance."""
+        """True if every row is ok."""
         return all(row.ok for row in self.rows)
 
     def worst(self) -> list[Row]:
@@ -132,22 +132,14 @@ def record_run(
     The initial state comes from the seed, unless one is given; that one is donated.
     """
     state = init_state(plan, seed) if state is None else state
-    initial = _on_host(state.params)
+    values = {"initial parameters": _on_host(state.params), "gradients": {}, "loss": {}}
     step = make_train_step(plan, grad_fn=grad_fn, keep_gradients=True)
-    first: dict[str, np.ndarray] = {}
-    losses: dict[str, np.ndarray] = {}
     for number, batch in enumerate(batches, 1):
         placed = jax.tree.map(lambda x: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)), batch)
         state, metrics = step(state, placed)
-        losses[f"step {number}"] = np.asarray(metrics["loss"])
-        first = first or _on_host(metrics["gradients"])
-    values = {
-        "initial parameters": initial,
-        "gradients": first,
-        "loss": losses,
-        "parameters": _on_host(state.params),
-        "variables": _on_host(state.variables),
-    }
+        values["loss"][f"step {number}"] = np.asarray(metrics["loss"])
+        values["gradients"] = values["gradients"] or _on_host(metrics["gradients"])
+    values |= {"parameters": _on_host(state.params), "variables": _on_host(state.variables)}
     return Record(plan.precision.name, values)
 
 
@@ -174,7 +166,8 @@ def compare(record: Record, reference: Record, tolerance: Tolerance | None = Non
         if path in noise and kind == "gradients":
             why = "rounding noise: relative to the largest of all gradients"
             return Row(kind, path, _largest(x) / (largest or 1.0), 2 * NOISE, why)
-        error = _relative(x, reference.values[kind][path])
+        x, expected = (array.astype(np.float64) for array in (x, reference.values[kind][path]))
+        error = _largest(x - expected) / (_largest(expected) or 1.0)
         if path in noise and kind == "parameters":
             why = "its gradient is rounding noise, which an optimizer like Adam turns into whole steps"
             return Row(kind, path, error, math.inf, why)
@@ -213,11 +206,6 @@ def _largest(x: np.ndarray) -> float:
     return float(np.abs(x).max(initial=0.0))
 
 
-def _relative(x: np.ndarray, reference: np.ndarray) -> float:
-    x, reference = x.astype(np.float64), reference.astype(np.float64)
-    return _largest(x - reference) / (_largest(reference) or 1.0)
-
-
 def _badness(row: Row) -> float:
     if np.isnan(row.error):
         return math.inf
@@ -228,8 +216,7 @@ def drop_weights(grad_fn: GradFn) -> GradFn:
     """Inject a bug: every token counts, padding included."""
 
     def every_token(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
-        weights = jax.numpy.ones_like(batch["weights"])
-        return grad_fn(params, variables, {**batch, "weights": weights}, key)
+        return grad_fn(params, variables, {**batch, "weights": jax.numpy.ones_like(batch["weights"])}, key)
 
     return every_token
 
@@ -283,10 +270,7 @@ def token_batches(
 
 
 def pad_unevenly(batch: dict[str, np.ndarray], *, padding: float = 0.25, seed: int = 0) -> dict[str, np.ndarray]:
-    """Set a fraction of the weights of a host batch to 0: few in the first example, many in the last.
-
-    Text without padding would not show that a loss ignores its weights.
-    """
+    """Set a fraction of the weights of a host batch to 0: few in the first example, many in the last."""
     kept = _uneven(batch["weights"].shape, padding, np.random.default_rng(seed))
     return {**batch, "weights": batch["weights"] * kept}
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from flax import traverse_util
 
 PyTree = Any
 
@@ -51,7 +52,6 @@ def select(tree: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, An
         >>> select({"a": {"x": 1, "y": 2}, "b": {"x": 3}}, lambda path: path.endswith("y"))
         {'a': {'y': 2}}
     """
-
     out: dict[str, Any] = {}
     for key, child in tree.items():
         if isinstance(child, Mapping):
@@ -84,14 +84,7 @@ def nested(table: Mapping[str, Any]) -> dict[str, Any]:
         >>> nested({"a/x": 1, "a/y": 2, "b": 3})
         {'a': {'x': 1, 'y': 2}, 'b': 3}
     """
-    out: dict[str, Any] = {}
-    for path, leaf in table.items():
-        *parents, name = path.split("/")
-        node = out
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return out
+    return dict(traverse_util.unflatten_dict(table, sep="/"))
 
 
 def size(tree: PyTree) -> int:
@@ -113,6 +106,6 @@ def human_bytes(n: float) -> str:
     """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(n) < 1024 or unit == "TiB":
-            return f"{n:.4g} {unit}" if n >= 999.5 else f"{n:.3g} {unit}"
+            return f"{n:.4g} {unit}" if abs(n) >= 999.5 else f"{n:.3g} {unit}"
         n /= 1024
     raise AssertionError("unreachable")

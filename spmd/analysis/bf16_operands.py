@@ -9,46 +9,41 @@ from collections.abc import Iterator
 
 import jax
 
-from spmd.analysis.traced_program import Operation, TracedProgram, TracedValue
+from spmd.analysis.traced_program import TracedProgram, TracedValue
 
-_ALIASES = (
-    *("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "name", "sharding_constraint"),
-    "stack_iterations",
-)
+_ALIASES = {
+    *("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "name", "sharding_constraint", "stack_iterations")
+}
 """Operations whose result has the elements of their operands, and is read in their place."""
 
+_DEFAULT = jax.lax.Precision.DEFAULT
+_DEFAULT_PRECISIONS = (None, _DEFAULT, (_DEFAULT, _DEFAULT))
 _FULL_PRECISION = None
 """Reader that needs all 32 bits."""
 
 
 def narrow_operands(program: TracedProgram) -> None:
     """Mark the values of a program for a TPU that are kept in bfloat16, its inputs excepted."""
-    readers: dict[int, list[TracedValue | None]] = collections.defaultdict(list)
-    values: dict[int, TracedValue] = {}
-    products = set()
+    readers: dict[TracedValue, list[TracedValue | None]] = collections.defaultdict(list)
     for value, reader in [*_reads(program), *((value, _FULL_PRECISION) for value in program.outputs)]:
-        values[id(value)] = value
-        if reader is value:
-            products.add(id(value))
-        else:
-            readers[id(value)].append(reader)
-    known: dict[int, bool] = {id(value): False for value in program.inputs}
+        readers[value].append(reader)
+    known = dict.fromkeys(program.inputs, False)
 
     def is_multiplied(value: TracedValue) -> bool:
-        if id(value) not in known:
-            known[id(value)] = True  # a cycle is no evidence against it
-            known[id(value)] = all(r is not _FULL_PRECISION and is_multiplied(r) for r in readers[id(value)])
-        return known[id(value)]
+        if value not in known:
+            known[value] = True  # a cycle, such as a matmul that is its own reader, is no evidence against it
+            known[value] = all(r is not _FULL_PRECISION and is_multiplied(r) for r in readers[value])
+        return known[value]
 
-    for key, value in values.items():
-        if value.itemsize == 4 and (key in products or readers[key]) and is_multiplied(value):
+    for value in list(readers):
+        if value.itemsize == 4 and readers[value] and is_multiplied(value):
             value.kept = 2
 
 
 def _reads(program: TracedProgram) -> Iterator[tuple[TracedValue, TracedValue | None]]:
     """Yield each operand with its reader: the value that has its elements, itself for a matmul, else None."""
     for operation in program.operations:
-        if operation.primitive == "dot_general" and _is_default_precision(operation):
+        if operation.primitive == "dot_general" and operation.params["precision"] in _DEFAULT_PRECISIONS:
             yield from ((value, value) for value in operation.inputs)
         elif operation.primitive in _ALIASES:
             yield from ((value, operation.outputs[0]) for value in operation.inputs)
@@ -63,8 +58,3 @@ def _reads(program: TracedProgram) -> Iterator[tuple[TracedValue, TracedValue | 
                 yield value, _FULL_PRECISION if first <= i < first + carry else inner
             for i, (value, outer) in enumerate(zip(body.outputs, operation.outputs, strict=True)):
                 yield value, _FULL_PRECISION if i < carry else outer
-
-
-def _is_default_precision(product: Operation) -> bool:
-    default = jax.lax.Precision.DEFAULT
-    return product.params["precision"] in (None, default, (default, default))

@@ -11,11 +11,12 @@ expect_collectives(audit, all_gather={"fsdp": 64_000_000}, all_to_all=0)
 `spmd.analysis.collectives` defines payloads, and the forms in which backends write a collective.
 """
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -36,9 +37,9 @@ MIN_BYTES = 1024
 MIN_SHARE = 0.01
 """Smallest share of a step's bytes for which a gathered activation is reported."""
 
-REMATERIALIZATION = "Involuntary full rematerialization"
+_REMATERIALIZATION = "Involuntary full rematerialization"
 
-_Key = TypeVar("_Key", bound=tuple[str, ...])
+_Groups = Mapping[tuple[str, ...], list[Collective]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,19 +66,18 @@ class CollectiveAudit:
         chosen = (r for r in self.records if r.crosses or not crossing)
         return sum(r.bytes for r in chosen if kind in (None, r.kind) and over in (None, r.over))
 
-    def by_axes(self) -> dict[tuple[str, str], list[Collective]]:
-        """Return (kind, axes) → records, the most bytes first."""
-        return _grouped(self.records, lambda r: (r.kind, r.over))
+    def by_axes(self, *, crossing: bool = False) -> _Groups:
+        """Return (kind, axes) → records, or only those between slices; the most bytes first."""
+        return _grouped((r for r in self.records if r.crosses or not crossing), lambda r: (r.kind, r.over))
 
     def __str__(self) -> str:
-        """Return tables by axis and by source, at most 120 columns wide, then notes and warnings."""
+        # At most 120 columns wide.
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
         parts = [f"mesh {axes}   {self.backend}   {human_bytes(self.bytes())} in each step on each device"]
         if self.slices:
             axes = " ".join(f"{axis}={count}" for axis, count in self.slices.items())
             head = f"over the slow network, slices {axes}: {human_bytes(self.bytes(crossing=True))} in each step"
-            crossing = _grouped([r for r in self.records if r.crosses], lambda r: (r.kind, r.over))
-            parts.append("\n".join([head, *_lines(crossing)]))
+            parts.append("\n".join([head, *_lines(self.by_axes(crossing=True))]))
         if self.records:
             heading = ("bytes", "kind", "over", "runs", "each")
             by_source = _grouped(self.records, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
@@ -110,13 +110,12 @@ def audit_collectives(
     log: Sequence[str] = (),
     slices: Mapping[str, int] | None = None,
 ) -> CollectiveAudit:
-    """Read the collectives of a compiled program.
+    """Read the collectives of a compiled program, or of its text.
 
     Args:
-        program: The compiled function, or its text.
-        mesh: The mesh it was compiled for: partition *i* is the *i*-th device of `mesh.devices.flat`.
+        mesh: Partition *i* is the *i*-th device of `mesh.devices.flat`.
         backend: By default that of the mesh's devices.
-        log: Output of the compiler, from `compiler_log`.
+        log: From `compiler_log`.
         slices: Axis → number of slices that it spans.
 
     Raises:
@@ -144,13 +143,12 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
         where += f" ({record.source})" if record.source else ""
         amount = f"{record.kind} over {record.over}: {record.executions} × {human_bytes(record.payload)}"
         axes, operation = record.axes or (), record.op_name.rpartition("/")[2]
+        is_float = record.operand[0] in "bf"
         if record.kind == "all-gather" and record.array.startswith("params/"):
             if "tensor" in axes:
                 fix = "split the activation that it meets, so that each device needs its own part"
                 yield Problem(where, "is a parameter gathered over tensor", amount, fix)
-        elif (
-            record.kind == "all-gather" and not record.array and record.operand[0] in "bf" and operation != "all_gather"
-        ):
+        elif record.kind == "all-gather" and not record.array and operation != "all_gather" and is_float:
             # A rule's constraint may gather within an example on purpose, but never all examples.
             inner = ("sequence", "tensor") if operation != "sharding_constraint" else ()
             if {*BATCH_AXES, *inner}.intersection(axes) and record.bytes >= MIN_SHARE * total:
@@ -161,8 +159,8 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
             yield Problem(where, "is an all-reduce of which each device keeps one part", amount, fix)
         if not record.is_counted:
             yield Problem(where, "runs in a loop of unknown length", amount, "multiply by what you know of the loop")
-    for line in dict.fromkeys(line for line in log if REMATERIALIZATION in line):
-        detail = line.partition(REMATERIALIZATION)[2].strip(" .")
+    for line in dict.fromkeys(line for line in log if _REMATERIALIZATION in line):
+        detail = line.partition(_REMATERIALIZATION)[2].strip(" .")
         fix = "give the array in between a sharding that leads from the first to the second in steps"
         yield Problem("the partitioner", "copies an array whole to every device", detail, fix)
 
@@ -209,14 +207,13 @@ def expect_collectives(
         if wanted is None:
             continue
         records = [record for record in step.records if record.kind == kind and record.payload >= ignore_below]
-        found: dict[str, int] = {}
+        found = collections.Counter[str]()
         for record in records:
-            over = "all axes" if isinstance(wanted, int) else record.over
-            found[over] = found.get(over, 0) + record.bytes
+            found["all axes" if isinstance(wanted, int) else record.over] += record.bytes
         limits = {"all axes": wanted} if isinstance(wanted, int) else wanted
         limits = {_in_order(axes, step.mesh): limit for axes, limit in limits.items()}
         for axes in {**limits, **found}:
-            amount, limit = found.get(axes, 0), limits.get(axes, 0)
+            amount, limit = found[axes], limits.get(axes, 0)
             if limit is ... and amount == 0:
                 wrong.append(f"{kind} over {axes}: expected, and there is none")
             elif limit is not ... and abs(amount - limit) > tolerance * limit:
@@ -236,10 +233,10 @@ def _in_order(axes: str, mesh: Mapping[str, int]) -> str:
     return "+".join(known) if len(known) == len(names) else axes
 
 
-def _grouped(records: Sequence[Collective], key: Callable[[Collective], _Key]) -> dict[_Key, list[Collective]]:
-    groups: dict[_Key, list[Collective]] = {}
+def _grouped(records: Iterable[Collective], key: Callable[[Collective], tuple[str, ...]]) -> _Groups:
+    groups = collections.defaultdict(list)
     for record in records:
-        groups.setdefault(key(record), []).append(record)
+        groups[key(record)].append(record)
     return dict(sorted(groups.items(), key=lambda item: (-sum(r.bytes for r in item[1]), item[0])))
 
 
@@ -251,7 +248,7 @@ def _row(records: list[Collective], kind: str, over: str, *rest: str) -> tuple[s
     return (mark + human_bytes(total), kind, over, str(runs), each, *rest)
 
 
-def _lines(groups: Mapping[_Key, list[Collective]], *heading: tuple[str, ...]) -> list[str]:
+def _lines(groups: _Groups, *heading: tuple[str, ...]) -> list[str]:
     """Align columns: bytes and runs to the right, text to the left; the column of arrays is cut to 120 characters."""
     rows = [*heading, *(_row(records, *key) for key, records in groups.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

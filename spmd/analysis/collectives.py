@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
-from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, on_mesh, per_device, read_groups, spans
+from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, per_device, read_groups, spans
 from spmd.analysis.trip_count import trip_count
 from spmd.plan import annotate, context, fsdp
 
@@ -35,9 +35,6 @@ KINDS = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-IRREGULAR = "no product of axes"
-"""Text for groups that are unequal, or hold a part of an axis."""
-
 _ONE_ARRAY = ("all-to-all", "ragged-all-to-all")
 _SLICES = {"dynamic-slice", "slice", "slice-done", "slice-start"}
 _GATHERS = {"all-gather", "all-gather-done", "all-gather-start"}
@@ -50,30 +47,28 @@ _WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (anno
 _Key = tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
     """One array that a collective instruction moves; an instruction that combines several arrays has several records.
 
     Attributes:
         axes: Mesh axes, in the mesh's order; None if the groups are no product of axes.
-        payload: Bytes of one execution on one device, by the convention of its kind.
         is_counted: False in a loop of unknown length, which is counted once.
-        is_conditional: Whether it is in a branch that may not be taken.
         written_as: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
         is_fused: Whether it is one operation with the slice that follows, so that nothing is moved in vain.
         operand: Element type and dimensions of the operand on one device.
         array: The argument of the step that is moved, or whose gradient or new value is made, if known:
             `params/layers/mlp/up_proj/kernel`.
-        source: `file:line`, the innermost line outside of this package.
+        source: `file:line`, the innermost line outside of the wrappers of this package.
         crosses: Whether a group has devices in several slices, so that the slow network is used.
     """
 
     kind: str
     axes: tuple[str, ...] | None
     payload: int
-    executions: int
-    is_counted: bool
-    is_conditional: bool
+    executions: int = 0
+    is_counted: bool = True
+    is_conditional: bool = False
     written_as: str
     is_fused: bool
     operand: str
@@ -91,17 +86,16 @@ class Collective:
 
     @property
     def over(self) -> str:
-        """The axes as text, `data+fsdp`."""
-        return IRREGULAR if self.axes is None else "+".join(self.axes)
+        """Axes as text, `data+fsdp`."""
+        return "no product of axes" if self.axes is None else "+".join(self.axes)
 
 
 def find_collectives(
     program: HloModule, axes: Mapping[str, int], *, cpu: bool, slices: np.ndarray
 ) -> tuple[Collective, ...]:
-    """Return the collectives that move data, in execution order.
+    """Return the collectives that move data over a mesh with these axes (axis → size), in execution order.
 
-    The mesh has these `axes` (axis → size, outermost first); `cpu` tells whether XLA:CPU compiled the program; `slices`
-    has the number of each device's slice.
+    `cpu` tells whether XLA:CPU compiled the program; `slices` has the number of each device's slice.
     """
     search = _Search(program, axes, cpu, slices)
     search.visit(program.entry, 1, True, False)
@@ -120,10 +114,18 @@ class _Search:
         self.found: dict[_Key, Collective] = {}
         self._first: dict[_Key, str] = {}
         self._reduced: dict[HloValue, _Key] = {}
-        self._communicates: dict[str, bool] = {}
+        self._communicating: set[str] = set()  # computations that have, or call one that has, a collective
+        for computation in program.computations.values():
+            todo = [computation.name] if any(kind_of(i) in KINDS for i in computation.instructions.values()) else []
+            while todo:
+                name = todo.pop()
+                self._communicating.add(name)
+                todo += {caller for caller, _, _ in program.callers[name]} - self._communicating
 
     def visit(self, name: str, times: int, counted: bool, conditional: bool) -> None:
         """Record the collectives of a computation and of those it calls."""
+        if name not in self._communicating:
+            return
         for instruction in self.program.computations[name].instructions.values():
             if kind_of(instruction) in KINDS:
                 for key, record in self._records(name, instruction):
@@ -135,27 +137,14 @@ class _Search:
                             is_counted=known.is_counted and counted,
                             is_conditional=known.is_conditional or conditional,
                         )
-            elif instruction.opcode == "while" and self._calls_collectives(instruction):
+            elif instruction.opcode == "while":
                 called, trips = dict(instruction.callees()), trip_count(self.program, name, instruction)
                 turns, is_counted = 1 if trips is None else trips, counted and trips is not None
                 self.visit(called["condition"], times * (turns + 1), is_counted, conditional)
                 self.visit(called["body"], times * turns, is_counted, conditional)
             elif not instruction.opcode.endswith(("-done", "-update")):
                 for _, callee in instruction.callees():
-                    if self._has_collectives(callee):
-                        self.visit(callee, times, counted, conditional or instruction.opcode == "conditional")
-
-    def _calls_collectives(self, instruction: Instruction) -> bool:
-        return any(self._has_collectives(callee) for _, callee in instruction.callees())
-
-    def _has_collectives(self, name: str) -> bool:
-        """Tell whether a computation, or one that it calls, has a collective."""
-        if name not in self._communicates:
-            here = self.program.computations.get(name)
-            self._communicates[name] = here is not None and any(
-                kind_of(i) in KINDS or self._calls_collectives(i) for i in here.instructions.values()
-            )
-        return self._communicates[name]
+                    self.visit(callee, times, counted, conditional or instruction.opcode == "conditional")
 
     def merged(self) -> dict[_Key, Collective]:
         """Return the records, with all-reduces that are only added to each other as one all-reduce of their sum."""
@@ -211,7 +200,8 @@ class _Search:
     def _records(self, name: str, instruction: Instruction) -> Iterator[tuple[_Key, Collective]]:
         kind, between = kind_of(instruction), instruction.opcode == "send"
         groups, pairs = read_groups(instruction.attributes, self.devices)
-        places = self.places.T.tolist() if between else on_mesh(groups, self.places)
+        places = groups if len(self.places) == 1 else [row[list(g)].tolist() for row in self.places for g in groups]
+        places = self.places.T.tolist() if between else places
         axes = mesh_axes(places, self.axes, pairs=pairs)
         if axes == ():
             return
@@ -241,9 +231,6 @@ class _Search:
                     kind=means,
                     axes=axes,
                     payload=sum(a.bytes for a in moved) * (max(map(len, places)) if kind == "all-gather" else 1),
-                    executions=0,
-                    is_counted=True,
-                    is_conditional=False,
                     written_as=f"{arrays[0].dtype} {kind}" if narrow else kind if kind != means else "",
                     is_fused=scatters and [c.opcode for _, c, _ in self.program.callers[name][:1]] == ["fusion"],
                     operand=str(moved[0]) + (f"×{len(moved)}" if len(moved) > 1 else ""),
@@ -257,7 +244,7 @@ class _Search:
             )
 
     def _key(self, name: str, instruction: Instruction, part: int) -> _Key:
-        """Return what identifies a record. A TPU repeats a transfer in every fusion that it overlaps with: a chain."""
+        # A TPU repeats a transfer in every fusion that it overlaps with: a chain, recorded once.
         chain = instruction.attribute(r'\bchain_id="(\d+)"')
         if chain and self.program.callers[name]:
             channel = instruction.attribute(r"channel_id=(\d+)")
@@ -284,8 +271,8 @@ class _Search:
 
     def _source(self, metadata: Instruction) -> str:
         frames = self.program.frames(metadata)
-        outside = [frame for frame in frames if not frame.file.endswith(_WRAPPERS)]
-        return next((f"{_relative(frame.file)}:{frame.line}" for frame in outside or frames), "")
+        outside = [frame for frame in frames if not frame[0].endswith(_WRAPPERS)]
+        return next((f"{_relative(file)}:{line}" for file, line in outside or frames), "")
 
     def _keeps_part(self, result: HloValue, array: HloArray, groups: Groups) -> bool:
         """Tell whether each device of a group uses only its own shard of a value, all shards being equal."""
@@ -345,11 +332,9 @@ class _Search:
                 if user is None:
                     if (number := self.program.aliases.get(position)) is not None:
                         reached.add(_path(self.program.at(HloValue(self.program.entry, inputs[number]))))
-                elif (user.is_move or user.opcode not in _MIXES) and any(
-                    a.size > 1 and a.dtype != "pred" for a in user.arrays
-                ):
+                elif user.is_move or user.opcode not in _MIXES:
                     following = HloValue(computation, user.name)
-                    if following not in seen:
+                    if following not in seen and any(a.size > 1 and a.dtype != "pred" for a in user.arrays):
                         seen.add(following)
                         todo.append(following)
         params = {path for path in reached if path.startswith("params/")}

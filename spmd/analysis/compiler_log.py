@@ -7,15 +7,11 @@ import tempfile
 from collections.abc import Iterator
 
 
-class CompilerLog(list[str]):
-    """The lines that the compiler wrote, filled when the `with` block ends."""
-
-
 @contextlib.contextmanager
-def compiler_log(*, pass_on: bool = True) -> Iterator[CompilerLog]:
+def compiler_log(*, pass_on: bool = True) -> Iterator[list[str]]:
     """Collect what XLA writes to the process's standard error inside the block, and write it there at its end.
 
-    With `pass_on=False` it is written only if the block fails.
+    The lines are in the list when the block ends. With `pass_on=False` they are written only if the block fails.
 
     The partitioner reports an involuntary full rematerialization only there. JAX 0.10 prints such lines; JAX 0.12 has
     not been seen to for the same programs, and the copies then show as gathered activations. A program from JAX's
@@ -27,7 +23,7 @@ def compiler_log(*, pass_on: bool = True) -> Iterator[CompilerLog]:
         >>> log
         ['W0000 from C++']
     """
-    log = CompilerLog()
+    log: list[str] = []
     sys.stderr.flush()
     with tempfile.TemporaryFile() as caught:
         before = os.dup(2)

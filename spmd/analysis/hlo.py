@@ -1,8 +1,6 @@
-"""Parser of compiled programs as XLA prints them: instructions, calls, trip counts, and where values come from and go.
+"""Parser of compiled programs as XLA's CPU, GPU and TPU compilers print them: `parse(compiled.as_text())`."""
 
-`parse(compiled.as_text())` reads the output of XLA's CPU, GPU and TPU compilers. This module does not depend on meshes.
-"""
-
+import collections
 import dataclasses
 import functools
 import math
@@ -58,17 +56,17 @@ class Instruction:
 
     @property
     def is_move(self) -> bool:
-        """Whether the result has the values of the first operand, in another place, layout or precision."""
+        """True if the result has the values of the first operand, in another place, layout or precision."""
         return self.opcode in _MOVES or (self.opcode == "custom-call" and bool(_MOVING_CALLS.search(self.attributes)))
 
     @property
     def index(self) -> int:
-        """The element of a tuple that a `get-tuple-element` returns."""
+        """Element of a tuple that a `get-tuple-element` returns."""
         return int(self.attribute(r"\bindex=(\d+)"))
 
     @property
     def op_name(self) -> str:
-        """The name of the operation in JAX; may be empty."""
+        """Name of the operation in JAX; may be empty."""
         return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"').replace("\\'", "'")
 
     def attribute(self, pattern: str) -> str:
@@ -100,10 +98,10 @@ class Computation:
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
         """Instruction → its users, each with the position of the operand."""
-        users: dict[str, list[tuple[Instruction, int]]] = {name: [] for name in self.instructions}
+        users = collections.defaultdict(list)
         for instruction in self.instructions.values():
             for position, operand in enumerate(instruction.operands):
-                users.setdefault(operand, []).append((instruction, position))
+                users[operand].append((instruction, position))
         return users
 
 
@@ -113,21 +111,6 @@ class HloValue(NamedTuple):
     computation: str
     name: str
     element: int | None = None
-
-
-class Use(NamedTuple):
-    """Use of a value: an operand of an instruction, or (no instruction) an output of the program."""
-
-    computation: str
-    instruction: Instruction | None
-    position: int
-
-
-class Frame(NamedTuple):
-    """Source line of an instruction."""
-
-    file: str
-    line: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,21 +132,21 @@ class HloModule:
     @functools.cached_property
     def callers(self) -> dict[str, list[tuple[str, Instruction, str]]]:
         """Computation → (calling computation, calling instruction, role) for each call."""
-        callers: dict[str, list[tuple[str, Instruction, str]]] = {name: [] for name in self.computations}
+        callers = collections.defaultdict(list)
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
                 for role, callee in instruction.callees():
-                    callers.setdefault(callee, []).append((computation.name, instruction, role))
+                    callers[callee].append((computation.name, instruction, role))
         return callers
 
     def at(self, value: HloValue) -> Instruction:
         """Return the instruction of a value."""
         return self.computations[value.computation].instructions[value.name]
 
-    def frames(self, instruction: Instruction) -> list[Frame]:
-        """Return the source lines of an instruction, innermost first; empty if none are recorded."""
+    def frames(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """Return the (file, line) pairs of an instruction, innermost first; empty if none are recorded."""
         if file := instruction.attribute(r'source_file="([^"]*)"'):
-            return [Frame(file, int(instruction.attribute(r"source_line=(\d+)") or 0))]
+            return [(file, int(instruction.attribute(r"source_line=(\d+)") or 0))]
         frames, stack = self.tables.get("StackFrames", {}), []
         number = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
         # Parents' ids are printed one too high: the outermost frame, number 1, is its own parent.
@@ -171,7 +154,7 @@ class HloModule:
         while number in frames:
             location = self.tables["FileLocations"].get(_field(frames[number], "file_location_id"), "")
             file = self.tables["FileNames"].get(_field(location, "file_name_id"), "")
-            stack.append(Frame(file, _field(location, "line")))
+            stack.append((file, _field(location, "line")))
             parent = _field(frames[number], "parent_frame_id") - shift
             number = parent if parent < number else 0
         return stack
@@ -196,7 +179,7 @@ class HloModule:
             elif opcode == "parameter" and computation != self.entry:
                 before = self._argument(value, int(instruction.literal))
             if before is None:
-                return value
+                break
             value = before
         return value
 
@@ -230,8 +213,11 @@ class HloModule:
         is_element = source.opcode == "get-tuple-element" and source.operands[0] == body.parameters[0]
         return is_element and source.index == index
 
-    def uses(self, value: HloValue, *, moves: bool = False) -> Iterator[Use]:
-        """Yield every use of a value, through tuples, calls, fusions and loops, and with `moves` through moves too."""
+    def uses(self, value: HloValue, *, moves: bool = False) -> Iterator[tuple[str, Instruction | None, int]]:
+        """Yield (computation, user, operand's position) for every use of a value, or (entry, None, output's number).
+
+        Uses are found through tuples, calls, fusions and loops, and with `moves` through moves too.
+        """
         seen: set[HloValue] = set()
         todo = [value]
         while todo:
@@ -242,7 +228,7 @@ class HloModule:
             computation = self.computations[here.computation]
             if computation.root == here.name:
                 if computation.name == self.entry:
-                    yield Use(self.entry, None, here.element or 0)
+                    yield self.entry, None, here.element or 0
                 for caller, call, role in self.callers[computation.name]:
                     returns = role in ("calls", "to_apply", "body") and call.opcode in (*_CALLS, "while")
                     if returns or call.opcode == "conditional":
@@ -254,7 +240,7 @@ class HloModule:
                 following = moved or self._forwarded(here, user, position)
                 todo += following
                 if not following and user.opcode != "get-tuple-element":
-                    yield Use(computation.name, user, position)
+                    yield computation.name, user, position
 
     def _forwarded(self, value: HloValue, user: Instruction, position: int) -> list[HloValue]:
         """Return the same value as the result of a user, or as the parameters of what that calls."""

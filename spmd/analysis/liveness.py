@@ -22,6 +22,9 @@ _EXPENSIVE = ("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "div", "
 """Element-wise operations that XLA:CPU does not repeat: their results are written if they have several readers."""
 
 
+_Values = frozenset[TracedValue]
+
+
 @dataclasses.dataclass(frozen=True)
 class Buffer:
     """One array in memory, and its lifetime.
@@ -30,7 +33,6 @@ class Buffer:
         kind: `"saved"` if a loop writes a slice of it in each iteration, `"stacked"` if a reversed loop does,
             `"gathered"` for the larger result of a collective, `"converted"` for a stack that is converted to a
             narrower dtype before its loop, else `"value"`.
-        name: `checkpoint_name` given by the model; may be empty.
         shape: Global shape; `bytes` are of one device.
         start: Time of the write; `end` is that of the last read.
     """
@@ -49,7 +51,7 @@ def find_buffers(
 ) -> list[Buffer]:
     """Return the buffers of a propagated program, without its arguments and the results that `aliased` donated ones."""
     repeated = _EXPENSIVE if platform == "cpu" else ()
-    return _Lifetimes(program, axes, frozenset(map(id, aliased)), repeated, start=0).buffers
+    return _Lifetimes(program, axes, frozenset(aliased), repeated, start=0).buffers
 
 
 def saved_activations(program: TracedProgram, axes: Mapping[str, int]) -> list[Buffer]:
@@ -106,82 +108,80 @@ class _Lifetimes:
     """
 
     def __init__(
-        self, program: TracedProgram, axes: Mapping[str, int], free: frozenset[int], repeated: Sequence[str], start: int
+        self, program: TracedProgram, axes: Mapping[str, int], free: _Values, repeated: Sequence[str], start: int
     ) -> None:
         self.program, self.axes, self.repeated = program, axes, repeated
-        self.free = free | {id(value) for value in program.inputs}
-        self.roots: dict[int, frozenset[TracedValue]] = {id(value): frozenset([value]) for value in program.inputs}
-        self.written: dict[int, tuple[TracedValue, Operation | None, int]] = {}
-        self.last: dict[int, int] = {}
-        self.saved: set[int] = set()
+        self.free = free | set(program.inputs)
+        self.roots: dict[TracedValue, _Values] = {value: frozenset([value]) for value in program.inputs}
+        self.written: dict[TracedValue, tuple[Operation | None, int]] = {}
+        self.last: dict[TracedValue, int] = {}
+        self.saved: set[TracedValue] = set()
         self.buffers: list[Buffer] = []
-        self.readers = collections.Counter(id(value) for o in program.operations for value in set(o.inputs))
+        self.readers = collections.Counter(value for o in program.operations for value in set(o.inputs))
         self.times: list[int] = []
         now, self.end = start, start
         for operation in program.operations:
             self.times.append(now)
             self._read(operation, now)
-            inside = [
-                _Lifetimes(body, axes, frozenset(map(id, body.outputs)), repeated, now + 1) for body in operation.bodies
-            ]
+            inside = [_Lifetimes(body, axes, frozenset(body.outputs), repeated, now + 1) for body in operation.bodies]
             self._write(operation, now, inside)
             for inner in inside:
                 self.buffers += inner.buffers
                 now = max(now, inner.end)
-            for value in (*operation.inputs, *operation.outputs) if operation.bodies else ():
-                for root in self._roots(value):
-                    self.last[id(root)] = max(now, self.last.get(id(root), 0))
+            if inside:
+                for value in operation.inputs + operation.outputs:
+                    self.last.update(dict.fromkeys(self._roots(value), now))
             now += 1
         self.end = now
         for value in program.outputs:
             roots = self._roots(value)
-            self.last.update((id(root), now) for root in roots)
-            if id(value) in free and roots and _is_reshaped(value, roots):
-                self.free |= set(map(id, roots))  # a view of a result, whose buffer is outside
-        for key, (value, writer, when) in self.written.items():
-            if key not in self.free:
-                buffer = _buffer(value, writer, axes, saved=key in self.saved)
-                self.buffers.append(dataclasses.replace(buffer, start=when, end=self.last.get(key, when)))
+            self.last.update(dict.fromkeys(roots, now))
+            if value in free and roots and _is_reshaped(value, roots):
+                self.free |= roots  # a view of a result, whose buffer is outside
+        for value, (writer, when) in self.written.items():
+            if value not in self.free:
+                buffer = _buffer(value, writer, axes, saved=value in self.saved)
+                self.buffers.append(dataclasses.replace(buffer, start=when, end=self.last.get(value, when)))
         self.buffers += self._converted()
 
-    def _roots(self, value: TracedValue) -> frozenset[TracedValue]:
-        return self.roots.get(id(value), frozenset())
+    def _roots(self, value: TracedValue) -> _Values:
+        return self.roots.get(value, frozenset())
 
     def _read(self, operation: Operation, now: int) -> None:
         for value in operation.inputs:
             roots = self._roots(value)
             reads = operation.bodies or operation.primitive in _READS_MEMORY or _moves(operation, self.axes)
             if reads and roots and roots != {value} and not _is_view(value, roots):
-                self.written[id(value)] = (value, None, now)  # the fused operations are written here to be read
-                self.last.update((id(root), now) for root in roots)
-                self.roots[id(value)] = roots = frozenset([value])
+                self.written[value] = (None, now)  # the fused operations are written here to be read
+                self.last.update(dict.fromkeys(roots, now))
+                self.roots[value] = roots = frozenset([value])
             if operation.primitive == "stack_iterations" and not operation.params["reverse"]:
-                self.saved.update(map(id, roots))
-            self.last.update((id(root), now) for root in roots)
+                self.saved |= roots
+            self.last.update(dict.fromkeys(roots, now))
 
     def _write(self, operation: Operation, now: int, inside: "Sequence[_Lifetimes]") -> None:
         for i, value in enumerate(operation.outputs):
-            kept = operation.primitive in self.repeated and self.readers[id(value)] > 1
+            kept = operation.primitive in self.repeated and self.readers[value] > 1
             if operation.primitive == "cond" and (given := _returned_operand(operation, i)):
-                self.roots[id(value)] = self._roots(given)
+                self.roots[value] = self._roots(given)
             elif operation.bodies or operation.primitive in _WRITTEN or kept or _moves(operation, self.axes):
                 once = operation.primitive in ("cond", "shard_map")
                 when = min(inner.written_at(i) for inner in inside) if once and inside else now
-                self.written[id(value)] = (value, operation, when)
-                self.roots[id(value)] = frozenset([value])
+                self.written[value] = (operation, when)
+                self.roots[value] = frozenset([value])
             else:
-                self.roots[id(value)] = frozenset().union(*map(self._roots, operation.inputs))
+                self.roots[value] = frozenset().union(*map(self._roots, operation.inputs))
 
     def written_at(self, i: int) -> int:
         """Return the time at which a result, or the buffer that it is a view of, is written."""
         value = self.program.outputs[i]
         roots = self._roots(value)
-        times = [self.written[id(root)][2] for root in roots if id(root) in self.written]
+        times = [self.written[root][1] for root in roots if root in self.written]
         return times[0] if times and _is_view(value, roots) else self.end
 
     def _converted(self) -> Iterator[Buffer]:
         """Yield the narrower copies that XLA makes of what a loop reads in a narrower dtype, whole or in slices."""
-        lifetimes: dict[frozenset[int], tuple[int, int, int]] = {}
+        lifetimes: dict[_Values, tuple[int, int, int]] = {}
         ends = [*self.times, self.end][1:]
         for operation, now, after in zip(self.program.operations, self.times, ends, strict=True):
             if operation.primitive != "scan" or operation.params["length"] == operation.params["unroll"]:
@@ -196,7 +196,7 @@ class _Lifetimes:
                 elif is_slice and readers and all(o.primitive == "convert_element_type" for o in readers):
                     width = max(o.outputs[0].itemsize for o in readers)
                 if width < before:
-                    source = frozenset(id(root) for root in self.roots.get(id(value), [value]))
+                    source = self.roots.get(value, frozenset([value]))
                     size = value.bytes(self.axes) // before * width
                     lifetimes[source] = (size, lifetimes.get(source, (0, now, 0))[1], after)
         for size, start, end in lifetimes.values():
@@ -206,19 +206,19 @@ class _Lifetimes:
 def _returned_operand(condition: Operation, i: int) -> TracedValue | None:
     """Return the operand that some branch returns unchanged as result `i`: the other branches overwrite it."""
     for body in condition.bodies:
-        operands = dict(zip(map(id, body.inputs), condition.inputs[-len(body.inputs) :], strict=False))
-        if given := operands.get(id(body.outputs[i])):
+        operands = dict(zip(body.inputs, condition.inputs[-len(body.inputs) :], strict=False))
+        if given := operands.get(body.outputs[i]):
             return given
     return None
 
 
-def _is_view(value: TracedValue, roots: frozenset[TracedValue]) -> bool:
+def _is_view(value: TracedValue, roots: _Values) -> bool:
     """Tell whether a value is a view of one buffer or can overwrite it, so that it needs none of its own."""
     (root, *rest) = roots
     return not rest and root.itemsize == value.itemsize and math.prod(root.shape) == math.prod(value.shape)
 
 
-def _is_reshaped(value: TracedValue, roots: frozenset[TracedValue]) -> bool:
+def _is_reshaped(value: TracedValue, roots: _Values) -> bool:
     """Tell whether a value is one buffer with other dimensions of size 1."""
     (root, *_) = roots
     return _is_view(value, roots) and [n for n in root.shape if n > 1] == [n for n in value.shape if n > 1]

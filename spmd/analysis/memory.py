@@ -10,8 +10,9 @@ The estimate is the training state, known to the byte from the plan, and the pea
 (`spmd.analysis.liveness`). It has no knowledge of a model, an optimizer or a remat policy.
 """
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from spmd.analysis.bf16_operands import narrow_operands
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
 from spmd.analysis.propagation import place, propagate
 from spmd.analysis.topology import Topology
-from spmd.analysis.traced_program import TracedProgram, TracedValue, matmul_flops, read_program
+from spmd.analysis.traced_program import matmul_flops, read_program
 from spmd.pipeline.executor import SLOTS
 from spmd.plan.plan import ShardingPlan
 from spmd.train.state import abstract_arguments
@@ -47,12 +48,12 @@ CATEGORIES = {
 class Estimate:
     """Memory of a step, from its trace.
 
+    `held`, `at_peak` and `host` are category → bytes on one device (or in host memory for it).
+
     Attributes:
-        held: Category → bytes on one device, at any time of the step.
-        at_peak: Category → bytes on one device at the peak.
+        held: At any time of the step.
         saved: Activation → bytes that the forward pass saves for the backward pass on one device; unnamed ones together
             under the empty name.
-        host: Category → bytes in host memory for one device.
         matmul_flops: FLOPs of all matmuls on all devices together, those that a remat policy recomputes included.
     """
 
@@ -80,12 +81,9 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledMemory:
-    """Memory of a compiled step, in bytes on one device.
+    """Memory of a compiled step, in bytes on one device; `aliased` are outputs that overwrite arguments.
 
-    Attributes:
-        aliased: Outputs that overwrite arguments.
-        host_arguments: Arguments in host memory; 0 on a backend without it.
-        peak: Most bytes in use at once, of device and host together; None if the backend does not report it.
+    `peak` is the most in use at once, of device and host together; None if the backend does not report it.
     """
 
     arguments: int
@@ -115,31 +113,26 @@ class MemoryReport:
     compiled: CompiledMemory | None = None
 
     @property
-    def limit(self) -> int | None:
-        """Bytes that a program may use on one device; None for simulated devices."""
-        return self.topology.memory
-
-    @property
     def total(self) -> int:
         """Bytes on one device, as compiled if known."""
         return self.compiled.total if self.compiled else self.estimated.total
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits the chip; None for simulated devices."""
-        return None if self.limit is None else self.total <= self.limit
+        """True if the step fits the chip; None for simulated devices."""
+        return None if self.topology.memory is None else self.total <= self.topology.memory
 
     @property
     def largest(self) -> str:
-        """The category with the most bytes at the peak."""
-        return max(self.estimated.at_peak, key=lambda name: self.estimated.at_peak[name])
+        """Category with the most bytes at the peak."""
+        return max(self.estimated.at_peak, key=self.estimated.at_peak.__getitem__)
 
     def to_json(self) -> dict[str, Any]:
         """Return all bytes as JSON values."""
         return {
             "estimated": self.estimated.to_json(),
             "compiled": self.compiled.to_json() if self.compiled else None,
-            "limit": self.limit,
+            "limit": self.topology.memory,
         }
 
     def __str__(self) -> str:
@@ -158,17 +151,13 @@ class MemoryReport:
             label = f"compiled: {arguments} arguments + {temporaries} temporaries"
             rows.append((label, "", human_bytes(self.compiled.total)))
             host = self.compiled.host_arguments + self.compiled.host_temporaries or host
-        if self.limit is not None:
-            left = self.limit - self.total
-            sign = "−" if left < 0 else ""
-            rows.append(
-                (f"{self.topology.kind} has, and is left", human_bytes(self.limit), sign + human_bytes(abs(left)))
-            )
+        if self.topology.memory is not None:
+            left = human_bytes(self.topology.memory - self.total).replace("-", "−")
+            rows.append((f"{self.topology.kind} has, and is left", human_bytes(self.topology.memory), left))
         if host:
             each = self.topology.devices // self.topology.hosts
-            rows.append(
-                (f"in host memory: for a device, on a host of {each}", human_bytes(host), human_bytes(host * each))
-            )
+            label = f"in host memory: for a device, on a host of {each}"
+            rows.append((label, human_bytes(host), human_bytes(host * each)))
         width = max(len(label) for label, _, _ in rows)
         return "\n".join(f"{label.ljust(width)}  {a.rjust(10)}  {b.rjust(11)}".rstrip() for label, a, b in rows)
 
@@ -188,44 +177,39 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
         narrow_operands(program)
     count = len(jax.tree.leaves(state))
     buffers = find_buffers(program, axes, program.outputs[:count], platform)
-    buffers += _gathered_results(program.inputs[:count], program.outputs[:count], axes, 1 + max(b.end for b in buffers))
-    categories = _Categories(plan, program)
+    end = 1 + max(buffer.end for buffer in buffers)
+    # XLA cannot gather into a donated argument: results that are computed in shards and returned whole, as in ZeRO
+    # stages 1 and 2, all exist twice when the step ends.
+    buffers += [
+        Buffer("gathered", "", old.shape, old.bytes(axes), False, end, end)
+        for old, new in zip(program.inputs[:count], program.outputs[:count], strict=True)
+        if not old.on_host and new.bytes(axes) < old.bytes(axes)
+    ]
+    logits = [value for o in program.walk() for value in o.outputs if value.name == "logits"]
+    shapes = {leaf.shape: "params" for leaf in plan.params if len(leaf.shape) > 1}
+    shapes |= {value.shape: "logits" for value in logits}
     now = dict.fromkeys(("grads", "activations", "stages", "logits", "collectives", "temporaries"), 0)
     for buffer in peak_buffers(buffers):
         if not buffer.on_host:
-            now[categories.of(buffer)] += buffer.bytes
+            now[_category(buffer, shapes)] += buffer.bytes
     now["temporaries"] += heap_bytes(buffers) - sum(now.values())  # fragmentation
-    saved: dict[str, int] = {}
+    saved = collections.Counter[str]()
     arguments, host = _state_bytes(plan)
     arguments["batch"] = sum(value.bytes(axes) for value in program.inputs[count:])
     for buffer in saved_activations(program, axes):
         if buffer.on_host:
-            host["activations"] = host.get("activations", 0) + buffer.bytes
-        elif categories.of(buffer) == "activations":
-            saved[buffer.name] = saved.get(buffer.name, 0) + buffer.bytes
+            host["activations"] += buffer.bytes
+        elif _category(buffer, shapes) == "activations":
+            saved[buffer.name] += buffer.bytes
     held = arguments | {
         "grads": sum(leaf.bytes_per_device for leaf in plan.gradients),
         "activations": sum(saved.values()),
-        "stages": sum(b.bytes for b in buffers if categories.of(b) == "stages"),
-        "logits": max((value.bytes(axes) for value in categories.logits), default=0),
+        "stages": sum(b.bytes for b in buffers if _category(b, shapes) == "stages"),
+        "logits": max((value.bytes(axes) for value in logits), default=0),
         "collectives": now["collectives"],
         "temporaries": now["temporaries"],
     }
     return Estimate(held, arguments | now, saved, host, matmul_flops(program))
-
-
-def _gathered_results(
-    donated: Sequence[TracedValue], results: Sequence[TracedValue], axes: Mapping[str, int], time: int
-) -> list[Buffer]:
-    """Return the buffers of results that are computed in shards and returned whole, as in ZeRO stages 1 and 2.
-
-    XLA cannot gather into a donated argument: all of them exist twice when the step ends.
-    """
-    return [
-        Buffer("gathered", "", old.shape, old.bytes(axes), False, time, time)
-        for old, new in zip(donated, results, strict=True)
-        if not old.on_host and new.bytes(axes) < old.bytes(axes)
-    ]
 
 
 def read_memory(compiled: jax.stages.Compiled) -> CompiledMemory | None:
@@ -244,35 +228,28 @@ def read_memory(compiled: jax.stages.Compiled) -> CompiledMemory | None:
     )
 
 
-def _state_bytes(plan: ShardingPlan) -> tuple[dict[str, int], dict[str, int]]:
+def _state_bytes(plan: ShardingPlan) -> tuple[dict[str, int], collections.Counter[str]]:
     """Return the bytes of one device's training state by category: on the device, and in host memory."""
     device = dict.fromkeys(("params", "master", "optimizer", "variables"), 0)
-    host: dict[str, int] = {}
+    host = collections.Counter[str]()
     tables = {"params": plan.params, "optimizer": plan.optimizer_state, "variables": plan.variables}
     for name, leaves in tables.items():
         for leaf in leaves:
             category = "master" if name == "optimizer" and "master" in leaf.path.split("/") else name
             memory = device if leaf.memory_kind == "device" else host
-            memory[category] = memory.get(category, 0) + leaf.bytes_per_device
+            memory[category] += leaf.bytes_per_device
     return device, host
 
 
-class _Categories:
-    """Categories of buffers that are no arguments, by shape, name and kind."""
-
-    def __init__(self, plan: ShardingPlan, program: TracedProgram) -> None:
-        self.logits = [value for o in program.walk() for value in o.outputs if value.name == "logits"]
-        self._logits_shapes = {value.shape for value in self.logits}
-        self._params = {leaf.shape for leaf in plan.params if len(leaf.shape) > 1}
-
-    def of(self, buffer: Buffer) -> str:
-        """Return the category of a buffer."""
-        if buffer.name == SLOTS:
-            return "stages"
-        if buffer.shape in self._logits_shapes:
-            return "logits"
-        if buffer.kind in ("gathered", "converted"):
-            return "collectives"
-        if buffer.shape in self._params:  # forward loops save gathered parameters, backward loops make gradients
-            return "collectives" if buffer.kind == "saved" else "grads"
-        return "activations" if buffer.kind == "saved" else "temporaries"
+def _category(buffer: Buffer, shapes: Mapping[tuple[int, ...], str]) -> str:
+    """Return the category of a buffer that is no argument; `shapes` has those of `"params"` and `"logits"`."""
+    of = shapes.get(buffer.shape)
+    if buffer.name == SLOTS:
+        return "stages"
+    if of == "logits":
+        return "logits"
+    if buffer.kind in ("gathered", "converted"):
+        return "collectives"
+    if of == "params":  # forward loops save gathered parameters, backward loops make gradients
+        return "collectives" if buffer.kind == "saved" else "grads"
+    return "activations" if buffer.kind == "saved" else "temporaries"

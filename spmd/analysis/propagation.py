@@ -1,9 +1,8 @@
 """Shardings of all values of a traced program, derived from those of its arguments.
 
-JAX knows the shardings of a step's arguments and of the activations that the rule table constrains. The others follow
-from the operations: a matmul keeps the axes of its rows and columns, a transpose permutes them, a sum drops those that
-it sums over. This is what XLA's partitioner does, without running it, so the bytes of every intermediate value are
-known as soon as the step is traced.
+JAX knows the shardings of a step's arguments and of constrained activations. The others follow from the operations, as
+in XLA's partitioner: a matmul keeps the axes of its rows and columns, a transpose permutes them, a sum drops those that
+it sums over.
 """
 
 from collections.abc import Callable, Container, Iterable
@@ -21,17 +20,12 @@ _VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "re
 def place(value: TracedValue, sharding: Any) -> None:
     """Set the sharding and the memory of a value; ignored unless it is a `NamedSharding`."""
     if isinstance(sharding, NamedSharding):
-        value.dims = dims_of(sharding.spec, len(value.shape))
+        value.dims = _dims(sharding.spec, len(value.shape))
         value.on_host = sharding.memory_kind == "pinned_host"
 
 
-def dims_of(spec: Iterable[Any], rank: int) -> Dims:
-    """Convert a `PartitionSpec` to the axes of every dimension.
-
-    Example:
-        >>> dims_of([None, ("data", "fsdp")], 3)
-        ((), ('data', 'fsdp'), ())
-    """
+def _dims(spec: Iterable[Any], rank: int) -> Dims:
+    """Convert a `PartitionSpec` to the axes of every dimension."""
     entries = tuple(entry_axes(entry) for entry in spec)
     return entries + _whole(rank - len(entries))
 
@@ -70,22 +64,16 @@ def _propagate_operation(operation: Operation) -> None:
 
 def _propagate_scan(operation: Operation) -> None:
     (body,), consts, carry = operation.bodies, operation.params["num_consts"], operation.params["num_carry"]
-    outer, state = operation.inputs, slice(consts, consts + carry)
-    for value, inner in zip(outer, body.inputs, strict=True):
+    for value, inner in zip(operation.inputs, body.inputs, strict=True):
         if value.dims is not None:
             inner.dims = value.dims if len(value.dims) == len(inner.shape) else value.dims[1:]
-    changed = True
-    while changed:  # until the carry has the sharding of its next iteration
+    propagate(body)
+    carried = list(zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True))
+    while unknown := [(old, new) for old, new in carried if old.dims is None and new.dims is not None]:
+        for old, new in unknown:
+            old.dims = new.dims
         propagate(body)
-        unknown = [
-            (before, after.dims)
-            for before, after in zip(body.inputs[state], body.outputs[:carry], strict=True)
-            if before.dims is None and after.dims is not None
-        ]
-        for before, dims in unknown:
-            before.dims = dims
-        changed = bool(unknown)
-    for value, inner in zip(outer, body.inputs, strict=True):
+    for value, inner in zip(operation.inputs, body.inputs, strict=True):
         if value.dims is None and inner.dims is not None:
             value.dims = _whole(len(value.shape) - len(inner.dims)) + inner.dims
     for output, inner in zip(operation.outputs, body.outputs, strict=True):
@@ -108,17 +96,15 @@ def _propagate_bodies(operation: Operation) -> None:
         end = next((end for end in ends if end.dims is not None), ends[0])  # a branch of unknown sharding returns zeros
         output.dims, output.name, output.on_host = end.dims, end.name, end.on_host
         if specs is not None:
-            inside, outside = end.dims or _whole(len(output.shape)), dims_of(specs[i], len(output.shape))
+            inside, outside = end.dims or _whole(len(output.shape)), _dims(specs[i], len(output.shape))
             output.dims = _once((*a, *b) for a, b in zip(outside, inside, strict=True))
 
 
 def _once(dims: Iterable[tuple[str, ...]]) -> Dims:
     """Keep the first occurrence of each axis: it can split an array only once."""
-    seen: set[str] = set()
-    result = []
+    result: list[tuple[str, ...]] = []
     for entry in dims:
-        result.append(tuple(axis for axis in entry if axis not in seen))
-        seen.update(entry)
+        result.append(tuple(axis for axis in entry if all(axis not in earlier for earlier in result)))
     return tuple(result)
 
 
@@ -205,9 +191,9 @@ def _gather(operation: Operation) -> list[Dims | None]:
     numbers, sizes = operation.params["dimension_numbers"], operation.params["slice_sizes"]
     kept = [i for i in range(len(table.shape)) if i not in numbers.collapsed_slice_dims]
     dims = list(_whole(len(operation.outputs[0].shape)))
+    rest = [i for i in range(len(dims)) if i not in numbers.offset_dims]
     for i, j in zip(numbers.offset_dims, kept, strict=False):
         dims[i] = table.dims[j] if table.dims and sizes[j] == table.shape[j] else ()
-    rest = [i for i in range(len(dims)) if i not in numbers.offset_dims]
     for i, entry in zip(rest, indices.dims or (), strict=False):
         dims[i] = entry
     return [_once(dims)]

@@ -69,11 +69,11 @@ def read_groups(attributes: str, devices: int) -> tuple[Groups, bool]:
         return _mesh_groups(found), False
     listed = _LISTED.search(attributes)
     groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])] if listed else []
+    if groups and (groups != [[0]] or devices == 1):
+        return groups, False
     # Ids without a channel are replicas, and a JAX program is one; with a channel, one replica is all partitions.
-    if not groups or (groups == [[0]] and devices > 1):
-        replica_mode = "channel_id=" not in attributes and groups
-        return [[n] for n in range(devices)] if replica_mode else [list(range(devices))], False
-    return groups, False
+    alone = groups and "channel_id=" not in attributes
+    return [[n] for n in range(devices)] if alone else [list(range(devices))], False
 
 
 def _numbers(text: str) -> list[int]:
@@ -127,24 +127,9 @@ def mesh_axes(groups: Groups, axes: Mapping[str, int], *, pairs: bool = False) -
     return named if pairs or (whole and everyone) else None
 
 
-def on_mesh(groups: Groups, places: np.ndarray) -> Groups:
-    """Map groups of partitions to groups of devices; `places` is int[programs, partitions], one program per TPU slice.
-
-    Example:
-        >>> on_mesh([[0, 1]], np.array([[0, 1], [2, 3]]))
-        [[0, 1], [2, 3]]
-    """
-    return [[int(row[i]) for i in group] for row in places for group in groups] if len(places) > 1 else groups
-
-
 def spans(groups: Groups, parts: np.ndarray) -> bool:
-    """Tell whether a group has devices in several parts; `parts` has the part of each device, such as its slice.
-
-    Example:
-        >>> spans([[0, 1], [2, 3]], np.array([0, 0, 1, 1])), spans([[0, 2], [1, 3]], np.array([0, 0, 1, 1]))
-        (False, True)
-    """
-    return any(len(set(parts[list(group)].tolist())) > 1 for group in groups)
+    """Tell whether a group has devices in several parts; `parts` has the part of each device, such as its slice."""
+    return any(len(np.unique(parts[list(group)])) > 1 for group in groups)
 
 
 def per_device(program: HloModule, value: HloValue, devices: int) -> np.ndarray | None:
@@ -166,12 +151,10 @@ def per_device(program: HloModule, value: HloValue, devices: int) -> np.ndarray 
         is_omitted = instruction.literal == "{...}"
         numbers = np.arange(array.size) if is_omitted else np.array(_numbers(instruction.literal))
         return np.broadcast_to(numbers, (devices, array.size))
-    operands = []
-    for name in instruction.operands:
-        operand = per_device(program, HloValue(value.computation, name), devices)
-        if operand is None:
-            return None
-        operands.append(operand)
+    known = (per_device(program, HloValue(value.computation, name), devices) for name in instruction.operands)
+    operands = [operand for operand in known if operand is not None]
+    if len(operands) < len(instruction.operands):
+        return None
     if instruction.is_move:
         return operands[0]
     if opcode in _INTEGERS:

@@ -22,8 +22,7 @@ LETTER, ENTRY = 7, 44  # pixels: a letter of text, and a legend's entry without 
 NARROWEST, WIDEST = 20, 3600  # pixels: of the shortest task, unless the chart would be wider than that
 
 
-def headline(timeline: Timeline) -> str:
-    """Return the schedule's name and size."""
+def _headline(timeline: Timeline) -> str:
     schedule = timeline.schedule
     parts = [f"{schedule.stages} stages", f"{schedule.microbatches} microbatches"]
     if schedule.chunks > 1:
@@ -33,8 +32,7 @@ def headline(timeline: Timeline) -> str:
     return f"{schedule.name}: {', '.join(parts)}"
 
 
-def summary(timeline: Timeline) -> str:
-    """Return the makespan, the bubble, and the peak activations of each stage."""
+def _summary(timeline: Timeline) -> str:
     parts = [f"makespan {timeline.makespan:g}"]
     if timeline.batches > 1:
         parts.append(f"{timeline.period:g} for each batch in the steady state")
@@ -79,11 +77,8 @@ def chart(timeline: Timeline, width: int = 100) -> str:
     columns = round(units * min(int(available / units), longest + 1)) if units <= available else available
     scale = columns / timeline.makespan
 
-    def extent(slot: Slot) -> slice:
-        return slice(round(slot.start * scale), round(slot.end * scale))
-
     def size(slot: Slot) -> int:
-        return extent(slot).stop - extent(slot).start
+        return round(slot.end * scale) - round(slot.start * scale)
 
     by_name, by_microbatch = all(len(str(slot.task)) <= size(slot) for slot in slots), units <= available
     if by_name:
@@ -99,14 +94,14 @@ def chart(timeline: Timeline, width: int = 100) -> str:
         character = DIGITS[slot.task.kind][slot.task.microbatch % 10] if by_microbatch else slot.task.kind[0]
         return character * size(slot)
 
-    lines = [headline(timeline)]
+    lines = [_headline(timeline)]
     for stage, order in enumerate(timeline.tasks):
         cells = [IDLE] * columns
         for slot in order:
-            cells[extent(slot)] = draw(slot)
+            cells[round(slot.start * scale) : round(slot.end * scale)] = draw(slot)
         lines.append(f"stage {stage}".ljust(label) + "".join(cells).rstrip())
     lines.append(", ".join([*(f"{legend[kind]} {NAMES[kind]}" for kind in _task_kinds(timeline)), f"{IDLE} idle"]))
-    return "\n".join([*lines, summary(timeline)])
+    return "\n".join([*lines, _summary(timeline)])
 
 
 def svg(timeline: Timeline) -> str:
@@ -120,21 +115,20 @@ def svg(timeline: Timeline) -> str:
     >>> svg(simulate(make_schedule("1f1b", stages=2, microbatches=2))).count('class="task"')
     8
     """
-    schedule, title, text = timeline.schedule, headline(timeline), summary(timeline)
+    schedule, title, text = timeline.schedule, _headline(timeline), _summary(timeline)
     scale = min(NARROWEST / _shortest_duration(timeline), WIDEST / timeline.makespan)
     entries = [*((COLOURS[kind], NAMES[kind]) for kind in _task_kinds(timeline)), (IDLE_COLOUR, "idle")]
     if schedule.chunks > 1:
         entries.append((lighten(COLOURS["F"], LIGHTEST), "lighter: later chunks of the model"))
     legend_width = sum(ENTRY + LETTER * len(name) for _, name in entries)
     chart_width = timeline.makespan * scale
-    text_width = max(4 / 3 * LETTER * len(title), LETTER * len(text))
+    text_width = LETTER * max(4 / 3 * len(title), len(text))
     width = 2 * MARGIN + max(LABEL + chart_width, LABEL + legend_width, text_width)
     left, top = MARGIN + LABEL, MARGIN + 52
     bottom = top + schedule.stages * (ROW + GAP)
     height = bottom + 56
-    root = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "font-family": "sans-serif"})
-    root.attrib.update({"font-size": "12", "viewBox": f"0 0 {width:g} {height:g}"})
-    root.attrib.update(width=f"{width:g}", height=f"{height:g}")
+    style = {"role": "img", "font-family": "sans-serif", "font-size": "12", "viewBox": f"0 0 {width:g} {height:g}"}
+    root = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **style}, width=f"{width:g}", height=f"{height:g}")
     ET.SubElement(root, "title").text = _printable(f"{title}; {text}")
     _add_box(root, 0, 0, width, height, PAPER)
     _add_text(root, MARGIN, MARGIN + 16, title, size=16)
@@ -146,10 +140,9 @@ def svg(timeline: Timeline) -> str:
         for slot in slots:
             fill = lighten(COLOURS[slot.task.kind], LIGHTEST * slot.task.chunk / max(schedule.chunks - 1, 1))
             x, task_width = left + slot.start * scale, (slot.end - slot.start) * scale
-            rectangle = _add_box(root, x, y, task_width, ROW, fill, css="task")
-            rectangle.attrib.update({"stroke": PAPER, "stroke-width": "1"})
-            tooltip = f"{slot.task} on stage {stage}, {slot.start:g} to {slot.end:g}"
-            ET.SubElement(rectangle, "title").text = tooltip
+            box = _add_box(root, x, y, task_width, ROW, fill, css="task")
+            box.attrib.update({"stroke": PAPER, "stroke-width": "1"})
+            ET.SubElement(box, "title").text = f"{slot.task} on stage {stage}, {slot.start:g} to {slot.end:g}"
             number = str(slot.task.microbatch)
             if task_width >= LETTER * len(number) + 2:
                 colour = PAPER if _luminance(fill) < 0.25 else INK
@@ -179,7 +172,7 @@ def _add_text(
 
 
 def _printable(text: str) -> str:
-    """Replace every character that XML cannot hold by a question mark."""
+    # XML cannot hold control characters.
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

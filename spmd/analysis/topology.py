@@ -13,9 +13,95 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from spmd.analysis.chips import CHIPS, Chip
 from spmd.analysis.compiler_log import compiler_log
 from spmd.errors import ConfigError, MeshError, Problem, did_you_mean
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Figures of a GPU that XLA needs to compile without one, besides its memory.
+
+    Attributes:
+        cores: Streaming multiprocessors.
+        bandwidth: GB/s.
+        l2_cache: MiB.
+        shared_memory: KiB in each multiprocessor; a block may use one KiB less.
+        lanes: Single-precision units in each multiprocessor.
+    """
+
+    cores: int
+    bandwidth: int
+    capability: tuple[int, int]
+    l2_cache: int
+    clock_ghz: float
+    shared_memory: int
+    lanes: int = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One kind of accelerator.
+
+    Attributes:
+        kind: Name in a topology; `device_kind` is the name in JAX.
+        memory: Bytes that a program may use on one device; None if unlimited.
+        devices: JAX devices in one chip.
+        dims: Dimensions of a slice's network.
+        max_chips: Most chips in one slice; 0 if unlimited.
+    """
+
+    kind: str
+    platform: str
+    device_kind: str
+    memory: int | None = None
+    devices: int = 1
+    dims: int = 0
+    max_chips: int = 0
+    options: tuple[tuple[str, str], ...] = ()
+    gpu: Gpu | None = None
+
+    def target_config(self) -> str:
+        """Return XLA's `GpuTargetConfig` of a GPU, as a text protocol buffer."""
+        gpu = self.gpu
+        assert gpu is not None
+        major, minor = gpu.capability
+        # All capabilities from 8.0 to 10.0 have the same limits of threads, registers and blocks.
+        return f"""
+            gpu_device_info {{
+                threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+                registers_per_core_limit: 65536 registers_per_block_limit: 65536
+                shared_memory_per_block: {48 * 1024} shared_memory_per_core: {gpu.shared_memory * 1024}
+                shared_memory_per_block_optin: {(gpu.shared_memory - 1) * 1024}
+                block_dim_limit_x: {2**31 - 1} block_dim_limit_y: 65535 block_dim_limit_z: 65535
+                thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+                core_count: {gpu.cores} fpus_per_core: {gpu.lanes} clock_rate_ghz: {gpu.clock_ghz}
+                memory_bandwidth: {gpu.bandwidth * 10**9} device_memory_size: {self.memory}
+                l2_cache_size: {gpu.l2_cache * 2**20}
+                cuda_compute_capability {{ major: {major} minor: {minor} }}
+            }}
+            platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{self.device_kind}"
+        """
+
+
+_MEGACORE = (("chip_config_name", "megacore"),)
+# TPUs: Google Cloud's pages on TPU system architecture. GPUs: NVIDIA's data sheets and CUDA programming guide.
+# The compiler reserves 0.25 to 1.25 GiB of each TPU's memory; this is what its error messages leave.
+_CHIPS = (
+    Chip("cpu", "cpu", "cpu"),
+    Chip("v4", "tpu", "TPU v4", int(30.75 * _GIB), dims=3, max_chips=4096, options=_MEGACORE),
+    Chip("v5e", "tpu", "TPU v5 lite", int(15.75 * _GIB), dims=2, max_chips=256),
+    Chip("v5p", "tpu", "TPU v5", int(95.74 * _GIB), dims=3, max_chips=8960),
+    Chip("v6e", "tpu", "TPU v6 lite", int(31.25 * _GIB), dims=2, max_chips=256),
+    Chip("tpu7x", "tpu", "TPU7x", int(94.75 * _GIB), devices=2, dims=3, max_chips=9216),
+    Chip("a100", "cuda", "NVIDIA A100-SXM4-80GB", 80 * _GIB, gpu=Gpu(108, 2039, (8, 0), 40, 1.41, 164, lanes=64)),
+    Chip("h100", "cuda", "NVIDIA H100 80GB HBM3", 80 * _GIB, gpu=Gpu(132, 3350, (9, 0), 50, 1.98, 228)),
+    Chip("h200", "cuda", "NVIDIA H200", 141 * 10**9, gpu=Gpu(132, 4800, (9, 0), 50, 1.98, 228)),
+    Chip("b200", "cuda", "NVIDIA B200", 180 * 10**9, gpu=Gpu(148, 8000, (10, 0), 126, 1.965, 228)),
+)
+CHIPS = {chip.kind: chip for chip in _CHIPS}
+"""Every chip that a topology can name."""
 
 EXAMPLES = "v4:4x4x4, v5e:16x16, v5p:4x4x8, v6e:16x16, tpu7x:4x4x4, a100:16x8, h100:16x8, h200:16x8, b200:16x8, cpu:8"
 """One topology of each kind."""
@@ -40,13 +126,18 @@ class Topology:
 
     @property
     def kind(self) -> str:
-        """The kind of chip, such as `"v5e"`."""
+        """Kind of chip, such as `"v5e"`."""
         return self.chip.kind
 
     @property
     def platform(self) -> str:
         """`"tpu"`, `"cuda"` or `"cpu"`."""
         return self.chip.platform
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that a program may use on one device; None for simulated devices."""
+        return self.chip.memory
 
     @property
     def chips(self) -> int:
@@ -70,11 +161,6 @@ class Topology:
         """Chips of one TPU host along each of three dimensions."""
         x, y, _ = (*self.shape, 1, 1)[:3]
         return min(x, 2), min(y, 2), 1
-
-    @property
-    def memory(self) -> int | None:
-        """Bytes that a program may use on one device; None for simulated devices."""
-        return self.chip.memory
 
     def __str__(self) -> str:
         return self.name
@@ -124,10 +210,8 @@ def parse_topology(text: str) -> Topology:
 
 def missing_extra(topology: Topology) -> Problem | None:
     """Return the extra to install before compiling for a machine; None if its compiler is installed."""
-    if topology.platform not in EXTRAS:
-        return None
-    extra, modules = EXTRAS[topology.platform]
-    if any(importlib.util.find_spec(module) for module in modules):
+    extra, modules = EXTRAS.get(topology.platform, ("", ()))
+    if not extra or any(importlib.util.find_spec(module) for module in modules):
         return None
     what = f"needs {topology.platform.upper()}'s compiler, which is not installed; no {topology.kind} is needed"
     return Problem(f"compiling for {topology}", what, fix=f"pip install 'spmd[{extra}]'")
@@ -141,25 +225,17 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
     Raises:
         ConfigError: The extra with the compiler is not installed.
     """
-    absent = missing_extra(topology)
-    if absent:
+    if absent := missing_extra(topology):
         raise ConfigError("The compiler is missing:", [absent])
     if topology.platform == "cpu":
         return jax.devices()[: topology.devices]
     with compiler_log(pass_on=False):  # libtpu searches for a cloud machine, and reports at length that there is none
-        if topology.chip.gpu:
-            hosts, gpus = topology.shape
-            described = topologies.get_topology_desc(
-                platform="cuda",
-                topology_name=topology.name,
-                target_config=topology.chip.gpu.target_config(topology.chip.device_kind),
-                topology=f"1x{hosts}x{gpus}",
-            )
+        size = "x".join(map(str, topology.shape))
+        if topology.platform == "cuda":
+            options: dict[str, Any] = {"target_config": topology.chip.target_config(), "topology": f"1x{size}"}
+            described = topologies.get_topology_desc(topology.name, "cuda", **options)
         else:
-            options: dict[str, Any] = dict(topology.chip.options)
+            options = {"chips_per_host_bounds": topology.host_bounds, **dict(topology.chip.options)}
             options |= {"num_slices": topology.slices} if topology.slices > 1 else {}
-            slice_name = f"{topology.kind}:{'x'.join(map(str, topology.shape))}"
-            described = topologies.get_topology_desc(
-                slice_name, "tpu", chips_per_host_bounds=topology.host_bounds, **options
-            )
+            described = topologies.get_topology_desc(f"{topology.kind}:{size}", "tpu", **options)
     return list(described.devices)

@@ -1,7 +1,4 @@
-"""Traced programs as plain values and operations, each value with the shard of it that one device holds.
-
-`spmd.analysis.propagation` derives the shardings from the operations.
-"""
+"""Traced programs as plain values and operations; `spmd.analysis.propagation` adds the shardings."""
 
 import dataclasses
 import math
@@ -20,10 +17,9 @@ _BODIES = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches", "shard_ma
 
 @dataclasses.dataclass(eq=False)
 class TracedValue:
-    """One array of a program; compared by identity.
+    """One array of a program with its global shape; compared by identity.
 
     Attributes:
-        shape: Global shape.
         dims: Mesh axes of each dimension; None if unknown, which counts as replicated.
         name: `checkpoint_name` given by the model; may be empty.
         kept: Bytes of one element in memory, if fewer than `itemsize`.
@@ -108,8 +104,8 @@ def matmul_flops(program: TracedProgram) -> int:
     return total
 
 
-_Stacks = dict[int, list[TracedValue]]
-"""`id` of a stacked array → its slices, where both are known: the results of unrolled loops."""
+_Stacks = dict[TracedValue, list[TracedValue]]
+"""Stacked array → its slices, where both are known: the results of unrolled loops."""
 
 
 def _read(jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eager: bool) -> TracedProgram:
@@ -139,7 +135,7 @@ def _read(jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eag
             continue
         found = params[_BODIES[name]] if name in _BODIES else ()
         bodies = [_read(body, None, {}, eager) for body in (found if isinstance(found, tuple) else (found,))]
-        outputs = [_value(variable) for variable in equation.outvars]
+        outputs = list(map(_value, equation.outvars))
         env.update(zip(equation.outvars, outputs, strict=True))
         program.operations.append(Operation(name, operands, outputs, params, bodies))
     program.outputs = [read(atom) for atom in jaxpr.outvars]
@@ -164,26 +160,25 @@ def _unroll(params: Mapping[str, Any], operands: list[TracedValue], stacks: _Sta
     carry, xs = operands[len(consts) :][:count], operands[len(consts) + count :]
     program = TracedProgram(operands, [], [])
     for stack in xs:
-        if id(stack) not in stacks:
-            stacks[id(stack)] = [TracedValue(stack.shape[1:], stack.itemsize, name=stack.name) for _ in range(length)]
+        if stack not in stacks:
+            stacks[stack] = [TracedValue(stack.shape[1:], stack.itemsize, name=stack.name) for _ in range(length)]
             drop = {"dimensions": (0,)}
-            program.operations += [Operation("squeeze", [stack], [part], drop) for part in stacks[id(stack)]]
+            program.operations += [Operation("squeeze", [stack], [part], drop) for part in stacks[stack]]
     iterations: list[list[TracedValue]] = []
-    early: list[Operation] = []
     late: list[Operation] = []
     for i in reversed(range(length)) if params["reverse"] else range(length):
-        body = _read(params["jaxpr"], [*consts, *carry, *(stacks[id(stack)][i] for stack in xs)], stacks, eager)
-        waiting = set(map(id, carry))
+        body = _read(params["jaxpr"], [*consts, *carry, *(stacks[stack][i] for stack in xs)], stacks, eager)
+        waiting = set(carry)
         for operation in body.operations:
-            waits = not eager or any(id(value) in waiting for value in operation.inputs)
-            waiting.update(id(value) for value in operation.outputs if waits)
-            (late if waits else early).append(operation)
+            waits = not eager or not waiting.isdisjoint(operation.inputs)
+            waiting.update(operation.outputs if waits else ())
+            (late if waits else program.operations).append(operation)
         carry, slices = body.outputs[:count], body.outputs[count:]
         iterations.append(slices)
-    program.operations += early + late
+    program.operations += late
     for slices in map(list, zip(*(reversed(iterations) if params["reverse"] else iterations), strict=True)):
         stack = TracedValue((length, *slices[0].shape), slices[0].itemsize, name=slices[0].name)
-        stacks[id(stack)] = slices
+        stacks[stack] = slices
         program.operations.append(Operation("stack_iterations", slices, [stack], {"reverse": params["reverse"]}))
         program.outputs.append(stack)
     program.outputs = [*carry, *program.outputs]

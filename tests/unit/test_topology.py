@@ -9,8 +9,7 @@ import textwrap
 import pytest
 
 from spmd.analysis import topology as room
-from spmd.analysis.chips import CHIPS
-from spmd.analysis.topology import EXAMPLES, EXTRAS, missing_extra, parse_topology
+from spmd.analysis.topology import CHIPS, EXAMPLES, EXTRAS, missing_extra, parse_topology
 from spmd.errors import MeshError
 from spmd.observe.metrics import peak_flops
 
