@@ -30,22 +30,14 @@ ROWS, LANES = 8, 128
 
 @dataclasses.dataclass(frozen=True)
 class UpdateChunk:
-    """Parameters that are updated together, in equal chunks.
-
-    Attributes:
-        dim: The dimension that is chunked: 0 for the layers of a stack.
-        chunks: The number of chunks; 1 for whole arrays.
-        shards: The number of devices that split that dimension; each chunks its own shard.
-        host: The paths of optimizer state in host memory.
-        host_params: The paths of parameters in host memory.
-    """
+    """Parameters that are updated together, in equal chunks."""
 
     paths: tuple[str, ...]
-    dim: int = 0
-    chunks: int = 1
-    shards: int = 1
-    host: frozenset[str] = frozenset()
-    host_params: frozenset[str] = frozenset()
+    dim: int = 0  # the dimension that is chunked: 0 for the layers of a stack
+    chunks: int = 1  # the number of chunks; 1 for whole arrays
+    shards: int = 1  # the number of devices that split that dimension; each chunks its own shard
+    host: frozenset[str] = frozenset()  # the paths of optimizer state in host memory
+    host_params: frozenset[str] = frozenset()  # the paths of parameters in host memory
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of one chunk of an array."""
@@ -159,14 +151,11 @@ def _host_state(
     state: Mapping[str, DerivedSpec],
     axes: Mapping[str, int],
 ) -> frozenset[str]:
-    """Return the state of a chunk for host memory: chunks of two or more dimensions, and whole arrays of that size.
-
-    Larger whole arrays stay on the device: moving them was measured to use more memory than it saves.
-    """
+    """Return the state of a chunk for host memory: chunks of two or more dimensions, and whole arrays of that size."""
     found = set()
     for path, part in tree.flatten(jax.eval_shape(param_phase.init, chunk.abstract_params(params))).items():
         whole, rank = state[path], len(part.shape)
-        if part.shape == whole.shape:
+        if part.shape == whole.shape:  # moving larger ones was measured to use more memory than it saves
             fits = SMALL_BYTES <= shard_bytes(whole.shape, whole.dtype, whole.spec, axes) <= CHUNK_BYTES
         elif chunk.dim < rank - 2:
             fits = True

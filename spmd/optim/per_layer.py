@@ -18,12 +18,9 @@ from spmd.tree import PyTree, flatten, merge, select
 
 
 class PerLayerState(NamedTuple):
-    """State of `per_layer`.
+    """The transform's state for parameters that are not stacked, and that of each stack, by path with dots.
 
-    Attributes:
-        rest: The transform's state for parameters that are not stacked.
-        stacked: Path of a stack, with dots (`"decoder.layers"`) → its state; every array in it, counters included, has
-            the stack's leading dimensions.
+    Every array of a stack's state, counters included, has the stack's leading dimensions.
     """
 
     rest: PyTree
@@ -57,7 +54,13 @@ def per_layer(
         parts = _split(params, stacked).items()
         states = {stack.name: _over_layers(inner.init, stack, part)(part) for stack, part in parts}
         rest = states.pop(_REST.name)
-        _check_no_keys(states)
+        problems = [
+            Problem(path, "is a random key, which every layer of the stack would share", fix="run it outside")
+            for path, leaf in flatten(states).items()
+            if is_random_key(leaf)
+        ]
+        if problems:
+            raise ConfigError("This transform cannot run per layer:", problems)
         return PerLayerState(rest, states)
 
     def update(
@@ -92,11 +95,7 @@ def _split(tree: PyTree, stacked: Sequence[str]) -> dict[_Stack, PyTree]:
     """Return the leaves of each stack, and those of none (always present), as nested dictionaries."""
     paths = flatten(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     stacks = sorted({_REST, *(_stack_of(path, stacked) for path in paths)})
-
-    def part(stack: _Stack) -> PyTree:
-        return select(tree, lambda path: _stack_of(path, stacked) == stack)
-
-    return {stack: part(stack) for stack in stacks}
+    return {stack: select(tree, lambda path, s=stack: _stack_of(path, stacked) == s) for stack in stacks}  # type: ignore[misc]
 
 
 def _stack_of(path: str, stacked: Sequence[str]) -> _Stack:
@@ -109,13 +108,3 @@ def _over_layers(f: Callable[..., Any], stack: _Stack, part: PyTree) -> Callable
     for _ in range(stack.depth if jax.tree.leaves(part) else 0):
         f = jax.vmap(f)
     return f
-
-
-def _check_no_keys(states: dict[str, PyTree]) -> None:
-    problems = [
-        Problem(path, "is a random key, which every layer of the stack would share", fix="run it outside")
-        for path, leaf in flatten(states).items()
-        if is_random_key(leaf)
-    ]
-    if problems:
-        raise ConfigError("This transform cannot run per layer:", problems)
