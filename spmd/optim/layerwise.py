@@ -245,7 +245,8 @@ def trace_update(
 
 def _union(parts: Iterable[_Seen]) -> _Seen:
     fields = zip(*((part.inputs, part.mixed, part.reduced) for part in (_Seen(), *parts)), strict=True)
-    return _Seen(*(frozenset[Any]().union(*field) for field in fields))
+    inputs, mixed, reduced = (frozenset[Any]().union(*field) for field in fields)
+    return _Seen(inputs, mixed, reduced)
 
 
 def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:
