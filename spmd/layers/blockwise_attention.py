@@ -52,16 +52,9 @@ def has_small_chunks(length: int) -> bool:
 def unmasked_pairs(
     query_starts: Sequence[int], key_starts: Sequence[int], chunk: int, window: int | None
 ) -> np.ndarray:
-    """Return the pairs of chunks in which some query attends to some key.
+    """Return the pairs of chunks in which some query attends to some key, from the positions of their first tokens.
 
-    Args:
-        query_starts: The position of the first token of each query chunk.
-        key_starts: The position of the first token of each key chunk.
-        chunk: Tokens of a chunk.
-        window: As in `AttentionOptions`.
-
-    Returns:
-        int32 `[pairs, 3]`: query chunk, key chunk, and the offset of the first one's start from the second one's.
+    The result is int32 `[pairs, 3]`: query chunk, key chunk, and the offset of the first one's start from the second's.
 
     Example:
         >>> unmasked_pairs([0, 4], [0, 4], 4, None).tolist()
@@ -87,16 +80,10 @@ class OnlineSoftmax(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockPairs:
-    """Pairs of chunks of a block of queries and a block of keys, with their mask.
+    """Pairs of chunks of a block of queries and a block of keys, with their mask."""
 
-    Attributes:
-        table: From `unmasked_pairs`, for this device.
-        count: The number of rows to process; the others are padding.
-        chunk: Tokens of a chunk.
-    """
-
-    table: Int[Array, "pairs 3"]
-    count: int | Int[Array, ""]
+    table: Int[Array, "pairs 3"]  # from `unmasked_pairs`, for this device
+    count: int | Int[Array, ""]  # rows to process; the others are padding
     chunk: int
     options: AttentionOptions
     query_segments: Int[Array, "batch seq"] | None

@@ -10,12 +10,12 @@ decode    tokens  [batch, 1]   ──▶ model ──▶ logits, keys and values
                                      ▲ attend reads the cache of its layer
 ```
 
-Layers only read; what all of them add is written at once, in place. Rows may have different lengths: each has its own
+Layers only read; the entries of all are written at once, in place. Rows may have different lengths: each has its own
 position. On a mesh the cache is split like keys and values: batch, tokens over `sequence`, heads over `tensor`, and
 layers over `pipe`.
 
 Scanned or checkpointed layers are functions of arrays, so each takes its part of the cache as an argument and returns
-what it adds (`isolate_layer`, `thread_cache`, `collect_cache`); `spmd.models.layers.run_layers` calls these.
+its own entries (`isolate_layer`, `thread_cache`, `collect_cache`); `spmd.models.layers.run_layers` calls these.
 """
 
 import contextlib
@@ -64,11 +64,7 @@ class _Calls:
         self._state = get_opaque_trace_state(convention="flax")
 
     def add(self, entry: Any) -> None:
-        """Add the entry of the next call.
-
-        Raises:
-            CacheError: It is an array of a function inside this one.
-        """
+        """Add the entry of the next call, unless it is an array of a function inside this one."""
         if get_opaque_trace_state(convention="flax") != self._state:
             what = "is called inside of a transformation, such as jax.lax.scan, that run_layers does not control"
             raise CacheError(_TITLE, [Problem("attend", what, fix="run layers by run_layers, or in a Python loop")])
@@ -76,10 +72,7 @@ class _Calls:
 
 
 class _Trace:
-    """One trace of a model; a trace of decoding has positions.
-
-    It is compared by identity, so JAX reuses no other trace's inner functions.
-    """
+    """One trace of a model, compared by identity: JAX reuses no other's inner functions. Decoding has positions."""
 
     def __init__(self, given: Cache, positions: Array | None, length: int) -> None:
         self.positions, self.length = positions, length
@@ -91,11 +84,9 @@ class _Trace:
 
 
 def prefill(run: Callable[[], T], length: int) -> tuple[T, Cache]:
-    """Return `run()` and the cache of its calls of `attend`.
+    """Return `run()` of a model on prompts `[batch, seq]`, and the cache of its calls of `attend`.
 
-    Args:
-        run: Runs a model on prompts `[batch, seq]`, which may be padded at the end.
-        length: Tokens that the cache holds; at least those of a prompt.
+    Prompts may be padded at the end. The cache holds `length` tokens.
 
     Raises:
         CacheError: Attention is not causal, documents share a row, or `attend` is called inside of a transformation.
@@ -118,18 +109,11 @@ def prefill(run: Callable[[], T], length: int) -> tuple[T, Cache]:
 
 
 def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -> tuple[T, Cache]:
-    """Return `run()` and the cache with one more token in each row.
+    """Return `run()` of the model on one token of each row, `[batch, 1]`, and the cache with these tokens.
 
-    Args:
-        run: Runs the model on one token of each row, `[batch, 1]`.
-        cache: From `prefill` or the preceding `decode`.
-        positions: The position of each row's token; all preceding tokens are in the cache.
-
-    Raises:
-        CacheError: As for `prefill`.
+    `positions` are those of the tokens; all preceding ones are in the cache.
     """
-    leaves = jax.tree.leaves(cache)
-    length = leaves[0].shape[-3] if leaves else 0
+    length = next((x.shape[-3] for x in jax.tree.leaves(cache)), 0)
     with _traced(_Trace(cache, positions, length)) as trace, single_token():
         result = run()
         added = tuple(trace.calls[-1].added)
@@ -168,11 +152,7 @@ def cached_attention(
     segments: Array | None,
     options: AttentionOptions,
 ) -> Float[Array, "batch 1 heads dim"] | None:
-    """Return the attention of a decoded token; None outside of decoding. Prefill and decoding save keys and values.
-
-    Raises:
-        CacheError: Attention is not causal, or documents share a row.
-    """
+    """Return the attention of a decoded token; None outside of decoding. Prefill and decoding save keys and values."""
     trace = current().kv_cache
     if trace is None:
         return None
@@ -241,12 +221,9 @@ Layer = Callable[..., Any]
 
 
 def isolate_layer(layer: Layer) -> Layer:
-    """Make the cache an argument of a layer: `((state, entries), *arrays) -> (result, added entries)`.
+    """Make the cache an argument of a layer `(state, *arrays) -> result`; without a cache, return it unchanged.
 
-    Without a cache `layer` is returned unchanged.
-
-    Args:
-        layer: `(state, *arrays) -> result`.
+    The new layer is `((state, entries), *arrays) -> (result, added entries)`.
     """
     trace = current().kv_cache
     if trace is None:
@@ -267,13 +244,8 @@ def isolate_layer(layer: Layer) -> Layer:
 def thread_cache(step: Callable[..., tuple[Any, Any]], each: Any) -> tuple[Callable[..., tuple[Any, Any]], Any]:
     """Make a step over layers pass each layer its cache entries; without a cache, return both unchanged.
 
-    Args:
-        step: `(layer, x, state, own) -> (x, value)`, which calls `layer(state, …)` once.
-        each: Inputs of each layer, with a leading layer dimension.
-
-    Returns:
-        A step for layers from `isolate_layer`, and `each` with the cache entries of each layer. Pass the step's values
-        to `collect_cache`.
+    `step` is `(layer, x, state, own) -> (x, value)`, calls `layer(state, …)` once and gets layers from `isolate_layer`.
+    Pass its values to `collect_cache`. `each` are inputs with a leading layer dimension; the cache entries are added.
     """
     trace = current().kv_cache
     if trace is None:
@@ -281,15 +253,15 @@ def thread_cache(step: Callable[..., tuple[Any, Any]], each: Any) -> tuple[Calla
 
     def run(layer: Layer, x: Any, state: Any, own_and_part: tuple[Any, Any]) -> tuple[Any, Any]:
         own, part = own_and_part
-        added: list[Any] = []
+        added: Any = None
 
         def plain(state: Any, *arrays: Any) -> Any:
-            result, new = layer((state, part), *arrays)
-            added.append(new)
+            nonlocal added
+            result, added = layer((state, part), *arrays)
             return result
 
         x, value = step(plain, x, state, own)
-        return x, (value, added[0])
+        return x, (value, added)
 
     return run, (each, trace.take())
 

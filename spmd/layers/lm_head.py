@@ -48,13 +48,10 @@ class LazyLogits:
     """Head inputs, for `spmd.gradients.losses.cross_entropy` to compute logits chunk by chunk.
 
     Attributes:
-        x: Tokens, split like the activation `tokens`.
-        kernel: The head, `[d, vocab]` or `[vocab, d]`.
-        axes: `"io"` for `[d, vocab]`, `"oi"` for `[vocab, d]`.
+        axes: `"io"` for a kernel `[d, vocab]`, `"oi"` for `[vocab, d]`.
         placed: The kernel's placement; None outside a plan.
         tokens: The activation name of `x`.
         logits: The activation name of the logits.
-        soft_cap: The cap of logits (`spmd.layers.soft_cap`); None for no cap.
     """
 
     x: Float[Array, "batch seq d"]
@@ -68,7 +65,7 @@ class LazyLogits:
 
 @contextlib.contextmanager
 def lazy_logits() -> Iterator[None]:
-    """Let models return `LazyLogits` inside; a model may return plain logits all the same."""
+    """Let models return `LazyLogits` inside; they may also return plain logits."""
     with override(lazy_logits=True):
         yield
 
@@ -80,30 +77,20 @@ def is_lazy() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Options of the loss, named as in `LazyLogits`, and its sharding; by default on one device.
-
-    Attributes:
-        split: The axes of size above 1.
-        tokens: The spec of `x`.
-        kernel: The spec of the kernel as an input.
-        gradient: The spec of its gradient as an output.
-        vocabulary: The axes that the vocabulary is split over.
-        gathers: The axes that each dimension of the kernel is gathered over.
-        scatters: The axes that each dimension of its gradient is scattered over.
-    """
+    """Options of the loss, named as in `LazyLogits`, and its sharding; by default on one device."""
 
     axes: str
     logits: str
     soft_cap: float | None
     chunk: int
     mesh: AnyMesh | None = None
-    split: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()  # the axes of size above 1
     tokens: P = _WHOLE
-    kernel: P = _WHOLE
-    gradient: P = _WHOLE
-    vocabulary: tuple[str, ...] = ()
-    gathers: tuple[tuple[str, ...], ...] = ()
-    scatters: tuple[tuple[str, ...], ...] = ()
+    kernel: P = _WHOLE  # as an input
+    gradient: P = _WHOLE  # of the kernel, as an output
+    vocabulary: tuple[str, ...] = ()  # the axes that the vocabulary is split over
+    gathers: tuple[tuple[str, ...], ...] = ()  # the axes that each dimension of the kernel is gathered over
+    scatters: tuple[tuple[str, ...], ...] = ()  # the axes that each dimension of its gradient is scattered over
 
     def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
         """Run `_local` on each device's part of `x`, the kernel, targets and weights."""
@@ -121,12 +108,12 @@ class _Layout:
 
     @property
     def joined(self) -> tuple[str, ...]:
-        """The axes that both tokens and vocabulary are split over: tokens are gathered (sequence parallelism)."""
+        """The axes that split both tokens and vocabulary: tokens are gathered (sequence parallelism)."""
         return tuple(axis for axis in self.over if axis in self.vocabulary)
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """The axes that tokens are split over and the vocabulary is not."""
+        """The axes that split tokens and not the vocabulary."""
         return tuple(axis for axis in self.over if axis not in self.vocabulary)
 
 
@@ -147,11 +134,7 @@ def chunked_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the weighted sum of the cross-entropy in nats, and that of exactly predicted tokens.
 
-    Args:
-        head: From a model.
-        targets: The next token of each position.
-        weights: The weight of each position, without a gradient.
-        chunk: Tokens of each chunk, per device.
+    `weights` have no gradient. `chunk` is the number of tokens of each chunk, per device.
 
     Example:
         >>> head = LazyLogits(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)))
@@ -159,8 +142,7 @@ def chunked_cross_entropy(
         >>> round(float(loss), 4), float(correct)  # 2 ln 8
         (4.1589, 2.0)
     """
-    loss, correct = _sums(head.x, head.kernel, targets, weights, _layout(head, chunk))
-    return loss, correct
+    return _sums(head.x, head.kernel, targets, weights, _layout(head, chunk))
 
 
 def _layout(head: LazyLogits, chunk: int) -> _Layout:
@@ -199,7 +181,7 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _sums(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout) -> tuple[Array, ...]:
+def _sums(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout) -> Any:
     return layout.run(False, x, kernel, targets, weights)
 
 

@@ -52,18 +52,11 @@ _HEADS_FIRST, _IDS = P(None, None, "sequence"), P(None, "sequence")
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Ring of devices and mask of the attention; a ring of one device is chunked attention.
-
-    Attributes:
-        options: Mask and scores.
-        mesh: The plan's mesh; None for a ring of one device.
-        devices: Size of mesh axis `sequence`.
-        is_zigzag: True if tokens are in zigzag order.
-    """
+    """Ring of devices and mask of the attention; a ring of one device is chunked attention."""
 
     options: AttentionOptions
     mesh: AnyMesh | None = None
-    devices: int = 1
+    devices: int = 1  # the size of mesh axis `sequence`
     is_zigzag: bool = False
 
     def run(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -84,7 +77,7 @@ class Ring:
         starts = order.reshape(self.devices, -1)[:, ::chunk].tolist()
         key_starts = [starts[(i - step) % self.devices] for i in range(self.devices)]
         tables = [unmasked_pairs(*pair, chunk, window) for pair in zip(starts, key_starts, strict=True)]
-        counts = [len(table) for table in tables]
+        counts = list(map(len, tables))
         padded = [np.pad(table, ((0, max(counts) - len(table)), (0, 0))) for table in tables]
         rest = chunk, self.options, segments, key_segments
         if self.devices == 1:
@@ -102,11 +95,7 @@ def blockwise_attention(
     segments: Segments,
     ring: Ring,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Compute causal attention with an online softmax, over a ring of devices or on one.
-
-    Raises:
-        ConfigError: The sequence does not divide over the ring, or only into very small chunks.
-    """
+    """Compute causal attention with an online softmax, over a ring of devices or on one."""
     batch, seq, heads, dim = query.shape
     if seq % ring.devices:
         arithmetic = f"{seq} / (sequence={ring.devices}) = {seq / ring.devices:.4g}"
@@ -182,11 +171,7 @@ def ulysses_attention(
     value: Float[Array, "batch seq kv_heads dim"],
     segments: Segments,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences, with heads split instead.
-
-    Raises:
-        ConfigError: Heads or tokens do not divide over the devices.
-    """
+    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences, with heads split instead."""
     split = split_axes(mesh)
     parts = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if axis in split}
     product, count = " × ".join(f"{axis}={size}" for axis, size in parts.items()), math.prod(parts.values())
