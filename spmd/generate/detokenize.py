@@ -11,11 +11,7 @@ _MAX_INCOMPLETE = 3
 
 
 class IncrementalDetokenizer:
-    """Decoder of tokens that arrive one by one; an incomplete character is held back.
-
-    Args:
-        tokenizer: The tokenizer.
-        ids: The preceding tokens; they are not part of the text.
+    """Decoder of tokens that arrive one by one after `ids`; an incomplete character is held back.
 
     Example:
         >>> from spmd.data.tokenizer import ByteTokenizer

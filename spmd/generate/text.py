@@ -9,6 +9,8 @@ from spmd.generate.sampling import Sampling
 from spmd.plan.plan import ShardingPlan
 from spmd.train.state import ModelState, TrainState
 
+AnyState = TrainState | ModelState
+
 
 def make_generator(plan: ShardingPlan, tokenizer: Tokenizer, window: int, sampling: Sampling) -> Generator:
     """Return a generator that stops at the tokenizer's end tokens."""
@@ -16,13 +18,7 @@ def make_generator(plan: ShardingPlan, tokenizer: Tokenizer, window: int, sampli
 
 
 def stream_text(
-    generator: Generator,
-    tokenizer: Tokenizer,
-    state: TrainState | ModelState,
-    prompt: str,
-    *,
-    tokens: int,
-    seed: int,
+    generator: Generator, tokenizer: Tokenizer, state: AnyState, prompt: str, *, tokens: int, seed: int
 ) -> Iterator[str]:
     """Yield the continuation of a prompt piece by piece; `tokens` is the most tokens to add."""
     ids = tokenizer.encode_prompt(prompt)
@@ -34,13 +30,7 @@ def stream_text(
 
 
 def generate_texts(
-    generator: Generator,
-    tokenizer: Tokenizer,
-    state: TrainState | ModelState,
-    prompts: Sequence[str],
-    *,
-    tokens: int,
-    seed: int,
+    generator: Generator, tokenizer: Tokenizer, state: AnyState, prompts: Sequence[str], *, tokens: int, seed: int
 ) -> list[str]:
     """Return each prompt with its continuation; the arguments are those of `stream_text`."""
     ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]

@@ -11,6 +11,7 @@ larger than 1. Every kernel computes the softmax in float32.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -108,7 +109,7 @@ def xla_attention(
     window, causal = options.window, options.causal
     block = block or (max(128, -(-seq // 8)) if causal else seq)
     query, key, value = _upcast_float16(query, key, value)
-    attention = jax.nn.dot_product_attention
+    attention: Callable[..., Array] = jax.nn.dot_product_attention
     if options.soft_cap is not None:
         attention = functools.partial(_capped_attention, soft_cap=options.soft_cap)
     blocks = []
@@ -190,9 +191,10 @@ def splash_attention_tpu(
     else:
         mask = splash_attention.LocalMask((seq, seq), (options.window - 1, 0), 0)
     block = next(size for size in (512, 256, SPLASH_BLOCK) if seq % size == 0)
+    sizes: dict[str, Any] = dict.fromkeys(_SPLASH_BLOCKS, block)
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([mask] * heads),
-        block_sizes=splash_attention.BlockSizes(**dict.fromkeys(_SPLASH_BLOCKS, block)),
+        block_sizes=splash_attention.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=options.soft_cap,
