@@ -35,7 +35,7 @@ from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import MASK_VALUE
 from spmd.layers.soft_cap import soft_capped
 from spmd.plan.context import current, override
-from spmd.sharding.mesh import BATCH_AXES, AnyMesh, shards_of
+from spmd.sharding.mesh import BATCH_AXES, shards_of
 
 T = TypeVar("T")
 
@@ -98,14 +98,12 @@ def prefill(run: Callable[[], T], length: int) -> tuple[T, Cache]:
         >>> cache[0].key.shape
         (1, 4, 2, 8)
     """
-    with _traced(_Trace((), None, length)) as trace:
-        result = run()
-        added = tuple(trace.calls[-1].added)
+    result, added = _trace(run, _Trace((), None, length))
 
     def pad(x: Array) -> Array:
         return jnp.pad(x, [(0, length - x.shape[-3] if dim == x.ndim - 3 else 0) for dim in range(x.ndim)])
 
-    return result, split(jax.tree.map(pad, added))
+    return result, _split(jax.tree.map(pad, added))
 
 
 def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -> tuple[T, Cache]:
@@ -114,17 +112,18 @@ def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -
     `positions` are those of the tokens; all preceding ones are in the cache.
     """
     length = next((x.shape[-3] for x in jax.tree.leaves(cache)), 0)
-    with _traced(_Trace(cache, positions, length)) as trace, single_token():
-        result = run()
-        added = tuple(trace.calls[-1].added)
-    return result, split(jax.tree.map(lambda whole, new: _write(whole, new, positions), cache, added))
+    with single_token():
+        result, added = _trace(run, _Trace(cache, positions, length))
+    return result, _split(jax.tree.map(lambda whole, new: _write(whole, new, positions), cache, added))
 
 
-@contextlib.contextmanager
-def _traced(trace: _Trace) -> Iterator[_Trace]:
+def _trace(run: Callable[[], T], trace: _Trace) -> tuple[T, Cache]:
+    """Return `run()` and the entries of its calls of `attend`."""
     with override(kv_cache=trace):
-        yield trace
+        result = run()
+    added = tuple(trace.calls[-1].added)
     trace.positions, trace.calls = None, []  # JAX's caches have the trace as a key, and would keep these alive
+    return result, added
 
 
 @contextlib.contextmanager
@@ -201,19 +200,19 @@ def _write(whole: Array, new: Array, positions: Array) -> Array:
     return jax.vmap(write, in_axes=(rows, rows, 0), out_axes=rows)(whole, new, positions)
 
 
-def split(cache: Cache) -> Cache:
-    """Constrain the cache to its sharding under the plan in scope, if any."""
+def _split(cache: Cache) -> Cache:
+    """Split the cache over the mesh of the plan in scope, if any; a dimension that does not divide is not split."""
     mesh = current().mesh
     if mesh is None:
         return cache
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _spec(x.shape, mesh))), cache)
 
+    def constrain(x: Array) -> Array:
+        stacks = ("pipe", *(None,) * (x.ndim - 5)) if x.ndim > 4 else ()
+        entries = zip((*stacks, BATCH_AXES, "sequence", "tensor"), x.shape, strict=False)
+        spec = P(*(entry if size % shards_of(entry, mesh.shape) == 0 else None for entry, size in entries))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-def _spec(shape: tuple[int, ...], mesh: AnyMesh) -> P:
-    """Return the spec of a cache array; a dimension that does not divide is not split."""
-    stacks = ("pipe", *(None,) * (len(shape) - 5)) if len(shape) > 4 else ()
-    entries = (*stacks, BATCH_AXES, "sequence", "tensor")
-    return P(*(e if n % shards_of(e, mesh.shape) == 0 else None for e, n in zip(entries, shape, strict=False)))
+    return jax.tree.map(constrain, cache)
 
 
 Layer = Callable[..., Any]

@@ -2,13 +2,9 @@
 
 **Ring** (Liu et al., arXiv:2310.01889). Each device keeps its queries. Keys and values rotate: each device sends its
 block to the next one while it attends to it, so after `sequence − 1` steps every device has attended to all of them. In
-the backward pass they rotate again, and so do their gradients, which start at the next device and accumulate until they
-are back. With n = `sequence`, one layer takes
-
-| | permutes of keys and of values | of their gradients, float32 | of document ids, if any |
-|---|---|---|---|
-| forward | n − 1 each | | n − 1 |
-| backward | n − 1 each | n − 1 each | n − 1 |
+the backward pass they rotate again, and so do their float32 gradients, which start at the next device and accumulate
+until they are back. Document ids rotate with keys and values. With n = `sequence`, each array is permuted n − 1 times
+forward and n − 1 times backward.
 
 **All-to-all** (Ulysses; Jacobs et al., arXiv:2309.14509). Devices exchange heads for tokens, apply any kernel to whole
 sequences of some of the heads, and exchange back: four all-to-alls forward and four backward.
@@ -175,14 +171,11 @@ def ulysses_attention(
     split = split_axes(mesh)
     parts = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if axis in split}
     product, count = " × ".join(f"{axis}={size}" for axis, size in parts.items()), math.prod(parts.values())
+    what = "do not divide over the devices of one sequence"
+    fix = 'context "ring", which splits no heads over sequence' if "sequence" in parts else "a smaller mesh.tensor"
     problems = [
-        Problem(
-            what,
-            "do not divide over the devices of one sequence",
-            f"{heads} / ({product}) = {heads / count:.4g}",
-            'context "ring", which splits no heads over sequence' if "sequence" in parts else "a smaller mesh.tensor",
-        )
-        for what, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2]))
+        Problem(name, what, f"{heads} / ({product}) = {heads / count:.4g}", fix)
+        for name, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2]))
         if heads % count
     ]
     if query.shape[1] % parts.get("sequence", 1):

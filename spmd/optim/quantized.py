@@ -65,15 +65,12 @@ def check_block(field: str, block: int) -> list[Problem]:
 def quantize_moments(
     transform: optax.GradientTransformation, kind: Kind, block: int = BLOCK, stacked: Sequence[str] = ("layers",)
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transform to store its moments as `kind`.
+    """Wrap a transform to store its moments as `kind`; blocks have a power of two of elements, at most `block`.
 
     Moments are the fields of its state with the structure of the parameters. Arrays whose last dimension has no block,
     and stacked scalars, stay float32. Blocks divide the last dimension, so layers of a stack share none.
 
     `transform` must have a flat state, as `optax.scale_by_adam`, `scale_by_lion` and `trace` have.
-
-    Raises:
-        ConfigError: `block` is not a power of two.
 
     Example:
         >>> adam = quantize_moments(optax.scale_by_adam(), "8bit")
