@@ -1,11 +1,5 @@
 """Token generation with a trained model, on the mesh it was trained on.
 
-```python
-generator = Generator(plan, window=1024, sampling=Sampling(temperature=0.0), ends=tokenizer.ends)
-prompts = [tokenizer.encode_prompt("def "), tokenizer.encode_prompt("import ")]
-texts = generator.write(params, variables, prompts, tokens=100)
-```
-
 Two programs are compiled: prefill runs the model on the prompts and fills the KV cache (`spmd.layers.kv_cache`), decode
 adds one token to every row. Prompts and cache are padded to powers of two, so most other prompts compile nothing.
 """

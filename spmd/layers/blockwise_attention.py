@@ -39,16 +39,6 @@ def chunk_size(length: int) -> int:
     return next(size for size in range(min(length, LARGEST_CHUNK), 0, -1) if length % size == 0)
 
 
-def has_small_chunks(length: int) -> bool:
-    """Return True if `length` divides into small chunks only, which take many times as long.
-
-    Example:
-        >>> has_small_chunks(1000), has_small_chunks(521)
-        (False, True)
-    """
-    return chunk_size(length) < min(length, LARGEST_CHUNK) // 8
-
-
 def unmasked_pairs(
     query_starts: Sequence[int], key_starts: Sequence[int], chunk: int, window: int | None
 ) -> np.ndarray:

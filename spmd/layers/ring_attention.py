@@ -25,12 +25,12 @@ from jaxtyping import Array, Float, Int
 from spmd.errors import ConfigError, Problem
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import (
+    LARGEST_CHUNK,
     BackwardInputs,
     BlockPairs,
     backward_block,
     chunk_size,
     finalize_softmax,
-    has_small_chunks,
     init_softmax,
     unmasked_pairs,
     update_softmax,
@@ -98,7 +98,7 @@ def blockwise_attention(
         problem = Problem("sequence", "does not divide", arithmetic, f"a multiple of {ring.devices}")
         raise ConfigError("The sequence does not fit the ring:", [problem])
     block = seq // ring.devices // (2 if ring.is_zigzag else 1)
-    if has_small_chunks(block):
+    if chunk_size(block) < min(block, LARGEST_CHUNK) // 8:
         unit = seq // block * 128
         what = f"is split into blocks of {block} tokens, which divide into chunks of at most {chunk_size(block)}"
         fix = f"a multiple of {unit}: {seq // unit * unit or unit} or {(seq // unit + 1) * unit} tokens"

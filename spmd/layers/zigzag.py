@@ -13,6 +13,7 @@ A loss function reorders its batch once (`zigzag_batch`). A loss is a sum over t
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,23 +75,21 @@ def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
         fix = f"a sequence of {seq // blocks * blocks or blocks} or {(seq // blocks + 1) * blocks} tokens"
         what = "does not divide into two blocks for each device"
         raise ConfigError("A ring cannot be balanced:", [Problem("sequence", what, arithmetic, fix)])
-    move = manual_over(ring.mesh, ("sequence",), _exchange(ring.sequence), P(None, "sequence"), P(None, "sequence"))
+    exchange, spec = functools.partial(_exchange, devices=ring.sequence), P(None, "sequence")
+    move = manual_over(ring.mesh, ("sequence",), exchange, spec, spec)
     with override(zigzag=True):
         yield {name: move(x) if x.shape[1:2] == (seq,) else x for name, x in batch.items()}
 
 
-def _exchange(devices: int) -> Any:
-    """Return a function from contiguous to zigzag order: even blocks in one permute, odd ones in another."""
+def _exchange(x: jax.Array, devices: int) -> jax.Array:
+    """Move one device's tokens to zigzag order: even blocks in one permute, odd ones in another."""
 
     def owner(block: int) -> int:
         return min(block, 2 * devices - 1 - block)
 
-    def move(x: jax.Array) -> jax.Array:
-        arrived = [
-            jax.lax.ppermute(part, "sequence", [(i, owner(2 * i + odd)) for i in range(devices)])
-            for odd, part in enumerate(jnp.split(x, 2, axis=1))
-        ]
-        on_even = jax.lax.axis_index("sequence") % 2 == 0
-        return jnp.where(on_even, jnp.concatenate(arrived, axis=1), jnp.concatenate(arrived[::-1], axis=1))
-
-    return move
+    arrived = [
+        jax.lax.ppermute(part, "sequence", [(i, owner(2 * i + odd)) for i in range(devices)])
+        for odd, part in enumerate(jnp.split(x, 2, axis=1))
+    ]
+    on_even = jax.lax.axis_index("sequence") % 2 == 0
+    return jnp.where(on_even, jnp.concatenate(arrived, axis=1), jnp.concatenate(arrived[::-1], axis=1))

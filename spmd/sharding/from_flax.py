@@ -1,14 +1,4 @@
-"""Conversion of Flax sharding metadata (`nn.Partitioned`, `nnx` `out_sharding`) to `spmd.Rules`.
-
-```python
-class MLP(nn.Module):                               # Linen
-    @nn.compact
-    def __call__(self, x):
-        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
-        return nn.Dense(128, kernel_init=init)(x)
-
-logical = [("embed", "fsdp"), ("mlp", "tensor")]
-```
+"""Conversion of Flax sharding metadata (`nn.with_logical_partitioning`, `nnx` `out_sharding`) to `spmd.Rules`.
 
 Flax has several resolvers that differ; there is one here. A name that has a logical rule is a logical name. Rules are
 tried in order, and a rule applies if none of its mesh axes is used in the array yet. Any other name is a mesh axis. A
@@ -210,8 +200,13 @@ class _Resolver:
                 unknown.setdefault((name, annotation.is_logical), []).append(path)
             if len(self.problems) == before and not missing and (value := self._value(path, names, table, leading)):
                 values[path] = value
-        for (name, is_logical), paths in unknown.items():
-            self._report_unknown(name, is_logical, paths)
+        for (name, is_logical), (path, *others) in unknown.items():
+            choices = dict.fromkeys([rule for rule, _ in self.rules] + ([] if is_logical else list(AXES)))
+            guess = did_you_mean(name, choices) if isinstance(name, str) else "a tuple holds mesh axes"
+            what = "has no logical rule" + ("" if is_logical else " and is no mesh axis")
+            detail = f"{path} {self.annotations[path].names}" + (f" and {len(others)} more" if others else "")
+            fix = f"{guess}; add ({name!r}, …) to the logical rules, or ({name!r}, None) to leave it whole"
+            self._add(f"name {name!r}", what, detail, fix)
         for path, other in stack.differing_layers(values):
             what = f"has another annotation than {other}: layers of one stack have one spec"
             self._add(path, what, fix="remove their name from stacked=")
@@ -293,17 +288,6 @@ class _Resolver:
         if not any(entries):
             return replicate(f"annotated {tuple(names)}: no mesh axis")
         return P(*(as_entry(entry or ()) for entry in entries))
-
-    def _report_unknown(self, name: Any, is_logical: bool, paths: Sequence[str]) -> None:
-        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        choices = dict.fromkeys([rule for rule, _ in self.rules] + ([] if is_logical else list(AXES)))
-        guess = did_you_mean(name, choices) if isinstance(name, str) else "a tuple holds mesh axes"
-        self._add(
-            f"name {name!r}",
-            "has no logical rule" + ("" if is_logical else " and is no mesh axis"),
-            f"{paths[0]} {self.annotations[paths[0]].names}{more}",
-            f"{guess}; add ({name!r}, …) to the logical rules, or ({name!r}, None) to leave it whole",
-        )
 
 
 def _is_unknown(name: Any, annotation: Annotation, table: LogicalRules) -> bool:

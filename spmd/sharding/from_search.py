@@ -1,13 +1,5 @@
 """Conversion of partition tables for `re.search`, as in EasyLM, scalax and t5x, to `spmd.Rules`.
 
-```python
-table = [
-    ("attention/(wq|wk|wv)/kernel", P("fsdp", "mp")),
-    ("norm", P(None)),                                # replicates, without a reason
-    (".*", P(None)),                                  # matches every other parameter
-]
-```
-
 Such a pattern matches anywhere in the path, a spec without axes replicates silently, and the last rule hides every typo
 above it. The converted table has a rule for each parameter and a reason for each replication.
 """
@@ -69,11 +61,11 @@ class _Param:
 
 @dataclasses.dataclass(frozen=True)
 class _StrictRule:
-    """A rule of the new table, the rule it comes from (None for one element), and its parameters."""
+    """A rule of the new table."""
 
     pattern: str
     value: Value
-    origin: _SearchRule | None
+    origin: _SearchRule | None  # None for parameters of one element
     params: tuple[_Param, ...]
 
 

@@ -70,11 +70,7 @@ class MeshShape:
         return [axis for axis, size in self.sizes.items() if size == -1]
 
     def resolve(self, devices: int) -> "MeshShape":
-        """Return the shape with its -1 filled in, so that it uses exactly `devices` devices.
-
-        Raises:
-            MeshError: The sizes do not multiply to `devices`.
-        """
+        """Return the shape with its -1 filled in, for exactly `devices` devices."""
         known = math.prod(size for size in self.sizes.values() if size != -1)
         product = " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size not in (1, -1)) or "1"
         if self._inferred:
@@ -128,10 +124,14 @@ def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str
     check_slices(shape, slices or {})
     outer = tuple((slices or {}).get(axis, 1) for axis in AXES)
     inner = tuple(size // n for size, n in zip(shape.sizes.values(), outer, strict=True))
-    parts = [_arrange(inner, part) for part in _split(devices, math.prod(outer))]
+    parts = _split(devices, math.prod(outer))
+    if devices[0].platform == "cpu":
+        grids = [np.array(part, dtype=object).reshape(inner) for part in parts]
+    else:  # on TPUs, neighbours are connected
+        grids = [mesh_utils.create_device_mesh(inner, part, allow_split_physical_axes=True) for part in parts]
     # [slices of each axis, the axes inside one slice] → each axis with its slices outermost.
     order = [dim for axis in range(len(AXES)) for dim in (axis, axis + len(AXES))]
-    grid = np.stack(parts).reshape(*outer, *inner).transpose(order).reshape(tuple(shape.sizes.values()))
+    grid = np.stack(grids).reshape(*outer, *inner).transpose(order).reshape(tuple(shape.sizes.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -155,19 +155,10 @@ def slice_numbers(sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.nda
         >>> slice_numbers({"data": 4, "fsdp": 2}, {"data": 2}).tolist()
         [0, 0, 0, 0, 1, 1, 1, 1]
     """
-    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-    number = np.zeros(places.shape[1], int)
-    for (axis, size), along in zip(sizes.items(), places, strict=True):
-        count = slices.get(axis, 1)
-        number = number * count + along // (size // count)
-    return number
-
-
-def _arrange(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Return the devices of one slice as a grid, on TPUs such that neighbours are connected."""
-    if devices[0].platform == "cpu":
-        return np.array(devices, dtype=object).reshape(sizes)
-    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    counts = [slices.get(axis, 1) for axis in sizes]
+    inner = [size // count for size, count in zip(sizes.values(), counts, strict=True)]
+    numbers = np.arange(math.prod(counts)).reshape(counts)
+    return np.kron(numbers, np.ones(inner, int)).reshape(-1)
 
 
 def _split(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:

@@ -4,8 +4,7 @@ Optimizer state is mapped by structure. A subtree of the state with the structur
 follows them: an array of the parameter's shape gets its spec, and a statistic gets the entries of the dimensions it
 has. To find these, the optimizer's `init` is traced again with every dimension of every parameter enlarged by another
 amount. A dimension of the state that grew like a dimension of the parameter is that dimension; one that did not grow is
-the optimizer's own. A second probe grows by whole blocks, for statistics of blocks, such as the scales of 8-bit
-moments. Ambiguous state is an error.
+the optimizer's own. A second probe grows by whole blocks, for the scales of 8-bit moments. Ambiguous state is an error.
 """
 
 import dataclasses
@@ -131,7 +130,14 @@ def optimizer_specs(
         elif not shape:
             spec, source = P(), "a scalar"
         elif found is None or (not any(found) and math.prod(shape) * leaf.dtype.itemsize > MAX_CONSTANT_BYTES):
-            problems.append(_unknown(path, shape, param, shapes))
+            what = "has a structure that no parameter explains"
+            why = (
+                f"the parameter {param} has the shape {shapes[param]}"
+                if param
+                else "it has the structure of no parameter"
+            )
+            fix = "keep statistics in a tree like the parameters, or as scalars"
+            problems.append(Problem(f"optimizer state {path}", what, f"its shape is {shape}; {why}", fix))
             continue
         else:
             spec, source = _spec(found), _source(found, known, param)
@@ -237,10 +243,3 @@ def _source(found: tuple[_Dim | None, ...], known: tuple[_Dim, ...], param: str 
     if param is None:
         return "one for each layer"
     return f"dimensions {tuple(None if d is None else known.index(d) for d in found)} of {param}"
-
-
-def _unknown(path: str, shape: Shape, param: str | None, shapes: Mapping[str, Shape]) -> Problem:
-    why = f"the parameter {param} has the shape {shapes[param]}" if param else "it has the structure of no parameter"
-    what = "has a structure that no parameter explains"
-    fix = "keep statistics in a tree like the parameters, or as scalars"
-    return Problem(f"optimizer state {path}", what, f"its shape is {shape}; {why}", fix)
