@@ -20,7 +20,6 @@ them.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -47,11 +46,8 @@ _WHOLE = P()
 class LazyLogits:
     """Head inputs, for `spmd.gradients.losses.cross_entropy` to compute logits chunk by chunk.
 
-    Attributes:
-        axes: `"io"` for a kernel `[d, vocab]`, `"oi"` for `[vocab, d]`.
-        placed: The kernel's placement; None outside a plan.
-        tokens: The activation name of `x`.
-        logits: The activation name of the logits.
+    `axes` is `"io"` for a kernel `[d, vocab]`, `"oi"` for `[vocab, d]`; `placed` its placement, None outside a plan.
+    `tokens` and `logits` are the activation names of `x` and of the logits.
     """
 
     x: Float[Array, "batch seq d"]
@@ -63,11 +59,9 @@ class LazyLogits:
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-@contextlib.contextmanager
-def lazy_logits() -> Iterator[None]:
+def lazy_logits() -> contextlib.AbstractContextManager[None]:
     """Let models return `LazyLogits` inside; they may also return plain logits."""
-    with override(lazy_logits=True):
-        yield
+    return override(lazy_logits=True)
 
 
 def is_lazy() -> bool:

@@ -1,10 +1,5 @@
 """Optimizers from a config: learning-rate schedule, weight-decay mask and clipping, all from optax.
 
-```python
-config = OptimizerConfig(name="adamw", learning_rate=3e-4, schedule="wsd", warmup_steps=100)
-optimizer = make_optimizer(config, steps=10_000)
-```
-
 Every optimizer computes `step = -learning_rate * (direction + weight_decay * parameter)` and differs only in the
 direction: weight decay is decoupled from the gradient and scaled by the learning rate (Loshchilov and Hutter,
 arXiv:1711.05101), also for SGD and Adafactor. A direction that depends on a whole array (Adafactor, Muon) is computed
@@ -118,9 +113,6 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     (arXiv:2405.18392) found to be better than a linear decay; warmup-stable-decay is from Hu et al.
     (arXiv:2404.06395), the half cosine from Loshchilov and Hutter (arXiv:1608.03983).
 
-    Raises:
-        ConfigError: Warmup and decay do not fit into `steps`.
-
     Example:
         >>> config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_fraction=0.25)
         >>> rate = make_learning_rate(config, steps=10)
@@ -173,9 +165,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] =
 def make_update_rule(
     config: OptimizerConfig, steps: int, stacked: Sequence[str] = ("layers",)
 ) -> optax.GradientTransformationExtraArgs:
-    """Make the optimizer without the clip: `chain(direction, weight decay, learning rate)`. It needs `params`.
-
-    Its update of one layer depends on no other layer.
+    """Make the optimizer without the clip, whose update of one layer depends on no other. It needs `params`.
 
     Adafactor (Shazeer and Stern, arXiv:1804.04235) has no momentum and no scaling by the parameter, so that
     `learning_rate` is an absolute step size as for the others; its direction is clipped to a root mean square of 1.

@@ -1,9 +1,4 @@
-"""Optimizers applied per layer: a transform that depends on whole arrays runs once for each layer of a stack.
-
-```python
-optimizer = per_layer(optax.lamb(1e-3))
-```
-"""
+"""Optimizers applied per layer: a transform that depends on whole arrays runs once for each layer of a stack."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,14 +27,8 @@ def per_layer(
 ) -> optax.GradientTransformationExtraArgs:
     """Apply a transform to every layer of a stack as if the layer were a parameter of its own.
 
-    A path component in `stacked` adds a leading dimension to the parameter, unless a layer number follows it
-    (`layers/0/mlp/kernel` is one layer). The transform gets whole paths and never two layers at once; a transform that
-    combines parameters (a global norm) must stay outside.
-
-    Trees must be nested dictionaries. `params` may be None if `transform` allows it.
-
-    Raises:
-        ConfigError: From `init`: the transform's state has a random key, which all layers would share.
+    The transform gets whole paths and never two layers at once; a transform that combines parameters (a global norm)
+    must stay outside, and so must one with a random key. Trees must be nested dictionaries.
 
     Example:
         >>> clip = per_layer(optax.clip_by_block_rms(1.0))
