@@ -131,11 +131,8 @@ def optimizer_specs(
             spec, source = P(), "a scalar"
         elif found is None or (not any(found) and math.prod(shape) * leaf.dtype.itemsize > MAX_CONSTANT_BYTES):
             what = "has a structure that no parameter explains"
-            why = (
-                f"the parameter {param} has the shape {shapes[param]}"
-                if param
-                else "it has the structure of no parameter"
-            )
+            why = "it has the structure of no parameter"
+            why = why if param is None else f"the parameter {param} has the shape {shapes[param]}"
             fix = "keep statistics in a tree like the parameters, or as scalars"
             problems.append(Problem(f"optimizer state {path}", what, f"its shape is {shape}; {why}", fix))
             continue
