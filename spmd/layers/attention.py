@@ -1,9 +1,5 @@
 """Attention for models to call, with any kernel and any split of the sequence.
 
-```python
-out = attend(query, key, value, window=4096, segments=document_ids)
-```
-
 The plan in scope chooses the kernel (`spmd.model_api.attention_config`) and the algorithm for a mesh axis `sequence`
 larger than 1. Every kernel computes the softmax in float32.
 """
@@ -46,16 +42,12 @@ def attend(
 ) -> Float[Array, "batch seq heads dim"]:
     """Attend from each token to itself and preceding tokens; softmax in float32.
 
-    The other options are those of `AttentionOptions`.
-
     Args:
         query: Query heads that share a key/value head are adjacent.
         key: The number of heads divides that of the queries (grouped-query attention, Ainslie et al.,
             arXiv:2305.13245). Heads that mesh axis `tensor` does not divide are repeated until it does.
         segments: The document of each token, which attends to its own document only; None for one document.
-
-    Raises:
-        ConfigError: The plan's kernel or its split does not support the shapes or the options.
+        window: This and the other options are as in `AttentionOptions`.
 
     Example:
         >>> x = jnp.ones((1, 4, 2, 8))

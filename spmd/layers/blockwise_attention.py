@@ -1,13 +1,10 @@
 """Causal attention over chunks of queries and keys, with no `[seq, seq]` buffer, forward or backward.
 
-Only the scores of one pair of chunks exist at a time. An online softmax over the keys updates the maximum, the sum of
-exponentials and the weighted sum of values chunk by chunk (Milakov & Gimelshein, arXiv:1805.02867; Rabe & Staats,
-arXiv:2112.05682). The backward pass recomputes scores from the logarithm of that sum (Dao et al., arXiv:2205.14135,
-algorithm 4).
-
-Pairs that causality or a window masks completely are skipped, by a table. The layout is heads first: queries `[batch,
-kv_heads, seq, group, dim]`, keys and values `[batch, kv_heads, seq, dim]`, where `group` query heads share a key/value
-head.
+An online softmax over the keys updates the maximum, the sum of exponentials and the weighted sum of values chunk by
+chunk (Milakov & Gimelshein, arXiv:1805.02867; Rabe & Staats, arXiv:2112.05682). The backward pass recomputes scores
+from the logarithm of that sum (Dao et al., arXiv:2205.14135, algorithm 4). Pairs of chunks that causality or a window
+masks completely are skipped. Queries are `[batch, kv_heads, seq, group, dim]`, keys and values `[batch, kv_heads, seq,
+dim]`, where `group` query heads share a key/value head.
 """
 
 import dataclasses

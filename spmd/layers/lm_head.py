@@ -1,8 +1,7 @@
 """Language-model head and its loss, without materialising the logits of all tokens.
 
-A head multiplies each token by a `[d, vocab]` kernel. For 8,192 tokens and 128,256 words the logits take 4 GiB in
-float32, and their gradient as much again: more than all else. So inside `lazy_logits` a model returns `LazyLogits`, and
-the loss computes logits, softmax and gradients chunk by chunk.
+For 8,192 tokens and 128,256 words the logits take 4 GiB in float32, and their gradient as much again. So inside
+`lazy_logits` a model returns `LazyLogits`, and the loss computes logits, softmax and gradients chunk by chunk.
 
 Under a plan the loss is one manual program over the mesh. Each device has its part of the tokens and, over `tensor`,
 its part of the vocabulary (Megatron-LM, Shoeybi et al., arXiv:1909.08053, section 3):
@@ -13,8 +12,7 @@ tokens of this device ──▶ logits of this device's words ──▶ max, sum
 gradient of the tokens, summed over tensor ◀── gradient of the logits ──▶ gradient of the kernel, summed once at the end
 ```
 
-Gradients are computed with the logits in the forward pass, so no logit is computed twice. The backward pass only scales
-them.
+Gradients are computed with the logits in the forward pass; the backward pass only scales them.
 """
 
 import contextlib
@@ -96,19 +94,14 @@ class _Layout:
         return manual_over(self.mesh, self.split, local, specs, results)(*arrays)
 
     @property
-    def over(self) -> tuple[str, ...]:
-        """The axes that tokens are split over."""
-        return tuple(axis for entry in self.tokens for axis in entry_axes(entry))
-
-    @property
     def joined(self) -> tuple[str, ...]:
         """The axes that split both tokens and vocabulary: tokens are gathered (sequence parallelism)."""
-        return tuple(axis for axis in self.over if axis in self.vocabulary)
+        return tuple(axis for entry in self.tokens for axis in entry_axes(entry) if axis in self.vocabulary)
 
     @property
     def summed(self) -> tuple[str, ...]:
         """The axes that split tokens and not the vocabulary."""
-        return tuple(axis for axis in self.over if axis not in self.vocabulary)
+        return tuple(axis for entry in self.tokens for axis in entry_axes(entry) if axis not in self.vocabulary)
 
 
 def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:

@@ -75,9 +75,6 @@ def mixture_of_experts(
         x: Tokens; under a plan, split like the activation `expert_tokens`.
         into: Kernels `[expert, d, hidden]`: one, or those of gate and gated array, the arguments of `activation`.
         out: Kernels `[expert, hidden, d]`.
-
-    Raises:
-        AnnotationError: The layer has no collectives for the way the table splits tokens or kernels.
     """
     kernels, capacity = (*into, out), config.capacity(x.shape[1])
     where, dropped = routing.experts, jnp.zeros((), jnp.float32)
