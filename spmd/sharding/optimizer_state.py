@@ -191,13 +191,13 @@ def _probe(
 
     dims = {}
     for path, shape in shapes.items():
-        probed, last = dict.fromkeys(range(len(shape)), 0), 0
-        for i in sorted(probed, key=lambda i, shape=shape: (shape[i], i)):  # type: ignore[misc]
+        probed, last = [0] * len(shape), 0
+        for i in sorted(range(len(shape)), key=shape.__getitem__):
             stack = (shape[i], i, str(padded[path][i]))
             steps = max(1, (last - shape[i]) // unit + 1)
             last = grown[stack] if i < leading[path] else shape[i] + unit * steps
             probed[i] = last
-        dims[path] = tuple(map(_Dim, shape, probed.values(), padded[path]))
+        dims[path] = tuple(map(_Dim, shape, probed, padded[path]))
     return dims
 
 
@@ -221,10 +221,10 @@ def _find(
 
 def _find_by_size(shape: Shape, known: tuple[_Dim, ...]) -> tuple[_Dim | None, ...] | None:
     """Match dimensions by sizes that occur once, for state whose structure depends on sizes, as that of Adafactor."""
-    candidates = [[d for d in known if d.size == size] for size in shape]
-    if any(len(c) != 1 and size > 1 for c, size in zip(candidates, shape, strict=True)):
+    sizes = [d.size for d in known]
+    if any(size > 1 and sizes.count(size) != 1 for size in shape):
         return None
-    return tuple(c[0] if size > 1 else None for c, size in zip(candidates, shape, strict=True))
+    return tuple(known[sizes.index(size)] if size > 1 else None for size in shape)
 
 
 def _spec(found: tuple[_Dim | None, ...]) -> P:

@@ -84,11 +84,8 @@ class Match:
     index: int
     pattern: str
     requested: P | Replicate
-    """The rule's value."""
-    spec: P
-    """The spec of the parameter as stored, with the entries of stacked dimensions in front."""
-    reason: str
-    """The reason for replication, or empty."""
+    spec: P  # of the parameter as stored, with the entries of stacked dimensions in front
+    reason: str  # for replication, or empty
 
     @property
     def rule(self) -> str:
