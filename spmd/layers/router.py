@@ -239,10 +239,7 @@ def z_loss(logits: Float[Array, "example token expert"], config: RouterConfig) -
 def balanced_bias(
     bias: Float[Array, "... expert"], load: Float[Array, "... expert"], rate: float
 ) -> Float[Array, "... expert"]:
-    """Raise the biases of experts below the mean load and lower others (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-
-    This balances load without a loss.
-    """
+    """Raise the biases of experts below the mean load and lower others (DeepSeek-V3, arXiv:2412.19437, 2.1.2)."""
     return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
 
 

@@ -35,16 +35,11 @@ def check_layerwise(
 ) -> list[Problem]:
     """Return a problem for each stacked parameter that the optimizer treats in another way than separate layers.
 
-    The jaxpr of the update is searched for
-
-    - numbers computed over all layers of one stack, such as LAMB's norms, also by a reshape that merges the layers with
-      another dimension. Scalars from several parameters, such as the global norm, are the same for separate layers and
-      are allowed;
-    - another choice for a layer than for the stack: another state, a mean over other dimensions, a decay of other
-      parameters;
-    - random numbers, which are drawn for the stack as a whole.
-
-    Other arithmetic that differs is not found: `assert_layerwise` finds it.
+    The jaxpr of the update is searched for numbers computed over all layers of one stack, such as LAMB's norms; for
+    another choice for a layer than for the stack (other state, a mean over other dimensions, a decay of other
+    parameters); and for random numbers, which are drawn for the stack as a whole. A reshape that merges the layers with
+    another dimension counts as a number over all layers. Scalars from several parameters, such as the global norm, are
+    allowed. Other arithmetic that differs is not found: `assert_layerwise` finds it.
 
     Example:
         >>> params = {"layers": {"kernel": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 8))}

@@ -182,8 +182,7 @@ class _Resolver:
     """Resolution of dimension names to mesh axes, with the problems found."""
 
     def __init__(self, rules: LogicalRules, annotations: Mapping[str, Annotation]) -> None:
-        self.rules = rules
-        self.annotations = annotations
+        self.rules, self.annotations = rules, annotations
         self.problems: list[Problem] = []
 
     def resolve(self, stack: Rules) -> dict[str, P | Replicate]:
@@ -229,17 +228,17 @@ class _Resolver:
     def _layer_names(self, path: str, annotation: Annotation, leading: Sequence[str | None]) -> tuple[Any, ...]:
         """Return the names of one layer's dimensions; those of stacked dimensions must agree with `stacked`."""
         names, rank, stack = annotation.names, len(annotation.shape), len(leading)
-        said = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
+        what = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
         detail = f"{len(names)} names for {rank} dimensions"
         if len(names) > rank:
             fix = "pass the name to the transformation that removes the dimension (partition_name)"
-            self._add(path, said, detail, fix)
+            self._add(path, what, detail, fix)
             return names
         if not stack or len(names) == rank - stack or not any(names):
             return names[: rank - stack]
         if len(names) != rank:
             fix = f"name all {rank}, or the {rank - stack} of one layer"
-            self._add(path, f"{said}, of which {stack} is stacked", detail, fix)
+            self._add(path, f"{what}, of which {stack} is stacked", detail, fix)
             return names
         for name, axis in zip(names, leading, strict=False):
             choices = [axes for rule, axes in (*annotation.rules, *self.rules) if rule == name]

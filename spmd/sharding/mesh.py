@@ -194,11 +194,7 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
 
 
 def simulate_devices(count: int) -> None:
-    """Make this process use `count` simulated CPU devices; call it before JAX starts.
-
-    Raises:
-        MeshError: JAX has started with another number of devices.
-    """
+    """Make this process use `count` simulated CPU devices; call it before JAX starts."""
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
