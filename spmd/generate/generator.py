@@ -1,14 +1,7 @@
 """Token generation with a trained model, on the mesh it was trained on.
 
-```python
-generator = Generator(plan, window=1024, sampling=Sampling(temperature=0.0), ends=tokenizer.ends)
-prompts = [tokenizer.encode_prompt("def "), tokenizer.encode_prompt("import ")]
-texts = generator.write(params, variables, prompts, tokens=100)
-```
-
 Two programs are compiled: prefill runs the model on the prompts and fills the KV cache (`spmd.layers.kv_cache`), decode
-adds one token to every row. Prompts and cache are padded to powers of two, so most other prompts compile nothing. A
-model that does not support a KV cache runs on the whole window for every token; `whole_window` is the reason.
+adds one token to every row. Prompts and cache are padded to powers of two, so most other prompts compile nothing.
 """
 
 import dataclasses
@@ -32,7 +25,7 @@ from spmd.model_api.model import PRNG, as_outputs
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.plan import ShardingPlan
-from spmd.sharding.mesh import batch_sharding, shards_of
+from spmd.sharding.mesh import BATCH_AXES, batch_sharding, shards_of
 
 MIN_LENGTH = 32
 """Tokens that a prompt is padded to at least."""
@@ -61,11 +54,7 @@ class Generator:
     def write(
         self, params: Any, variables: Any, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
     ) -> list[np.ndarray]:
-        """Return the continuation of each prompt: int32, `tokens` of them, or fewer, up to and with an end token.
-
-        Raises:
-            ConfigError: An empty prompt, more tokens than the window holds, a negative number; all at once.
-        """
+        """Return the continuation of each prompt: int32, `tokens` of them, or fewer, up to and with an end token."""
         steps = list(self.stream(params, variables, prompts, tokens=tokens, seed=seed))
         rows = np.stack(steps, axis=1) if steps else np.zeros((len(prompts), 0), np.int32)
         return [row[row != ENDED] for row in rows]
@@ -102,13 +91,16 @@ class Generator:
 
     def _batch(self, prompts: Sequence[Tokens]) -> tuple[jax.Array, np.ndarray]:
         """Return the prompts as one padded array, with copies of the first until rows divide, and their lengths."""
-        shards = shards_of(batch_sharding(self.plan.mesh).spec[0], self.plan.mesh.shape)
-        rows = [*prompts, *[prompts[0]] * (-len(prompts) % shards)]
+        rows = [*prompts, *[prompts[0]] * (-len(prompts) % self._batch_shards)]
         lengths = np.array([len(row) for row in rows], np.int32)
         ids = np.zeros((len(rows), self._padded(int(max(lengths)))), np.int32)
         for number, row in enumerate(rows):
             ids[number, : len(row)] = row
         return jax.device_put(ids, batch_sharding(self.plan.mesh)), lengths
+
+    @property
+    def _batch_shards(self) -> int:
+        return shards_of(BATCH_AXES, self.plan.mesh.shape)
 
     def _padded(self, tokens: int) -> int:
         """Return the next power of two, at most the window, rounded up to a multiple of mesh axis `sequence`."""
@@ -126,8 +118,7 @@ class Generator:
             return "the model sets neither supports_kv_cache nor position_aware"
         key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
         shapes = jax.eval_shape(model.init, key), jax.eval_shape(model.init_variables, key)
-        shards = shards_of(batch_sharding(self.plan.mesh).spec[0], self.plan.mesh.shape)
-        ids = jax.ShapeDtypeStruct((shards, self._padded(1)), jnp.int32)
+        ids = jax.ShapeDtypeStruct((self._batch_shards, self._padded(1)), jnp.int32)
 
         def trace(params: Any, variables: Any, ids: Any) -> Any:
             with use_plan(self.plan):
@@ -141,10 +132,7 @@ class Generator:
 
     @functools.cached_property
     def _prefill(self) -> Callable[..., Any]:
-        """The compiled program for prompts: `(params, variables, ids, lengths, key) -> (token, position, carry)`.
-
-        The carry is the KV cache, or the ids of the whole window.
-        """
+        """The compiled program for prompts; `carry` is the KV cache, or the ids of the whole window."""
         whole_window = self.whole_window
 
         def run(params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int) -> Any:
@@ -160,7 +148,7 @@ class Generator:
 
     @functools.cached_property
     def _decode(self) -> Callable[..., Any]:
-        """The compiled program for one token: `(params, variables, carry, token, position, key)` → as `_prefill`."""
+        """The compiled program for one token."""
         whole_window = self.whole_window
 
         def run(params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any) -> Any:
@@ -184,10 +172,8 @@ class Generator:
 
     def _draw(self, logits: Array, position: Array, key: Array) -> tuple[Array, Array]:
         """Return token and position, replicated: every process must decide alike when to stop."""
-        whole = NamedSharding(self.plan.mesh, P())
-        return tuple(
-            jax.lax.with_sharding_constraint(x, whole) for x in (draw(logits, self.sampling, key, position), position)
-        )
+        drawn = draw(logits, self.sampling, key, position), position
+        return jax.lax.with_sharding_constraint(drawn, NamedSharding(self.plan.mesh, P()))
 
 
 def _logits_at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]) -> Array:
@@ -203,11 +189,7 @@ def _logits_at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: I
 
 
 def check_window(prompts: Sequence[Tokens], tokens: int, window: int) -> None:
-    """Check `window_problems`.
-
-    Raises:
-        ConfigError: There are some.
-    """
+    """Raise the `window_problems`, if any."""
     if problems := window_problems(prompts, tokens, window):
         raise ConfigError("Nothing can be generated:", problems)
 

@@ -38,8 +38,7 @@ def draw(
 ) -> Int[Array, "batch"]:
     """Return one token for each row, int32.
 
-    A draw depends on the key, the row's number and the position alone, not on the mesh or the other rows.
-    `positions` are those of each row's next token.
+    A draw depends on the key, the row's number and the position of its next token alone, not on the mesh.
 
     Example:
         >>> draw(jnp.array([[0.0, 2.0, 1.0]]), Sampling(temperature=0), jax.random.key(0), jnp.array([0])).tolist()

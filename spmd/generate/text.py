@@ -1,13 +1,53 @@
-"""Text from prompts, streamed or all at once."""
+"""Text from prompts, streamed or all at once, and from token ids one by one."""
 
 from collections.abc import Iterator, Sequence
 
 from spmd.data.tokenizer import Tokenizer
-from spmd.generate.detokenize import IncrementalDetokenizer
 from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.plan.plan import ShardingPlan
 from spmd.train.state import ModelState, TrainState
+
+AnyState = TrainState | ModelState
+
+_INCOMPLETE = "\ufffd"
+"""Decoded in place of an incomplete character."""
+_MAX_INCOMPLETE = 3
+"""Most bytes of an incomplete UTF-8 character."""
+
+
+class IncrementalDetokenizer:
+    """Decoder of tokens that arrive one by one after `ids`; an incomplete character is held back.
+
+    Example:
+        >>> from spmd.data.tokenizer import ByteTokenizer
+        >>> detokenizer = IncrementalDetokenizer(ByteTokenizer(), [104])
+        >>> [detokenizer.add(token) for token in "é!".encode()]
+        ['', 'é', '!']
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+        self._tokenizer, self._ids = tokenizer, list(ids)
+        self._start, self._complete, self._returned = 0, len(self._ids), tokenizer.decode(self._ids)
+
+    def add(self, token: int) -> str:
+        """Return the text that one more token completes."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids[self._start :])
+        incomplete = min(len(text) - len(text.rstrip(_INCOMPLETE)), _MAX_INCOMPLETE)
+        # Some tokenizers decode a run of bytes all or none: an incomplete character undoes the complete one before it.
+        if not text.startswith(self._returned) and len(self._ids) - self._complete <= _MAX_INCOMPLETE:
+            return ""
+        end = max(len(self._returned), len(text) - incomplete)
+        piece, self._returned = text[len(self._returned) : end], text[:end]
+        if not incomplete:  # decode only from the last complete piece: a tokenizer may need one piece of context
+            self._start, self._complete = self._complete, len(self._ids)
+            self._returned = self._tokenizer.decode(self._ids[self._start :])
+        return piece
+
+    def finish(self) -> str:
+        """Return the text that is still held back."""
+        return self._tokenizer.decode(self._ids[self._start :])[len(self._returned) :]
 
 
 def make_generator(plan: ShardingPlan, tokenizer: Tokenizer, window: int, sampling: Sampling) -> Generator:
@@ -16,13 +56,7 @@ def make_generator(plan: ShardingPlan, tokenizer: Tokenizer, window: int, sampli
 
 
 def stream_text(
-    generator: Generator,
-    tokenizer: Tokenizer,
-    state: TrainState | ModelState,
-    prompt: str,
-    *,
-    tokens: int,
-    seed: int,
+    generator: Generator, tokenizer: Tokenizer, state: AnyState, prompt: str, *, tokens: int, seed: int
 ) -> Iterator[str]:
     """Yield the continuation of a prompt piece by piece; `tokens` is the most tokens to add."""
     ids = tokenizer.encode_prompt(prompt)
@@ -34,13 +68,7 @@ def stream_text(
 
 
 def generate_texts(
-    generator: Generator,
-    tokenizer: Tokenizer,
-    state: TrainState | ModelState,
-    prompts: Sequence[str],
-    *,
-    tokens: int,
-    seed: int,
+    generator: Generator, tokenizer: Tokenizer, state: AnyState, prompts: Sequence[str], *, tokens: int, seed: int
 ) -> list[str]:
     """Return each prompt with its continuation; the arguments are those of `stream_text`."""
     ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]

@@ -1,9 +1,5 @@
 """Attention for models to call, with any kernel and any split of the sequence.
 
-```python
-out = attend(query, key, value, window=4096, segments=document_ids)
-```
-
 The plan in scope chooses the kernel (`spmd.model_api.attention_config`) and the algorithm for a mesh axis `sequence`
 larger than 1. Every kernel computes the softmax in float32.
 """
@@ -11,6 +7,7 @@ larger than 1. Every kernel computes the softmax in float32.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +26,7 @@ from spmd.model_api.attention_config import SPLASH_BLOCK
 from spmd.plan.annotate import attention_config, remat_attention
 
 _CHUNK_UNIT = 128
+_SPLASH_BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
 
 
 def attend(
@@ -48,15 +46,8 @@ def attend(
         query: Query heads that share a key/value head are adjacent.
         key: The number of heads divides that of the queries (grouped-query attention, Ainslie et al.,
             arXiv:2305.13245). Heads that mesh axis `tensor` does not divide are repeated until it does.
-        value: Like the keys.
-        window: How many tokens each query attends to, itself included; None for all preceding ones.
         segments: The document of each token, which attends to its own document only; None for one document.
-        scale: Factor of the products of queries and keys; None for `dim ** -0.5`.
-        soft_cap: The cap of scores (`spmd.layers.soft_cap`); None for no cap.
-        causal: False for attention of all tokens to all.
-
-    Raises:
-        ConfigError: The plan's kernel or its split does not support the shapes or the options.
+        window: This and the other options are as in `AttentionOptions`.
 
     Example:
         >>> x = jnp.ones((1, 4, 2, 8))
@@ -69,10 +60,8 @@ def attend(
     cached = cached_attention(query, key, value, segments, options)
     if cached is not None:
         return cached
-    packed = segments is not None
-    kernel = config.choose(
-        query.shape[1], query.shape[-1], query.dtype, packed=packed, capped=soft_cap is not None, causal=causal
-    )
+    features = {"packed": segments is not None, "capped": soft_cap is not None, "causal": causal}
+    kernel = config.choose(query.shape[1], query.shape[-1], query.dtype, **features)
     if scale is not None:  # kernels always scale by dim ** -0.5
         query = (query.astype(jnp.float32) * (scale * query.shape[-1] ** 0.5)).astype(query.dtype)
     options = dataclasses.replace(options, scale=None)
@@ -112,6 +101,9 @@ def xla_attention(
     window, causal = options.window, options.causal
     block = block or (max(128, -(-seq // 8)) if causal else seq)
     query, key, value = _upcast_float16(query, key, value)
+    attention: Callable[..., Array] = jax.nn.dot_product_attention
+    if options.soft_cap is not None:
+        attention = functools.partial(_capped_attention, soft_cap=options.soft_cap)
     blocks = []
     for start in range(0, seq, block):
         end, first = min(start + block, seq), 0 if window is None else max(0, start - window + 1)
@@ -124,11 +116,7 @@ def xla_attention(
             mask = mask & (segments[:, start:end, None] == segments[:, None, first:last])[:, None]
         # A bias: a boolean mask would be saved for the backward pass, with a byte for each score.
         bias = jnp.where(mask, 0.0, MASK_VALUE) if causal or segments is not None else None
-        visible = key[:, first:last], value[:, first:last]
-        if options.soft_cap is None:
-            blocks.append(jax.nn.dot_product_attention(query[:, start:end], *visible, bias=bias))
-        else:
-            blocks.append(_capped_attention(query[:, start:end], *visible, bias, options.soft_cap))
+        blocks.append(attention(query[:, start:end], key[:, first:last], value[:, first:last], bias=bias))
     return jnp.concatenate(blocks, axis=1).astype(dtype)
 
 
@@ -194,9 +182,11 @@ def splash_attention_tpu(
         mask = splash_attention.CausalMask((seq, seq))
     else:
         mask = splash_attention.LocalMask((seq, seq), (options.window - 1, 0), 0)
+    block = next(size for size in (512, 256, SPLASH_BLOCK) if seq % size == 0)
+    sizes: dict[str, Any] = dict.fromkeys(_SPLASH_BLOCKS, block)
     kernel = splash_attention.make_splash_mha(
         splash_attention.MultiHeadMask([mask] * heads),
-        block_sizes=_splash_blocks(seq),
+        block_sizes=splash_attention.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=options.soft_cap,
@@ -206,18 +196,6 @@ def splash_attention_tpu(
     ids = None if segments is None else splash_attention.SegmentIds(segments, segments)
     arrays = (jnp.moveaxis(x, 1, 2) for x in (scaled, key, value))
     return jnp.moveaxis(jax.vmap(kernel)(*arrays, ids), 1, 2).astype(dtype)
-
-
-def _splash_blocks(seq: int) -> splash_attention.BlockSizes:
-    block = next(size for size in (512, 256, SPLASH_BLOCK) if seq % size == 0)
-    return splash_attention.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
 
 
 def _upcast_float16(*arrays: Array) -> tuple[Array, ...]:

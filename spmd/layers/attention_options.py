@@ -7,22 +7,16 @@ from spmd.errors import ConfigError, Problem, check_fields
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """Mask and scores of attention.
-
-    Attributes:
-        window: How many tokens each query attends to, itself included; None for all preceding ones.
-        scale: Factor of the products of queries and keys; None for `dim ** -0.5`.
-        soft_cap: The cap of scores (`spmd.layers.soft_cap`); None for no cap.
-        causal: Attend to preceding tokens only.
-
-    Raises:
-        ConfigError: Invalid fields, all at once.
-    """
+    """Mask and scores of attention."""
 
     window: int | None = None
+    """The number of tokens that each query attends to, itself included; None for all preceding ones."""
     scale: float | None = None
+    """Factor of the products of queries and keys; None for `dim ** -0.5`."""
     soft_cap: float | None = None
+    """The cap of scores (`spmd.layers.soft_cap`); None for no cap."""
     causal: bool = True
+    """Attend to preceding tokens only."""
 
     def __post_init__(self) -> None:
         problems = check_fields(self, {"window": "at least 1", "scale": "above 0", "soft_cap": "above 0"})

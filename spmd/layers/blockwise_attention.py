@@ -1,13 +1,10 @@
 """Causal attention over chunks of queries and keys, with no `[seq, seq]` buffer, forward or backward.
 
-Only the scores of one pair of chunks exist at a time. An online softmax over the keys updates the maximum, the sum of
-exponentials and the weighted sum of values chunk by chunk (Milakov & Gimelshein, arXiv:1805.02867; Rabe & Staats,
-arXiv:2112.05682). The backward pass recomputes scores from the logarithm of that sum (Dao et al., arXiv:2205.14135,
-algorithm 4).
-
-Pairs that causality or a window masks completely are skipped, by a table. The layout is heads first: queries `[batch,
-kv_heads, seq, group, dim]`, keys and values `[batch, kv_heads, seq, dim]`, where `group` query heads share a key/value
-head.
+An online softmax over the keys updates the maximum, the sum of exponentials and the weighted sum of values chunk by
+chunk (Milakov & Gimelshein, arXiv:1805.02867; Rabe & Staats, arXiv:2112.05682). The backward pass recomputes scores
+from the logarithm of that sum (Dao et al., arXiv:2205.14135, algorithm 4). Pairs of chunks that causality or a window
+masks completely are skipped. Queries are `[batch, kv_heads, seq, group, dim]`, keys and values `[batch, kv_heads, seq,
+dim]`, where `group` query heads share a key/value head.
 """
 
 import dataclasses
@@ -39,29 +36,12 @@ def chunk_size(length: int) -> int:
     return next(size for size in range(min(length, LARGEST_CHUNK), 0, -1) if length % size == 0)
 
 
-def has_small_chunks(length: int) -> bool:
-    """Return True if `length` divides into small chunks only, which take many times as long.
-
-    Example:
-        >>> has_small_chunks(1000), has_small_chunks(521)
-        (False, True)
-    """
-    return chunk_size(length) < min(length, LARGEST_CHUNK) // 8
-
-
 def unmasked_pairs(
     query_starts: Sequence[int], key_starts: Sequence[int], chunk: int, window: int | None
 ) -> np.ndarray:
-    """Return the pairs of chunks in which some query attends to some key.
+    """Return the pairs of chunks in which some query attends to some key, from the positions of their first tokens.
 
-    Args:
-        query_starts: The position of the first token of each query chunk.
-        key_starts: The position of the first token of each key chunk.
-        chunk: Tokens of a chunk.
-        window: As in `AttentionOptions`.
-
-    Returns:
-        int32 `[pairs, 3]`: query chunk, key chunk, and the offset of the first one's start from the second one's.
+    The result is int32 `[pairs, 3]`: query chunk, key chunk, and the offset of the first one's start from the second's.
 
     Example:
         >>> unmasked_pairs([0, 4], [0, 4], 4, None).tolist()
@@ -87,16 +67,10 @@ class OnlineSoftmax(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockPairs:
-    """Pairs of chunks of a block of queries and a block of keys, with their mask.
+    """Pairs of chunks of a block of queries and a block of keys, with their mask."""
 
-    Attributes:
-        table: From `unmasked_pairs`, for this device.
-        count: The number of rows to process; the others are padding.
-        chunk: Tokens of a chunk.
-    """
-
-    table: Int[Array, "pairs 3"]
-    count: int | Int[Array, ""]
+    table: Int[Array, "pairs 3"]  # from `unmasked_pairs`, for this device
+    count: int | Int[Array, ""]  # rows to process; the others are padding
     chunk: int
     options: AttentionOptions
     query_segments: Int[Array, "batch seq"] | None

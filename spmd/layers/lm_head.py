@@ -1,8 +1,7 @@
 """Language-model head and its loss, without materialising the logits of all tokens.
 
-A head multiplies each token by a `[d, vocab]` kernel. For 8,192 tokens and 128,256 words the logits take 4 GiB in
-float32, and their gradient as much again: more than all else. So inside `lazy_logits` a model returns `LazyLogits`, and
-the loss computes logits, softmax and gradients chunk by chunk.
+For 8,192 tokens and 128,256 words the logits take 4 GiB in float32, and their gradient as much again. So inside
+`lazy_logits` a model returns `LazyLogits`, and the loss computes logits, softmax and gradients chunk by chunk.
 
 Under a plan the loss is one manual program over the mesh. Each device has its part of the tokens and, over `tensor`,
 its part of the vocabulary (Megatron-LM, Shoeybi et al., arXiv:1909.08053, section 3):
@@ -13,14 +12,12 @@ tokens of this device ──▶ logits of this device's words ──▶ max, sum
 gradient of the tokens, summed over tensor ◀── gradient of the logits ──▶ gradient of the kernel, summed once at the end
 ```
 
-Gradients are computed with the logits in the forward pass, so no logit is computed twice. The backward pass only scales
-them.
+Gradients are computed with the logits in the forward pass; the backward pass only scales them.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -47,14 +44,8 @@ _WHOLE = P()
 class LazyLogits:
     """Head inputs, for `spmd.gradients.losses.cross_entropy` to compute logits chunk by chunk.
 
-    Attributes:
-        x: Tokens, split like the activation `tokens`.
-        kernel: The head, `[d, vocab]` or `[vocab, d]`.
-        axes: `"io"` for `[d, vocab]`, `"oi"` for `[vocab, d]`.
-        placed: The kernel's placement; None outside a plan.
-        tokens: The activation name of `x`.
-        logits: The activation name of the logits.
-        soft_cap: The cap of logits (`spmd.layers.soft_cap`); None for no cap.
+    `axes` is `"io"` for a kernel `[d, vocab]`, `"oi"` for `[vocab, d]`; `placed` its placement, None outside a plan.
+    `tokens` and `logits` are the activation names of `x` and of the logits.
     """
 
     x: Float[Array, "batch seq d"]
@@ -66,11 +57,9 @@ class LazyLogits:
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-@contextlib.contextmanager
-def lazy_logits() -> Iterator[None]:
-    """Let models return `LazyLogits` inside; a model may return plain logits all the same."""
-    with override(lazy_logits=True):
-        yield
+def lazy_logits() -> contextlib.AbstractContextManager[None]:
+    """Let models return `LazyLogits` inside; they may also return plain logits."""
+    return override(lazy_logits=True)
 
 
 def is_lazy() -> bool:
@@ -80,30 +69,20 @@ def is_lazy() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Options of the loss, named as in `LazyLogits`, and its sharding; by default on one device.
-
-    Attributes:
-        split: The axes of size above 1.
-        tokens: The spec of `x`.
-        kernel: The spec of the kernel as an input.
-        gradient: The spec of its gradient as an output.
-        vocabulary: The axes that the vocabulary is split over.
-        gathers: The axes that each dimension of the kernel is gathered over.
-        scatters: The axes that each dimension of its gradient is scattered over.
-    """
+    """Options of the loss, named as in `LazyLogits`, and its sharding; by default on one device."""
 
     axes: str
     logits: str
     soft_cap: float | None
     chunk: int
     mesh: AnyMesh | None = None
-    split: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()  # the axes of size above 1
     tokens: P = _WHOLE
-    kernel: P = _WHOLE
-    gradient: P = _WHOLE
-    vocabulary: tuple[str, ...] = ()
-    gathers: tuple[tuple[str, ...], ...] = ()
-    scatters: tuple[tuple[str, ...], ...] = ()
+    kernel: P = _WHOLE  # as an input
+    gradient: P = _WHOLE  # of the kernel, as an output
+    vocabulary: tuple[str, ...] = ()  # the axes that the vocabulary is split over
+    gathers: tuple[tuple[str, ...], ...] = ()  # the axes that each dimension of the kernel is gathered over
+    scatters: tuple[tuple[str, ...], ...] = ()  # the axes that each dimension of its gradient is scattered over
 
     def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
         """Run `_local` on each device's part of `x`, the kernel, targets and weights."""
@@ -115,19 +94,14 @@ class _Layout:
         return manual_over(self.mesh, self.split, local, specs, results)(*arrays)
 
     @property
-    def over(self) -> tuple[str, ...]:
-        """The axes that tokens are split over."""
-        return tuple(axis for entry in self.tokens for axis in entry_axes(entry))
-
-    @property
     def joined(self) -> tuple[str, ...]:
-        """The axes that both tokens and vocabulary are split over: tokens are gathered (sequence parallelism)."""
-        return tuple(axis for axis in self.over if axis in self.vocabulary)
+        """The axes that split both tokens and vocabulary: tokens are gathered (sequence parallelism)."""
+        return tuple(axis for entry in self.tokens for axis in entry_axes(entry) if axis in self.vocabulary)
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """The axes that tokens are split over and the vocabulary is not."""
-        return tuple(axis for axis in self.over if axis not in self.vocabulary)
+        """The axes that split tokens and not the vocabulary."""
+        return tuple(axis for entry in self.tokens for axis in entry_axes(entry) if axis not in self.vocabulary)
 
 
 def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
@@ -147,11 +121,7 @@ def chunked_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the weighted sum of the cross-entropy in nats, and that of exactly predicted tokens.
 
-    Args:
-        head: From a model.
-        targets: The next token of each position.
-        weights: The weight of each position, without a gradient.
-        chunk: Tokens of each chunk, per device.
+    `weights` have no gradient. `chunk` is the number of tokens of each chunk, per device.
 
     Example:
         >>> head = LazyLogits(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)))
@@ -159,8 +129,7 @@ def chunked_cross_entropy(
         >>> round(float(loss), 4), float(correct)  # 2 ln 8
         (4.1589, 2.0)
     """
-    loss, correct = _sums(head.x, head.kernel, targets, weights, _layout(head, chunk))
-    return loss, correct
+    return _sums(head.x, head.kernel, targets, weights, _layout(head, chunk))
 
 
 def _layout(head: LazyLogits, chunk: int) -> _Layout:
@@ -199,7 +168,7 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _sums(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout) -> tuple[Array, ...]:
+def _sums(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout) -> Any:
     return layout.run(False, x, kernel, targets, weights)
 
 

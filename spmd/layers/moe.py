@@ -9,12 +9,9 @@ tokens of this device ──dispatch──▶ by expert ──all-to-all──�
 tokens of this device ◀──combine─── by expert ◀──all-to-all────┘
 ```
 
-These are two all-to-alls forward and two backward. Tokens are summed over `tensor` after they are combined, not once
-for each expert.
-
 Dispatch (`spmd.layers.expert_dispatch`) is by **capacity**, where each expert has a fixed number of slots for each
 example and tokens beyond it are dropped, or **dropless**, where rows are sorted by expert and multiplied group by group
-(`jax.lax.ragged_dot`; MegaBlocks, arXiv:2211.15841).
+(`jax.lax.ragged_dot`; MegaBlocks, arXiv:2211.15841). Tokens are summed over `tensor` after they are combined.
 """
 
 import dataclasses
@@ -53,25 +50,15 @@ class ExpertKernel:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Sharding of the manual program; the default is for one device.
+    """Sharding of the manual program; the default is for one device."""
 
-    Attributes:
-        split: The axes of size above 1 that the program is manual over; collectives are over these alone.
-        tokens: The spec of tokens.
-        stored: The spec of each kernel outside the program.
-        expert: The axis that experts are split over.
-        tensor: The axes that hidden units are split over.
-        gathers: For each kernel, the axes that each of its dimensions is gathered over.
-        save_gathered: Save gathered kernels for the backward pass.
-    """
-
-    split: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()  # the axes of size above 1; collectives are over these alone
     tokens: P = _REPLICATED
-    stored: tuple[P, ...] = ()
+    stored: tuple[P, ...] = ()  # the spec of each kernel outside the program
     expert: ExpertAxis | None = None
-    tensor: tuple[str, ...] = ()
-    gathers: tuple[tuple[tuple[str, ...], ...], ...] = ()
-    save_gathered: bool = True
+    tensor: tuple[str, ...] = ()  # the axes that hidden units are split over
+    gathers: tuple[tuple[tuple[str, ...], ...], ...] = ()  # the axes of each dimension of each kernel
+    save_gathered: bool = True  # for the backward pass
 
 
 def mixture_of_experts(
@@ -86,14 +73,8 @@ def mixture_of_experts(
 
     Args:
         x: Tokens; under a plan, split like the activation `expert_tokens`.
-        routing: From `spmd.layers.router.route`.
-        config: Of the router, for its `dispatch`.
-        into: Kernels `[expert, d, hidden]`: one, or those of gate and gated array.
+        into: Kernels `[expert, d, hidden]`: one, or those of gate and gated array, the arguments of `activation`.
         out: Kernels `[expert, hidden, d]`.
-        activation: Of as many arrays as `into` has kernels.
-
-    Raises:
-        AnnotationError: The layer has no collectives for the way the table splits tokens or kernels.
     """
     kernels, capacity = (*into, out), config.capacity(x.shape[1])
     where, dropped = routing.experts, jnp.zeros((), jnp.float32)
@@ -129,11 +110,7 @@ def mixture_of_experts(
 
 
 def _layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> _Layout:
-    """Return the sharding of the layer under the plan in scope.
-
-    Raises:
-        AnnotationError: There are no collectives for it.
-    """
+    """Return the sharding of the layer under the plan in scope, if there are collectives for it."""
     split = split_axes(mesh)
     placements = [kernel.placed for kernel in kernels if kernel.placed]
     if len(placements) < len(kernels):
@@ -179,17 +156,12 @@ def _mlp(x: Array, sizes: Array | None, *, kernels: Sequence[Array], activation:
     """Apply each row's expert: rows are `[expert, row, d]`, or `[row, d]` sorted by expert with group `sizes`."""
     *into, out = zip(kernels, layout.gathers or ((),) * len(kernels), strict=True)
     hidden = activation(*(_grouped_matmul(x, kernel, sizes, dims, layout.save_gathered) for kernel, dims in into))
-    kernel, dims = out
-    return _grouped_matmul(annotate(hidden, "expert_hidden"), kernel, sizes, dims, layout.save_gathered)
+    return _grouped_matmul(annotate(hidden, "expert_hidden"), out[0], sizes, out[1], layout.save_gathered)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _grouped_matmul(x: Array, kernel: Array, sizes: Array | None, gathers: Dims, save_gathered: bool) -> Array:
-    """Multiply rows by their expert's kernel, as `spmd.models.layers.dense` does by one kernel.
-
-    The kernel is cast to the dtype of `x`, then gathered, and discarded after use. Its gradient leaves the matmul in
-    the kernel's own dtype and is summed in it.
-    """
+    """Multiply rows by their expert's kernel, gathered in the dtype of `x`; its gradient is summed in its own dtype."""
     return _grouped_forward(x, kernel, sizes, gathers, save_gathered)[0]
 
 

@@ -2,13 +2,9 @@
 
 **Ring** (Liu et al., arXiv:2310.01889). Each device keeps its queries. Keys and values rotate: each device sends its
 block to the next one while it attends to it, so after `sequence − 1` steps every device has attended to all of them. In
-the backward pass they rotate again, and so do their gradients, which start at the next device and accumulate until they
-are back. With n = `sequence`, one layer takes
-
-| | permutes of keys and of values | of their gradients, float32 | of document ids, if any |
-|---|---|---|---|
-| forward | n − 1 each | | n − 1 |
-| backward | n − 1 each | n − 1 each | n − 1 |
+the backward pass they rotate again, and so do their float32 gradients, which start at the next device and accumulate
+until they are back. Document ids rotate with keys and values. With n = `sequence`, each array is permuted n − 1 times
+forward and n − 1 times backward.
 
 **All-to-all** (Ulysses; Jacobs et al., arXiv:2309.14509). Devices exchange heads for tokens, apply any kernel to whole
 sequences of some of the heads, and exchange back: four all-to-alls forward and four backward.
@@ -29,12 +25,12 @@ from jaxtyping import Array, Float, Int
 from spmd.errors import ConfigError, Problem
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import (
+    LARGEST_CHUNK,
     BackwardInputs,
     BlockPairs,
     backward_block,
     chunk_size,
     finalize_softmax,
-    has_small_chunks,
     init_softmax,
     unmasked_pairs,
     update_softmax,
@@ -52,18 +48,11 @@ _HEADS_FIRST, _IDS = P(None, None, "sequence"), P(None, "sequence")
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Ring of devices and mask of the attention; a ring of one device is chunked attention.
-
-    Attributes:
-        options: Mask and scores.
-        mesh: The plan's mesh; None for a ring of one device.
-        devices: Size of mesh axis `sequence`.
-        is_zigzag: True if tokens are in zigzag order.
-    """
+    """Ring of devices and mask of the attention; a ring of one device is chunked attention."""
 
     options: AttentionOptions
     mesh: AnyMesh | None = None
-    devices: int = 1
+    devices: int = 1  # the size of mesh axis `sequence`
     is_zigzag: bool = False
 
     def run(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -84,7 +73,7 @@ class Ring:
         starts = order.reshape(self.devices, -1)[:, ::chunk].tolist()
         key_starts = [starts[(i - step) % self.devices] for i in range(self.devices)]
         tables = [unmasked_pairs(*pair, chunk, window) for pair in zip(starts, key_starts, strict=True)]
-        counts = [len(table) for table in tables]
+        counts = list(map(len, tables))
         padded = [np.pad(table, ((0, max(counts) - len(table)), (0, 0))) for table in tables]
         rest = chunk, self.options, segments, key_segments
         if self.devices == 1:
@@ -102,18 +91,14 @@ def blockwise_attention(
     segments: Segments,
     ring: Ring,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Compute causal attention with an online softmax, over a ring of devices or on one.
-
-    Raises:
-        ConfigError: The sequence does not divide over the ring, or only into very small chunks.
-    """
+    """Compute causal attention with an online softmax, over a ring of devices or on one."""
     batch, seq, heads, dim = query.shape
     if seq % ring.devices:
         arithmetic = f"{seq} / (sequence={ring.devices}) = {seq / ring.devices:.4g}"
         problem = Problem("sequence", "does not divide", arithmetic, f"a multiple of {ring.devices}")
         raise ConfigError("The sequence does not fit the ring:", [problem])
     block = seq // ring.devices // (2 if ring.is_zigzag else 1)
-    if has_small_chunks(block):
+    if chunk_size(block) < min(block, LARGEST_CHUNK) // 8:
         unit = seq // block * 128
         what = f"is split into blocks of {block} tokens, which divide into chunks of at most {chunk_size(block)}"
         fix = f"a multiple of {unit}: {seq // unit * unit or unit} or {(seq // unit + 1) * unit} tokens"
@@ -182,22 +167,15 @@ def ulysses_attention(
     value: Float[Array, "batch seq kv_heads dim"],
     segments: Segments,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences, with heads split instead.
-
-    Raises:
-        ConfigError: Heads or tokens do not divide over the devices.
-    """
+    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences, with heads split instead."""
     split = split_axes(mesh)
     parts = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if axis in split}
     product, count = " × ".join(f"{axis}={size}" for axis, size in parts.items()), math.prod(parts.values())
+    what = "do not divide over the devices of one sequence"
+    fix = 'context "ring", which splits no heads over sequence' if "sequence" in parts else "a smaller mesh.tensor"
     problems = [
-        Problem(
-            what,
-            "do not divide over the devices of one sequence",
-            f"{heads} / ({product}) = {heads / count:.4g}",
-            'context "ring", which splits no heads over sequence' if "sequence" in parts else "a smaller mesh.tensor",
-        )
-        for what, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2]))
+        Problem(name, what, f"{heads} / ({product}) = {heads / count:.4g}", fix)
+        for name, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2]))
         if heads % count
     ]
     if query.shape[1] % parts.get("sequence", 1):

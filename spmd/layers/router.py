@@ -26,11 +26,7 @@ from spmd.errors import ConfigError, Problem, check_fields
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """Routing and dispatch of tokens to experts.
-
-    Raises:
-        ConfigError: Invalid fields, all at once.
-    """
+    """Routing and dispatch of tokens to experts."""
 
     experts: int = 8
     """Experts in a layer."""
@@ -83,8 +79,8 @@ class RouterConfig:
     def _check_choice(self) -> list[Problem]:
         problems = []
         if self.top_k > self.experts:
-            arithmetic = f"top_k {self.top_k} > experts {self.experts}"
-            problems.append(Problem("router.top_k", "is larger than router.experts", arithmetic, "a smaller one"))
+            detail = f"top_k {self.top_k} > experts {self.experts}"
+            problems.append(Problem("router.top_k", "is larger than router.experts", detail, "a smaller one"))
         if self.random_second and self.top_k != 2:
             problems.append(Problem("router.random_second", f"needs top_k=2, not {self.top_k}", fix="top_k=2"))
         if self.top_k == 1 and self.normalise and self.choice == "token" and self.experts > 1:
@@ -140,31 +136,20 @@ class RouterConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Experts and weights of each token.
+    """Experts and weights of each token. Only weights have gradients."""
 
-    Attributes:
-        experts: int32 `[example, token, choice]`; `config.experts` for a choice that is not followed.
-        weights: float32 of the same shape; 0 for a choice that is not followed. Only weights have gradients.
-    """
-
-    experts: Array
-    weights: Array
+    experts: Int[Array, "example token choice"]  # `config.experts` for a choice that is not followed
+    weights: Float[Array, "example token choice"]  # 0 for a choice that is not followed
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterReport:
-    """Losses and load of one router, over all tokens of a (micro)batch.
+    """Weighted losses of one router, and the number of tokens that chose each expert, over a (micro)batch."""
 
-    Attributes:
-        balance: The load-balance loss, weighted.
-        z_loss: The z-loss, weighted.
-        load: float32 `[expert]`: tokens that chose each expert.
-    """
-
-    balance: Array
-    z_loss: Array
-    load: Array
+    balance: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    load: Float[Array, "expert"]
 
 
 def route(
@@ -177,8 +162,6 @@ def route(
     """Return each token's experts and weights, and the router's losses and load.
 
     Args:
-        logits: float32.
-        config: Options.
         key: For training; None in evaluation, where every second choice is followed.
         bias: Added to scores for the choice, not for the weights (DeepSeek-V3).
 
@@ -189,11 +172,11 @@ def route(
         ([[[2, 1]]], [0.731, 0.269])
     """
     assert logits.dtype == jnp.float32, "a router computes in float32"
-    if config.choice == "expert":
-        routing = _experts_choose(logits, config)
-        nothing = jnp.zeros((), jnp.float32)
-        return routing, RouterReport(nothing, z_loss(logits, config), _load(routing.experts, config.experts))
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
+    if config.choice == "expert":
+        routing = _experts_choose(scores, config)
+        load = _load(routing.experts, config.experts)
+        return routing, RouterReport(jnp.zeros((), jnp.float32), z_loss(logits, config), load)
     ranking = jax.lax.stop_gradient(scores if bias is None else scores + bias[None, None])
     experts = _top_k(_mask_groups(ranking, config), config.top_k)[0]
     weights = jnp.stack([_pick(scores, experts[..., i]) for i in range(config.top_k)], axis=-1)
@@ -256,10 +239,7 @@ def z_loss(logits: Float[Array, "example token expert"], config: RouterConfig) -
 def balanced_bias(
     bias: Float[Array, "... expert"], load: Float[Array, "... expert"], rate: float
 ) -> Float[Array, "... expert"]:
-    """Raise the biases of experts below the mean load by `rate` and lower those above it.
-
-    This balances load without a loss (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-    """
+    """Raise the biases of experts below the mean load and lower others (DeepSeek-V3, arXiv:2412.19437, 2.1.2)."""
     return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
 
 
@@ -280,12 +260,11 @@ def expert_slots(
     return slot.reshape(examples, choices, tokens).swapaxes(1, 2), full.sum(dtype=jnp.float32)
 
 
-def _experts_choose(logits: Float[Array, "example token expert"], config: RouterConfig) -> Routing:
+def _experts_choose(scores: Float[Array, "example token expert"], config: RouterConfig) -> Routing:
     """Let each expert choose the tokens of an example with the best scores for it."""
-    scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
     best_first = jnp.argsort(-jax.lax.stop_gradient(scores), axis=1)
     rank = jnp.argsort(best_first, axis=1)  # the inverse permutation
-    taken = rank < config.capacity(logits.shape[1])
+    taken = rank < config.capacity(scores.shape[1])
     experts = jnp.where(taken, jax.lax.broadcasted_iota(jnp.int32, taken.shape, 2), config.experts)
     return Routing(experts, jnp.where(taken, scores, 0.0) * config.scale)
 
@@ -304,12 +283,9 @@ def _mask_groups(
 
 
 def _top_k(scores: Float[Array, "... expert"], count: int) -> tuple[Int[Array, "... count"], Float[Array, "... count"]]:
-    """Return the positions and values of the largest scores, in descending order.
-
-    By repeated argmax: with `jax.lax.top_k`, XLA would gather the scores of all devices.
-    """
+    """Return the positions and values of the largest scores, in descending order."""
     positions, values = [], []
-    for _ in range(count):
+    for _ in range(count):  # with `jax.lax.top_k`, XLA would gather the scores of all devices
         position = jnp.argmax(scores, axis=-1)
         positions.append(position)
         values.append(scores.max(axis=-1))

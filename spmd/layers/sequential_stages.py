@@ -1,8 +1,7 @@
-"""Run stacked layers that are split over `pipe` one stage after the other, for work that cannot overlap.
+"""Stages of stacked layers that are split over `pipe`, one after the other, for work that cannot overlap.
 
-Text is generated token by token, so a pipeline of microbatches has nothing to fill it with. Inside
-`sequential_stages`, each stage runs its own layers in its turn and passes the stream on; left to itself, the compiler
-would gather all layers on every stage.
+Text is generated token by token, so there are no microbatches to fill a pipeline. Inside `sequential_stages`, each
+stage runs its own layers and sends the result to the next; otherwise the compiler would gather all layers everywhere.
 """
 
 import contextlib
@@ -26,23 +25,13 @@ Run = Callable[[Any, Any], tuple[jax.Array, Any]]
 def sequential_stages() -> Iterator[None]:
     """Run layers inside stage by stage, where the plan in scope splits them over `pipe`."""
     mesh = current().mesh
-    if mesh is None or mesh.shape["pipe"] == 1:
-        yield
-        return
-    with override(run_stages=functools.partial(_run_stages, mesh)):
+    stages = functools.partial(_run_stages, mesh) if mesh is not None and mesh.shape["pipe"] > 1 else None
+    with override(run_stages=stages):
         yield
 
 
 def run_stack(run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
-    """Return `run(x, layers)`, stage by stage inside `sequential_stages`.
-
-    Args:
-        run: Runs some layers, one after the other.
-        x: The stream that enters the first one.
-        layers: A tree of arrays with a leading layer dimension.
-
-    Returns:
-        The stream after the last layer, and a value of each layer, stacked.
+    """Return `run(x, layers)`, stage by stage inside `sequential_stages`; `layers` have a leading layer dimension.
 
     Example:
         >>> import jax.numpy as jnp

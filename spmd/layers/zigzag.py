@@ -9,11 +9,11 @@ contiguous   0 1 2 3 | 4 5 6 7
 zigzag       0 1 6 7 | 2 3 4 5
 ```
 
-A loss function reorders its batch once (`zigzag_batch`), RoPE uses the `positions` of the tokens, and ring attention
-asks `is_zigzag`. A loss is a sum over tokens, so the order is never undone.
+A loss function reorders its batch once (`zigzag_batch`). A loss is a sum over tokens, so the order is never undone.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,9 +45,7 @@ def zigzag(seq: int, devices: int) -> np.ndarray:
 
 
 def positions(seq: int) -> np.ndarray | jax.Array:
-    """Return the position of each token: 0, 1, 2, …, or in zigzag order.
-
-    They are constants `[1, seq]`, equal for all rows; in decoding (`spmd.layers.kv_cache`) they are `[batch, 1]`.
+    """Return the position of each token: constants `[1, seq]`, or `[batch, 1]` in decoding (`spmd.layers.kv_cache`).
 
     A model that takes positions from here, and mixes tokens only by `spmd.layers.attention.attend`, may set the
     attribute `position_aware = True`.
@@ -63,17 +61,9 @@ def positions(seq: int) -> np.ndarray | jax.Array:
 
 @contextlib.contextmanager
 def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
-    """Reorder a batch to zigzag order, which holds inside the `with`.
+    """Reorder a batch to zigzag order inside the `with`, by two permutes of each array over `sequence`.
 
-    Args:
-        batch: A dictionary of arrays, each `[batch, seq]`, with `tokens`.
-        position_aware: The model's attribute; the batch of a model without it is not reordered.
-
-    Yields:
-        The batch, by two permutes of each array over `sequence`; unchanged without a plan or a ring.
-
-    Raises:
-        ConfigError: The sequence does not divide into two blocks for each device.
+    The batch does not change without a plan, without a ring, or if the model is not `position_aware`.
     """
     ring = attention_config()
     if ring.mesh is None or not (ring.is_ring and position_aware):
@@ -85,23 +75,21 @@ def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
         fix = f"a sequence of {seq // blocks * blocks or blocks} or {(seq // blocks + 1) * blocks} tokens"
         what = "does not divide into two blocks for each device"
         raise ConfigError("A ring cannot be balanced:", [Problem("sequence", what, arithmetic, fix)])
-    move = manual_over(ring.mesh, ("sequence",), _exchange(ring.sequence), P(None, "sequence"), P(None, "sequence"))
+    exchange, spec = functools.partial(_exchange, devices=ring.sequence), P(None, "sequence")
+    move = manual_over(ring.mesh, ("sequence",), exchange, spec, spec)
     with override(zigzag=True):
         yield {name: move(x) if x.shape[1:2] == (seq,) else x for name, x in batch.items()}
 
 
-def _exchange(devices: int) -> Any:
-    """Return a function from contiguous to zigzag order: even blocks in one permute, odd ones in another."""
+def _exchange(x: jax.Array, devices: int) -> jax.Array:
+    """Move one device's tokens to zigzag order: even blocks in one permute, odd ones in another."""
 
     def owner(block: int) -> int:
-        return block if block < devices else 2 * devices - 1 - block
+        return min(block, 2 * devices - 1 - block)
 
-    def move(x: jax.Array) -> jax.Array:
-        arrived = [
-            jax.lax.ppermute(part, "sequence", [(i, owner(2 * i + odd)) for i in range(devices)])
-            for odd, part in enumerate(jnp.split(x, 2, axis=1))
-        ]
-        on_even = jax.lax.axis_index("sequence") % 2 == 0
-        return jnp.where(on_even, jnp.concatenate(arrived, axis=1), jnp.concatenate(arrived[::-1], axis=1))
-
-    return move
+    arrived = [
+        jax.lax.ppermute(part, "sequence", [(i, owner(2 * i + odd)) for i in range(devices)])
+        for odd, part in enumerate(jnp.split(x, 2, axis=1))
+    ]
+    on_even = jax.lax.axis_index("sequence") % 2 == 0
+    return jnp.where(on_even, jnp.concatenate(arrived, axis=1), jnp.concatenate(arrived[::-1], axis=1))

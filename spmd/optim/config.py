@@ -1,16 +1,9 @@
 """Optimizers from a config: learning-rate schedule, weight-decay mask and clipping, all from optax.
 
-```python
-config = OptimizerConfig(name="adamw", learning_rate=3e-4, schedule="wsd", warmup_steps=100)
-optimizer = make_optimizer(config, steps=10_000)
-```
-
 Every optimizer computes `step = -learning_rate * (direction + weight_decay * parameter)` and differs only in the
 direction: weight decay is decoupled from the gradient and scaled by the learning rate (Loshchilov and Hutter,
-arXiv:1711.05101), also for SGD and Adafactor. A mask by path excludes parameters from the decay.
-
-A direction that depends on a whole array (Adafactor, Muon) is computed per layer of a stacked parameter (`per_layer`),
-so scanned and unrolled layers train alike.
+arXiv:1711.05101), also for SGD and Adafactor. A direction that depends on a whole array (Adafactor, Muon) is computed
+per layer of a stacked parameter (`per_layer`), so scanned and unrolled layers train alike.
 """
 
 import dataclasses
@@ -43,9 +36,6 @@ NO_DECAY = ("[^/]*norm[^/]*/[^/]+", "bias")
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """Config of an optimizer.
-
-    Raises:
-        ConfigError: Every field whose value is outside its range.
 
     Example:
         >>> OptimizerConfig(b1=1.5, clip_norm=-1.0)
@@ -102,21 +92,16 @@ class OptimizerConfig:
             raise ConfigError("This optimizer cannot be made:", problems)
 
 
-_DECAY = "at least 0 and below 1"
 _FIELDS = {
     "name": get_args(OptimizerName),
     "schedule": get_args(ScheduleName),
     "moments": get_args(Kind),
-    "learning_rate": "finite and above 0",
+    **dict.fromkeys(("learning_rate", "eps"), "finite and above 0"),
+    **dict.fromkeys(("b1", "b2", "momentum"), "at least 0 and below 1"),
+    **dict.fromkeys(("weight_decay", "clip_norm"), "finite and at least 0"),
     "warmup_steps": "at least 0",
     "decay_fraction": "above 0 and at most 1",
     "final_fraction": "at least 0 and at most 1",
-    "b1": _DECAY,
-    "b2": _DECAY,
-    "eps": "finite and above 0",
-    "momentum": _DECAY,
-    "weight_decay": "finite and at least 0",
-    "clip_norm": "finite and at least 0",
 }
 
 
@@ -127,9 +112,6 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     `steps - 1`, is at `final_fraction * peak`. `wsd` decays as `1 - sqrt(progress)`, which Hägele et al.
     (arXiv:2405.18392) found to be better than a linear decay; warmup-stable-decay is from Hu et al.
     (arXiv:2404.06395), the half cosine from Loshchilov and Hutter (arXiv:1608.03983).
-
-    Raises:
-        ConfigError: Warmup and decay do not fit into `steps`.
 
     Example:
         >>> config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_fraction=0.25)
@@ -163,9 +145,6 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] = ("layers",)) -> TwoPhaseOptimizer:
     """Make the optimizer of a config: a clip of the global norm, then `make_update_rule(...)`. It needs `params`.
 
-    Raises:
-        ConfigError: Warmup and decay do not fit into `steps`.
-
     Example:
         >>> config = OptimizerConfig(name="sgd", learning_rate=0.5, schedule="constant")
         >>> optimizer = make_optimizer(config, steps=1)
@@ -186,9 +165,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] =
 def make_update_rule(
     config: OptimizerConfig, steps: int, stacked: Sequence[str] = ("layers",)
 ) -> optax.GradientTransformationExtraArgs:
-    """Make the optimizer without the clip: `chain(direction, weight decay, learning rate)`. It needs `params`.
-
-    Its update of one layer depends on no other layer.
+    """Make the optimizer without the clip, whose update of one layer depends on no other. It needs `params`.
 
     Adafactor (Shazeer and Stern, arXiv:1804.04235) has no momentum and no scaling by the parameter, so that
     `learning_rate` is an absolute step size as for the others; its direction is clipped to a root mean square of 1.
@@ -196,9 +173,6 @@ def make_update_rule(
     inside layers, and updates embeddings, heads, norms and biases by AdamW; its direction has the root mean square of
     AdamW's, 0.2, so that both share one learning rate and one decay (Liu et al., arXiv:2502.16982). AdamW, Lion (Chen
     et al., arXiv:2302.06675) and SGD are elementwise and need no `per_layer`.
-
-    Raises:
-        ConfigError: Warmup and decay do not fit into `steps`.
     """
     quantize = functools.partial(quantize_moments, kind=config.moments, block=config.moments_block, stacked=stacked)
     match config.name:
@@ -213,15 +187,12 @@ def make_update_rule(
             direction = quantize(optax.scale_by_lion(config.b1, config.b2))
         case "sgd":
             direction = quantize(optax.trace(config.momentum)) if config.momentum else optax.identity()
-    patterns = [compile_pattern(pattern) for pattern in config.no_decay]
 
-    def mask(params: PyTree) -> PyTree:
-        def decays(path: str, _: Any) -> bool:
-            name = strip_layer_numbers(path, stacked)
-            return not any(pattern.fullmatch(name) for pattern in patterns)
+    def decays(path: str, _: Any) -> bool:
+        name = strip_layer_numbers(path, stacked)
+        return not any(compile_pattern(pattern).fullmatch(name) for pattern in config.no_decay)
 
-        return map_with_path(decays, params)
-
+    mask = functools.partial(map_with_path, decays)
     decay = [optax.add_decayed_weights(config.weight_decay, mask)] if config.weight_decay else []
     learning_rate = optax.scale_by_learning_rate(make_learning_rate(config, steps))
     return _standard_promotion(optax.chain(direction, *decay, learning_rate))
@@ -237,24 +208,15 @@ def _muon(config: OptimizerConfig, stacked: Sequence[str]) -> optax.GradientTran
     def matrices(params: PyTree) -> PyTree:
         return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
 
-    def scale(updates: PyTree, _: PyTree) -> PyTree:
-        # The root mean square of an orthogonal matrix is 1 / √(its longer side).
-        return jax.tree.map(lambda x: x * (MUON_RMS * math.sqrt(max(x.shape))), updates)
-
-    def labels(params: PyTree) -> PyTree:
-        def label(path: str, x: Any) -> str:
-            return "muon" if x.ndim == 2 and not set(path.split("/")).isdisjoint(stacked) else "adamw"
-
-        return map_with_path(label, params)
+    def label(path: str, x: Any) -> str:
+        return "muon" if x.ndim == 2 and not set(path.split("/")).isdisjoint(stacked) else "adamw"
 
     orthogonal = contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=matrices)
-    return optax.partition(
-        {
-            "muon": optax.chain(orthogonal, optax.stateless(scale)),
-            "adamw": optax.scale_by_adam(config.b1, config.b2, config.eps),
-        },
-        labels,
-    )
+    # The root mean square of an orthogonal matrix is 1 / √(its longer side).
+    scale = optax.stateless_with_tree_map(lambda x, _: x * (MUON_RMS * math.sqrt(max(x.shape))))
+    adamw = optax.scale_by_adam(config.b1, config.b2, config.eps)
+    labels = functools.partial(map_with_path, label)
+    return optax.partition({"muon": optax.chain(orthogonal, scale), "adamw": adamw}, labels)
 
 
 def check_no_decay(

@@ -6,6 +6,7 @@ numbers: it is slower and needs a device, but finds every difference in the case
 
 import dataclasses
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,18 +35,11 @@ def check_layerwise(
 ) -> list[Problem]:
     """Return a problem for each stacked parameter that the optimizer treats in another way than separate layers.
 
-    The jaxpr of the update is searched for
-
-    - numbers computed over all layers of one stack, such as LAMB's norms. Scalars from several parameters, such as the
-      global norm, are the same for separate layers and are allowed;
-    - another choice for a layer than for the stack: another state, a mean over other dimensions, a decay of other
-      parameters;
-    - random numbers, which are drawn for the stack as a whole.
-
-    Other arithmetic that differs is not found: `assert_layerwise` finds it. A reshape that merges the layers with
-    another dimension counts as a number over all layers.
-
-    `params` is a nested dictionary of arrays or abstract values.
+    The jaxpr of the update is searched for numbers computed over all layers of one stack, such as LAMB's norms; for
+    another choice for a layer than for the stack (other state, a mean over other dimensions, a decay of other
+    parameters); and for random numbers, which are drawn for the stack as a whole. A reshape that merges the layers with
+    another dimension counts as a number over all layers. Scalars from several parameters, such as the global norm, are
+    allowed. Other arithmetic that differs is not found: `assert_layerwise` finds it.
 
     Example:
         >>> params = {"layers": {"kernel": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 8))}
@@ -99,11 +93,7 @@ def assert_layerwise(
 ) -> None:
     """Assert that random parameters are updated alike as stacks and as separate layers.
 
-    `params` gives their shapes, as arrays or abstract values. `tolerance` is the largest allowed difference, relative
-    to the largest change of the layer's parameter.
-
-    Raises:
-        AssertionError: A parameter differs by more; the message lists every such parameter.
+    `params` gives their shapes. `tolerance` is relative to the largest change of the layer's parameter.
 
     Example:
         >>> params = {"layers": {"kernel": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 8))}
@@ -125,40 +115,24 @@ def assert_layerwise(
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """Dependencies of the update of one parameter.
+    """Dependencies of the update of one parameter."""
 
-    Attributes:
-        mixed: Whether it depends on a number over all layers of its stack.
-        random: Whether it depends on a random key.
-        reads: `gradient` and `parameter`, if it depends on its own.
-        others: The other parameters that it depends on.
-        reduced: Its reductions, with dimensions counted from the last and without stacked ones.
-        state: The number of arrays of each kind of state, by name and shape without stacked dimensions.
-    """
-
-    mixed: bool
+    mixed: bool  # by a number over all layers of its stack
     random: bool
-    reads: frozenset[str]
-    others: frozenset[str]
-    reduced: frozenset[tuple[str, tuple[int, ...]]]
-    state: Counter[tuple[str, tuple[int, ...]]]
+    reads: frozenset[str]  # of its own "gradient" and "parameter"
+    others: frozenset[str]  # other parameters
+    reduced: frozenset[tuple[str, tuple[int, ...]]]  # dimensions counted from the last, without stacked ones
+    state: Counter[tuple[str, tuple[int, ...]]]  # arrays by name and shape without stacked dimensions
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """Dependencies of a value.
+    """Dependencies of a value."""
 
-    Attributes:
-        inputs: Inputs of the update, as (kind, path of the parameter).
-        mixed: Stacks whose layers were mixed.
-        reduced: The reductions on the way.
-        is_total: Whether it is a scalar of several parameters, whose inputs are dropped.
-    """
-
-    inputs: frozenset[tuple[str, str]] = frozenset()
-    mixed: frozenset[str] = frozenset()
+    inputs: frozenset[tuple[str, str]] = frozenset()  # of the update: kind, and path of the parameter
+    mixed: frozenset[str] = frozenset()  # stacks
     reduced: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
-    is_total: bool = False
+    is_total: bool = False  # a scalar of several parameters, whose inputs are dropped
 
     @property
     def params(self) -> set[str]:
@@ -167,15 +141,10 @@ class _Seen:
 
 @dataclasses.dataclass(frozen=True)
 class _Tracer:
-    """Propagation of dependencies through a jaxpr.
+    """Propagation of dependencies through a jaxpr."""
 
-    Attributes:
-        lengths: Stacked parameter → the sizes of its stacked dimensions, which no other dimension has.
-        total: The number of parameters from which on a scalar counts as one of the whole gradient.
-    """
-
-    lengths: Mapping[str, tuple[int, ...]]
-    total: int
+    lengths: Mapping[str, tuple[int, ...]]  # stacked parameter → its stacked dimensions, which no other dimension has
+    total: int  # the number of parameters from which on a scalar counts as one of the whole gradient
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Seen]) -> list[_Seen]:
         seen: dict[Any, _Seen] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -254,9 +223,8 @@ def trace_update(
             return name, shape[len(stack) :]
         return name, tuple(size for size in shape if size not in stack)
 
-    updates = {}
-    for param, output in zip(flat, outputs, strict=True):
-        updates[param] = Traced(
+    return {
+        param: Traced(
             mixed=param in output.mixed,
             random=("random", "") in output.inputs,
             reads=frozenset(kind for kind, path in output.inputs if path == param and kind != "state"),
@@ -264,16 +232,14 @@ def trace_update(
             reduced=output.reduced,
             state=Counter(inner(path, param) for path, follows in followed.items() if follows == param),
         )
-    return updates
+        for param, output in zip(flat, outputs, strict=True)
+    }
 
 
 def _union(parts: Iterable[_Seen]) -> _Seen:
-    parts = list(parts)
-    return _Seen(
-        frozenset[Any]().union(*(part.inputs for part in parts)),
-        frozenset[Any]().union(*(part.mixed for part in parts)),
-        frozenset[Any]().union(*(part.reduced for part in parts)),
-    )
+    fields = zip(*((part.inputs, part.mixed, part.reduced) for part in (_Seen(), *parts)), strict=True)
+    inputs, mixed, reduced = (frozenset[Any]().union(*field) for field in fields)
+    return _Seen(inputs, mixed, reduced)
 
 
 def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:
@@ -290,7 +256,7 @@ def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:
 
 
 def _with_rare_lengths(params: Any, depths: Mapping[str, int]) -> Any:
-    """Return the parameters with sizes of stacked dimensions that no other dimension has, near the real ones."""
+    """Change the sizes of stacked dimensions to near ones that no other dimension has."""
     shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
     taken = {size for path, shape in shapes.items() for size in shape[depths[path] :]}
     rare: dict[tuple[int, int], int] = {}
@@ -299,9 +265,8 @@ def _with_rare_lengths(params: Any, depths: Mapping[str, int]) -> Any:
         taken.add(rare[length, i])
 
     def lengthen(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
-        depth = depths[path]
-        lengths = (rare[length, i] for i, length in enumerate(leaf.shape[:depth]))
-        return jax.ShapeDtypeStruct((*lengths, *leaf.shape[depth:]), leaf.dtype)
+        lengths = (rare[length, i] if i < depths[path] else length for i, length in enumerate(leaf.shape))
+        return jax.ShapeDtypeStruct(tuple(lengths), leaf.dtype)
 
     return tree.map_with_path(lengthen, params)
 
@@ -323,9 +288,8 @@ def _draw(params: Any, seed: int, stacked: Sequence[str]) -> Any:
 
     def draw(path: str, leaf: Any) -> np.ndarray:
         depth = len(stacks_of(path, stacked))
-        layers = np.arange(int(np.prod(leaf.shape[:depth]))).reshape(leaf.shape[:depth])
-        scale = 4.0 ** layers.reshape(layers.shape + (1,) * (len(leaf.shape) - depth))
-        return (rng.normal(size=leaf.shape) * scale).astype(np.float32)
+        layers = np.arange(math.prod(leaf.shape[:depth])).reshape(leaf.shape[:depth] + (1,) * (leaf.ndim - depth))
+        return (rng.normal(size=leaf.shape) * 4.0**layers).astype(np.float32)
 
     return tree.map_with_path(draw, params)
 

@@ -13,7 +13,7 @@ import optax
 from spmd.model_api.precision import Precision
 from spmd.optim.skip_updates import skip_bad_updates
 from spmd.optim.stochastic_rounding import round_stochastically, salt_of, seed_of
-from spmd.optim.two_phase import TwoPhaseOptimizer, phases, two_phase
+from spmd.optim.two_phase import phases, two_phase
 from spmd.tree import map_with_path
 
 
@@ -43,65 +43,54 @@ def wrap_optimizer_for_precision(
         optimizer = skip_bad_updates(optimizer)
     if precision.params == "float32":
         return optimizer
-    if precision.master:
-        return with_master_weights(optimizer)
-    return with_stochastic_rounding(optimizer) if precision.rounding == "stochastic" else in_float32(optimizer)
-
-
-def with_master_weights(optimizer: optax.GradientTransformation) -> TwoPhaseOptimizer:
-    """Wrap an optimizer to update float32 master weights in its state.
-
-    Its updates set the parameters to the rounded master weights exactly.
-    """
     global_phase, param_phase = phases(optimizer)
+    if precision.master:
+        wrap = _with_master_weights
+    else:
+        wrap = _with_stochastic_rounding if precision.rounding == "stochastic" else _in_float32
+    return two_phase(global_phase, wrap(param_phase))
+
+
+def _with_master_weights(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Update float32 master weights in the state, and set the parameters to the rounded master weights exactly."""
 
     def init(params: Any) -> MasterState:
         master = _wide(params)
-        return MasterState(master, param_phase.init(master))
+        return MasterState(master, inner.init(master))
 
     def update(updates: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
-        updates, inner = param_phase.update(_wide(updates), state.inner, state.master, **extra)
+        updates, after = inner.update(_wide(updates), state.inner, state.master, **extra)
         master = jax.tree.map(jnp.add, state.master, updates)
         rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
-        return _difference(rounded, params), MasterState(master, inner)
+        return _difference(rounded, params), MasterState(master, after)
 
-    return two_phase(global_phase, optax.GradientTransformationExtraArgs(init, update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def with_stochastic_rounding(optimizer: optax.GradientTransformation) -> TwoPhaseOptimizer:
-    """Wrap an optimizer to round bfloat16 parameters stochastically after each update.
-
-    The random bits depend on the number of updates, and are the same on every mesh.
-    """
-    global_phase, param_phase = phases(optimizer)
+def _with_stochastic_rounding(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Round bfloat16 parameters stochastically after each update, by the same random bits on every mesh."""
 
     def init(params: Any) -> RoundedState:
-        return RoundedState(jnp.zeros((), jnp.int32), param_phase.init(_wide(params)))
+        return RoundedState(jnp.zeros((), jnp.int32), inner.init(_wide(params)))
 
     def update(updates: Any, state: RoundedState, params: Any = None, **extra: Any) -> tuple[Any, RoundedState]:
         exact = _wide(params)
-        updates, inner = param_phase.update(_wide(updates), state.inner, exact, **extra)
+        updates, after = inner.update(_wide(updates), state.inner, exact, **extra)
 
         def move(path: str, p: jax.Array, u: jax.Array) -> jax.Array:
             return round_stochastically(p + u, seed_of(state.steps, salt_of(path)))
 
         rounded = map_with_path(move, exact, updates)
-        return _difference(rounded, params), RoundedState(optax.safe_increment(state.steps), inner)
+        return _difference(rounded, params), RoundedState(optax.safe_increment(state.steps), after)
 
-    return two_phase(global_phase, optax.GradientTransformationExtraArgs(init, update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def in_float32(optimizer: optax.GradientTransformation) -> TwoPhaseOptimizer:
-    """Wrap an optimizer to receive parameters and gradients in float32."""
-    global_phase, param_phase = phases(optimizer)
-
-    def init(params: Any) -> Any:
-        return param_phase.init(_wide(params))
-
+def _in_float32(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return param_phase.update(_wide(updates), state, _wide(params), **extra)
+        return inner.update(_wide(updates), state, _wide(params), **extra)
 
-    return two_phase(global_phase, optax.GradientTransformationExtraArgs(init, update))
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init(_wide(params)), update)
 
 
 def _wide(params: Any) -> Any:

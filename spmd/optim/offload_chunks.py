@@ -30,22 +30,14 @@ ROWS, LANES = 8, 128
 
 @dataclasses.dataclass(frozen=True)
 class UpdateChunk:
-    """Parameters that are updated together, in equal chunks.
-
-    Attributes:
-        dim: The dimension that is chunked: 0 for the layers of a stack.
-        chunks: The number of chunks; 1 for whole arrays.
-        shards: The number of devices that split that dimension; each chunks its own shard.
-        host: The paths of optimizer state in host memory.
-        host_params: The paths of parameters in host memory.
-    """
+    """Parameters that are updated together, in equal chunks."""
 
     paths: tuple[str, ...]
-    dim: int = 0
-    chunks: int = 1
-    shards: int = 1
-    host: frozenset[str] = frozenset()
-    host_params: frozenset[str] = frozenset()
+    dim: int = 0  # the dimension that is chunked: 0 for the layers of a stack
+    chunks: int = 1  # the number of chunks; 1 for whole arrays
+    shards: int = 1  # the number of devices that split that dimension; each chunks its own shard
+    host: frozenset[str] = frozenset()  # the paths of optimizer state in host memory
+    host_params: frozenset[str] = frozenset()  # the paths of parameters in host memory
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of one chunk of an array."""
@@ -73,15 +65,12 @@ def plan_chunks(
     """
     flat = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in tree.flatten(params).items()}
     abstract = tree.map_with_path(lambda path, _: flat[path], params)
-    problems = [
-        Problem(
-            path,
-            f"its update depends on {sorted(traced.others)[0]}, and on {len(traced.others) - 1} other parameters",
-            fix="let spmd.optim.two_phase compute what needs the whole gradient, such as a global norm",
-        )
-        for path, traced in trace_update(param_phase, abstract, {}, totals=False).items()
-        if traced.others
-    ]
+    problems = []
+    for path, traced in trace_update(param_phase, abstract, {}, totals=False).items():
+        if traced.others:
+            what = f"its update depends on {min(traced.others)}, and on {len(traced.others) - 1} other parameters"
+            fix = "let spmd.optim.two_phase compute what needs the whole gradient, such as a global norm"
+            problems.append(Problem(path, what, fix=fix))
     if problems:
         return (), problems
 
@@ -95,14 +84,12 @@ def plan_chunks(
     layers = []
     for (_, length), paths in stacks.items():  # a chunk is one layer of each pipeline stage
         stages = _shards(flat[paths[0]].shape, specs[paths[0]], axes)[0]
-        layers.append(UpdateChunk(tuple(paths), 0, length // stages, stages))
-    if "params" in offload:
-        # Only parameters whose layers have whole tiles.
-        on_host = (frozenset(path for path in chunk.paths if len(flat[path].shape) > 2) for chunk in layers)
-        layers = [dataclasses.replace(chunk, host_params=paths) for chunk, paths in zip(layers, on_host, strict=True)]
-        if not any(chunk.host_params for chunk in layers):
-            what = "there is no stack of layers with parameters of two dimensions"
-            problems.append(Problem("offload params", what, fix="stack the layers, and name them in Rules(stacked=…)"))
+        # Only parameters whose layers have whole tiles can be in host memory.
+        on_host = frozenset(path for path in paths if "params" in offload and len(flat[path].shape) > 2)
+        layers.append(UpdateChunk(tuple(paths), 0, length // stages, stages, host_params=on_host))
+    if "params" in offload and not any(chunk.host_params for chunk in layers):
+        what = "there is no stack of layers with parameters of two dimensions"
+        problems.append(Problem("offload params", what, fix="stack the layers, and name them in Rules(stacked=…)"))
     ranks = {path: len(flat[path].shape) for path in single}
     elementwise = {
         path
@@ -114,9 +101,8 @@ def plan_chunks(
     if rest := tuple(path for path in single if not large.get(path)):
         chunks.append(UpdateChunk(rest))
     if "optimizer_state" in offload:
-        chunks = [
-            dataclasses.replace(chunk, host=_host_state(chunk, param_phase, abstract, state, axes)) for chunk in chunks
-        ]
+        host = (_host_state(chunk, param_phase, abstract, state, axes) for chunk in chunks)
+        chunks = [dataclasses.replace(chunk, host=paths) for chunk, paths in zip(chunks, host, strict=True)]
     return tuple(chunks), problems
 
 
@@ -159,14 +145,11 @@ def _host_state(
     state: Mapping[str, DerivedSpec],
     axes: Mapping[str, int],
 ) -> frozenset[str]:
-    """Return the state of a chunk for host memory: chunks of two or more dimensions, and whole arrays of that size.
-
-    Larger whole arrays stay on the device: moving them was measured to use more memory than it saves.
-    """
+    """Return the state of a chunk for host memory: chunks of two or more dimensions, and whole arrays of that size."""
     found = set()
     for path, part in tree.flatten(jax.eval_shape(param_phase.init, chunk.abstract_params(params))).items():
         whole, rank = state[path], len(part.shape)
-        if part.shape == whole.shape:
+        if part.shape == whole.shape:  # moving larger ones was measured to use more memory than it saves
             fits = SMALL_BYTES <= shard_bytes(whole.shape, whole.dtype, whole.spec, axes) <= CHUNK_BYTES
         elif chunk.dim < rank - 2:
             fits = True

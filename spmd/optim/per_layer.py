@@ -1,9 +1,4 @@
-"""Optimizers applied per layer: a transform that depends on whole arrays runs once for each layer of a stack.
-
-```python
-optimizer = per_layer(optax.lamb(1e-3))
-```
-"""
+"""Optimizers applied per layer: a transform that depends on whole arrays runs once for each layer of a stack."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,12 +13,9 @@ from spmd.tree import PyTree, flatten, merge, select
 
 
 class PerLayerState(NamedTuple):
-    """State of `per_layer`.
+    """The transform's state for parameters that are not stacked, and that of each stack, by path with dots.
 
-    Attributes:
-        rest: The transform's state for parameters that are not stacked.
-        stacked: Path of a stack, with dots (`"decoder.layers"`) → its state; every array in it, counters included, has
-            the stack's leading dimensions.
+    Every array of a stack's state, counters included, has the stack's leading dimensions.
     """
 
     rest: PyTree
@@ -35,14 +27,8 @@ def per_layer(
 ) -> optax.GradientTransformationExtraArgs:
     """Apply a transform to every layer of a stack as if the layer were a parameter of its own.
 
-    A path component in `stacked` adds a leading dimension to the parameter, unless a layer number follows it
-    (`layers/0/mlp/kernel` is one layer). The transform gets whole paths and never two layers at once; a transform that
-    combines parameters (a global norm) must stay outside.
-
-    Trees must be nested dictionaries. `params` may be None if `transform` allows it.
-
-    Raises:
-        ConfigError: From `init`: the transform's state has a random key, which all layers would share.
+    The transform gets whole paths and never two layers at once; a transform that combines parameters (a global norm)
+    must stay outside, and so must one with a random key. Trees must be nested dictionaries.
 
     Example:
         >>> clip = per_layer(optax.clip_by_block_rms(1.0))
@@ -57,7 +43,13 @@ def per_layer(
         parts = _split(params, stacked).items()
         states = {stack.name: _over_layers(inner.init, stack, part)(part) for stack, part in parts}
         rest = states.pop(_REST.name)
-        _check_no_keys(states)
+        problems = [
+            Problem(path, "is a random key, which every layer of the stack would share", fix="run it outside")
+            for path, leaf in flatten(states).items()
+            if is_random_key(leaf)
+        ]
+        if problems:
+            raise ConfigError("This transform cannot run per layer:", problems)
         return PerLayerState(rest, states)
 
     def update(
@@ -92,11 +84,7 @@ def _split(tree: PyTree, stacked: Sequence[str]) -> dict[_Stack, PyTree]:
     """Return the leaves of each stack, and those of none (always present), as nested dictionaries."""
     paths = flatten(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     stacks = sorted({_REST, *(_stack_of(path, stacked) for path in paths)})
-
-    def part(stack: _Stack) -> PyTree:
-        return select(tree, lambda path: _stack_of(path, stacked) == stack)
-
-    return {stack: part(stack) for stack in stacks}
+    return {stack: select(tree, lambda path, s=stack: _stack_of(path, stacked) == s) for stack in stacks}  # type: ignore[misc]
 
 
 def _stack_of(path: str, stacked: Sequence[str]) -> _Stack:
@@ -109,13 +97,3 @@ def _over_layers(f: Callable[..., Any], stack: _Stack, part: PyTree) -> Callable
     for _ in range(stack.depth if jax.tree.leaves(part) else 0):
         f = jax.vmap(f)
     return f
-
-
-def _check_no_keys(states: dict[str, PyTree]) -> None:
-    problems = [
-        Problem(path, "is a random key, which every layer of the stack would share", fix="run it outside")
-        for path, leaf in flatten(states).items()
-        if is_random_key(leaf)
-    ]
-    if problems:
-        raise ConfigError("This transform cannot run per layer:", problems)

@@ -10,7 +10,6 @@ A moment is an exponential average: with a decay of 0.999 it moves by 0.1 % in a
 two numbers of a narrow dtype. Round-to-nearest would lose every update, so all rounding is stochastic.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -31,8 +30,6 @@ BLOCK = 256
 
 _LEAST_BLOCK = 8
 _PER_OCTAVE = 8
-_NOT_NEGATIVE = ("nu",)
-"""Fields of optax's states that hold squares."""
 
 
 class Blocks(NamedTuple):
@@ -61,23 +58,19 @@ def block_of(size: int, largest: int = BLOCK) -> int:
 
 
 def check_block(field: str, block: int) -> list[Problem]:
-    """Return a problem if the largest block of a field is not a power of two."""
+    """Return a problem if `block` is not a power of two."""
     return [Problem(field, f"is {block}", fix="a power of two")] if block < 1 or block & (block - 1) else []
 
 
 def quantize_moments(
     transform: optax.GradientTransformation, kind: Kind, block: int = BLOCK, stacked: Sequence[str] = ("layers",)
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transform so that its moments are stored as `kind`.
+    """Wrap a transform to store its moments as `kind`; blocks have a power of two of elements, at most `block`.
 
     Moments are the fields of its state with the structure of the parameters. Arrays whose last dimension has no block,
-    and stacked scalars, stay float32. Blocks lie within the last dimension, so layers of a stack share none.
+    and stacked scalars, stay float32. Blocks divide the last dimension, so layers of a stack share none.
 
-    `transform` must have a flat state, as `optax.scale_by_adam`, `scale_by_lion` and `trace` have. `block` is the
-    largest block; a shard of the last dimension must hold whole blocks.
-
-    Raises:
-        ConfigError: `block` is not a power of two.
+    `transform` must have a flat state, as `optax.scale_by_adam`, `scale_by_lion` and `trace` have.
 
     Example:
         >>> adam = quantize_moments(optax.scale_by_adam(), "8bit")
@@ -101,7 +94,7 @@ def quantize_moments(
                 if kind == "bfloat16":
                     return round_stochastically(x, seed)
                 size = block_of(x.shape[-1], block) if x.ndim > len(stacks_of(path, stacked)) else 0
-                return quantize(x, size, seed, signed=name not in _NOT_NEGATIVE) if size else x
+                return quantize(x, size, seed, signed=name != "nu") if size else x  # `nu` holds squares
 
             return map_with_path(one, value)
 
@@ -124,31 +117,12 @@ def quantize_moments(
 def _load(state: PyTree) -> PyTree:
     """Return a state with its moments in float32."""
 
-    def stored(node: Any) -> bool:
-        return isinstance(node, Blocks)
-
     def wide(node: Any) -> Any:
-        if stored(node):
+        if isinstance(node, Blocks):
             return dequantize(node)
         return node.astype(jnp.float32) if node.dtype == jnp.bfloat16 else node
 
-    return jax.tree.map(wide, state, is_leaf=stored)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Code:
-    """Magnitudes from 1 downwards, `_PER_OCTAVE` for each power of two, with the levels `top`, `top - 1`, …, 1.
-
-    Level 0 is zero in signed codes. Squares are at least level 1, as a denominator of zero would turn a tiny gradient
-    into a huge step (Li et al., arXiv:2309.01507, section 4.1).
-    """
-
-    dtype: Any
-    top: int
-    signed: bool
-
-
-_SIGNED, _SQUARES = _Code(jnp.int8, 127, True), _Code(jnp.uint8, 255, False)
+    return jax.tree.map(wide, state, is_leaf=lambda node: isinstance(node, Blocks))
 
 
 def quantize(x: jax.Array, block: int, seed: jax.Array, *, signed: bool) -> Blocks:
@@ -156,29 +130,32 @@ def quantize(x: jax.Array, block: int, seed: jax.Array, *, signed: bool) -> Bloc
 
     Scales per block are from Dettmers et al. (arXiv:2110.02861, section 2.1). Their codes are a table with an exponent
     of variable length; these are evenly spaced logarithms, 9 % apart over 16 (signed) or 32 powers of two, which need
-    no table. An all-zero block has the scale 0.
+    no table. The largest code is the magnitude 1. An all-zero block has the scale 0.
+
+    Code 0 is zero if `signed`. Squares have at least the code 1, as a denominator of zero would turn a tiny gradient
+    into a huge step (Li et al., arXiv:2309.01507, section 4.1).
     """
-    code = _SIGNED if signed else _SQUARES
+    dtype = jnp.int8 if signed else jnp.uint8
+    top = jnp.iinfo(dtype).max
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     scale = jnp.max(jnp.abs(blocks), axis=-1)
     part = jnp.abs(blocks) / jnp.where(scale > 0, scale, 1.0)[..., None]
     # Round up with the probability that makes the mean exact; below level 1, to level 1 or 0.
-    level = jnp.clip(jnp.floor(code.top + _PER_OCTAVE * jnp.log2(part)), 0, code.top - 1)
-    low, high = _magnitude(level, code), _magnitude(level + 1, code)
+    level = jnp.clip(jnp.floor(top + _PER_OCTAVE * jnp.log2(part)), 0, top - 1)
+    low, high = _magnitude(level, top), _magnitude(level + 1, top)
     bits = random_bits(level.reshape(x.shape).astype(jnp.uint32), seed).reshape(level.shape)
     chance = (bits >> 8).astype(jnp.float32) * 2.0**-24
     level = level + (chance < (part - low) / (high - low))
-    codes = (jnp.sign(blocks) * level if code.signed else jnp.maximum(level, 1)).astype(code.dtype)
+    codes = (jnp.sign(blocks) * level if signed else jnp.maximum(level, 1)).astype(dtype)
     return Blocks(codes.reshape(x.shape), scale)
 
 
 def dequantize(stored: Blocks) -> jax.Array:
     """Return the float32 array of quantized blocks."""
-    code = _SIGNED if stored.codes.dtype == jnp.int8 else _SQUARES
     blocks = stored.codes.reshape(*stored.scale.shape, -1).astype(jnp.float32)
-    magnitude = _magnitude(jnp.abs(blocks), code) * stored.scale[..., None]
+    magnitude = _magnitude(jnp.abs(blocks), jnp.iinfo(stored.codes.dtype).max) * stored.scale[..., None]
     return (jnp.sign(blocks) * magnitude).reshape(stored.codes.shape)
 
 
-def _magnitude(level: jax.Array, code: _Code) -> jax.Array:
-    return jnp.where(level > 0, jnp.exp2((level - code.top) / _PER_OCTAVE), 0.0)
+def _magnitude(level: jax.Array, top: int) -> jax.Array:
+    return jnp.where(level > 0, jnp.exp2((level - top) / _PER_OCTAVE), 0.0)

@@ -30,11 +30,8 @@ def all_finite(gradients: Any) -> jax.Array:
 
 def skipped_steps(state: Any) -> jax.Array:
     """Return the number of skipped updates from an optimizer's state that contains a `SkipState`."""
-
-    def found(node: Any) -> bool:
-        return isinstance(node, SkipState)
-
-    return next(node.skipped for node in jax.tree.leaves(state, is_leaf=found) if found(node))
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SkipState))
+    return next(node.skipped for node in nodes if isinstance(node, SkipState))
 
 
 def skip_bad_updates(
@@ -45,10 +42,8 @@ def skip_bad_updates(
     A skipped update changes no parameter, no moment and no step count (and so no learning rate), on any device.
     `optax.apply_if_finite` tests elements instead, so it misses finite gradients whose squares overflow.
 
-    Args:
-        optimizer: The optimizer of the other updates.
-        factor: A norm above this multiple of the mean norm is too large; 0 disables the test.
-        window: The number of updates in that mean; the test starts after half as many.
+    A norm above `factor` times the mean norm of `window` updates is too large; 0 disables the test, which starts after
+    half a window.
     """
     inner_global_phase, param_phase = phases(optimizer)
 

@@ -11,23 +11,18 @@ import jax
 import optax
 
 GlobalPhase = Callable[[Any], tuple[Any, dict[str, jax.Array]]]
-"""Function from the whole gradient to the new gradient, and to scalars that are extra arguments of the second phase."""
+"""Stateless function from the whole gradient to the new one, and to scalars: extra arguments of the second phase."""
 
 
 class TwoPhaseOptimizer(optax.GradientTransformationExtraArgs):
-    """An optax transformation made by `two_phase`.
-
-    Attributes:
-        global_phase: The first phase, which has no state.
-        param_phase: The second phase, whose update of one parameter depends on no other.
-    """
+    """An optax transformation made by `two_phase`."""
 
     global_phase: GlobalPhase
     param_phase: optax.GradientTransformationExtraArgs
 
 
 def two_phase(global_phase: GlobalPhase, param_phase: optax.GradientTransformation) -> TwoPhaseOptimizer:
-    """Make the optimizer that applies `param_phase` to the gradient from `global_phase`.
+    """Apply `param_phase`, whose update of one parameter depends on no other, to the gradient from `global_phase`.
 
     Example:
         >>> clip = optax.clip_by_global_norm(1.0)

@@ -1,14 +1,4 @@
-"""Conversion of Flax sharding metadata (`nn.Partitioned`, `nnx` `out_sharding`) to `spmd.Rules`.
-
-```python
-class MLP(nn.Module):                               # Linen
-    @nn.compact
-    def __call__(self, x):
-        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
-        return nn.Dense(128, kernel_init=init)(x)
-
-logical = [("embed", "fsdp"), ("mlp", "tensor")]
-```
+"""Conversion of Flax sharding metadata (`nn.with_logical_partitioning`, `nnx` `out_sharding`) to `spmd.Rules`.
 
 Flax has several resolvers that differ; there is one here. A name that has a logical rule is a logical name. Rules are
 tried in order, and a rule applies if none of its mesh axes is used in the array yet. Any other name is a mesh axis. A
@@ -41,12 +31,8 @@ class Annotation:
     Args:
         names: For each dimension, from the first on, a name, a tuple of mesh axes, or None for whole. Flax's own forms
             (a list, a `PartitionSpec`, a `NamedSharding`) are accepted.
-        shape: The parameter's shape as stored.
         rules: `(logical name, mesh axis or tuple or None)` pairs for this parameter alone.
         is_logical: Whether a name is never a mesh axis, as with `nn.with_logical_partitioning`.
-
-    Raises:
-        RuleError: A name is not of these types.
 
     Example:
         >>> Annotation(P("embed", ("data", "fsdp")), (8, 4), rules=[("embed", "tensor")])
@@ -60,11 +46,12 @@ class Annotation:
 
     def __post_init__(self) -> None:
         names = self.names.spec if isinstance(self.names, NamedSharding) else self.names
-        if not isinstance(names, tuple | list | P):
-            raise RuleError("This annotation cannot be read:", [_not_names(names)])
-        names = tuple(tuple(name) if isinstance(name, list) else name for name in names)
-        if wrong := [name for name in names if not _is_entry(name)]:
-            raise RuleError("This annotation cannot be read:", map(_not_names, wrong))
+        if is_sequence := isinstance(names, tuple | list | P):
+            names = tuple(tuple(name) if isinstance(name, list) else name for name in names)
+        if wrong := [name for name in names if not _is_entry(name)] if is_sequence else [names]:
+            what, fix = "is not a dimension name", "a tuple of names, one for each dimension"
+            problems = [Problem(f"annotation {name!r}", what, fix=fix) for name in wrong]
+            raise RuleError("This annotation cannot be read:", problems)
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "rules", logical_rules(self.rules))
@@ -76,15 +63,8 @@ def _is_entry(value: Any) -> bool:
     return all(isinstance(name, str) for name in names)
 
 
-def _not_names(value: Any) -> Problem:
-    return Problem(f"annotation {value!r}", "is not a dimension name", fix="a tuple of names, one for each dimension")
-
-
 def logical_rules(pairs: Any) -> LogicalRules:
     """Normalize logical rules.
-
-    Raises:
-        RuleError: A rule is not a pair of a name and mesh axes.
 
     Example:
         >>> logical_rules([("embed", "fsdp"), ("mlp", ["fsdp", "tensor"]), ("norm", None)])
@@ -107,9 +87,6 @@ def logical_rules(pairs: Any) -> LogicalRules:
 def nnx_annotations(state: Any) -> dict[str, Annotation]:
     """Return the annotations in an `nnx.State`, from the metadata `out_sharding` and `sharding_rules`.
 
-    Raises:
-        RuleError: All metadata that cannot be read.
-
     Example:
         >>> init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
         >>> with nnx.use_eager_sharding(False):
@@ -117,20 +94,12 @@ def nnx_annotations(state: Any) -> dict[str, Annotation]:
         >>> {path: annotation.names for path, annotation in nnx_annotations(nnx.state(layer)).items()}
         {'kernel': ('embed', 'mlp')}
     """
-    found = {}
-    for path, variable in nnx.to_flat_state(state):
-        metadata = variable.get_metadata()
-        if metadata.get("out_sharding") is not None:
-            rules = metadata.get("sharding_rules") or ()
-            found["/".join(map(str, path))] = (metadata["out_sharding"], variable.get_value().shape, rules, False)
-    return _annotations(found)
+    variables = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+    return _annotations({path: _nnx_fields(v.get_metadata(), v.get_value()) for path, v in variables.items()})
 
 
 def linen_annotations(variables: Any) -> dict[str, Annotation]:
     """Return the annotations of Linen variables: `nn.Partitioned`, `nn.LogicallyPartitioned` and `nnx.bridge` boxes.
-
-    Raises:
-        RuleError: All boxes that cannot be read.
 
     Example:
         >>> init = nn.with_partitioning(nn.initializers.ones, ("fsdp", "tensor"))
@@ -140,23 +109,28 @@ def linen_annotations(variables: Any) -> dict[str, Annotation]:
         >>> linen_annotations(variables["params"])
         {'kernel': Annotation(names=('fsdp', 'tensor'), shape=(4, 8), rules=(), is_logical=False)}
     """
-    found = {}
+    found: dict[str, tuple[Any, ...]] = {}
     for path, box in tree.flatten(variables, is_leaf=nn.meta.is_axis_metadata).items():
-        if isinstance(box, nn.Partitioned):
-            is_logical = isinstance(box, nn.LogicallyPartitioned)
-            rules = (box.rules if is_logical else None) or ()
-            found[path] = (box.names, box.value.shape, rules, is_logical)
-        elif isinstance(box, nnx.bridge.NNXMeta) and box.metadata.get("out_sharding") is not None:
-            rules = box.metadata.get("sharding_rules") or ()
-            found[path] = (box.metadata["out_sharding"], box.value.shape, rules, False)
+        if isinstance(box, nn.LogicallyPartitioned):
+            found[path] = (box.names, box.value.shape, box.rules or (), True)
+        elif isinstance(box, nn.Partitioned):
+            found[path] = (box.names, box.value.shape)
+        elif isinstance(box, nnx.bridge.NNXMeta):
+            found[path] = _nnx_fields(box.metadata, box.value)
     return _annotations(found)
+
+
+def _nnx_fields(metadata: Mapping[str, Any], value: Any) -> tuple[Any, ...]:
+    """Return the first fields of an `Annotation`."""
+    return metadata.get("out_sharding"), getattr(value, "shape", ()), metadata.get("sharding_rules") or ()
 
 
 def _annotations(found: Mapping[str, tuple[Any, ...]]) -> dict[str, Annotation]:
     annotations, problems = {}, []
     for path, fields in found.items():
         try:
-            annotations[path] = Annotation(*fields)
+            if fields[0] is not None:
+                annotations[path] = Annotation(*fields)
         except RuleError as error:
             problems += [dataclasses.replace(problem, where=f"{path}, {problem.where}") for problem in error.problems]
     if problems:
@@ -178,12 +152,9 @@ def rules_from_annotations(
         annotations: Parameter path → annotation, such as `model.info().annotations`.
         logical: `(logical name, mesh axis or tuple or None)` pairs. The first whose axes are free in the array
             applies; names without a pair are mesh axes.
-        stacked: As in `Rules`; by default that of `table`.
-        activations: As in `Rules`, added to those of `table`.
+        stacked: By default that of `table`.
+        activations: Added to those of `table`.
         table: Rules for parameters without annotations. It must agree with the annotations that it covers.
-
-    Raises:
-        RuleError: Every unknown name and every disagreement.
     """
     base = table or Rules(())
     stack = Rules((), activations, base.stacked if stacked is None else stacked)
@@ -211,8 +182,7 @@ class _Resolver:
     """Resolution of dimension names to mesh axes, with the problems found."""
 
     def __init__(self, rules: LogicalRules, annotations: Mapping[str, Annotation]) -> None:
-        self.rules = rules
-        self.annotations = annotations
+        self.rules, self.annotations = rules, annotations
         self.problems: list[Problem] = []
 
     def resolve(self, stack: Rules) -> dict[str, P | Replicate]:
@@ -227,10 +197,15 @@ class _Resolver:
             missing = [name for name in names if _is_unknown(name, annotation, table)]
             for name in missing:
                 unknown.setdefault((name, annotation.is_logical), []).append(path)
-            if len(self.problems) == before and not missing:
-                values |= self._value(path, names, table, leading)
-        for (name, is_logical), paths in unknown.items():
-            self._report_unknown(name, is_logical, paths)
+            if len(self.problems) == before and not missing and (value := self._value(path, names, table, leading)):
+                values[path] = value
+        for (name, is_logical), (path, *others) in unknown.items():
+            choices = dict.fromkeys([rule for rule, _ in self.rules] + ([] if is_logical else list(AXES)))
+            guess = did_you_mean(name, choices) if isinstance(name, str) else "a tuple holds mesh axes"
+            what = "has no logical rule" + ("" if is_logical else " and is no mesh axis")
+            detail = f"{path} {self.annotations[path].names}" + (f" and {len(others)} more" if others else "")
+            fix = f"{guess}; add ({name!r}, …) to the logical rules, or ({name!r}, None) to leave it whole"
+            self._add(f"name {name!r}", what, detail, fix)
         for path, other in stack.differing_layers(values):
             what = f"has another annotation than {other}: layers of one stack have one spec"
             self._add(path, what, fix="remove their name from stacked=")
@@ -253,17 +228,17 @@ class _Resolver:
     def _layer_names(self, path: str, annotation: Annotation, leading: Sequence[str | None]) -> tuple[Any, ...]:
         """Return the names of one layer's dimensions; those of stacked dimensions must agree with `stacked`."""
         names, rank, stack = annotation.names, len(annotation.shape), len(leading)
-        said = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
+        what = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
         detail = f"{len(names)} names for {rank} dimensions"
         if len(names) > rank:
             fix = "pass the name to the transformation that removes the dimension (partition_name)"
-            self._add(path, said, detail, fix)
+            self._add(path, what, detail, fix)
             return names
         if not stack or len(names) == rank - stack or not any(names):
             return names[: rank - stack]
         if len(names) != rank:
             fix = f"name all {rank}, or the {rank - stack} of one layer"
-            self._add(path, f"{said}, of which {stack} is stacked", detail, fix)
+            self._add(path, f"{what}, of which {stack} is stacked", detail, fix)
             return names
         for name, axis in zip(names, leading, strict=False):
             choices = [axes for rule, axes in (*annotation.rules, *self.rules) if rule == name]
@@ -287,7 +262,7 @@ class _Resolver:
 
     def _value(
         self, path: str, names: Sequence[Any], table: LogicalRules, leading: Iterable[str | None]
-    ) -> dict[str, P | Replicate]:
+    ) -> P | Replicate | None:
         """Apply each rule in order to dimensions of its name without axes yet, if the rule's axes are free."""
         with_rule = {rule for rule, _ in table}
         entries = [None if isinstance(name, str) and name in with_rule else entry_axes(name) for name in names]
@@ -296,7 +271,7 @@ class _Resolver:
         for axis in twice:
             self._add(path, f"{said} uses the axis {axis!r} twice", fix="keep one of them")
         if twice:
-            return {}
+            return None
         used = {axis for entry in (*leading, *entries) for axis in entry_axes(entry)}
         for rule, axes in table:
             for dim, name in enumerate(names):
@@ -308,21 +283,10 @@ class _Resolver:
             what = f"{said}: every rule for {name!r} names an axis that is taken"
             self._add(path, what, fix=f"add ({name!r}, None) after them to leave it whole in that case")
         if taken:
-            return {}
+            return None
         if not any(entries):
-            return {path: replicate(f"annotated {tuple(names)}: no mesh axis")}
-        return {path: P(*(as_entry(entry or ()) for entry in entries))}
-
-    def _report_unknown(self, name: Any, is_logical: bool, paths: Sequence[str]) -> None:
-        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        choices = dict.fromkeys([rule for rule, _ in self.rules] + ([] if is_logical else list(AXES)))
-        guess = did_you_mean(name, choices) if isinstance(name, str) else "a tuple holds mesh axes"
-        self._add(
-            f"name {name!r}",
-            "has no logical rule" + ("" if is_logical else " and is no mesh axis"),
-            f"{paths[0]} {self.annotations[paths[0]].names}{more}",
-            f"{guess}; add ({name!r}, …) to the logical rules, or ({name!r}, None) to leave it whole",
-        )
+            return replicate(f"annotated {tuple(names)}: no mesh axis")
+        return P(*(as_entry(entry or ()) for entry in entries))
 
 
 def _is_unknown(name: Any, annotation: Annotation, table: LogicalRules) -> bool:

@@ -1,13 +1,5 @@
 """Conversion of partition tables for `re.search`, as in EasyLM, scalax and t5x, to `spmd.Rules`.
 
-```python
-table = [
-    ("attention/(wq|wk|wv)/kernel", P("fsdp", "mp")),
-    ("norm", P(None)),                                # replicates, without a reason
-    (".*", P(None)),                                  # matches every other parameter
-]
-```
-
 Such a pattern matches anywhere in the path, a spec without axes replicates silently, and the last rule hides every typo
 above it. The converted table has a rule for each parameter and a reason for each replication.
 """
@@ -56,30 +48,24 @@ class _SearchRule:
 
 @dataclasses.dataclass(frozen=True)
 class _Param:
-    """A parameter, and the rules that match it.
-
-    Attributes:
-        name: Its path without layer numbers.
-        leading: The axes of its stacked dimensions.
-        rule: The first rule that matches, or None for one element.
-    """
+    """A parameter, and the rules that match it."""
 
     path: str
     shape: tuple[int, ...]
     nbytes: int
-    name: str
-    leading: tuple[str | None, ...]
-    rule: _SearchRule | None
+    name: str  # the path without layer numbers
+    leading: tuple[str | None, ...]  # the axes of stacked dimensions
+    rule: _SearchRule | None  # the first that matches, or None for one element
     hits: tuple[_SearchRule, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class _StrictRule:
-    """A rule of the new table, the rule it comes from (None for one element), and its parameters."""
+    """A rule of the new table."""
 
     pattern: str
     value: Value
-    origin: _SearchRule | None
+    origin: _SearchRule | None  # None for parameters of one element
     params: tuple[_Param, ...]
 
 
@@ -101,13 +87,9 @@ def rules_from_search(
         params: A tree of arrays or `jax.ShapeDtypeStruct`s.
         axes: The table's axis → the mesh's axis, a tuple of them, or None: `{"dp": "data", "mp": "tensor"}`.
         stacked: As in `Rules`. The table's entry for a stacked dimension must be None or that axis.
-        activations: As in `Rules`.
         one_layer: Whether the table's specs have no entries for stacked dimensions.
         report: Called with a text: the parameters of each rule, dead and shadowed rules, what catch-alls match, and
             the new table.
-
-    Raises:
-        RuleError: Everything in the table that cannot be converted.
     """
     stack, rules = Rules((), (), stacked), _read(table, axes or {})
     found: list[_Param] = []
@@ -152,7 +134,8 @@ def _read(table: Iterable[tuple[str, Any]], axes: Mapping[str, Any]) -> list[_Se
         elif any(entry is P.UNCONSTRAINED for entry in spec):
             problems.append(Problem(where, "leaves a dimension to the compiler", fix="an axis, or None for whole"))
         else:
-            rules.append(_SearchRule(index, pattern, spec, _rename(spec, axes)))
+            renamed = ([new for old in entry_axes(entry) for new in entry_axes(axes.get(old, old))] for entry in spec)
+            rules.append(_SearchRule(index, pattern, spec, tuple(map(as_entry, renamed))))
     if problems:
         raise RuleError("This search table cannot be read:", problems)
     return rules
@@ -174,27 +157,15 @@ def _audit_axes(rules: Iterable[_SearchRule]) -> Iterator[Problem]:
         yield Problem(f"axis {axis!r}", f"is no axis of a mesh, and is used by {_numbers(users)}", fix=fix)
 
 
-def _rename(spec: Iterable[Any], axes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the entries of a spec with the axes of the mesh.
-
-    Example:
-        >>> _rename(P(("dp", "fsdp"), "mp"), {"dp": "data", "mp": None})
-        (('data', 'fsdp'), None)
-    """
-    renamed = ([new for old in entry_axes(entry) for new in entry_axes(axes.get(old, old))] for entry in spec)
-    return tuple(map(as_entry, renamed))
-
-
 def _value(param: _Param, one_layer: bool) -> Value | Problem:
     """Return the value of the rule that applies to a parameter, for one layer."""
     if (rule := param.rule) is None:
         return replicate("one element")
     text, stack = _source_text(rule.spec), 0 if one_layer else len(param.leading)
-    by = f"{rule} gives {text}"
-    rank = len(param.shape) - len(param.leading) + stack
+    by, rank = f"{rule} gives {text}", len(param.shape) - len(param.leading) + stack
     if len(rule.entries) > rank:
-        what = f"{by} for the shape {param.shape}"
-        return Problem(param.path, what, f"{len(rule.entries)} entries for {rank} dimensions")
+        detail = f"{len(rule.entries)} entries for {rank} dimensions"
+        return Problem(param.path, f"{by} for the shape {param.shape}", detail)
     for entry, axis in zip(rule.entries[:stack], param.leading, strict=False):
         if entry not in (None, axis):
             what = f"{by}, which splits the stacked dimension over {entry!r}; stacked= says {axis!r}"
@@ -245,12 +216,7 @@ def _matches(pattern: str) -> Callable[[str], object]:
 
 
 def _by_name(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return the shortest path suffixes, of two components or more, that match all `names` and none of `others`.
-
-    Example:
-        >>> _by_name(["h/0/norm/scale", "h/1/norm/scale", "ln/scale"], ["h/0/mlp/kernel"])
-        ['norm/scale', 'ln/scale']
-    """
+    """Return the shortest path suffixes, of two components or more, that match all `names` and none of `others`."""
     patterns: list[str] = []
     for name in names:
         if not any(_matches(pattern)(name) for pattern in patterns):
@@ -291,18 +257,7 @@ def _report(params: Sequence[_Param], strict: Sequence[_StrictRule], rules: Sequ
 
 
 def _as_python(rules: Iterable[_StrictRule], stacked: Iterable[tuple[str, str | None]]) -> Iterator[str]:
-    """Yield the new table as lines of Python.
-
-    Example:
-        >>> rule = _StrictRule("wo/kernel", P("tensor", "fsdp"), None, ())
-        >>> print(*_as_python([rule], [("layers", "pipe")]), sep="\\n")
-        rules = spmd.Rules(
-            params=[
-                ("wo/kernel", P("tensor", "fsdp")),
-            ],
-            stacked={"layers": "pipe"},
-        )
-    """
+    """Yield the new table as lines of Python."""
     yield "rules = spmd.Rules("
     yield "    params=["
     for rule in rules:

@@ -41,13 +41,3 @@ def insert_layer_numbers(path: str, numbers: Iterable[int], stacked: Collection[
     for stack, number in reversed(list(zip(stacks_of(path, stacked), numbers, strict=True))):
         path = f"{stack}/{number}{path.removeprefix(stack)}"
     return path
-
-
-def strip_numbers(path: str) -> str:
-    """Return the path without any component that is a number.
-
-    Example:
-        >>> strip_numbers("mu/layers/3/kernel")
-        'mu/layers/kernel'
-    """
-    return "/".join(part for part in path.split("/") if not part.isdigit())

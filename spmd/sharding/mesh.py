@@ -31,9 +31,6 @@ AnyMesh = Mesh | AbstractMesh
 class MeshShape:
     """Size of each axis; one may be -1, for the remaining devices.
 
-    Raises:
-        MeshError: A size is neither -1 nor positive, or more than one is -1.
-
     Example:
         >>> MeshShape(data=2, fsdp=-1).resolve(8)
         MeshShape(pipe=1, data=2, fsdp=4, expert=1, sequence=1, tensor=1)
@@ -58,8 +55,7 @@ class MeshShape:
             for axis, size in self.sizes.items()
             if size != -1 and size < 1
         ]
-        inferred = [axis for axis, size in self.sizes.items() if size == -1]
-        if len(inferred) > 1:
+        if len(inferred := self._inferred) > 1:
             problems.append(Problem("mesh", f"{' and '.join(inferred)} are both -1", fix="give all but one a size"))
         if problems:
             raise MeshError("This mesh cannot be made:", problems)
@@ -69,52 +65,44 @@ class MeshShape:
         """Axis → size, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    def resolve(self, devices: int) -> "MeshShape":
-        """Return the shape with its -1 filled in, so that it uses exactly `devices` devices.
+    @property
+    def _inferred(self) -> list[str]:
+        return [axis for axis, size in self.sizes.items() if size == -1]
 
-        Raises:
-            MeshError: The sizes do not multiply to `devices`.
-        """
+    def resolve(self, devices: int) -> "MeshShape":
+        """Return the shape with its -1 filled in, for exactly `devices` devices."""
         known = math.prod(size for size in self.sizes.values() if size != -1)
         product = " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size not in (1, -1)) or "1"
-        inferred = [axis for axis, size in self.sizes.items() if size == -1]
-        if inferred:
-            if devices % known or devices < known:
-                what, detail = "has no whole size", f"{devices} devices / ({product} = {known}) = {devices / known:.4g}"
-                fix = f"choose the other axes so that their product divides {devices}"
-                problem = Problem(f"mesh.{inferred[0]}=-1", what, detail, fix)
-                raise MeshError("The mesh does not fit the devices:", [problem])
-            return dataclasses.replace(self, **{inferred[0]: devices // known})
-        if known != devices:
+        if self._inferred:
+            (axis,) = self._inferred
+            if devices >= known and devices % known == 0:
+                return dataclasses.replace(self, **{axis: devices // known})
+            detail = f"{devices} devices / ({product} = {known}) = {devices / known:.4g}"
+            fix = f"choose the other axes so that their product divides {devices}"
+            problem = Problem(f"mesh.{axis}=-1", "has no whole size", detail, fix)
+        elif known == devices:
+            return self
+        else:
             what, detail = "too few devices", f"{product} = {known}, and there are {devices} devices"
             fix = f"change an axis, set one to -1, or use {known} devices (simulated on CPU: --devices {known})"
             problem = Problem("mesh", what if devices < known else "too many devices", detail, fix)
-            raise MeshError("The mesh does not fit the devices:", [problem])
-        return self
+        raise MeshError("The mesh does not fit the devices:", [problem])
 
     def total(self) -> int | None:
         """Return the number of devices, or None if an axis is -1."""
-        sizes = self.sizes.values()
-        return None if -1 in sizes else math.prod(sizes)
+        return None if self._inferred else math.prod(self.sizes.values())
 
 
 def make_mesh(
-    *,
-    devices: Sequence[jax.Device] | None = None,
-    slices: Mapping[str, int] | None = None,
-    **sizes: int,
+    *, devices: Sequence[jax.Device] | None = None, slices: Mapping[str, int] | None = None, **sizes: int
 ) -> Mesh:
-    """Make a mesh of type `AxisType.Auto` with the axes `AXES`.
+    """Make a mesh of type `AxisType.Auto` with the axes `AXES`, of all devices by default.
 
     Args:
-        devices: The devices to use; all of them by default.
         slices: Axis → its number of parts that are connected by the slow network between hosts or pods. With
             `slices={"data": 2}` and `data=4`, each slice has two data groups. Simulated devices of one process form
             any number of slices.
         **sizes: Axis → size; omitted axes have size 1, one may be -1.
-
-    Raises:
-        MeshError: An unknown axis, or sizes that do not multiply to the devices or the slices.
 
     Example:
         >>> dict(make_mesh(data=2, fsdp=-1, tensor=2).shape)
@@ -131,30 +119,25 @@ def make_mesh(
 
 
 def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str, int] | None = None) -> Mesh:
-    """Make a mesh from a `MeshShape`, as `make_mesh` does from keyword arguments.
-
-    Raises:
-        MeshError: The sizes do not multiply to the devices or the slices.
-    """
+    """Make a mesh from a `MeshShape`, as `make_mesh` does from keyword arguments."""
     shape = shape.resolve(len(devices))
     check_slices(shape, slices or {})
     outer = tuple((slices or {}).get(axis, 1) for axis in AXES)
     inner = tuple(size // n for size, n in zip(shape.sizes.values(), outer, strict=True))
-    parts = [_arranged(inner, part) for part in _split(devices, math.prod(outer))]
+    parts = _split(devices, math.prod(outer))
+    if devices[0].platform == "cpu":
+        grids = [np.array(part, dtype=object).reshape(inner) for part in parts]
+    else:  # on TPUs, neighbours are connected
+        grids = [mesh_utils.create_device_mesh(inner, part, allow_split_physical_axes=True) for part in parts]
     # [slices of each axis, the axes inside one slice] → each axis with its slices outermost.
     order = [dim for axis in range(len(AXES)) for dim in (axis, axis + len(AXES))]
-    grid = np.stack(parts).reshape(*outer, *inner).transpose(order).reshape(tuple(shape.sizes.values()))
+    grid = np.stack(grids).reshape(*outer, *inner).transpose(order).reshape(tuple(shape.sizes.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def check_slices(shape: MeshShape, slices: Mapping[str, int]) -> None:
-    """Check that each axis of a shape without -1 divides over the slices it crosses.
-
-    Raises:
-        MeshError: An axis does not divide.
-    """
-    sizes = shape.sizes
-    problems = []
+    """Raise an error if an axis of a shape without -1 does not divide over the slices that it crosses."""
+    sizes, problems = shape.sizes, []
     for axis, count in slices.items():
         if count < 1:
             problems.append(Problem(f"slices.{axis}", f"is {count}", fix="a positive number"))
@@ -172,32 +155,19 @@ def slice_numbers(sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.nda
         >>> slice_numbers({"data": 4, "fsdp": 2}, {"data": 2}).tolist()
         [0, 0, 0, 0, 1, 1, 1, 1]
     """
-    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-    number = np.zeros(places.shape[1], int)
-    for (axis, size), along in zip(sizes.items(), places, strict=True):
-        count = slices.get(axis, 1)
-        number = number * count + along // (size // count)
-    return number
-
-
-def _arranged(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Return the devices of one slice as a grid, on TPUs such that neighbours are connected."""
-    if devices[0].platform == "cpu":
-        return np.array(devices, dtype=object).reshape(sizes)
-    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    counts = [slices.get(axis, 1) for axis in sizes]
+    inner = [size // count for size, count in zip(sizes.values(), counts, strict=True)]
+    numbers = np.arange(math.prod(counts)).reshape(counts)
+    return np.kron(numbers, np.ones(inner, int)).reshape(-1)
 
 
 def _split(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
-    """Return the devices of each of `count` slices.
-
-    TPU slices are those of `device.slice_index`. A slice of GPUs, or of simulated devices of several processes, is one
-    or several hosts. Simulated devices of one process form any number of slices.
-    """
+    """Return the devices of each of `count` slices: groups of TPU slices, of hosts, or of one process's devices."""
     platform, numbers = devices[0].platform, [getattr(device, "slice_index", None) or 0 for device in devices]
     what = "slices"
     if len(set(numbers)) == 1 and platform != "tpu":
         what, numbers = "hosts", [device.process_index for device in devices]
-        if len(set(numbers)) == 1 and platform == "cpu":
+        if len(set(numbers)) == 1 and platform == "cpu":  # simulated devices form any number of slices
             what, numbers = "devices", list(range(len(devices)))
     units = sorted(set(numbers))
     if (platform == "tpu" and len(units) != count) or len(units) % count:
@@ -224,11 +194,7 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
 
 
 def simulate_devices(count: int) -> None:
-    """Make this process use `count` simulated CPU devices; call it before JAX starts.
-
-    Raises:
-        MeshError: JAX has started with another number of devices.
-    """
+    """Make this process use `count` simulated CPU devices; call it before JAX starts."""
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)

@@ -4,8 +4,7 @@ Optimizer state is mapped by structure. A subtree of the state with the structur
 follows them: an array of the parameter's shape gets its spec, and a statistic gets the entries of the dimensions it
 has. To find these, the optimizer's `init` is traced again with every dimension of every parameter enlarged by another
 amount. A dimension of the state that grew like a dimension of the parameter is that dimension; one that did not grow is
-the optimizer's own. A second probe grows by whole blocks, for statistics of blocks, such as the scales of 8-bit
-moments. Ambiguous state is an error.
+the optimizer's own. A second probe grows by whole blocks, for the scales of 8-bit moments. Ambiguous state is an error.
 """
 
 import dataclasses
@@ -36,6 +35,15 @@ BLOCKS = 256
 """Growth unit of the second probe, which so finds statistics of blocks whose size divides it."""
 
 Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dim:
+    """A dimension of a parameter: its size, its size in the probe, and its entry in the spec."""
+
+    size: int
+    probed: int
+    entry: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +83,6 @@ def is_random_key(leaf: Any) -> bool:
     """Return whether an array of optimizer state is a random key; raw keys are the only uint32 state in optax."""
     raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] == (2,)
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or raw
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dim:
-    """A dimension of a parameter: its size, its size in the probe, and its entry in the spec."""
-
-    size: int
-    probed: int
-    entry: Any
 
 
 def optimizer_specs(
@@ -131,7 +130,11 @@ def optimizer_specs(
         elif not shape:
             spec, source = P(), "a scalar"
         elif found is None or (not any(found) and math.prod(shape) * leaf.dtype.itemsize > MAX_CONSTANT_BYTES):
-            problems.append(_unknown(path, shape, param, shapes))
+            what = "has a structure that no parameter explains"
+            why = "it has the structure of no parameter"
+            why = why if param is None else f"the parameter {param} has the shape {shapes[param]}"
+            fix = "keep statistics in a tree like the parameters, or as scalars"
+            problems.append(Problem(f"optimizer state {path}", what, f"its shape is {shape}; {why}", fix))
             continue
         else:
             spec, source = _spec(found), _source(found, known, param)
@@ -145,21 +148,21 @@ def followed_params(state: Any, params: Mapping[str, Any]) -> dict[str, str]:
     A parameter may have several arrays, such as the list of SM3.
     """
 
-    def param_of(path: str) -> str | None:
-        parts = path.split("/")
-        prefixes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
-        return next((prefix for prefix in prefixes if prefix in params), None)
+    def param_of(path: str) -> str:
+        while path and path not in params:
+            path = path.rpartition("/")[0]
+        return path
 
     def like_params(node: Any) -> bool:
         paths = tree.flatten(node).keys() if isinstance(node, Mapping) else ()
         return bool(paths) and all(map(param_of, paths))
 
-    found = {}
-    for prefix, node in tree.flatten(state, is_leaf=like_params).items():
-        if isinstance(node, Mapping):
-            for path in tree.flatten(node):
-                found[f"{prefix}/{path}" if prefix else path] = str(param_of(path))
-    return found
+    return {
+        f"{prefix}/{path}" if prefix else path: param_of(path)
+        for prefix, node in tree.flatten(state, is_leaf=like_params).items()
+        if isinstance(node, Mapping)
+        for path in tree.flatten(node)
+    }
 
 
 def _probed_shapes(init: Callable[[Any], Any], params: Any, dims: Mapping[str, tuple[_Dim, ...]]) -> dict[str, Shape]:
@@ -178,38 +181,30 @@ def _probed_shapes(init: Callable[[Any], Any], params: Any, dims: Mapping[str, t
 def _probe(
     shapes: Mapping[str, Shape], specs: Mapping[str, P], leading: Mapping[str, int], unit: int = 1
 ) -> dict[str, tuple[_Dim, ...]]:
-    """Return the dimensions of every parameter, each enlarged in the probe by a multiple of `unit`.
-
-    Within a parameter all differ and keep their order, ties included, because optimizers choose dimensions by size.
-    Stacked dimensions of equal size and spec stay equal.
-    """
+    """Return the dimensions of every parameter, each enlarged in the probe by a multiple of `unit`."""
+    # Within a parameter all differ and keep their order, ties included, because optimizers choose dimensions by size.
+    # Stacked dimensions of equal size and spec stay equal.
     padded = {path: (*specs[path], *(None,) * (len(shape) - len(specs[path]))) for path, shape in shapes.items()}
-    stacks = sorted(
-        {(shapes[path][i], i, str(padded[path][i])) for path, n in leading.items() for i in range(n)},
-    )
+    stacks = sorted({(shapes[path][i], i, str(padded[path][i])) for path, n in leading.items() for i in range(n)})
     margin = 1 + max(map(len, shapes.values()), default=0)
     grown = {stack: stack[0] + unit * margin * rank for rank, stack in enumerate(stacks, start=1)}
 
     dims = {}
     for path, shape in shapes.items():
-        probed, last = dict.fromkeys(range(len(shape)), 0), 0
-        for i in sorted(probed, key=lambda i, shape=shape: (shape[i], i)):  # type: ignore[misc]
+        probed, last = [0] * len(shape), 0
+        for i in sorted(range(len(shape)), key=shape.__getitem__):
             stack = (shape[i], i, str(padded[path][i]))
             steps = max(1, (last - shape[i]) // unit + 1)
             last = grown[stack] if i < leading[path] else shape[i] + unit * steps
             probed[i] = last
-        dims[path] = tuple(map(_Dim, shape, probed.values(), padded[path]))
+        dims[path] = tuple(map(_Dim, shape, probed, padded[path]))
     return dims
 
 
 def _find(
     shape: Shape, probed: Shape | None, known: tuple[_Dim, ...], *, in_blocks: bool = False
 ) -> tuple[_Dim | None, ...] | None:
-    """Match each dimension of a state array with a parameter's dimension, or None for one of the optimizer's own.
-
-    Return None if that is ambiguous. With `in_blocks`, a dimension may also count the blocks of a parameter's
-    dimension.
-    """
+    """Match each dimension of a state array with a parameter's (or its blocks); None for one of the optimizer's own."""
     if probed is None or len(probed) != len(shape):
         return None
     found = []
@@ -225,14 +220,11 @@ def _find(
 
 
 def _find_by_size(shape: Shape, known: tuple[_Dim, ...]) -> tuple[_Dim | None, ...] | None:
-    """Match dimensions by sizes that occur once.
-
-    This is for state whose structure differs in the probe, as around the size from which Adafactor factors.
-    """
-    candidates = [[d for d in known if d.size == size] for size in shape]
-    if any(len(c) != 1 and size > 1 for c, size in zip(candidates, shape, strict=True)):
+    """Match dimensions by sizes that occur once, for state whose structure depends on sizes, as that of Adafactor."""
+    sizes = [d.size for d in known]
+    if any(size > 1 and sizes.count(size) != 1 for size in shape):
         return None
-    return tuple(c[0] if size > 1 else None for c, size in zip(candidates, shape, strict=True))
+    return tuple(known[sizes.index(size)] if size > 1 else None for size in shape)
 
 
 def _spec(found: tuple[_Dim | None, ...]) -> P:
@@ -248,13 +240,3 @@ def _source(found: tuple[_Dim | None, ...], known: tuple[_Dim, ...], param: str 
     if param is None:
         return "one for each layer"
     return f"dimensions {tuple(None if d is None else known.index(d) for d in found)} of {param}"
-
-
-def _unknown(path: str, shape: Shape, param: str | None, shapes: Mapping[str, Shape]) -> Problem:
-    why = f"the parameter {param} has the shape {shapes[param]}" if param else "it has the structure of no parameter"
-    return Problem(
-        f"optimizer state {path}",
-        "has a structure that no parameter explains",
-        f"its shape is {shape}; {why}",
-        "keep statistics in a tree like the parameters, or as scalars",
-    )

@@ -65,40 +65,27 @@ class Replicate:
 
 
 def replicate(reason: str) -> Replicate:
-    """Return the value of a rule that replicates its parameters on purpose.
-
-    Args:
-        reason: A few words, printed in the plan.
-
-    Raises:
-        RuleError: The reason is empty.
+    """Return the value of a rule that replicates its parameters on purpose; the plan prints the reason.
 
     Example:
         >>> print(replicate("norm scales are a few KiB"))
         replicate('norm scales are a few KiB')
     """
     if not isinstance(reason, str) or not reason.strip():
-        raise RuleError(
-            "A rule cannot be made:", [Problem("replicate()", "has no reason", fix='replicate("a few KiB")')]
-        )
+        problem = Problem("replicate()", "has no reason", fix='replicate("a few KiB")')
+        raise RuleError("A rule cannot be made:", [problem])
     return Replicate(reason)
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The rule that applies to one parameter.
-
-    Attributes:
-        requested: The rule's value.
-        spec: The spec of the parameter as stored, with the entries of stacked dimensions in front.
-        reason: The reason for replication, or empty.
-    """
+    """The rule that applies to one parameter."""
 
     index: int
     pattern: str
     requested: P | Replicate
-    spec: P
-    reason: str
+    spec: P  # of the parameter as stored, with the entries of stacked dimensions in front
+    reason: str  # for replication, or empty
 
     @property
     def rule(self) -> str:
@@ -117,9 +104,6 @@ class Rules:
         stacked: Path component → the axis that splits its leading (layer) dimension, or None. It applies to
             `layers/attention/…` and not to unrolled layers (`layers/0/…`). Layer numbers are removed before matching,
             so one table serves both.
-
-    Raises:
-        RuleError: A pattern is not a regular expression or matches everything, or a value is not a spec.
 
     Example:
         >>> rules = Rules(params=[("wo/kernel", P("tensor", "fsdp"))])
@@ -194,9 +178,6 @@ class Rules:
     def audit(self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()) -> list[Problem]:
         """Return every mismatch between this table, the parameters and the mesh.
 
-        These are unmatched parameters, rules that match nothing or are shadowed, rank mismatches, unknown axes, axes
-        used twice, dimensions that do not divide, and tied arrays with two specs.
-
         Shapes are as stored, with stacked dimensions. One path of each tied group is in `shapes`; a rule may match any.
         """
         tied = tuple(tied)
@@ -233,8 +214,7 @@ class Rules:
         problems = []
         for paths in tied:
             matches = {path: match for path in paths if (match := self.match(path))}
-            count = len({placement(match.spec) for match in matches.values()})
-            if count > 1:
+            if (count := len({placement(match.spec) for match in matches.values()})) > 1:
                 said = (f"{path}: {match.rule} says {spec_text(match.spec)}" for path, match in matches.items())
                 what = f"is one array and gets {count} specs"
                 problems.append(Problem(" = ".join(paths), what, "; ".join(said), "give its paths one spec"))
@@ -265,15 +245,14 @@ class Rules:
 
     def _useless(self, index: int, paths: Iterable[str]) -> Problem:
         pattern = self.params[index][0]
-        own = [path for path in paths if compile_pattern(pattern).fullmatch(self.layer_path(path)[0])]
-        if own:
+        where, names = rule_name(index, pattern), {path: self.layer_path(path)[0] for path in paths}
+        if own := [path for path, name in names.items() if compile_pattern(pattern).fullmatch(name)]:
             shadowers = " and ".join(dict.fromkeys(match.rule for path in own if (match := self.match(path))))
             what = f"is shadowed by {shadowers}, which takes all it matches"
-            return Problem(rule_name(index, pattern), what, f"e.g. {own[0]}", "put the narrower rule first")
-        names = [self.layer_path(path)[0] for path in paths]
-        near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
+            return Problem(where, what, f"e.g. {own[0]}", "put the narrower rule first")
+        near = difflib.get_close_matches(pattern, names.values(), n=1, cutoff=0.3)
         fix = f"the nearest parameter is {near[0]}; " if near else ""
-        return Problem(rule_name(index, pattern), "matches no parameter", fix=f"{fix}correct it or delete it")
+        return Problem(where, "matches no parameter", fix=f"{fix}correct it or delete it")
 
 
 def audit_spec(path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, int], by: str) -> list[Problem]:
@@ -309,8 +288,7 @@ def spec_text(spec: P) -> str:
         >>> spec_text(P(None, ("data", "fsdp"), "tensor"))
         'P(., data+fsdp, tensor)'
     """
-    words = ["." if e is None else e if isinstance(e, str) else "+".join(e) for e in spec]
-    return f"P({', '.join(words)})"
+    return f"P({', '.join('+'.join(entry_axes(entry)) or '.' for entry in spec)})"
 
 
 def repeated_axes(spec: Iterable[Any]) -> list[str]:
@@ -321,10 +299,8 @@ def repeated_axes(spec: Iterable[Any]) -> list[str]:
 
 def placement(spec: P) -> tuple[tuple[str, ...], ...]:
     """Return the axes of each dimension in a form that is equal for equivalent specs."""
-    entries = [entry_axes(entry) for entry in spec]
-    while entries and not entries[-1]:
-        entries.pop()
-    return tuple(entries)
+    last = max((i for i, entry in enumerate(spec) if entry_axes(entry)), default=-1)
+    return tuple(map(entry_axes, spec[: last + 1]))
 
 
 def rule_name(index: int, pattern: str) -> str:

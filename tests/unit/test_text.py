@@ -5,9 +5,8 @@ import json
 import pytest
 
 from spmd.data.tokenizer import ByteTokenizer, load_tokenizer
-from spmd.generate.detokenize import IncrementalDetokenizer
 from spmd.generate.sampling import Sampling
-from spmd.generate.text import make_generator
+from spmd.generate.text import IncrementalDetokenizer, make_generator
 from tests.unit.test_tokenizer import bpe
 
 TEXT = "naïve café, 東京 🦊 the fox\n"
