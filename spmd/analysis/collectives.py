@@ -29,6 +29,7 @@ import numpy as np
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, per_device, read_groups, spans
 from spmd.analysis.trip_count import trip_count
+from spmd.layers import manual
 from spmd.plan import annotate, context, fsdp
 
 KINDS = (
@@ -42,7 +43,7 @@ _PERMUTES = {"collective-permute", "collective-permute-done", "collective-permut
 _MIXES = {"convolution", "custom-call", "dot", "gather", "reduce", "reduce-window", "scatter", "sort"}
 _MAX_VALUES = 4000
 # These modules apply constraints for their caller, which is one frame up.
-_WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp))
+_WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp, manual))
 
 _Key = tuple[str, ...]
 
