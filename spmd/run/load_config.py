@@ -23,10 +23,7 @@ def shipped() -> dict[str, Path]:
 
 
 def load_config(name: str) -> TrainConfig:
-    """Execute a config file and return its `config`.
-
-    Args:
-        name: A path, or the name of a shipped config such as `demo`.
+    """Execute a config file, by its path or as a shipped config such as `demo`, and return its `config`.
 
     Raises:
         ConfigError: The file does not exist, fails, or defines no `TrainConfig` named `config`.

@@ -15,22 +15,13 @@ from spmd.sharding.mesh import AnyMesh, batch_sharding, mesh_of
 
 
 def check_microbatches(setup: TrainSetup) -> None:
-    """Check that the batch divides into microbatches, and a microbatch over the mesh.
-
-    Raises:
-        SpmdError: It does not.
-    """
+    """Check that the batch divides into microbatches, and a microbatch over the mesh."""
     data, parts = setup.config.data, setup.config.accumulate * count_microbatches(setup.config, setup.schedule)
     check_batch(data.batch, data.sequence, batch_sharding(setup.mesh), parts)
 
 
 def preflight(setup: TrainSetup) -> None:
-    """Find what is wrong before anything is allocated or compiled: the batch, the sample, every activation.
-
-    Raises:
-        SpmdError: The batch, or a microbatch of it, does not divide over the mesh; the prompt and the sample are longer
-            than the window; an activation cannot be split as the table says.
-    """
+    """Raise for a batch, a sample or an activation that does not fit, before anything is allocated or compiled."""
     config, sample = setup.config, setup.config.sample
     config_values(config)
     if sample.prompt:
@@ -46,11 +37,7 @@ def estimate_step(setup: TrainSetup, platform: str = "cpu") -> Estimate:
 
 
 def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | None]:
-    """Compile the step, and return its collectives and its memory.
-
-    Raises:
-        MemoryError: The compiler says that the step does not fit the chip.
-    """
+    """Return the compiled step's collectives and memory; raise `MemoryError` if the compiler finds that too large."""
     with compilation_cache(None), compiler_log() as log:  # a cached program has no compiler log
         try:
             compiled = setup.step.compile(abstract_batch(setup.config))
@@ -63,10 +50,5 @@ def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | N
 
 
 def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
-    """Return the config's mesh over the devices of an absent machine.
-
-    Raises:
-        ConfigError: The extra with its compiler is not installed.
-        MeshError: The mesh does not fit the machine.
-    """
+    """Return the config's mesh over the devices of an absent machine."""
     return mesh_of(config.mesh, topology_devices(topology), config.slices.sizes)
