@@ -85,11 +85,7 @@ def run_import(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[HFFolder, TrainSetup]]:
-    """Open the folder and build its model.
-
-    Raises:
-        CheckpointError: All problems of the folder, the tokenizer, the mesh and `out`.
-    """
+    """Open the folder and build its model; raise all problems of the folder, the tokenizer, the mesh and `out`."""
     problems = [Problem(str(out), "exists", fix="choose another --out")] if out.exists() else []
     with contextlib.ExitStack() as stack:
         found: HFFolder | None = None

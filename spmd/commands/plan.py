@@ -71,7 +71,10 @@ def run_plan(arguments: list[str]) -> int:
         lines = difference.split("\n") if difference else []
         print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
         return 0
-    init = _init_line(setup)
+    # The folder of the initial parameters may exist only on the machine of the run.
+    absent_init = config.init and not Path(config.init).exists()
+    unchecked = f"starts with {config.init}, which is not on this machine and was not checked"
+    init = unchecked if absent_init else check_init(setup)
     report, audit, refusal = MemoryReport(topology, estimate_step(setup, topology.platform)), None, ""
     absent = missing_extra(topology) if command.compile else None
     if command.compile and not absent:
@@ -107,26 +110,14 @@ def _print_schedule(command: PlanCommand, setup: TrainSetup) -> int:
     if setup.schedule is None:
         problem = Problem("mesh.pipe", "is 1: there are no stages", fix="--mesh.pipe 4")
         raise ConfigError("There is no schedule to draw:", [problem])
-    timeline = simulate(setup.schedule)
-    execution = describe_execution(setup.schedule)
+    timeline, execution = simulate(setup.schedule), describe_execution(setup.schedule)
     if command.svg:
         write_svg(timeline, command.svg)
     if command.json:
         print(json.dumps({**to_json(timeline), "execution": execution, "svg": command.svg or None}, indent=2))
-        return 0
-    print(chart(timeline))
-    print(execution)
-    if command.svg:
-        print(f"written to {command.svg}")
+    else:
+        print(chart(timeline), execution, *([f"written to {command.svg}"] if command.svg else []), sep="\n")
     return 0
-
-
-def _init_line(setup: TrainSetup) -> str:
-    """Return the line about initial parameters; their folder may exist only on the machine of the run."""
-    init = setup.config.init
-    if init and not Path(init).exists():
-        return f"starts with {init}, which is not on this machine and was not checked"
-    return check_init(setup)
 
 
 def _to_json(
