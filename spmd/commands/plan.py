@@ -21,8 +21,7 @@ from spmd.run.config import M
 from spmd.run.describe import flags_text, pipeline_line, slices_line
 from spmd.run.init_from import check_init
 from spmd.run.load_config import load_config
-from spmd.run.preflight import compile_step, estimate_step, preflight, topology_mesh
-from spmd.run.suggest import suggest_memory_settings
+from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
 from spmd.tree import human_bytes
 
 
@@ -71,10 +70,10 @@ def run_plan(arguments: list[str]) -> int:
         lines = difference.split("\n") if difference else []
         print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
         return 0
-    # The folder of the initial parameters may exist only on the machine of the run.
-    absent_init = config.init and not Path(config.init).exists()
-    unchecked = f"starts with {config.init}, which is not on this machine and was not checked"
-    init = unchecked if absent_init else check_init(setup)
+    if config.init and not Path(config.init).exists():  # it may exist only on the machine of the run
+        init = f"starts with {config.init}, which is not on this machine and was not checked"
+    else:
+        init = check_init(setup)
     report, audit, refusal = MemoryReport(topology, estimate_step(setup, topology.platform)), None, ""
     absent = missing_extra(topology) if command.compile else None
     if command.compile and not absent:

@@ -12,7 +12,7 @@ from spmd.data.corpus import Corpus
 from spmd.data.loader import bigram_loss
 from spmd.data.tokenizer import Tokenizer
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.distributed.initialize import compiler_environment, initialize
+from spmd.distributed.initialize import initialize
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator
 from spmd.observe.goodput import measure_goodput
@@ -65,8 +65,7 @@ def run_train(arguments: list[str]) -> int:
         if text:
             show(text)
     console = Console(config.steps) if first else None
-    environment = compiler_environment()
-    result = train(setup, corpus, run_dir, source, console, resume=resume, profile=steps, environment=environment)
+    result = train(setup, corpus, run_dir, source, console, resume=resume, profile=steps)
     if console:
         console.close()
     if result.preempted is not None:

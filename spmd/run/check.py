@@ -86,14 +86,14 @@ class Sweep:
         self.check, self.bug, self.shapes = check, bug, [MeshShape(**dict.fromkeys(axes, 2)) for axes in products]
         self.compared: dict[MeshShape, Parity] = {}
         self.refused: dict[MeshShape, SpmdError] = {}
-        self._width = max(len(axes_text(shape.sizes)) for shape in self.shapes)
 
     def lines(self) -> Iterator[str]:
         """Run the sweep and yield a line after each mesh; raise `ConfigError` if the config is refused on all."""
+        width = max(len(axes_text(shape.sizes)) for shape in self.shapes)
         for shape in self.shapes:
             if any(_split(other) < _split(shape) for other in self.refused):
                 continue
-            name = f"{axes_text(shape.sizes):<{self._width}}"
+            name = f"{axes_text(shape.sizes):<{width}}"
             try:
                 parity = self.check.compare(mesh_of(shape, jax.devices()[: shape.total()]), self.bug)
             except SpmdError as error:
@@ -102,7 +102,11 @@ class Sweep:
                 yield f"{name}  refused: {first.where} {first.what}" + (f" (and {len(others)} more)" if others else "")
                 continue
             if not self.compared:
-                yield from self._head(parity)
+                allowed = {row.what: row.tolerance for row in parity.rows if not row.why}
+                yield f"{self.check};"
+                yield "the largest differences from one device, relative to the largest value of each leaf:"
+                yield " " * width + "".join(f"{kind:>{_column(kind)}}" for kind in allowed)
+                yield f"{'allowed':<{width}}" + "".join(f"{x:>{_column(kind)}.0e}" for kind, x in allowed.items())
             self.compared[shape] = parity
             errors = "".join(f"{row.error:>{_column(row.what)}.2e}" for row in parity.worst())
             yield f"{name}{errors}  {'ok' if parity.ok else 'FAIL'}"
@@ -126,13 +130,6 @@ class Sweep:
         refused = [{"mesh": s.sizes, "problems": list(map(str, e.problems))} for s, e in self.refused.items()]
         return {"ok": self.ok, "compared": compared, "refused": refused}
 
-    def _head(self, parity: Parity) -> Iterator[str]:
-        allowed = {row.what: row.tolerance for row in parity.rows if not row.why}
-        yield f"{self.check};"
-        yield "the largest differences from one device, relative to the largest value of each leaf:"
-        yield " " * self._width + "".join(f"{kind:>{_column(kind)}}" for kind in allowed)
-        yield f"{'allowed':<{self._width}}" + "".join(f"{x:>{_column(kind)}.0e}" for kind, x in allowed.items())
-
 
 def axes_text(sizes: Mapping[str, int]) -> str:
     """Return the axes larger than 1.
@@ -149,5 +146,4 @@ def _split(shape: MeshShape) -> set[str]:
 
 
 def _column(kind: str) -> int:
-    """Return the width of a kind's column."""
     return max(len(kind), len("0.00e+00")) + 2

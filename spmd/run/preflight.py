@@ -1,5 +1,8 @@
 """Check and measure a run before it starts: its batch, its trace, its memory, and its compiled step."""
 
+import dataclasses
+from typing import Any
+
 import jax
 
 from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
@@ -8,8 +11,9 @@ from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import check_batch, load_tokenizer
 from spmd.distributed.compilation_cache import compilation_cache
+from spmd.errors import SpmdError
 from spmd.generate.generator import check_window
-from spmd.run.build import TrainSetup, abstract_batch, count_microbatches
+from spmd.run.build import TrainSetup, abstract_batch, count_microbatches, make_setup
 from spmd.run.config import TrainConfig, config_values
 from spmd.sharding.mesh import AnyMesh, batch_sharding, mesh_of
 
@@ -52,3 +56,37 @@ def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | N
 def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
     """Return the config's mesh over the devices of an absent machine."""
     return mesh_of(config.mesh, topology_devices(topology), config.slices.sizes)
+
+
+def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple[str, int]]:
+    """Return flags with which the step fits by the estimate, and the bytes per device.
+
+    The cheapest settings are tried first: ZeRO 3, rematerialization, offloading of optimizer state and then of
+    parameters, and smaller microbatches; each alone and together with the previous ones.
+    """
+    config, together = setup.config, dict[str, Any]()
+    smaller = [("accumulate", config.accumulate * parts) for parts in (2, 4, 8)]
+    offload = [("offload", ("optimizer_state",)), ("offload", ("optimizer_state", "params"))]
+    for name, value in (("zero", 3), ("remat", "full"), *offload, *smaller):
+        if getattr(config, name) == value:
+            continue
+        found: list[tuple[str, int]] = []
+        alone, combined = {name: value}, {**together, name: value}
+        for settings in [alone] if alone == combined else [alone, combined]:
+            try:
+                other = make_setup(dataclasses.replace(config, **settings), setup.mesh)
+                check_microbatches(other)
+                total = estimate_step(other, topology.platform).total
+            except SpmdError:  # such as a batch that does not divide into so many microbatches
+                continue
+            if topology.memory is None or total <= topology.memory:
+                found.append((" ".join(_flag(*setting) for setting in settings.items()), total))
+            if settings.keys() >= together.keys():
+                together = settings
+        if found:
+            return found
+    return []
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"

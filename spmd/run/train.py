@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from spmd.checkpoint.versions import library_versions
 from spmd.data.corpus import Corpus
 from spmd.data.loader import Windows, batches, evaluation_batches
 from spmd.distributed.compilation_cache import cache_dir, compilation_cache
+from spmd.distributed.initialize import compiler_environment
 from spmd.errors import DivergenceError, NonFiniteError
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.metrics import Console, JsonLines, StepClock, Writers, utilization
@@ -80,18 +80,16 @@ def train(
     source: Path,
     console: Console | None,
     *,
-    resume: bool = False,
-    profile: tuple[int, int] | None = None,
-    environment: Mapping[str, str] | None = None,
+    resume: bool,
+    profile: tuple[int, int] | None,
 ) -> RunResult:
     """Train until the config's last step or preemption.
 
     Args:
         source: The config file.
-        console: Used on the first process only.
+        console: None on all processes but the first.
         resume: Start from the newest checkpoint in `run_dir`.
         profile: First and last step to trace.
-        environment: Variables that must be the same on all processes.
 
     Raises:
         DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks are used up.
@@ -102,13 +100,12 @@ def train(
         log = stack.enter_context(ProcessLog(run_dir.log))
         watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
         log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
-        check_hosts_agree(_common_to_hosts(setup, corpus, source, resume, environment or {}))
+        check_hosts_agree(_common_to_hosts(setup, corpus, source, resume))
         preemption = stack.enter_context(Preemption())
         tracing = stack.enter_context(Profile(run_dir.path / "profile", profile, log.say))
         checkpoints = stack.enter_context(
             CheckpointManager(run_dir.checkpoints, max_to_keep=config.max_to_keep, keep_best=config.keep_best)
         )
-        console = console if jax.process_index() == 0 else None
         telemetry = Telemetry(StepClock(), Stopwatch(), watchdog)
         run = _Run(setup, corpus, run_dir, console, log, checkpoints, telemetry, preemption, tracing)
         began, rollbacks = time.perf_counter(), 0
@@ -140,9 +137,7 @@ def train(
         )
 
 
-def _common_to_hosts(
-    setup: TrainSetup, corpus: Corpus, source: Path, resume: bool, environment: Mapping[str, str]
-) -> dict[str, Any]:
+def _common_to_hosts(setup: TrainSetup, corpus: Corpus, source: Path, resume: bool) -> dict[str, Any]:
     """Return the values that must be equal on all processes."""
     return {
         "config": config_values(setup.config),
@@ -152,7 +147,7 @@ def _common_to_hosts(
         "data": corpus.fingerprint,
         "versions": library_versions(),
         "source": source_fingerprint(),
-        "environment": dict(environment),
+        "environment": compiler_environment(),
         "resume": resume,
         "devices": f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
     }
