@@ -126,12 +126,15 @@ def _to_json(
     memory = {**report.to_json(), "fits": fits}
     if fits is False:
         memory |= {"largest": report.largest, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
-    flags, environment = (
-        [dataclasses.asdict(f) for f in x] for x in (build_flags(setup.config, platform), START_UP[platform])
-    )
-    about = {"pipeline": pipeline_line(setup).strip() or None, "topology": str(report.topology)}
-    xla = {"flags": flags, "environment": environment}
-    return {**setup.plan.to_json(), **about, "xla": xla, "memory": memory, "fits": fits}
+    flags = {"flags": build_flags(setup.config, platform), "environment": START_UP[platform]}
+    return {
+        **setup.plan.to_json(),
+        "pipeline": pipeline_line(setup).strip() or None,
+        "topology": str(report.topology),
+        "xla": {name: [dataclasses.asdict(flag) for flag in some] for name, some in flags.items()},
+        "memory": memory,
+        "fits": fits,
+    }
 
 
 def _print_plan(

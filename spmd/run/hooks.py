@@ -25,11 +25,12 @@ from spmd.train.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """Clocks and watchdog of a process."""
+    """Clocks, watchdog and log of a process; `say` writes a line to the log."""
 
     clock: StepClock
     stopwatch: Stopwatch
     watchdog: Watchdog
+    say: Callable[[str], None]
 
     @contextlib.contextmanager
     def during(self, activity: str, doing: str) -> Iterator[None]:
@@ -46,7 +47,6 @@ class Log(Hook):
 
     Args:
         mfu: Tokens per second → model FLOPs utilization; None if the chip's peak is unknown.
-        say: Writes a line to the log of this process.
         goodput_dir: Folder of the goodput records; None to write none.
         skipped_batches: Batches of the data that rollbacks have skipped.
     """
@@ -55,7 +55,6 @@ class Log(Hook):
     mfu: Callable[[float], float | None]
     writers: Writers
     telemetry: Telemetry
-    say: Callable[[str], None]
     goodput_dir: Path | None
     skipped_batches: int
 
@@ -98,7 +97,7 @@ class Log(Hook):
             values |= {"process_step_s_least": float(times.min()), "process_step_s_most": float(times.max())}
             values |= {"process_data_s_most": float(waits.max()), "process_of_data_s_most": int(waits.argmax())}
         self.writers.write(step, values)
-        self.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
+        self.telemetry.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
 
     def finish(self, step: int) -> None:
         """Write the last goodput record, after the last checkpoint."""
@@ -168,7 +167,6 @@ class Save(Hook):
     evaluate: Evaluate
     preemption: Preemption
     telemetry: Telemetry
-    say: Callable[[str], None]
     skipped_batches: int
 
     def wants_state(self, step: int) -> bool:
@@ -183,4 +181,4 @@ class Save(Hook):
         with self.telemetry.during("checkpoint", f"saving step {step}, or waiting for the previous save"):
             self.checkpoints.save(step, state, {**self.record, "step": step, "position": position}, metrics)
         self.telemetry.watchdog.reset(f"copying the state of step {step} for its checkpoint")
-        self.say(f"saving step {step}")
+        self.telemetry.say(f"saving step {step}")

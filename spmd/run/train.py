@@ -106,8 +106,8 @@ def train(
         checkpoints = stack.enter_context(
             CheckpointManager(run_dir.checkpoints, max_to_keep=config.max_to_keep, keep_best=config.keep_best)
         )
-        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog)
-        run = _Run(setup, corpus, run_dir, console, log, checkpoints, telemetry, preemption, tracing)
+        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, log.say)
+        run = _Run(setup, corpus, run_dir, console, checkpoints, telemetry, preemption, tracing)
         began, rollbacks = time.perf_counter(), 0
         point = run.prepare(source, resume)
         first_step = point.step
@@ -161,7 +161,6 @@ class _Run:
     corpus: Corpus
     run_dir: RunDir
     console: Console | None
-    log: ProcessLog
     checkpoints: CheckpointManager
     telemetry: Telemetry
     preemption: Preemption
@@ -169,7 +168,7 @@ class _Run:
 
     def say(self, text: str) -> None:
         """Write to the log and, on the first process, to the console."""
-        self.log.say(text)
+        self.telemetry.say(text)
         if self.console:
             self.console.say(text)
 
@@ -224,13 +223,10 @@ class _Run:
     def fit(self, point: ResumePoint) -> tuple[TrainState, int, Log, Evaluate]:
         """Train from `point`; return the state and the step at the end, with the hooks that have its metrics."""
         setup, config, path = self.setup, self.setup.config, self.run_dir.path
-        telemetry, say, skipped = self.telemetry, self.log.say, point.skipped_batches
+        telemetry, skipped = self.telemetry, point.skipped_batches
         is_first, sharding = jax.process_index() == 0, batch_sharding(setup.mesh)
-        files = Writers(
-            [JsonLines(self.run_dir.metrics, point.step), TensorBoard(path / "tensorboard", point.step)]
-            if is_first
-            else []
-        )
+        metrics, start = self.run_dir.metrics, point.step
+        files = Writers([JsonLines(metrics, start), TensorBoard(path / "tensorboard", start)] if is_first else [])
         stream = batches(
             Windows(self.corpus.train, config.data.sequence),
             batch=config.data.batch,
@@ -244,21 +240,21 @@ class _Run:
         with contextlib.closing(files), stream:
             writers = Writers([files, self.console] if self.console else [files])
             mfu = functools.partial(utilization, count_flops(config), devices=list(setup.mesh.devices.flat))
-            log = Log(config, mfu, writers, telemetry, say, path if is_first else None, skipped)
+            log = Log(config, mfu, writers, telemetry, path if is_first else None, skipped)
             windows = Windows(self.corpus.validation, config.data.sequence)
             step = make_eval_step(setup.plan, setup.evaluation_loss_fn)
             evaluate = Evaluate(config, step, windows, sharding, writers, telemetry)
             record = checkpoint_record(setup, self.corpus)
-            save = Save(config, record, self.checkpoints, evaluate, self.preemption, telemetry, say, skipped)
+            save = Save(config, record, self.checkpoints, evaluate, self.preemption, telemetry, skipped)
             guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
             hooks = [*guards, log, evaluate, *self.sdc_checks(), save]
             timed = telemetry.stopwatch.time_batches(stream)
-            state = fit(point.state, setup.step, timed, steps=config.steps, start=point.step, hooks=hooks)
+            state = fit(point.state, setup.step, timed, steps=config.steps, start=start, hooks=hooks)
             with telemetry.during("checkpoint", "waiting for the last checkpoint to be written"):
                 self.checkpoints.wait()
             telemetry.watchdog.reset("the last checkpoint")
             if stopped := self.preemption.stop_step:
-                say(f"preempted: stopped after step {stopped}")
+                telemetry.say(f"preempted: stopped after step {stopped}")
             last_step = stopped or config.steps
             log.finish(last_step)
         return state, last_step, log, evaluate
