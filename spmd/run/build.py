@@ -44,7 +44,7 @@ MICROBATCHES = 4
 
 @dataclasses.dataclass(frozen=True)
 class TrainSetup:
-    """What a run needs, built from its config on one mesh; the step is not yet compiled."""
+    """Parts of a run, built from its config on one mesh; the step is not yet compiled."""
 
     config: TrainConfig
     plan: ShardingPlan
