@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST = 2000
+_INDENTED = "\n        "  # a continuation line must not look like a problem of its own
 _BOUNDS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, "at most": operator.le}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """One problem of an input.
-
-    Args:
-        where: Parameter path, field or file.
-        what: One clause that follows `where`.
-        detail: The arithmetic, such as `"7 / (fsdp=2) = 3.5"`. May be empty.
-        fix: What the user can do. May be empty.
+    """One problem of an input: its parameter path, field or file; a clause; the arithmetic; what the user can do.
 
     Example:
         >>> print(Problem("mlp/kernel", "dimension 0 does not divide", "7 / (fsdp=2) = 3.5", "drop fsdp"))
@@ -39,35 +34,23 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{_shown(self.where)}: {_shown_lines(self.what)}"]
+        lines = [f"{_escape(self.where)}: {_escape(self.what, _INDENTED)}"]
         if self.detail:
-            lines.append(f"    {_shown_lines(self.detail)}")
+            lines.append(f"    {_escape(self.detail, _INDENTED)}")
         if self.fix:
-            lines.append(f"    fix: {_shown_lines(self.fix)}")
+            lines.append(f"    fix: {_escape(self.fix, _INDENTED)}")
         return "\n".join(lines)
 
 
-def _shown(text: str) -> str:
+def _escape(text: str, line_break: str = r"\n") -> str:
     """Escape control characters and cut the length: names may come from untrusted files."""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _shown_lines(text: str) -> str:
-    """Escape several lines; continuation lines are indented, so that they cannot imitate a problem of their own."""
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-    return "\n        ".join(map(_shown, text.split("\n")))
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(line_break if c == r"\n" else c for c in escaped)
 
 
 class SpmdError(ValueError):
-    """Invalid input; `problems` has every reason, sorted.
-
-    Args:
-        title: One line about the operation that failed.
-        problems: In any order.
-    """
+    """Invalid input; `title` is one line about the operation that failed, `problems` has every reason, sorted."""
 
     def __init__(self, title: str, problems: Iterable[Problem] = ()) -> None:
         self.title = title
@@ -135,10 +118,8 @@ def check_fields(config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: 
     """Return a problem for each field of a dataclass that breaks its rule.
 
     Args:
-        config: The dataclass.
         rules: Field or dotted path → the values it may have, or bounds as text, which is also the fix: terms `above 0`,
             `below 1`, `at least 1`, `at most 1` and `finite`, joined by `and`. None is within all bounds.
-        prefix: Precedes the field's name, such as `"router."`.
 
     Example:
         >>> print(*check_fields(Problem("a", "b"), {"where": ("data", "fsdp")}, prefix="problem."))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Generic, Literal
+from typing import Any, Generic, Literal
 
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
@@ -49,19 +49,16 @@ def run_check(arguments: list[str]) -> int:
         raise ConfigError("Nothing to check:", problems)
     initialize(config.devices)
     check = Check(config, command.check_steps)
-    init = check_init(check.one_device)
-    if init and not command.json:
+    if (init := check_init(check.one_device)) and not command.json:
         print(init)
     return _check_products(command, check) if command.products else _check_mesh(command, check)
 
 
 def _check_mesh(command: CheckCommand, check: Check) -> int:
-    """Compare the config's mesh leaf by leaf."""
     mesh = config_mesh(check.config)
     parity = check.compare(mesh, command.inject)
     if command.json:
-        about = {"mesh": dict(mesh.shape), "steps": check.steps, "precision": check.config.precision}
-        print(json.dumps({**about, "injected": command.inject or None, **parity.to_json()}, indent=2))
+        _print_json(command, check, {"mesh": dict(mesh.shape), **parity.to_json()})
         return 0 if parity.ok else 1
     print(f"{axes_text(mesh.shape)} against one device, {check};")
     print("differences relative to the largest value of each leaf:")
@@ -78,12 +75,15 @@ def _check_mesh(command: CheckCommand, check: Check) -> int:
 
 
 def _check_products(command: CheckCommand, check: Check) -> int:
-    """Compare every product of axes, with a line as soon as each is known."""
     sweep = Sweep(check, command.products, command.inject)
     for line in sweep.lines():
         if not command.json:
             print(line, flush=True)
     if command.json:
-        about = {"steps": check.steps, "precision": check.config.precision, "injected": command.inject or None}
-        print(json.dumps({**about, **sweep.to_json()}, indent=2))
+        _print_json(command, check, sweep.to_json())
     return 0 if sweep.ok else 1
+
+
+def _print_json(command: CheckCommand, check: Check, results: dict[str, Any]) -> None:
+    about = {"steps": check.steps, "precision": check.config.precision, "injected": command.inject or None}
+    print(json.dumps(about | results, indent=2))

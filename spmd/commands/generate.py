@@ -1,8 +1,8 @@
 """`spmd generate`."""
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -68,7 +68,7 @@ def run_generate(arguments: list[str]) -> int:
     with CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints:
         model = restore_model(checkpoints, command.step, setup.plan)
     is_first = jax.process_index() == 0
-    show: Callable[[str], None] = _show if is_first else lambda text: None
+    show = functools.partial(print, end="", flush=True) if is_first else lambda text: None
     if is_first and generator.whole_window:
         print(f"spmd: each token takes the whole window: {generator.whole_window}", file=sys.stderr)
     if len(prompts) == 1:
@@ -90,16 +90,8 @@ def _override_mesh(command: GenerateCommand, config: TrainConfig) -> TrainConfig
     return dataclasses.replace(config, mesh=command.mesh, slices=MeshShape())
 
 
-def _show(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 def _check_request(command: GenerateCommand, config: TrainConfig) -> tuple[list[str], int, Sampling, Tokenizer]:
-    """Return the prompts, the number of tokens to generate, the sampling and the tokenizer.
-
-    Raises:
-        ConfigError: Some of it is invalid; all problems at once.
-    """
+    """Return the prompts, the number of tokens to generate, the sampling and the tokenizer; raise all problems."""
     problems = check_fields(command, {"seed": "at least 0"})
     prompts, sampling = list(command.prompt), Sampling()
     if command.prompts:
@@ -113,9 +105,8 @@ def _check_request(command: GenerateCommand, config: TrainConfig) -> tuple[list[
     with collect_errors(problems):  # the tokenizer may fail to load
         tokenizer = load_tokenizer(config.data.tokenizer)
         if (size := tokenizer.vocab) > (vocab := config.model.vocab):
-            what = f"{config.data.tokenizer} has more tokens than the model"
-            fix = "the tokenizer that the model was trained with"
-            problems.append(Problem("data.tokenizer", what, f"{size} > model.vocab = {vocab}", fix))
+            what, detail = f"{config.data.tokenizer} has more tokens than the model", f"{size} > model.vocab = {vocab}"
+            problems.append(Problem("data.tokenizer", what, detail, "the tokenizer that the model was trained with"))
         ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
         left = window - max(map(len, ids), default=0)
         tokens = max(min(DEFAULT_TOKENS, left), 0) if command.tokens is None else command.tokens

@@ -67,7 +67,11 @@ def run_import(arguments: list[str]) -> int:
         params = load_published(found, setup.plan.abstract_params)
         state = {"params": params, "variables": _variables(setup)}
         with whole_folder(out) as folder:
-            _write_run_dir(found, setup, folder)
+            config_file = folder / "config.py"
+            config_file.write_text(config_source(setup.config, found), encoding="utf-8")
+            for name, file in {**files_of(found.path), ORIGINAL: inside(found.path, CONFIG)}.items():
+                shutil.copyfile(file, folder / name)
+            RunDir(folder).describe(setup.config, config_file, str(setup.plan))
             record = {"step": 0, IMPORTED: str(source.absolute()), "config": config_values(setup.config)}
             with CheckpointManager(folder / "checkpoints") as checkpoints:
                 checkpoints.save(0, state, {**record, "versions": library_versions()}, copied=False)
@@ -85,11 +89,7 @@ def run_import(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[HFFolder, TrainSetup]]:
-    """Open the folder and build its model.
-
-    Raises:
-        CheckpointError: All problems of the folder, the tokenizer, the mesh and `out`.
-    """
+    """Open the folder and build its model; raise all problems of the folder, the tokenizer, the mesh and `out`."""
     problems = [Problem(str(out), "exists", fix="choose another --out")] if out.exists() else []
     with contextlib.ExitStack() as stack:
         found: HFFolder | None = None
@@ -131,16 +131,6 @@ def _variables(setup: TrainSetup) -> Any:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     make = setup.plan.model.init_variables
     return jax.jit(make, out_shardings=shardings)(jax.random.key(0, impl=PRNG)) if jax.tree.leaves(abstract) else {}
-
-
-def _write_run_dir(found: HFFolder, setup: TrainSetup, folder: Path) -> None:
-    """Write the run folder without its checkpoint."""
-    source = folder / "config.py"
-    source.write_text(config_source(setup.config, found), encoding="utf-8")
-    for name, file in files_of(found.path).items():
-        shutil.copyfile(file, folder / name)
-    shutil.copyfile(inside(found.path, CONFIG), folder / ORIGINAL)
-    RunDir(folder).describe(setup.config, source, str(setup.plan))
 
 
 def config_source(config: TrainConfig, found: HFFolder) -> str:

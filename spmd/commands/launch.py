@@ -26,11 +26,7 @@ class LaunchCommand:
 
 
 def run_launch(arguments: list[str]) -> int:
-    """Run the processes; return the exit code of the first that fails, or 0.
-
-    Raises:
-        ConfigError: The devices do not divide, or the flags after `--` are those that this command sets.
-    """
+    """Run the processes; return the exit code of the first that fails, or 0."""
     own, train = split_arguments(arguments)
     command: LaunchCommand = parse_flags(LaunchCommand, own, "spmd launch")
     if train[:1] != ["train"]:

@@ -20,13 +20,7 @@ LaunchFields = Annotated[LaunchArgs, tyro.conf.arg(name="")]
 def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
     """Parse a command that takes a config; return it with the config's file.
 
-    Args:
-        command: A dataclass, generic in the model's config, with a field `config`.
-        arguments: Arguments after the verb.
-        verb: Name of the command.
-
-    Raises:
-        ConfigError: There is no config, or it is invalid.
+    `command` is a dataclass, generic in the model's config, with a field `config`; `arguments` follow the verb.
     """
     named = bool(arguments) and not arguments[0].startswith("-")
     if not named and not {"-h", "--help"} & set(arguments):

@@ -21,8 +21,7 @@ from spmd.run.config import M
 from spmd.run.describe import flags_text, pipeline_line, slices_line
 from spmd.run.init_from import check_init
 from spmd.run.load_config import load_config
-from spmd.run.preflight import compile_step, estimate_step, preflight, topology_mesh
-from spmd.run.suggest import suggest_memory_settings
+from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
 from spmd.tree import human_bytes
 
 
@@ -71,7 +70,10 @@ def run_plan(arguments: list[str]) -> int:
         lines = difference.split("\n") if difference else []
         print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
         return 0
-    init = _init_line(setup)
+    if config.init and not Path(config.init).exists():  # it may exist only on the machine of the run
+        init = f"starts with {config.init}, which is not on this machine and was not checked"
+    else:
+        init = check_init(setup)
     report, audit, refusal = MemoryReport(topology, estimate_step(setup, topology.platform)), None, ""
     absent = missing_extra(topology) if command.compile else None
     if command.compile and not absent:
@@ -107,26 +109,14 @@ def _print_schedule(command: PlanCommand, setup: TrainSetup) -> int:
     if setup.schedule is None:
         problem = Problem("mesh.pipe", "is 1: there are no stages", fix="--mesh.pipe 4")
         raise ConfigError("There is no schedule to draw:", [problem])
-    timeline = simulate(setup.schedule)
-    execution = describe_execution(setup.schedule)
+    timeline, execution = simulate(setup.schedule), describe_execution(setup.schedule)
     if command.svg:
         write_svg(timeline, command.svg)
     if command.json:
         print(json.dumps({**to_json(timeline), "execution": execution, "svg": command.svg or None}, indent=2))
-        return 0
-    print(chart(timeline))
-    print(execution)
-    if command.svg:
-        print(f"written to {command.svg}")
+    else:
+        print(chart(timeline), execution, *([f"written to {command.svg}"] if command.svg else []), sep="\n")
     return 0
-
-
-def _init_line(setup: TrainSetup) -> str:
-    """Return the line about initial parameters; their folder may exist only on the machine of the run."""
-    init = setup.config.init
-    if init and not Path(init).exists():
-        return f"starts with {init}, which is not on this machine and was not checked"
-    return check_init(setup)
 
 
 def _to_json(
@@ -136,12 +126,15 @@ def _to_json(
     memory = {**report.to_json(), "fits": fits}
     if fits is False:
         memory |= {"largest": report.largest, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
-    flags, environment = (
-        [dataclasses.asdict(f) for f in x] for x in (build_flags(setup.config, platform), START_UP[platform])
-    )
-    about = {"pipeline": pipeline_line(setup).strip() or None, "topology": str(report.topology)}
-    xla = {"flags": flags, "environment": environment}
-    return {**setup.plan.to_json(), **about, "xla": xla, "memory": memory, "fits": fits}
+    flags = {"flags": build_flags(setup.config, platform), "environment": START_UP[platform]}
+    return {
+        **setup.plan.to_json(),
+        "pipeline": pipeline_line(setup).strip() or None,
+        "topology": str(report.topology),
+        "xla": {name: [dataclasses.asdict(flag) for flag in some] for name, some in flags.items()},
+        "memory": memory,
+        "fits": fits,
+    }
 
 
 def _print_plan(

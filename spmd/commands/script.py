@@ -13,11 +13,7 @@ from spmd.run.preflight import preflight
 
 
 def run_script(arguments: list[str]) -> int:
-    """Write a job file; return the exit code.
-
-    Raises:
-        SpmdError: The options are wrong, or the config cannot run on all devices.
-    """
+    """Write a job file, if the config can run on all devices; return the exit code."""
     kinds: dict[str, type[SlurmJob | KubernetesJob]] = {"slurm": SlurmJob, "kubernetes": KubernetesJob}
     kind = arguments[0] if arguments else ""
     if kind not in kinds:
@@ -41,8 +37,9 @@ def run_script(arguments: list[str]) -> int:
     if devices := job.devices or job.processes * parsed.config.devices:
         planned = dataclasses.replace(parsed.config, devices=devices)
         preflight(make_setup(planned, planned_mesh(planned)))
+    text = job.render(train)
     if job.file:
-        Path(job.file).write_text(job.render(train), encoding="utf-8")
+        Path(job.file).write_text(text, encoding="utf-8")
     else:
-        print(job.render(train), end="")
+        print(text, end="")
     return 0

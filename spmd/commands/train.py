@@ -12,7 +12,7 @@ from spmd.data.corpus import Corpus
 from spmd.data.loader import bigram_loss
 from spmd.data.tokenizer import Tokenizer
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.distributed.initialize import compiler_environment, initialize
+from spmd.distributed.initialize import initialize
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator
 from spmd.observe.goodput import measure_goodput
@@ -59,17 +59,13 @@ def run_train(arguments: list[str]) -> int:
     show: Callable[[str], None] = print if first else lambda line: None
     init = "" if resume else check_init(setup)
     corpus, flags = open_corpus(config), flags_text(setup, jax.devices()[0].platform)
-    show(f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}")
-    for text in (flags, init and f"\n{init}"):
+    sizes = f"{len(corpus.train):,} training tokens, {len(corpus.validation):,} validation tokens"
+    about = f"\ncorpus: {corpus.documents:,} documents, {sizes}\n"
+    for text in (f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}", flags, init and f"\n{init}", about):
         if text:
             show(text)
-    show(
-        f"\ncorpus: {corpus.documents:,} documents, {len(corpus.train):,} training tokens, "
-        f"{len(corpus.validation):,} validation tokens\n"
-    )
     console = Console(config.steps) if first else None
-    environment = compiler_environment()
-    result = train(setup, corpus, run_dir, source, console, resume=resume, profile=steps, environment=environment)
+    result = train(setup, corpus, run_dir, source, console, resume=resume, profile=steps)
     if console:
         console.close()
     if result.preempted is not None:

@@ -44,16 +44,7 @@ MICROBATCHES = 4
 
 @dataclasses.dataclass(frozen=True)
 class TrainSetup:
-    """What a run needs, built from its config on one mesh.
-
-    Attributes:
-        config: The run's config.
-        plan: Every decision, resolved.
-        schedule: The pipeline's schedule; None without a pipeline.
-        grad_fn: The gradient function of a batch.
-        evaluation_loss_fn: The loss as in evaluation, of a whole batch.
-        step: The train step, not yet compiled.
-    """
+    """Parts of a run, built from its config on one mesh; the step is not yet compiled."""
 
     config: TrainConfig
     plan: ShardingPlan
@@ -69,15 +60,7 @@ class TrainSetup:
 
 
 def make_setup(config: TrainConfig, mesh: AnyMesh) -> TrainSetup:
-    """Build what a run needs.
-
-    Args:
-        config: The run's config.
-        mesh: From `config_mesh` or `planned_mesh`.
-
-    Raises:
-        SpmdError: The rule table, the optimizer or the pipeline does not fit the model and the mesh.
-    """
+    """Build what a run needs, on a mesh from `config_mesh` or `planned_mesh`."""
     model, schedule = build_model(config), build_schedule(config, mesh)
     loss_fn = next_token_loss(model, chunk=config.logits_chunk)
     plan = build_plan(config, mesh, model)
@@ -141,12 +124,7 @@ def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan:
-    """Resolve every decision for the trained model on a mesh.
-
-    Raises:
-        RuleError: The rule table or the optimizer does not fit.
-        ConfigError: As `make_plan`.
-    """
+    """Resolve every decision for the trained model on a mesh."""
     rules = lora_rules(build_base_model(config), config.lora, config.rules) if config.lora.targets else config.rules
     plan = make_plan(
         mesh,
@@ -166,12 +144,7 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
 
 
 def build_schedule(config: TrainConfig, mesh: AnyMesh) -> Schedule | None:
-    """Return the schedule of the pipeline over `mesh.pipe`; None where it is 1.
-
-    Raises:
-        ScheduleError: It cannot be built or read.
-        ConfigError: A file has a schedule for another number of stages.
-    """
+    """Return the schedule of the pipeline over `mesh.pipe`; None where it is 1."""
     stages = mesh.shape["pipe"]
     if stages == 1:
         return None
@@ -202,20 +175,16 @@ def count_microbatches(config: TrainConfig, schedule: Schedule | None) -> int:
 
 
 def _problems_without_flush(config: TrainConfig) -> list[Problem]:
-    skip = "a step cannot be skipped"
-    wrong = {
-        "accumulate": (config.accumulate > 1, "a batch does not end", "more pipeline.microbatches"),
-        "on_nan": (config.on_nan == "skip", skip, "stop, or a flush"),
-        "recovery.on_spike": (config.recovery.on_spike == "skip", skip, "stop, or a flush"),
-        "precision": (
-            build_precision(config).loss_scale is not None,
-            "the loss scale may change",
-            "bf16, or a schedule with a flush",
-        ),
-    }
+    scaled, skip = build_precision(config).loss_scale is not None, "a step cannot be skipped"
+    checks = [
+        ("accumulate", config.accumulate > 1, "a batch does not end", "more pipeline.microbatches"),
+        ("on_nan", config.on_nan == "skip", skip, "stop, or a flush"),
+        ("recovery.on_spike", config.recovery.on_spike == "skip", skip, "stop, or a flush"),
+        ("precision", scaled, "the loss scale may change", "bf16, or a schedule with a flush"),
+    ]
     return [
         Problem(name, f"is {operator.attrgetter(name)(config)}: {why} while microbatches are in flight", fix=fix)
-        for name, (is_wrong, why, fix) in wrong.items()
+        for name, is_wrong, why, fix in checks
         if is_wrong
     ]
 
@@ -256,11 +225,7 @@ def count_flops(config: TrainConfig) -> Flops:
 
 
 def open_corpus(config: TrainConfig) -> Corpus:
-    """Return the tokenised corpus.
-
-    Raises:
-        ConfigError: The model's vocabulary is smaller than the tokenizer's.
-    """
+    """Return the tokenized corpus; raise `ConfigError` if the model's vocabulary is smaller than the tokenizer's."""
     corpus = load_corpus(config.data)
     if corpus.tokenizer.vocab > config.model.vocab:
         detail = f"tokenizer {corpus.tokenizer.vocab} > model {config.model.vocab}"
@@ -288,17 +253,11 @@ def one_device_mesh() -> AnyMesh:
 
 
 def planned_mesh(config: TrainConfig) -> AnyMesh:
-    """Return the config's mesh without devices; a -1 is filled in from `config.devices`.
-
-    Raises:
-        ConfigError: An axis is -1 and `devices` is 0.
-        MeshError: The mesh does not fit so many devices, or an axis its slices.
-    """
-    shape: MeshShape = config.mesh
-    total = config.devices or shape.total()
+    """Return the config's mesh without devices; a -1 is filled in from `config.devices`."""
+    total = config.devices or config.mesh.total()
     if total is None:
         fix = "give --devices N, or each axis a size"
         raise ConfigError("The number of devices is unknown:", [Problem("mesh", "has an axis of -1", fix=fix)])
-    shape = shape.resolve(total)
+    shape = config.mesh.resolve(total)
     check_slices(shape, config.slices.sizes)
     return abstract_mesh(shape)

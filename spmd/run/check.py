@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -54,15 +54,9 @@ class Check:
         return self._references[microbatches]
 
     def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
-        """Run the steps on a mesh and compare all leaves with one device.
+        """Run the steps on a mesh, with a bug of `spmd.testing.BUGS`, and compare all leaves with one device.
 
-        Args:
-            mesh: With devices.
-            bug: One of `spmd.testing.BUGS`, injected into the run on the mesh.
-
-        Raises:
-            SpmdError: The config cannot run on this mesh, which is found before anything compiles, or not with its
-                `init`.
+        A config that cannot run on the mesh is refused before anything compiles.
         """
         setup = make_setup(self.config, mesh)
         preflight(setup)
@@ -76,28 +70,10 @@ class Check:
         return compare(ours, self.reference(count_microbatches(self.config, setup.schedule)))
 
 
-def products(most: int, axes: Sequence[str] = AXES) -> list[MeshShape]:
-    """Return the meshes of each axis alone, of every pair, and so on up to `most` axes; each axis has size 2.
-
-    Example:
-        >>> [axes_text(shape.sizes) for shape in products(2, ("data", "fsdp"))]
-        ['data=2', 'fsdp=2', 'data=2 fsdp=2']
-    """
-    chosen = itertools.chain.from_iterable(itertools.combinations(axes, count + 1) for count in range(most))
-    return [MeshShape(**dict.fromkeys(some, 2)) for some in chosen]
-
-
 class Sweep:
-    """A check on every product of axes, with a line for each.
+    """A check on each axis alone, every pair of axes, and so on up to `most` axes of size 2, with a line for each.
 
     If the config is refused on a mesh, meshes with the same axes and more are skipped: the reason would be the same.
-
-    Args:
-        most: Maximum number of axes in a product.
-        bug: One of `spmd.testing.BUGS`, injected into every run on a mesh.
-
-    Raises:
-        ConfigError: There are too few devices for the largest product.
     """
 
     def __init__(self, check: Check, most: int, bug: str = "") -> None:
@@ -106,21 +82,18 @@ class Sweep:
             detail = f"{' × '.join(['2'] * most)} = {needed} > {available}"
             fix = f"--devices {needed}, which simulates them on CPU"
             raise ConfigError("Nothing to check:", [Problem("products", "need more devices", detail, fix)])
-        self.check, self.bug, self.shapes = check, bug, products(most)
+        products = (some for count in range(most) for some in itertools.combinations(AXES, count + 1))
+        self.check, self.bug, self.shapes = check, bug, [MeshShape(**dict.fromkeys(axes, 2)) for axes in products]
         self.compared: dict[MeshShape, Parity] = {}
         self.refused: dict[MeshShape, SpmdError] = {}
-        self._width = max(len(axes_text(shape.sizes)) for shape in self.shapes)
 
     def lines(self) -> Iterator[str]:
-        """Run the sweep and yield a line after each mesh.
-
-        Raises:
-            ConfigError: The config was refused on all meshes; with all reasons.
-        """
+        """Run the sweep and yield a line after each mesh; raise `ConfigError` if the config is refused on all."""
+        width = max(len(axes_text(shape.sizes)) for shape in self.shapes)
         for shape in self.shapes:
             if any(_split(other) < _split(shape) for other in self.refused):
                 continue
-            name = f"{axes_text(shape.sizes):<{self._width}}"
+            name = f"{axes_text(shape.sizes):<{width}}"
             try:
                 parity = self.check.compare(mesh_of(shape, jax.devices()[: shape.total()]), self.bug)
             except SpmdError as error:
@@ -129,14 +102,22 @@ class Sweep:
                 yield f"{name}  refused: {first.where} {first.what}" + (f" (and {len(others)} more)" if others else "")
                 continue
             if not self.compared:
-                yield from self._head(parity)
+                allowed = {row.what: row.tolerance for row in parity.rows if not row.why}
+                yield f"{self.check};"
+                yield "the largest differences from one device, relative to the largest value of each leaf:"
+                yield " " * width + "".join(f"{kind:>{_column(kind)}}" for kind in allowed)
+                yield f"{'allowed':<{width}}" + "".join(f"{x:>{_column(kind)}.0e}" for kind, x in allowed.items())
             self.compared[shape] = parity
             errors = "".join(f"{row.error:>{_column(row.what)}.2e}" for row in parity.worst())
             yield f"{name}{errors}  {'ok' if parity.ok else 'FAIL'}"
         if not self.compared:
             problems = [problem for error in self.refused.values() for problem in error.problems]
             raise ConfigError("This config runs on no product of axes:", problems)
-        yield self._verdict()
+        agree, total = sum(parity.ok for parity in self.compared.values()), len(self.compared)
+        if self.bug:
+            yield f"{self.bug}: the injected bug was found on {total - agree} of {total} meshes"
+        else:
+            yield f"{agree} of {total} layouts agree" + (f", {len(self.refused)} refused" if self.refused else "")
 
     @property
     def ok(self) -> bool:
@@ -148,19 +129,6 @@ class Sweep:
         compared = [{"mesh": shape.sizes, **parity.to_json()} for shape, parity in self.compared.items()]
         refused = [{"mesh": s.sizes, "problems": list(map(str, e.problems))} for s, e in self.refused.items()]
         return {"ok": self.ok, "compared": compared, "refused": refused}
-
-    def _head(self, parity: Parity) -> Iterator[str]:
-        allowed = {row.what: row.tolerance for row in parity.rows if not row.why}
-        yield f"{self.check};"
-        yield "the largest differences from one device, relative to the largest value of each leaf:"
-        yield " " * self._width + "".join(f"{kind:>{_column(kind)}}" for kind in allowed)
-        yield f"{'allowed':<{self._width}}" + "".join(f"{x:>{_column(kind)}.0e}" for kind, x in allowed.items())
-
-    def _verdict(self) -> str:
-        agree, total = sum(parity.ok for parity in self.compared.values()), len(self.compared)
-        if self.bug:
-            return f"{self.bug}: the injected bug was found on {total - agree} of {total} meshes"
-        return f"{agree} of {total} layouts agree" + (f", {len(self.refused)} refused" if self.refused else "")
 
 
 def axes_text(sizes: Mapping[str, int]) -> str:
@@ -178,5 +146,4 @@ def _split(shape: MeshShape) -> set[str]:
 
 
 def _column(kind: str) -> int:
-    """Return the width of a kind's column."""
     return max(len(kind), len("0.00e+00")) + 2

@@ -14,7 +14,7 @@ config = spmd.TrainConfig(
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import tyro
 from flax import nnx
@@ -56,10 +56,7 @@ class ModelConfig(Protocol):
         """Build a model: tokens `[batch, seq]` → logits `[batch, seq, vocab]` or `spmd.model_api.model.Outputs`."""
 
 
-_MODEL_ATTRIBUTES = ("vocab", "layers", "attention_width", "matmul_params", "build")
-
 M = TypeVar("M", bound=ModelConfig)
-Bounds = Mapping[str, str | Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +71,6 @@ class PipelineConfig:
     chunks: int = 0
     """Groups of layers per stage; 0: two for interleaved, otherwise one."""
 
-    BOUNDS: ClassVar[Bounds] = dict.fromkeys(("microbatches", "chunks"), "at least 0")
-
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
@@ -85,8 +80,6 @@ class EvaluationConfig:
     """Steps between evaluations; the last step is always evaluated. 0: only the last."""
     tokens: int = 65_536
     """Number of validation tokens to evaluate on."""
-
-    BOUNDS: ClassVar[Bounds] = {"every": "at least 0", "tokens": "at least 1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +96,6 @@ class SampleConfig:
     """Sample from the k most likely tokens; 0 for all."""
     top_p: float = 1.0
     """Sample from the most likely tokens whose total probability is at least this; 1 for all."""
-
-    BOUNDS: ClassVar[Bounds] = {
-        **dict.fromkeys(("tokens", "temperature", "top_k"), "at least 0"),
-        "top_p": "above 0 and at most 1",
-    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +116,6 @@ class RecoveryConfig:
     start_deadline: float = 7200.0
     """Seconds from the start of the process group to the end of the first step, compilation included; 0: none."""
 
-    BOUNDS: ClassVar[Bounds] = {
-        "on_spike": ("ignore", "stop", "skip", "roll-back"),
-        "spike_factor": "at least 1",
-        "spike_window": "at least 2",
-        **dict.fromkeys(("rollbacks", "deadline", "start_deadline"), "at least 0"),
-    }
-
 
 @dataclasses.dataclass(frozen=True)
 class SDCConfig:
@@ -145,7 +126,23 @@ class SDCConfig:
     repeat_every: int = 0
     """Steps between computing the gradients of one batch twice, which must agree bitwise. 0: never."""
 
-    BOUNDS: ClassVar[Bounds] = dict.fromkeys(("replicas_every", "repeat_every"), "at least 0")
+
+_FIELD_RULES: Mapping[str, str | Sequence[Any]] = {
+    **dict.fromkeys(("steps", "accumulate", "logits_chunk", "log_every", "max_to_keep"), "at least 1"),
+    **dict.fromkeys(("checkpoint_every", "keep_best", "devices"), "at least 0"),
+    "seed": "at least 0 and below 4294967296",
+    "zero": (0, 1, 2, 3),
+    "on_nan": ("stop", "skip", "roll-back"),
+    **dict.fromkeys(("pipeline.microbatches", "pipeline.chunks", "evaluate.every"), "at least 0"),
+    "evaluate.tokens": "at least 1",
+    **dict.fromkeys(("sample.tokens", "sample.temperature", "sample.top_k"), "at least 0"),
+    "sample.top_p": "above 0 and at most 1",
+    "recovery.on_spike": ("ignore", "stop", "skip", "roll-back"),
+    "recovery.spike_factor": "at least 1",
+    "recovery.spike_window": "at least 2",
+    **dict.fromkeys(("recovery.rollbacks", "recovery.deadline", "recovery.start_deadline"), "at least 0"),
+    **dict.fromkeys(("sdc_checks.replicas_every", "sdc_checks.repeat_every"), "at least 0"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,19 +224,8 @@ class TrainConfig(Generic[M]):
     devices: int = 0
     """Number of CPU devices to simulate (0: use the real devices)."""
 
-    BOUNDS: ClassVar[Bounds] = {
-        **dict.fromkeys(("steps", "accumulate", "logits_chunk", "log_every", "max_to_keep"), "at least 1"),
-        **dict.fromkeys(("checkpoint_every", "keep_best", "devices"), "at least 0"),
-        "seed": "at least 0 and below 4294967296",
-        "zero": (0, 1, 2, 3),
-        "on_nan": ("stop", "skip", "roll-back"),
-    }
-
     def __post_init__(self) -> None:
-        problems = check_fields(self, self.BOUNDS)
-        for name in ("pipeline", "recovery", "sdc_checks", "evaluate", "sample"):
-            part = getattr(self, name)
-            problems += check_fields(part, part.BOUNDS, f"{name}.")
+        problems = check_fields(self, _FIELD_RULES)
         problems += attention_problems(self.attention, self.context)
         problems += flag_problems(self.xla)
         for make, name in ((make_remat, self.remat), (make_precision, self.precision)):
@@ -263,7 +249,8 @@ class TrainConfig(Generic[M]):
         if longest < self.data.sequence:
             detail = f"{self.data.sequence} tokens > {longest} positions"
             yield Problem("data.sequence", "exceeds the model's context length", detail, f"at most {longest}")
-        if missing := [name for name in _MODEL_ATTRIBUTES if not hasattr(self.model, name)]:
+        wanted = [name for name in vars(ModelConfig) if not name.startswith("_")]
+        if missing := [name for name in wanted if not hasattr(self.model, name)]:
             what = f"{type(self.model).__name__} has no {', '.join(missing)}: TrainConfig is for language models"
             yield Problem("model", what, fix="train other models with spmd.make_train_step")
         if self.recovery.on_spike == "skip" and self.precision == "fp16":
@@ -275,23 +262,19 @@ class TrainConfig(Generic[M]):
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """Return the config as JSON values, without its rules.
-
-    Raises:
-        ConfigError: A field's value cannot be serialized.
-    """
+    """Return the config as JSON values, without its rules; raise `ConfigError` for a value that JSON does not have."""
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, Rules):
-            values[field.name] = config_values(value)
-        elif not isinstance(value, Rules):
-            try:
-                values[field.name] = json.loads(json.dumps(value))
-            except TypeError as error:
-                where = f"{type(config).__name__}.{field.name}"
-                problem = Problem(where, f"cannot be saved as JSON: {error}", fix="a number, a string or a tuple")
-                raise ConfigError("This configuration cannot be used:", [problem]) from error
+    for name in (field.name for field in dataclasses.fields(config)):
+        value = getattr(config, name)
+        if isinstance(value, Rules):
+            continue
+        try:
+            is_config = dataclasses.is_dataclass(value)
+            values[name] = config_values(value) if is_config else json.loads(json.dumps(value))
+        except TypeError as error:
+            what = f"cannot be saved as JSON: {error}"
+            problem = Problem(f"{type(config).__name__}.{name}", what, fix="a number, a string or a tuple")
+            raise ConfigError("This configuration cannot be used:", [problem]) from error
     return values
 
 

@@ -25,11 +25,12 @@ from spmd.train.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """Clocks and watchdog of a process."""
+    """Clocks, watchdog and log of a process; `say` writes a line to the log."""
 
     clock: StepClock
     stopwatch: Stopwatch
     watchdog: Watchdog
+    say: Callable[[str], None]
 
     @contextlib.contextmanager
     def during(self, activity: str, doing: str) -> Iterator[None]:
@@ -40,35 +41,29 @@ class Telemetry:
         self.clock.restart()
 
 
+@dataclasses.dataclass(eq=False)
 class Log(Hook):
     """Writes the metrics of every `log_every`-th step and of the last.
 
     Args:
         mfu: Tokens per second → model FLOPs utilization; None if the chip's peak is unknown.
-        say: Writes a line to the log of this process.
         goodput_dir: Folder of the goodput records; None to write none.
         skipped_batches: Batches of the data that rollbacks have skipped.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        mfu: Callable[[float], float | None],
-        writers: Writers,
-        clock: StepClock,
-        stopwatch: Stopwatch,
-        say: Callable[[str], None],
-        goodput_dir: Path | None,
-        skipped_batches: int,
-    ) -> None:
-        self.config, self.mfu, self.writers = config, mfu, writers
-        self.clock, self.stopwatch, self.say = clock, stopwatch, say
-        self.goodput_dir, self.skipped_batches = goodput_dir, skipped_batches
+    config: TrainConfig
+    mfu: Callable[[float], float | None]
+    writers: Writers
+    telemetry: Telemetry
+    goodput_dir: Path | None
+    skipped_batches: int
+
+    def __post_init__(self) -> None:
         self.last: dict[str, Any] = {}
         self._exchange = StepTimeExchange() if jax.process_count() > 1 else None
         self._row: list[float] = []
         self._rows: np.ndarray | None = None
-        self._seconds, self._step = dict(stopwatch.seconds), 0
+        self._seconds, self._step = dict(self.telemetry.stopwatch.seconds), 0
 
     def on_start(self, step: int) -> None:
         """Start the interval of the first line."""
@@ -82,24 +77,27 @@ class Log(Hook):
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's metrics with throughput and memory."""
-        self.clock.finished()
+        clock = self.telemetry.clock
+        clock.finished()
         if step % self.config.log_every and step != self.config.steps:
             return
         self.last = values = {**metrics, "tokens": int(metrics["tokens"])}
         values |= {"skipped_batches": self.skipped_batches} if self.skipped_batches else {}
-        if self.clock.median is not None and self.clock.p95 is not None:
-            rate = self.config.data.batch * self.config.data.sequence / self.clock.median
-            mfu = self.mfu(rate)
-            values |= {"tokens_per_s": rate, "step_s": self.clock.median, "step_s_p95": self.clock.p95}
-            values |= {"mfu": mfu} if mfu is not None else {}
-        memory = device_memory()
-        values |= {"device_peak_bytes": memory} if memory is not None else {}
+        if clock.median is not None and clock.p95 is not None:
+            rate = self.config.data.batch * self.config.data.sequence / clock.median
+            values |= {"tokens_per_s": rate, "step_s": clock.median, "step_s_p95": clock.p95}
+            values |= {"mfu": mfu} if (mfu := self.mfu(rate)) is not None else {}
+        values |= {"device_peak_bytes": memory} if (memory := device_memory()) is not None else {}
         values["host_peak_bytes"] = process_peak_rss()
         own = self._interval(step)
         self._row = [own["step"], own["data"]]
-        values |= {"data_s": own["data"], **self._stragglers()}
+        values["data_s"] = own["data"]
+        if self._rows is not None:
+            times, waits = self._rows.T  # of all processes, two lines ago
+            values |= {"process_step_s_least": float(times.min()), "process_step_s_most": float(times.max())}
+            values |= {"process_data_s_most": float(waits.max()), "process_of_data_s_most": int(waits.argmax())}
         self.writers.write(step, values)
-        self.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
+        self.telemetry.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
 
     def finish(self, step: int) -> None:
         """Write the last goodput record, after the last checkpoint."""
@@ -107,37 +105,28 @@ class Log(Hook):
 
     def _interval(self, step: int) -> dict[str, float]:
         """Return this process's seconds per step by activity since the previous call."""
-        self.stopwatch.switch_to("step")
+        stopwatch = self.telemetry.stopwatch
+        stopwatch.switch_to("step")
         if self.goodput_dir:
-            self.stopwatch.write(self.goodput_dir, step)
-        now, count = dict(self.stopwatch.seconds), max(step - self._step, 1)
+            stopwatch.write(self.goodput_dir, step)
+        now, count = dict(stopwatch.seconds), max(step - self._step, 1)
         own = {name: (now[name] - self._seconds[name]) / count for name in now}
         self._seconds, self._step = now, step
         return own
 
-    def _stragglers(self) -> dict[str, float]:
-        """Return the spread of step times two lines ago, and the process that waited longest for data."""
-        if self._rows is None:
-            return {}
-        step, data = self._rows.T
-        spread = {"process_step_s_least": float(step.min()), "process_step_s_most": float(step.max())}
-        return {**spread, "process_data_s_most": float(data.max()), "process_of_data_s_most": int(data.argmax())}
 
-
+@dataclasses.dataclass(eq=False)
 class Evaluate(Hook):
     """Evaluates on the validation split every `evaluate.every` steps and after the last."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        step: Callable[[Any, Any, Batch], Sums],
-        windows: Windows,
-        sharding: NamedSharding,
-        writers: Writers,
-        telemetry: Telemetry,
-    ) -> None:
-        self.config, self.step, self.windows, self.sharding = config, step, windows, sharding
-        self.writers, self.telemetry = writers, telemetry
+    config: TrainConfig
+    step: Callable[[Any, Any, Batch], Sums]
+    windows: Windows
+    sharding: NamedSharding
+    writers: Writers
+    telemetry: Telemetry
+
+    def __post_init__(self) -> None:
         self.last: dict[str, float] = {}
         self.last_step, self.tokens = -1, 0
 
@@ -148,12 +137,8 @@ class Evaluate(Hook):
 
     def on_state(self, step: int, state: TrainState) -> None:
         """Write `val_loss` and `val_accuracy`, averaged over tokens."""
-        stream = evaluation_batches(
-            self.windows,
-            batch=self.config.data.batch,
-            sharding=self.sharding,
-            tokens_at_most=self.config.evaluate.tokens,
-        )
+        size, tokens = self.config.data.batch, self.config.evaluate.tokens
+        stream = evaluation_batches(self.windows, batch=size, sharding=self.sharding, tokens_at_most=tokens)
         parts, watchdog = [], self.telemetry.watchdog
         with self.telemetry.during("evaluate", doing := f"evaluating after step {step}"):
             for number, batch in enumerate(stream, 1):
@@ -166,6 +151,7 @@ class Evaluate(Hook):
         self.writers.write(step, self.last)
 
 
+@dataclasses.dataclass(eq=False)
 class Save(Hook):
     """Saves a checkpoint every `checkpoint_every` steps, after the last step and on preemption.
 
@@ -175,20 +161,13 @@ class Save(Hook):
         skipped_batches: Batches of the data that rollbacks have skipped.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        record: Mapping[str, Any],
-        checkpoints: CheckpointManager,
-        evaluate: Evaluate,
-        preemption: Preemption,
-        telemetry: Telemetry,
-        say: Callable[[str], None],
-        skipped_batches: int,
-    ) -> None:
-        self.config, self.record, self.checkpoints, self.evaluate = config, record, checkpoints, evaluate
-        self.preemption, self.telemetry, self.say = preemption, telemetry, say
-        self.skipped_batches = skipped_batches
+    config: TrainConfig
+    record: Mapping[str, Any]
+    checkpoints: CheckpointManager
+    evaluate: Evaluate
+    preemption: Preemption
+    telemetry: Telemetry
+    skipped_batches: int
 
     def wants_state(self, step: int) -> bool:
         """Return true at the interval and at the end."""
@@ -202,4 +181,4 @@ class Save(Hook):
         with self.telemetry.during("checkpoint", f"saving step {step}, or waiting for the previous save"):
             self.checkpoints.save(step, state, {**self.record, "step": step, "position": position}, metrics)
         self.telemetry.watchdog.reset(f"copying the state of step {step} for its checkpoint")
-        self.say(f"saving step {step}")
+        self.telemetry.say(f"saving step {step}")

@@ -31,11 +31,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 def check_init(setup: TrainSetup) -> str:
     """Check from configs and headers alone that the run can start with `init`.
 
-    Returns:
-        A line about the initial parameters; empty if all parameters are random and trained.
-
-    Raises:
-        CheckpointError: There is no such folder, or it contains another model.
+    Return a line about the initial parameters; empty if all parameters are random and trained.
     """
     path = Path(setup.config.init)
     if not setup.config.init:
@@ -60,25 +56,18 @@ def copy_source_files(setup: TrainSetup, run: Path) -> None:
 
 
 def initial_state(setup: TrainSetup) -> TrainState:
-    """Return the state before the first step, on the setup's mesh.
-
-    Raises:
-        CheckpointError: The parameters of `init` cannot be read, or are those of another model.
-    """
-    config, plan = setup.config, setup.plan
+    """Return the state before the first step, on the setup's mesh."""
+    config, plan, path = setup.config, setup.plan, Path(setup.config.init)
     if not config.init:
         return init_state(plan, config.seed)
-    if config.lora.targets:
-        return init_state(plan, config.seed, variables={BASE: _load(setup)})
-    return init_state(plan, config.seed, params=_load(setup))
-
-
-def _load(setup: TrainSetup) -> Any:
-    path = Path(setup.config.init)
     if _is_run(path):
-        return read_params(path, _model_params(setup))
-    with _open_hf(setup, path) as found:
-        return load_published(found, _model_params(setup))
+        params = read_params(path, _model_params(setup))
+    else:
+        with _open_hf(setup, path) as found:
+            params = load_published(found, _model_params(setup))
+    if config.lora.targets:
+        return init_state(plan, config.seed, variables={BASE: params})
+    return init_state(plan, config.seed, params=params)
 
 
 def _model_params(setup: TrainSetup) -> Any:

@@ -23,10 +23,7 @@ def shipped() -> dict[str, Path]:
 
 
 def load_config(name: str) -> TrainConfig:
-    """Execute a config file and return its `config`.
-
-    Args:
-        name: A path, or the name of a shipped config such as `demo`.
+    """Execute a config file, by its path or as a shipped config such as `demo`, and return its `config`.
 
     Raises:
         ConfigError: The file does not exist, fails, or defines no `TrainConfig` named `config`.
@@ -47,8 +44,9 @@ def load_config(name: str) -> TrainConfig:
     except SyntaxError as error:
         raise _unreadable(f"{path}:{error.lineno}", f"is not Python: {error.msg}") from error
     except _FAILURES as error:
-        what = f"fails: {type(error).__name__}: {error}"
-        raise _unreadable(_line_of(error, path), what, rename_hint(error)) from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"{path}:{lines[-1]}" if lines else str(path)
+        raise _unreadable(where, f"fails: {type(error).__name__}: {error}", rename_hint(error)) from error
     if not isinstance(config, TrainConfig):
         what = f"defines config = {config!r}" if config is not None else "defines no config"
         raise _unreadable(str(path), what, "config = spmd.TrainConfig(...)")
@@ -57,8 +55,3 @@ def load_config(name: str) -> TrainConfig:
 
 def _unreadable(where: str, what: str, fix: str = "") -> ConfigError:
     return ConfigError("The config cannot be read:", [Problem(where, what, fix=fix)])
-
-
-def _line_of(error: BaseException, path: Path) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"{path}:{lines[-1]}" if lines else str(path)

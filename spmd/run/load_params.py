@@ -19,16 +19,7 @@ from spmd.train.state import ModelState
 
 
 def restore_model(checkpoints: CheckpointManager, step: int | None, plan: ShardingPlan) -> ModelState:
-    """Restore the parameters and variables of a checkpoint onto the plan's mesh.
-
-    Args:
-        checkpoints: Of a run, or of an import.
-        step: None for the newest intact checkpoint.
-        plan: The run's plan, on any mesh with devices.
-
-    Raises:
-        CheckpointError: As for `CheckpointManager.restore`.
-    """
+    """Restore the parameters and variables of a checkpoint, by default the newest intact one, onto the plan's mesh."""
     wanted = {"params": plan.abstract_params, "variables": plan.abstract_variables}
     restored, _ = checkpoints.restore(step, wanted, branches=("params", "variables"))
     return ModelState(restored["params"], restored["variables"])
@@ -38,12 +29,8 @@ def read_params(run: Path, abstract: Any, step: int | None = None) -> Any:
     """Load the model's parameters from a run folder; LoRA adapters are merged into them.
 
     Args:
-        run: The run folder.
         abstract: `jax.ShapeDtypeStruct`s with the shardings and dtypes to load into, such as `plan.abstract_params`.
         step: None for the newest intact checkpoint.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or it is of another model.
     """
     folder = RunDir(Path(run))
     config = folder.config()

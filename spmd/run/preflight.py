@@ -1,5 +1,8 @@
 """Check and measure a run before it starts: its batch, its trace, its memory, and its compiled step."""
 
+import dataclasses
+from typing import Any
+
 import jax
 
 from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
@@ -8,29 +11,21 @@ from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import check_batch, load_tokenizer
 from spmd.distributed.compilation_cache import compilation_cache
+from spmd.errors import SpmdError
 from spmd.generate.generator import check_window
-from spmd.run.build import TrainSetup, abstract_batch, count_microbatches
+from spmd.run.build import TrainSetup, abstract_batch, count_microbatches, make_setup
 from spmd.run.config import TrainConfig, config_values
 from spmd.sharding.mesh import AnyMesh, batch_sharding, mesh_of
 
 
 def check_microbatches(setup: TrainSetup) -> None:
-    """Check that the batch divides into microbatches, and a microbatch over the mesh.
-
-    Raises:
-        SpmdError: It does not.
-    """
+    """Check that the batch divides into microbatches, and a microbatch over the mesh."""
     data, parts = setup.config.data, setup.config.accumulate * count_microbatches(setup.config, setup.schedule)
     check_batch(data.batch, data.sequence, batch_sharding(setup.mesh), parts)
 
 
 def preflight(setup: TrainSetup) -> None:
-    """Find what is wrong before anything is allocated or compiled: the batch, the sample, every activation.
-
-    Raises:
-        SpmdError: The batch, or a microbatch of it, does not divide over the mesh; the prompt and the sample are longer
-            than the window; an activation cannot be split as the table says.
-    """
+    """Raise for a batch, a sample or an activation that does not fit, before anything is allocated or compiled."""
     config, sample = setup.config, setup.config.sample
     config_values(config)
     if sample.prompt:
@@ -46,11 +41,7 @@ def estimate_step(setup: TrainSetup, platform: str = "cpu") -> Estimate:
 
 
 def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | None]:
-    """Compile the step, and return its collectives and its memory.
-
-    Raises:
-        MemoryError: The compiler says that the step does not fit the chip.
-    """
+    """Return the compiled step's collectives and memory; raise `MemoryError` if the compiler finds that too large."""
     with compilation_cache(None), compiler_log() as log:  # a cached program has no compiler log
         try:
             compiled = setup.step.compile(abstract_batch(setup.config))
@@ -63,10 +54,39 @@ def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | N
 
 
 def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
-    """Return the config's mesh over the devices of an absent machine.
-
-    Raises:
-        ConfigError: The extra with its compiler is not installed.
-        MeshError: The mesh does not fit the machine.
-    """
+    """Return the config's mesh over the devices of an absent machine."""
     return mesh_of(config.mesh, topology_devices(topology), config.slices.sizes)
+
+
+def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple[str, int]]:
+    """Return flags with which the step fits by the estimate, and the bytes per device.
+
+    The cheapest settings are tried first: ZeRO 3, rematerialization, offloading of optimizer state and then of
+    parameters, and smaller microbatches; each alone and together with the previous ones.
+    """
+    config, together = setup.config, dict[str, Any]()
+    smaller = [("accumulate", config.accumulate * parts) for parts in (2, 4, 8)]
+    offload = [("offload", ("optimizer_state",)), ("offload", ("optimizer_state", "params"))]
+    for name, value in (("zero", 3), ("remat", "full"), *offload, *smaller):
+        if getattr(config, name) == value:
+            continue
+        found: list[tuple[str, int]] = []
+        alone, combined = {name: value}, {**together, name: value}
+        for settings in [alone] if alone == combined else [alone, combined]:
+            try:
+                other = make_setup(dataclasses.replace(config, **settings), setup.mesh)
+                check_microbatches(other)
+                total = estimate_step(other, topology.platform).total
+            except SpmdError:  # such as a batch that does not divide into so many microbatches
+                continue
+            if topology.memory is None or total <= topology.memory:
+                found.append((" ".join(_flag(*setting) for setting in settings.items()), total))
+            if settings.keys() >= together.keys():
+                together = settings
+        if found:
+            return found
+    return []
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"

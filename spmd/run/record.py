@@ -15,12 +15,7 @@ from spmd.run.run_dir import IMPORTED
 def _data_identity(setup: TrainSetup, corpus: Corpus) -> dict[str, Any]:
     """Return the values that determine the order of the data."""
     data = setup.config.data
-    return {
-        "data": corpus.fingerprint,
-        "seed": setup.config.seed,
-        "batch": data.batch,
-        "sequence": data.sequence,
-    }
+    return {"data": corpus.fingerprint, "seed": setup.config.seed, "batch": data.batch, "sequence": data.sequence}
 
 
 def checkpoint_record(setup: TrainSetup, corpus: Corpus) -> dict[str, Any]:

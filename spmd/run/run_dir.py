@@ -21,7 +21,6 @@ import datetime
 import json
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 import jax
@@ -66,9 +65,6 @@ class RunDir:
         Args:
             resume: never: start a run, refuse a folder with one; always: resume, refuse a folder without a checkpoint;
                 auto: resume if there is a run, else start one.
-
-        Raises:
-            CheckpointError: The folder is refused.
         """
         exists = self.metrics.exists() or any(self.checkpoints.glob("*"))
         if resume == "always" and not any(path.name.isdecimal() for path in self.checkpoints.glob("*")):
@@ -100,22 +96,17 @@ class RunDir:
         (self.path / "plan.txt").write_text(plan + "\n", encoding="utf-8")
 
     def config(self) -> TrainConfig:
-        """Return the run's resolved config; the tokenizer is found again if an imported run has been moved.
-
-        Raises:
-            CheckpointError: The folder contains no run.
-        """
+        """Return the run's resolved config; the tokenizer is found again if an imported run has been moved."""
         fix = "give the folder that `spmd train` wrote, such as runs/demo"
         try:
             values = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
             if "architectures" in values:
                 fix = f"spmd import {self.path} --out RUN"
             values = values["config"]
-        except (KeyError, TypeError) as error:
-            problem = Problem(str(self.path), "has a config.json that is not of a run", fix=fix)
-            raise CheckpointError("There is no run:", [problem]) from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError("There is no run:", [Problem(str(self.path), f"{error}", fix=fix)]) from error
+        except (KeyError, TypeError, OSError, ValueError, RecursionError) as error:
+            is_json = isinstance(error, KeyError | TypeError)
+            what = "has a config.json that is not of a run" if is_json else str(error)
+            raise CheckpointError("There is no run:", [Problem(str(self.path), what, fix=fix)]) from error
         config = with_values(load_config(str(self.path / "config.py")), current_fields(values))
         recorded, own = Path(config.data.tokenizer).expanduser(), self.path / TOKENIZER
         moved = recorded.name == TOKENIZER and not recorded.exists() and own.exists()
@@ -132,9 +123,7 @@ class ProcessLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.say(f"failed with {type(error).__name__}: {error}")
         self.file.close()

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ import jax
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.versions import library_versions
 from spmd.data.corpus import Corpus
-from spmd.data.loader import Batch, Batches, Windows, batches, evaluation_batches
+from spmd.data.loader import Windows, batches, evaluation_batches
 from spmd.distributed.compilation_cache import cache_dir, compilation_cache
+from spmd.distributed.initialize import compiler_environment
 from spmd.errors import DivergenceError, NonFiniteError
 from spmd.observe.goodput import Stopwatch
-from spmd.observe.metrics import Console, JsonLines, StepClock, Writer, Writers, utilization
+from spmd.observe.metrics import Console, JsonLines, StepClock, Writers, utilization
 from spmd.observe.profiling import Profile
 from spmd.observe.tensorboard import TensorBoard
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
@@ -46,10 +46,8 @@ class RunResult:
 
     Attributes:
         val_loss: Nats per token on the validation split, None if it was not evaluated.
-        val_tokens: Number of tokens in `val_loss`.
         checkpoint: Step of the newest checkpoint.
-        loss: Training loss of the last logged step, None if none was logged.
-        mfu: Model FLOPs utilization at that step, None if the chip's peak is unknown.
+        loss: Training loss of the last logged step, as `mfu`.
         seconds: Wall-clock time with compilation, evaluation and checkpoints.
         steps: Steps taken by this process, without those that were rolled back.
         preempted: Last step of a preempted run, which was saved; None if the run reached its last step.
@@ -82,24 +80,18 @@ def train(
     source: Path,
     console: Console | None,
     *,
-    resume: bool = False,
-    profile: tuple[int, int] | None = None,
-    environment: Mapping[str, str] | None = None,
+    resume: bool,
+    profile: tuple[int, int] | None,
 ) -> RunResult:
     """Train until the config's last step or preemption.
 
     Args:
-        setup: On a mesh with devices.
-        corpus: From `open_corpus`.
-        run_dir: Contains no run, or the one to resume.
         source: The config file.
-        console: Used on the first process only.
+        console: None on all processes but the first.
         resume: Start from the newest checkpoint in `run_dir`.
         profile: First and last step to trace.
-        environment: Variables that must be the same on all processes.
 
     Raises:
-        AgreementError: The processes are about to do different things.
         DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks are used up.
     """
     config, recovery = setup.config, setup.config.recovery
@@ -108,23 +100,20 @@ def train(
         log = stack.enter_context(ProcessLog(run_dir.log))
         watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
         log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
-        check_hosts_agree(_common_to_hosts(setup, corpus, source, resume, environment or {}))
+        check_hosts_agree(_common_to_hosts(setup, corpus, source, resume))
         preemption = stack.enter_context(Preemption())
         tracing = stack.enter_context(Profile(run_dir.path / "profile", profile, log.say))
         checkpoints = stack.enter_context(
             CheckpointManager(run_dir.checkpoints, max_to_keep=config.max_to_keep, keep_best=config.keep_best)
         )
-        console = console if jax.process_index() == 0 else None
-        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog)
-        run = _Run(setup, corpus, run_dir, console, log, checkpoints, telemetry, preemption, tracing)
+        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, log.say)
+        run = _Run(setup, corpus, run_dir, console, checkpoints, telemetry, preemption, tracing)
         began, rollbacks = time.perf_counter(), 0
         point = run.prepare(source, resume)
         first_step = point.step
         while True:
             try:
-                with run.open(point) as (stream, hooks, logged, evaluated):
-                    state = fit(point.state, setup.step, stream, steps=config.steps, start=point.step, hooks=hooks)
-                    last_step = run.finish(logged)
+                state, last_step, logged, evaluated = run.fit(point)
                 break
             except DivergenceError as error:
                 response = config.on_nan if isinstance(error, NonFiniteError) else recovery.on_spike
@@ -148,9 +137,7 @@ def train(
         )
 
 
-def _common_to_hosts(
-    setup: TrainSetup, corpus: Corpus, source: Path, resume: bool, environment: Mapping[str, str]
-) -> dict[str, Any]:
+def _common_to_hosts(setup: TrainSetup, corpus: Corpus, source: Path, resume: bool) -> dict[str, Any]:
     """Return the values that must be equal on all processes."""
     return {
         "config": config_values(setup.config),
@@ -160,7 +147,7 @@ def _common_to_hosts(
         "data": corpus.fingerprint,
         "versions": library_versions(),
         "source": source_fingerprint(),
-        "environment": dict(environment),
+        "environment": compiler_environment(),
         "resume": resume,
         "devices": f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
     }
@@ -174,7 +161,6 @@ class _Run:
     corpus: Corpus
     run_dir: RunDir
     console: Console | None
-    log: ProcessLog
     checkpoints: CheckpointManager
     telemetry: Telemetry
     preemption: Preemption
@@ -182,7 +168,7 @@ class _Run:
 
     def say(self, text: str) -> None:
         """Write to the log and, on the first process, to the console."""
-        self.log.say(text)
+        self.telemetry.say(text)
         if self.console:
             self.console.say(text)
 
@@ -203,7 +189,6 @@ class _Run:
         return point
 
     def initialize(self) -> ResumePoint:
-        """Return the initial state."""
         with self.telemetry.during("compile", "initializing the parameters"):
             return ResumePoint(0, 0, jax.block_until_ready(initial_state(self.setup)))
 
@@ -235,47 +220,46 @@ class _Run:
         self.say(f"skipping {skipped} batches of the data")
         return dataclasses.replace(newest, skipped_batches=point.skipped_batches + skipped)
 
-    @contextlib.contextmanager
-    def open(self, point: ResumePoint) -> Iterator[tuple[Iterable[Batch], list[Hook], Log, Evaluate]]:
-        """Open the batches and the metrics files for training from `point`; make the hooks."""
+    def fit(self, point: ResumePoint) -> tuple[TrainState, int, Log, Evaluate]:
+        """Train from `point`; return the state and the step at the end, with the hooks that have its metrics."""
         setup, config, path = self.setup, self.setup.config, self.run_dir.path
-        telemetry, say, skipped = self.telemetry, self.log.say, point.skipped_batches
-        files: list[Writer] = []
-        if jax.process_index() == 0:
-            files = [JsonLines(self.run_dir.metrics, point.step), TensorBoard(path / "tensorboard", point.step)]
-        with contextlib.ExitStack() as stack:
-            for file in files:
-                stack.callback(file.close)
-            writers = Writers([*files, *([self.console] if self.console else [])])
+        telemetry, skipped = self.telemetry, point.skipped_batches
+        is_first, sharding = jax.process_index() == 0, batch_sharding(setup.mesh)
+        metrics, start = self.run_dir.metrics, point.step
+        files = Writers([JsonLines(metrics, start), TensorBoard(path / "tensorboard", start)] if is_first else [])
+        stream = batches(
+            Windows(self.corpus.train, config.data.sequence),
+            batch=config.data.batch,
+            sharding=sharding,
+            seed=config.seed,
+            start=point.step + skipped,
+            steps=config.steps + skipped,
+            threads=config.data.threads,
+            prefetch=config.data.prefetch,
+        )
+        with contextlib.closing(files), stream:
+            writers = Writers([files, self.console] if self.console else [files])
             mfu = functools.partial(utilization, count_flops(config), devices=list(setup.mesh.devices.flat))
-            goodput_dir = path if files else None
-            log = Log(config, mfu, writers, telemetry.clock, telemetry.stopwatch, say, goodput_dir, skipped)
+            log = Log(config, mfu, writers, telemetry, path if is_first else None, skipped)
             windows = Windows(self.corpus.validation, config.data.sequence)
             step = make_eval_step(setup.plan, setup.evaluation_loss_fn)
-            evaluate = Evaluate(config, step, windows, batch_sharding(setup.mesh), writers, telemetry)
+            evaluate = Evaluate(config, step, windows, sharding, writers, telemetry)
             record = checkpoint_record(setup, self.corpus)
-            save = Save(config, record, self.checkpoints, evaluate, self.preemption, telemetry, say, skipped)
-            stream = stack.enter_context(self.batches(point))
+            save = Save(config, record, self.checkpoints, evaluate, self.preemption, telemetry, skipped)
             guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
             hooks = [*guards, log, evaluate, *self.sdc_checks(), save]
-            yield telemetry.stopwatch.time_batches(stream), hooks, log, evaluate
-
-    def batches(self, point: ResumePoint) -> Batches:
-        """Return the training batches that follow `point`."""
-        data, skipped = self.setup.config.data, point.skipped_batches
-        return batches(
-            Windows(self.corpus.train, data.sequence),
-            batch=data.batch,
-            sharding=batch_sharding(self.setup.mesh),
-            seed=self.setup.config.seed,
-            start=point.step + skipped,
-            steps=self.setup.config.steps + skipped,
-            threads=data.threads,
-            prefetch=data.prefetch,
-        )
+            timed = telemetry.stopwatch.time_batches(stream)
+            state = fit(point.state, setup.step, timed, steps=config.steps, start=start, hooks=hooks)
+            with telemetry.during("checkpoint", "waiting for the last checkpoint to be written"):
+                self.checkpoints.wait()
+            telemetry.watchdog.reset("the last checkpoint")
+            if stopped := self.preemption.stop_step:
+                telemetry.say(f"preempted: stopped after step {stopped}")
+            last_step = stopped or config.steps
+            log.finish(last_step)
+        return state, last_step, log, evaluate
 
     def divergence_check(self, skipped_batches: int) -> DivergenceCheck:
-        """Return the check for non-finite values and loss spikes, as the config asks for."""
         config, scaling = self.setup.config, build_precision(self.setup.config).loss_scale
         return DivergenceCheck(
             config.data.batch,
@@ -288,7 +272,6 @@ class _Run:
         )
 
     def sdc_checks(self) -> list[Hook]:
-        """Return the checks for silent data corruption that the config asks for."""
         setup, every, data = self.setup, self.setup.config.sdc_checks, self.setup.config.data
         checking = functools.partial(self.telemetry.during, "check", "checking for silent data corruption")
         hooks: list[Hook] = []
@@ -300,15 +283,3 @@ class _Run:
             probe = next(evaluation_batches(windows, batch=data.batch, sharding=sharding, tokens_at_most=tokens))
             hooks.append(DeterminismCheck(setup.plan, setup.grad_fn, probe, every.repeat_every, checking))
         return hooks
-
-    def finish(self, log: Log) -> int:
-        """Wait for the last checkpoint; return the last step that was taken."""
-        with self.telemetry.during("checkpoint", "waiting for the last checkpoint to be written"):
-            self.checkpoints.wait()
-        self.telemetry.watchdog.reset("the last checkpoint")
-        stopped = self.preemption.stop_step
-        if stopped:
-            self.log.say(f"preempted: stopped after step {stopped}")
-        last_step = stopped or self.setup.config.steps
-        log.finish(last_step)
-        return last_step

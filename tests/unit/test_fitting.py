@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from spmd.errors import ConfigError, Problem
-from spmd.run import suggest as fitting
+from spmd.run import preflight as fitting
 
 
 @dataclasses.dataclass(frozen=True)
