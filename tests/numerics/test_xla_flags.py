@@ -113,13 +113,11 @@ def test_what_is_added_on_slow_networks():
     ],
 )
 def test_the_step_is_compiled_with_the_options(options, name):
-    """A step that has a wrong option names it, before it compiles; equal options give the same step."""
+    """A step that has a wrong option names it, before it compiles."""
     batch = {n: jax.ShapeDtypeStruct((8, 16), d) for n, d in (("tokens", "int32"), ("targets", "int32"))}
     batch["weights"] = jax.ShapeDtypeStruct((8, 16), "float32")
     plan, loss_fn = tiny.plan(fsdp=2), tiny.loss_fn()
     step = make_train_step(plan, loss_fn, compiler_options=options)
-    assert step is make_train_step(plan, loss_fn, compiler_options=dict(options))
-    assert step is not make_train_step(plan, loss_fn)
     with pytest.raises(ConfigError, match=name):
         step.compile(batch)
 
