@@ -14,10 +14,8 @@ from spmd.plan.fsdp import accumulation_dtype
 def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
     """Return a gradient function that adds up the results of `grad_fn` on microbatches, one after the other.
 
-    A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next.
-
-    Raises:
-        ConfigError: Fewer than one microbatch, or at trace time a batch that does not divide.
+    A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next. A
+    batch that does not divide raises a `ConfigError` at trace time.
     """
     if microbatches < 1:
         problem = Problem("microbatches", f"is {microbatches}", fix="at least 1")
@@ -48,9 +46,6 @@ def split_microbatches(batch: Any, microbatches: int) -> Any:
     """Reshape every array `[batch, …]` to `[microbatches, batch / microbatches, …]`.
 
     Microbatch *i* has the examples *i*, *i* + `microbatches`, …, so each stays split over the devices of the batch.
-
-    Raises:
-        ConfigError: The batch does not divide.
 
     Example:
         >>> split_microbatches(jnp.arange(6), 2).tolist()

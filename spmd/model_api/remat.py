@@ -12,8 +12,7 @@
 
 A suffix such as `full/2` is an interval: the first of every two layers has the policy, the other saves everything.
 
-Only `none` saves parameters as gathered over `fsdp`. Any other policy gathers them again in the backward pass, also in
-the layers that an interval skips.
+Every policy but `none` gathers parameters again in the backward pass, also in the layers that an interval skips.
 """
 
 import dataclasses

@@ -23,14 +23,9 @@ def fill_bubbles(stages: int, microbatches: int, limit: int, *, placement: str =
     F and B alternate where both can start, the one nearest the model's end first; W runs if neither can.
 
     Args:
-        stages: Stages of the pipeline (p).
-        microbatches: Microbatches of one batch (m).
         limit: Activations of one microbatch (and chunk) that a stage may hold, counted as in `Timeline.peak_memory`.
-            2 p is enough for no bubble, in either placement.
+            Twice the stages are enough for no bubble, in either placement.
         placement: `"loop"` has one chunk per stage, `"v"` two.
-
-    Raises:
-        ScheduleError: A count below 1, or a limit that causes a deadlock.
 
     Example:
         >>> for order in fill_bubbles(stages=2, microbatches=3, limit=4).orders:

@@ -23,9 +23,7 @@ class TrainState:
 
     Attributes:
         step: int32 scalar: the number of steps taken.
-        params: The parameters, a nested dictionary.
-        variables: The arrays that the model changes by itself, a nested dictionary; empty for most models.
-        optimizer_state: The optax state.
+        variables: The arrays that the model changes by itself; empty for most models.
         key: uint32[2]: the data of the key from which every step's key is derived.
     """
 
@@ -61,12 +59,7 @@ def abstract_state(plan: ShardingPlan) -> TrainState:
 
 
 def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]:
-    """Return the arguments of a step, the state and a batch of this shape, as `jax.ShapeDtypeStruct`s with shardings.
-
-    Args:
-        plan: From `make_plan`.
-        batch: Arrays, or `jax.ShapeDtypeStruct`s.
-    """
+    """Return the arguments of a step, the state and a batch of this shape, as abstract values with shardings."""
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(plan.mesh, len(x.shape)))
@@ -106,7 +99,6 @@ def init_state(
     independently (normal, truncated normal, uniform, and the variance scalings of them).
 
     Args:
-        plan: From `make_plan`, on a mesh with devices.
         seed: Any integer below 2³².
         params: Parameters to begin with instead of drawn ones, placed as the plan says; donated.
         variables: Variables to begin with instead of the model's own, by their first name; donated.

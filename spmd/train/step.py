@@ -49,11 +49,7 @@ class TrainStep:
         return self.compile(batch)(state, batch)
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """Return the compiled step for batches of this shape, arrays or abstract ones; compile each shape once.
-
-        Raises:
-            ConfigError: XLA refuses a compile option.
-        """
+        """Return the compiled step for batches of this shape, arrays or abstract ones; compile each shape once."""
         signature = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
         if signature not in self._compiled:
             self._compiled[signature] = self._compile(self.lower(batch))
@@ -77,11 +73,7 @@ class TrainStep:
         return tuple(self._compiled.values())
 
     def trace(self, batch: Any) -> jax.stages.Traced:
-        """Trace the step; the plan's mesh needs no devices.
-
-        Raises:
-            AnnotationError: The rule table names an activation that the model never marks.
-        """
+        """Trace the step, and check that the model marks every activation of the rule table; no devices are needed."""
         traced = self._jitted.trace(*abstract_arguments(self.plan, batch))
         check_annotations(self.plan, traced.jaxpr)
         return traced
@@ -134,7 +126,6 @@ def make_train_step(
     """Return the train step of `plan`.
 
     Args:
-        plan: From `make_plan`.
         loss_fn: `(params, variables, batch, key) -> (Sums, variables)`.
         grad_fn: Instead of `loss_fn`: any composition of `spmd.gradients`.
         watch: Name → a function of the state before the step, reported as a metric.
