@@ -170,14 +170,13 @@ class Precision:
         return jnp.dtype(self.gradients)
 
 
-_BF16_PARAMS = Precision("bf16-params", params="bfloat16", compute="bfloat16", master="float32")
 POLICIES = {
     policy.name: policy
     for policy in (
         Precision("float32", params="float32", compute="float32"),
         Precision("bf16", params="float32", compute="bfloat16"),
-        _BF16_PARAMS,
-        dataclasses.replace(_BF16_PARAMS, name="bf16-params-stochastic", master=None, rounding="stochastic"),
+        Precision("bf16-params", params="bfloat16", compute="bfloat16", master="float32"),
+        Precision("bf16-params-stochastic", params="bfloat16", compute="bfloat16", rounding="stochastic"),
         Precision("fp16", params="float32", compute="float16", loss_scale=LossScale()),
     )
 }

@@ -24,7 +24,8 @@ from spmd.model_api.model import PRNG, Model
 from spmd.model_api.precision import Precision, cast_floats, make_precision, with_loss_scale
 from spmd.model_api.remat import Remat, make_remat
 from spmd.optim.master_weights import wrap_optimizer_for_precision
-from spmd.optim.offload_chunks import UpdateChunk
+from spmd.optim.offload_chunks import UpdateChunk, plan_chunks
+from spmd.optim.two_phase import phases
 from spmd.plan import resolve
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.plan.render import diff_texts, format_entries, format_footer
@@ -201,7 +202,9 @@ def make_plan(
     # Beside frozen parameters, the trained ones are small and stay on the device.
     updated = tuple(name for name in offload if name != "params" or not info.frozen)
     if updated and not problems:
-        chunks, problems = resolve.resolve_offload(mesh, rules, optimizer, params, state, specs["optimizer"], updated)
+        stacks = tuple(name for name, _ in rules.stacked)
+        param_phase = phases(optimizer)[1]
+        chunks, problems = plan_chunks(param_phase, params, state, specs["optimizer"], mesh.shape, stacks, updated)
     if problems:
         raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 
@@ -232,7 +235,7 @@ def make_plan(
         params=entries("params", weights, on_host),
         gradients=entries("gradients", tree.flatten(_cast_abstract(params, precision.gradients_dtype))),
         variables=entries("params", variables, on_host),
-        optimizer_state=resolve.state_entries(mesh, state, chunks),
+        optimizer_state=resolve.state_entries(mesh, state, zero, chunks),
         offload=offload,
         update_chunks=chunks,
         model=model,

@@ -92,16 +92,16 @@ def make_entry(
     path: str, array: Any, match: Match, spec: P, *, zero: int, axes: Mapping[str, int], on_host: bool
 ) -> PlanEntry:
     """Return the entry of an array that a rule matched; the ZeRO stage may have dropped an axis of the rule's spec."""
-    shape, dtype = tuple(array.shape), str(array.dtype)
+    shape = tuple(array.shape)
     dropped = "" if spec == match.spec else f"zero={zero}: whole over fsdp"
     return PlanEntry(
         path=path,
         shape=shape,
-        dtype=dtype,
+        dtype=str(array.dtype),
         rule=match.pattern,
         requested=spec_text(match.requested) if isinstance(match.requested, P) else str(match.requested),
         spec=spec,
         reason=match.reason or dropped,
         memory_kind="pinned_host" if on_host else "device",
-        bytes_per_device=shard_bytes(shape, dtype, spec, axes),
+        bytes_per_device=shard_bytes(shape, array.dtype, spec, axes),
     )

@@ -16,12 +16,11 @@ from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.model_api.model import ModelInfo
 from spmd.model_api.remat import Remat
 from spmd.optim.layerwise import check_layerwise
-from spmd.optim.offload_chunks import UpdateChunk, plan_chunks
-from spmd.optim.two_phase import phases
-from spmd.plan.records import ParamPlacement, PlanEntry
+from spmd.optim.offload_chunks import UpdateChunk
+from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.sharding.mesh import AnyMesh, entry_axes
-from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_axis, optimizer_specs, shard_bytes
-from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate, spec_text
+from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_axis, optimizer_specs
+from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
 
 OFFLOADABLE = ("optimizer_state", "params")
 """What can live in host memory."""
@@ -83,20 +82,6 @@ def resolve_optimizer_state(
     return state, problems + check_layerwise(optimizer, params, tuple(name for name, _ in rules.stacked))
 
 
-def resolve_offload(
-    mesh: AnyMesh,
-    rules: Rules,
-    optimizer: optax.GradientTransformation,
-    params: Any,
-    state: Mapping[str, DerivedSpec],
-    specs: Specs,
-    offload: tuple[str, ...],
-) -> tuple[tuple[UpdateChunk, ...], list[Problem]]:
-    """Return the chunks in which offloaded state is updated, and what keeps it from being offloaded."""
-    stacked = tuple(name for name, _ in rules.stacked)
-    return plan_chunks(phases(optimizer)[1], params, state, specs, mesh.shape, stacked, offload)
-
-
 def frozen_on_host(rules: Rules, info: ModelInfo, variables: Mapping[str, Any]) -> set[str]:
     """Return the frozen variables that live in host memory where parameters do: matrices of stacked layers."""
 
@@ -108,22 +93,14 @@ def frozen_on_host(rules: Rules, info: ModelInfo, variables: Mapping[str, Any]) 
 
 
 def state_entries(
-    mesh: AnyMesh, state: Mapping[str, DerivedSpec], chunks: tuple[UpdateChunk, ...]
+    mesh: AnyMesh, state: Mapping[str, DerivedSpec], zero: int, chunks: tuple[UpdateChunk, ...]
 ) -> tuple[PlanEntry, ...]:
     """Return one entry for each array of the optimizer's state."""
+    hosted = {path for chunk in chunks for path in chunk.host}
+    matches = {path: Match(-1, derived.source, derived.spec, derived.spec, "") for path, derived in state.items()}
     return tuple(
-        PlanEntry(
-            path=path,
-            shape=derived.shape,
-            dtype=str(derived.dtype),
-            rule=derived.source,
-            requested=spec_text(derived.spec),
-            spec=derived.spec,
-            reason="",
-            memory_kind="pinned_host" if any(path in chunk.host for chunk in chunks) else "device",
-            bytes_per_device=shard_bytes(derived.shape, derived.dtype, derived.spec, mesh.shape),
-        )
-        for path, derived in state.items()
+        make_entry(path, x, matches[path], x.spec, zero=zero, axes=mesh.shape, on_host=path in hosted)
+        for path, x in state.items()
     )
 
 

@@ -68,7 +68,7 @@ def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]
 
 
 @functools.lru_cache(maxsize=1)
-def _init_program(plan: ShardingPlan) -> Any:
+def init_program(plan: ShardingPlan) -> Any:
     """Return the jitted function that creates the state from a key's data and given arrays, shard by shard."""
 
     def create(key_data: jax.Array, params: Any, given: Mapping[str, Any]) -> TrainState:
@@ -82,12 +82,6 @@ def _init_program(plan: ShardingPlan) -> Any:
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(plan))
     return jax.jit(create, out_shardings=shardings, donate_argnums=(1, 2))
-
-
-def compile_init(plan: ShardingPlan) -> jax.stages.Compiled:
-    """Compile the program that draws the state of `plan` from a key's data."""
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=NamedSharding(plan.mesh, P()))
-    return _init_program(plan).lower(key, None, {}).compile()
 
 
 def init_state(
@@ -104,4 +98,4 @@ def init_state(
         variables: Variables to begin with instead of the model's own, by their first name; donated.
     """
     key = jax.device_put(jax.random.key_data(jax.random.key(seed, impl=PRNG)), NamedSharding(plan.mesh, P()))
-    return _init_program(plan)(key, params, variables or {})
+    return init_program(plan)(key, params, variables or {})
