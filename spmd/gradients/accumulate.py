@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
-from spmd.plan.fsdp import accumulation_dtype
+from spmd.plan.fsdp import zero_gradients
 
 
 def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
@@ -32,10 +32,7 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
 
         parts = (split_microbatches(batch, microbatches), jax.random.split(key, microbatches))
         gradients, sums, _ = jax.eval_shape(grad_fn, params, variables, *jax.tree.map(lambda x: x[0], parts))
-        zeros = (
-            jax.tree.map(lambda g: jnp.zeros(g.shape, accumulation_dtype(g.dtype)), gradients),
-            jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
-        )
+        zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, sums)
         ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), parts)
         return gradients, sums, variables
 

@@ -147,8 +147,6 @@ def repeat_schedule(schedule: Schedule, batches: int) -> Schedule:
     With a flush a stage starts the next batch when it has finished the last. Without one the forwards of the next batch
     alternate with the remaining backwards of the last, after the same warmup as in the first.
     """
-    if problems := check_values("at least 1", batches=batches):
-        raise ScheduleError("The schedule cannot be repeated:", problems)
     total = batches * schedule.microbatches
 
     def extend(order: tuple[Task, ...]) -> Iterator[Task]:

@@ -125,7 +125,7 @@ def params_for_forward(params: Any, targets: Any = None) -> Any:
     return tree.map_with_path(take, params, seen)
 
 
-def accumulation_dtype(dtype: Any) -> Any:
-    """Return the dtype in which gradients of `dtype` are added up over microbatches; `dtype` itself outside a plan."""
+def zero_gradients(like: Any) -> Any:
+    """Return zeros of the shapes of gradients, in the dtype in which those of microbatches are accumulated."""
     precision = current().precision
-    return dtype if precision is None else jnp.dtype(precision.accumulation)
+    return jax.tree.map(lambda g: jnp.zeros(g.shape, precision.accumulation if precision else g.dtype), like)
