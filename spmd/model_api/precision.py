@@ -43,8 +43,6 @@ class LossScale:
     trainers that scale the mean.
 
     Attributes:
-        initial: The first scale.
-        growth_interval: Finite steps in a row after which the scale grows.
         hysteresis: The n-th non-finite step lowers the scale.
         floor: The smallest scale.
 

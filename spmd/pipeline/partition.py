@@ -75,7 +75,7 @@ class StageModel:
         microbatches: The microbatches, and a key for each.
         some_layers: Any chunk of layers, `[layer, …]`: a placeholder where layers are not used.
         frozen: The frozen variables of the layers, `[chunk, layer, …]`, and all others.
-        chunks: Chunks of each stage.
+        chunks: Chunks of layers of each stage.
     """
 
     loss_fn: LossFn
@@ -91,18 +91,13 @@ class StageModel:
         return jax.tree.leaves(self.some_layers)[0].shape[0]
 
     def shapes(self, shared: Any) -> tuple[Stream, Sums]:
-        """Return zeros like the stream and the sums, for parameters `[version, …]`.
-
-        Raises:
-            ConfigError: The model has no parts; `embed_inputs` or `compute_outputs` uses the layers; layers return
-                integers, which have no gradient.
-        """
+        """Return the abstract stream and sums for parameters `[version, …]`; check that only stages use the layers."""
         own, first = jax.tree.map(lambda w: w[0], shared), jnp.int32(0)
 
         def outside(layers: Any, frozen: Any) -> tuple[Stream, Sums]:
             around = dataclasses.replace(self, some_layers=layers, frozen=(frozen, self.frozen[1]))
             stream = around.enter(own, first)
-            # Zeros, for the stream that leaves is another: only what does not go through the layers matters.
+            # The stream after the layers is replaced by zeros: only uses of layers outside of apply_layers remain.
             return stream, around.leave(own, jax.tree.map(jnp.zeros_like, stream), first)[1]
 
         of_layers = self.some_layers, self.frozen[0]

@@ -1,8 +1,7 @@
 """The training loop; everything that is not a step is a hook.
 
-The loop dispatches step *n*, then reads the metrics of step *n − 1*, so it never blocks on the step that it has just
-dispatched. Where a hook wants the state (to evaluate, to save), step *n*'s own metrics are read first: nothing is saved
-before it is known to be finite.
+The loop dispatches step *n*, then reads the metrics of step *n − 1*, so it never blocks on the step just dispatched.
+Where a hook wants the state, step *n*'s own metrics are read first: nothing is saved before it is known to be finite.
 """
 
 from collections.abc import Iterable, Sequence
