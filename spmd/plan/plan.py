@@ -11,7 +11,6 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax.core import FrozenDict
 from jax.sharding import NamedSharding
@@ -221,6 +220,7 @@ def make_plan(
         leading = rules.layer_path(path)[1]
         return resolve.resolve_placement(mesh, matches[path], leading, zero, on_host=path in on_host)
 
+    gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
     by_module = {module: placement(path) for path, module in info.frozen.items()}
     by_path = {path: placement(path) for path in (*info.frozen, *weights) if path not in info.merged}
 
@@ -233,7 +233,7 @@ def make_plan(
         attention=attention_config,
         placements=FrozenDict({**by_module, **by_path}),
         params=entries("params", weights, on_host),
-        gradients=entries("gradients", tree.flatten(_cast_abstract(params, precision.gradients_dtype))),
+        gradients=entries("gradients", tree.flatten(gradients)),
         variables=entries("params", variables, on_host),
         optimizer_state=resolve.state_entries(mesh, state, zero, chunks),
         offload=offload,
@@ -245,10 +245,6 @@ def make_plan(
 
 def _abstract_params(model: Model, precision: Precision) -> Any:
     return jax.eval_shape(lambda: cast_floats(model.init(jax.random.key(0, impl=PRNG)), precision.params_dtype))
-
-
-def _cast_abstract(params: Any, dtype: Any) -> Any:
-    return jax.eval_shape(lambda: cast_floats(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), dtype))
 
 
 def _abstract_variables(model: Model) -> Any:

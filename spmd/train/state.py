@@ -19,7 +19,7 @@ from spmd.sharding.mesh import batch_sharding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything a step reads and writes.
+    """State that a step reads and writes.
 
     Attributes:
         step: int32 scalar: the number of steps taken.
