@@ -8,16 +8,14 @@ import jax.numpy as jnp
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
-from spmd.plan.fsdp import accumulation_dtype
+from spmd.plan.fsdp import zero_gradients
 
 
 def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
     """Return a gradient function that adds up the results of `grad_fn` on microbatches, one after the other.
 
-    A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next.
-
-    Raises:
-        ConfigError: Fewer than one microbatch, or at trace time a batch that does not divide.
+    A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next. A
+    batch that does not divide raises a `ConfigError` at trace time.
     """
     if microbatches < 1:
         problem = Problem("microbatches", f"is {microbatches}", fix="at least 1")
@@ -34,10 +32,7 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
 
         parts = (split_microbatches(batch, microbatches), jax.random.split(key, microbatches))
         gradients, sums, _ = jax.eval_shape(grad_fn, params, variables, *jax.tree.map(lambda x: x[0], parts))
-        zeros = (
-            jax.tree.map(lambda g: jnp.zeros(g.shape, accumulation_dtype(g.dtype)), gradients),
-            jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
-        )
+        zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, sums)
         ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), parts)
         return gradients, sums, variables
 
@@ -48,9 +43,6 @@ def split_microbatches(batch: Any, microbatches: int) -> Any:
     """Reshape every array `[batch, …]` to `[microbatches, batch / microbatches, …]`.
 
     Microbatch *i* has the examples *i*, *i* + `microbatches`, …, so each stays split over the devices of the batch.
-
-    Raises:
-        ConfigError: The batch does not divide.
 
     Example:
         >>> split_microbatches(jnp.arange(6), 2).tolist()

@@ -34,8 +34,7 @@ def unscale(grad_fn: GradFn, loss_scale: LossScale | None) -> GradFn:
         gradients, sums, after = grad_fn(params, variables, batch, key)
         gradients = jax.tree.map(lambda g: g / state["scale"], gradients)
         finite = all_finite(gradients)
-        after = _select(finite, after, variables)
-        return gradients, sums, {**after, LOSS_SCALE: loss_scale.after(state, finite)}
+        return gradients, sums, {**_select(finite, after, variables), LOSS_SCALE: loss_scale.after(state, finite)}
 
     return unscaled
 

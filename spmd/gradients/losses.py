@@ -38,7 +38,6 @@ def cross_entropy(
     Args:
         logits: Logits in any float dtype, cast to float32. The vocabulary may be split over devices: a masked sum
             selects the target's logit without a gather. With `LazyLogits`, never all logits exist at once.
-        targets: The next token of each position.
         weights: 0 for padding, otherwise 1.
         chunk: Tokens of a device whose logits exist at once, for `LazyLogits`.
     """
@@ -59,7 +58,6 @@ class ModelLoss:
     """A `LossFn` of a model's outputs, in parts that a pipeline recomposes.
 
     Attributes:
-        model: The model.
         inputs: Batch → the model's inputs.
         sums: `(Outputs, batch)` → `Sums`.
         train: Whether the model runs in training mode (dropout, updates of batch statistics) or in evaluation mode.
@@ -81,12 +79,8 @@ class ModelLoss:
 def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> ModelLoss:
     """Return the loss of a language model on batches of `tokens`, `targets` and `weights`, each `[batch, sequence]`.
 
-    A batch may also have `segments`, the document of each token: the second input of the model.
-
-    Args:
-        model: Tokens → logits `[batch, sequence, vocab]` or `spmd.model_api.model.Outputs`.
-        train: Whether the model runs in training mode, and auxiliary losses are part of the loss.
-        chunk: As for `cross_entropy`.
+    A batch may also have `segments`, the document of each token: the second input of the model. The model returns
+    logits `[batch, sequence, vocab]` or `spmd.model_api.model.Outputs`, whose losses are added in training.
     """
     return ModelLoss(model, _tokens, functools.partial(next_token_sums, train=train, chunk=chunk), train)
 

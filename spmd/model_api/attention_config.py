@@ -38,13 +38,7 @@ _FUSED = {"tpu": "splash", "gpu": "cudnn"}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """The attention settings of a plan, made by `make_attention_config`.
-
-    Attributes:
-        mesh: The plan's mesh; None outside a plan.
-        kernel: `"auto"` or one of `KERNELS`.
-        context: One of `CONTEXTS`.
-    """
+    """The attention settings of a plan, made by `make_attention_config`; without a mesh, those outside a plan."""
 
     mesh: AnyMesh | None = None
     kernel: str = "auto"
@@ -77,11 +71,8 @@ class AttentionConfig:
 
         Args:
             seq: Number of keys on one device.
-            head_dim: Width of a head.
-            dtype: Dtype of queries, keys and values.
             packed: Several documents share a sequence.
             capped: Scores have a soft cap.
-            causal: Tokens attend to earlier tokens only.
 
         Raises:
             ConfigError: The plan's kernel, or that of a ring, does not support the call.
@@ -105,7 +96,6 @@ class AttentionConfig:
         return kernel
 
     def __str__(self) -> str:
-        """Return the text in the plan's heading."""
         if self.is_ring:
             return "chunked   context ring"
         context = f"   context {self.context}" if self.sequence > 1 else ""
@@ -117,9 +107,6 @@ class AttentionConfig:
 
 def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> AttentionConfig:
     """Return the settings, checked against the mesh.
-
-    Raises:
-        ConfigError: An unknown name, or a kernel that the mesh's devices or a ring do not support.
 
     Example:
         >>> from spmd.sharding.mesh import MeshShape, abstract_mesh
@@ -152,7 +139,6 @@ def attention_problems(kernel: str, context: str) -> list[Problem]:
 def _unsupported(
     kernel: str, seq: int, head_dim: int, dtype: Any, packed: bool, capped: bool, causal: bool
 ) -> list[Problem]:
-    """Return the problems of a kernel with one call."""
     is_cudnn, dtype = kernel == "cudnn", jnp.dtype(dtype)
     heads, blocks = f"takes heads of 8, 16, … {_CUDNN_HEAD_DIM}", f"{seq} / {SPLASH_BLOCK} = {seq / SPLASH_BLOCK:.4g}"
     rows = (

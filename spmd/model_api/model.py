@@ -19,7 +19,7 @@ class ModelInfo:
 
     Attributes:
         tied: Groups of paths of one array; the first path is the parameter's name.
-        random_state: Paths of random keys and draw counters: replicated.
+        random_state: Paths of random keys and draw counters.
         annotations: Parameter path → the dimension names in its metadata, for `rules_from_annotations`.
         replicated: Path of another variable without a rule → the reason why it is replicated.
         placed: Path of a variable without a rule → its spec.
@@ -65,12 +65,7 @@ class Outputs:
 
 
 def as_outputs(returned: Any) -> Outputs:
-    """Return the outputs of a model that returned `Outputs` or logits alone.
-
-    Example:
-        >>> as_outputs(jax.numpy.ones(3)).logits.shape
-        (3,)
-    """
+    """Return the outputs of a model that returned `Outputs` or logits alone."""
     return returned if isinstance(returned, Outputs) else Outputs(returned)
 
 
@@ -103,11 +98,10 @@ class Model:
     Attributes:
         init: Key → parameters, a nested dictionary of arrays.
         apply: `(params, *inputs)` → outputs, for a model without variables.
-        init_variables: Key → variables, a nested dictionary; empty by default.
+        init_variables: Key → variables, a nested dictionary.
         forward: `(params, variables, key, *inputs, train)` → `(outputs, updated variables)`; by default `apply`. In
             evaluation (`train=False`) there is no dropout, statistics are not updated, and the key may be None.
-        info: Properties of the arrays; none by default.
-        layered: The forward pass in parts, for a pipeline; None by default.
+        layered: The forward pass in parts, for a pipeline.
 
     Example:
         >>> model = Model(lambda key: {"w": jax.numpy.ones(3)}, lambda params, x: params["w"] * x)

@@ -43,15 +43,8 @@ class LossScale:
     trainers that scale the mean.
 
     Attributes:
-        initial: The first scale.
-        growth_interval: Finite steps in a row after which the scale grows.
-        growth_factor: Its factor when it grows.
-        backoff_factor: Its factor when it is lowered.
         hysteresis: The n-th non-finite step lowers the scale.
         floor: The smallest scale.
-
-    Raises:
-        ConfigError: All values that are out of range.
 
     Example:
         >>> scaling = LossScale(initial=16, growth_interval=2, hysteresis=1)
@@ -81,11 +74,8 @@ class LossScale:
 
     def init(self) -> dict[str, jax.Array]:
         """Return the initial state: `scale`, `good_steps` in a row, and the remaining `hysteresis`."""
-        return {
-            "scale": jnp.float32(self.initial),
-            "good_steps": jnp.int32(0),
-            "hysteresis": jnp.int32(self.hysteresis),
-        }
+        good_steps, hysteresis = jnp.int32(0), jnp.int32(self.hysteresis)
+        return {"scale": jnp.float32(self.initial), "good_steps": good_steps, "hysteresis": hysteresis}
 
     def after(self, state: Mapping[str, jax.Array], finite: jax.Array) -> dict[str, jax.Array]:
         """Return the state after a step whose gradients were `finite`, a boolean scalar."""
@@ -118,7 +108,6 @@ class Precision:
     """The dtypes of a training run.
 
     Attributes:
-        name: The name of the policy.
         params: Dtype of stored parameters.
         compute: Dtype of activations and of the operands of matmuls.
         gradients: Dtype in which matmuls return weight gradients and devices sum them.
@@ -126,10 +115,6 @@ class Precision:
         master: Dtype of master weights in the optimizer's state, if any.
         moments: Dtype of the optimizer's moments; None leaves it to the optimizer.
         rounding: Rounding of updated parameters to `params`; `"stochastic"` is unbiased.
-        loss_scale: The loss scaling, if any.
-
-    Raises:
-        ConfigError: All values that are invalid, alone or in combination.
 
     Example:
         >>> Precision("half", params="float32", compute="float16")
@@ -183,14 +168,13 @@ class Precision:
         return jnp.dtype(self.gradients)
 
 
-_BF16_PARAMS = Precision("bf16-params", params="bfloat16", compute="bfloat16", master="float32")
 POLICIES = {
     policy.name: policy
     for policy in (
         Precision("float32", params="float32", compute="float32"),
         Precision("bf16", params="float32", compute="bfloat16"),
-        _BF16_PARAMS,
-        dataclasses.replace(_BF16_PARAMS, name="bf16-params-stochastic", master=None, rounding="stochastic"),
+        Precision("bf16-params", params="bfloat16", compute="bfloat16", master="float32"),
+        Precision("bf16-params-stochastic", params="bfloat16", compute="bfloat16", rounding="stochastic"),
         Precision("fp16", params="float32", compute="float16", loss_scale=LossScale()),
     )
 }
@@ -198,15 +182,7 @@ POLICIES = {
 
 
 def make_precision(name: str | Precision) -> Precision:
-    """Return the precision policy with a name.
-
-    Raises:
-        ConfigError: The name is unknown.
-
-    Example:
-        >>> make_precision("bf16").compute
-        'bfloat16'
-    """
+    """Return the precision policy with a name, or raise a `ConfigError`; a `Precision` is returned."""
     if isinstance(name, Precision):
         return name
     if name not in POLICIES:
@@ -221,11 +197,6 @@ def with_loss_scale(model: Model, loss_scale: LossScale | None) -> Model:
 
     Cached, since plans are compared by value and a model by identity: `make_plan` with equal arguments returns an equal
     plan.
-
-    Example:
-        >>> model = with_loss_scale(Model(lambda key: {}, lambda params, x: x), LossScale())
-        >>> sorted(model.init_variables(None)["loss_scale"])
-        ['good_steps', 'hysteresis', 'scale']
     """
     if loss_scale is None:
         return model

@@ -12,13 +12,12 @@
 
 A suffix such as `full/2` is an interval: the first of every two layers has the policy, the other saves everything.
 
-Only `none` saves parameters as gathered over `fsdp`. Any other policy gathers them again in the backward pass, also in
-the layers that an interval skips.
+Every policy but `none` gathers parameters again in the backward pass, also in the layers that an interval skips.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeVar
 
 import jax
 
@@ -41,7 +40,7 @@ class Remat:
         every: The interval in layers.
 
     Raises:
-        ConfigError: All problems: an unknown kind, names with another kind, a repeated name, an invalid interval.
+        ConfigError: All problems of the policy.
 
     Example:
         >>> str(Remat(save=("attention_out",), offload=("mlp_hidden",))), str(Remat("full", every=2))
@@ -77,6 +76,15 @@ class Remat:
         elif self.kind == "none" and self.every > 1:
             yield Problem("remat", f"'none' saves everything, and has an interval of {self.every}", fix="none")
 
+    def check_names(self, known: Collection[str], what: str) -> list[Problem]:
+        """Return a problem for each checkpoint name that is not known; `what` says so."""
+        return [
+            Problem(f"remat {word}:{name}", what, fix=f"one of: {', '.join(known)}")
+            for word, names in (("save", self.save), ("offload", self.offload))
+            for name in names
+            if name not in known
+        ]
+
     @property
     def names(self) -> tuple[str, ...]:
         """The checkpoint names, saved and offloaded."""
@@ -95,27 +103,23 @@ class Remat:
         """
         if self.kind in ("none", "selective"):
             return layer
-        return jax.checkpoint(layer, policy=self._saveable(), prevent_cse=not scanned)  # type: ignore[return-value]
-
-    def _saveable(self) -> Callable[..., Any] | None:
-        policies = jax.checkpoint_policies
+        policies, policy = jax.checkpoint_policies, None
         if self.kind == "dots":
-            return policies.dots_with_no_batch_dims_saveable
-        if self.offload:
-            return policies.save_and_offload_only_these_names(
+            policy = policies.dots_with_no_batch_dims_saveable
+        elif self.offload:
+            policy = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(self.save),
                 names_which_can_be_offloaded=list(self.offload),
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        return policies.save_only_these_names(*self.save) if self.save else None
+        elif self.save:
+            policy = policies.save_only_these_names(*self.save)
+        return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # type: ignore[return-value]
 
 
 def make_remat(policy: "str | Remat") -> Remat:
     """Parse a policy such as `"none"`, `"full/2"` or `"save:attention_out offload:mlp_hidden"`; a `Remat` is returned.
-
-    Raises:
-        ConfigError: All problems of the policy.
 
     Example:
         >>> make_remat("save:attention_out,mlp_hidden").save

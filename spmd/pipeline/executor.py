@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import StageModel, Stream, read_slot, select_chunk
 from spmd.pipeline.tick_table import IDLE, TickTable
-from spmd.plan.fsdp import accumulation_dtype
+from spmd.plan.fsdp import zero_gradients
 
 SLOTS = "stage_inputs"
 """The checkpoint name of the slots that hold a stage's inputs."""
@@ -35,23 +35,17 @@ def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -
     stream, sums = model.shapes(shared)
     empty = zeros(stream)
 
-    def total(like: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), like)
-
     return {
         "inputs": zeros(stream, table.depth),
         "gradients": zeros(stream, table.gradient_depth),
         "arrived": empty,
         "sent_back": empty,
-        "totals": (total(chunks), total(shared), zeros(sums, table.versions)),
+        "totals": (zero_gradients(chunks), zero_gradients(shared), zeros(sums, table.versions)),
     }
 
 
 def run_ticks(model: StageModel, chunks: Any, shared: Any, scale: jax.Array, table: TickTable, carry: Carry) -> Carry:
-    """Run all ticks of one stage, from the `first_carry` or that of the previous batch.
-
-    `chunks` are the stage's layers, `[version · chunk, layer, …]`; `shared` all other parameters, `[version, …]`.
-    """
+    """Run all ticks of one stage, with its layers `[version · chunk, layer, …]` and all `shared` `[version, …]`."""
     stage = jax.lax.axis_index(AXIS)
     empty = zeros(carry["arrived"])
     send = functools.partial(shift, stages=table.stages, chunks=table.chunks)

@@ -1,9 +1,8 @@
 """Pipeline parallelism over the mesh axis `pipe` as a gradient function: any schedule, in one SPMD program.
 
-The program is manual over `pipe` only; the plan splits arrays over all other axes. It scans over the ticks of a
-`TickTable` (`spmd.pipeline.executor`). An idle stage computes nothing (`lax.cond`). The first task of a microbatch
-includes the embedding, the last one the head and the loss. Only the input of a task is kept for its backward task,
-which recomputes the rest under the plan's remat policy.
+The program is manual over `pipe` only and scans over the ticks of a `TickTable` (`spmd.pipeline.executor`). An idle
+stage computes nothing (`lax.cond`). Only the input of a task is kept for its backward task, which recomputes the rest
+under the plan's remat policy.
 """
 
 import functools
@@ -31,14 +30,8 @@ def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
     """Return a gradient function that pipelines microbatches through stages, each with some of the layers.
 
     The parameters that the plan splits over `pipe` are the layers; everything else is on every stage. If stages have
-    several chunks, the step moves the layers to their stage, and their gradients back (`interleave`).
-
-    Args:
-        loss_fn: A `ModelLoss` of a model in parts, such as `next_token_loss(model)`.
-        table: From `tabulate`.
-
-    Raises:
-        ConfigError: At trace time: see `spmd.pipeline.partition.partition` and `StageModel.shapes`.
+    several chunks, the step moves the layers to their stage, and their gradients back (`interleave`). The loss is a
+    `ModelLoss` of a model in parts, such as `next_token_loss(model)`; another raises a `ConfigError` at trace time.
     """
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
@@ -59,11 +52,7 @@ def merge_like(params: Any, layers: Any, shared: Any) -> Any:
 
 
 def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
-    """Return a loss function for evaluation that pipelines microbatches through the stages of `pipe`.
-
-    Raises:
-        ConfigError: As for `pipeline`.
-    """
+    """Return a loss function for evaluation that pipelines microbatches through the stages of `pipe`."""
 
     def pipelined_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
         arrays = partition(params, split_in_flight(variables)[0], batch, key, stages, 1, microbatches)
@@ -83,10 +72,8 @@ def shard_over_stages(local: Callable[..., Any], out_specs: Any, layers: Any, *s
 def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, table: TickTable) -> Any:
     """Return the gradients of one stage's layers, and those of shared parameters and the sums over all stages."""
     chunks, frozen = interleave(layers, table.stages, table.chunks)
-    shared, others = shared
-    model = StageModel(
-        loss_fn, parts, jax.tree.map(lambda w: w[0], chunks), table.stages, (frozen, others), table.chunks
-    )
+    (shared, others), first = shared, jax.tree.map(lambda w: w[0], chunks)
+    model = StageModel(loss_fn, parts, first, table.stages, (frozen, others), table.chunks)
     shared = jax.tree.map(lambda w: w[None], shared)
     carry = run_ticks(model, chunks, shared, scale, table, first_carry(model, chunks, shared, table))
     d_chunks, d_shared, sums = carry["totals"]

@@ -49,27 +49,17 @@ def select_chunk(chunks: Any, which: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The arrays that stages pass on.
-
-    Attributes:
-        x: The residual stream of one microbatch.
-        values: The values that layers return, stacked over all layers; zeros for layers that are still to come.
-    """
+    """The arrays that stages pass on: the residual stream, and the values of all layers (zeros for later layers)."""
 
     x: Any
     values: Any
 
 
 def in_parts(loss_fn: LossFn) -> tuple[ModelLoss, LayeredModel]:
-    """Return a loss and its model in parts.
-
-    Raises:
-        ConfigError: The loss is a function of its own, or its model has no parts.
-    """
+    """Return a loss and its model in parts, or raise a `ConfigError`."""
     if not isinstance(loss_fn, ModelLoss):
         fix = "spmd.gradients.losses.ModelLoss(model, inputs, sums), or spmd.next_token_loss(model)"
-        problem = Problem("loss", "is a function, and a pipeline needs its parts", fix=fix)
-        raise ConfigError(TITLE, [problem])
+        raise ConfigError(TITLE, [Problem("loss", "is a function, and a pipeline needs its parts", fix=fix)])
     layered = loss_fn.model.layered()
     if layered is None:
         fix = "give the module the methods embed_inputs, apply_layers and compute_outputs"
@@ -82,10 +72,8 @@ class StageModel:
     """The parts of a loss function that a stage computes, as functions of arrays.
 
     Attributes:
-        loss_fn: The whole.
         microbatches: The microbatches, and a key for each.
         some_layers: Any chunk of layers, `[layer, …]`: a placeholder where layers are not used.
-        stages: The number of stages.
         frozen: The frozen variables of the layers, `[chunk, layer, …]`, and all others.
         chunks: Chunks of layers of each stage.
     """
@@ -103,18 +91,13 @@ class StageModel:
         return jax.tree.leaves(self.some_layers)[0].shape[0]
 
     def shapes(self, shared: Any) -> tuple[Stream, Sums]:
-        """Return zeros like the stream and the sums, for parameters `[version, …]`.
-
-        Raises:
-            ConfigError: The model has no parts; `embed_inputs` or `compute_outputs` uses the layers; layers return
-                integers, which have no gradient.
-        """
+        """Return the abstract stream and sums for parameters `[version, …]`; check that only stages use the layers."""
         own, first = jax.tree.map(lambda w: w[0], shared), jnp.int32(0)
 
         def outside(layers: Any, frozen: Any) -> tuple[Stream, Sums]:
             around = dataclasses.replace(self, some_layers=layers, frozen=(frozen, self.frozen[1]))
             stream = around.enter(own, first)
-            # Zeros, for the stream that leaves is another: only what does not go through the layers matters.
+            # The stream after the layers is replaced by zeros: only uses of layers outside of apply_layers remain.
             return stream, around.leave(own, jax.tree.map(jnp.zeros_like, stream), first)[1]
 
         of_layers = self.some_layers, self.frozen[0]
@@ -178,12 +161,10 @@ class StageModel:
 def partition(
     params: Any, variables: Any, batch: Any, key: jax.Array, stages: int, chunks: int, microbatches: int
 ) -> tuple[Any, Any, Any]:
-    """Split arrays into layers, all others, and microbatches with a key for each.
-
-    Layers and all others are pairs: parameters, and frozen variables.
+    """Split arrays into layers, all others (both pairs: parameters, frozen variables), and microbatches with keys.
 
     Raises:
-        ConfigError: The mesh has another number of stages, or the model cannot be split into them; all problems.
+        ConfigError: All reasons why the model cannot be split into these stages.
     """
     context = current()
     assert context.mesh is not None, "a step is traced within its plan"

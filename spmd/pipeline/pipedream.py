@@ -1,9 +1,8 @@
 """PipeDream: a pipeline without a flush, whose gradients are one update behind their weights.
 
-1F1B drains the pipeline between two batches and fills it again. Here the next batch starts while the last microbatches
-of the batch before are in flight, so no stage is idle. Those microbatches keep the weights with which they started
-(weight stashing, Narayanan et al., PipeDream, SOSP 2019). Two versions of the weights suffice (PipeDream-2BW,
-arXiv:2006.09503, section 3.1), with the update
+The next batch starts while the last microbatches of the batch before are in flight, so no stage is idle. Those keep the
+weights with which they started (weight stashing, Narayanan et al., PipeDream, SOSP 2019). Two versions of the weights
+suffice (PipeDream-2BW, arXiv:2006.09503, section 3.1), with the update
 
     W(t + 1) = W(t) − ν · ∇f(W(t − 1))
 
@@ -40,13 +39,8 @@ _STREAMS = ("inputs", "arrived", "sent_back")
 def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
     """Return a gradient function of the batch before, whose pipeline stays full between steps.
 
-    Args:
-        loss_fn: As for `spmd.pipeline.grad_fn.pipeline`.
-        table: Of a schedule without a flush.
-
-    Raises:
-        ConfigError: At trace time: as for `pipeline`, or the model is not from `with_in_flight`. A loss scale is
-            refused as a variable of the model, since it may change while a microbatch is in flight.
+    The model must be from `with_in_flight`, the table of a schedule without a flush. A loss scale is refused as a
+    variable of the model, since it may change while a microbatch is in flight.
     """
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:

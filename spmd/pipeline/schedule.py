@@ -7,7 +7,7 @@ done; `spmd.pipeline.simulate` computes the times.
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from types import SimpleNamespace
 
 from spmd.errors import Problem, ScheduleError, check_fields
@@ -29,16 +29,8 @@ _LISTED = 8  # missing tasks that an error lists
 class Task:
     """One microbatch through one chunk of layers, in one direction.
 
-    Its text is the kind and the microbatch, and the chunk unless it is 0: `F3`, `BW0c1`.
-
-    Args:
-        kind: `"F"` forward; `"B"` gradient of the input only; `"W"` gradients of the weights only; `"BW"` the whole
-            backward pass.
-        microbatch: Its index in the batch.
-        chunk: Its index among the stage's chunks of layers.
-
-    Raises:
-        ScheduleError: An unknown kind or a negative index.
+    Its kind is `"F"` forward; `"B"` gradient of the input only; `"W"` gradients of the weights only; or `"BW"`, the
+    whole backward pass. Its text is the kind and the microbatch, and the chunk unless it is 0: `F3`, `BW0c1`.
 
     Example:
         >>> str(Task("F", 3)), str(Task("BW", 0, chunk=1))
@@ -61,9 +53,6 @@ class Task:
 def parse_task(text: str) -> Task:
     """Parse the text of a task; the inverse of `str`. `c0` may be written.
 
-    Raises:
-        ScheduleError: The text is not a task.
-
     Example:
         >>> parse_task("BW0c1"), parse_task("F3c0") == parse_task("F3")
         (Task(kind='BW', microbatch=0, chunk=1), True)
@@ -84,7 +73,6 @@ class Schedule:
 
     Args:
         name: The name in error messages.
-        microbatches: Microbatches of one batch.
         chunks: Chunks of layers on each stage.
         orders: For each stage its tasks, in the order of execution.
         placement: Assignment of virtual stages to stages. `"loop"`: chunk 1 of the first stage follows chunk 0 of the
@@ -92,8 +80,7 @@ class Schedule:
         flush: Whether a batch ends before the next begins. Without a flush `orders` are those of a single batch, and
             `repeat_schedule` overlaps several.
 
-    Raises:
-        ScheduleError: A count below 1 or an unknown placement. `check_schedule` checks the orders.
+    A value that is out of range is a `ScheduleError`; `check_schedule` checks the orders.
     """
 
     name: str
@@ -120,12 +107,6 @@ class Schedule:
         """Return the virtual stage of a stage's chunk, from 0 (the first layers) to `stages * chunks - 1`."""
         reverse = self.placement == "v" and chunk == 1
         return chunk * self.stages + (self.stages - 1 - stage if reverse else stage)
-
-    def locate(self, virtual_stage: int) -> tuple[int, int]:
-        """Return the stage and the chunk of a virtual stage; the inverse of `virtual_stage`."""
-        chunk, offset = divmod(virtual_stage, self.stages)
-        reverse = self.placement == "v" and chunk == 1
-        return (self.stages - 1 - offset if reverse else offset), chunk
 
     def passes(self, stage: int, task: Task) -> tuple[Pass, ...]:
         """Return the passes that a task of this stage runs."""
@@ -165,12 +146,7 @@ def repeat_schedule(schedule: Schedule, batches: int) -> Schedule:
 
     With a flush a stage starts the next batch when it has finished the last. Without one the forwards of the next batch
     alternate with the remaining backwards of the last, after the same warmup as in the first.
-
-    Raises:
-        ScheduleError: Fewer than one batch.
     """
-    if problems := check_values("at least 1", batches=batches):
-        raise ScheduleError("The schedule cannot be repeated:", problems)
     total = batches * schedule.microbatches
 
     def extend(order: tuple[Task, ...]) -> Iterator[Task]:
@@ -187,13 +163,10 @@ def repeat_schedule(schedule: Schedule, batches: int) -> Schedule:
 
 
 def execution_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
-    """Run every stage until its end or a deadlock, without times.
+    """Return the tasks that run before the end or a deadlock, without times, and the index at which each stage stops.
 
-    Passes that no stage runs count as done: `check_schedule` reports them as missing.
-
-    Returns:
-        The tasks that ran as (stage, index in its order), each after its dependencies; and for each stage the index at
-        which it stopped: the length of its order unless there is a deadlock.
+    Tasks are (stage, index in its order), each after its dependencies. Passes that no stage runs count as done:
+    `check_schedule` reports them as missing.
     """
     jobs = [
         [(schedule.passes(stage, task), schedule.dependencies(stage, task)) for task in order]
@@ -220,7 +193,7 @@ def check_schedule(schedule: Schedule, ticks: Sequence[Sequence[int]] | None = N
     `ticks` has the tick of each task for the messages; by default its index in the order of its stage.
     """
     ticks = ticks or [range(len(order)) for order in schedule.orders]
-    runs: dict[Pass, tuple[int, Task]] = {}  # the tick and the task that run a pass first
+    runs: dict[Pass, tuple[int, int, Task]] = {}  # the stage, the tick and the task that run a pass first
     problems = []
     for stage, order in enumerate(schedule.orders):
         for tick, task in zip(ticks[stage], order, strict=True):
@@ -230,10 +203,10 @@ def check_schedule(schedule: Schedule, ticks: Sequence[Sequence[int]] | None = N
                 problems.append(Problem(where, f"{task} is outside the schedule", sizes))
             passes = schedule.passes(stage, task)
             if repeated := [runs[item] for item in passes if item in runs]:
-                earlier, same = repeated[0]
+                _, earlier, same = repeated[0]
                 problems.append(Problem(where, f"{task} repeats {same} of tick {earlier}", fix="remove one of them"))
             for item in passes:
-                runs.setdefault(item, (tick, task))
+                runs.setdefault(item, (stage, tick, task))
     for stage in range(schedule.stages):
         missing = list(itertools.islice(_missing(schedule, runs, stage), _LISTED + 1))
         if missing:
@@ -246,8 +219,7 @@ def check_schedule(schedule: Schedule, ticks: Sequence[Sequence[int]] | None = N
         if index < len(schedule.orders[stage]):
             task = schedule.orders[stage][index]
             needed = next(d for d in schedule.dependencies(stage, task) if d in runs and d not in done)
-            source, _ = schedule.locate(needed[1])
-            tick, other = runs[needed]
+            source, tick, other = runs[needed]
             what = f"deadlock: {task} waits for {other} of stage {source}"
             detail = f"{other} is at tick {tick}; stage {source} stops at tick {ticks[source][stopped[source]]}"
             where = f"stage {stage}, tick {ticks[stage][index]}"
@@ -255,7 +227,7 @@ def check_schedule(schedule: Schedule, ticks: Sequence[Sequence[int]] | None = N
     return sorted(problems)
 
 
-def _missing(schedule: Schedule, runs: dict[Pass, tuple[int, Task]], stage: int) -> Iterator[str]:
+def _missing(schedule: Schedule, runs: Container[Pass], stage: int) -> Iterator[str]:
     """Yield the tasks whose passes a stage does not run; lazily, since a file may name any microbatch."""
     for microbatch in range(schedule.microbatches):
         for chunk in range(schedule.chunks):

@@ -5,8 +5,8 @@ F0,F1,,BW0,,BW1
 ,F0,BW0,F1,BW1,
 ```
 
-A row is an order. Columns are for the reader and for error messages; they fix no times, since a task starts when its
-dependencies are done. Stages and ticks count from 0.
+A row is an order. Columns are for the reader and for error messages: a task starts when its dependencies are done.
+Stages and ticks count from 0.
 """
 
 import csv
@@ -67,9 +67,6 @@ def read_schedule(path: str | Path, *, microbatches: int | None = None, chunks: 
 
 def to_csv(schedule: Schedule) -> str:
     """Format a schedule as a CSV file for `read_schedule`, with every task at its tick of `tick_grid`.
-
-    Raises:
-        ScheduleError: The problems that `check_schedule` finds.
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule

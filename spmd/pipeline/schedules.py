@@ -23,7 +23,6 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
 
     Args:
         name: One of `SCHEDULES`.
-        stages: Stages of the pipeline (p).
         microbatches: Microbatches of one batch (m): a multiple of the stages for `interleaved`, at least as many as
             stages for `zero-bubble` and `pipedream`.
         chunks: Chunks of layers per stage (v): 2 or more for `interleaved`, 1 for the others.

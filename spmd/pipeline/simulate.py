@@ -5,6 +5,7 @@ an empty bubble is exactly 0.0.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -38,10 +39,8 @@ class Timeline:
     """A schedule with times, in the unit of the simulated costs.
 
     Attributes:
-        schedule: The schedule.
         tasks: For each stage its tasks in order. Without a flush, those of `batches` consecutive batches with
             consecutive microbatch numbers.
-        batches: Number of batches in `tasks`.
         makespan: Time from the start of the first task to the end of the last.
         span: Time from a stage's first task to its last, the maximum over stages.
         period: Time of one batch: the makespan with a flush; without one, the time between the ends of two batches in
@@ -72,29 +71,24 @@ class Timeline:
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """Most microbatches (times chunks) of each stage between their forward and the end of their backward."""
-        return tuple(int(_peak(order, {"F": 1, "B": 0, "W": -1, "BW": -1})) for order in self.tasks)
+        return tuple(map(int, self._peaks({"F": 1, "B": 0, "W": -1, "BW": -1})))
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
         """Most activations that each stage holds, in units of one microbatch (and chunk), by `ACTIVATIONS`."""
-        return tuple(_peak(order, ACTIVATIONS) for order in self.tasks)
+        return self._peaks(ACTIVATIONS)
 
-
-def _peak(order: tuple[Slot, ...], changes: Mapping[str, float]) -> float:
-    held = highest = 0.0
-    for slot in order:
-        held += changes[slot.task.kind]
-        highest = max(highest, held)
-    return highest
+    def _peaks(self, changes: Mapping[str, float]) -> tuple[float, ...]:
+        held = (itertools.accumulate((changes[slot.task.kind] for slot in order), initial=0.0) for order in self.tasks)
+        return tuple(map(max, held))
 
 
 def simulate(
     schedule: Schedule, *, forward: float = 1, backward: float = 1, weight: float = 1, transfer: float = 0
 ) -> Timeline:
-    """Compute the times of all tasks.
+    """Compute the times of all tasks; without a flush, of several consecutive batches.
 
     Args:
-        schedule: The schedule; without a flush it is simulated over several consecutive batches.
         forward: Time of the forward pass of a stage's layers for one microbatch (F); a chunk takes its share.
         backward: The same for the gradient of the input (B).
         weight: The same for the gradients of the weights (W). A whole backward pass takes B + W.
@@ -159,9 +153,6 @@ def _task_times(
 
 def tick_grid(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
     """Return the task of each stage in each tick, or None, if every task takes one tick.
-
-    Raises:
-        ScheduleError: The problems that `check_schedule` finds.
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule

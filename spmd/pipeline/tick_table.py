@@ -9,10 +9,9 @@ stage 0   F0 ·   F1 ·   F2 B0  F3 B1      the last stage runs a microbatch for
 stage 1    · ·   F0 B0  F1 B1  F2 B2      its forward task is the first half of its backward task
 ```
 
-A backward task waits for everything that the schedule lists before it. A forward task does not wait for the backward
-tasks before it: it runs as soon as its input has arrived. So GPipe is unchanged, and 1F1B holds up to 2(p − s) − 1
-microbatches at stage s instead of p − s; that many keep all stages busy if a transfer takes a tick (eager 1F1B, Zhuang
-et al., arXiv:2211.05322). The length is the published one.
+A backward task waits for everything that the schedule lists before it, a forward task only for its input. So GPipe is
+unchanged, and 1F1B holds up to 2(p − s) − 1 microbatches at stage s instead of p − s; that many keep all stages busy if
+a transfer takes a tick (eager 1F1B, Zhuang et al., arXiv:2211.05322). The length is the published one.
 """
 
 import dataclasses
@@ -35,18 +34,12 @@ class TickTable:
     that have arrived in `gradient_depth` slots.
 
     Attributes:
-        microbatches: Microbatches of one batch.
-        chunks: Chunks of layers per stage.
-        depth: Input slots of the stage that needs most.
-        gradient_depth: The same of gradient slots.
         versions: Batches in flight, 1 or 2. Microbatches of the batch before have the numbers `microbatches`, ….
         receive_slot: Slot for the input that the previous stage sent in the tick before.
         forward: Microbatch of the forward task.
-        forward_chunk: Its chunk.
         forward_slot: Slot of its input; the first virtual stage writes it in this tick.
         gradient_receive_slot: Slot for the gradient that the next stage sent in the tick before.
         backward: Microbatch of the backward task.
-        backward_chunk: Its chunk.
         backward_slot: Slot of the input of its forward task.
         gradient_slot: Slot of its gradient; -1 on the last virtual stage, which starts from the loss.
     """
@@ -97,8 +90,7 @@ def tabulate(schedule: Schedule) -> TickTable:
     """Return the tables of a schedule.
 
     Raises:
-        ScheduleError: The schedule splits the backward pass, has another placement than `"loop"`, has one stage, or has
-            microbatches of three batches in flight.
+        ScheduleError: The reasons why the schedule cannot be executed.
     """
     if problems := _unsupported(schedule):
         raise ScheduleError("This schedule can be simulated but not executed:", problems)
@@ -155,7 +147,6 @@ def describe_execution(schedule: Schedule) -> str:
 
 
 def _unsupported(schedule: Schedule) -> list[Problem]:
-    """Return the reasons why a schedule cannot be executed."""
     where, problems = f"schedule {schedule.name}", []
     kinds = {task.kind for order in schedule.orders for task in order}
     if split := sorted(kinds & {"B", "W"}):
@@ -215,9 +206,8 @@ def _assign_ticks(schedule: Schedule) -> dict[Pass, int]:
 def _steady_state(stages: int, microbatches: int) -> TickTable:
     """Return 1F1B in its steady state: every stage has a forward and a backward task in every tick of a batch.
 
-    At the start of a batch the last microbatches of the batch before are in flight; their remaining tasks have the
-    numbers `microbatches`, …. The slot of a microbatch is its number modulo `depth`, counted from the start of this
-    batch: negative for the batch before.
+    At the start of a batch the last microbatches of the batch before are in flight, numbered `microbatches`, …. The
+    slot of a microbatch is its number modulo `depth`, counted from the start of this batch (negative for the last).
     """
     depth = 2 * stages - 1
     tick, stage = np.arange(microbatches)[:, None], np.arange(stages)[None]

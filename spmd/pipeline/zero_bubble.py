@@ -12,9 +12,7 @@ import dataclasses
 from collections import Counter
 
 from spmd.errors import Problem, ScheduleError
-from spmd.pipeline.schedule import ACTIVATIONS, Pass, Schedule, Task, check_values
-
-_TITLE = "The schedule cannot be built:"
+from spmd.pipeline.schedule import ACTIVATIONS, Pass, Schedule, Task
 
 
 def fill_bubbles(stages: int, microbatches: int, limit: int, *, placement: str = "loop") -> Schedule:
@@ -23,14 +21,9 @@ def fill_bubbles(stages: int, microbatches: int, limit: int, *, placement: str =
     F and B alternate where both can start, the one nearest the model's end first; W runs if neither can.
 
     Args:
-        stages: Stages of the pipeline (p).
-        microbatches: Microbatches of one batch (m).
         limit: Activations of one microbatch (and chunk) that a stage may hold, counted as in `Timeline.peak_memory`.
-            2 p is enough for no bubble, in either placement.
+            Twice the stages are enough for no bubble, in either placement.
         placement: `"loop"` has one chunk per stage, `"v"` two.
-
-    Raises:
-        ScheduleError: A count below 1, or a limit that causes a deadlock.
 
     Example:
         >>> for order in fill_bubbles(stages=2, microbatches=3, limit=4).orders:
@@ -38,8 +31,6 @@ def fill_bubbles(stages: int, microbatches: int, limit: int, *, placement: str =
         F0 F1 F2 B0 W0 B1 W1 B2 W2
         F0 B0 F1 B1 F2 B2 W0 W1 W2
     """
-    if problems := check_values("at least 1", stages=stages, microbatches=microbatches, limit=limit):
-        raise ScheduleError(_TITLE, problems)
     name, chunks = ("zb-v", 2) if placement == "v" else ("zb-h2", 1)
     empty = Schedule(name, microbatches, chunks, ((),) * stages, placement)
     orders: list[list[Task]] = [[] for _ in range(stages)]
@@ -65,5 +56,5 @@ def fill_bubbles(stages: int, microbatches: int, limit: int, *, placement: str =
     if len(done) < 3 * stages * chunks * microbatches:
         detail = f"limit = {limit} activations, stages = {stages}, chunks = {chunks}"
         problem = Problem("limit", "causes a deadlock: every stage is full", detail, f"{2 * stages}")
-        raise ScheduleError(_TITLE, [problem])
+        raise ScheduleError("The schedule cannot be built:", [problem])
     return dataclasses.replace(empty, orders=tuple(tuple(order) for order in orders))

@@ -24,49 +24,38 @@ from spmd.sharding.mesh import AnyMesh
 
 F = TypeVar("F", bound=Callable)
 
-_NONE = Remat("none")
 REMAT_MARK = "what the remat policy acts on"
 _NUMBERED = "remat_layer(layer, scanned=…, number=i), or a policy without an interval"
 
 
 def annotate(x: jax.Array, name: str) -> jax.Array:
-    """Mark `x` as the activation `name`: constrain its sharding, then name it for remat and offload.
+    """Mark `x` as an activation of the rule table: constrain its sharding, then name it for remat and offload.
 
-    Args:
-        x: An activation, with its global shape; inside `shard_map`, the shape within the manual axes.
-        name: Its name in the `activations` table of the rules.
+    `x` has its global shape; inside `shard_map`, the shape within the manual axes.
 
     Raises:
         AnnotationError: The plan in scope has no such name, or its spec does not divide `x`. (JAX itself drops an
             indivisible constraint silently.)
     """
-    context = current()
-    if context.mesh is None:
+    if current().mesh is None:
         return x
-    return checkpoint_name(constrain(x, context.mesh, _spec_of(context, name, x.shape), f"activation {name!r}"), name)
+    return checkpoint_name(_constrain(x, name, f"activation {name!r}"), name)
 
 
 def constrain_like(x: jax.Array, name: str) -> jax.Array:
-    """Constrain `x` to the spec of activation `name`, without naming it for remat or offload.
+    """Constrain `x` to the spec of activation `name`, without naming it for remat or offload."""
+    return _constrain(x, name, f"what is split like activation {name!r}")
 
-    Raises:
-        AnnotationError: As for `annotate`.
-    """
-    context = current()
-    if context.mesh is None:
-        return x
-    return constrain(x, context.mesh, _spec_of(context, name, x.shape), f"what is split like activation {name!r}")
+
+def _constrain(x: jax.Array, name: str, what: str) -> jax.Array:
+    found = placement(name, x.shape)
+    return x if found is None else constrain(x, *found, what)
 
 
 def placement(name: str, shape: tuple[int, ...] = ()) -> tuple[AnyMesh, P] | None:
     """Return the plan's mesh and the spec of an activation, for code that is manual over the mesh; None outside a plan.
 
-    Args:
-        name: The activation's name.
-        shape: Its shape, where a single token is possible.
-
-    Raises:
-        AnnotationError: The plan has no such name.
+    The shape is needed where a single token is possible.
     """
     context = current()
     return None if context.mesh is None else (context.mesh, _spec_of(context, name, shape))
@@ -86,9 +75,8 @@ def placement_like(name: str) -> ParamPlacement | None:
 
 def _spec_of(context: TraceContext, name: str, shape: tuple[int, ...] = ()) -> P:
     if name not in context.activations:
-        problem = Problem(
-            f"activation {name!r}", "is not in the rule table", fix=did_you_mean(name, context.activations)
-        )
+        fix = did_you_mean(name, context.activations)
+        problem = Problem(f"activation {name!r}", "is not in the rule table", fix=fix)
         raise AnnotationError("The model marks an activation that the plan does not know:", [problem])
     spec = context.activations[name]
     if not context.single_token:
@@ -110,16 +98,9 @@ def attention_config() -> AttentionConfig:
 def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
     """Map `f` over the shards along some axes of size above 1; the other axes are left to the compiler.
 
-    Where no other axis is larger than 1, the region is manual over all of them: a Pallas kernel needs that. Varying
-    axes are not checked, so a region around it must not check them either (`check_vma=False`), or JAX refuses its
-    derivative.
-
-    Args:
-        mesh: The plan's mesh.
-        axes: The axes; without any, `f` is returned unchanged.
-        f: A function of arrays, which may name the axes in collectives.
-        in_specs: As of `jax.shard_map`.
-        out_specs: As of `jax.shard_map`.
+    Without axes `f` is returned unchanged. Where no other axis is larger than 1, the region is manual over all of them:
+    a Pallas kernel needs that. Varying axes are not checked, so a region around it must not check them either
+    (`check_vma=False`), or JAX refuses its derivative.
     """
     if not axes:
         return f
@@ -145,7 +126,6 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
     """Apply the plan's remat policy to one layer, a function of arrays.
 
     Args:
-        layer: The layer.
         scanned: Whether it is the body of a `lax.scan` of more than one iteration; then XLA cannot merge the
             recomputation with the original, and nothing needs to prevent it.
         number: Its number, from 0; in a scan over groups of layers, its number in the group. A policy with an interval
@@ -165,7 +145,7 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
         problem = Problem(f"remat {remat}", "has an interval, and the layers have no numbers", fix=_NUMBERED)
         raise AnnotationError("This model does not number its layers:", [problem])
     if (number or 0) % remat.every:
-        return _overriding(layer, remat=_NONE, regather=True)
+        return _overriding(layer, remat=Remat("none"), regather=True)
     if remat.kind == "selective":
         return _overriding(layer, regather=True)
     checkpointed = _marked(remat.apply(layer, scanned=scanned))
@@ -181,10 +161,7 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
 def remat_attention(core: F, *, keeps_scores: bool = True) -> F:
     """Apply the policy `selective` to the core of attention, a function of queries, keys and values.
 
-    Args:
-        core: The core.
-        keeps_scores: Whether its derivative saves what grows with the square of the sequence. If not, it recomputes
-            its scores by itself, and nothing else needs recomputation.
+    A core whose derivative recomputes its scores by itself (not `keeps_scores`) needs no other recomputation.
     """
     if current().remat.kind != "selective":
         return core
@@ -211,26 +188,12 @@ def _marked(layer: Callable) -> Callable:
 def _check_names(remat: Remat, layer: Callable, arrays: tuple[Any, ...]) -> None:
     """Check that a layer marks every name of the policy; JAX ignores a name that is not marked."""
     marked = sorted(_marks(jax.make_jaxpr(layer)(*arrays)))
-    problems = [
-        Problem(f"remat {word}:{name}", "is marked in no layer", fix=f"one of: {', '.join(marked)}")
-        for word, names in (("save", remat.save), ("offload", remat.offload))
-        for name in names
-        if name not in marked
-    ]
-    if problems:
+    if problems := remat.check_names(marked, "is marked in no layer"):
         raise AnnotationError("The remat policy names activations that the model's layers do not have:", problems)
 
 
 def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
-    """Check that a traced model marks every activation of the plan's table.
-
-    Args:
-        plan: The plan it was traced under.
-        jaxpr: Its jaxpr, closed or not.
-
-    Raises:
-        AnnotationError: Names of the table that are marked nowhere; a remat policy that acts on nothing.
-    """
+    """Check that a model traced under the plan marks every activation of its table, and that its remat policy acts."""
     marked = _marks(jaxpr)
     known = sorted(marked - {REMAT_MARK})
     problems = [
@@ -242,12 +205,10 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
         raise AnnotationError("The rule table names activations that the model does not have:", problems)
     if plan.remat.kind != "none" and REMAT_MARK not in marked:
         call = "remat_attention" if plan.remat.kind == "selective" else "remat_layer"
-        problem = Problem(
-            f"remat {plan.remat}", f"the model never calls spmd.plan.annotate.{call}", fix="call it, or none"
-        )
+        what = f"the model never calls spmd.plan.annotate.{call}"
+        problem = Problem(f"remat {plan.remat}", what, fix="call it, or none")
         raise AnnotationError("The remat policy acts on nothing:", [problem])
 
 
 def _marks(jaxpr: Any) -> set[str]:
-    """Return every checkpoint name in a jaxpr and in those inside its equations."""
     return {equation.params["name"] for equation in equations(jaxpr) if equation.primitive.name == "name"}

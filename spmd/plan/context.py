@@ -1,8 +1,7 @@
 """The context of a trace: what model code may ask about the plan, and about the program that it is traced for.
 
-There is one such value. `jax.make_user_context` holds it, so JAX's own caches are keyed by it: an inner jitted function
-traced under one plan is traced again under another. Outside a plan it has its defaults, and every question has a
-neutral answer.
+`jax.make_user_context` holds it, so JAX's own caches are keyed by it: an inner jitted function traced under one plan is
+traced again under another. Outside a plan it has its neutral defaults.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import drop_axis
 from spmd.sharding.rules import audit_spec, spec_text
 
-_PLAIN, _ANYWHERE = Remat("none"), AttentionConfig()
+_NO_REMAT, _ANY_ATTENTION = Remat("none"), AttentionConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +35,7 @@ class TraceContext:
         mesh: The plan's mesh; None outside a plan.
         placements: Parameter path → its placement, as the plan decided it.
         activations: Activation name → spec.
-        remat: The rematerialization policy.
-        precision: Which dtype is used where; None outside a plan.
-        attention: The attention kernel, and the algorithm over a split sequence.
+        precision: Its precision; None outside a plan.
         regather: Whether the backward pass gathers kernels again, where no `jax.checkpoint` around the layer does so.
         single_token: Whether each row has one token, so that the token dimension is not split (decoding).
         zigzag: Whether tokens are in zigzag order (`spmd.layers.zigzag`).
@@ -50,9 +47,9 @@ class TraceContext:
     mesh: AnyMesh | None = None
     placements: Mapping[str, ParamPlacement] = FrozenDict()
     activations: Mapping[str, P] = FrozenDict()
-    remat: Remat = _PLAIN
+    remat: Remat = _NO_REMAT
     precision: Precision | None = None
-    attention: AttentionConfig = _ANYWHERE
+    attention: AttentionConfig = _ANY_ATTENTION
     regather: bool = False
     single_token: bool = False
     zigzag: bool = False
@@ -92,13 +89,7 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
 
 
 def constrain(x: jax.Array, mesh: AnyMesh, spec: P, what: str) -> jax.Array:
-    """Constrain `x` to `spec`, without the axes that are manual here.
-
-    Args:
-        x: An array.
-        mesh: The plan's mesh.
-        spec: Its spec.
-        what: Its description, for the error.
+    """Constrain `x` to `spec`, without the axes that are manual here; `what` describes `x` in the error.
 
     Raises:
         AnnotationError: The spec does not fit `x`. (JAX itself drops an indivisible constraint silently.)

@@ -62,7 +62,6 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
 
     @functools.cache
     def marked(flag: str) -> frozenset[str]:
-        """Return the paths of the parameters with a metadata flag."""
         params = nnx.to_flat_state(structure()[2])
         return frozenset(_join(path) for path, param in params if param.get_metadata(flag, False))
 
@@ -98,7 +97,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         return outputs, tree.map_with_path(lambda path, _: _as_data(after[path]), variables)
 
     def apply(params: Any, *inputs: Any) -> Any:
-        _check_none(tree.flatten(nnx.to_pure_dict(structure()[3])))
+        _check_none(nnx.to_pure_dict(structure()[3]))
         return forward(params, {}, None, *inputs, train=False)[0]
 
     def info() -> ModelInfo:
@@ -108,9 +107,9 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         random_state = (_join(path) for path, v in nnx.to_flat_state(variables) if isinstance(v, nnx.RngState))
         position_aware = getattr(module, "position_aware", False)
         return ModelInfo(
-            tuple(filter(None, aliases)),
-            frozenset(random_state),
-            nnx_annotations(params),
+            tied=tuple(filter(None, aliases)),
+            random_state=frozenset(random_state),
+            annotations=nnx_annotations(params),
             lora_kernels=marked("supports_lora"),
             position_aware=position_aware,
             supports_kv_cache=getattr(module, "supports_kv_cache", position_aware),
@@ -142,8 +141,7 @@ def from_linen(
     model's variables, under its name.
 
     Args:
-        module: The module.
-        *inputs: Its inputs, as arrays or `jax.ShapeDtypeStruct`s; only shapes are used.
+        *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s; only shapes are used.
         rngs: Names of the random streams in training.
         train: Keyword arguments of a call in training, such as `{"train": True}` or `{"deterministic": False}`.
         evaluate: Keyword arguments of a call in evaluation and at initialization.
@@ -175,7 +173,7 @@ def from_linen(
         return outputs, {**variables, **after}
 
     def apply(params: Any, *inputs: Any) -> Any:
-        _check_none(tree.flatten({name: part for name, part in abstract().items() if name != "params"}))
+        _check_none({name: part for name, part in abstract().items() if name != "params"})
         return module.apply({"params": gather_params(params)}, *inputs, **evaluation)
 
     @functools.cache
@@ -194,7 +192,6 @@ def _as_data(leaf: jax.Array) -> jax.Array:
 
 
 def _as_key(leaf: jax.Array, like: Any) -> jax.Array:
-    """Invert `_as_data`."""
     return jax.random.wrap_key_data(leaf, impl=PRNG) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else leaf
 
 
@@ -215,10 +212,7 @@ def _join(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))
 
 
-def _check_none(variables: Mapping[str, Any]) -> None:
-    if variables:
-        fix = "call model.forward(params, variables, key, *inputs, train=False)"
-        raise ConfigError(
-            "This model cannot be applied to parameters alone:",
-            [Problem(path, "is a variable", fix=fix) for path in variables],
-        )
+def _check_none(variables: Any) -> None:
+    fix = "call model.forward(params, variables, key, *inputs, train=False)"
+    if problems := [Problem(path, "is a variable", fix=fix) for path in tree.flatten(variables)]:
+        raise ConfigError("This model cannot be applied to parameters alone:", problems)

@@ -22,11 +22,7 @@ from spmd.plan.records import ParamPlacement
 
 
 def placement_of(path: str | None) -> ParamPlacement | None:
-    """Return the placement of one layer's parameter; None outside a plan.
-
-    Args:
-        path: The path that `spmd.plan.flax` gave to the parameter, if it did.
-    """
+    """Return the placement of one layer's parameter by the path that `spmd.plan.flax` gave it; None outside a plan."""
     context = current()
     placement = None if path is None else context.placements.get(path)
     if placement is None or not context.regather:
@@ -57,14 +53,8 @@ def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda pa
     """Gather all parameters over `fsdp`, for a model that knows of no plan; gradients are kept as the plan says.
 
     Left to itself, XLA computes some matmuls of kernels that are split over `fsdp` wrongly where activations are split
-    over it as well (decision 0011).
-
-    Args:
-        params: A nested dictionary.
-        gathered_later: Whether the layer that uses the parameter at a path gathers it itself.
-
-    Raises:
-        AnnotationError: A parameter is in host memory and not gathered by its layer.
+    over it as well (decision 0011). `gathered_later` tells whether the layer that uses the parameter at a path gathers
+    it itself; any other parameter must not be in host memory.
     """
     placements = current().placements
     paths = tree.flatten(params, is_leaf=_is_wrapped)
@@ -118,9 +108,7 @@ def grad_targets(params: Any) -> Any:
 def params_for_forward(params: Any, targets: Any = None) -> Any:
     """Return the parameters that a model takes: each layer itself copies those in host memory to the device.
 
-    Args:
-        params: A nested dictionary.
-        targets: From `grad_targets`, to differentiate with respect to them; None to differentiate nothing.
+    `targets` is from `grad_targets`, to differentiate with respect to them, or None.
     """
     context = current()
     seen = params if targets is None else targets
@@ -137,7 +125,7 @@ def params_for_forward(params: Any, targets: Any = None) -> Any:
     return tree.map_with_path(take, params, seen)
 
 
-def accumulation_dtype(dtype: Any) -> Any:
-    """Return the dtype in which gradients of `dtype` are added up over microbatches; `dtype` itself outside a plan."""
+def zero_gradients(like: Any) -> Any:
+    """Return zeros of the shapes of gradients, in the dtype in which those of microbatches are accumulated."""
     precision = current().precision
-    return dtype if precision is None else jnp.dtype(precision.accumulation)
+    return jax.tree.map(lambda g: jnp.zeros(g.shape, precision.accumulation if precision else g.dtype), like)

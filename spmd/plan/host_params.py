@@ -18,7 +18,6 @@ class HostParam:
     """A parameter in host memory, of one layer or a stack of layers.
 
     Attributes:
-        array: The parameter.
         grad_proxy: Zeros of its shape on the device, in the dtype of gradients; None without differentiation.
         sharding: The sharding of one layer of it on the device.
     """

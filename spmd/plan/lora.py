@@ -71,11 +71,7 @@ class LoRAConfig:
 
 
 def adapted_paths(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters with an adapter, by path.
-
-    Raises:
-        ConfigError: A pattern matches no parameter, or one with fewer than two dimensions or a lower rank.
-    """
+    """Return the shapes of the parameters with an adapter, by path."""
     shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(_abstract(model)).items()}
     found: dict[str, tuple[int, ...]] = {}
     problems = []
@@ -104,13 +100,12 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
     `A` is drawn with variance 1 / in and `B` is zero, so the adapted model starts equal to the model.
 
     Args:
-        model: The model.
-        lora: The adapters.
-        rules: The model's table, which says which parameters are stacked.
+        rules: The model's table, which names the stacks.
         dtype: Dtype of the frozen parameters.
 
     Raises:
-        ConfigError: As for `adapted_paths`; or the model has a variable `base`.
+        ConfigError: A target matches no parameter, or one with fewer than two dimensions or a lower rank; or the model
+            has a variable `base`.
     """
     paths = adapted_paths(model, lora, rules)
     if BASE in jax.eval_shape(lambda: model.init_variables(jax.random.key(0, impl=PRNG))):
@@ -160,13 +155,9 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
 
 
 def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, unmerged: Container[str] = ()) -> Any:
-    """Return the model's parameters merged with their adapters.
+    """Return the parameters `base` merged with their adapters, the parameters of the model of `with_lora`.
 
-    Args:
-        base: A nested dictionary of all parameters.
-        adapters: The parameters of the model of `with_lora`.
-        lora: The adapters of that model.
-        unmerged: Paths of parameters that are returned as `LoRAParam`, for layers that support it.
+    Those at the paths `unmerged` are returned as `LoRAParam`, for layers that support it.
     """
     flat = tree.flatten(adapters)
 

@@ -15,14 +15,7 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoRAParam:
-    """A parameter and its adapter, of one layer or a stack of layers.
-
-    Attributes:
-        base: `W`, `[..., in, out]`.
-        a: `A`, `[..., in, rank]`.
-        b: `B`, `[..., rank, out]`.
-        scale: Factor of `A · B`.
-    """
+    """A parameter `W` `[..., in, out]` and its adapter `A` `[..., in, rank]`, `B` `[..., rank, out]`."""
 
     base: Any
     a: Any

@@ -11,7 +11,6 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax.core import FrozenDict
 from jax.sharding import NamedSharding
@@ -20,18 +19,18 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import ConfigError, Problem, RuleError
 from spmd.model_api.attention_config import AttentionConfig, make_attention_config
-from spmd.model_api.model import PRNG, Model, ModelInfo
+from spmd.model_api.model import PRNG, Model
 from spmd.model_api.precision import Precision, cast_floats, make_precision, with_loss_scale
 from spmd.model_api.remat import Remat, make_remat
-from spmd.optim.layerwise import check_layerwise
 from spmd.optim.master_weights import wrap_optimizer_for_precision
-from spmd.optim.offload_chunks import UpdateChunk
+from spmd.optim.offload_chunks import UpdateChunk, plan_chunks
+from spmd.optim.two_phase import phases
 from spmd.plan import resolve
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.plan.render import diff_texts, format_entries, format_footer
 from spmd.sharding.mesh import AnyMesh
-from spmd.sharding.optimizer_state import ZERO_KEEPS, optimizer_specs
-from spmd.sharding.rules import Match, Rules
+from spmd.sharding.optimizer_state import ZERO_KEEPS
+from spmd.sharding.rules import Rules
 
 TABLES = ("params", "variables", "gradients", "optimizer_state")
 """The tables of entries that a plan has."""
@@ -43,21 +42,14 @@ class ShardingPlan:
 
     Attributes:
         mesh: The mesh, with devices or abstract.
-        rules: The rule table.
         zero: The ZeRO stage, 0 to 3.
-        remat: The rematerialization policy.
-        precision: Which dtype is used where.
-        attention: The attention kernel, and the algorithm over a split sequence.
         placements: Parameter path in the model's modules → its placement, of one layer. A frozen variable is in it by
             its module's path and, unless it is merged with an adapter, by its own.
-        params: One entry for each parameter.
-        gradients: One entry for each gradient, as it leaves the reduction.
-        variables: One entry for each variable that the model changes by itself; none for most models.
-        optimizer_state: One entry for each array of the optimizer's state.
-        offload: What lives in host memory.
+        params: One entry for each parameter; the other tables have one for each of their arrays.
+        gradients: Gradients as they leave the reduction.
+        variables: Variables that the model changes by itself; none for most models.
+        offload: What is stored in host memory.
         update_chunks: The chunks in which offloaded state is updated; empty where nothing is offloaded.
-        model: The model as functions.
-        optimizer: The optax transformation.
     """
 
     mesh: AnyMesh
@@ -172,7 +164,6 @@ def make_plan(
 
     Args:
         mesh: From `make_mesh` or `abstract_mesh`.
-        rules: The partition rule table of the model.
         model: From `spmd.from_nnx`, `spmd.from_linen`, or `Model(init, apply)`. Only its shapes are used.
         optimizer: Any optax transformation; its state's layout follows the parameters by structure.
         zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) keep the `fsdp` axis.
@@ -193,20 +184,26 @@ def make_plan(
     attention_config = make_attention_config(mesh, attention, context)
     model, optimizer = with_loss_scale(model, precision.loss_scale), wrap_optimizer_for_precision(optimizer, precision)
     params, variables, info = _abstract_params(model, precision), tree.flatten(_abstract_variables(model)), model.info()
+    weights = tree.flatten(params)
 
-    matches = _match_arrays(mesh, rules, optimizer, params, variables, info, remat)
+    matches = resolve.matches_without_rules(info)
+    ruled = {path: tuple(x.shape) for path, x in {**weights, **variables}.items() if path not in matches}
+    if problems := resolve.audit_rules(mesh, rules, ruled, info, remat):
+        problems += resolve.resolve_optimizer_state(mesh, rules, optimizer, params, dict.fromkeys(weights, P()))[1]
+        raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
+    matches |= {path: match for path in ruled if (match := rules.match(path))}
     specs = {
         table: {path: resolve.apply_zero(match, table, zero) for path, match in matches.items()}
         for table in ("params", "gradients", "optimizer")
     }
-    leading = resolve.leading_dims(rules, resolve.shapes_of(params))
-    state, problems = resolve.resolve_optimizer_state(mesh, optimizer, params, specs["optimizer"], leading)
-    problems += check_layerwise(optimizer, params, tuple(name for name, _ in rules.stacked))
+    state, problems = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, specs["optimizer"])
     chunks: tuple[UpdateChunk, ...] = ()
     # Beside frozen parameters, the trained ones are small and stay on the device.
     updated = tuple(name for name in offload if name != "params" or not info.frozen)
     if updated and not problems:
-        chunks, problems = resolve.resolve_offload(mesh, rules, optimizer, params, state, specs["optimizer"], updated)
+        stacks = tuple(name for name, _ in rules.stacked)
+        param_phase = phases(optimizer)[1]
+        chunks, problems = plan_chunks(param_phase, params, state, specs["optimizer"], mesh.shape, stacks, updated)
     if problems:
         raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 
@@ -219,6 +216,14 @@ def make_plan(
             for path, x in arrays.items()
         )
 
+    def placement(path: str) -> ParamPlacement:
+        leading = rules.layer_path(path)[1]
+        return resolve.resolve_placement(mesh, matches[path], leading, zero, on_host=path in on_host)
+
+    gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
+    by_module = {module: placement(path) for path, module in info.frozen.items()}
+    by_path = {path: placement(path) for path in (*info.frozen, *weights) if path not in info.merged}
+
     return ShardingPlan(
         mesh=mesh,
         rules=rules,
@@ -226,11 +231,11 @@ def make_plan(
         remat=remat,
         precision=precision,
         attention=attention_config,
-        placements=_placements(mesh, rules, matches, tree.flatten(params), info, zero, on_host),
-        params=entries("params", tree.flatten(params), on_host),
-        gradients=entries("gradients", tree.flatten(_cast_abstract(params, precision.gradients_dtype))),
+        placements=FrozenDict({**by_module, **by_path}),
+        params=entries("params", weights, on_host),
+        gradients=entries("gradients", tree.flatten(gradients)),
         variables=entries("params", variables, on_host),
-        optimizer_state=resolve.state_entries(mesh, state, chunks),
+        optimizer_state=resolve.state_entries(mesh, state, zero, chunks),
         offload=offload,
         update_chunks=chunks,
         model=model,
@@ -238,58 +243,8 @@ def make_plan(
     )
 
 
-def _match_arrays(
-    mesh: AnyMesh,
-    rules: Rules,
-    optimizer: optax.GradientTransformation,
-    params: Any,
-    variables: Mapping[str, Any],
-    info: ModelInfo,
-    remat: Remat,
-) -> dict[str, Match]:
-    """Match every parameter and variable with its rule.
-
-    Raises:
-        RuleError: The table does not fit; with what is wrong with the optimizer by itself.
-    """
-    without_rules = resolve.matches_without_rules(info)
-    ruled = {path: array for path, array in variables.items() if path not in without_rules}
-    shapes = resolve.shapes_of(params) | {path: tuple(array.shape) for path, array in ruled.items()}
-    if problems := resolve.audit_rules(mesh, rules, shapes, info, remat):
-        leading = resolve.leading_dims(rules, resolve.shapes_of(params))
-        problems += optimizer_specs(optimizer.init, params, dict.fromkeys(leading, P()), leading)[1]
-        problems += check_layerwise(optimizer, params, tuple(name for name, _ in rules.stacked))
-        raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
-    return {path: match for path in shapes if (match := rules.match(path))} | without_rules
-
-
-def _placements(
-    mesh: AnyMesh,
-    rules: Rules,
-    matches: Mapping[str, Match],
-    params: Mapping[str, Any],
-    info: ModelInfo,
-    zero: int,
-    on_host: Container[str],
-) -> Mapping[str, ParamPlacement]:
-    """Return the placement of each parameter and frozen variable, the latter by their paths and by their modules'."""
-
-    def placement(path: str) -> ParamPlacement:
-        leading = rules.layer_path(path)[1]
-        return resolve.resolve_placement(mesh, matches[path], leading, zero, on_host=path in on_host)
-
-    frozen = {path: placement(path) for path in info.frozen}
-    by_module = {info.frozen[path]: placed for path, placed in frozen.items()}
-    by_variable = {path: placed for path, placed in frozen.items() if path not in info.merged}
-    return FrozenDict({**by_module, **by_variable, **{path: placement(path) for path in params}})
-
-
 def _abstract_params(model: Model, precision: Precision) -> Any:
     return jax.eval_shape(lambda: cast_floats(model.init(jax.random.key(0, impl=PRNG)), precision.params_dtype))
-
-
-def _cast_abstract(params: Any, dtype: Any) -> Any:
-    return jax.eval_shape(lambda: cast_floats(jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), dtype))
 
 
 def _abstract_variables(model: Model) -> Any:

@@ -17,12 +17,10 @@ class ParamPlacement:
     """The sharding of one layer's parameter in the training state, in a matmul, and of its gradient.
 
     Attributes:
-        mesh: The plan's mesh.
         stored: Its spec in the training state.
         used: Its spec in a matmul: as stored, but gathered over `fsdp`.
         gradient: The spec that its gradient is reduced to, by the ZeRO stage.
         leading: The entries of the stacked dimensions in front of one layer's.
-        on_host: Whether it is stored in host memory.
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering it again.
     """
 
@@ -45,15 +43,13 @@ class PlanEntry:
     """One array of the training state, and every decision about it: a line of the plan.
 
     Attributes:
-        path: Its path, `layers/attention/q_proj/kernel`.
+        path: Such as `layers/attention/q_proj/kernel`.
         shape: Its global shape.
-        dtype: Its dtype's name.
         rule: The pattern that matched, or what it follows.
         requested: The rule's value, as written.
         spec: The spec in force: with stacked dimensions, after the ZeRO stage.
         reason: Why it is replicated, or differs from what was requested; may be empty.
         memory_kind: `"device"` or `"pinned_host"`.
-        bytes_per_device: The bytes of one shard.
     """
 
     path: str
@@ -95,27 +91,17 @@ class PlanEntry:
 def make_entry(
     path: str, array: Any, match: Match, spec: P, *, zero: int, axes: Mapping[str, int], on_host: bool
 ) -> PlanEntry:
-    """Return the entry of an array that a rule matched.
-
-    Args:
-        path: Its path.
-        array: Its abstract value.
-        match: The rule's match.
-        spec: The spec in force.
-        zero: The ZeRO stage, which may have dropped an axis of the rule's spec.
-        axes: Mesh axis → size.
-        on_host: Whether it is stored in host memory.
-    """
-    shape, dtype = tuple(array.shape), str(array.dtype)
+    """Return the entry of an array that a rule matched; the ZeRO stage may have dropped an axis of the rule's spec."""
+    shape = tuple(array.shape)
     dropped = "" if spec == match.spec else f"zero={zero}: whole over fsdp"
     return PlanEntry(
         path=path,
         shape=shape,
-        dtype=dtype,
+        dtype=str(array.dtype),
         rule=match.pattern,
         requested=spec_text(match.requested) if isinstance(match.requested, P) else str(match.requested),
         spec=spec,
         reason=match.reason or dropped,
         memory_kind="pinned_host" if on_host else "device",
-        bytes_per_device=shard_bytes(shape, dtype, spec, axes),
+        bytes_per_device=shard_bytes(shape, array.dtype, spec, axes),
     )

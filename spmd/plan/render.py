@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from spmd.plan.records import PlanEntry
 from spmd.tree import human_bytes
 
-Tables = Mapping[str, Sequence[PlanEntry]]
-"""Table name (`params`, `variables`, `gradients`, `optimizer_state`) → entries."""
 
-
-def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the rows of entries as lines: sizes to the right, the last column as it is."""
+def format_entries(tables: Mapping[str, Sequence[PlanEntry]]) -> list[str]:
+    """Align the entries of some tables as lines; those of gradients and optimizer state begin with the table."""
+    rows = []
+    for table, entries in tables.items():
+        prefix = "" if table in ("params", "variables") else f"{table.removesuffix('_state')}: "
+        rows += [(prefix + entry.row[0], *entry.row[1:]) for entry in entries]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
     return [
         "  ".join((path.ljust(widths[0]), shape.ljust(widths[1]), spec.ljust(widths[2]), size.rjust(widths[3]), rule))
@@ -19,24 +20,15 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def format_entries(tables: Tables) -> list[str]:
-    """Align the entries of some tables as lines; those of gradients and optimizer state begin with the table."""
-    rows = []
-    for table, entries in tables.items():
-        prefix = "" if table in ("params", "variables") else f"{table.removesuffix('_state')}: "
-        rows += [(prefix + entry.row[0], *entry.row[1:]) for entry in entries]
-    return format_table(rows)
-
-
 def format_footer(params: Iterable[PlanEntry], on_device: Mapping[str, int], on_host: Mapping[str, int]) -> str:
     """Return the last line: the number of parameters, and the bytes on each device and in its host memory."""
+
+    def listed(sizes: Mapping[str, int]) -> str:
+        return "   ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
+
+    hosted = f"   in host memory for each: {listed(on_host)}" if on_host else ""
     count = sum(math.prod(entry.shape) for entry in params)
-    held, hosted = (
-        "   ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items()) for sizes in (on_device, on_host)
-    )
-    return f"{count:,} parameters   on each device: {held}" + (
-        f"   in host memory for each: {hosted}" if hosted else ""
-    )
+    return f"{count:,} parameters   on each device: {listed(on_device)}{hosted}"
 
 
 def diff_texts(mine: str, theirs: str) -> str:

@@ -1,7 +1,6 @@
-"""Resolve the rule table of a plan: parameters and variables to matches, ZeRO tables, optimizer state and placements.
+"""The single decisions of a plan: matches, ZeRO tables, optimizer state, placements and offload.
 
-Each function decides one thing and returns what is wrong instead of raising, so that a plan reports all problems at
-once.
+Each function returns what is wrong instead of raising, so that a plan reports all problems at once.
 """
 
 import dataclasses
@@ -16,17 +15,16 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.model_api.model import ModelInfo
 from spmd.model_api.remat import Remat
-from spmd.optim.offload_chunks import UpdateChunk, plan_chunks
-from spmd.optim.two_phase import phases
-from spmd.plan.records import ParamPlacement, PlanEntry
+from spmd.optim.layerwise import check_layerwise
+from spmd.optim.offload_chunks import UpdateChunk
+from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.sharding.mesh import AnyMesh, entry_axes
-from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_axis, optimizer_specs, shard_bytes
-from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate, spec_text
+from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_axis, optimizer_specs
+from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
 
 OFFLOADABLE = ("optimizer_state", "params")
 """What can live in host memory."""
 
-Shapes = Mapping[str, tuple[int, ...]]
 Specs = Mapping[str, P]
 
 _SAME_DRAWS = replicate("every device draws the same numbers")
@@ -40,16 +38,12 @@ def matches_without_rules(info: ModelInfo) -> dict[str, Match]:
     return matches | {path: Match(-1, "where it is made", spec, spec, "") for path, spec in info.placed.items()}
 
 
-def audit_rules(mesh: AnyMesh, rules: Rules, shapes: Shapes, info: ModelInfo, remat: Remat) -> list[Problem]:
+def audit_rules(
+    mesh: AnyMesh, rules: Rules, shapes: Mapping[str, tuple[int, ...]], info: ModelInfo, remat: Remat
+) -> list[Problem]:
     """Return everything wrong between the table, the arrays that need a rule, the remat policy and the mesh."""
     problems = rules.audit(shapes, mesh.shape, tied=info.tied)
-    known = [name for name, _ in rules.activations]
-    problems += [
-        Problem(f"remat {word}:{name}", "is no activation of the rule table", fix=f"one of: {', '.join(known)}")
-        for word, names in (("save", remat.save), ("offload", remat.offload))
-        for name in names
-        if name not in known
-    ]
+    problems += remat.check_names([name for name, _ in rules.activations], "is no activation of the rule table")
     specs = [match.spec for path in shapes if (match := rules.match(path))]
     if mesh.shape["expert"] > 1 and not any("expert" in entry_axes(entry) for spec in specs for entry in spec):
         what, fix = "splits no parameter: this model has no experts", "expert=1; data and fsdp split the batch, too"
@@ -65,15 +59,7 @@ def apply_zero(match: Match, table: str, zero: int) -> P:
 def resolve_placement(
     mesh: AnyMesh, match: Match, leading: tuple[str | None, ...], zero: int, *, on_host: bool
 ) -> ParamPlacement:
-    """Return the placement of one layer's parameter.
-
-    Args:
-        mesh: The plan's mesh.
-        match: The rule's match.
-        leading: The entries of the stacked dimensions.
-        zero: The ZeRO stage.
-        on_host: Whether it is stored in host memory.
-    """
+    """Return the placement of one layer's parameter; `leading` are the entries of the stacked dimensions."""
     spec = P() if isinstance(match.requested, Replicate) else match.requested
     used = drop_axis(spec, "fsdp")
     stored, gradient = (spec if table in ZERO_KEEPS[zero] else used for table in ("params", "gradients"))
@@ -81,38 +67,19 @@ def resolve_placement(
 
 
 def resolve_optimizer_state(
-    mesh: AnyMesh, optimizer: optax.GradientTransformation, params: Any, specs: Specs, leading: Mapping[str, int]
+    mesh: AnyMesh, rules: Rules, optimizer: optax.GradientTransformation, params: Any, specs: Specs
 ) -> tuple[dict[str, DerivedSpec], list[Problem]]:
-    """Return the optimizer state's specs, which follow the parameters' by structure, and what is wrong with them.
-
-    Args:
-        mesh: The plan's mesh.
-        optimizer: The optimizer.
-        params: The abstract parameters.
-        specs: Parameter path → spec of its optimizer state.
-        leading: Parameter path → how many stacked dimensions it has.
-    """
+    """Return the optimizer state's specs, which follow the parameters' by structure, and what is wrong with them."""
+    leading = {
+        path: min(len(rules.layer_path(path)[1]), len(param.shape)) for path, param in tree.flatten(params).items()
+    }
     state, problems = optimizer_specs(optimizer.init, params, specs, leading)
     for path, derived in state.items():
         by = f"the parameter's rule ({derived.source})"
         found = audit_spec(f"optimizer state {path}", derived.shape, derived.spec, mesh.shape, by)
         smaller = f"smaller blocks than {derived.block} (OptimizerConfig.moments_block), so each shard has whole ones"
         problems += [dataclasses.replace(p, fix=smaller) for p in found] if derived.block > 1 else found
-    return state, problems
-
-
-def resolve_offload(
-    mesh: AnyMesh,
-    rules: Rules,
-    optimizer: optax.GradientTransformation,
-    params: Any,
-    state: Mapping[str, DerivedSpec],
-    specs: Specs,
-    offload: tuple[str, ...],
-) -> tuple[tuple[UpdateChunk, ...], list[Problem]]:
-    """Return the chunks in which offloaded state is updated, and what keeps it from being offloaded."""
-    stacked = tuple(name for name, _ in rules.stacked)
-    return plan_chunks(phases(optimizer)[1], params, state, specs, mesh.shape, stacked, offload)
+    return state, problems + check_layerwise(optimizer, params, tuple(name for name, _ in rules.stacked))
 
 
 def frozen_on_host(rules: Rules, info: ModelInfo, variables: Mapping[str, Any]) -> set[str]:
@@ -126,22 +93,14 @@ def frozen_on_host(rules: Rules, info: ModelInfo, variables: Mapping[str, Any]) 
 
 
 def state_entries(
-    mesh: AnyMesh, state: Mapping[str, DerivedSpec], chunks: tuple[UpdateChunk, ...]
+    mesh: AnyMesh, state: Mapping[str, DerivedSpec], zero: int, chunks: tuple[UpdateChunk, ...]
 ) -> tuple[PlanEntry, ...]:
     """Return one entry for each array of the optimizer's state."""
+    hosted = {path for chunk in chunks for path in chunk.host}
+    matches = {path: Match(-1, derived.source, derived.spec, derived.spec, "") for path, derived in state.items()}
     return tuple(
-        PlanEntry(
-            path=path,
-            shape=derived.shape,
-            dtype=str(derived.dtype),
-            rule=derived.source,
-            requested=spec_text(derived.spec),
-            spec=derived.spec,
-            reason="",
-            memory_kind="pinned_host" if any(path in chunk.host for chunk in chunks) else "device",
-            bytes_per_device=shard_bytes(derived.shape, derived.dtype, derived.spec, mesh.shape),
-        )
-        for path, derived in state.items()
+        make_entry(path, x, matches[path], x.spec, zero=zero, axes=mesh.shape, on_host=path in hosted)
+        for path, x in state.items()
     )
 
 
@@ -149,8 +108,7 @@ def check_offload(mesh: AnyMesh, offload: tuple[str, ...], remat: Remat) -> tupl
     """Return what to offload, without duplicates.
 
     Raises:
-        ConfigError: An unknown word, parameters under a pipeline or without full recomputation, or devices without
-            pinned host memory.
+        ConfigError: All problems.
     """
     problems = [
         Problem(f"offload {name!r}", "cannot be in host memory", fix=did_you_mean(name, OFFLOADABLE))
@@ -174,13 +132,3 @@ def check_offload(mesh: AnyMesh, offload: tuple[str, ...], remat: Remat) -> tupl
     if problems:
         raise ConfigError("This cannot be offloaded:", problems)
     return tuple(dict.fromkeys(offload))
-
-
-def shapes_of(arrays: Any) -> dict[str, tuple[int, ...]]:
-    """Return path → shape of a tree of arrays."""
-    return {path: tuple(array.shape) for path, array in tree.flatten(arrays).items()}
-
-
-def leading_dims(rules: Rules, shapes: Shapes) -> dict[str, int]:
-    """Return path → how many dimensions stacking put in front."""
-    return {path: min(len(rules.layer_path(path)[1]), len(shape)) for path, shape in shapes.items()}

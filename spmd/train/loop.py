@@ -1,8 +1,7 @@
 """The training loop; everything that is not a step is a hook.
 
-The loop dispatches step *n*, then reads the metrics of step *n − 1*, so it never blocks on the step that it has just
-dispatched. Where a hook wants the state (to evaluate, to save), step *n*'s own metrics are read first: nothing is saved
-before it is known to be finite.
+The loop dispatches step *n*, then reads the metrics of step *n − 1*, so it never blocks on the step just dispatched.
+Where a hook wants the state, step *n*'s own metrics are read first: nothing is saved before it is known to be finite.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,18 +46,12 @@ def fit(
     start: int = 0,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
-    """Take the steps `start + 1 … steps`.
+    """Take the steps `start + 1 … steps`; return the state after the last one, or after that at which a hook stopped.
 
     Args:
         state: The state after `start` steps; it is donated.
-        step: From `make_train_step`.
         batches: Global batches, already on the devices; the first one is for step `start + 1`.
-        steps: The number of the last step.
-        start: The number of steps taken before.
         hooks: Called in order.
-
-    Returns:
-        The state after the last step, or after the step at which a hook stopped training.
     """
     unread: tuple[int, Any] | None = None
 
@@ -82,8 +75,7 @@ def fit(
             for hook in hooks:
                 hook.on_dispatch(number)
             stop = any([hook.wants_stop(number) for hook in hooks])
-            wanting = [hook for hook in hooks if hook.wants_state(number)]
-            if wanting:
+            if wanting := [hook for hook in hooks if hook.wants_state(number)]:
                 report()
             with jax.transfer_guard("allow"):
                 for hook in wanting:

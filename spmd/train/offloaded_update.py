@@ -52,11 +52,9 @@ def make_update(plan: ShardingPlan) -> Update:
 def _chunked(
     plan: ShardingPlan, param_phase: optax.GradientTransformationExtraArgs, chunk: UpdateChunk
 ) -> Callable[..., Any]:
-    """Return the update of the parameters of an `UpdateChunk`."""
     mesh = plan.mesh
     like = jax.eval_shape(param_phase.init, chunk.abstract_params(plan.abstract_params))
-    leaves = {leaf.path: leaf for leaf in plan.optimizer_state}
-    weights = {leaf.path: leaf for leaf in plan.params}
+    leaves, weights = ({leaf.path: leaf for leaf in table} for table in (plan.optimizer_state, plan.params))
     chunked = [path for path, leaf in tree.flatten(like).items() if leaf.shape != leaves[path].shape]
 
     def place(leaf: PlanEntry, x: jax.Array, memory_kind: str = "device") -> jax.Array:
@@ -67,14 +65,12 @@ def _chunked(
     def one(gradients: Any, state: Mapping[str, Any], params: Any, scalars: Any) -> tuple[Any, dict[str, Any]]:
         part = {path: place(leaves[path], x) for path, x in state.items()}
         params = tree.map_with_path(lambda path, x: place(weights[path], x), params)
-        updates, after = param_phase.update(
-            gradients, tree.map_with_path(lambda path, _: part[path], like), params, **scalars
-        )
+        before = tree.map_with_path(lambda path, _: part[path], like)
+        updates, after = param_phase.update(gradients, before, params, **scalars)
         moved = optax.apply_updates(params, updates)
         moved = tree.map_with_path(lambda path, x: place(weights[path], x, weights[path].memory_kind), moved)
-        return moved, {
-            path: place(leaves[path], x, leaves[path].memory_kind) for path, x in tree.flatten(after).items()
-        }
+        after = tree.flatten(after)
+        return moved, {path: place(leaves[path], x, leaves[path].memory_kind) for path, x in after.items()}
 
     def run(gradients: Any, state: Mapping[str, Any], params: Any, scalars: Any) -> tuple[Any, dict[str, Any]]:
         gradients, params = (tree.select(x, lambda path: path in chunk.paths) for x in (gradients, params))
@@ -100,13 +96,11 @@ def _chunked(
 
 
 def _take(chunk: UpdateChunk, x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return one chunk of an array."""
     local, axis, size = _local(chunk, x)
     return jax.lax.dynamic_slice_in_dim(local, index * size, size, axis).reshape(chunk.shape(x.shape))
 
 
 def _put(chunk: UpdateChunk, x: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-    """Return the array with one chunk replaced."""
     local, axis, size = _local(chunk, x)
     part = part.reshape(*local.shape[:axis], size, *local.shape[axis + 1 :])
     return jax.lax.dynamic_update_slice_in_dim(local, part, index * size, axis).reshape(x.shape)

@@ -19,13 +19,11 @@ from spmd.sharding.mesh import batch_sharding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything a step reads and writes.
+    """State that a step reads and writes.
 
     Attributes:
         step: int32 scalar: the number of steps taken.
-        params: The parameters, a nested dictionary.
-        variables: The arrays that the model changes by itself, a nested dictionary; empty for most models.
-        optimizer_state: The optax state.
+        variables: The arrays that the model changes by itself; empty for most models.
         key: uint32[2]: the data of the key from which every step's key is derived.
     """
 
@@ -61,12 +59,7 @@ def abstract_state(plan: ShardingPlan) -> TrainState:
 
 
 def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]:
-    """Return the arguments of a step, the state and a batch of this shape, as `jax.ShapeDtypeStruct`s with shardings.
-
-    Args:
-        plan: From `make_plan`.
-        batch: Arrays, or `jax.ShapeDtypeStruct`s.
-    """
+    """Return the arguments of a step, the state and a batch of this shape, as abstract values with shardings."""
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(plan.mesh, len(x.shape)))
@@ -75,7 +68,7 @@ def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]
 
 
 @functools.lru_cache(maxsize=1)
-def _init_program(plan: ShardingPlan) -> Any:
+def init_program(plan: ShardingPlan) -> Any:
     """Return the jitted function that creates the state from a key's data and given arrays, shard by shard."""
 
     def create(key_data: jax.Array, params: Any, given: Mapping[str, Any]) -> TrainState:
@@ -91,12 +84,6 @@ def _init_program(plan: ShardingPlan) -> Any:
     return jax.jit(create, out_shardings=shardings, donate_argnums=(1, 2))
 
 
-def compile_init(plan: ShardingPlan) -> jax.stages.Compiled:
-    """Compile the program that draws the state of `plan` from a key's data."""
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=NamedSharding(plan.mesh, P()))
-    return _init_program(plan).lower(key, None, {}).compile()
-
-
 def init_state(
     plan: ShardingPlan, seed: int = 0, params: Any = None, variables: Mapping[str, Any] | None = None
 ) -> TrainState:
@@ -106,10 +93,9 @@ def init_state(
     independently (normal, truncated normal, uniform, and the variance scalings of them).
 
     Args:
-        plan: From `make_plan`, on a mesh with devices.
         seed: Any integer below 2³².
         params: Parameters to begin with instead of drawn ones, placed as the plan says; donated.
         variables: Variables to begin with instead of the model's own, by their first name; donated.
     """
     key = jax.device_put(jax.random.key_data(jax.random.key(seed, impl=PRNG)), NamedSharding(plan.mesh, P()))
-    return _init_program(plan)(key, params, variables or {})
+    return init_program(plan)(key, params, variables or {})

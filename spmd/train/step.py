@@ -1,5 +1,6 @@
 """The compiled train step: a gradient function, an optimizer and a plan, composed. It knows no parallelism."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ Metrics = dict[str, Any]
 """Scalars of one step, still on the devices; and its gradients, if the step was asked to keep them."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TrainStep:
     """`(state, batch) -> (state, metrics)`, compiled ahead of time on its first batch; the state is donated.
 
@@ -32,28 +34,19 @@ class TrainStep:
     `gradient_norm` (before clipping), what `watch` adds and, with `keep_gradients`, `gradients`.
     """
 
-    def __init__(
-        self,
-        plan: ShardingPlan,
-        grad_fn: GradFn,
-        watch: Mapping[str, Callable[[TrainState], Any]],
-        keep_gradients: bool = False,
-        compiler_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.plan, self.grad_fn, self.watch, self.keep_gradients = plan, grad_fn, dict(watch), keep_gradients
-        self.compiler_options = dict(compiler_options or {})
-        self._compiled: dict[Any, jax.stages.Compiled] = {}
+    plan: ShardingPlan
+    grad_fn: GradFn
+    watch: Mapping[str, Callable[[TrainState], Any]]
+    keep_gradients: bool
+    compiler_options: Mapping[str, Any]
+    _compiled: dict[Any, jax.stages.Compiled] = dataclasses.field(default_factory=dict, init=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Dispatch one step and return at once; `state` must not be used again."""
         return self.compile(batch)(state, batch)
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """Return the compiled step for batches of this shape, arrays or abstract ones; compile each shape once.
-
-        Raises:
-            ConfigError: XLA refuses a compile option.
-        """
+        """Return the compiled step for batches of this shape, arrays or abstract ones; compile each shape once."""
         signature = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
         if signature not in self._compiled:
             self._compiled[signature] = self._compile(self.lower(batch))
@@ -61,7 +54,7 @@ class TrainStep:
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         try:
-            return lowered.compile(compiler_options=self.compiler_options or None)
+            return lowered.compile(compiler_options=dict(self.compiler_options) or None)
         except jax.errors.JaxRuntimeError as error:
             said = str(error).partition("\n")[0]
             refused = [name for name in self.compiler_options if name in said] if "INVALID_ARGUMENT" in said else []
@@ -77,11 +70,7 @@ class TrainStep:
         return tuple(self._compiled.values())
 
     def trace(self, batch: Any) -> jax.stages.Traced:
-        """Trace the step; the plan's mesh needs no devices.
-
-        Raises:
-            AnnotationError: The rule table names an activation that the model never marks.
-        """
+        """Trace the step, and check that the model marks every activation of the rule table; no devices are needed."""
         traced = self._jitted.trace(*abstract_arguments(self.plan, batch))
         check_annotations(self.plan, traced.jaxpr)
         return traced
@@ -134,7 +123,6 @@ def make_train_step(
     """Return the train step of `plan`.
 
     Args:
-        plan: From `make_plan`.
         loss_fn: `(params, variables, batch, key) -> (Sums, variables)`.
         grad_fn: Instead of `loss_fn`: any composition of `spmd.gradients`.
         watch: Name → a function of the state before the step, reported as a metric.
@@ -143,4 +131,5 @@ def make_train_step(
     """
     assert (loss_fn is None) != (grad_fn is None), "give loss_fn or grad_fn, one of them"
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
-    return TrainStep(plan, unscale(grad_fn, plan.precision.loss_scale), watch or {}, keep_gradients, compiler_options)
+    grad_fn = unscale(grad_fn, plan.precision.loss_scale)
+    return TrainStep(plan, grad_fn, watch or {}, keep_gradients, compiler_options or {})

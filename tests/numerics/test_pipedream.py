@@ -200,7 +200,7 @@ def test_what_goes_only_with_a_flush_is_refused(fields, said):
 def test_it_is_not_compared_with_one_device():
     """`spmd check` says why there is nothing to compare."""
     config = dataclasses.replace(setup().config, devices=8)
-    with pytest.raises(SpmdError, match="one update behind"):
+    with pytest.raises(SpmdError, match="one update late"):
         Check(config, 1).compare(tiny.mesh(pipe=2))
 
 

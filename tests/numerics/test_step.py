@@ -16,7 +16,7 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
-from spmd.train.state import compile_init, init_state
+from spmd.train.state import abstract_state, init_program, init_state
 from spmd.train.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
@@ -51,7 +51,7 @@ def test_no_leaf_is_whole_on_one_device_while_it_is_created():
     """On fsdp=8 the init program's outputs are an eighth, and it never holds the largest leaf besides."""
     config = LlamaConfig(vocab=1024, d_model=128, layers=2, heads=4, kv_heads=4, d_ff=256)
     plan = make_plan(tiny.mesh(fsdp=8), LLAMA, tiny.model(config), optax.adamw(1e-3))
-    memory = compile_init(plan).memory_analysis()
+    memory = init_program(plan).lower(abstract_state(plan).key, None, {}).compile().memory_analysis()
     planned = sum(plan.bytes_per_device()[k] for k in ("params", "optimizer_state"))
     largest = 1024 * 128 * 4
     assert planned <= memory.output_size_in_bytes <= planned * 1.05

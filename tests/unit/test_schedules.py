@@ -154,19 +154,12 @@ def test_consecutive(name: str, chunks: int) -> None:
     assert mixed == ([False] * 3 if schedule.flush else [True, True, False])
 
 
-def test_no_batches() -> None:
-    """No batch at all is no schedule."""
-    with pytest.raises(ScheduleError, match="batches: is 0"):
-        repeat_schedule(make_schedule("1f1b", 2, 2), 0)
-
-
 @pytest.mark.parametrize("placement", ["loop", "v"])
 def test_places(placement: str) -> None:
     """Every part of the model is on one stage, in one chunk; a V comes back from the last stage to the first."""
     schedule = Schedule("any", 1, 2, ((), (), ()), placement)
-    places = [schedule.locate(virtual_stage) for virtual_stage in range(6)]
-    assert [schedule.virtual_stage(*place) for place in places] == list(range(6))
-    assert [stage for stage, _ in places] == [0, 1, 2, *([0, 1, 2] if placement == "loop" else [2, 1, 0])]
+    stages = {schedule.virtual_stage(stage, chunk): stage for stage in range(3) for chunk in range(2)}
+    assert [stages[i] for i in range(6)] == [0, 1, 2, *([0, 1, 2] if placement == "loop" else [2, 1, 0])]
 
 
 def test_as_table() -> None:
@@ -216,7 +209,7 @@ def test_fill_bubbles_refuses() -> None:
         ScheduleError, match=r"every stage is full(.|\n)*limit = 4 activations, stages = 4(.|\n)*fix: 8"
     ):
         fill_bubbles(4, 8, 4, placement="v")
-    with pytest.raises(ScheduleError, match=r"limit: is 0(.|\n)*stages: is 0"):
+    with pytest.raises(ScheduleError, match="stages: is 0"):
         fill_bubbles(0, 8, 0)
 
 
