@@ -88,20 +88,20 @@ def _save_carry(carry: Carry, table: TickTable) -> dict[str, Any]:
         return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(stream))}
 
     streams = {name: leaves(carry[name]) for name in ("arrived", "sent_back")}
-    per_stage = jax.tree.map(lambda x: x[None], {**streams, "shared_grads": d_shared, "sums": sums})
-    return {"inputs": leaves(inputs), "layer_grads": d_layers, **per_stage}
+    per_stage = jax.tree.map(lambda x: x[None], {**streams, "of_others": d_shared, "sums": sums})
+    return {"inputs": leaves(inputs), "of_layers": d_layers, **per_stage}
 
 
 def _restore_carry(carry: Carry, saved: dict[str, Any]) -> Carry:
     """Return an empty carry with what `_save_carry` saved."""
-    first = jax.tree.map(lambda x: x[0], {name: saved[name] for name in saved if name not in ("inputs", "layer_grads")})
+    first = jax.tree.map(lambda x: x[0], {name: saved[name] for name in saved if name not in ("inputs", "of_layers")})
     leaves = {**first, "inputs": saved["inputs"]}
 
     def stream(name: str) -> Stream:
         arrays = [leaves[name][str(number)] for number in range(len(leaves[name]))]
         return jax.tree.unflatten(jax.tree.structure(carry[name]), arrays)
 
-    added = saved["layer_grads"], first["shared_grads"], first["sums"]
+    added = saved["of_layers"], first["of_others"], first["sums"]
     totals = jax.tree.map(lambda x, y: x.at[1].set(y), carry["totals"], added)
     return {**carry, **{name: stream(name) for name in _STREAMS}, "totals": totals}
 
@@ -141,9 +141,9 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
     rows = batch_sharding(plan.mesh).spec
     gradients = {leaf.path: leaf.spec for leaf in plan.gradients}
     placed = {"data/key": P(), **{f"data/batch/{name}": rows for name in batch}}
-    for name in (*_STREAMS, "shared_grads", "sums"):
+    for name in (*_STREAMS, "of_others", "sums"):
         for path in tree.flatten(local[name]):
             is_x = name in _STREAMS and path == "0"
-            spec = gradients[path] if name == "shared_grads" else rows if is_x else P()
+            spec = gradients[path] if name == "of_others" else rows if is_x else P()
             placed[f"stages/{name}/{path}"] = P(AXIS, *spec)
     return dataclasses.replace(model, init_variables=init_variables, forward=forward, info=info)

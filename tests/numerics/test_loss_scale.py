@@ -222,9 +222,9 @@ def test_float16_gradients_vanish_without_a_scale():
 
 
 def test_equal_plans_have_equal_optimizers():
-    """Wrapping the optimizer for a precision gives the same object again, so nothing compiles twice."""
+    """Wrapping the optimizer for a precision gives the same object again, so equal plans compare equal."""
     ours, again = (
         make_plan(make_mesh(fsdp=8), RULES, MODEL, OPTIMIZER, precision=dataclasses.replace(PRECISION)) for _ in "ab"
     )
     assert ours == again
-    assert make_train_step(ours, loss_fn) is make_train_step(again, loss_fn)
+    assert ours.optimizer is again.optimizer

@@ -170,7 +170,7 @@ def test_the_layout_of_what_is_under_way():
     for leaf in plan.params:
         assert specs[f"{IN_FLIGHT}/params/{leaf.path}"] == leaf.spec
     assert specs[f"{IN_FLIGHT}/stages/inputs/0"][0] == "pipe"
-    assert specs[f"{IN_FLIGHT}/stages/shared_grads/embed/embedding"][0] == "pipe"
+    assert specs[f"{IN_FLIGHT}/stages/of_others/embed/embedding"][0] == "pipe"
 
 
 def setup(**fields) -> TrainSetup:
