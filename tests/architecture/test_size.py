@@ -80,7 +80,9 @@ def test_control_sizes() -> None:
     assert problems(**{f"train__m{n}": 360 for n in range(25)}) == []
     assert problems(**{f"train__m{n}": 360 for n in range(25)}, train__more=1) == ["the core has 9001 lines"]
     assert problems(**{f"layers__m{n}": 360 for n in range(30)}) == []
-    assert problems(**{f"hf__m{n}": 320 for n in range(62)}, hf__more=161) == ["the package has 20001 lines"]
+    below = {f"hf__m{n}": 100 for n in range(MAX_PACKAGE_LINES // 100)}
+    assert problems(**below) == []
+    assert problems(**below, hf__more=1) == [f"the package has {MAX_PACKAGE_LINES + 1} lines"]
 
 
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
