@@ -179,7 +179,7 @@ def copy(folder: Path) -> Path:
     for name in COPIED:
         here, there = ROOT / name, folder / name
         if here.is_dir():
-            shutil.copytree(here, there, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(here, there, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(here, there)
     return folder
