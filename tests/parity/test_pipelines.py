@@ -16,7 +16,7 @@ from spmd.gradients.losses import next_token_loss
 from spmd.model_api.model import Model
 from spmd.model_api.precision import make_precision, with_loss_scale
 from spmd.models.mixtral import PRESETS as MIXTRALS
-from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedule_files import read_schedule
 from spmd.pipeline.schedules import make_schedule
@@ -133,6 +133,22 @@ def test_experts_and_their_losses(schedule):
     assert not compare(ours, routed_alone(train=False), REORDERED).ok, (
         "the control: auxiliary losses are a part of the loss"
     )
+
+
+@pytest.mark.soak
+def test_first_layers_of_another_kind():
+    """Dense first layers that the table does not split over `pipe` run before the stages; the numbers are the same."""
+    shape = dataclasses.replace(MIXTRALS["test"], layers=6, dense_layers=2, dense_d_ff=64, shared_d_ff=16)
+    rules = dataclasses.replace(MIXTRAL_SHARED, stacked={"layers": "pipe", "dense_layers": None})
+    loss_fn = next_token_loss(flax.from_nnx(shape.build))
+
+    def run(grad_fn, **axes):
+        return record_run(make_plan(tiny.mesh(**axes), rules, loss_fn.model, OPTIMIZER), grad_fn, BATCHES)
+
+    alone = run(accumulate(value_and_grad(loss_fn), MICROBATCHES))
+    ours = run(pipeline(loss_fn, tick_table("1f1b", 2)), pipe=2)
+    assert compare(ours, alone, REORDERED).ok
+    assert not compare(run(value_and_grad(loss_fn)), alone, REORDERED).ok, "the control: routers' losses of a batch"
 
 
 @pytest.mark.soak
