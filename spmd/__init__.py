@@ -26,6 +26,7 @@ from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.run.config import EvaluationConfig, PipelineConfig, RecoveryConfig, SampleConfig, SDCConfig, TrainConfig
 from spmd.sharding.from_flax import rules_from_annotations
 from spmd.sharding.from_search import rules_from_search
+from spmd.sharding.layer_paths import Stack
 from spmd.sharding.mesh import MeshShape, batch_sharding, make_mesh, simulate_devices
 from spmd.sharding.rules import Rules, replicate
 from spmd.train.loop import Hook, fit
@@ -48,6 +49,7 @@ __all__ = [
     "SampleConfig",
     "ShardingPlan",
     "SpmdError",
+    "Stack",
     "TrainConfig",
     "TrainState",
     "accumulate",

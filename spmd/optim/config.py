@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -22,8 +22,8 @@ from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
 from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, check_block, quantize_moments
 from spmd.optim.two_phase import TwoPhaseOptimizer, two_phase
-from spmd.sharding.layer_paths import strip_layer_numbers
-from spmd.sharding.rules import compile_pattern
+from spmd.sharding.layer_paths import read_stacked
+from spmd.sharding.rules import compile_pattern, matches
 from spmd.tree import PyTree, map_with_path
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
@@ -142,7 +142,7 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return schedule
 
 
-def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] = ("layers",)) -> TwoPhaseOptimizer:
+def make_optimizer(config: OptimizerConfig, steps: int, stacked: Any = ("layers",)) -> TwoPhaseOptimizer:
     """Make the optimizer of a config: a clip of the global norm, then `make_update_rule(...)`. It needs `params`.
 
     Example:
@@ -163,7 +163,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] =
 
 
 def make_update_rule(
-    config: OptimizerConfig, steps: int, stacked: Sequence[str] = ("layers",)
+    config: OptimizerConfig, steps: int, stacked: Any = ("layers",)
 ) -> optax.GradientTransformationExtraArgs:
     """Make the optimizer without the clip, whose update of one layer depends on no other. It needs `params`.
 
@@ -174,23 +174,23 @@ def make_update_rule(
     AdamW's, 0.2, so that both share one learning rate and one decay (Liu et al., arXiv:2502.16982). AdamW, Lion (Chen
     et al., arXiv:2302.06675) and SGD are elementwise and need no `per_layer`.
     """
-    quantize = functools.partial(quantize_moments, kind=config.moments, block=config.moments_block, stacked=stacked)
+    stacks = read_stacked(stacked)
+    quantize = functools.partial(quantize_moments, kind=config.moments, block=config.moments_block, stacked=stacks)
     match config.name:
         case "adamw":
             direction = quantize(optax.scale_by_adam(config.b1, config.b2, config.eps))
         case "adafactor":
             factored = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-            direction = per_layer(factored, stacked)
+            direction = per_layer(factored, stacks)
         case "muon":
-            direction = per_layer(_muon(config, stacked), stacked)
+            direction = per_layer(_muon(config, stacks), stacks)
         case "lion":
             direction = quantize(optax.scale_by_lion(config.b1, config.b2))
         case "sgd":
             direction = quantize(optax.trace(config.momentum)) if config.momentum else optax.identity()
 
     def decays(path: str, _: Any) -> bool:
-        name = strip_layer_numbers(path, stacked)
-        return not any(compile_pattern(pattern).fullmatch(name) for pattern in config.no_decay)
+        return not any(matches(pattern, path, stacks) for pattern in config.no_decay)
 
     mask = functools.partial(map_with_path, decays)
     decay = [optax.add_decayed_weights(config.weight_decay, mask)] if config.weight_decay else []
@@ -202,14 +202,14 @@ MUON_RMS = 0.2
 """Root mean square of AdamW's direction, as measured by Liu et al. (arXiv:2502.16982, section 2.2)."""
 
 
-def _muon(config: OptimizerConfig, stacked: Sequence[str]) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, stacked: Collection[str]) -> optax.GradientTransformation:
     """Return Muon for the matrices of a layer and AdamW for the rest, for use in `per_layer`."""
 
     def matrices(params: PyTree) -> PyTree:
         return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
 
     def label(path: str, x: Any) -> str:
-        return "muon" if x.ndim == 2 and not set(path.split("/")).isdisjoint(stacked) else "adamw"
+        return "muon" if x.ndim == 2 and any(f"/{name}/" in f"/{path}" for name in stacked) else "adamw"
 
     orthogonal = contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=matrices)
     # The root mean square of an orthogonal matrix is 1 / √(its longer side).
@@ -220,7 +220,7 @@ def _muon(config: OptimizerConfig, stacked: Sequence[str]) -> optax.GradientTran
 
 
 def check_no_decay(
-    config: OptimizerConfig, paths: Iterable[str], stacked: Sequence[str] = ("layers",)
+    config: OptimizerConfig, paths: Sequence[str], stacked: Any = ("layers",)
 ) -> list[Problem]:
     """Return a problem for each pattern of `no_decay` that matches no parameter, except the patterns in `NO_DECAY`.
 
@@ -229,12 +229,11 @@ def check_no_decay(
         no_decay: 'scales' matches no parameter
             fix: did you mean "scale"?
     """
-    names = [strip_layer_numbers(path, stacked) for path in paths]
-    ends = sorted({name.rsplit("/", 1)[-1] for name in names})
+    stacks, ends = read_stacked(stacked), sorted({path.rsplit("/", 1)[-1] for path in paths})
     return [
         Problem("no_decay", f"{pattern!r} matches no parameter", fix=did_you_mean(pattern, ends))
         for pattern in config.no_decay
-        if pattern not in NO_DECAY and not any(map(compile_pattern(pattern).fullmatch, names))
+        if pattern not in NO_DECAY and not any(matches(pattern, path, stacks) for path in paths)
     ]
 
 

@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr
 from spmd import tree
 from spmd.errors import Problem
 from spmd.jaxpr import inner_jaxprs
-from spmd.sharding.layer_paths import insert_layer_numbers, stacks_of
+from spmd.sharding.layer_paths import Stack, dims_of, insert_layer_numbers, read_stacked, without_dims
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
 _FIX = "wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
@@ -31,7 +31,7 @@ _LINEAR_ALGEBRA = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "sv
 
 
 def check_layerwise(
-    optimizer: optax.GradientTransformation, params: Any, stacked: Sequence[str] = ("layers",)
+    optimizer: optax.GradientTransformation, params: Any, stacked: Any = ("layers",)
 ) -> list[Problem]:
     """Return a problem for each stacked parameter that the optimizer treats in another way than separate layers.
 
@@ -49,21 +49,21 @@ def check_layerwise(
             fix: wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    flat = tree.flatten(params)
-    depths = {path: len(stacks_of(path, stacked)) for path in flat}
-    if not any(depths.values()):
+    flat, stacks = tree.flatten(params), read_stacked(stacked)
+    all_dims = {path: dims_of(path, stacks) for path in flat}
+    if not any(all_dims.values()):
         return []
-    whole = trace_update(optimizer, params, depths)
+    whole = trace_update(optimizer, params, all_dims)
     try:
-        separate = trace_update(optimizer, _separate(params, stacked, first_only=True), {})
+        separate = trace_update(optimizer, _separate(params, stacks, first_only=True), {})
     except (AttributeError, KeyError, TypeError, ValueError):  # it only accepts its own tree, as a mask does
         separate = None
 
     problems = []
-    for path, depth in depths.items():
-        if not depth:
+    for path, dims in all_dims.items():
+        if not dims:
             continue
-        ours, theirs = whole[path], separate and separate[insert_layer_numbers(path, (0,) * depth, stacked)]
+        ours, theirs = whole[path], separate and separate[insert_layer_numbers(path, (0,) * len(dims), stacks)]
         shape = tuple(flat[path].shape)
         what = ""
         if ours.random:
@@ -77,8 +77,10 @@ def check_layerwise(
         elif theirs and ours.reads != theirs.reads:
             what = f"the update of the stack reads {_words(ours.reads)}, and that of a layer {_words(theirs.reads)}"
         if what:
-            count = " × ".join(map(str, shape[:depth]))
+            count = " × ".join(str(shape[dim]) for dim in dims)
             fix = "mask it to parameters that are not stacked" if ours.random else _FIX
+            if any(stack.dim for stack in stacks.values()):
+                fix += ", which needs the dimensions: spmd.per_layer(…, rules.stacked)"
             problems.append(Problem(path, what, f"{count} layers are one array of the shape {shape}", fix))
     return problems
 
@@ -86,7 +88,7 @@ def check_layerwise(
 def assert_layerwise(
     optimizer: optax.GradientTransformation,
     params: Any,
-    stacked: Sequence[str] = ("layers",),
+    stacked: Any = ("layers",),
     *,
     steps: int = 2,
     tolerance: float = 1e-5,
@@ -99,11 +101,12 @@ def assert_layerwise(
         >>> params = {"layers": {"kernel": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 8))}
         >>> assert_layerwise(optax.adamw(1e-3), params)
     """
-    draws = [_draw(params, seed, stacked) for seed in range(steps + 1)]
+    stacks = read_stacked(stacked)
+    draws = [_draw(params, seed, stacks) for seed in range(steps + 1)]
     ours = _movement(optimizer, draws)
-    theirs = _movement(optimizer, [_separate(draw, stacked) for draw in draws])
+    theirs = _movement(optimizer, [_separate(draw, stacks) for draw in draws])
     wrong = []
-    for path, change in tree.flatten(_separate(ours, stacked)).items():
+    for path, change in tree.flatten(_separate(ours, stacks)).items():
         reference = tree.flatten(theirs)[path]
         scale = np.abs(reference).max(initial=0.0) or 1.0
         if not (error := float(np.abs(change - reference).max(initial=0.0) / scale)) <= tolerance:
@@ -179,8 +182,9 @@ class _Tracer:
                     mixed.add(path)
             if equation.primitive.name.startswith("reduce_"):
                 layers = {n for path in part.params for n in self.lengths.get(path, ())}
-                axes = (axis for axis in equation.params.get("axes", ()) if before[axis] not in layers)
-                reduced.add((equation.primitive.name, tuple(axis - len(before) for axis in axes)))
+                own = [axis for axis, size in enumerate(before) if size not in layers]
+                axes = (axis for axis in equation.params.get("axes", ()) if axis in own)
+                reduced.add((equation.primitive.name, tuple(own.index(axis) - len(own) for axis in axes)))
         grows = equation.primitive.name in _TOTALS and any(part.is_total for part in inputs)
         if shape == () and (grows or len(seen.params) >= self.total):
             return _Seen(frozenset(item for item in seen.inputs if not item[1]), is_total=True)
@@ -188,16 +192,16 @@ class _Tracer:
 
 
 def trace_update(
-    optimizer: optax.GradientTransformation, params: Any, depths: Mapping[str, int], *, totals: bool = True
+    optimizer: optax.GradientTransformation, params: Any, dims: Mapping[str, Sequence[int]], *, totals: bool = True
 ) -> dict[str, Traced]:
     """Return the dependencies of each parameter's update, from its jaxpr on abstract values.
 
-    `depths` is the number of leading dimensions of each parameter for which `Traced.mixed` is computed. With `totals`,
+    `dims` are the dimensions of each parameter for which `Traced.mixed` is computed. With `totals`,
     scalars of several parameters, such as a global norm, are ignored.
     """
-    params = _with_rare_lengths(params, {path: depths.get(path, 0) for path in tree.flatten(params)})
+    params = _with_rare_lengths(params, {path: tuple(dims.get(path, ())) for path in tree.flatten(params)})
     flat = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
-    lengths = {path: flat[path][:depth] for path, depth in depths.items() if depth}
+    lengths = {path: tuple(flat[path][dim] for dim in own) for path, own in dims.items() if own}
     state = jax.eval_shape(optimizer.init, params)
     followed = followed_params(state, flat)
     leaves = tree.flatten(state)
@@ -255,41 +259,45 @@ def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:
     return [params["axis"]] if name.startswith("cum") else []
 
 
-def _with_rare_lengths(params: Any, depths: Mapping[str, int]) -> Any:
+def _with_rare_lengths(params: Any, dims: Mapping[str, tuple[int, ...]]) -> Any:
     """Change the sizes of stacked dimensions to near ones that no other dimension has."""
     shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
-    taken = {size for path, shape in shapes.items() for size in shape[depths[path] :]}
+    taken = {size for path, shape in shapes.items() for size in without_dims(shape, dims[path])}
     rare: dict[tuple[int, int], int] = {}
-    for length, i in sorted({(shapes[path][i], i) for path, depth in depths.items() for i in range(depth)}):
+    for length, i in sorted({(shapes[path][dim], i) for path, own in dims.items() for i, dim in enumerate(own)}):
         rare[length, i] = next(n for n in itertools.count(max(length, 2)) if n not in taken)
         taken.add(rare[length, i])
 
     def lengthen(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
-        lengths = (rare[length, i] if i < depths[path] else length for i, length in enumerate(leaf.shape))
+        own = dims[path]
+        lengths = (rare[n, own.index(dim)] if dim in own else n for dim, n in enumerate(leaf.shape))
         return jax.ShapeDtypeStruct(tuple(lengths), leaf.dtype)
 
     return tree.map_with_path(lengthen, params)
 
 
-def _separate(params: Any, stacked: Sequence[str], *, first_only: bool = False) -> Any:
+def _separate(params: Any, stacks: Mapping[str, Stack], *, first_only: bool = False) -> Any:
     """Return the parameters with every layer, or only the first of each stack, unrolled."""
     out: dict[str, Any] = {}
     for path, leaf in tree.flatten(params).items():
-        depth = len(stacks_of(path, stacked))
-        for numbers in itertools.product(*(range(1 if first_only else n) for n in leaf.shape[:depth])):
-            layer = jax.ShapeDtypeStruct(leaf.shape[depth:], leaf.dtype) if first_only else leaf[numbers]
-            out[insert_layer_numbers(path, numbers, stacked)] = layer
+        dims = dims_of(path, stacks)
+        layer = jax.ShapeDtypeStruct(without_dims(leaf.shape, dims), leaf.dtype)
+        rows = None if first_only else np.moveaxis(leaf, dims, range(len(dims)))
+        for numbers in itertools.product(*(range(1 if first_only else leaf.shape[dim]) for dim in dims)):
+            out[insert_layer_numbers(path, numbers, stacks)] = layer if rows is None else rows[numbers]
     return tree.nested(out)
 
 
-def _draw(params: Any, seed: int, stacked: Sequence[str]) -> Any:
+def _draw(params: Any, seed: int, stacks: Mapping[str, Stack]) -> Any:
     """Draw random arrays like the parameters, each layer with four times the scale of the one before."""
     rng = np.random.default_rng(seed)
 
     def draw(path: str, leaf: Any) -> np.ndarray:
-        depth = len(stacks_of(path, stacked))
-        layers = np.arange(math.prod(leaf.shape[:depth])).reshape(leaf.shape[:depth] + (1,) * (leaf.ndim - depth))
-        return (rng.normal(size=leaf.shape) * 4.0**layers).astype(np.float32)
+        dims = dims_of(path, stacks)
+        lengths = [leaf.shape[dim] for dim in dims]
+        layers = np.arange(math.prod(lengths)).reshape(*lengths, *(1,) * (leaf.ndim - len(dims)))
+        scales = np.moveaxis(4.0**layers, range(len(dims)), dims)
+        return (rng.normal(size=leaf.shape) * scales).astype(np.float32)
 
     return tree.map_with_path(draw, params)
 

@@ -14,7 +14,7 @@ import optax
 from spmd import tree
 from spmd.errors import Problem
 from spmd.optim.layerwise import trace_update
-from spmd.sharding.layer_paths import stacks_of
+from spmd.sharding.layer_paths import Stack, dims_of, stacks_of
 from spmd.sharding.mesh import shards_of
 from spmd.sharding.optimizer_state import DerivedSpec, shard_bytes
 
@@ -55,7 +55,7 @@ def plan_chunks(
     state: Mapping[str, DerivedSpec],
     specs: Mapping[str, Any],
     axes: Mapping[str, int],
-    stacked: Sequence[str],
+    stacks: Mapping[str, Stack],
     offload: Sequence[str],
 ) -> tuple[tuple[UpdateChunk, ...], list[Problem]]:
     """Divide the update of all parameters into chunks.
@@ -74,15 +74,20 @@ def plan_chunks(
     if problems:
         return (), problems
 
-    stacks: dict[tuple[str, int], list[str]] = {}
+    by_stack: dict[tuple[str, int], list[str]] = {}
     single = []
     for path, leaf in flat.items():
-        if own := stacks_of(path, stacked):
-            stacks.setdefault((own[0], leaf.shape[0]), []).append(path)
+        if own := stacks_of(path, stacks):
+            by_stack.setdefault((own[0], leaf.shape[0]), []).append(path)
+            if dim := dims_of(path, stacks)[0]:
+                what, fix = f"is stacked along dimension {dim}, and chunks are of dimension 0", "offload nothing"
+                problems.append(Problem(path, what, fix=f"{fix}, or stack along dimension 0"))
         else:
             single.append(path)
+    if problems:
+        return (), problems
     layers = []
-    for (_, length), paths in stacks.items():  # a chunk is one layer of each pipeline stage
+    for (_, length), paths in by_stack.items():  # a chunk is one layer of each pipeline stage
         stages = _shards(flat[paths[0]].shape, specs[paths[0]], axes)[0]
         # Only parameters whose layers have whole tiles can be in host memory.
         on_host = frozenset(path for path in paths if "params" in offload and len(flat[path].shape) > 2)
@@ -90,11 +95,11 @@ def plan_chunks(
     if "params" in offload and not any(chunk.host_params for chunk in layers):
         what = "there is no stack of layers with parameters of two dimensions"
         problems.append(Problem("offload params", what, fix="stack the layers, and name them in Rules(stacked=…)"))
-    ranks = {path: len(flat[path].shape) for path in single}
+    all_dims = {path: range(len(flat[path].shape)) for path in single}
     elementwise = {
         path
-        for path, traced in trace_update(param_phase, abstract, ranks).items()
-        if path in ranks and not traced.mixed and not traced.random and {shape for _, shape in traced.state} <= {()}
+        for path, traced in trace_update(param_phase, abstract, all_dims).items()
+        if path in all_dims and not traced.mixed and not traced.random and {shape for _, shape in traced.state} <= {()}
     }
     large = {path: chunk_large_array(path, flat[path], specs[path], axes) for path in single if path in elementwise}
     chunks = [*layers, *(chunk for chunk in large.values() if chunk)]

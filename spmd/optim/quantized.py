@@ -11,7 +11,6 @@ two numbers of a narrow dtype. Round-to-nearest would lose every update, so all 
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ import optax
 
 from spmd.errors import ConfigError, Problem
 from spmd.optim.stochastic_rounding import random_bits, round_stochastically, salt_of, seed_of
-from spmd.sharding.layer_paths import stacks_of
+from spmd.sharding.layer_paths import dims_of, read_stacked
 from spmd.tree import PyTree, flatten, map_with_path
 
 Kind = Literal["float32", "bfloat16", "8bit"]
@@ -63,12 +62,12 @@ def check_block(field: str, block: int) -> list[Problem]:
 
 
 def quantize_moments(
-    transform: optax.GradientTransformation, kind: Kind, block: int = BLOCK, stacked: Sequence[str] = ("layers",)
+    transform: optax.GradientTransformation, kind: Kind, block: int = BLOCK, stacked: Any = ("layers",)
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap a transform to store its moments as `kind`; blocks have a power of two of elements, at most `block`.
 
     Moments are the fields of its state with the structure of the parameters. Arrays whose last dimension has no block,
-    and stacked scalars, stay float32. Blocks divide the last dimension, so layers of a stack share none.
+    and those whose last dimension is stacked, stay float32. Blocks divide the last dimension, so layers share none.
 
     `transform` must have a flat state, as `optax.scale_by_adam`, `scale_by_lion` and `trace` have.
 
@@ -79,7 +78,7 @@ def quantize_moments(
     """
     if problems := check_block("block", block):
         raise ConfigError("Moments cannot be quantized:", problems)
-    inner = optax.with_extra_args_support(transform)
+    inner, stacks = optax.with_extra_args_support(transform), read_stacked(stacked)
     if kind == "float32":
         return inner
 
@@ -93,7 +92,8 @@ def quantize_moments(
                 seed = seed_of(count, salt_of(f"{name}/{path}"))
                 if kind == "bfloat16":
                     return round_stochastically(x, seed)
-                size = block_of(x.shape[-1], block) if x.ndim > len(stacks_of(path, stacked)) else 0
+                last = x.ndim - 1
+                size = 0 if last in (-1, *dims_of(path, stacks)) else block_of(x.shape[last], block)
                 return quantize(x, size, seed, signed=name != "nu") if size else x  # `nu` holds squares
 
             return map_with_path(one, value)

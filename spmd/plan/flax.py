@@ -20,7 +20,7 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
 from spmd.plan.fsdp import gather_params
-from spmd.sharding.from_flax import linen_annotations, nnx_annotations
+from spmd.sharding.flax_metadata import linen_annotations, nnx_annotations
 
 _PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
 

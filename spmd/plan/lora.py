@@ -26,6 +26,7 @@ from spmd.model_api.precision import cast_floats
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.host_params import is_host_param
 from spmd.plan.lora_layer import LoRAParam
+from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import drop_axis
 from spmd.sharding.rules import Replicate, Rules, compile_pattern, replicate
@@ -77,12 +78,16 @@ def adapted_paths(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, tup
     problems = []
     for index, pattern in enumerate(lora.targets):
         where = f"lora.targets[{index}]"
-        matches = [path for path in shapes if compile_pattern(pattern).fullmatch(rules.layer_path(path)[0])]
+        matches = [path for path in shapes if rules.matches(pattern, path)]
         if not matches:
             names = [rules.layer_path(path)[0] for path in shapes]
             problems.append(Problem(where, f"{pattern!r} matches no parameter", fix=did_you_mean(pattern, names)))
         for path in matches:
-            if len(shapes[path]) - len(rules.layer_path(path)[1]) < 2:
+            dims = dims_of(path, rules.stacks)
+            if any(dim != i for i, dim in enumerate(dims)):
+                what = f"matches {path}, which is stacked along dimension {dims[0]}"
+                problems.append(Problem(where, what, f"{shapes[path]}", "stack along dimension 0 for adapters"))
+            elif len(shapes[path]) - len(dims) < 2:
                 what = f"matches {path}, which is not a matrix"
                 problems.append(Problem(where, what, f"{shapes[path]}", "name kernels only"))
             elif lora.rank > (least := min(shapes[path][-2:])):

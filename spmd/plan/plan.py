@@ -28,6 +28,7 @@ from spmd.optim.two_phase import phases
 from spmd.plan import resolve
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.plan.render import diff_texts, format_entries, format_footer
+from spmd.sharding.layer_paths import own_stacks
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import ZERO_KEEPS
 from spmd.sharding.rules import Rules
@@ -189,7 +190,8 @@ def make_plan(
     matches = resolve.matches_without_rules(info)
     ruled = {path: tuple(x.shape) for path, x in {**weights, **variables}.items() if path not in matches}
     if problems := resolve.audit_rules(mesh, rules, ruled, info, remat):
-        problems += resolve.resolve_optimizer_state(mesh, rules, optimizer, params, dict.fromkeys(weights, P()))[1]
+        others = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, dict.fromkeys(weights, P()))[1]
+        problems += [problem for problem in others if problem not in problems]
         raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
     matches |= {path: match for path in ruled if (match := rules.match(path))}
     specs = {
@@ -201,9 +203,10 @@ def make_plan(
     # Beside frozen parameters, the trained ones are small and stay on the device.
     updated = tuple(name for name in offload if name != "params" or not info.frozen)
     if updated and not problems:
-        stacks = tuple(name for name, _ in rules.stacked)
         param_phase = phases(optimizer)[1]
-        chunks, problems = plan_chunks(param_phase, params, state, specs["optimizer"], mesh.shape, stacks, updated)
+        chunks, problems = plan_chunks(
+            param_phase, params, state, specs["optimizer"], mesh.shape, rules.stacks, updated
+        )
     if problems:
         raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 
@@ -217,8 +220,8 @@ def make_plan(
         )
 
     def placement(path: str) -> ParamPlacement:
-        leading = rules.layer_path(path)[1]
-        return resolve.resolve_placement(mesh, matches[path], leading, zero, on_host=path in on_host)
+        stacks = own_stacks(path, rules.stacks)
+        return resolve.resolve_placement(mesh, matches[path], stacks, zero, on_host=path in on_host)
 
     gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
     by_module = {module: placement(path) for path, module in info.frozen.items()}

@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from spmd.sharding.layer_paths import Stack, insert_stacked, stored_dims
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import shard_bytes
 from spmd.sharding.rules import Match, spec_text
@@ -20,7 +21,7 @@ class ParamPlacement:
         stored: Its spec in the training state.
         used: Its spec in a matmul: as stored, but gathered over `fsdp`.
         gradient: The spec that its gradient is reduced to, by the ZeRO stage.
-        leading: The entries of the stacked dimensions in front of one layer's.
+        stacks: Its stacks, the outermost first.
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering it again.
     """
 
@@ -28,14 +29,20 @@ class ParamPlacement:
     stored: P
     used: P
     gradient: P
-    leading: tuple[str | None, ...] = ()
+    stacks: tuple[Stack, ...] = ()
     on_host: bool = False
     save_gathered: bool = True
 
+    @property
+    def leading(self) -> tuple[str | None, ...]:
+        """The entries of the stacked dimensions."""
+        return tuple(stack.axis for stack in self.stacks)
+
     def of_stack(self) -> "ParamPlacement":
         """Return the placement of the whole stack of layers."""
-        stored, used, gradient = (P(*self.leading, *spec) for spec in (self.stored, self.used, self.gradient))
-        return dataclasses.replace(self, stored=stored, used=used, gradient=gradient, leading=())
+        dims, specs = stored_dims(self.stacks), (self.stored, self.used, self.gradient)
+        stored, used, gradient = (P(*insert_stacked(spec, self.leading, dims)) for spec in specs)
+        return dataclasses.replace(self, stored=stored, used=used, gradient=gradient, stacks=())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,8 @@ from spmd.model_api.remat import Remat
 from spmd.optim.layerwise import check_layerwise
 from spmd.optim.offload_chunks import UpdateChunk
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
+from spmd.sharding.from_flax import audit_stack_names
+from spmd.sharding.layer_paths import Stack, dims_of
 from spmd.sharding.mesh import AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_axis, optimizer_specs
 from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
@@ -43,6 +45,7 @@ def audit_rules(
 ) -> list[Problem]:
     """Return everything wrong between the table, the arrays that need a rule, the remat policy and the mesh."""
     problems = rules.audit(shapes, mesh.shape, tied=info.tied)
+    problems += audit_stack_names(info.annotations, rules.stacks)
     problems += remat.check_names([name for name, _ in rules.activations], "is no activation of the rule table")
     specs = [match.spec for path in shapes if (match := rules.match(path))]
     if mesh.shape["expert"] > 1 and not any("expert" in entry_axes(entry) for spec in specs for entry in spec):
@@ -57,29 +60,33 @@ def apply_zero(match: Match, table: str, zero: int) -> P:
 
 
 def resolve_placement(
-    mesh: AnyMesh, match: Match, leading: tuple[str | None, ...], zero: int, *, on_host: bool
+    mesh: AnyMesh, match: Match, stacks: tuple[Stack, ...], zero: int, *, on_host: bool
 ) -> ParamPlacement:
-    """Return the placement of one layer's parameter; `leading` are the entries of the stacked dimensions."""
+    """Return the placement of one layer's parameter in these stacks."""
     spec = P() if isinstance(match.requested, Replicate) else match.requested
     used = drop_axis(spec, "fsdp")
     stored, gradient = (spec if table in ZERO_KEEPS[zero] else used for table in ("params", "gradients"))
-    return ParamPlacement(mesh, stored, used, gradient, leading, on_host)
+    return ParamPlacement(mesh, stored, used, gradient, stacks, on_host)
 
 
 def resolve_optimizer_state(
     mesh: AnyMesh, rules: Rules, optimizer: optax.GradientTransformation, params: Any, specs: Specs
 ) -> tuple[dict[str, DerivedSpec], list[Problem]]:
     """Return the optimizer state's specs, which follow the parameters' by structure, and what is wrong with them."""
-    leading = {
-        path: min(len(rules.layer_path(path)[1]), len(param.shape)) for path, param in tree.flatten(params).items()
+    stacked = {
+        path: [dim for dim in dims_of(path, rules.stacks) if dim < len(param.shape)]
+        for path, param in tree.flatten(params).items()
     }
-    state, problems = optimizer_specs(optimizer.init, params, specs, leading)
+    try:
+        state, problems = optimizer_specs(optimizer.init, params, specs, stacked)
+    except ConfigError as error:
+        return {}, [*error.problems]
     for path, derived in state.items():
         by = f"the parameter's rule ({derived.source})"
         found = audit_spec(f"optimizer state {path}", derived.shape, derived.spec, mesh.shape, by)
         smaller = f"smaller blocks than {derived.block} (OptimizerConfig.moments_block), so each shard has whole ones"
         problems += [dataclasses.replace(p, fix=smaller) for p in found] if derived.block > 1 else found
-    return state, problems + check_layerwise(optimizer, params, tuple(name for name, _ in rules.stacked))
+    return state, problems + check_layerwise(optimizer, params, rules.stacked)
 
 
 def frozen_on_host(rules: Rules, info: ModelInfo, variables: Mapping[str, Any]) -> set[str]:

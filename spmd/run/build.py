@@ -104,11 +104,6 @@ def build_model(config: TrainConfig) -> Model:
     return with_loss_scale(model, precision.loss_scale)
 
 
-def stacked_names(config: TrainConfig) -> tuple[str, ...]:
-    """Return the path components whose parameters are stacked layers."""
-    return tuple(name for name, _ in config.rules.stacked)
-
-
 def skips_updates(config: TrainConfig) -> bool:
     """Return whether updates that are not finite, or too large, are skipped and counted."""
     return "skip" in (config.on_nan, config.recovery.on_spike) or build_precision(config).loss_scale is not None
@@ -116,7 +111,7 @@ def skips_updates(config: TrainConfig) -> bool:
 
 def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer; it skips bad updates where the config says so (plans for fp16 always do)."""
-    optimizer = make_optimizer(config.optimizer, config.steps, stacked_names(config))
+    optimizer = make_optimizer(config.optimizer, config.steps, config.rules.stacked)
     if not skips_updates(config) or build_precision(config).loss_scale:
         return optimizer
     factor = config.recovery.spike_factor if config.recovery.on_spike == "skip" else 0.0
@@ -138,7 +133,7 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
         attention=config.attention,
         context=config.context,
     )
-    if problems := check_no_decay(config.optimizer, [entry.path for entry in plan.params], stacked_names(config)):
+    if problems := check_no_decay(config.optimizer, [entry.path for entry in plan.params], rules.stacked):
         raise RuleError("The optimizer's table does not fit the model:", problems)
     return plan
 

@@ -7,144 +7,27 @@ name that is neither is an error.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
-from flax import nnx
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
+from spmd.sharding.flax_metadata import Annotation, LogicalRules, logical_rules
+from spmd.sharding.layer_paths import Stack, dims_of, stacks_of, without_dims
 from spmd.sharding.mesh import AXES, as_entry, entry_axes
 from spmd.sharding.rules import Replicate, Rules, placement, repeated_axes, replicate, spec_text
-
-LogicalRules = tuple[tuple[str, tuple[str, ...]], ...]
-"""Pairs of logical name and mesh axes, in order of precedence. A dimension without axes is whole."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Annotation:
-    """Dimension names of one parameter, from its metadata.
-
-    Args:
-        names: For each dimension, from the first on, a name, a tuple of mesh axes, or None for whole. Flax's own forms
-            (a list, a `PartitionSpec`, a `NamedSharding`) are accepted.
-        rules: `(logical name, mesh axis or tuple or None)` pairs for this parameter alone.
-        is_logical: Whether a name is never a mesh axis, as with `nn.with_logical_partitioning`.
-
-    Example:
-        >>> Annotation(P("embed", ("data", "fsdp")), (8, 4), rules=[("embed", "tensor")])
-        Annotation(names=('embed', ('data', 'fsdp')), shape=(8, 4), rules=(('embed', ('tensor',)),), is_logical=False)
-    """
-
-    names: Any
-    shape: tuple[int, ...]
-    rules: Any = ()
-    is_logical: bool = False
-
-    def __post_init__(self) -> None:
-        names = self.names.spec if isinstance(self.names, NamedSharding) else self.names
-        if is_sequence := isinstance(names, tuple | list | P):
-            names = tuple(tuple(name) if isinstance(name, list) else name for name in names)
-        if wrong := [name for name in names if not _is_entry(name)] if is_sequence else [names]:
-            what, fix = "is not a dimension name", "a tuple of names, one for each dimension"
-            problems = [Problem(f"annotation {name!r}", what, fix=fix) for name in wrong]
-            raise RuleError("This annotation cannot be read:", problems)
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "rules", logical_rules(self.rules))
-
-
-def _is_entry(value: Any) -> bool:
-    """Return whether a value is a name, a tuple of names, or None."""
-    names = value if isinstance(value, tuple) else () if value is None else (value,)
-    return all(isinstance(name, str) for name in names)
-
-
-def logical_rules(pairs: Any) -> LogicalRules:
-    """Normalize logical rules.
-
-    Example:
-        >>> logical_rules([("embed", "fsdp"), ("mlp", ["fsdp", "tensor"]), ("norm", None)])
-        (('embed', ('fsdp',)), ('mlp', ('fsdp', 'tensor')), ('norm', ()))
-    """
-    rules: list[tuple[str, tuple[str, ...]]] = []
-    problems = []
-    for index, (name, axes) in enumerate(pairs.items() if isinstance(pairs, Mapping) else pairs):
-        axes = tuple(axes) if isinstance(axes, list) else axes
-        if isinstance(name, str) and _is_entry(axes):
-            rules.append((name, entry_axes(axes)))
-        else:
-            fix = "a mesh axis, a tuple of them, or None for whole"
-            problems.append(Problem(f"logical rule {index} ({name!r})", f"has the value {axes!r}", fix=fix))
-    if problems:
-        raise RuleError("These logical rules cannot be read:", problems)
-    return tuple(rules)
-
-
-def nnx_annotations(state: Any) -> dict[str, Annotation]:
-    """Return the annotations in an `nnx.State`, from the metadata `out_sharding` and `sharding_rules`.
-
-    Example:
-        >>> init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
-        >>> with nnx.use_eager_sharding(False):
-        ...     layer = nnx.eval_shape(lambda: nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0)))
-        >>> {path: annotation.names for path, annotation in nnx_annotations(nnx.state(layer)).items()}
-        {'kernel': ('embed', 'mlp')}
-    """
-    variables = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-    return _annotations({path: _nnx_fields(v.get_metadata(), v.get_value()) for path, v in variables.items()})
-
-
-def linen_annotations(variables: Any) -> dict[str, Annotation]:
-    """Return the annotations of Linen variables: `nn.Partitioned`, `nn.LogicallyPartitioned` and `nnx.bridge` boxes.
-
-    Example:
-        >>> init = nn.with_partitioning(nn.initializers.ones, ("fsdp", "tensor"))
-        >>> import jax
-        >>> dense = nn.Dense(8, use_bias=False, kernel_init=init)
-        >>> variables = jax.eval_shape(dense.init, jax.random.key(0), jax.numpy.ones((1, 4)))
-        >>> linen_annotations(variables["params"])
-        {'kernel': Annotation(names=('fsdp', 'tensor'), shape=(4, 8), rules=(), is_logical=False)}
-    """
-    found: dict[str, tuple[Any, ...]] = {}
-    for path, box in tree.flatten(variables, is_leaf=nn.meta.is_axis_metadata).items():
-        if isinstance(box, nn.LogicallyPartitioned):
-            found[path] = (box.names, box.value.shape, box.rules or (), True)
-        elif isinstance(box, nn.Partitioned):
-            found[path] = (box.names, box.value.shape)
-        elif isinstance(box, nnx.bridge.NNXMeta):
-            found[path] = _nnx_fields(box.metadata, box.value)
-    return _annotations(found)
-
-
-def _nnx_fields(metadata: Mapping[str, Any], value: Any) -> tuple[Any, ...]:
-    """Return the first fields of an `Annotation`."""
-    return metadata.get("out_sharding"), getattr(value, "shape", ()), metadata.get("sharding_rules") or ()
-
-
-def _annotations(found: Mapping[str, tuple[Any, ...]]) -> dict[str, Annotation]:
-    annotations, problems = {}, []
-    for path, fields in found.items():
-        try:
-            if fields[0] is not None:
-                annotations[path] = Annotation(*fields)
-        except RuleError as error:
-            problems += [dataclasses.replace(problem, where=f"{path}, {problem.where}") for problem in error.problems]
-    if problems:
-        raise RuleError("These annotations cannot be read:", problems)
-    return annotations
 
 
 def rules_from_annotations(
     annotations: Mapping[str, Annotation],
     *,
     logical: Any = (),
+    axes: Mapping[str, Any] | None = None,
     stacked: Any = None,
     activations: Any = (),
     table: Rules | None = None,
+    report: Callable[[str], object] = print,
 ) -> Rules:
     """Convert the sharding metadata of a Flax model to a table with one rule for each annotated parameter.
 
@@ -152,30 +35,119 @@ def rules_from_annotations(
         annotations: Parameter path → annotation, such as `model.info().annotations`.
         logical: `(logical name, mesh axis or tuple or None)` pairs. The first whose axes are free in the array
             applies; names without a pair are mesh axes.
-        stacked: By default that of `table`.
+        axes: An axis in names and in `logical` → the mesh's axis, a tuple of them, or None:
+            `{"model": "tensor", "fsdp_transpose": None}`.
+        stacked: By default that of `table`. The dimension of a stack is read from the names, unless it is given.
         activations: Added to those of `table`.
         table: Rules for parameters without annotations. It must agree with the annotations that it covers.
+        report: Called with a text that lists the logical names that no annotation has, if there are any.
     """
     base = table or Rules(())
     stack = Rules((), activations, base.stacked if stacked is None else stacked)
-    resolver = _Resolver(logical_rules(logical), annotations)
+    unequal = base.stacked != stack.stacked and table
+    said_unequal = Problem("stacked", f"is {stack.stacked}, and in the table {base.stacked}", fix="keep one")
+    stack, base = (dataclasses.replace(r, stacked=named_stacks(annotations, r.stacks)) for r in (stack, base))
+    rules = _rename(logical_rules(logical), axes or {})
+    resolver = _Resolver(rules, {path: _renamed(own, rules, axes or {}) for path, own in annotations.items()})
     values = resolver.resolve(stack)
-    problems, own = resolver.problems, {}
-    if base.stacked != stack.stacked and table:
-        problems.append(Problem("stacked", f"is {stack.stacked}, and in the table {base.stacked}", fix="keep one"))
+    problems, own, names = resolver.problems, {}, stack.rule_names(values)
+    problems += [*([said_unequal] if unequal else ()), *audit_stack_names(annotations, stack.stacks)]
     for path, value in values.items():
-        name, leading = stack.layer_path(path)
-        spec = P(*leading, *(value if isinstance(value, P) else ()))
-        match = base.match(path)
+        spec, match = stack.stored_spec(path, value), base.match(path)
         if match is None:
-            own[f"^{re.escape(name)}"] = value
+            own[f"^{re.escape(names[path])}"] = value
         elif placement(match.spec) != placement(spec):
             said = f"{match.rule} says {spec_text(match.spec)}"
             what = f"its annotation {annotations[path].names} means {spec_text(spec)}, and {said}"
             problems.append(Problem(path, what, fix="correct one of them"))
     if problems:
         raise RuleError("These annotations do not make a rule table:", problems)
+    used = {name for annotation in annotations.values() for name in annotation.names}
+    if unused := dict.fromkeys(name for name, _ in rules if name not in used):
+        report(f"Logical names that no parameter has, so their rules are left out: {', '.join(unused)}")
     return Rules((*base.params, *own.items()), (*base.activations, *stack.activations), stack.stacked)
+
+
+def named_stacks(annotations: Mapping[str, Annotation], stacks: Mapping[str, Stack]) -> dict[str, Stack]:
+    """Return the stacks along the dimensions that the names of their parameters give; only default ones change.
+
+    Example:
+        >>> names = {"layers/up": ("embed", "layers", "mlp"), "layers/norm": ("embed", "layers")}
+        >>> annotations = {path: Annotation(own, (4,) * len(own)) for path, own in names.items()}
+        >>> named_stacks(annotations, {"layers": Stack("pipe")})
+        {'layers': Stack(axis='pipe', dim=1)}
+    """
+    found = _named_dims(annotations, stacks)
+    return {
+        name: Stack(stack.axis, found[name][0]) if not stack.dim and len(found.get(name, ())) == 1 else stack
+        for name, stack in stacks.items()
+    }
+
+
+def audit_stack_names(annotations: Mapping[str, Annotation], stacks: Mapping[str, Stack]) -> list[Problem]:
+    """Return a problem for each stack along another dimension than the names say, or that `stacks` does not have."""
+    problems = []
+    for name, dims in _named_dims(annotations, stacks).items():
+        if stacks[name].dim not in dims:
+            what = f"is along dimension {stacks[name].dim}, and the names of its parameters say {dims[0]}"
+            fix = f'stacked={{"{name}": spmd.Stack({stacks[name].axis!r}, dim={dims[0]})}}'
+            problems.append(Problem(f"stacked[{name!r}]", what, fix=fix))
+    unknown: dict[tuple[Any, str, int], list[str]] = {}
+    for path, annotation in annotations.items():
+        if len(annotation.names) == len(annotation.shape) and not stacks_of(path, stacks):
+            for dim, name in enumerate(annotation.names):
+                if _is_stack_name(name):
+                    unknown.setdefault((name, path.partition("/")[0], dim), []).append(path)
+    for (name, _, dim), paths in unknown.items():
+        parents = [path.split("/")[:-1] for path in paths]
+        same = [parts[0] for parts in zip(*parents, strict=False) if len(set(parts)) == 1]
+        what = f"its dimension {dim} is named {name!r}, and no component of its path is in stacked="
+        detail = f"{annotations[paths[0]].names}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        problems.append(Problem(paths[0], what, detail, f'stacked={{"{"/".join(same)}": spmd.Stack(axis, dim={dim})}}'))
+    return problems
+
+
+def _is_stack_name(name: Any) -> bool:
+    """Return whether a dimension's name is one that a scan over layers is given: `layers`, or `moe_layers`."""
+    return isinstance(name, str) and name.rpartition("_")[2] == "layers"
+
+
+def _named_dims(annotations: Mapping[str, Annotation], stacks: Mapping[str, Stack]) -> dict[str, list[int]]:
+    """Return the dimensions that may be those of each stack, as names say: one called so, or common to parameters."""
+    members: dict[str, list[Annotation]] = {}
+    for path, annotation in annotations.items():
+        own = [name for name in stacks if stacks_of(path, [name])]
+        if len(own) == 1 and len(annotation.names) == len(annotation.shape):
+            members.setdefault(own[0], []).append(annotation)
+    found = {}
+    for stack, parts in members.items():
+        called = {dim for part in parts for dim, name in enumerate(part.names) if name == stack or _is_stack_name(name)}
+        every = range(min(len(part.shape) for part in parts))
+        common = [dim for dim in every if len({(part.names[dim], part.shape[dim]) for part in parts}) == 1]
+        if dims := sorted(called) or common:
+            found[stack] = dims
+    return found
+
+
+def _rename(rules: LogicalRules, axes: Mapping[str, Any]) -> LogicalRules:
+    """Return the rules with the mesh's axes, each once."""
+    return tuple((name, _renamed_axes(entry, axes)) for name, entry in rules)
+
+
+def _renamed_axes(entry: Any, axes: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(new for old in entry_axes(entry) for new in entry_axes(axes.get(old, old))))
+
+
+def _renamed(annotation: Annotation, rules: LogicalRules, axes: Mapping[str, Any]) -> Annotation:
+    """Return the annotation with the mesh's axes in its own rules, and in its names that are no logical ones."""
+    own = _rename(annotation.rules, axes)
+    logical = {name for name, _ in (*rules, *own)}
+
+    def entry(name: Any) -> Any:
+        is_axis = isinstance(name, tuple) or (name in axes and name not in logical and not annotation.is_logical)
+        return as_entry(_renamed_axes(name, axes)) if is_axis else name
+
+    return dataclasses.replace(annotation, names=tuple(map(entry, annotation.names)), rules=own)
 
 
 class _Resolver:
@@ -192,7 +164,7 @@ class _Resolver:
         values: dict[str, P | Replicate] = {}
         for path, annotation in self.annotations.items():
             before, leading = len(self.problems), stack.layer_path(path)[1]
-            names = self._layer_names(path, annotation, leading)
+            names = self._layer_names(path, annotation, leading, dims_of(path, stack.stacks))
             table = self._rules_of(path, annotation)
             missing = [name for name in names if _is_unknown(name, annotation, table)]
             for name in missing:
@@ -206,9 +178,6 @@ class _Resolver:
             detail = f"{path} {self.annotations[path].names}" + (f" and {len(others)} more" if others else "")
             fix = f"{guess}; add ({name!r}, …) to the logical rules, or ({name!r}, None) to leave it whole"
             self._add(f"name {name!r}", what, detail, fix)
-        for path, other in stack.differing_layers(values):
-            what = f"has another annotation than {other}: layers of one stack have one spec"
-            self._add(path, what, fix="remove their name from stacked=")
         return values
 
     def _add(self, where: str, what: str, detail: str = "", fix: str = "") -> None:
@@ -225,7 +194,9 @@ class _Resolver:
                     what = f"names the unknown axis {axis!r}"
                     self._add(f"{where} {index} ({name!r})", what, fix=did_you_mean(axis, AXES))
 
-    def _layer_names(self, path: str, annotation: Annotation, leading: Sequence[str | None]) -> tuple[Any, ...]:
+    def _layer_names(
+        self, path: str, annotation: Annotation, leading: Sequence[str | None], dims: Sequence[int]
+    ) -> tuple[Any, ...]:
         """Return the names of one layer's dimensions; those of stacked dimensions must agree with `stacked`."""
         names, rank, stack = annotation.names, len(annotation.shape), len(leading)
         what = f"its annotation {names} has {len(names)} names for the shape {annotation.shape}"
@@ -240,7 +211,7 @@ class _Resolver:
             fix = f"name all {rank}, or the {rank - stack} of one layer"
             self._add(path, f"{what}, of which {stack} is stacked", detail, fix)
             return names
-        for name, axis in zip(names, leading, strict=False):
+        for name, axis in ((names[dim], axis) for dim, axis in zip(dims, leading, strict=True) if dim < rank):
             choices = [axes for rule, axes in (*annotation.rules, *self.rules) if rule == name]
             if not choices and isinstance(name, str) and name not in AXES:
                 continue  # nnx.vmap or nn.scan named the stacked dimension; its axis is in `stacked`
@@ -248,7 +219,7 @@ class _Resolver:
             if not {(), entry_axes(axis)} & set(choices):
                 what = f"its stacked dimension is {name!r}, which means {choices[0]}; stacked= says {axis!r}"
                 self._add(path, what, fix="make them agree")
-        return names[stack:]
+        return without_dims(names, dims)
 
     def _rules_of(self, path: str, annotation: Annotation) -> LogicalRules:
         """Return the parameter's own rules, then the common rules for other names."""

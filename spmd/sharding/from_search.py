@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
+from spmd.sharding.flax_metadata import flatten_module
+from spmd.sharding.layer_paths import Stack, audit_stacks, names_of, own_stacks, stored_dims, without_dims
 from spmd.sharding.mesh import AXES, as_entry, entry_axes
 from spmd.sharding.rules import (
     ANY_PATH,
@@ -53,8 +55,7 @@ class _Param:
     path: str
     shape: tuple[int, ...]
     nbytes: int
-    name: str  # the path without layer numbers
-    leading: tuple[str | None, ...]  # the axes of stacked dimensions
+    stacks: tuple[Stack, ...]
     rule: _SearchRule | None  # the first that matches, or None for one element
     hits: tuple[_SearchRule, ...]
 
@@ -84,7 +85,8 @@ def rules_from_search(
     Args:
         table: `(pattern, PartitionSpec)` pairs. The first whose pattern `re.search` finds in the path wins. Arrays of
             one element are always replicated.
-        params: A tree of arrays or `jax.ShapeDtypeStruct`s.
+        params: A tree of arrays or `jax.ShapeDtypeStruct`s: a model's parameters, an `nnx.State`, or Linen variables,
+            also in boxes. Paths are those of `from_nnx` and `from_linen`.
         axes: The table's axis → the mesh's axis, a tuple of them, or None: `{"dp": "data", "mp": "tensor"}`.
         stacked: As in `Rules`. The table's entry for a stacked dimension must be None or that axis.
         one_layer: Whether the table's specs have no entries for stacked dimensions.
@@ -94,13 +96,15 @@ def rules_from_search(
     stack, rules = Rules((), (), stacked), _read(table, axes or {})
     found: list[_Param] = []
     problems: list[Problem] = []
-    for path, leaf in tree.flatten(params).items():
+    leaves = flatten_module(params)
+    for path, leaf in leaves.items():
         hits = tuple(rule for rule in rules if re.search(rule.pattern, path))
         size = math.prod(leaf.shape)
         if size == 1 or hits:
             rule = None if size == 1 else hits[0]
             nbytes = size * leaf.dtype.itemsize
-            found.append(_Param(path, tuple(leaf.shape), nbytes, *stack.layer_path(path), rule, hits))
+            stacks = own_stacks(path, stack.stacks)
+            found.append(_Param(path, tuple(leaf.shape), nbytes, stacks, rule, hits))
         else:
             problems.append(Problem(path, "no rule of the search table matches it", fix="add a rule for it"))
     problems += _audit_axes([rule for rule in rules if any(param.rule is rule for param in found)])
@@ -110,13 +114,10 @@ def rules_from_search(
             problems.append(value)
         else:
             values[param.path] = value
-    by = {param.path: param.rule or "its one element" for param in found}
-    for path, other in stack.differing_layers(values):
-        what = f"{by[path]} decides, and {by[other]} decides for {other}: layers of one stack have one spec"
-        problems.append(Problem(path, what, fix="remove their name from stacked="))
+    problems += audit_stacks({path: leaf.shape for path, leaf in leaves.items()}, stack.stacks)
     if problems:
         raise RuleError("This search table cannot be made strict:", problems)
-    strict = list(_strict_rules(found, values))
+    strict = list(_strict_rules(found, values, stack))
     report("\n".join((*_report(found, strict, rules), "", *_as_python(strict, stack.stacked))))
     return Rules([(rule.pattern, rule.value) for rule in strict], activations, stacked)
 
@@ -161,34 +162,40 @@ def _value(param: _Param, one_layer: bool) -> Value | Problem:
     """Return the value of the rule that applies to a parameter, for one layer."""
     if (rule := param.rule) is None:
         return replicate("one element")
-    text, stack = _source_text(rule.spec), 0 if one_layer else len(param.leading)
-    by, rank = f"{rule} gives {text}", len(param.shape) - len(param.leading) + stack
+    text, dims = _source_text(rule.spec), () if one_layer else stored_dims(param.stacks)
+    by, rank = f"{rule} gives {text}", len(param.shape) - len(param.stacks) + len(dims)
     if len(rule.entries) > rank:
         detail = f"{len(rule.entries)} entries for {rank} dimensions"
         return Problem(param.path, f"{by} for the shape {param.shape}", detail)
-    for entry, axis in zip(rule.entries[:stack], param.leading, strict=False):
-        if entry not in (None, axis):
-            what = f"{by}, which splits the stacked dimension over {entry!r}; stacked= says {axis!r}"
+    for dim, stack in zip(dims, param.stacks, strict=False):
+        if (entry := dict(enumerate(rule.entries)).get(dim)) not in (None, stack.axis):
+            what = f"{by}, which splits the stacked dimension over {entry!r}; stacked= says {stack.axis!r}"
             fix = "make stacked= agree, or say one_layer=True if the table's specs are for one layer"
             return Problem(param.path, what, fix=fix)
-    if any(map(entry_axes, rule.entries[stack:])):
-        return P(*rule.entries[stack:])
+    if any(map(entry_axes, layer := without_dims(rule.entries, dims))):
+        return P(*layer)
     return replicate(f"left to the catch-all {rule.pattern!r}" if rule.is_catch_all else f"{text} in the search table")
 
 
-def _strict_rules(params: Sequence[_Param], values: Mapping[str, Value]) -> Iterator[_StrictRule]:
+def _strict_rules(params: Sequence[_Param], values: Mapping[str, Value], stack: Rules) -> Iterator[_StrictRule]:
     """Yield rules, all of them used and in the table's order, whose first match gives each parameter its value."""
     layers: dict[str, list[_Param]] = {}
+    names = stack.rule_names(values)
     for param in params:
-        layers.setdefault(param.name, []).append(param)
+        layers.setdefault(names[param.path], []).append(param)
+    forms = {
+        name: {form for param in members for form in names_of(param.path, stack.stacks)}
+        for name, members in layers.items()
+    }
     groups: dict[tuple[_SearchRule | None, Value], list[str]] = {}
     for name, (first, *_) in layers.items():
         groups.setdefault((first.rule, values[first.path]), []).append(name)
     left = dict(layers)
     for (rule, value), members in sorted(groups.items(), key=lambda group: group[0][0].index if group[0][0] else -1):
-        others = left.keys() - members
+        others = [form for name in left.keys() - members for form in forms[name]]
         as_written = [p for p in _as_written(rule, members) if _separates(p, members, others)]
-        for pattern in as_written[:1] or _by_name(members, layers.keys() - members):
+        all_others = [form for name in layers.keys() - members for form in forms[name]]
+        for pattern in as_written[:1] or _by_name(members, all_others):
             won = [name for name in members if name in left and _matches(pattern)(name)]
             yield _StrictRule(pattern, value, rule, tuple(param for name in won for param in left.pop(name)))
 
@@ -256,7 +263,7 @@ def _report(params: Sequence[_Param], strict: Sequence[_StrictRule], rules: Sequ
         yield f"        {_row(small)}  one element, always replicated"
 
 
-def _as_python(rules: Iterable[_StrictRule], stacked: Iterable[tuple[str, str | None]]) -> Iterator[str]:
+def _as_python(rules: Iterable[_StrictRule], stacked: Iterable[tuple[str, Any]]) -> Iterator[str]:
     """Yield the new table as lines of Python."""
     yield "rules = spmd.Rules("
     yield "    params=["
@@ -265,13 +272,17 @@ def _as_python(rules: Iterable[_StrictRule], stacked: Iterable[tuple[str, str | 
         text = f"spmd.replicate({_quote(value.reason)})" if isinstance(value, Replicate) else _source_text(value)
         yield f"        ({_quote(rule.pattern)}, {text}),"
     yield "    ],"
-    yield f"    stacked={{{', '.join(f'{_quote(name)}: {_quote(axis)}' for name, axis in stacked)}}},"
+    yield f"    stacked={{{', '.join(f'{_quote(name)}: {_stack_text(stack)}' for name, stack in stacked)}}},"
     yield ")"
 
 
 def _source_text(spec: P) -> str:
     words = [f"({', '.join(map(_quote, entry))})" if isinstance(entry, tuple) else _quote(entry) for entry in spec]
     return f"P({', '.join(words)})"
+
+
+def _stack_text(stack: Any) -> str:
+    return f"spmd.Stack({_quote(stack.axis)}, dim={stack.dim})" if isinstance(stack, Stack) else _quote(stack)
 
 
 def _quote(value: str | None) -> str:

@@ -9,7 +9,7 @@ the optimizer's own. A second probe grows by whole blocks, for the scales of 8-b
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -86,26 +86,26 @@ def is_random_key(leaf: Any) -> bool:
 
 
 def optimizer_specs(
-    init: Callable[[Any], Any], params: Any, specs: Mapping[str, P], leading: Mapping[str, int]
+    init: Callable[[Any], Any], params: Any, specs: Mapping[str, P], stacked: Mapping[str, Collection[int]]
 ) -> tuple[dict[str, DerivedSpec], list[Problem]]:
     """Derive the specs of an optimizer's state, from its `init` on abstract parameters.
 
-    `specs` holds the spec of state of each parameter's shape, `leading` its number of stacked dimensions. Return the
+    `specs` holds the spec of state of each parameter's shape, `stacked` the dimensions that stacking added. Return the
     spec of each state path, and the problems of arrays that cannot be mapped.
 
     Example:
         >>> params = {"kernel": jax.ShapeDtypeStruct((4, 4), "float32")}
         >>> init = lambda params: {"kernel": params["kernel"].sum(axis=0)}
-        >>> state, problems = optimizer_specs(init, params, {"kernel": P("fsdp", "tensor")}, {"kernel": 0})
+        >>> state, problems = optimizer_specs(init, params, {"kernel": P("fsdp", "tensor")}, {"kernel": ()})
         >>> state["kernel"].spec == P("tensor")
         True
     """
     flat = tree.flatten(params)
     shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
-    dims = _probe(shapes, specs, leading)
-    layers = tuple(dict.fromkeys(d for path, n in leading.items() for d in dims[path][:n]))
+    dims = _probe(shapes, specs, stacked)
+    layers = tuple(dict.fromkeys(dims[path][i] for path, own in stacked.items() for i in own))
     probed = _probed_shapes(init, params, dims)
-    dims_by_block = _probe(shapes, specs, leading, unit=BLOCKS)
+    dims_by_block = _probe(shapes, specs, stacked, unit=BLOCKS)
     probed_by_block = _probed_shapes(init, params, dims_by_block)
 
     table: dict[str, DerivedSpec] = {}
@@ -179,13 +179,13 @@ def _probed_shapes(init: Callable[[Any], Any], params: Any, dims: Mapping[str, t
 
 
 def _probe(
-    shapes: Mapping[str, Shape], specs: Mapping[str, P], leading: Mapping[str, int], unit: int = 1
+    shapes: Mapping[str, Shape], specs: Mapping[str, P], stacked: Mapping[str, Collection[int]], unit: int = 1
 ) -> dict[str, tuple[_Dim, ...]]:
     """Return the dimensions of every parameter, each enlarged in the probe by a multiple of `unit`."""
     # Within a parameter all differ and keep their order, ties included, because optimizers choose dimensions by size.
     # Stacked dimensions of equal size and spec stay equal.
     padded = {path: (*specs[path], *(None,) * (len(shape) - len(specs[path]))) for path, shape in shapes.items()}
-    stacks = sorted({(shapes[path][i], i, str(padded[path][i])) for path, n in leading.items() for i in range(n)})
+    stacks = sorted({(shapes[path][i], i, str(padded[path][i])) for path, own in stacked.items() for i in own})
     margin = 1 + max(map(len, shapes.values()), default=0)
     grown = {stack: stack[0] + unit * margin * rank for rank, stack in enumerate(stacks, start=1)}
 
@@ -195,7 +195,7 @@ def _probe(
         for i in sorted(range(len(shape)), key=shape.__getitem__):
             stack = (shape[i], i, str(padded[path][i]))
             steps = max(1, (last - shape[i]) // unit + 1)
-            last = grown[stack] if i < leading[path] else shape[i] + unit * steps
+            last = grown[stack] if i in stacked[path] else shape[i] + unit * steps
             probed[i] = last
         dims[path] = tuple(map(_Dim, shape, probed, padded[path]))
     return dims

@@ -13,19 +13,29 @@ rules = Rules(
 
 A pattern is a regular expression that must match a run of whole path components up to the end of the path:
 `attention/wo/kernel` does not match `cross_attention/wo/kernel`. The first match wins. Catch-all patterns are errors.
+A path is compared without the numbers of unrolled layers, and as it is.
 """
 
 import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import Problem, RuleError, did_you_mean
-from spmd.sharding.layer_paths import stacks_of, strip_layer_numbers
+from spmd.sharding.layer_paths import (
+    Stack,
+    audit_stacks,
+    dims_of,
+    insert_stacked,
+    names_of,
+    own_stacks,
+    read_stacked,
+    strip_layer_numbers,
+)
 from spmd.sharding.mesh import entry_axes, shards_of
 
 DEFAULT_STACKED = (("layers", "pipe"),)
@@ -47,6 +57,16 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         False
     """
     return re.compile(rf"(?:.*/)?(?:{pattern})")
+
+
+def matches(pattern: str, path: str, stacked: Collection[str]) -> bool:
+    """Return whether a pattern matches a path, with or without the numbers of unrolled layers.
+
+    Example:
+        >>> [matches(pattern, "layers/0/kernel", ["layers"]) for pattern in ("layers/kernel", "0/kernel", "1/kernel")]
+        [True, True, False]
+    """
+    return any(map(compile_pattern(pattern).fullmatch, names_of(path, stacked)))
 
 
 def is_catch_all(pattern: str) -> bool:
@@ -101,9 +121,9 @@ class Rules:
         params: `(pattern, PartitionSpec or replicate(reason))` pairs. The first match wins. A spec is for one layer,
             without the dimensions that stacking adds.
         activations: `(name, PartitionSpec)` pairs for the names that the model marks with `annotate`.
-        stacked: Path component → the axis that splits its leading (layer) dimension, or None. It applies to
-            `layers/attention/…` and not to unrolled layers (`layers/0/…`). Layer numbers are removed before matching,
-            so one table serves both.
+        stacked: Path component → the axis that splits its leading (layer) dimension, or None; `Stack(axis, dim=1)` for
+            layers that are stacked along another dimension. It applies to `layers/attention/…` and not to unrolled
+            layers (`layers/0/…`). A pattern may leave out their numbers, so one table serves both.
 
     Example:
         >>> rules = Rules(params=[("wo/kernel", P("tensor", "fsdp"))])
@@ -122,6 +142,8 @@ class Rules:
             table = getattr(self, field)
             pairs = table.items() if isinstance(table, Mapping) else table
             object.__setattr__(self, field, tuple(tuple(pair) for pair in pairs))
+        stacked = ((name, stack if stack.dim else stack.axis) for name, stack in read_stacked(self.stacked).items())
+        object.__setattr__(self, "stacked", tuple(stacked))
         problems = []
         for index, (pattern, value) in enumerate(self.params):
             where = rule_name(index, pattern)
@@ -149,31 +171,52 @@ class Rules:
 
     def match(self, path: str) -> Match | None:
         """Return the first rule that matches the parameter at `path`."""
-        name, leading = self.layer_path(path)
+        names = names_of(path, self.stacks)
         for index, (pattern, value) in enumerate(self.params):
-            if compile_pattern(pattern).fullmatch(name):
-                one_layer, reason = (P(), value.reason) if isinstance(value, Replicate) else (value, "")
-                return Match(index, pattern, value, P(*leading, *one_layer), reason)
+            if any(map(compile_pattern(pattern).fullmatch, names)):
+                reason = value.reason if isinstance(value, Replicate) else ""
+                return Match(index, pattern, value, self.stored_spec(path, value), reason)
         return None
 
+    def matches(self, pattern: str, path: str) -> bool:
+        """Return whether a pattern matches a path, with or without the numbers of unrolled layers."""
+        return matches(pattern, path, self.stacks)
+
+    @functools.cached_property
+    def stacks(self) -> dict[str, Stack]:
+        """The stacks by path component."""
+        return read_stacked(self.stacked)
+
+    def stored_spec(self, path: str, value: P | Replicate) -> P:
+        """Return the spec of a parameter as stored, from a rule's value: with the entries of stacked dimensions."""
+        layer = value if isinstance(value, P) else ()
+        return P(*insert_stacked(layer, self.layer_path(path)[1], dims_of(path, self.stacks)))
+
     def layer_path(self, path: str) -> tuple[str, tuple[str | None, ...]]:
-        """Return the path without layer numbers, and the axes of the leading dimensions that stacking added.
+        """Return the path without layer numbers, and the axes of the dimensions that stacking added.
 
         Example:
             >>> Rules(params=[]).layer_path("layers/3/norm/scale"), Rules(params=[]).layer_path("layers/norm/scale")
             (('layers/norm/scale', ()), ('layers/norm/scale', ('pipe',)))
         """
-        axes = dict(self.stacked)
-        leading = (axes[stack.rsplit("/", 1)[-1]] for stack in stacks_of(path, axes))
-        return strip_layer_numbers(path, axes), tuple(leading)
+        axes = tuple(stack.axis for stack in own_stacks(path, self.stacks))
+        return strip_layer_numbers(path, self.stacks), axes
 
-    def differing_layers(self, values: Mapping[str, P | Replicate]) -> Iterator[tuple[str, str]]:
-        """Yield each layer of a stack whose value differs from that of the first layer, and the path of the first."""
-        first: dict[str, str] = {}
+    def rule_names(self, values: Mapping[str, P | Replicate]) -> dict[str, str]:
+        """Return the path that a rule for a parameter may name: with numbers where layers have different values.
+
+        Example:
+            >>> rules = Rules(params=[])
+            >>> rules.rule_names({"layers/0/w": P("fsdp"), "layers/1/w": P("fsdp"), "mlp/layers/0/w": P("fsdp")})
+            {'layers/0/w': 'layers/w', 'layers/1/w': 'layers/w', 'mlp/layers/0/w': 'mlp/layers/w'}
+            >>> rules.rule_names({"layers/0/w": P("fsdp"), "layers/1/w": P("tensor")})
+            {'layers/0/w': 'layers/0/w', 'layers/1/w': 'layers/1/w'}
+        """
+        names = {path: self.layer_path(path)[0] for path in values}
+        specs: dict[str, set[Any]] = {}
         for path, value in values.items():
-            other = first.setdefault(self.layer_path(path)[0], path)
-            if value != values[other] and any(isinstance(v, P) for v in (value, values[other])):
-                yield path, other
+            specs.setdefault(names[path], set()).add(value if isinstance(value, P) else None)
+        return {path: name if len(specs[name]) == 1 else path for path, name in names.items()}
 
     def audit(self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()) -> list[Problem]:
         """Return every mismatch between this table, the parameters and the mesh.
@@ -181,13 +224,13 @@ class Rules:
         Shapes are as stored, with stacked dimensions. One path of each tied group is in `shapes`; a rule may match any.
         """
         tied = tuple(tied)
-        problems = [*self._audit_axes(axes), *self.audit_tied(tied)]
+        problems = [*self._audit_axes(axes), *self.audit_tied(tied), *audit_stacks(shapes, self.stacks)]
         unusable = {problem.where for problem in problems}
         aliases = [path for paths in tied for path in paths if path not in shapes]
         winners = {match.index for match in map(self.match, aliases) if match}
         for path, shape in shapes.items():
             if not (match := self.match(path)):
-                problems.append(self._unmatched(path))
+                problems.append(self._unmatched(path, shapes))
                 continue
             winners.add(match.index)
             used = {axis for entry in match.spec for axis in entry_axes(entry)}
@@ -224,7 +267,7 @@ class Rules:
         problems = []
         tables = [(rule_name(i, pattern), v) for i, (pattern, v) in enumerate(self.params) if isinstance(v, P)]
         tables += [(f"activation {name!r}", spec) for name, spec in self.activations]
-        tables += [(f"stacked[{name!r}]", P(axis)) for name, axis in self.stacked]
+        tables += [(f"stacked[{name!r}]", P(stack.axis)) for name, stack in self.stacks.items()]
         for where, spec in tables:
             for axis in dict.fromkeys(axis for entry in spec for axis in entry_axes(entry)):
                 if axis not in axes:
@@ -233,10 +276,18 @@ class Rules:
                 elif axis in repeated_axes(spec):
                     what = f"{spec_text(spec)} uses the axis {axis!r} twice"
                     problems.append(Problem(where, what, fix="keep one of them"))
+        for name, stack in self.stacks.items():
+            if stack.dim and stack.axis == "pipe" and axes.get("pipe", 1) > 1:
+                what = f"is along dimension {stack.dim}, and a pipeline divides dimension 0 of its layers"
+                fix = 'pipe=1, or stack along dimension 0: nn.scan(variable_axes={"params": 0})'
+                problems.append(Problem(f"stacked[{name!r}]", what, f"pipe={axes['pipe']}", fix))
         return problems
 
-    def _unmatched(self, path: str) -> Problem:
-        tail = "/".join(self.layer_path(path)[0].split("/")[-2:])
+    def _unmatched(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> Problem:
+        name = self.layer_path(path)[0]
+        tail = "/".join(name.split("/")[-2:])
+        if len({shape for other, shape in shapes.items() if self.layer_path(other)[0] == name}) > 1:
+            tail = path  # numbered modules of other shapes are no layers of one stack
         patterns = [pattern for pattern, _ in self.params]
         near = max(patterns, key=lambda p: difflib.SequenceMatcher(None, p, tail).ratio(), default=None)
         nearest = f"the nearest rule is {near!r}; " if near is not None else ""
@@ -246,7 +297,7 @@ class Rules:
     def _useless(self, index: int, paths: Iterable[str]) -> Problem:
         pattern = self.params[index][0]
         where, names = rule_name(index, pattern), {path: self.layer_path(path)[0] for path in paths}
-        if own := [path for path, name in names.items() if compile_pattern(pattern).fullmatch(name)]:
+        if own := [path for path in names if self.matches(pattern, path)]:
             shadowers = " and ".join(dict.fromkeys(match.rule for path in own if (match := self.match(path))))
             what = f"is shadowed by {shadowers}, which takes all it matches"
             return Problem(where, what, f"e.g. {own[0]}", "put the narrower rule first")

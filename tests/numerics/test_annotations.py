@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import RuleError
-from spmd.sharding.from_flax import Annotation, linen_annotations, nnx_annotations, rules_from_annotations
+from spmd.sharding.flax_metadata import Annotation, linen_annotations, nnx_annotations
+from spmd.sharding.from_flax import rules_from_annotations
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, entry_axes, make_mesh
 from spmd.sharding.rules import Rules, replicate
 
@@ -348,13 +349,13 @@ def test_names_that_fit_neither_the_stack_nor_the_layer_are_an_error():
     assert "partition_name" in found[1]
 
 
-def test_layers_of_one_stack_are_annotated_alike():
-    """One rule serves all unrolled layers, so two meanings are an error."""
+def test_numbered_modules_that_differ_have_a_rule_each():
+    """One rule serves all unrolled layers that are annotated alike; others are no stack, and keep their numbers."""
     alike = {f"layers/{i}/w": Annotation(("fsdp",), (4,)) for i in range(3)}
     assert len(rules_from_annotations(alike).params) == 1
-    (problem,) = problems(alike | {"layers/1/w": Annotation(("tensor",), (4,))})
-    assert "layers/1/w: has another annotation than layers/0/w" in problem
-    assert len(rules_from_annotations(alike | {"layers/1/w": Annotation(("tensor",), (4,))}, stacked={}).params) == 3
+    rules = rules_from_annotations(alike | {"layers/1/w": Annotation(("tensor",), (4,))})
+    assert [rules.match(f"layers/{i}/w").spec for i in range(3)] == [P("fsdp"), P("tensor"), P("fsdp")]
+    assert rules.audit({path: (4,) for path in alike}, MESH.shape) == []
 
 
 def test_a_table_speaks_for_what_has_no_annotation():

@@ -116,9 +116,9 @@ def test_scales_are_split_as_the_parameter_is() -> None:
     shapes = {"layers": {"kernel": (2, 4, 1024), "square": (2, 512, 512)}, "odd": (4, 33), "head": (4, 1024)}
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), shapes, is_leaf=lambda x: isinstance(x, tuple))
     specs = {path: P(*("pipe",) * (len(p.shape) - 2), "fsdp", "tensor") for path, p in flatten(params).items()}
-    leading = {path: len(p.shape) - 2 for path, p in flatten(params).items()}
+    stacked = {path: range(len(p.shape) - 2) for path, p in flatten(params).items()}
     table, problems = optimizer_specs(
-        per_layer(quantize_moments(optax.scale_by_adam(), "8bit")).init, params, specs, leading
+        per_layer(quantize_moments(optax.scale_by_adam(), "8bit")).init, params, specs, stacked
     )
     assert not problems
     assert {path: leaf.block for path, leaf in table.items() if leaf.block > 1 and "mu" in path} == {

@@ -29,12 +29,12 @@ def derive(
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
-    leading = {path: len(stacks_of(path, stacked)) for path in flatten(params)}
+    dims = {path: range(len(stacks_of(path, stacked))) for path in flatten(params)}
     specs = specs or {
-        path: P(*("pipe",) * leading[path], *AXES[: len(leaf.shape) - leading[path]])
+        path: P(*("pipe",) * len(dims[path]), *AXES[: len(leaf.shape) - len(dims[path])])
         for path, leaf in flatten(params).items()
     }
-    table, problems = optimizer_specs(init, params, specs, leading)
+    table, problems = optimizer_specs(init, params, specs, dims)
     return table, [problem.where for problem in problems]
 
 

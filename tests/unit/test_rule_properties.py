@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import RuleError
-from spmd.sharding.from_flax import Annotation, rules_from_annotations
+from spmd.sharding.flax_metadata import Annotation
+from spmd.sharding.from_flax import rules_from_annotations
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, entry_axes, shards_of
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 from spmd.sharding.rules import Rules, replicate

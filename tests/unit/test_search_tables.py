@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.errors import RuleError
 from spmd.sharding.from_search import rules_from_search
+from spmd.sharding.layer_paths import dims_of, without_dims
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.rules import Replicate, Rules
 
@@ -189,20 +190,17 @@ def test_axes_are_renamed_joined_and_dropped():
 
 
 def test_everything_without_a_strict_form_is_listed_at_once():
-    """Unknown axes, axes used twice, long specs, unmatched parameters and layers told apart are five problems."""
+    """Unknown axes, axes used twice, long specs and unmatched parameters are four problems."""
     table = [
         ("^a", P("mp")),
         ("^b", P("fsdp", "fsdp")),
         ("^c", P("fsdp", "tensor", None)),
-        ("layers/0", P("fsdp")),
-        ("layers", P("tensor")),
         ("never", P("nowhere")),  # it wins nothing, so its axes do not matter
     ]
-    params = abstract(a=(4,), b=(4, 4), c=(4, 4), d=(4,), layers__0__w=(4,), layers__1__w=(4,))
+    params = abstract(a=(4,), b=(4, 4), c=(4, 4), d=(4,))
     found = problems(table, params)
-    assert [problem.split(":")[0] for problem in found] == ["axis 'mp'", "c", "d", "layers/1/w", "rule 1 ('^b')"]
+    assert [problem.split(":")[0] for problem in found] == ["axis 'mp'", "c", "d", "rule 1 ('^b')"]
     assert "3 entries for 2 dimensions" in found[1]
-    assert "remove their name from stacked=" in found[3]
 
 
 def test_what_is_no_table_is_listed_at_once():
@@ -256,25 +254,26 @@ def test_the_strict_table_says_what_re_search_says(case):
 
 
 @MANY
-@given(cases(), st.sampled_from((None, "pipe")))
-def test_with_stacks_it_says_the_same_but_for_the_stacked_dimension(case, axis):
+@given(cases(), st.sampled_from((None, "pipe")), st.sampled_from((0, 1)))
+def test_with_stacks_it_says_the_same_but_for_the_stacked_dimension(case, axis, dim):
     """The stacked dimension is split as `stacked` says, the rest as re.search says, unrolled or stacked."""
     table, params = case
     params = {path: leaf for path, leaf in params.items() if path.split("/").count("layers") < 2}
     problems = []
     try:
-        rules, _ = convert(table, params, axes={"mp": "tensor"}, stacked={"layers": axis})
+        rules, _ = convert(table, params, axes={"mp": "tensor"}, stacked={"layers": spmd.Stack(axis, dim)})
     except RuleError as error:
         problems = error.problems
     # Some tables say what no strict one can; every other is converted.
-    assert all(re.search("layers of one stack|splits the stacked", problem.what) for problem in problems)
+    expected = "splits the stacked|has no dimension|have different sizes"
+    assert all(re.search(expected, problem.what) for problem in problems)
     assume(not problems)
     assert audit(rules, params) == []
     for path, leaf in params.items():
-        stack = len(rules.layer_path(path)[1])
+        dims = dims_of(path, rules.stacks)
         ours, theirs = rules.match(path).spec, reference(table, path, leaf)
-        assert placement(ours[stack:]) == placement(theirs[stack:], {"mp": "tensor"})
-        assert list(ours[:stack]) == [axis] * stack
+        assert placement(without_dims(ours, dims)) == placement(without_dims(theirs, dims), {"mp": "tensor"})
+        assert [ours[at] for at in dims] == [axis] * len(dims)
 
 
 @settings(MANY, max_examples=30)
