@@ -219,9 +219,7 @@ def _muon(config: OptimizerConfig, stacked: Collection[str]) -> optax.GradientTr
     return optax.partition({"muon": optax.chain(orthogonal, scale), "adamw": adamw}, labels)
 
 
-def check_no_decay(
-    config: OptimizerConfig, paths: Sequence[str], stacked: Any = ("layers",)
-) -> list[Problem]:
+def check_no_decay(config: OptimizerConfig, paths: Sequence[str], stacked: Any = ("layers",)) -> list[Problem]:
     """Return a problem for each pattern of `no_decay` that matches no parameter, except the patterns in `NO_DECAY`.
 
     Example:

@@ -30,9 +30,7 @@ _TOTALS = {"add", "and", "max", "min", "or"}
 _LINEAR_ALGEBRA = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd", "triangular_solve"}
 
 
-def check_layerwise(
-    optimizer: optax.GradientTransformation, params: Any, stacked: Any = ("layers",)
-) -> list[Problem]:
+def check_layerwise(optimizer: optax.GradientTransformation, params: Any, stacked: Any = ("layers",)) -> list[Problem]:
     """Return a problem for each stacked parameter that the optimizer treats in another way than separate layers.
 
     The jaxpr of the update is searched for numbers computed over all layers of one stack, such as LAMB's norms; for

@@ -20,7 +20,7 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
 from spmd.plan.fsdp import gather_params
-from spmd.sharding.flax_metadata import linen_annotations, nnx_annotations
+from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
 _PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
 
@@ -162,7 +162,8 @@ def from_linen(
         return nn.meta.unbox(create(key).get("params", {}))
 
     def init_variables(key: jax.Array) -> Any:
-        return nn.meta.unbox({name: variables for name, variables in create(key).items() if name != "params"})
+        others = {name: part for name, part in create(key).items() if name not in ("params", PARAMS_AXES)}
+        return nn.meta.unbox(others)
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
         everything = {"params": gather_params(params), **variables}
@@ -181,7 +182,8 @@ def from_linen(
         return jax.eval_shape(lambda: create(jax.random.key(0, impl=PRNG)))
 
     def info() -> ModelInfo:
-        return ModelInfo(annotations=linen_annotations(abstract().get("params", {})))
+        collections = abstract()
+        return ModelInfo(annotations=linen_annotations(collections.get("params", {}), collections.get(PARAMS_AXES)))
 
     return Model(init, apply, init_variables, forward, info)
 

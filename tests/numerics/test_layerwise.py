@@ -9,10 +9,13 @@ import optax
 import pytest
 from optax import contrib
 
+from spmd.errors import ConfigError
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.layerwise import assert_layerwise, check_layerwise
 from spmd.optim.per_layer import per_layer
+from spmd.optim.quantized import quantize_moments
 from spmd.optim.skip_updates import skip_bad_updates
+from spmd.sharding.layer_paths import Stack
 from spmd.tree import map_with_path
 from tests import tiny
 
@@ -151,3 +154,58 @@ def test_a_choice_between_optimizers_by_rank_is_found():
     assert [problem.where for problem in check_layerwise(both, params)] == ["layers/scale"]
     with pytest.raises(AssertionError, match="scale"):
         assert_layerwise(both, params)
+
+
+ALONG_1 = {
+    "embed": np.ones((16, 8), np.float32),
+    "layers": {
+        "up": np.ones((8, 3, 16), np.float32),
+        "down": np.ones((16, 3, 8), np.float32),
+        "scale": np.ones((8, 3), np.float32),
+    },
+}
+STACKED = {"layers": Stack("pipe", dim=1)}
+WHOLE_ARRAYS = {
+    "muon": lambda stacked: make_optimizer(OptimizerConfig(name="muon"), 10, stacked),
+    "lamb": lambda stacked: optax.chain(optax.clip_by_global_norm(1.0), per_layer(optax.lamb(0.1), stacked)),
+    "adafactor": lambda stacked: per_layer(optax.adafactor(0.1, min_dim_size_to_factor=4), stacked),
+}
+
+
+@pytest.mark.parametrize("make", WHOLE_ARRAYS.values(), ids=WHOLE_ARRAYS)
+def test_stacks_along_another_dimension_are_updated_layer_by_layer(make: Any) -> None:
+    """As T5X and MaxText have them; the update is that of separate layers, and the check knows it."""
+    assert_layerwise(make(STACKED), ALONG_1, STACKED)
+    assert found(make(STACKED), ALONG_1, stacked=STACKED) == {}
+
+
+@pytest.mark.parametrize("make", WHOLE_ARRAYS.values(), ids=WHOLE_ARRAYS)
+def test_control_the_wrong_dimension_is_found_or_refused(make: Any) -> None:
+    """Dimension 0 as the stack is refused where sizes tell, and otherwise found by both checks."""
+    with pytest.raises(
+        ConfigError, match=r"along dimension 1 all have 3\n.*stacked=\{\"layers\": spmd.Stack\(axis, dim=1\)"
+    ):
+        make(("layers",)).init(ALONG_1)
+    square = {"layers": {"kernel": np.ones((4, 4, 4), np.float32)}}
+    assert_layerwise(make(STACKED), square, STACKED)
+    with pytest.raises(AssertionError, match="layers/0/kernel: differs by"):
+        assert_layerwise(make(("layers",)), square, STACKED)
+    (problem,) = check_layerwise(make(("layers",)), square, STACKED)
+    assert "rules.stacked" in problem.fix
+
+
+def test_a_stack_within_a_stack_along_other_dimensions() -> None:
+    """The dimension of the outer stack shifts that of the inner one."""
+    stacked = {"layers": Stack(dim=1), "experts": Stack(dim=0)}
+    params = {"layers": {"experts": {"up": np.ones((2, 3, 4, 8)), "bias": np.ones((2, 3, 8))}, "norm": np.ones((4, 3))}}
+    with pytest.raises(AssertionError):
+        assert_layerwise(optax.lamb(0.1), params, stacked)
+    assert_layerwise(per_layer(optax.lamb(0.1), stacked), params, stacked)
+
+
+def test_blocks_of_moments_have_elements_of_one_layer() -> None:
+    """A last dimension of layers keeps float32 moments."""
+    params = {"layers": {"scale": jnp.ones((4, 16)), "kernel": jnp.ones((4, 16, 8))}}
+    state = quantize_moments(optax.scale_by_adam(), "8bit", stacked=STACKED).init(params)
+    assert state.inner.mu["layers"]["scale"].dtype == jnp.float32
+    assert state.inner.mu["layers"]["kernel"].codes.dtype == jnp.int8

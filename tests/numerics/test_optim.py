@@ -350,7 +350,7 @@ def test_random_state_is_refused_on_stacks() -> None:
 
 def test_stack_with_two_lengths_is_refused() -> None:
     """Parameters of one stack that disagree on the number of layers are an error, not a broadcast."""
-    with pytest.raises(ConfigError, match="2 in layers/a .*, 4 in layers/b"):
+    with pytest.raises(ConfigError, match=r"2 in layers/a .*, 4 in layers/b"):
         per_layer(optax.identity()).init({"layers": {"a": np.ones((2, 3)), "b": np.ones((4, 3))}})
 
 
