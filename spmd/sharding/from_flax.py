@@ -50,7 +50,11 @@ def rules_from_annotations(
     rules = _rename(logical_rules(logical), axes or {})
     resolver = _Resolver(rules, {path: _renamed(own, rules, axes or {}) for path, own in annotations.items()})
     values = resolver.resolve(stack)
-    problems, own, names = resolver.problems, {}, stack.rule_names(values)
+    problems, own, names = (
+        resolver.problems,
+        {},
+        stack.rule_names({path: value if isinstance(value, P) else None for path, value in values.items()}),
+    )
     problems += [*([said_unequal] if unequal else ()), *audit_stack_names(annotations, stack.stacks)]
     for path, value in values.items():
         spec, match = stack.stored_spec(path, value), base.match(path)

@@ -180,7 +180,7 @@ def _value(param: _Param, one_layer: bool) -> Value | Problem:
 def _strict_rules(params: Sequence[_Param], values: Mapping[str, Value], stack: Rules) -> Iterator[_StrictRule]:
     """Yield rules, all of them used and in the table's order, whose first match gives each parameter its value."""
     layers: dict[str, list[_Param]] = {}
-    names = stack.rule_names(values)
+    names = stack.rule_names({path: value if isinstance(value, P) else None for path, value in values.items()})
     for param in params:
         layers.setdefault(names[param.path], []).append(param)
     forms = {

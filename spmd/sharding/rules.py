@@ -202,21 +202,20 @@ class Rules:
         axes = tuple(stack.axis for stack in own_stacks(path, self.stacks))
         return strip_layer_numbers(path, self.stacks), axes
 
-    def rule_names(self, values: Mapping[str, P | Replicate]) -> dict[str, str]:
+    def rule_names(self, values: Mapping[str, Any]) -> dict[str, str]:
         """Return the path that a rule for a parameter may name: with numbers where layers have different values.
 
         Example:
-            >>> rules = Rules(params=[])
-            >>> rules.rule_names({"layers/0/w": P("fsdp"), "layers/1/w": P("fsdp"), "mlp/layers/0/w": P("fsdp")})
-            {'layers/0/w': 'layers/w', 'layers/1/w': 'layers/w', 'mlp/layers/0/w': 'mlp/layers/w'}
-            >>> rules.rule_names({"layers/0/w": P("fsdp"), "layers/1/w": P("tensor")})
+            >>> Rules(params=[]).rule_names({"layers/0/w": 1, "layers/1/w": 1})
+            {'layers/0/w': 'layers/w', 'layers/1/w': 'layers/w'}
+            >>> Rules(params=[]).rule_names({"layers/0/w": 1, "layers/1/w": 2})
             {'layers/0/w': 'layers/0/w', 'layers/1/w': 'layers/1/w'}
         """
         names = {path: self.layer_path(path)[0] for path in values}
-        specs: dict[str, set[Any]] = {}
-        for path, value in values.items():
-            specs.setdefault(names[path], set()).add(value if isinstance(value, P) else None)
-        return {path: name if len(specs[name]) == 1 else path for path, name in names.items()}
+        seen: dict[str, set[Any]] = {}
+        for path, name in names.items():
+            seen.setdefault(name, set()).add(values[path])
+        return {path: name if len(seen[name]) == 1 else path for path, name in names.items()}
 
     def audit(self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()) -> list[Problem]:
         """Return every mismatch between this table, the parameters and the mesh.
@@ -228,9 +227,10 @@ class Rules:
         unusable = {problem.where for problem in problems}
         aliases = [path for paths in tied for path in paths if path not in shapes]
         winners = {match.index for match in map(self.match, aliases) if match}
+        names = self.rule_names(shapes)
         for path, shape in shapes.items():
             if not (match := self.match(path)):
-                problems.append(self._unmatched(path, shapes))
+                problems.append(self._unmatched(path, names))
                 continue
             winners.add(match.index)
             used = {axis for entry in match.spec for axis in entry_axes(entry)}
@@ -283,11 +283,18 @@ class Rules:
                 problems.append(Problem(f"stacked[{name!r}]", what, f"pipe={axes['pipe']}", fix))
         return problems
 
-    def _unmatched(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> Problem:
-        name = self.layer_path(path)[0]
-        tail = "/".join(name.split("/")[-2:])
-        if len({shape for other, shape in shapes.items() if self.layer_path(other)[0] == name}) > 1:
-            tail = path  # numbered modules of other shapes are no layers of one stack
+    def _unmatched(self, path: str, names: Mapping[str, str]) -> Problem:
+        """Return the problem of a parameter without a rule; `names` are those of all parameters."""
+        own, parts = names[path], names[path].split("/")
+        # Numbered modules of other shapes are no layers of one stack: no rule for others may match them.
+        if is_numbered := own != self.layer_path(path)[0]:
+            taken = [other for other in names if other != path]
+        else:
+            taken = [f for other, name in names.items() if other == name != own for f in names_of(other, self.stacks)]
+        lengths = range(len(parts) if is_numbered else min(2, len(parts)), len(parts) + 1)
+        ends = ["/".join(parts[-n:]) for n in lengths if not parts[-n].isdigit()]
+        free = (end for end in ends if not any(f"/{form}".endswith(f"/{end}") for form in taken))
+        tail = next(free, f"^{own}")
         patterns = [pattern for pattern, _ in self.params]
         near = max(patterns, key=lambda p: difflib.SequenceMatcher(None, p, tail).ratio(), default=None)
         nearest = f"the nearest rule is {near!r}; " if near is not None else ""

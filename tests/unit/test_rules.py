@@ -1,10 +1,17 @@
 """Rule tables match as documented, and their audit leaves nothing silent."""
 
+import re
+
+import jax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+import spmd
 from spmd.errors import RuleError
+from spmd.sharding.layer_paths import Stack
 from spmd.sharding.rules import Rules, compile_pattern, replicate
+from spmd.tree import flatten
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
 
@@ -202,3 +209,58 @@ def test_a_stack_may_be_whole():
     rules = Rules([("kernel", P("fsdp"))], stacked={"layers": None})
     assert rules.match("layers/kernel").spec == P(None, "fsdp")
     assert audit(rules, {"layers/kernel": (3, 4)}) == []
+
+
+class Head(nnx.Module):
+    """Two lists of another meaning than layers of a stack, beside three layers that are a stack, unrolled."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.mlp = nnx.Sequential(nnx.Linear(8, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 8, rngs=rngs))
+        self.heads = nnx.List([nnx.Linear(8, 4, use_bias=False, rngs=rngs) for _ in range(2)])
+        self.layers = nnx.List([nnx.Sequential(nnx.Linear(8, 8, use_bias=False, rngs=rngs)) for _ in range(3)])
+
+
+def test_fixes_followed_literally_shard_numbered_modules_that_are_no_layers() -> None:
+    """Modules of other shapes are named with their numbers, so that each can have its own spec."""
+    model = spmd.from_nnx(Head)
+    shapes = {path: leaf.shape for path, leaf in flatten(jax.eval_shape(model.init, jax.random.key(0))).items()}
+    named = [re.search(r'add \("(.+?)", P', problem.fix) for problem in Rules([]).audit(shapes, AXES)]
+    patterns = dict.fromkeys(match[1] for match in named if match)
+    assert {"mlp/layers/0/kernel", "mlp/layers/2/kernel", "layers/layers/kernel", "heads/0/kernel"} <= patterns.keys()
+    specs = {"mlp/layers/0/kernel": P("fsdp", "tensor"), "mlp/layers/2/kernel": P("tensor", "fsdp")}
+    rules = Rules([(pattern, specs.get(pattern, P("fsdp"))) for pattern in patterns])
+    assert rules.audit(shapes, AXES) == []
+    assert rules.match("mlp/layers/0/kernel").spec == P("fsdp", "tensor")
+    assert rules.match("mlp/layers/2/kernel").spec == P("tensor", "fsdp")
+    assert rules.match("layers/2/layers/0/kernel").spec == P("fsdp")
+
+
+def test_a_path_with_its_number_is_a_rule() -> None:
+    """One module of a list may have its own spec before that of all."""
+    rules = Rules([("layers/0/kernel", P("fsdp")), ("layers/kernel", P("tensor"))])
+    assert rules.match("layers/0/kernel").spec == P("fsdp")
+    assert rules.match("layers/1/kernel").spec == P("tensor")
+    shadowed = Rules([("layers/kernel", P("tensor")), ("layers/0/kernel", P("fsdp"))])
+    assert "is shadowed by rule 0" in str(shadowed.audit({"layers/0/kernel": (8,)}, AXES)[0])
+
+
+def test_the_dimension_of_a_stack_is_where_its_axis_goes() -> None:
+    """Short specs are filled up, and inner stacks are shifted by outer ones."""
+    rules = Rules(
+        [("w", P("fsdp")), ("b", replicate("small"))], stacked={"layers": Stack("pipe", 2), "experts": "expert"}
+    )
+    assert rules.match("layers/w").spec == P("fsdp", None, "pipe")
+    assert rules.match("layers/b").spec == P(None, None, "pipe")
+    assert rules.match("layers/experts/w").spec == P("expert", "fsdp", "pipe")
+    assert Rules([], stacked={"layers": Stack("pipe")}) == Rules([], stacked={"layers": "pipe"})
+    with pytest.raises(RuleError, match="is along dimension -1"):
+        Stack("pipe", dim=-1)
+
+
+def test_a_stack_may_be_named_by_several_components() -> None:
+    """T5X calls the stack as the module around it."""
+    rules = Rules([("w", P("fsdp"))], stacked={"encoder/encoder": None})
+    assert rules.match("encoder/encoder/w").spec == P(None, "fsdp")
+    assert rules.match("encoder/norm/w").spec == P("fsdp")
+    assert rules.layer_path("encoder/encoder/3/w") == ("encoder/encoder/w", ())
+    assert rules.layer_path("encoder/3/w") == ("encoder/3/w", ())
