@@ -97,7 +97,7 @@ class Model:
 
     Attributes:
         init: Key → parameters, a nested dictionary of arrays.
-        apply: `(params, *inputs)` → outputs, for a model without variables.
+        apply: `(params, *inputs)` → outputs, for a model without variables. Keyword arguments are passed on.
         init_variables: Key → variables, a nested dictionary.
         forward: `(params, variables, key, *inputs, train)` → `(outputs, updated variables)`; by default `apply`. In
             evaluation (`train=False`) there is no dropout, statistics are not updated, and the key may be None.
@@ -120,8 +120,10 @@ class Model:
     def __post_init__(self) -> None:
         if self.forward is None:
 
-            def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+            def forward(
+                params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
+            ) -> tuple[Any, Any]:
                 del key, train
-                return self.apply(params, *inputs), variables
+                return self.apply(params, *inputs, **keywords), variables
 
             object.__setattr__(self, "forward", forward)

@@ -204,9 +204,9 @@ def with_loss_scale(model: Model, loss_scale: LossScale | None) -> Model:
     def init_variables(key: jax.Array) -> Any:
         return {**model.init_variables(key), LOSS_SCALE: loss_scale.init()}
 
-    def forward(params: Any, variables: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+    def forward(params: Any, variables: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
         own, scaling = split_loss_scale(variables)
-        outputs, after = model.forward(params, own, *inputs, train=train)
+        outputs, after = model.forward(params, own, *inputs, train=train, **keywords)
         return outputs, {**after, **scaling}
 
     def info() -> Any:

@@ -7,8 +7,12 @@ logits = model.apply(params, tokens)
 ```
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+import pathlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -17,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem
+from spmd.errors import AnnotationError, ConfigError, Problem, SpmdError
 from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
 from spmd.plan.fsdp import gather_params
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
@@ -25,11 +29,22 @@ from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_anno
 _PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
 
 
-def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
+_MODES = ("deterministic", "use_running_average")
+"""The attributes that `train()` of an NNX module sets to False."""
+
+
+def from_nnx(
+    make: Callable[[nnx.Rngs], nnx.Module],
+    *,
+    train: Mapping[str, Any] | None = None,
+    evaluate: Mapping[str, Any] | None = None,
+) -> Model:
     """Return the functions of an NNX module.
 
     Its `nnx.Param`s are the parameters; all other variables (batch statistics, the random state of dropout) are the
-    model's variables, under their own paths. `forward` runs the module in `train()` or `eval()` mode.
+    model's variables, under their own paths. `forward` runs the module in `train()` or `eval()` mode; a layer that was
+    built with `use_running_average=True` or `deterministic=True` keeps it in training. Keyword arguments of `apply` and
+    `forward` are passed on to the module.
 
     Parameters are gathered over `fsdp` before the module runs, except those with the metadata `gathered_by_layer=True`,
     whose layer calls `spmd.plan.fsdp.gather`. Two optional attributes of the module: `position_aware` lets ring
@@ -40,6 +55,9 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so the arrays are
             created only as the plan shards them.
+        train: Keyword arguments of a call in training, for a module that takes its mode so: `{"deterministic": False}`.
+            Such a module cannot be pipelined.
+        evaluate: Keyword arguments of a call in evaluation and of `apply`.
 
     Example:
         >>> model = from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
@@ -48,8 +66,10 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         (['bias', 'kernel'], (4, 3))
     """
 
+    training, evaluation = dict(train or {}), dict(evaluate or {})
+
     def build(key: jax.Array) -> nnx.Module:
-        with nnx.use_eager_sharding(False):  # the plan shards arrays, not the module
+        with _no_shardings_inside(), nnx.use_eager_sharding(False):  # the plan shards arrays, not the module
             return make(nnx.Rngs(key))
 
     @functools.cache
@@ -80,25 +100,34 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         nnx.replace_by_pure_dict(params_state, gather_params(params, marked("gathered_by_layer").__contains__))
         nnx.replace_by_pure_dict(variables_state, jax.tree.map(_as_key, variables, nnx.to_pure_dict(states[1])))
         module = nnx.merge(graph, params_state, variables_state, copy=True)
-        module.train() if train else module.eval()
+        if not train:
+            module.eval()
+            return module
+        frozen = [(m, name) for _, m in nnx.iter_modules(module) for name in _MODES if getattr(m, name, None) is True]
+        module.train()
+        for child, name in frozen:
+            setattr(child, name, True)
         return module
 
     def part(method: str) -> Callable[..., Any]:
         def run(params: Any, variables: Any, *inputs: Any, train: bool) -> Any:
-            return getattr(restore(params, variables, train), method)(*inputs)
+            with _no_shardings_inside():
+                return getattr(restore(params, variables, train), method)(*inputs)
 
         return run
 
-    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
         del key  # an NNX module has its own random state
-        module = restore(params, variables, train)
-        outputs = module(*inputs)
+        module, keywords = restore(params, variables, train), {**(training if train else evaluation), **keywords}
+        _check_call(module, inputs, keywords)
+        with _no_shardings_inside():
+            outputs = module(*inputs, **keywords)
         after = tree.flatten(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))))
         return outputs, tree.map_with_path(lambda path, _: _as_data(after[path]), variables)
 
-    def apply(params: Any, *inputs: Any) -> Any:
+    def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
         _check_none(nnx.to_pure_dict(structure()[3]))
-        return forward(params, {}, None, *inputs, train=False)[0]
+        return forward(params, {}, None, *inputs, train=False, **keywords)[0]
 
     def info() -> ModelInfo:
         module, _, params, variables = structure()
@@ -116,7 +145,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         )
 
     def layered() -> LayeredModel | None:
-        if not all(hasattr(structure()[0], name) for name in _PARTS):
+        if training or evaluation or not all(hasattr(structure()[0], name) for name in _PARTS):
             return None
         embed_inputs, apply_layers, compute_outputs = map(part, _PARTS)
         return LayeredModel(
@@ -144,7 +173,8 @@ def from_linen(
         *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s; only shapes are used.
         rngs: Names of the random streams in training.
         train: Keyword arguments of a call in training, such as `{"train": True}` or `{"deterministic": False}`.
-        evaluate: Keyword arguments of a call in evaluation and at initialization.
+        evaluate: Keyword arguments of a call in evaluation and at initialization. Those of `apply` and `forward` are
+            added.
 
     Example:
         >>> model = from_linen(nn.Dense(3), jax.ShapeDtypeStruct((4, 2), "float32"))
@@ -156,7 +186,9 @@ def from_linen(
     training, evaluation = dict(train or {}), dict(evaluate or {})
 
     def create(key: jax.Array) -> dict[str, Any]:
-        return dict(module.lazy_init(key, *shapes, **evaluation))
+        _check_call(module, shapes, evaluation)
+        with _no_shardings_inside():
+            return dict(module.lazy_init(key, *shapes, **evaluation))
 
     def init(key: jax.Array) -> Any:
         return nn.meta.unbox(create(key).get("params", {}))
@@ -165,17 +197,22 @@ def from_linen(
         others = {name: part for name, part in create(key).items() if name not in ("params", PARAMS_AXES)}
         return nn.meta.unbox(others)
 
-    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
+    def call(everything: Any, inputs: Any, keywords: Any, **options: Any) -> Any:
+        _check_call(module, inputs, keywords)
+        with _no_shardings_inside():
+            return module.apply(everything, *inputs, **options, **keywords)
+
+    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
         everything = {"params": gather_params(params), **variables}
         if not train:
-            return module.apply(everything, *inputs, **evaluation), variables
+            return call(everything, inputs, {**evaluation, **keywords}), variables
         keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(rngs)}
-        outputs, after = module.apply(everything, *inputs, rngs=keys, mutable=list(variables), **training)
+        outputs, after = call(everything, inputs, {**training, **keywords}, rngs=keys, mutable=list(variables))
         return outputs, {**variables, **after}
 
-    def apply(params: Any, *inputs: Any) -> Any:
-        _check_none({name: part for name, part in abstract().items() if name != "params"})
-        return module.apply({"params": gather_params(params)}, *inputs, **evaluation)
+    def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        _check_none({name: part for name, part in abstract().items() if name not in ("params", PARAMS_AXES)})
+        return call({"params": gather_params(params)}, inputs, {**evaluation, **keywords})
 
     @functools.cache
     def abstract() -> dict[str, Any]:
@@ -212,6 +249,35 @@ def _aliases(path: str, shared: list[list[str]]) -> tuple[str, ...]:
 
 def _join(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))
+
+
+def _check_call(module: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Raise a `ConfigError` if the module's `__call__` does not take these arguments."""
+    call = type(module).__call__
+    try:
+        inspect.signature(call).bind(module, *inputs, **keywords)
+    except TypeError as error:
+        what = f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: {error}"
+        fix = 'give the arguments to model.apply or model.forward; those of a mode once: train={"deterministic": False}'
+        problem = Problem(f"{type(module).__name__}.__call__", what, fix=f"{fix}, evaluate={{…}}")
+        raise ConfigError("This module cannot be called so:", [problem]) from None
+
+
+@contextlib.contextmanager
+def _no_shardings_inside() -> Iterator[None]:
+    """Replace JAX's error where a module names a sharding by itself."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, SpmdError) or not ("PartitionSpec" in str(error) and "mesh" in str(error)):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if not {"jax", "flax", "contextlib.py"} & set(pathlib.PurePath(f.filename).parts)]
+        where = f"{own[-1].filename}:{own[-1].lineno}" if own else "the module"
+        what = f"names a sharding by itself: {own[-1].line if own else error}"
+        fix = 'spmd.annotate(x, "name") in its place, and the spec in the table: Rules(activations=[("name", P(…))])'
+        problem = Problem(where, what, "JAX has no mesh for it here; the plan shards arrays, on any mesh", fix)
+        raise AnnotationError("The model names shardings outside of the rule table:", [problem]) from error
 
 
 def _check_none(variables: Any) -> None:

@@ -131,8 +131,8 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         own = {name: value for name, value in variables.items() if name != BASE}
         return with_adapters(params_for_forward(variables[BASE]), params, lora, model.info().lora_kernels), own
 
-    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
-        outputs, after = model.forward(*merged(params, variables), key, *inputs, train=train)
+    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
+        outputs, after = model.forward(*merged(params, variables), key, *inputs, train=train, **keywords)
         return outputs, {**after, BASE: variables[BASE]}
 
     def part(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,8 @@ from spmd.sharding.rules import (
 )
 
 Value = P | Replicate
+_Covers = Callable[[str, str], bool]
+"""Whether a pattern matches every parameter that a rule's path stands for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,16 +189,20 @@ def _strict_rules(params: Sequence[_Param], values: Mapping[str, Value], stack: 
         name: {form for param in members for form in names_of(param.path, stack.stacks)}
         for name, members in layers.items()
     }
+
+    def covers(pattern: str, name: str) -> bool:
+        return all(stack.matches(pattern, param.path) for param in layers[name])
+
     groups: dict[tuple[_SearchRule | None, Value], list[str]] = {}
     for name, (first, *_) in layers.items():
         groups.setdefault((first.rule, values[first.path]), []).append(name)
     left = dict(layers)
     for (rule, value), members in sorted(groups.items(), key=lambda group: group[0][0].index if group[0][0] else -1):
         others = [form for name in left.keys() - members for form in forms[name]]
-        as_written = [p for p in _as_written(rule, members) if _separates(p, members, others)]
+        as_written = [p for p in _as_written(rule, members) if _separates(p, members, others, covers)]
         all_others = [form for name in layers.keys() - members for form in forms[name]]
-        for pattern in as_written[:1] or _by_name(members, all_others):
-            won = [name for name in members if name in left and _matches(pattern)(name)]
+        for pattern in as_written[:1] or _by_name(members, all_others, covers):
+            won = [name for name in members if name in left and covers(pattern, name)]
             yield _StrictRule(pattern, value, rule, tuple(param for name in won for param in left.pop(name)))
 
 
@@ -209,24 +215,25 @@ def _as_written(rule: _SearchRule | None, names: Iterable[str]) -> Iterator[str]
     yield from (rule.pattern, f"{rule.pattern}/{tail}", f"({rule.pattern})/{tail}")
 
 
-def _separates(pattern: str, names: Iterable[str], others: Iterable[str]) -> bool:
-    """Return whether a pattern of `Rules` matches all of `names` and none of `others`."""
+def _separates(pattern: str, names: Iterable[str], others: Iterable[str], covers: _Covers) -> bool:
+    """Return whether a pattern of `Rules` covers all of `names` and matches none of `others`."""
     try:
         matches = _matches(pattern)
     except re.error:  # a flag such as (?i) is only valid at the start of the compiled expression
         return False
-    return all(map(matches, names)) and not any(map(matches, others)) and not is_catch_all(pattern)
+    covers_all = all(covers(pattern, name) for name in names)
+    return covers_all and not any(map(matches, others)) and not is_catch_all(pattern)
 
 
 def _matches(pattern: str) -> Callable[[str], object]:
     return compile_pattern(pattern).fullmatch
 
 
-def _by_name(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return the shortest path suffixes, of two components or more, that match all `names` and none of `others`."""
+def _by_name(names: Iterable[str], others: Collection[str], covers: _Covers) -> list[str]:
+    """Return the shortest path suffixes, of two components or more, that cover all `names` and match no `others`."""
     patterns: list[str] = []
     for name in names:
-        if not any(_matches(pattern)(name) for pattern in patterns):
+        if not any(covers(pattern, name) for pattern in patterns):
             patterns.append(next(p for p in _ends(name) if not any(map(_matches(p), others))))
     return patterns
 

@@ -401,3 +401,63 @@ def test_an_annotation_speaks_for_its_own_parameter_only():
     assert rules.match("x/mlp/kernel") is None
     (problem,) = rules.audit({"mlp/kernel": (4,)}, MESH.shape)
     assert str(problem).startswith("rule 1 ('^gone/w'): matches no parameter")
+
+
+MAXTEXT_AXES = {
+    "stage": "pipe",
+    "context": "sequence",
+    **dict.fromkeys(("fsdp_transpose", "tensor_transpose", "tensor_sequence", "context_autoregressive"), None),
+    "autoregressive": None,
+}
+MAXTEXT = [  # the shape of its table: lists of axes, several rules for a name, names of activations
+    ["activation_batch", ["data", "fsdp", "fsdp_transpose", "expert"]],
+    ["mlp", ["fsdp_transpose", "tensor", "tensor_sequence", "autoregressive"]],
+    ["heads", ["tensor", "tensor_transpose", "autoregressive"]],
+    ["embed", ["fsdp", "fsdp_transpose", "sequence", "tensor_transpose", "context", "expert"]],
+    ["embed", ["fsdp", "sequence", "context"]],
+    ["embed_no_exp", ["fsdp", "sequence", "tensor_transpose"]],
+    ["kv", []],
+    ["exp", "expert"],
+    ["norm", ["tensor", "tensor_transpose"]],
+    ["layers", "stage"],
+]
+
+
+def test_a_table_with_other_axes_is_taken_with_a_mapping():
+    """Axes are renamed, joined or dropped; names that no parameter has are listed."""
+    annotations = {
+        "layers/mlp/wi": Annotation(("embed", "layers", "mlp"), (8, 2, 16), is_logical=True),
+        "layers/mlp/wo": Annotation(("mlp", "layers", "embed"), (16, 2, 8), is_logical=True),
+        "layers/norm": Annotation(("norm", "layers"), (8, 2), is_logical=True),
+        "experts/wi": Annotation(("exp", "embed_no_exp", "mlp"), (4, 8, 16), is_logical=True),
+    }
+    said = []
+    rules = rules_from_annotations(annotations, logical=MAXTEXT, axes=MAXTEXT_AXES, report=said.append)
+    assert {path: rules.match(path).spec for path in annotations} == {
+        "layers/mlp/wi": P(("fsdp", "sequence", "expert"), "pipe", "tensor"),
+        "layers/mlp/wo": P("tensor", "pipe", ("fsdp", "sequence", "expert")),
+        "layers/norm": P("tensor", "pipe"),
+        "experts/wi": P("expert", ("fsdp", "sequence"), "tensor"),
+    }
+    (line,) = said
+    assert line.endswith(": activation_batch, heads, kv")
+    found = problems(annotations, logical=MAXTEXT)
+    assert {problem.split("'")[-2] for problem in found if "unknown axis" in problem} >= {"fsdp_transpose", "stage"}
+
+
+def test_axes_in_names_and_in_own_rules_are_renamed():
+    """A logical name is not taken for an axis, nor is one in a box of logical names."""
+    annotations = {
+        "a": Annotation(("model", ("data", "mp")), (4, 4)),
+        "b": Annotation(("model",), (4,), rules=[("model", "mp")]),
+        "c": Annotation(("data", "mp"), (4, 4)),
+    }
+    axes = {"model": "tensor", "mp": ("fsdp", "tensor"), "data": None}
+    rules = rules_from_annotations(annotations, axes={**axes, "mp": "fsdp"}, report=pytest.fail)
+    assert {path: rules.match(path).spec for path in annotations} == {
+        "a": P("tensor", "fsdp"),
+        "b": P("fsdp"),
+        "c": P(None, "fsdp"),
+    }
+    (problem,) = problems({"a": Annotation(("model",), (4,), is_logical=True)}, axes=axes)
+    assert "name 'model': has no logical rule" in problem

@@ -1,6 +1,7 @@
 """NNX and Linen modules alike become two functions, and train under a table without knowing of this framework."""
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,11 +12,15 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+import spmd
 from spmd import tree
+from spmd.errors import AnnotationError, ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
+from spmd.model_api.precision import LossScale, with_loss_scale
 from spmd.models.llama import Llama
 from spmd.plan import flax
+from spmd.plan.lora import LoRAConfig, with_lora
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import assert_parity, compare, record_run, scale_gradients, token_batches
@@ -148,3 +153,139 @@ def test_a_parameter_knows_its_path():
     params = jax.eval_shape(curious.init, jax.random.key(0))
     jax.eval_shape(curious.apply, params, jax.ShapeDtypeStruct((2, 4), jnp.int32))
     assert seen == [("lm_head/kernel", "layers/mlp/up_proj/kernel")]
+
+
+class Keywords(nnx.Module):
+    """Takes its mode, and a mask, by keyword alone."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, deterministic: bool, mask: Any = None) -> jax.Array:
+        x = self.linear(x) if mask is None else self.linear(x) * mask
+        return x if deterministic else -x
+
+
+class LinenKeywords(nn.Module):
+    """The same in Linen."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, deterministic: bool, mask: Any = None) -> jax.Array:
+        x = nn.Dense(4, name="linear")(x) if mask is None else nn.Dense(4, name="linear")(x) * mask
+        return x if deterministic else -x
+
+
+MODES = {"train": {"deterministic": False}, "evaluate": {"deterministic": True}}
+
+
+def keywords_model(kind: str, **modes: Any) -> spmd.Model:
+    x = jax.ShapeDtypeStruct((2, 4), "float32")
+    return spmd.from_nnx(Keywords, **modes) if kind == "nnx" else spmd.from_linen(LinenKeywords(), x, **modes)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_keyword_arguments_reach_the_module(kind: str) -> None:
+    """Those of a mode are given once, others in the call, also through loss scaling and adapters."""
+    known = keywords_model(kind, **MODES)
+    params, x, mask = known.init(jax.random.key(0)), jnp.ones((2, 4)), jnp.arange(8.0).reshape(2, 4)
+    plain = known.apply(params, x)
+    np.testing.assert_array_equal(known.apply(params, x, mask=mask), plain * mask)
+    np.testing.assert_array_equal(known.apply(params, x, deterministic=False), -plain)
+    for wrapped in (known, with_loss_scale(known, LossScale())):
+        variables = wrapped.init_variables(jax.random.key(0))
+        outputs, _ = wrapped.forward(params, variables, jax.random.key(0), x, train=True, mask=mask)
+        np.testing.assert_array_equal(outputs, -plain * mask)
+    adapted = with_lora(known, LoRAConfig(targets=("kernel",), rank=1), spmd.Rules([]))
+    outputs, _ = adapted.forward(adapted.init(jax.random.key(0)), {"base": params}, None, x, train=False, mask=mask)
+    np.testing.assert_array_equal(outputs, plain * mask)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_call_that_the_module_does_not_take_is_told(kind: str) -> None:
+    """A mode that is missing, a misspelt keyword, and a missing input; the fix names the arguments."""
+    if kind == "nnx":  # Linen calls the module to initialize it
+        params = keywords_model(kind).init(jax.random.key(0))
+        with pytest.raises(ConfigError, match=r"'deterministic'\n.*train=\{\"deterministic\": False\}"):
+            keywords_model(kind).apply(params, jnp.ones((2, 4)))
+    else:
+        with pytest.raises(ConfigError, match=r"'deterministic'\n.*train=\{\"deterministic\": False\}"):
+            keywords_model(kind).init(jax.random.key(0))
+    known = keywords_model(kind, **MODES)
+    params = known.init(jax.random.key(0))
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'masc'"):
+        known.apply(params, jnp.ones((2, 4)), masc=1)
+    with pytest.raises(ConfigError, match="missing a required argument: 'x'"):
+        known.apply(params)
+
+
+class Frozen(nnx.Module):
+    """Statistics that were built frozen beside some that are not, and dropout likewise."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.frozen = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+        self.thawed = nnx.BatchNorm(4, rngs=rngs)
+        self.off = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> Any:
+        return self.off(self.frozen(x)), self.thawed(x)
+
+
+def test_layers_that_were_built_frozen_stay_so_in_training() -> None:
+    """Fine-tuning on small batches keeps the statistics of pre-training; the control moves."""
+    known = spmd.from_nnx(Frozen)
+    params, variables = known.init(jax.random.key(0)), known.init_variables(jax.random.key(0))
+    x = jnp.arange(12.0).reshape(3, 4)
+    (kept, _), after = known.forward(params, variables, jax.random.key(0), x, train=True)
+    np.testing.assert_allclose(kept, x, rtol=1e-4)
+    np.testing.assert_array_equal(after["frozen"]["mean"], variables["frozen"]["mean"])
+    assert np.abs(after["thawed"]["mean"] - variables["thawed"]["mean"]).max() > 0.01
+    (_, evaluated), same = known.forward(params, variables, None, x, train=False)
+    np.testing.assert_allclose(evaluated, x, rtol=1e-4)
+    np.testing.assert_array_equal(same["thawed"]["mean"], variables["thawed"]["mean"])
+
+
+class Inside(nnx.Module):
+    """Names a sharding by itself, in one of several ways."""
+
+    def __init__(self, way: str, rngs: nnx.Rngs) -> None:
+        self.way, self.linear = way, nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.way == "out_sharding":
+            return self.linear(x, out_sharding=P("fsdp", "tensor"))
+        return jax.lax.with_sharding_constraint(self.linear(x), P("fsdp", "tensor"))
+
+
+class LinenInside(nn.Module):
+    """The same in Linen."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(nn.Dense(4)(x), P("fsdp", "tensor"))
+
+
+@pytest.mark.parametrize("way", ["constraint", "out_sharding", "linen"])
+def test_shardings_inside_a_module_are_an_error_with_a_place(way: str) -> None:
+    """The line of the model is named, and what to write there; a mesh in scope allows constraints."""
+    x = jnp.ones((2, 4))
+    known = spmd.from_linen(LinenInside(), x) if way == "linen" else spmd.from_nnx(lambda rngs: Inside(way, rngs))
+    with pytest.raises(AnnotationError) as caught:
+        known.apply(known.init(jax.random.key(0)), x)
+    (problem,) = caught.value.problems
+    assert __file__ in problem.where
+    assert 'P("fsdp", "tensor")' in problem.what
+    assert "spmd.annotate" in problem.fix
+
+
+def test_control_errors_of_the_model_itself_are_untouched() -> None:
+    """Only JAX's words about a missing mesh are replaced."""
+
+    class Wrong(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None: ...
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            raise ValueError("a mesh of wires")
+
+    with pytest.raises(ValueError, match="a mesh of wires") as caught:
+        spmd.from_nnx(Wrong).apply({}, jnp.ones(1))
+    assert not isinstance(caught.value, AnnotationError)

@@ -1,10 +1,14 @@
 """Tables written for `re.search` become strict tables that say the same of every parameter."""
 
+import functools
 import math
 import re
 
+import flax.linen as nn
 import jax
+import optax
 import pytest
+from flax import nnx
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -13,7 +17,7 @@ import spmd
 from spmd.errors import RuleError
 from spmd.sharding.from_search import rules_from_search
 from spmd.sharding.layer_paths import dims_of, without_dims
-from spmd.sharding.mesh import entry_axes
+from spmd.sharding.mesh import MeshShape, abstract_mesh, entry_axes
 from spmd.sharding.rules import Replicate, Rules
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
@@ -287,3 +291,58 @@ def test_the_comparison_sees_a_wrong_spec(case, data):
     won = [path for path in params if rules.match(path).index == at]
     assert won
     assert differences(wrong, table, params, {"mp": "tensor"}) == won
+
+
+class Dense(nnx.Module):
+    """A linear layer and dropout, whose random state needs no rule."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.up(x))
+
+
+class LinenDense(nn.Module):
+    """The same with a box around the kernel."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_logical_partitioning(nn.initializers.ones, ("embed", "mlp"))
+        return nn.Dense(16, use_bias=False, kernel_init=init, name="up")(x)
+
+
+def test_states_modules_boxes_and_collections_are_read_by_the_models_paths():
+    """Whatever form the parameters come in, the rules match those of the model."""
+    module = nnx.eval_shape(lambda: Dense(nnx.Rngs(0)))
+    linen = functools.partial(jax.eval_shape, LinenDense().init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), float))
+    pure = jax.eval_shape(spmd.from_nnx(Dense).init, jax.random.key(0))
+    for params in (pure, module, nnx.state(module), nnx.state(module, nnx.Param), linen()["params"], linen()):
+        rules, _ = convert([("up/", P("fsdp", "mp"))], params, axes={"mp": "tensor"})
+        assert rules.params == (("up/kernel", P("fsdp", "tensor")),)
+    for model in (spmd.from_nnx(Dense), spmd.from_linen(LinenDense(), jax.ShapeDtypeStruct((1, 8), "float32"))):
+        spmd.make_plan(abstract_mesh(MeshShape(fsdp=2, tensor=2)), rules, model, optax.sgd(0.1))
+
+
+def test_numbered_modules_that_differ_have_a_rule_each():
+    """Lists that are no stack of layers are told apart by what the table says of them."""
+    table = [("layers/0/kernel", P("fsdp", "tensor")), ("layers/2/kernel", P("tensor", "fsdp")), ("kernel", P("fsdp"))]
+    params = abstract(mlp__layers__0__kernel=(4, 8), mlp__layers__2__kernel=(8, 4))
+    params |= abstract(layers__0__kernel=(4, 4), layers__1__kernel=(4, 4), kernel=(4,))
+    params |= abstract(layers__0__up__layers__0__kernel=(4, 4), layers__1__up__layers__0__kernel=(4, 4))
+    rules, _ = convert(table, params)
+    assert differences(rules, table, params) == []
+    assert audit(rules, params) == []
+
+
+def test_entries_of_a_stack_along_another_dimension_are_taken_out():
+    """The search table has the entry of the stacked dimension in its place; the strict one has it in `stacked`."""
+    params = abstract(layers__up=(8, 4, 16), layers__norm=(8, 4))
+    table = [("up", P("fsdp", "stage", "tensor")), ("norm", P("tensor"))]
+    stacked = {"layers": spmd.Stack("pipe", dim=1)}
+    rules, text = convert(table, params, axes={"stage": "pipe"}, stacked=stacked)
+    assert rules.params == (("up", P("fsdp", "tensor")), ("norm", P("tensor")))
+    assert rules.match("layers/up").spec == P("fsdp", "pipe", "tensor")
+    assert """stacked={"layers": spmd.Stack("pipe", dim=1)},""" in text
+    assert "along dimension 1 all have 4" in problems(table, params | abstract(layers__down=(16, 4, 8)))[1]
