@@ -6,6 +6,7 @@ name that is neither is an error.
 """
 
 import dataclasses
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -50,11 +51,7 @@ def rules_from_annotations(
     rules = _rename(logical_rules(logical), axes or {})
     resolver = _Resolver(rules, {path: _renamed(own, rules, axes or {}) for path, own in annotations.items()})
     values = resolver.resolve(stack)
-    problems, own, names = (
-        resolver.problems,
-        {},
-        stack.rule_names({path: value if isinstance(value, P) else None for path, value in values.items()}),
-    )
+    problems, own, names = resolver.problems, {}, stack.rule_names(values)
     problems += [*([said_unequal] if unequal else ()), *audit_stack_names(annotations, stack.stacks)]
     for path, value in values.items():
         spec, match = stack.stored_spec(path, value), base.match(path)
@@ -103,11 +100,10 @@ def audit_stack_names(annotations: Mapping[str, Annotation], stacks: Mapping[str
                 if _is_stack_name(name):
                     unknown.setdefault((name, path.partition("/")[0], dim), []).append(path)
     for (name, _, dim), paths in unknown.items():
-        parents = [path.split("/")[:-1] for path in paths]
-        same = [parts[0] for parts in zip(*parents, strict=False) if len(set(parts)) == 1]
+        stack = posixpath.commonpath([posixpath.dirname(path) for path in paths]) or "NAME"
         what = f"its dimension {dim} is named {name!r}, and no component of its path is in stacked="
         detail = f"{annotations[paths[0]].names}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-        problems.append(Problem(paths[0], what, detail, f'stacked={{"{"/".join(same)}": spmd.Stack(axis, dim={dim})}}'))
+        problems.append(Problem(paths[0], what, detail, f'stacked={{"{stack}": spmd.Stack(axis, dim={dim})}}'))
     return problems
 
 
@@ -149,7 +145,7 @@ def _renamed(annotation: Annotation, rules: LogicalRules, axes: Mapping[str, Any
 
     def entry(name: Any) -> Any:
         is_axis = isinstance(name, tuple) or (name in axes and name not in logical and not annotation.is_logical)
-        return as_entry(_renamed_axes(name, axes)) if is_axis else name
+        return _renamed_axes(name, axes) if is_axis else name
 
     return dataclasses.replace(annotation, names=tuple(map(entry, annotation.names)), rules=own)
 

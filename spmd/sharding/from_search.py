@@ -24,6 +24,7 @@ from spmd.sharding.rules import (
     Rules,
     compile_pattern,
     is_catch_all,
+    matches,
     replicate,
     rule_name,
 )
@@ -182,7 +183,7 @@ def _value(param: _Param, one_layer: bool) -> Value | Problem:
 def _strict_rules(params: Sequence[_Param], values: Mapping[str, Value], stack: Rules) -> Iterator[_StrictRule]:
     """Yield rules, all of them used and in the table's order, whose first match gives each parameter its value."""
     layers: dict[str, list[_Param]] = {}
-    names = stack.rule_names({path: value if isinstance(value, P) else None for path, value in values.items()})
+    names = stack.rule_names(values)
     for param in params:
         layers.setdefault(names[param.path], []).append(param)
     forms = {
@@ -191,7 +192,7 @@ def _strict_rules(params: Sequence[_Param], values: Mapping[str, Value], stack: 
     }
 
     def covers(pattern: str, name: str) -> bool:
-        return all(stack.matches(pattern, param.path) for param in layers[name])
+        return all(matches(pattern, param.path, stack.stacks) for param in layers[name])
 
     groups: dict[tuple[_SearchRule | None, Value], list[str]] = {}
     for name, (first, *_) in layers.items():
@@ -218,11 +219,10 @@ def _as_written(rule: _SearchRule | None, names: Iterable[str]) -> Iterator[str]
 def _separates(pattern: str, names: Iterable[str], others: Iterable[str], covers: _Covers) -> bool:
     """Return whether a pattern of `Rules` covers all of `names` and matches none of `others`."""
     try:
-        matches = _matches(pattern)
+        hits = map(_matches(pattern), others)
     except re.error:  # a flag such as (?i) is only valid at the start of the compiled expression
         return False
-    covers_all = all(covers(pattern, name) for name in names)
-    return covers_all and not any(map(matches, others)) and not is_catch_all(pattern)
+    return all(covers(pattern, name) for name in names) and not any(hits) and not is_catch_all(pattern)
 
 
 def _matches(pattern: str) -> Callable[[str], object]:

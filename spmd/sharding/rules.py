@@ -178,10 +178,6 @@ class Rules:
                 return Match(index, pattern, value, self.stored_spec(path, value), reason)
         return None
 
-    def matches(self, pattern: str, path: str) -> bool:
-        """Return whether a pattern matches a path, with or without the numbers of unrolled layers."""
-        return matches(pattern, path, self.stacks)
-
     @functools.cached_property
     def stacks(self) -> dict[str, Stack]:
         """The stacks by path component."""
@@ -214,7 +210,7 @@ class Rules:
         names = {path: self.layer_path(path)[0] for path in values}
         seen: dict[str, set[Any]] = {}
         for path, name in names.items():
-            seen.setdefault(name, set()).add(values[path])
+            seen.setdefault(name, set()).add(None if isinstance(values[path], Replicate) else values[path])
         return {path: name if len(seen[name]) == 1 else path for path, name in names.items()}
 
     def audit(self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()) -> list[Problem]:
@@ -304,7 +300,7 @@ class Rules:
     def _useless(self, index: int, paths: Iterable[str]) -> Problem:
         pattern = self.params[index][0]
         where, names = rule_name(index, pattern), {path: self.layer_path(path)[0] for path in paths}
-        if own := [path for path in names if self.matches(pattern, path)]:
+        if own := [path for path in names if matches(pattern, path, self.stacks)]:
             shadowers = " and ".join(dict.fromkeys(match.rule for path in own if (match := self.match(path))))
             what = f"is shadowed by {shadowers}, which takes all it matches"
             return Problem(where, what, f"e.g. {own[0]}", "put the narrower rule first")

@@ -316,7 +316,9 @@ class LinenDense(nn.Module):
 def test_states_modules_boxes_and_collections_are_read_by_the_models_paths():
     """Whatever form the parameters come in, the rules match those of the model."""
     module = nnx.eval_shape(lambda: Dense(nnx.Rngs(0)))
-    linen = functools.partial(jax.eval_shape, LinenDense().init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), float))
+    linen = functools.partial(
+        jax.eval_shape, LinenDense().init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), "float32")
+    )
     pure = jax.eval_shape(spmd.from_nnx(Dense).init, jax.random.key(0))
     for params in (pure, module, nnx.state(module), nnx.state(module, nnx.Param), linen()["params"], linen()):
         rules, _ = convert([("up/", P("fsdp", "mp"))], params, axes={"mp": "tensor"})
