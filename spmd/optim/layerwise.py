@@ -220,10 +220,7 @@ def trace_update(
 
     def inner(path: str, param: str) -> tuple[str, tuple[int, ...]]:
         name = _PER_LAYER.sub("", path.rpartition(param)[0])
-        shape, stack = leaves[path].shape, lengths.get(param, ())
-        if shape[: len(stack)] == stack:
-            return name, shape[len(stack) :]
-        return name, tuple(size for size in shape if size not in stack)
+        return name, tuple(size for size in leaves[path].shape if size not in lengths.get(param, ()))
 
     return {
         param: Traced(

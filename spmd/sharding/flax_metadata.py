@@ -84,7 +84,7 @@ def logical_rules(pairs: Any) -> LogicalRules:
 def flatten_module(params: Any) -> dict[str, Any]:
     """Return the arrays of an `nnx.State` or module, of Linen variables, or of any tree, by path, without boxes.
 
-    Paths are those of `spmd.from_nnx` and `spmd.from_linen`. Random state, which needs no rule, is left out.
+    Paths are those of `spmd.from_nnx` and `spmd.from_linen`. Random state, which needs no rule, is dropped.
 
     Example:
         >>> variables = {"params": {"kernel": nn.Partitioned(1.0, ("embed",))}, "batch_stats": {"mean": 2.0}}

@@ -65,7 +65,7 @@ def rules_from_annotations(
         raise RuleError("These annotations do not make a rule table:", problems)
     used = {name for annotation in annotations.values() for name in annotation.names}
     if unused := dict.fromkeys(name for name, _ in rules if name not in used):
-        report(f"Logical names that no parameter has, so their rules are left out: {', '.join(unused)}")
+        report(f"Logical names that no parameter has, so their rules are unused: {', '.join(unused)}")
     return Rules((*base.params, *own.items()), (*base.activations, *stack.activations), stack.stacked)
 
 

@@ -112,33 +112,27 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
             64 in layers/up (64, 4, 256), 256 in layers/down (256, 4, 64); along dimension 1 all have 4
             fix: stacked={"layers": spmd.Stack(axis, dim=1)}, or, for what is no stack, without 'layers'
     """
-    members: dict[str, dict[str, int]] = {}
+    members: dict[tuple[str, str], dict[str, int]] = {}
     for path in shapes:
-        for stack, dim in zip(stacks_of(path, stacks), dims_of(path, stacks), strict=True):
-            members.setdefault(stack, {})[path] = dim
+        own = [(stack, name) for stack, name, child in _find(path, stacks) if not child.isdigit()]
+        for key, dim in zip(own, dims_of(path, stacks), strict=True):
+            members.setdefault(key, {})[path] = dim
     problems = []
-    for stack, dims in members.items():
-        dim, name = next(iter(dims.values())), next(name for at, name, _ in _find(min(dims), stacks) if at == stack)
-        short = [path for path in dims if dims[path] >= len(shapes[path])]
-        problems += [
-            Problem(path, f"has no dimension {dims[path]}, along which {stack} is stacked", f"{shapes[path]}", _FIX)
-            for path in short
-        ]
-        examples = {shapes[path][dims[path]]: path for path in reversed(dims) if path not in short}
-        if len(examples) < 2 or short:
+    for (stack, name), dims in members.items():
+        sizes = {path: dict(enumerate(shapes[path])).get(dim) for path, dim in dims.items()}
+        first = {size: path for path, size in reversed(sizes.items())}
+        if len(first) == 1 and None not in first:
             continue
-        every = range(min(len(shapes[path]) for path in dims))
-        others = [d for d in every if len({shapes[path][d] for path in dims}) == 1]
-        said = ", ".join(f"{size} in {path} {tuple(shapes[path])}" for size, path in list(examples.items())[:-4:-1])
+        detail = ", ".join(f"{size} in {path} {tuple(shapes[path])}" for size, path in list(first.items())[:-4:-1])
+        fix = f"name in stacked= what is a stack of equal layers, and nothing else: {name!r} is in it"
+        others = set.intersection(*({*enumerate(shapes[path])} for path in dims))
         if others:
-            said += f"; along dimension {others[0]} all have {shapes[next(iter(dims))][others[0]]}"
-        fix = f'stacked={{"{name}": spmd.Stack(axis, dim={others[0]})}}, or, for what is no stack, without {name!r}'
-        what = f"is stacked along dimension {dim}, where its arrays have different sizes"
-        problems.append(Problem(stack, what, said, fix if others else _FIX))
+            dim, size = min(others)
+            detail += f"; along dimension {dim} all have {size}"
+            fix = f'stacked={{"{name}": spmd.Stack(axis, dim={dim})}}, or, for what is no stack, without {name!r}'
+        what = f"is stacked along dimension {min(dims.values())}, where its arrays have different sizes"
+        problems.append(Problem(stack, what, detail, fix))
     return problems
-
-
-_FIX = "name in stacked= what is a stack of equal layers, and nothing else: stacked={NAME: spmd.Stack(axis, dim=…)}"
 
 
 def strip_layer_numbers(path: str, stacked: Collection[str]) -> str:

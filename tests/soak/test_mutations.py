@@ -86,8 +86,8 @@ MUTATIONS = {
     ),
     "transposed spec": Mutation(
         "spmd/sharding/rules.py",
-        "return Match(index, pattern, value, P(*leading, *one_layer), reason)",
-        "return Match(index, pattern, value, P(*leading, *reversed(one_layer)), reason)",
+        "return P(*insert_stacked(layer, self.layer_path(path)[1], dims_of(path, self.stacks)))",
+        "return P(*insert_stacked([*layer][::-1], self.layer_path(path)[1], dims_of(path, self.stacks)))",
         ("tests/unit/test_plan.py::test_the_text_of_a_plan_is_as_reviewed[llama-zero3]",),
     ),
     "swapped q/k map": Mutation(
