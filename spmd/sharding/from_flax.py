@@ -43,16 +43,16 @@ def rules_from_annotations(
         table: Rules for parameters without annotations. It must agree with the annotations that it covers.
         report: Called with a text that lists the logical names that no annotation has, if there are any.
     """
-    base = table or Rules(())
+    base, other = table or Rules(()), []
     stack = Rules((), activations, base.stacked if stacked is None else stacked)
-    unequal = base.stacked != stack.stacked and table
-    said_unequal = Problem("stacked", f"is {stack.stacked}, and in the table {base.stacked}", fix="keep one")
+    if base.stacked != stack.stacked and table:
+        other = [Problem("stacked", f"is {stack.stacked}, and in the table {base.stacked}", fix="keep one")]
     stack, base = (dataclasses.replace(r, stacked=named_stacks(annotations, r.stacks)) for r in (stack, base))
     rules = _rename(logical_rules(logical), axes or {})
     resolver = _Resolver(rules, {path: _renamed(own, rules, axes or {}) for path, own in annotations.items()})
     values = resolver.resolve(stack)
-    problems, own, names = resolver.problems, {}, stack.rule_names(values)
-    problems += [*([said_unequal] if unequal else ()), *audit_stack_names(annotations, stack.stacks)]
+    own, names = {}, stack.rule_names(values)
+    problems = [*resolver.problems, *other, *audit_stack_names(annotations, stack.stacks)]
     for path, value in values.items():
         spec, match = stack.stored_spec(path, value), base.match(path)
         if match is None:
@@ -70,14 +70,7 @@ def rules_from_annotations(
 
 
 def named_stacks(annotations: Mapping[str, Annotation], stacks: Mapping[str, Stack]) -> dict[str, Stack]:
-    """Return the stacks along the dimensions that the names of their parameters give; only default ones change.
-
-    Example:
-        >>> names = {"layers/up": ("embed", "layers", "mlp"), "layers/norm": ("embed", "layers")}
-        >>> annotations = {path: Annotation(own, (4,) * len(own)) for path, own in names.items()}
-        >>> named_stacks(annotations, {"layers": Stack("pipe")})
-        {'layers': Stack(axis='pipe', dim=1)}
-    """
+    """Return the stacks along the dimensions that the names of their parameters give; only default ones change."""
     found = _named_dims(annotations, stacks)
     return {
         name: Stack(stack.axis, found[name][0]) if not stack.dim and len(found.get(name, ())) == 1 else stack

@@ -202,8 +202,6 @@ class Rules:
         """Return the path that a rule for a parameter may name: with numbers where layers have different values.
 
         Example:
-            >>> Rules(params=[]).rule_names({"layers/0/w": 1, "layers/1/w": 1})
-            {'layers/0/w': 'layers/w', 'layers/1/w': 'layers/w'}
             >>> Rules(params=[]).rule_names({"layers/0/w": 1, "layers/1/w": 2})
             {'layers/0/w': 'layers/0/w', 'layers/1/w': 'layers/1/w'}
         """

@@ -461,3 +461,27 @@ def test_axes_in_names_and_in_own_rules_are_renamed():
     }
     (problem,) = problems({"a": Annotation(("model",), (4,), is_logical=True)}, axes=axes)
     assert "name 'model': has no logical rule" in problem
+
+
+def test_nnx_names_give_the_dimension_of_a_stack():
+    """`nnx.vmap` along dimension 1 puts the name there; without a name, sizes contradict dimension 0."""
+
+    class Pair(nnx.Module):
+        def __init__(self, rngs):
+            up, down = (nnx.with_partitioning(INIT, names) for names in (("embed", "mlp"), ("mlp", "embed")))
+            self.up = nnx.Linear(4, 8, use_bias=False, kernel_init=up, rngs=rngs)
+            self.down = nnx.Linear(8, 4, use_bias=False, kernel_init=down, rngs=rngs)
+
+    for metadata in ({nnx.PARTITION_NAME: "layers"}, {}):
+        vmapped = nnx.vmap(Pair, in_axes=(0,), out_axes=1, transform_metadata=metadata)
+        make = nnx.split_rngs(splits=3)(vmapped)
+        with nnx.use_eager_sharding(False):
+            pair = nnx.eval_shape(lambda make=make: nnx.Dict(layers=make(nnx.Rngs(0))))
+        annotations = nnx_annotations(nnx.state(pair))
+        rules = rules_from_annotations(annotations, logical=LOGICAL)
+        found = rules.audit({path: own.shape for path, own in annotations.items()}, MESH.shape)
+        if metadata:
+            assert found == []
+            assert rules.match("layers/up/kernel").spec == P("fsdp", "pipe", "tensor")
+        else:
+            assert "along dimension 1 all have 3" in str(found[0])
