@@ -6,7 +6,9 @@ error.
 
 import dataclasses
 import difflib
+import inspect
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -86,6 +88,14 @@ class DataError(SpmdError):
     """A corpus is missing, empty, unreadable or too short."""
 
 
+class BatchesEndedError(DataError):
+    """The batches ended before the last step; `state` is the state after the last step taken."""
+
+    def __init__(self, title: str, problems: Iterable[Problem], state: Any) -> None:
+        super().__init__(title, problems)
+        self.state = state
+
+
 class CheckpointError(SpmdError):
     """A checkpoint is missing or does not fit, or a run folder is in use."""
 
@@ -134,15 +144,56 @@ def check_fields(config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: 
                 fix = did_you_mean(str(value), map(str, rule))
                 problems.append(Problem(prefix + field, f"is {value!r}", fix=fix))
         elif value is not None and not all(_holds(value, term) for term in rule.split(" and ")):
-            problems.append(Problem(prefix + field, f"is {value}", fix=rule))
+            problems.append(Problem(prefix + field, f"is {_shown(value)}", fix=rule))
     return problems
 
 
 def _holds(value: Any, term: str) -> bool:
+    if not isinstance(value, numbers.Real):
+        return False
     if term == "finite":
         return math.isfinite(value)
     word, _, bound = term.rpartition(" ")
     return _BOUNDS[word](value, float(bound))
+
+
+def check_type(where: str, value: Any, kinds: type | tuple[type, ...], fix: str) -> list[Problem]:
+    """Return a problem if an argument is not of one of these types.
+
+    Example:
+        >>> print(*check_type("optimizer", "adamw", dict, "an optax transformation"))
+        optimizer: is 'adamw'
+            fix: an optax transformation
+    """
+    return [] if isinstance(value, kinds) else [Problem(where, f"is {_shown(value)}", fix=fix)]
+
+
+def check_call(where: str, function: Any, parameters: str, fix: str = "") -> list[Problem]:
+    """Return a problem if an argument is no function of these parameters.
+
+    Example:
+        >>> print(*check_call("loss_fn", lambda params, batch: 0, "params, variables, batch, key"))
+        loss_fn: takes (params, batch)
+            fix: a function of (params, variables, batch, key)
+    """
+    fix = fix or f"a function of ({parameters})"
+    if not callable(function):
+        return check_type(where, function, (), fix)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return []
+    try:
+        signature.bind(*parameters.split(", "))
+    except TypeError:
+        return [Problem(where, f"takes ({', '.join(signature.parameters)})", fix=fix)]
+    return []
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, str | numbers.Number):
+        return repr(value) if isinstance(value, str) else str(value)
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of the type {type(value).__name__}"
 
 
 def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from spmd.errors import ConfigError, check_call
+
 PRNG = "threefry2x32"
 """The PRNG implementation of every key, whatever JAX's default, so that a seed gives the same numbers everywhere."""
 
@@ -118,6 +120,10 @@ class Model:
     layered: Callable[[], LayeredModel | None] = lambda: None
 
     def __post_init__(self) -> None:
+        problems = check_call("init", self.init, "key")
+        problems += check_call("apply", self.apply, "params, *inputs") if not callable(self.apply) else []
+        if problems:
+            raise ConfigError("This model cannot be made:", problems)
         if self.forward is None:
 
             def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:

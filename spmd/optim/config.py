@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
+from spmd.errors import ConfigError, Problem, check_fields, check_type, did_you_mean
 from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, check_block, quantize_moments
 from spmd.optim.two_phase import TwoPhaseOptimizer, two_phase
@@ -83,6 +83,7 @@ class OptimizerConfig:
         if self.moments != "float32" and self.name in ("adafactor", "muon"):
             what = f"is {self.moments}, and {self.name} keeps its state in float32"
             problems.append(Problem("moments", what, fix="float32, or name adamw, lion or sgd"))
+        problems += check_type("no_decay", self.no_decay, (tuple, list), f'("{self.no_decay}",)')
         for index, pattern in enumerate(self.no_decay):
             try:
                 compile_pattern(pattern)
@@ -153,6 +154,10 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Sequence[str] =
         >>> updates["kernel"]  # the gradient is clipped to 1, the weight decays by 0.1 * 2
         Array([-0.6], dtype=float32)
     """
+    problems = check_type("config", config, OptimizerConfig, 'spmd.OptimizerConfig(name="adamw")')
+    problems += check_type("steps", steps, int, "a whole number")
+    if problems := problems + check_type("stacked", stacked, (tuple, list), f'("{stacked}",)'):
+        raise ConfigError("This optimizer cannot be made:", problems)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
 
     def global_phase(gradients: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:

@@ -7,6 +7,7 @@ logits = model.apply(params, tokens)
 ```
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,11 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, check_call, check_type
 from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
 from spmd.plan.fsdp import gather_params
 from spmd.sharding.from_flax import linen_annotations, nnx_annotations
 
+_NO_MODEL = "This is no model:"
 _PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
 
 
@@ -48,9 +50,20 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         (['bias', 'kernel'], (4, 3))
     """
 
+    if isinstance(make, nnx.Module | nn.Module):
+        fix = f"spmd.from_nnx(lambda rngs: {type(make).__name__}(…, rngs=rngs))"
+        if isinstance(make, nn.Module):
+            fix = f"spmd.from_linen({type(make).__name__}(…), *inputs)"
+        raise ConfigError(_NO_MODEL, [Problem("make", "is a module, and not a function that makes one", fix=fix)])
+    if problems := check_call("make", make, "rngs", "lambda rngs: Module(…, rngs=rngs)"):
+        raise ConfigError(_NO_MODEL, problems)
+
     def build(key: jax.Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):  # the plan shards arrays, not the module
-            return make(nnx.Rngs(key))
+            module = make(nnx.Rngs(key))
+        if problems := check_type("make", module, nnx.Module, "return an nnx.Module"):
+            raise ConfigError(_NO_MODEL, [dataclasses.replace(p, what=f"returns {p.what}") for p in problems])
+        return module
 
     @functools.cache
     def structure() -> tuple[nnx.Module, Any, Any, Any]:
@@ -152,6 +165,9 @@ def from_linen(
         >>> sorted(params), model.apply(params, jax.numpy.ones((4, 2))).shape
         (['bias', 'kernel'], (4, 3))
     """
+    fix = "spmd.from_linen(Module(…), *inputs), or spmd.from_nnx for a module of nnx"
+    if problems := check_type("module", module, nn.Module, fix):
+        raise ConfigError(_NO_MODEL, problems)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     training, evaluation = dict(train or {}), dict(evaluate or {})
 

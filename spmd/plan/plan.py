@@ -11,6 +11,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax.core import FrozenDict
 from jax.sharding import NamedSharding
@@ -177,8 +178,14 @@ def make_plan(
         RuleError: All problems of the table, the specs and the optimizer's state, at once.
         ConfigError: An unknown precision, remat policy, ZeRO stage or kernel.
     """
+    problems = resolve.check_arguments(mesh, rules, model, optimizer)
     if zero not in ZERO_KEEPS:
-        raise ConfigError("This plan cannot be made:", [Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3")])
+        problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
+    if problems:
+        raise ConfigError("This plan cannot be made:", problems)
+    made = jax.eval_shape(model.init, jax.random.key(0, impl=PRNG))
+    if problems := resolve.check_params(made):
+        raise ConfigError("These parameters cannot be trained:", problems)
     precision, remat = make_precision(precision), make_remat(remat)
     offload = resolve.check_offload(mesh, offload, remat)
     attention_config = make_attention_config(mesh, attention, context)
@@ -221,6 +228,15 @@ def make_plan(
         return resolve.resolve_placement(mesh, matches[path], leading, zero, on_host=path in on_host)
 
     gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
+    kept = {path: str(x.dtype) for path, x in tree.flatten(made).items() if x.dtype != jnp.float32}
+
+    def noted(entry: PlanEntry) -> PlanEntry:
+        """Say that the model makes another dtype than the precision stores, other than JAX's default."""
+        if kept.get(entry.path, entry.dtype) == entry.dtype:
+            return entry
+        note = f"{kept[entry.path]} in the model"
+        return dataclasses.replace(entry, reason="; ".join(filter(None, (entry.reason, note))))
+
     by_module = {module: placement(path) for path, module in info.frozen.items()}
     by_path = {path: placement(path) for path in (*info.frozen, *weights) if path not in info.merged}
 
@@ -232,7 +248,7 @@ def make_plan(
         precision=precision,
         attention=attention_config,
         placements=FrozenDict({**by_module, **by_path}),
-        params=entries("params", weights, on_host),
+        params=tuple(map(noted, entries("params", weights, on_host))),
         gradients=entries("gradients", tree.flatten(gradients)),
         variables=entries("params", variables, on_host),
         optimizer_state=resolve.state_entries(mesh, state, zero, chunks),
