@@ -144,7 +144,7 @@ def check_fields(config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: 
                 fix = did_you_mean(str(value), map(str, rule))
                 problems.append(Problem(prefix + field, f"is {value!r}", fix=fix))
         elif value is not None and not all(_holds(value, term) for term in rule.split(" and ")):
-            problems.append(Problem(prefix + field, f"is {_shown(value)}", fix=rule))
+            problems.append(Problem(prefix + field, f"is {shown(value)}", fix=rule))
     return problems
 
 
@@ -158,42 +158,31 @@ def _holds(value: Any, term: str) -> bool:
 
 
 def check_type(where: str, value: Any, kinds: type | tuple[type, ...], fix: str) -> list[Problem]:
-    """Return a problem if an argument is not of one of these types.
-
-    Example:
-        >>> print(*check_type("optimizer", "adamw", dict, "an optax transformation"))
-        optimizer: is 'adamw'
-            fix: an optax transformation
-    """
-    return [] if isinstance(value, kinds) else [Problem(where, f"is {_shown(value)}", fix=fix)]
+    """Return a problem if an argument is of none of these types."""
+    return [] if isinstance(value, kinds) else [Problem(where, f"is {shown(value)}", fix=fix)]
 
 
 def check_call(where: str, function: Any, parameters: str, fix: str = "") -> list[Problem]:
-    """Return a problem if an argument is no function of these parameters.
-
-    Example:
-        >>> print(*check_call("loss_fn", lambda params, batch: 0, "params, variables, batch, key"))
-        loss_fn: takes (params, batch)
-            fix: a function of (params, variables, batch, key)
-    """
-    fix = fix or f"a function of ({parameters})"
-    if not callable(function):
-        return check_type(where, function, (), fix)
+    """Return a problem if an argument is no function of these parameters, such as `"params, batch"`."""
+    what = f"is {shown(function)}"
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none
+        if callable(function):
+            inspect.signature(function).bind(*parameters.split(", "))
+            return []
+    except ValueError:  # a builtin without a signature
         return []
-    try:
-        signature.bind(*parameters.split(", "))
     except TypeError:
-        return [Problem(where, f"takes ({', '.join(signature.parameters)})", fix=fix)]
-    return []
+        what = f"takes {', '.join(inspect.signature(function).parameters) or 'nothing'}"
+    return [Problem(where, what, fix=fix or f"a function of ({parameters})")]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value in a few words: numbers and texts as they are written, shapes of arrays, types of the rest."""
     if value is None or isinstance(value, str | numbers.Number):
-        return repr(value) if isinstance(value, str) else str(value)
-    return f"the class {value.__name__}" if isinstance(value, type) else f"of the type {type(value).__name__}"
+        return repr(value)
+    if isinstance(value, type) or not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    return f"{value.dtype}{list(value.shape)}"
 
 
 def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:

@@ -120,9 +120,7 @@ class Model:
     layered: Callable[[], LayeredModel | None] = lambda: None
 
     def __post_init__(self) -> None:
-        problems = check_call("init", self.init, "key")
-        problems += check_call("apply", self.apply, "params, *inputs") if not callable(self.apply) else []
-        if problems:
+        if problems := check_call("init", self.init, "key"):
             raise ConfigError("This model cannot be made:", problems)
         if self.forward is None:
 

@@ -23,7 +23,7 @@ from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, check_block, quantize_moments
 from spmd.optim.two_phase import TwoPhaseOptimizer, two_phase
 from spmd.sharding.layer_paths import strip_layer_numbers
-from spmd.sharding.rules import compile_pattern
+from spmd.sharding.rules import Tied, compile_pattern, first_path
 from spmd.tree import PyTree, map_with_path
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
@@ -225,7 +225,7 @@ def _muon(config: OptimizerConfig, stacked: Sequence[str]) -> optax.GradientTran
 
 
 def check_no_decay(
-    config: OptimizerConfig, paths: Iterable[str], stacked: Sequence[str] = ("layers",)
+    config: OptimizerConfig, paths: Iterable[str], stacked: Sequence[str] = ("layers",), tied: Tied = ()
 ) -> list[Problem]:
     """Return a problem for each pattern of `no_decay` that matches no parameter, except the patterns in `NO_DECAY`.
 
@@ -234,10 +234,15 @@ def check_no_decay(
         no_decay: 'scales' matches no parameter
             fix: did you mean "scale"?
     """
-    names = [strip_layer_numbers(path, stacked) for path in paths]
+    name_of = functools.partial(strip_layer_numbers, stacked=stacked)
+    names = list(map(name_of, paths))
     ends = sorted({name.rsplit("/", 1)[-1] for name in names})
     return [
-        Problem("no_decay", f"{pattern!r} matches no parameter", fix=did_you_mean(pattern, ends))
+        Problem(
+            "no_decay",
+            f"{pattern!r} matches no parameter",
+            fix=first_path(pattern, tied, name_of) or did_you_mean(pattern, ends),
+        )
         for pattern in config.no_decay
         if pattern not in NO_DECAY and not any(map(compile_pattern(pattern).fullmatch, names))
     ]

@@ -7,7 +7,6 @@ logits = model.apply(params, tokens)
 ```
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,19 +49,16 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         (['bias', 'kernel'], (4, 3))
     """
 
-    if isinstance(make, nnx.Module | nn.Module):
-        fix = f"spmd.from_nnx(lambda rngs: {type(make).__name__}(…, rngs=rngs))"
-        if isinstance(make, nn.Module):
-            fix = f"spmd.from_linen({type(make).__name__}(…), *inputs)"
-        raise ConfigError(_NO_MODEL, [Problem("make", "is a module, and not a function that makes one", fix=fix)])
-    if problems := check_call("make", make, "rngs", "lambda rngs: Module(…, rngs=rngs)"):
+    fix = "spmd.from_nnx(lambda rngs: Module(…, rngs=rngs)), or spmd.from_linen(module, *inputs)"
+    is_module = isinstance(make, nnx.Module | nn.Module)
+    if problems := check_type("make", make, (), fix) if is_module else check_call("make", make, "rngs", fix):
         raise ConfigError(_NO_MODEL, problems)
 
     def build(key: jax.Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):  # the plan shards arrays, not the module
             module = make(nnx.Rngs(key))
-        if problems := check_type("make", module, nnx.Module, "return an nnx.Module"):
-            raise ConfigError(_NO_MODEL, [dataclasses.replace(p, what=f"returns {p.what}") for p in problems])
+        if problems := check_type("what make returns", module, nnx.Module, fix):
+            raise ConfigError(_NO_MODEL, problems)
         return module
 
     @functools.cache

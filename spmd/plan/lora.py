@@ -28,7 +28,7 @@ from spmd.plan.host_params import is_host_param
 from spmd.plan.lora_layer import LoRAParam
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import drop_axis
-from spmd.sharding.rules import Replicate, Rules, compile_pattern, replicate
+from spmd.sharding.rules import Replicate, Rules, compile_pattern, first_path, replicate
 
 BASE = "base"
 """The name of the frozen parameters among the variables."""
@@ -79,8 +79,9 @@ def adapted_paths(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, tup
         where = f"lora.targets[{index}]"
         matches = [path for path in shapes if compile_pattern(pattern).fullmatch(rules.layer_path(path)[0])]
         if not matches:
-            names = [rules.layer_path(path)[0] for path in shapes]
-            problems.append(Problem(where, f"{pattern!r} matches no parameter", fix=did_you_mean(pattern, names)))
+            first = first_path(pattern, model.info().tied, lambda path: rules.layer_path(path)[0])
+            fix = first or did_you_mean(pattern, [rules.layer_path(path)[0] for path in shapes])
+            problems.append(Problem(where, f"{pattern!r} matches no parameter", fix=fix))
         for path in matches:
             if len(shapes[path]) - len(rules.layer_path(path)[1]) < 2:
                 what = f"matches {path}, which is not a matrix"

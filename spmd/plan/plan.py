@@ -199,6 +199,10 @@ def make_plan(
         problems += resolve.resolve_optimizer_state(mesh, rules, optimizer, params, dict.fromkeys(weights, P()))[1]
         raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
     matches |= {path: match for path in ruled if (match := rules.match(path))}
+    for path, x in tree.flatten(made).items():
+        if x.dtype not in (jnp.float32, weights[path].dtype):  # JAX's default, or as stored
+            reason = ", ".join(filter(None, (matches[path].reason, f"{x.dtype} in the model")))
+            matches[path] = dataclasses.replace(matches[path], reason=reason)
     specs = {
         table: {path: resolve.apply_zero(match, table, zero) for path, match in matches.items()}
         for table in ("params", "gradients", "optimizer")
@@ -228,15 +232,6 @@ def make_plan(
         return resolve.resolve_placement(mesh, matches[path], leading, zero, on_host=path in on_host)
 
     gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
-    kept = {path: str(x.dtype) for path, x in tree.flatten(made).items() if x.dtype != jnp.float32}
-
-    def noted(entry: PlanEntry) -> PlanEntry:
-        """Say that the model makes another dtype than the precision stores, other than JAX's default."""
-        if kept.get(entry.path, entry.dtype) == entry.dtype:
-            return entry
-        note = f"{kept[entry.path]} in the model"
-        return dataclasses.replace(entry, reason="; ".join(filter(None, (entry.reason, note))))
-
     by_module = {module: placement(path) for path, module in info.frozen.items()}
     by_path = {path: placement(path) for path in (*info.frozen, *weights) if path not in info.merged}
 
@@ -248,7 +243,7 @@ def make_plan(
         precision=precision,
         attention=attention_config,
         placements=FrozenDict({**by_module, **by_path}),
-        params=tuple(map(noted, entries("params", weights, on_host))),
+        params=entries("params", weights, on_host),
         gradients=entries("gradients", tree.flatten(gradients)),
         variables=entries("params", variables, on_host),
         optimizer_state=resolve.state_entries(mesh, state, zero, chunks),

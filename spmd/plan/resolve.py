@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, check_type, did_you_mean
+from spmd.errors import ConfigError, Problem, check_type, did_you_mean, shown
 from spmd.model_api.model import Model, ModelInfo
 from spmd.model_api.remat import Remat
 from spmd.optim.layerwise import check_layerwise
@@ -40,29 +40,25 @@ def check_arguments(mesh: Any, rules: Any, model: Any, optimizer: Any) -> list[P
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         fix = "spmd.make_optimizer(spmd.OptimizerConfig(…), steps), or one of optax, such as optax.adamw(3e-4)"
         problems += check_type("optimizer", optimizer, (), fix)
-    fix = "spmd.make_mesh(data=2, fsdp=-1), which has all axes, of type Auto"
-    if wrong := check_type("mesh", mesh, (Mesh, AbstractMesh), fix):
-        return problems + wrong
-    if set(mesh.axis_names) != set(AXES):
-        problems.append(Problem("mesh", f"has the axes {mesh.axis_names}", f"a plan takes {AXES}", fix))
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        kinds = ", ".join(f"{name}={kind.name}" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
-        problems.append(Problem("mesh", "has axes that are not of type Auto", kinds, fix))
+    axes = dict(zip(getattr(mesh, "axis_names", ()), getattr(mesh, "axis_types", ()), strict=True))
+    if axes != dict.fromkeys(AXES, AxisType.Auto):
+        what = f"has the axes {', '.join(f'{name} ({kind.name})' for name, kind in axes.items())}" if axes else ""
+        fix = f"spmd.make_mesh(data=2, fsdp=-1): the axes {', '.join(AXES)}, of the type Auto"
+        problems.append(Problem("mesh", what or f"is {shown(mesh)}", fix=fix))
     return problems
 
 
 def check_params(made: Any) -> list[Problem]:
     """Return what is wrong with the parameters that a model's `init` makes: they are floats, in nested dictionaries."""
-    if not isinstance(made, Mapping):
-        return check_type("model.init", made, Mapping, "return parameters as a nested dictionary")
-    problems = [] if jax.tree.leaves(made) else [Problem("model.init", "makes no parameters", fix="mark some as such")]
+    if not isinstance(made, Mapping) or not jax.tree.leaves(made):
+        return [Problem("model.init", "returns no parameters", shown(made), "a nested dictionary of arrays")]
+    problems = []
     for path, x in tree.flatten(made).items():
+        why, fix = "has no gradient", "a variable: nnx.Variable, a collection of Linen, or Model.init_variables"
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            fix = "two parameters, its real and its imaginary part, joined by jax.lax.complex"
-            problems.append(Problem(path, f"is {x.dtype}: plain gradients would train it uphill", fix=fix))
-        elif not jnp.issubdtype(x.dtype, jnp.floating):
-            fix = "a variable instead: nnx.Variable, another collection of Linen, or Model.init_variables"
-            problems.append(Problem(path, f"is {x.dtype}, which has no gradient", fix=fix))
+            why, fix = "would be trained uphill", "its real and imaginary part, joined by jax.lax.complex"
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            problems.append(Problem(path, f"is {x.dtype}, which {why}", fix=fix))
     return problems
 
 

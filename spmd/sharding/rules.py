@@ -19,7 +19,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -47,6 +47,13 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         False
     """
     return re.compile(rf"(?:.*/)?(?:{pattern})")
+
+
+def first_path(pattern: str, tied: Tied, name_of: Callable[[str], str]) -> str:
+    """Return, as a fix, the first path of the array that a pattern matches by another path; empty if there is none."""
+    matches = compile_pattern(pattern).fullmatch
+    firsts = (paths[0] for paths in tied if any(matches(name_of(path)) for path in paths[1:]))
+    return next((f"the array's first path, {path}" for path in firsts), "")
 
 
 def is_catch_all(pattern: str) -> bool:
@@ -187,7 +194,7 @@ class Rules:
         winners = {match.index for match in map(self.match, aliases) if match}
         for path, shape in shapes.items():
             if not (match := self.match(path)):
-                problems.append(self._unmatched(path))
+                problems.append(self._unmatched(path, tied))
                 continue
             winners.add(match.index)
             used = {axis for entry in match.spec for axis in entry_axes(entry)}
@@ -235,7 +242,11 @@ class Rules:
                     problems.append(Problem(where, what, fix="keep one of them"))
         return problems
 
-    def _unmatched(self, path: str) -> Problem:
+    def _unmatched(self, path: str, tied: Tied) -> Problem:
+        for other in (other for paths in tied if path in paths for other in paths):
+            if match := self.match(other):
+                what = f"no rule matches this parameter, and {match.rule} its other path {other}"
+                return Problem(path, what, fix=f"write the rule for {path}")
         tail = "/".join(self.layer_path(path)[0].split("/")[-2:])
         patterns = [pattern for pattern, _ in self.params]
         near = max(patterns, key=lambda p: difflib.SequenceMatcher(None, p, tail).ratio(), default=None)

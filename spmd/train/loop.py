@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from spmd.errors import BatchesEndedError, ConfigError, Problem, check_call, check_type, did_you_mean
+from spmd.errors import BatchesEndedError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
 from spmd.train.state import TrainState
 from spmd.train.step import TrainStep
 
@@ -119,22 +118,16 @@ def fit(
 def _check_arguments(state: Any, step: Any, batches: Any, steps: Any, start: Any, hooks: Any) -> None:
     """Raise a `ConfigError` that lists what is wrong with the arguments of `fit`."""
     problems = check_call("step", step, "state, batch", "fit(state, step, batches, steps=…)")
-    for name, value in (("steps", steps), ("start", start)):
-        problems += check_type(name, value, (int, np.integer), "a whole number")
-    if not problems and not 0 <= start <= steps:
-        what, fix = f"are {start + 1} … {steps}", "steps counts from the beginning: at least start"
-        problems.append(Problem("steps", what, f"start={start}, steps={steps}", fix))
+    if not isinstance(steps, int) or not isinstance(start, int) or not 0 <= start <= steps:
+        fix = "whole numbers; steps counts from the beginning and is at least start"
+        problems.append(Problem("steps", f"is {shown(steps)}, and start is {shown(start)}", fix=fix))
     if isinstance(state, TrainState) and not state.step.is_deleted() and (taken := int(state.step)) != start:
         fix = f"start={taken}, and steps above it; or spmd.init_state for a new beginning"
         problems.append(Problem("start", f"is {start}, and the state is that after {taken} steps", fix=fix))
     if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
-        problems.append(Problem("batches", "is one batch", fix="an iterable of them, such as [batch] * steps"))
-    if isinstance(hooks, Sequence):
-        for i, hook in enumerate(hooks):
-            problems += check_type(f"hooks[{i}]", hook, Hook, "an instance of a subclass of spmd.Hook")
-    else:
-        problems += check_type("hooks", hooks, Sequence, "a list of instances of subclasses of spmd.Hook")
-    if getattr(step, "keep_gradients", False):
-        problems.append(Problem("step", "keeps gradients, which are no numbers", fix="make it without keep_gradients"))
+        problems += check_type("batches", batches, (), "an iterable of batches, such as [batch] * steps")
+    wrong = [x for x in hooks if not isinstance(x, Hook)] if isinstance(hooks, Sequence) else [hooks]
+    fix = "a list of instances of subclasses of spmd.Hook"
+    problems += [Problem("hooks", f"is or has {shown(x)}", fix=fix) for x in wrong]
     if problems:
         raise ConfigError("Training cannot start:", problems)

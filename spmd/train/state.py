@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, check_type, first_of
+from spmd.errors import ConfigError, Problem, check_type, first_of, shown
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import cast_floats
 from spmd.plan.plan import ShardingPlan
@@ -64,7 +64,6 @@ def abstract_state(plan: ShardingPlan) -> TrainState:
 
 def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]:
     """Return the arguments of a step, the state and a batch of this shape, as abstract values with shardings."""
-
     check_batch(plan.mesh, batch)
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
@@ -76,20 +75,19 @@ def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]
 def check_state(plan: ShardingPlan, state: Any) -> None:
     """Raise a `ConfigError` if a state was donated, or is not that of the plan."""
     problems = check_type("state", state, TrainState, "step(state, batch), with state from spmd.init_state")
-    problems = problems or check_alive(state, "use what the step returned: state, metrics = step(state, batch)")
-    problems = problems or tree.check_like(state, abstract_state(plan), "state", placed=True)
+    fix = "use what the step returned: state, metrics = step(state, batch)"
+    problems = problems or check_alive("state", state, fix)
+    problems = problems or tree.check_like(state, abstract_state(plan), "state")
     if problems:
         raise ConfigError("The step cannot take this state:", first_of(problems, at_most=5))
 
 
-def check_alive(arrays: Any, fix: str) -> list[Problem]:
-    """Return a problem for each array that is deleted, as donated arrays are."""
-    what = "was donated: its memory has been used again"
-    return [
-        Problem(path, what, fix=fix)
-        for path, x in tree.flatten(arrays).items()
-        if isinstance(x, jax.Array) and x.is_deleted()
-    ]
+def check_alive(where: str, arrays: Any, fix: str) -> list[Problem]:
+    """Return a problem if some arrays are deleted, as donated ones are."""
+    table = tree.flatten(arrays)
+    deleted = [path for path, x in table.items() if isinstance(x, jax.Array) and x.is_deleted()]
+    what = f"was donated to another call: {len(deleted)} of its {len(table)} arrays are gone"
+    return [Problem(where, what, f"such as {deleted[0]}", fix)] if deleted else []
 
 
 @functools.lru_cache(maxsize=1)
@@ -122,14 +120,14 @@ def init_state(
         params: Parameters to begin with instead of drawn ones, placed as the plan says; donated.
         variables: Variables to begin with instead of the model's own, by their first name; donated.
     """
-    problems = check_type("seed", seed, (int, np.integer), "a whole number; the key is made of it")
-    if not problems and not -(2**31) <= seed < 2**32:
-        problems = [Problem("seed", f"is {seed}", fix="at least -2³¹ and below 2³²")]
+    problems = []
+    if not isinstance(seed, int | np.integer) or not -(2**31) <= seed < 2**32:
+        problems.append(Problem("seed", f"is {shown(seed)}", fix="a whole number, at least -2³¹ and below 2³²"))
     if isinstance(plan.mesh, AbstractMesh):
         problems.append(Problem("plan.mesh", "has no devices", fix="a plan with a mesh from spmd.make_mesh"))
     if params is not None:
-        unlike = tree.check_like(params, plan.abstract_params, "params")
-        problems += unlike or check_alive({"params": params}, "give parameters that nothing else has taken")
+        problems += check_alive("params", params, "give parameters that no other call has taken")
+        problems += tree.check_like(params, plan.abstract_params, "params")
     if problems:
         raise ConfigError("This state cannot be created:", problems)
     key = jax.device_put(jax.random.key_data(jax.random.key(seed, impl=PRNG)), NamedSharding(plan.mesh, P()))

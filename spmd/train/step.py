@@ -42,14 +42,14 @@ class TrainStep:
     keep_gradients: bool
     compiler_options: Mapping[str, Any]
     _compiled: dict[Any, jax.stages.Compiled] = dataclasses.field(default_factory=dict, init=False)
-    _newest: Callable[[], TrainState | None] = dataclasses.field(default=lambda: None, init=False)
+    _newest: weakref.ref[TrainState] | None = dataclasses.field(default=None, init=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Dispatch one step and return at once; `state` must not be used again, which is an error.
 
         Host arrays of the batch are placed as `spmd.batch_sharding` says.
         """
-        if state is not self._newest() or state.step.is_deleted():  # one that this step returned fits and is there
+        if not self._newest or self._newest() is not state or state.step.is_deleted():  # else it is known to fit
             check_state(self.plan, state)
         batch = place_batch(self.plan.mesh, batch)
         state, metrics = self.compile(batch)(state, batch)
@@ -143,7 +143,6 @@ def make_train_step(
         compiler_options: XLA's flags for this step, by name.
     """
     problems = check_type("plan", plan, ShardingPlan, "make_train_step(plan, loss_fn), with plan from spmd.make_plan")
-    problems += check_type("watch", watch or {}, Mapping, "a dictionary from name to a function of the state")
     if (loss_fn is None) == (grad_fn is None):
         problems.append(Problem("loss_fn, grad_fn", "are both there, or neither is", fix="give one of them"))
     if problems:

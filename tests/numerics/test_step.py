@@ -202,13 +202,6 @@ def test_accuracy_counts_the_tokens_with_the_largest_logit():
     assert float(sums["accuracy"]) == 2.0
 
 
-@pytest.mark.parametrize("field", ["loss_fn", "grad_fn"])
-def test_either_a_loss_or_a_gradient_function(field):
-    """Giving both or neither is a mistake of the caller."""
-    with pytest.raises(AssertionError):
-        make_train_step(tiny.plan(), **({} if field == "loss_fn" else {"loss_fn": abs, "grad_fn": abs}))
-
-
 def test_the_state_is_a_frozen_value():
     """Nothing writes into a state by accident."""
     state = init_state(tiny.plan())
