@@ -179,10 +179,13 @@ def check_call(where: str, function: Any, parameters: str, fix: str = "") -> lis
 def shown(value: Any) -> str:
     """Return a value in a few words: numbers and texts as they are written, shapes of arrays, types of the rest."""
     if value is None or isinstance(value, str | numbers.Number):
-        return repr(value)
-    if isinstance(value, type) or not (hasattr(value, "shape") and hasattr(value, "dtype")):
-        return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-    return f"{value.dtype}{list(value.shape)}"
+        return repr(value) if isinstance(value, str) else str(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
 def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:

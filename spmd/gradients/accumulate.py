@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import ConfigError, Problem, check_call
+from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn, check_results
 from spmd.gradients.losses import Sums
 from spmd.plan.fsdp import zero_gradients
@@ -17,11 +17,9 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
     A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next. A
     batch that does not divide raises a `ConfigError` at trace time.
     """
-    problems = check_call("grad_fn", grad_fn, "params, variables, batch, key", "spmd.value_and_grad(loss_fn)")
     if not isinstance(microbatches, int) or microbatches < 1:
-        problems.append(Problem("microbatches", f"is {microbatches}", fix="a whole number, at least 1"))
-    if problems:
-        raise ConfigError("Gradients cannot be accumulated:", problems)
+        problem = Problem("microbatches", f"is {microbatches}", fix="a whole number, at least 1")
+        raise ConfigError("Gradients cannot be accumulated:", [problem])
     if microbatches == 1:
         return grad_fn
 

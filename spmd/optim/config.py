@@ -235,14 +235,10 @@ def check_no_decay(
             fix: did you mean "scale"?
     """
     name_of = functools.partial(strip_layer_numbers, stacked=stacked)
-    names = list(map(name_of, paths))
+    names, first = list(map(name_of, paths)), functools.partial(first_path, tied=tied, name_of=name_of)
     ends = sorted({name.rsplit("/", 1)[-1] for name in names})
     return [
-        Problem(
-            "no_decay",
-            f"{pattern!r} matches no parameter",
-            fix=first_path(pattern, tied, name_of) or did_you_mean(pattern, ends),
-        )
+        Problem("no_decay", f"{pattern!r} matches no parameter", fix=first(pattern) or did_you_mean(pattern, ends))
         for pattern in config.no_decay
         if pattern not in NO_DECAY and not any(map(compile_pattern(pattern).fullmatch, names))
     ]

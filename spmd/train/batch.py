@@ -20,11 +20,14 @@ def check_batch(mesh: AnyMesh, batch: Any) -> None:
     """Raise a `MeshError` that lists the leaves of a batch that are no arrays, or do not divide over the mesh."""
     problems = []
     for path, x in tree.flatten(batch).items():
-        where, fix = f"batch {path}".strip(), "another size, or drop the rest of the batch"
-        if not (found := check_type(where, x, _ARRAYS, "a NumPy or JAX array")):
-            found = audit_spec(where, x.shape, _sharding(mesh, x.ndim).spec, mesh.shape, "the sharding of batches")
-            found = [dataclasses.replace(problem, fix=fix) for problem in found]
-        problems += found
+        where = f"batch {path}".strip()
+        if wrong := check_type(where, x, _ARRAYS, "a NumPy or JAX array"):
+            problems += wrong
+            continue
+        found = audit_spec(where, x.shape, _sharding(mesh, x.ndim).spec, mesh.shape, "the sharding of batches")
+        problems += [
+            dataclasses.replace(problem, fix="another size, or drop the rest of the batch") for problem in found
+        ]
     if problems:
         raise MeshError("The batch does not fit the mesh:", first_of(problems, at_most=5))
 

@@ -232,7 +232,7 @@ def test_a_state_is_used_once_and_a_batch_may_be_of_the_host():
     with pytest.raises(ConfigError, match="was donated"):
         step(after, placed)  # the newest of this step, taken by another one
     mixed = dataclasses.replace(init_state(plan), params=first.params)
-    with pytest.raises(ConfigError, match="1 of its 6 arrays are gone\n *such as params/w"):
+    with pytest.raises(ConfigError, match=r"1 of its 6 arrays are gone\n *such as params/w"):
         step(mixed, placed)
 
 

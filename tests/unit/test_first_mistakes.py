@@ -188,7 +188,7 @@ CALLS = {
         lambda: make_plan(optimizer="adamw"),
         "optimizer: is 'adamw'\n      fix: spmd.make_opt",
     ),
-    "an optimizer's config": (lambda: make_plan(optimizer=spmd.OptimizerConfig()), "optimizer: is a OptimizerConfig"),
+    "an optimizer's config": (lambda: make_plan(optimizer=spmd.OptimizerConfig()), "optimizer: is an OptimizerConfig"),
     "an optimizer not called": (lambda: make_plan(optimizer=optax.adam), "optimizer: is a function"),
     "a MeshShape": (lambda: make_plan(on=spmd.MeshShape(data=8)), "mesh: is a MeshShape\n      fix: spmd.make_mesh("),
     "two axes": (lambda: make_plan(on=jax_mesh(("data", "fsdp"), (2, 4))), "mesh: has the axes data (Auto), fsdp (A"),
@@ -225,7 +225,7 @@ CALLS = {
     # Modules.
     "an instance": (
         lambda: spmd.from_nnx(Empty()),
-        "make: is a Empty\n      fix: spmd.from_nnx(lambda rngs: Module(…, rngs=rngs))",
+        "make: is an Empty\n      fix: spmd.from_nnx(lambda rngs: Module(…, rngs=rngs))",
     ),
     "a Linen module": (lambda: spmd.from_nnx(nn.Dense(4)), "or spmd.from_linen(module, *inputs)"),
     "a maker of nothing": (
