@@ -183,14 +183,15 @@ def make_plan(
         problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
     if problems:
         raise ConfigError("This plan cannot be made:", problems)
-    made = jax.eval_shape(model.init, jax.random.key(0, impl=PRNG))
+    made = jax.eval_shape(lambda: model.init(jax.random.key(0, impl=PRNG)))
     if problems := resolve.check_params(made):
         raise ConfigError("These parameters cannot be trained:", problems)
     precision, remat = make_precision(precision), make_remat(remat)
     offload = resolve.check_offload(mesh, offload, remat)
     attention_config = make_attention_config(mesh, attention, context)
     model, optimizer = with_loss_scale(model, precision.loss_scale), wrap_optimizer_for_precision(optimizer, precision)
-    params, variables, info = _abstract_params(model, precision), tree.flatten(_abstract_variables(model)), model.info()
+    params = jax.eval_shape(functools.partial(cast_floats, dtype=precision.params_dtype), made)
+    variables, info = tree.flatten(_abstract_variables(model)), model.info()
     weights = tree.flatten(params)
 
     matches = resolve.matches_without_rules(info)
