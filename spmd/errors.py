@@ -6,7 +6,9 @@ error.
 
 import dataclasses
 import difflib
+import inspect
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -86,6 +88,14 @@ class DataError(SpmdError):
     """A corpus is missing, empty, unreadable or too short."""
 
 
+class BatchesEndedError(DataError):
+    """The batches ended before the last step; `state` is the state after the last step taken."""
+
+    def __init__(self, title: str, problems: Iterable[Problem], state: Any) -> None:
+        super().__init__(title, problems)
+        self.state = state
+
+
 class CheckpointError(SpmdError):
     """A checkpoint is missing or does not fit, or a run folder is in use."""
 
@@ -134,15 +144,48 @@ def check_fields(config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: 
                 fix = did_you_mean(str(value), map(str, rule))
                 problems.append(Problem(prefix + field, f"is {value!r}", fix=fix))
         elif value is not None and not all(_holds(value, term) for term in rule.split(" and ")):
-            problems.append(Problem(prefix + field, f"is {value}", fix=rule))
+            problems.append(Problem(prefix + field, f"is {shown(value)}", fix=rule))
     return problems
 
 
 def _holds(value: Any, term: str) -> bool:
+    if not isinstance(value, numbers.Real):
+        return False
     if term == "finite":
         return math.isfinite(value)
     word, _, bound = term.rpartition(" ")
     return _BOUNDS[word](value, float(bound))
+
+
+def check_type(where: str, value: Any, kinds: type | tuple[type, ...], fix: str) -> list[Problem]:
+    """Return a problem if an argument is of none of these types."""
+    return [] if isinstance(value, kinds) else [Problem(where, f"is {shown(value)}", fix=fix)]
+
+
+def check_call(where: str, function: Any, parameters: str, fix: str = "") -> list[Problem]:
+    """Return a problem if an argument is no function of these parameters, such as `"params, batch"`."""
+    what = f"is {shown(function)}"
+    try:
+        if callable(function):
+            inspect.signature(function).bind(*parameters.split(", "))
+            return []
+    except ValueError:  # a builtin without a signature
+        return []
+    except TypeError:
+        what = f"takes {', '.join(inspect.signature(function).parameters) or 'nothing'}"
+    return [Problem(where, what, fix=fix or f"a function of ({parameters})")]
+
+
+def shown(value: Any) -> str:
+    """Return a value in a few words: numbers and texts as they are written, shapes of arrays, types of the rest."""
+    if value is None or isinstance(value, str | numbers.Number):
+        return repr(value) if isinstance(value, str) else str(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
 
 
 def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from flax import traverse_util
 
+from spmd.errors import Problem, shown
+
 PyTree = Any
 
 
@@ -31,6 +33,21 @@ def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[
         {'a/0': 2, 'a/1': 3, 'b/x': 1}
     """
     return {path_of(k): leaf for k, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]}
+
+
+def check_like(tree: PyTree, wanted: PyTree, where: str) -> list[Problem]:
+    """Return how the paths, shapes and dtypes of a tree differ from those of `wanted`.
+
+    Example:
+        >>> print(*check_like({"a": jax.ShapeDtypeStruct((2,), "int32")}, {}, "params"))
+        params/a: is int32[2], and nothing is needed
+    """
+    found, needed = ({path: shown(x) for path, x in flatten(each).items()} for each in (tree, wanted))
+    return [
+        Problem(f"{where}/{path}", f"is {found.get(path, 'missing')}, and {needed.get(path, 'nothing')} is needed")
+        for path in {**needed, **found}
+        if found.get(path) != needed.get(path)
+    ]
 
 
 def map_with_path(

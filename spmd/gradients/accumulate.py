@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.base import GradFn
+from spmd.gradients.base import GradFn, check_results
 from spmd.gradients.losses import Sums
 from spmd.plan.fsdp import zero_gradients
 
@@ -17,8 +17,8 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
     A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next. A
     batch that does not divide raises a `ConfigError` at trace time.
     """
-    if microbatches < 1:
-        problem = Problem("microbatches", f"is {microbatches}", fix="at least 1")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        problem = Problem("microbatches", f"is {microbatches}", fix="a whole number, at least 1")
         raise ConfigError("Gradients cannot be accumulated:", [problem])
     if microbatches == 1:
         return grad_fn
@@ -31,7 +31,8 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
             return (total, variables), None
 
         parts = (split_microbatches(batch, microbatches), jax.random.split(key, microbatches))
-        gradients, sums, _ = jax.eval_shape(grad_fn, params, variables, *jax.tree.map(lambda x: x[0], parts))
+        returned = jax.eval_shape(grad_fn, params, variables, *jax.tree.map(lambda x: x[0], parts))
+        gradients, sums, _ = check_results(returned)
         zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, sums)
         ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), parts)
         return gradients, sums, variables

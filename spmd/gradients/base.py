@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from spmd.gradients.losses import LossFn, Sums
+from spmd.errors import ConfigError, Problem, check_call
+from spmd.gradients.losses import LossFn, Sums, check_returned
 from spmd.model_api.precision import scale_loss, split_loss_scale
 from spmd.plan.fsdp import grad_targets, params_for_forward
 
@@ -31,14 +32,26 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         (3.0, 6.0)
     """
 
+    fix = "a function of (params, variables, batch, key), such as spmd.next_token_loss(model)"
+    if problems := check_call("loss_fn", loss_fn, "params, variables, batch, key", fix):
+        raise ConfigError("This is no loss function:", problems)
+
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_loss_scale(variables)
 
         def objective(targets: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
-            sums, after = loss_fn(params_for_forward(params, targets), own, batch, key)
+            sums, after = check_returned(loss_fn(params_for_forward(params, targets), own, batch, key), own)
             return scale_loss(sums["loss"], scaling), (sums, after)
 
         gradients, (sums, after) = jax.grad(objective, has_aux=True)(grad_targets(params))
         return gradients, sums, {**after, **scaling} if scaling else after
 
     return grad_fn
+
+
+def check_results(returned: Any) -> tuple[Any, Sums, Any]:
+    """Return what a gradient function returned; a `ConfigError` if that is what a loss function returns."""
+    if isinstance(returned, tuple) and len(returned) == 3:
+        return returned
+    what, fix = "does not return gradients, sums and variables", "spmd.value_and_grad(loss_fn)"
+    raise ConfigError("This is no gradient function:", [Problem("grad_fn", what, fix=fix)])

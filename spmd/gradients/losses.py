@@ -6,13 +6,15 @@ would depend on how padding is distributed over the mesh.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spmd import tree
+from spmd.errors import ConfigError, Problem, shown
 from spmd.layers.lm_head import CHUNK, LazyLogits, chunked_cross_entropy, lazy_logits
 from spmd.layers.zigzag import zigzag_batch
 from spmd.model_api.model import Model, Outputs, as_outputs
@@ -22,6 +24,38 @@ Sums = dict[str, jax.Array]
 
 LossFn = Callable[[Any, Any, Any, jax.Array], tuple[Sums, Any]]
 """`(params, variables, batch, key) -> (Sums, updated variables)`; the sum `loss` is differentiated."""
+
+
+_NO_LOSS = "The loss function does not return what a step needs:"
+_RETURN = 'return {"loss": losses.sum(), "weight": weights.sum()}, variables'
+
+
+def check_returned(returned: Any, variables: Any) -> tuple[Sums, Any]:
+    """Return the sums, as arrays, and the variables that a loss function returned, or raise a `ConfigError`."""
+    is_tuple = isinstance(returned, tuple)
+    if not (is_tuple and len(returned) == 2 and isinstance(returned[0], Mapping)):
+        what = f"returns ({', '.join(map(shown, returned))})" if is_tuple else f"returns {shown(returned)}"
+        fix = "pass it as grad_fn=" if is_tuple and len(returned) == 3 else _RETURN
+        raise ConfigError(_NO_LOSS, [Problem("loss_fn", what, fix=fix)])
+    sums, after = returned
+    missing = [name for name in ("loss", "weight") if name not in sums]
+    problems = [Problem("loss_fn", f"returns no {name!r} among its sums", f"{list(sums)}", _RETURN) for name in missing]
+    for name, value in sums.items():
+        kind = jnp.result_type(value)
+        if jnp.shape(value):
+            problems.append(Problem(f"sum {name!r}", f"has the shape {jnp.shape(value)}", fix="sum it over the batch"))
+        elif kind.itemsize < 4 or not jnp.issubdtype(kind, jnp.floating if name == "loss" else jnp.number):
+            problems.append(Problem(f"sum {name!r}", f"is {kind}", fix="cast to float32 before summing"))
+        elif name in ("tokens", "gradient_norm", "gradients"):
+            problems.append(Problem(f"sum {name!r}", "is a metric that the step adds", fix="another name"))
+    fix = "return the variables that model.forward returned, or else those that were given"
+    if after is None:
+        problems.append(Problem("variables", "are None", fix=fix))
+    elif unlike := tree.check_like(after, variables, "variables"):
+        problems += [dataclasses.replace(problem, fix=fix) for problem in unlike]
+    if problems:
+        raise ConfigError(_NO_LOSS, problems)
+    return {name: jnp.asarray(value) for name, value in sums.items()}, after
 
 
 def cross_entropy(
@@ -41,6 +75,10 @@ def cross_entropy(
         weights: 0 for padding, otherwise 1.
         chunk: Tokens of a device whose logits exist at once, for `LazyLogits`.
     """
+    tokens = (logits.x if isinstance(logits, LazyLogits) else logits).shape[:-1]
+    if not tokens == targets.shape == weights.shape:
+        what = f"have the shapes {targets.shape} and {weights.shape}, and the logits are of {tokens}"
+        raise ConfigError("There is no cross-entropy:", [Problem("targets and weights", what, fix="one for each")])
     if isinstance(logits, LazyLogits):
         loss, correct = chunked_cross_entropy(logits, targets, weights, chunk)
         return {"loss": loss, "weight": weights.sum(), "accuracy": correct}
@@ -87,7 +125,7 @@ def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> 
 
 def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = CHUNK) -> Sums:
     """Return the cross-entropy of the next token, and each auxiliary loss and metric, as weighted sums."""
-    sums = cross_entropy(outputs.logits, batch["targets"], batch["weights"], chunk=chunk)
+    sums = cross_entropy(outputs.logits, *_take(batch, "targets", "weights"), chunk=chunk)
     # The step divides by the weight, so a value of the batch is multiplied by it: zero if all tokens are padding.
     others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
     loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])
@@ -95,7 +133,14 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
 
 
 def _tokens(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch[name] for name in ("tokens", "segments") if name in batch)
+    return _take(batch, "tokens", *(["segments"] if "segments" in batch else []))
+
+
+def _take(batch: Any, *names: str) -> tuple[Any, ...]:
+    known = list(batch) if isinstance(batch, Mapping) else [shown(batch)]
+    if missing := [Problem("batch", f"has no {name!r}", f"it has {known}") for name in names if name not in known]:
+        raise ConfigError("The batch does not fit the loss:", missing)
+    return tuple(batch[name] for name in names)
 
 
 def classification_loss(model: Model, *, train: bool = True) -> ModelLoss:
@@ -103,8 +148,9 @@ def classification_loss(model: Model, *, train: bool = True) -> ModelLoss:
 
     `labels` and `weights` are `[batch]`, logits `[batch, classes]`; the step counts images as `tokens`.
     """
-    return ModelLoss(model, lambda batch: (batch["images"],), _class_sums, train)
+    return ModelLoss(model, lambda batch: _take(batch, "images"), _class_sums, train)
 
 
 def _class_sums(outputs: Outputs, batch: Any) -> Sums:
-    return cross_entropy(outputs.logits[:, None], batch["labels"][:, None], batch["weights"][:, None])
+    labels, weights = _take(batch, "labels", "weights")
+    return cross_entropy(outputs.logits[:, None], labels[:, None], weights[:, None])

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from spmd.errors import ConfigError, check_call
+
 PRNG = "threefry2x32"
 """The PRNG implementation of every key, whatever JAX's default, so that a seed gives the same numbers everywhere."""
 
@@ -118,6 +120,8 @@ class Model:
     layered: Callable[[], LayeredModel | None] = lambda: None
 
     def __post_init__(self) -> None:
+        if problems := check_call("init", self.init, "key"):
+            raise ConfigError("This model cannot be made:", problems)
         if self.forward is None:
 
             def forward(

@@ -186,7 +186,7 @@ def make_precision(name: str | Precision) -> Precision:
     if isinstance(name, Precision):
         return name
     if name not in POLICIES:
-        problem = Problem("precision", f"{name!r} does not exist", fix=did_you_mean(name, POLICIES))
+        problem = Problem("precision", f"{name!r} does not exist", fix=did_you_mean(str(name), POLICIES))
         raise ConfigError("This precision cannot be used:", [problem])
     return POLICIES[name]
 

@@ -127,7 +127,7 @@ def make_remat(policy: "str | Remat") -> Remat:
     """
     if isinstance(policy, Remat):
         return policy
-    text, slash, interval = policy.partition("/")
+    text, slash, interval = str(policy).partition("/")
     words: list[str] = []
     names: dict[str, tuple[str, ...]] = {"save": (), "offload": ()}
     for word in text.split():

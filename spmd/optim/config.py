@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
+from spmd.errors import ConfigError, Problem, check_fields, check_type, did_you_mean
 from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, check_block, quantize_moments
 from spmd.optim.two_phase import TwoPhaseOptimizer, two_phase
 from spmd.sharding.layer_paths import read_stacked
-from spmd.sharding.rules import compile_pattern, matches
+from spmd.sharding.rules import Tied, compile_pattern, first_path, matches
 from spmd.tree import PyTree, map_with_path
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
@@ -83,6 +83,7 @@ class OptimizerConfig:
         if self.moments != "float32" and self.name in ("adafactor", "muon"):
             what = f"is {self.moments}, and {self.name} keeps its state in float32"
             problems.append(Problem("moments", what, fix="float32, or name adamw, lion or sgd"))
+        problems += check_type("no_decay", self.no_decay, (tuple, list), f'("{self.no_decay}",)')
         for index, pattern in enumerate(self.no_decay):
             try:
                 compile_pattern(pattern)
@@ -153,6 +154,10 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Any = ("layers"
         >>> updates["kernel"]  # the gradient is clipped to 1, the weight decays by 0.1 * 2
         Array([-0.6], dtype=float32)
     """
+    problems = check_type("config", config, OptimizerConfig, 'spmd.OptimizerConfig(name="adamw")')
+    problems += check_type("steps", steps, int, "a whole number")
+    if problems := problems + check_type("stacked", stacked, (tuple, list), f'("{stacked}",)'):
+        raise ConfigError("This optimizer cannot be made:", problems)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
 
     def global_phase(gradients: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
@@ -219,7 +224,9 @@ def _muon(config: OptimizerConfig, stacked: Collection[str]) -> optax.GradientTr
     return optax.partition({"muon": optax.chain(orthogonal, scale), "adamw": adamw}, labels)
 
 
-def check_no_decay(config: OptimizerConfig, paths: Sequence[str], stacked: Any = ("layers",)) -> list[Problem]:
+def check_no_decay(
+    config: OptimizerConfig, paths: Sequence[str], stacked: Any = ("layers",), tied: Tied = ()
+) -> list[Problem]:
     """Return a problem for each pattern of `no_decay` that matches no parameter, except the patterns in `NO_DECAY`.
 
     Example:
@@ -228,8 +235,9 @@ def check_no_decay(config: OptimizerConfig, paths: Sequence[str], stacked: Any =
             fix: did you mean "scale"?
     """
     stacks, ends = read_stacked(stacked), sorted({path.rsplit("/", 1)[-1] for path in paths})
+    first = functools.partial(first_path, tied=tied, stacked=stacks)
     return [
-        Problem("no_decay", f"{pattern!r} matches no parameter", fix=did_you_mean(pattern, ends))
+        Problem("no_decay", f"{pattern!r} matches no parameter", fix=first(pattern) or did_you_mean(pattern, ends))
         for pattern in config.no_decay
         if pattern not in NO_DECAY and not any(matches(pattern, path, stacks) for path in paths)
     ]

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd import tree
-from spmd.errors import AnnotationError, ConfigError, Problem
+from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type
 from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
 from spmd.plan.fsdp import gather_params
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
+_NO_MODEL = "This is no model:"
 _PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
 
 
@@ -70,10 +71,17 @@ def from_nnx(
     """
 
     training, evaluation = dict(train or {}), dict(evaluate or {})
+    fix = "spmd.from_nnx(lambda rngs: Module(…, rngs=rngs)), or spmd.from_linen(module, *inputs)"
+    is_module = isinstance(make, nnx.Module | nn.Module)
+    if problems := check_type("make", make, (), fix) if is_module else check_call("make", make, "rngs", fix):
+        raise ConfigError(_NO_MODEL, problems)
 
     def build(key: jax.Array) -> nnx.Module:
         with _no_shardings_inside(), nnx.use_eager_sharding(False):  # the plan shards arrays, not the module
-            return make(nnx.Rngs(key))
+            module = make(nnx.Rngs(key))
+        if problems := check_type("what make returns", module, nnx.Module, fix):
+            raise ConfigError(_NO_MODEL, problems)
+        return module
 
     @functools.cache
     def structure() -> tuple[nnx.Module, Any, Any, Any]:
@@ -185,6 +193,9 @@ def from_linen(
         >>> sorted(params), model.apply(params, jax.numpy.ones((4, 2))).shape
         (['bias', 'kernel'], (4, 3))
     """
+    fix = "spmd.from_linen(Module(…), *inputs), or spmd.from_nnx for a module of nnx"
+    if problems := check_type("module", module, nn.Module, fix):
+        raise ConfigError(_NO_MODEL, problems)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     training, evaluation = dict(train or {}), dict(evaluate or {})
 

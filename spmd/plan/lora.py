@@ -29,7 +29,7 @@ from spmd.plan.lora_layer import LoRAParam
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import drop_axis
-from spmd.sharding.rules import Replicate, Rules, compile_pattern, matches, replicate
+from spmd.sharding.rules import Replicate, Rules, compile_pattern, first_path, matches, replicate
 
 BASE = "base"
 """The name of the frozen parameters among the variables."""
@@ -81,7 +81,8 @@ def adapted_paths(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, tup
         targets = [path for path in shapes if matches(pattern, path, rules.stacks)]
         if not targets:
             names = [rules.layer_path(path)[0] for path in shapes]
-            problems.append(Problem(where, f"{pattern!r} matches no parameter", fix=did_you_mean(pattern, names)))
+            fix = first_path(pattern, model.info().tied, rules.stacks) or did_you_mean(pattern, names)
+            problems.append(Problem(where, f"{pattern!r} matches no parameter", fix=fix))
         for path in targets:
             dims = dims_of(path, rules.stacks)
             if any(dim != i for i, dim in enumerate(dims)):

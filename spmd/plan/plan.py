@@ -11,6 +11,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax.core import FrozenDict
 from jax.sharding import NamedSharding
@@ -178,13 +179,20 @@ def make_plan(
         RuleError: All problems of the table, the specs and the optimizer's state, at once.
         ConfigError: An unknown precision, remat policy, ZeRO stage or kernel.
     """
+    problems = resolve.check_arguments(mesh, rules, model, optimizer)
     if zero not in ZERO_KEEPS:
-        raise ConfigError("This plan cannot be made:", [Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3")])
+        problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
+    if problems:
+        raise ConfigError("This plan cannot be made:", problems)
+    made = jax.eval_shape(lambda: model.init(jax.random.key(0, impl=PRNG)))
+    if problems := resolve.check_params(made):
+        raise ConfigError("These parameters cannot be trained:", problems)
     precision, remat = make_precision(precision), make_remat(remat)
     offload = resolve.check_offload(mesh, offload, remat)
     attention_config = make_attention_config(mesh, attention, context)
     model, optimizer = with_loss_scale(model, precision.loss_scale), wrap_optimizer_for_precision(optimizer, precision)
-    params, variables, info = _abstract_params(model, precision), tree.flatten(_abstract_variables(model)), model.info()
+    params = jax.eval_shape(functools.partial(cast_floats, dtype=precision.params_dtype), made)
+    variables, info = tree.flatten(_abstract_variables(model)), model.info()
     weights = tree.flatten(params)
 
     matches = resolve.matches_without_rules(info)
@@ -194,6 +202,10 @@ def make_plan(
         problems += [problem for problem in others if problem not in problems]
         raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
     matches |= {path: match for path in ruled if (match := rules.match(path))}
+    for path, x in tree.flatten(made).items():
+        if x.dtype not in (jnp.float32, weights[path].dtype):  # JAX's default, or as stored
+            reason = ", ".join(filter(None, (matches[path].reason, f"{x.dtype} in the model")))
+            matches[path] = dataclasses.replace(matches[path], reason=reason)
     specs = {
         table: {path: resolve.apply_zero(match, table, zero) for path, match in matches.items()}
         for table in ("params", "gradients", "optimizer")

@@ -108,7 +108,7 @@ def make_entry(
         rule=match.pattern,
         requested=spec_text(match.requested) if isinstance(match.requested, P) else str(match.requested),
         spec=spec,
-        reason=match.reason or dropped,
+        reason=", ".join(filter(None, (match.reason, dropped))),
         memory_kind="pinned_host" if on_host else "device",
         bytes_per_device=shard_bytes(shape, array.dtype, spec, axes),
     )

@@ -7,20 +7,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.model_api.model import ModelInfo
+from spmd.errors import ConfigError, Problem, check_type, did_you_mean, shown
+from spmd.model_api.model import Model, ModelInfo
 from spmd.model_api.remat import Remat
 from spmd.optim.layerwise import check_layerwise
 from spmd.optim.offload_chunks import UpdateChunk
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.sharding.from_flax import audit_stack_names
 from spmd.sharding.layer_paths import Stack, dims_of
-from spmd.sharding.mesh import AnyMesh, entry_axes
+from spmd.sharding.mesh import AXES, AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_axis, optimizer_specs
 from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
 
@@ -31,6 +33,35 @@ Specs = Mapping[str, P]
 
 _SAME_DRAWS = replicate("every device draws the same numbers")
 _RANDOM_STATE = Match(-1, "random state", _SAME_DRAWS, P(), _SAME_DRAWS.reason)
+
+
+def check_arguments(mesh: Any, rules: Any, model: Any, optimizer: Any) -> list[Problem]:
+    """Return what is wrong with the kinds of the arguments of `make_plan`, and with the axes of the mesh."""
+    problems = check_type("rules", rules, Rules, "spmd.Rules(params=[…])")
+    problems += check_type("model", model, Model, "spmd.from_nnx, spmd.from_linen or spmd.Model(init, apply)")
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        fix = "spmd.make_optimizer(spmd.OptimizerConfig(…), steps), or one of optax, such as optax.adamw(3e-4)"
+        problems += check_type("optimizer", optimizer, (), fix)
+    axes = dict(zip(getattr(mesh, "axis_names", ()), getattr(mesh, "axis_types", ()), strict=True))
+    if axes != dict.fromkeys(AXES, AxisType.Auto):
+        what = f"has the axes {', '.join(f'{name} ({kind.name})' for name, kind in axes.items())}" if axes else ""
+        fix = f"spmd.make_mesh(data=2, fsdp=-1): the axes {', '.join(AXES)}, of the type Auto"
+        problems.append(Problem("mesh", what or f"is {shown(mesh)}", fix=fix))
+    return problems
+
+
+def check_params(made: Any) -> list[Problem]:
+    """Return what is wrong with the parameters that a model's `init` makes: they are floats, in nested dictionaries."""
+    if not isinstance(made, Mapping) or not jax.tree.leaves(made):
+        return [Problem("model.init", "returns no parameters", shown(made), "a nested dictionary of arrays")]
+    problems = []
+    for path, x in tree.flatten(made).items():
+        why, fix = "has no gradient", "a variable: nnx.Variable, a collection of Linen, or Model.init_variables"
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            why, fix = "would be trained uphill", "its real and imaginary part, joined by jax.lax.complex"
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            problems.append(Problem(path, f"is {x.dtype}, which {why}", fix=fix))
+    return problems
 
 
 def matches_without_rules(info: ModelInfo) -> dict[str, Match]:
@@ -117,9 +148,10 @@ def check_offload(mesh: AnyMesh, offload: tuple[str, ...], remat: Remat) -> tupl
     Raises:
         ConfigError: All problems.
     """
-    problems = [
+    problems = check_type("offload", offload, (tuple, list), f'("{offload}",)')
+    problems += [
         Problem(f"offload {name!r}", "cannot be in host memory", fix=did_you_mean(name, OFFLOADABLE))
-        for name in offload
+        for name in (() if problems else offload)
         if name not in OFFLOADABLE
     ]
     if mesh.shape["pipe"] > 1 and "params" in offload:

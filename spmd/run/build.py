@@ -133,7 +133,8 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
         attention=config.attention,
         context=config.context,
     )
-    if problems := check_no_decay(config.optimizer, [entry.path for entry in plan.params], rules.stacked):
+    paths, tied = [entry.path for entry in plan.params], plan.model.info().tied
+    if problems := check_no_decay(config.optimizer, paths, rules.stacked, tied):
         raise RuleError("The optimizer's table does not fit the model:", problems)
     return plan
 

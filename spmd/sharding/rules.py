@@ -69,6 +69,12 @@ def matches(pattern: str, path: str, stacked: Collection[str]) -> bool:
     return any(map(compile_pattern(pattern).fullmatch, names_of(path, stacked)))
 
 
+def first_path(pattern: str, tied: Tied, stacked: Collection[str]) -> str:
+    """Return, as a fix, the first path of the array that a pattern matches by another path; empty if there is none."""
+    firsts = (paths[0] for paths in tied if any(matches(pattern, path, stacked) for path in paths[1:]))
+    return next((f"the array's first path, {path}" for path in firsts), "")
+
+
 def is_catch_all(pattern: str) -> bool:
     """Return whether a rule's pattern matches every path."""
     return compile_pattern(pattern).fullmatch(ANY_PATH) is not None
@@ -224,7 +230,7 @@ class Rules:
         names = self.rule_names(shapes)
         for path, shape in shapes.items():
             if not (match := self.match(path)):
-                problems.append(self._unmatched(path, names))
+                problems.append(self._unmatched(path, names, tied))
                 continue
             winners.add(match.index)
             used = {axis for entry in match.spec for axis in entry_axes(entry)}
@@ -277,8 +283,12 @@ class Rules:
                 problems.append(Problem(f"stacked[{name!r}]", what, f"pipe={axes['pipe']}", fix))
         return problems
 
-    def _unmatched(self, path: str, names: Mapping[str, str]) -> Problem:
+    def _unmatched(self, path: str, names: Mapping[str, str], tied: Tied) -> Problem:
         """Return the problem of a parameter without a rule; `names` are those of all parameters."""
+        for other in (other for paths in tied if path in paths for other in paths):
+            if match := self.match(other):
+                what = f"no rule matches this parameter, and {match.rule} its other path {other}"
+                return Problem(path, what, fix=f"write the rule for {path}")
         own, parts = names[path], names[path].split("/")
         # Numbered modules of other shapes are no layers of one stack: no rule for others may match them.
         if is_numbered := own != self.layer_path(path)[0]:

@@ -4,17 +4,35 @@ The loop dispatches step *n*, then reads the metrics of step *n − 1*, so it ne
 Where a hook wants the state, step *n*'s own metrics are read first: nothing is saved before it is known to be finite.
 """
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from spmd.errors import BatchesEndedError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
 from spmd.train.state import TrainState
 from spmd.train.step import TrainStep
 
 
 class Hook:
-    """Base of hooks of the training loop; a method does nothing unless a subclass overrides it."""
+    """Base of hooks of the training loop; a method does nothing unless a subclass overrides it.
+
+    Names that begin with `on_` or `wants_` are for these methods: a subclass with another one is an error.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        methods, problems = {name: f for name, f in vars(Hook).items() if not name.startswith("_")}, []
+        for name, method in vars(cls).items():
+            if name in methods:
+                parameters = ", ".join(inspect.signature(methods[name]).parameters)
+                problems += check_call(f"{cls.__name__}.{name}", method, parameters)
+            elif callable(method) and name.startswith(("on_", "wants_")):
+                what, fix = "is no method of a hook and would never be called", did_you_mean(name, methods)
+                problems.append(Problem(f"{cls.__name__}.{name}", what, fix=fix))
+        if problems:
+            raise ConfigError("This hook would not do what it says:", problems)
 
     def on_start(self, step: int) -> None:
         """Run before the first step; `step` steps have been taken before."""
@@ -50,9 +68,15 @@ def fit(
 
     Args:
         state: The state after `start` steps; it is donated.
-        batches: Global batches, already on the devices; the first one is for step `start + 1`.
+        batches: Global batches, the first one for step `start + 1`. Host arrays are placed as `spmd.batch_sharding`
+            says, while nothing else happens: placing them ahead, as `spmd.data.loader.batches` does, is faster.
         hooks: Called in order.
+
+    Raises:
+        ConfigError: An argument cannot be used, or the state is not that after `start` steps.
+        BatchesEndedError: The batches ended before step `steps`; the error has the state.
     """
+    _check_arguments(state, step, batches, steps, start, hooks)
     unread: tuple[int, Any] | None = None
 
     def report() -> None:
@@ -66,6 +90,7 @@ def fit(
 
     for hook in hooks:
         hook.on_start(start)
+    number, stop = start, False
     with jax.transfer_guard("disallow"):  # inside the loop an implicit transfer is an error
         for number, batch in zip(range(start + 1, steps + 1), batches, strict=False):
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
@@ -83,4 +108,26 @@ def fit(
             if stop:
                 break
         report()
+    if number < steps and not stop:
+        fix = f"give {steps - start} batches, or catch the error: its state is the one after step {number}"
+        problem = Problem("batches", f"ended after step {number}", f"steps={steps}, start={start}", fix)
+        raise BatchesEndedError("Training ended before the last step:", [problem], state)
     return state
+
+
+def _check_arguments(state: Any, step: Any, batches: Any, steps: Any, start: Any, hooks: Any) -> None:
+    """Raise a `ConfigError` that lists what is wrong with the arguments of `fit`."""
+    problems = check_call("step", step, "state, batch", "fit(state, step, batches, steps=…)")
+    if not isinstance(steps, int) or not isinstance(start, int) or not 0 <= start <= steps:
+        fix = "whole numbers; steps counts from the beginning and is at least start"
+        problems.append(Problem("steps", f"is {shown(steps)}, and start is {shown(start)}", fix=fix))
+    if isinstance(state, TrainState) and not state.step.is_deleted() and (taken := int(state.step)) != start:
+        fix = f"start={taken}, and steps above it; or spmd.init_state for a new beginning"
+        problems.append(Problem("start", f"is {start}, and the state is that after {taken} steps", fix=fix))
+    if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+        problems += check_type("batches", batches, (), "an iterable of batches, such as [batch] * steps")
+    wrong = [x for x in hooks if not isinstance(x, Hook)] if isinstance(hooks, Sequence) else [hooks]
+    fix = "a list of instances of subclasses of spmd.Hook"
+    problems += [Problem("hooks", f"is or has {shown(x)}", fix=fix) for x in wrong]
+    if problems:
+        raise ConfigError("Training cannot start:", problems)

@@ -7,13 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmd import tree
+from spmd.errors import ConfigError, Problem, check_type, first_of, shown
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import cast_floats
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding
+from spmd.train.batch import check_batch
 
 
 @jax.tree_util.register_dataclass
@@ -60,11 +64,30 @@ def abstract_state(plan: ShardingPlan) -> TrainState:
 
 def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]:
     """Return the arguments of a step, the state and a batch of this shape, as abstract values with shardings."""
+    check_batch(plan.mesh, batch)
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(plan.mesh, len(x.shape)))
 
     return abstract_state(plan), jax.tree.map(place, batch)
+
+
+def check_state(plan: ShardingPlan, state: Any) -> None:
+    """Raise a `ConfigError` if a state was donated, or is not that of the plan."""
+    problems = check_type("state", state, TrainState, "step(state, batch), with state from spmd.init_state")
+    fix = "use what the step returned: state, metrics = step(state, batch)"
+    problems = problems or check_alive("state", state, fix)
+    problems = problems or tree.check_like(state, abstract_state(plan), "state")
+    if problems:
+        raise ConfigError("The step cannot take this state:", first_of(problems, at_most=5))
+
+
+def check_alive(where: str, arrays: Any, fix: str) -> list[Problem]:
+    """Return a problem if some arrays are deleted, as donated ones are."""
+    table = tree.flatten(arrays)
+    deleted = [path for path, x in table.items() if isinstance(x, jax.Array) and x.is_deleted()]
+    what = f"was donated to another call: {len(deleted)} of its {len(table)} arrays are gone"
+    return [Problem(where, what, f"such as {deleted[0]}", fix)] if deleted else []
 
 
 @functools.lru_cache(maxsize=1)
@@ -93,9 +116,19 @@ def init_state(
     independently (normal, truncated normal, uniform, and the variance scalings of them).
 
     Args:
-        seed: Any integer below 2³².
+        seed: An integer between -2³¹ and 2³².
         params: Parameters to begin with instead of drawn ones, placed as the plan says; donated.
         variables: Variables to begin with instead of the model's own, by their first name; donated.
     """
+    problems = []
+    if not isinstance(seed, int | np.integer) or not -(2**31) <= seed < 2**32:
+        problems.append(Problem("seed", f"is {shown(seed)}", fix="a whole number, at least -2³¹ and below 2³²"))
+    if isinstance(plan.mesh, AbstractMesh):
+        problems.append(Problem("plan.mesh", "has no devices", fix="a plan with a mesh from spmd.make_mesh"))
+    if params is not None:
+        problems += check_alive("params", params, "give parameters that no other call has taken")
+        problems += tree.check_like(params, plan.abstract_params, "params")
+    if problems:
+        raise ConfigError("This state cannot be created:", problems)
     key = jax.device_put(jax.random.key_data(jax.random.key(seed, impl=PRNG)), NamedSharding(plan.mesh, P()))
     return init_program(plan)(key, params, variables or {})

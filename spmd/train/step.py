@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.errors import ConfigError, Problem
-from spmd.gradients.base import GradFn, value_and_grad
+from spmd.errors import ConfigError, Problem, check_type
+from spmd.gradients.base import GradFn, check_results, value_and_grad
 from spmd.gradients.loss_scale import unscale
 from spmd.gradients.losses import LossFn, Sums
 from spmd.model_api.model import PRNG
@@ -19,8 +20,9 @@ from spmd.plan.annotate import check_annotations
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.plan import ShardingPlan
+from spmd.train.batch import place_batch
 from spmd.train.offloaded_update import make_update
-from spmd.train.state import TrainState, abstract_arguments, abstract_state
+from spmd.train.state import TrainState, abstract_arguments, abstract_state, check_state
 
 Metrics = dict[str, Any]
 """Scalars of one step, still on the devices; and its gradients, if the step was asked to keep them."""
@@ -40,14 +42,24 @@ class TrainStep:
     keep_gradients: bool
     compiler_options: Mapping[str, Any]
     _compiled: dict[Any, jax.stages.Compiled] = dataclasses.field(default_factory=dict, init=False)
+    _newest: weakref.ref[TrainState] | None = dataclasses.field(default=None, init=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Dispatch one step and return at once; `state` must not be used again."""
-        return self.compile(batch)(state, batch)
+        """Dispatch one step and return at once; `state` must not be used again, which is an error.
+
+        Host arrays of the batch are placed as `spmd.batch_sharding` says.
+        """
+        if not self._newest or self._newest() is not state or state.step.is_deleted():  # else it is known to fit
+            check_state(self.plan, state)
+        batch = place_batch(self.plan.mesh, batch)
+        state, metrics = self.compile(batch)(state, batch)
+        self._newest = weakref.ref(state)
+        return state, metrics
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """Return the compiled step for batches of this shape, arrays or abstract ones; compile each shape once."""
-        signature = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch))
+        leaves, structure = jax.tree.flatten(batch)
+        signature = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if signature not in self._compiled:
             self._compiled[signature] = self._compile(self.lower(batch))
         return self._compiled[signature]
@@ -86,7 +98,8 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         with use_plan(self.plan):
-            gradients, sums, variables = self.grad_fn(state.params, state.variables, batch, state.step_key())
+            returned = self.grad_fn(state.params, state.variables, batch, state.step_key())
+        gradients, sums, variables = check_results(returned)
         weight = sums.pop("weight")
         divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
@@ -129,7 +142,11 @@ def make_train_step(
         keep_gradients: Whether the metrics have `gradients`, as the optimizer gets them: those of the mean loss.
         compiler_options: XLA's flags for this step, by name.
     """
-    assert (loss_fn is None) != (grad_fn is None), "give loss_fn or grad_fn, one of them"
+    problems = check_type("plan", plan, ShardingPlan, "make_train_step(plan, loss_fn), with plan from spmd.make_plan")
+    if (loss_fn is None) == (grad_fn is None):
+        problems.append(Problem("loss_fn, grad_fn", "are both there, or neither is", fix="give one of them"))
+    if problems:
+        raise ConfigError("This step cannot be made:", problems)
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
     grad_fn = unscale(grad_fn, plan.precision.loss_scale)
     return TrainStep(plan, grad_fn, watch or {}, keep_gradients, compiler_options or {})

@@ -312,6 +312,27 @@ def test_everything_that_is_wrong_is_said_at_once(folder, tmp_path, capsys):
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf], ids=str)
+def test_values_that_are_not_finite_are_named(value, dtype, folder, tmp_path, capsys):
+    """One bad value in one layer of a stack names parameter and tensor; the largest finite value is none."""
+    name, largest = "model.layers.1.mlp.up_proj.weight", jnp.finfo(dtype).max
+
+    def spoil(table):
+        table = {name: a.astype(dtype) for name, a in table.items()}
+        table["model.norm.weight"][0] = largest
+        table[name][5, 7] = value
+        return table
+
+    rewrite(folder, spoil)
+    assert run("import", folder, "--out", tmp_path / "run") == 2
+    said = capsys.readouterr().err
+    assert "layers/mlp/up_proj/kernel: has values that are NaN or infinite" in said
+    assert f"in the tensor {name}" in said
+    assert said.count("NaN") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_no_folder_is_said(tmp_path, capsys):
     """The name of a model on the hub is not fetched."""
     assert run("import", "meta-llama/Llama-3", "--out", tmp_path / "run") == 2

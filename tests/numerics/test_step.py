@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import spmd
+from spmd.errors import ConfigError
 from spmd.gradients.losses import cross_entropy
 from spmd.models.llama import LlamaConfig
 from spmd.optim.skip_updates import skip_bad_updates
@@ -202,11 +204,36 @@ def test_accuracy_counts_the_tokens_with_the_largest_logit():
     assert float(sums["accuracy"]) == 2.0
 
 
-@pytest.mark.parametrize("field", ["loss_fn", "grad_fn"])
-def test_either_a_loss_or_a_gradient_function(field):
-    """Giving both or neither is a mistake of the caller."""
-    with pytest.raises(AssertionError):
-        make_train_step(tiny.plan(), **({} if field == "loss_fn" else {"loss_fn": abs, "grad_fn": abs}))
+def test_a_state_is_used_once_and_a_batch_may_be_of_the_host():
+    """A donated state is an error and does not end the process, whichever call took it; NumPy batches train alike."""
+    model = spmd.Model(lambda key: {"w": jnp.ones(4)}, lambda params, x: x)
+    plan = make_plan(tiny.mesh(fsdp=2), spmd.Rules([("w", P("fsdp"))]), model, optax.adam(0.1))
+    host = {"x": np.arange(8, dtype=np.float32)}
+
+    def loss(params, variables, batch, key):
+        x = batch["x"] if isinstance(batch, dict) else batch
+        return {"loss": (params["w"].sum() * x).sum(), "weight": jnp.float32(8)}, variables
+
+    step, other = make_train_step(plan, loss), make_train_step(plan, loss)
+    placed = jax.device_put(host, batch_sharding(plan.mesh, 1))
+    first = init_state(plan)
+    trained = [
+        spmd.fit(init_state(plan), step, [batch] * 2, steps=2) for batch in (host, placed, jnp.asarray(host["x"]))
+    ]
+    assert len({float(state.params["w"][0]) for state in trained}) == 1
+    step(init_state(plan), placed["x"])
+    assert len(step.programs) == 2, "a batch of another structure is another program"
+
+    step(first, placed)
+    with pytest.raises(ConfigError, match="state: was donated to another call: 6 of its 6 arrays"):
+        step(first, placed)
+    after, _ = step(init_state(plan), placed)
+    other(after, placed)
+    with pytest.raises(ConfigError, match="was donated"):
+        step(after, placed)  # the newest of this step, taken by another one
+    mixed = dataclasses.replace(init_state(plan), params=first.params)
+    with pytest.raises(ConfigError, match=r"1 of its 6 arrays are gone\n *such as params/w"):
+        step(mixed, placed)
 
 
 def test_the_state_is_a_frozen_value():
