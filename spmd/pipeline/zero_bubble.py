@@ -10,6 +10,7 @@ Memory, arXiv:2405.15362. F, B and W are taken as equally long.
 
 import dataclasses
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
@@ -46,13 +47,13 @@ def fill_bubbles(stages: int, microbatches: int, limit: int, *, placement: str =
         problem = Problem("limit", "does not hold one microbatch", detail, f"{chunks} or more; {2 * stages}: no bubble")
         raise ScheduleError("The schedule cannot be built:", [problem])
     if placement == "loop":
-        return _Build(empty, limit, ACTIVATIONS, _alternate).schedule()
-    best = _Build(empty, limit, IN_FLIGHT, _follow(stages, *_BLOCKS[0]))
-    limits = {limit, limit - limit % 2}  # an odd one can make it worse
-    for most, block in itertools.product(limits, _BLOCKS[1:]):
-        if best.span > 6 * microbatches:
-            best = min(best, _Build(empty, most, IN_FLIGHT, _follow(stages, *block)), key=lambda build: build.span)
-    return best.schedule()
+        best = _Build(empty, limit, ACTIVATIONS, _alternate)
+    else:
+        best = _Build(empty, limit, IN_FLIGHT, _follow(stages, *_BLOCKS[0]))
+        for most, block in itertools.product(sorted({limit, limit - limit % 2}), _BLOCKS[1:]):  # odd can be worse
+            if best.span > 6 * microbatches:
+                best = min(best, _Build(empty, most, IN_FLIGHT, _follow(stages, *block)), key=lambda build: build.span)
+    return dataclasses.replace(empty, orders=tuple(map(tuple, best.orders)))
 
 
 class _Build:
@@ -66,51 +67,47 @@ class _Build:
 
     def __init__(self, empty: Schedule, limit: int, changes: Mapping[str, float], choose: _Choose) -> None:
         stages = range(empty.stages)
-        self.empty, self.limit, self.span = empty, limit, float("inf")
-        self.orders: list[list[Task]] = [[] for _ in stages]
+        self.empty, self.limit = empty, limit
         self.held = [0.0] * empty.stages
         self.backlog: list[deque[Task]] = [deque() for _ in stages]
-        self.done: Counter[_Next] = Counter()  # microbatches, by kind and virtual stage
-        self._passes = {}
+        self.orders: list[list[Task]] = [[] for _ in stages]
+        self._done: Counter[_Next] = Counter()  # microbatches, by kind and virtual stage
+        self._runs = {}  # stage and step → kind and virtual stage, and those that it needs
         for stage, kind, chunk in itertools.product(stages, "FB", range(empty.chunks)):
-            task = Task(kind, 0, chunk)
-            needs = [needed[:2] for needed in empty.dependencies(stage, task)]
-            self._passes[stage, (kind, chunk)] = (kind, empty.virtual_stage(stage, chunk)), needs
-        starts, ends, ticks = [-1] * empty.stages, [0] * empty.stages, itertools.count()
-        while chosen := [(stage, step) for stage in stages if (step := choose(self, stage))]:
-            tick = next(ticks)
+            needs = [needed[:2] for needed in empty.dependencies(stage, Task(kind, 0, chunk))]
+            self._runs[stage, (kind, chunk)] = (kind, empty.virtual_stage(stage, chunk)), needs
+        ticks: list[list[int]] = [[] for _ in stages]
+        for tick in itertools.count():
+            chosen = [(stage, step) for stage in stages if (step := choose(self, stage))]
+            if not chosen:
+                break
             for stage, step in chosen:
-                task = self._run(stage, step)
+                task = self._start(stage, step)
+                self.orders[stage].append(task)
                 self.held[stage] += changes[task.kind]
-                starts[stage], ends[stage] = (starts[stage] if self.orders[stage][1:] else tick), tick + 1
-        if all(len(order) == 3 * empty.chunks * empty.microbatches for order in self.orders):
-            self.span = max(end - start for start, end in zip(starts, ends, strict=True))
+                ticks[stage].append(tick)
+        is_whole = all(len(order) == 3 * empty.chunks * empty.microbatches for order in self.orders)
+        self.span = max(row[-1] - row[0] + 1 for row in ticks) if is_whole else math.inf
 
     def microbatch(self, stage: int, step: _Next) -> int:
         """Return the microbatch of a stage's next F or B, which is their number if none is left."""
-        return self.done[self._passes[stage, step][0]]
+        return self._done[self._runs[stage, step][0]]
 
     def can_start(self, stage: int, step: _Next, spare: int = 0) -> bool:
         """Tell whether the inputs of a stage's next F or B are there, and memory for an F and `spare` more."""
         microbatch = self.microbatch(stage, step)
-        ready = all(self.done[needed] > microbatch for needed in self._passes[stage, step][1])
+        is_ready = all(self._done[needed] > microbatch for needed in self._runs[stage, step][1])
         fits = step[0] == "B" or self.held[stage] + 1 + spare <= self.limit
-        return microbatch < self.empty.microbatches and ready and fits
+        return microbatch < self.empty.microbatches and is_ready and fits
 
-    def schedule(self) -> Schedule:
-        """Return what was built."""
-        return dataclasses.replace(self.empty, orders=tuple(tuple(order) for order in self.orders))
-
-    def _run(self, stage: int, step: _Next) -> Task:
+    def _start(self, stage: int, step: _Next) -> Task:
         kind, chunk = step
         if kind == "W":
-            task = dataclasses.replace(self.backlog[stage].popleft(), kind="W")
-        else:
-            task = Task(kind, self.microbatch(stage, step), chunk)
-            self.done[self._passes[stage, step][0]] += 1
+            return dataclasses.replace(self.backlog[stage].popleft(), kind="W")
+        task = Task(kind, self.microbatch(stage, step), chunk)
+        self._done[self._runs[stage, step][0]] += 1
         if kind == "B":
             self.backlog[stage].append(task)
-        self.orders[stage].append(task)
         return task
 
 
@@ -136,10 +133,10 @@ def _follow(stages: int, slope: int, turn: int, window: int) -> _Choose:
             some; otherwise all stages could wait for memory.
     """
     last = stages - 1
-    down, up = [slope * stage for stage in range(stages)], [slope * last + 1 + last - stage for stage in range(stages)]
-    half, backwards = up[0] + 1 + turn, (("B", 0), ("B", 1))
+    half, backwards = (slope + 1) * last + 2 + turn, (("B", 0), ("B", 1))
     block = [
-        {("F", 0): down[s], ("F", 1): up[s], ("B", 1): half + down[s], ("B", 0): half + up[s]} for s in range(stages)
+        {("F", 0): down, ("F", 1): up, ("B", 1): half + down, ("B", 0): half + up}
+        for down, up in ((slope * stage, slope * last + 1 + last - stage) for stage in range(stages))
     ]
 
     def choose(build: _Build, stage: int) -> _Next | None:
