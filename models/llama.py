@@ -32,6 +32,7 @@ from spmd.models.layers import (
 )
 from spmd.models.rope import Angles, RopeScaling, rotary_angles, rotate
 from spmd.plan.annotate import annotate, cast_to_compute, placement_like
+from spmd.plan.fsdp import placement_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +260,8 @@ class Embedding(nnx.Module):
         self, x: Float[Array, "batch seq d"], soft_cap: float | None = None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Apply the tied head: return logits with an optional soft cap, or `LazyLogits`."""
-        table = annotate(annotate(self.embedding[...], "tied_columns"), "tied_head")
+        stored = placement_of(self.embedding.get_metadata("path", None))
+        table = annotate(annotate(self.embedding[...], "tied_columns", param=stored), "tied_head")
         return unembed(x, table, placement_like("tied_head"), "oi", soft_cap)
 
 

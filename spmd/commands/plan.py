@@ -14,9 +14,10 @@ from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
-from spmd.run.build import TrainSetup, build_flags, make_setup, planned_mesh
+from spmd.run.build import TrainSetup, build_flags, build_schedule, make_setup, planned_mesh
 from spmd.run.config import M
 from spmd.run.describe import flags_text, pipeline_line, slices_line
 from spmd.run.init_from import check_init
@@ -59,10 +60,10 @@ def run_plan(arguments: list[str]) -> int:
     config = command.config
     if command.topology:
         config = dataclasses.replace(config, devices=parse_topology(command.topology).devices)
+    if command.schedule:  # before the step, which some schedules cannot run
+        return _print_schedule(command, build_schedule(config, planned_mesh(config)))
     setup = make_setup(config, planned_mesh(config))
     topology = parse_topology(command.topology or f"cpu:{setup.mesh.size}")
-    if command.schedule:
-        return _print_schedule(command, setup)
     preflight(setup)
     if command.diff:
         other = load_config(command.diff)
@@ -105,11 +106,11 @@ def run_plan(arguments: list[str]) -> int:
     return 3 if fits is False else 0
 
 
-def _print_schedule(command: PlanCommand, setup: TrainSetup) -> int:
-    if setup.schedule is None:
+def _print_schedule(command: PlanCommand, schedule: Schedule | None) -> int:
+    if schedule is None:
         problem = Problem("mesh.pipe", "is 1: there are no stages", fix="--mesh.pipe 4")
         raise ConfigError("There is no schedule to draw:", [problem])
-    timeline, execution = simulate(setup.schedule), describe_execution(setup.schedule)
+    timeline, execution = simulate(schedule), describe_execution(schedule)
     if command.svg:
         write_svg(timeline, command.svg)
     if command.json:

@@ -27,8 +27,7 @@ LOSS_SCALE = "loss_scale"
 """The name of the loss-scale state among the model's variables."""
 
 _REASON = "every device scales by the same number"
-_LARGEST = 2.0**100
-"""Upper bound of the scale: without one, gradients that stay zero would drive it to infinity for good."""
+_LARGEST = 2.0**100  # float32 holds it, and its products with small gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +35,18 @@ class LossScale:
     """Dynamic loss scaling: the loss is multiplied before the backward pass, so that float16 holds small gradients.
 
     A step with non-finite gradients is skipped and uses up one unit of hysteresis; once that is used up, each such step
-    lowers the scale. After `growth_interval` finite steps in a row the scale grows and the hysteresis is restored
-    (Micikevicius et al., arXiv:1710.03740, section 3.2; the hysteresis is `delayed_shift` of DeepSpeed's loss scaler).
+    lowers the scale. After a finite step and `growth_interval` more in a row the scale grows and the hysteresis is
+    restored; after each `growth_interval` more it grows again (Micikevicius et al., arXiv:1710.03740, section 3.2; as
+    DeepSpeed's `FP16_Optimizer` counts; the hysteresis is `delayed_shift` of its loss scaler).
 
     The loss is a sum over tokens here: scales are smaller, by the number of tokens of a microbatch, than those of
     trainers that scale the mean.
 
     Attributes:
+        backoff_interval: Fewest steps from one lowering to the next; until then non-finite steps are only skipped.
         hysteresis: The n-th non-finite step lowers the scale.
         floor: The smallest scale.
+        ceiling: The largest scale: without one, gradients that stay zero would drive it to infinity for good.
 
     Example:
         >>> scaling = LossScale(initial=16, growth_interval=2, hysteresis=1)
@@ -57,23 +59,30 @@ class LossScale:
     growth_interval: int = 2000
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
+    backoff_interval: int = 1
     hysteresis: int = 2
     floor: float = 1.0
+    ceiling: float = _LARGEST
 
     def __post_init__(self) -> None:
         rules = {
-            "initial": f"at least {self.floor} and below {_LARGEST}",
+            "initial": f"at least {self.floor} and at most {self.ceiling}",
             "growth_interval": "at least 1",
             "growth_factor": "above 1 and finite",
             "backoff_factor": "above 0 and below 1",
+            "backoff_interval": "at least 1",
             "hysteresis": "at least 1",
             "floor": "above 0 and finite",
+            "ceiling": f"at least {self.floor} and at most {_LARGEST}",
         }
         if problems := check_fields(self, rules, "loss_scale."):
             raise ConfigError("This loss scaling cannot be used:", problems)
 
     def init(self) -> dict[str, jax.Array]:
-        """Return the initial state: `scale`, `good_steps` in a row, and the remaining `hysteresis`."""
+        """Return the initial state: `scale`, `good_steps` in a row since it changed, and the remaining `hysteresis`.
+
+        After the scale was lowered, `hysteresis` is below 1 and counts up until the next lowering is possible.
+        """
         good_steps, hysteresis = jnp.int32(0), jnp.int32(self.hysteresis)
         return {"scale": jnp.float32(self.initial), "good_steps": good_steps, "hysteresis": hysteresis}
 
@@ -81,14 +90,15 @@ class LossScale:
         """Return the state after a step whose gradients were `finite`, a boolean scalar."""
         scale, hysteresis = state["scale"], state["hysteresis"]
         good = jnp.where(finite, state["good_steps"] + 1, 0)
-        grows = good >= self.growth_interval
-        lowers = ~finite & (hysteresis <= 1)
-        grown = jnp.minimum(scale * self.growth_factor, _LARGEST)
+        grows, waits = good > self.growth_interval, hysteresis < 1
+        lowers = ~finite & (hysteresis == 1)
+        grown = jnp.minimum(scale * self.growth_factor, self.ceiling)
         lowered = jnp.maximum(scale * self.backoff_factor, self.floor)
+        left = jnp.where(grows, self.hysteresis, jnp.where(lowers, 2 - self.backoff_interval, hysteresis - ~finite))
         return {
             "scale": jnp.where(grows, grown, jnp.where(lowers, lowered, scale)),
-            "good_steps": jnp.where(grows, 0, good),
-            "hysteresis": jnp.where(grows, self.hysteresis, hysteresis - (~finite & ~lowers)),
+            "good_steps": jnp.where(grows, 1, good),
+            "hysteresis": jnp.where(waits, hysteresis + 1, left),
         }
 
 

@@ -18,6 +18,9 @@ PASSES = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}
 ACTIVATIONS = {"F": 1.0, "B": -0.5, "W": -0.5, "BW": -1.0}
 """Kind of task → its change of the activations that a stage holds (Qi et al., arXiv:2401.10241)."""
 
+IN_FLIGHT = {"F": 1, "B": 0, "W": -1, "BW": -1}
+"""Kind of task → its change of the microbatches (times chunks) that a stage holds from F to W."""
+
 Pass = tuple[str, int, int]
 """`"F"`, `"B"` or `"W"`, the virtual stage, the microbatch."""
 

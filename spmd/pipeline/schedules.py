@@ -9,8 +9,11 @@
 | `pipedream` | 1F1B without a flush between batches | Narayanan et al., PipeDream-2BW, arXiv:2006.09503 |
 | `zb-h2` | 1F1B with twice the activations, and no bubble but the skew of the stages | Qi et al., section 2.2 |
 | `zb-v` | V-shaped, two chunks: the bubble of `zb-h2` with the memory of 1F1B | Qi et al., section 6 |
+| `v-half` | V-shaped, with about half of the memory and half of the bubble of 1F1B | Qi et al., arXiv:2405.15362 |
+| `v-min` | V-shaped, with about a third of the memory and two thirds of the bubble | Qi et al., arXiv:2405.15362 |
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 from spmd.errors import Problem, ScheduleError, did_you_mean
@@ -44,7 +47,8 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
     if problems:
         raise ScheduleError("The schedule cannot be built:", problems)
     if name in _LIST_SCHEDULED:
-        return fill_bubbles(stages, microbatches, 2 * stages, placement=_LIST_SCHEDULED[name])
+        placement, limit = _LIST_SCHEDULED[name]
+        return dataclasses.replace(fill_bubbles(stages, microbatches, limit(stages), placement=placement), name=name)
     orders = tuple(tuple(_BUILDERS[name](stage, stages, microbatches, chunks)) for stage in range(stages))
     return Schedule(name, microbatches, chunks, orders, flush=name != "pipedream")
 
@@ -109,7 +113,12 @@ _BUILDERS: dict[str, Callable[[int, int, int, int], Iterator[Task]]] = {
     "zero-bubble": _zero_bubble,
     "pipedream": _one_f_one_b,
 }
-_LIST_SCHEDULED = {"zb-h2": "loop", "zb-v": "v"}  # name → placement
+_LIST_SCHEDULED: dict[str, tuple[str, Callable[[int], int]]] = {  # name → placement, limit for so many stages
+    "zb-h2": ("loop", lambda stages: 2 * stages),
+    "zb-v": ("v", lambda stages: 2 * stages),
+    "v-half": ("v", lambda stages: stages // 2 * 2 + 2),
+    "v-min": ("v", lambda stages: (stages + 4) // 3 * 2),
+}
 
 SCHEDULES = (*_BUILDERS, *_LIST_SCHEDULED)
 """The names of all schedules."""

@@ -12,6 +12,7 @@ from fractions import Fraction
 from spmd.errors import Problem, ScheduleError
 from spmd.pipeline.schedule import (
     ACTIVATIONS,
+    IN_FLIGHT,
     PASSES,
     Pass,
     Schedule,
@@ -71,7 +72,7 @@ class Timeline:
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """Most microbatches (times chunks) of each stage between their forward and the end of their backward."""
-        return tuple(map(int, self._peaks({"F": 1, "B": 0, "W": -1, "BW": -1})))
+        return tuple(map(int, self._peaks(IN_FLIGHT)))
 
     @property
     def peak_memory(self) -> tuple[float, ...]:

@@ -20,7 +20,8 @@ from spmd.plan.context import TraceContext, constrain, current, override
 from spmd.plan.host_params import fetch
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
-from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.mesh import AnyMesh, entry_axes
+from spmd.sharding.optimizer_state import drop_axis
 
 F = TypeVar("F", bound=Callable)
 
@@ -28,28 +29,29 @@ REMAT_MARK = "what the remat policy acts on"
 _NUMBERED = "remat_layer(layer, scanned=…, number=i), or a policy without an interval"
 
 
-def annotate(x: jax.Array, name: str) -> jax.Array:
+def annotate(x: jax.Array, name: str, *, param: ParamPlacement | None = None) -> jax.Array:
     """Mark `x` as an activation of the rule table: constrain its sharding, then name it for remat and offload.
 
-    `x` has its global shape; inside `shard_map`, the shape within the manual axes.
+    `x` has its global shape; inside `shard_map`, the shape within the manual axes. `param` is the placement of the
+    parameter that `x` is: where the ZeRO stage keeps it whole over `fsdp`, the spec does not split it over `fsdp`.
 
     Raises:
         AnnotationError: The plan in scope has no such name, or its spec does not divide `x`. (JAX itself drops an
             indivisible constraint silently.)
     """
-    if current().mesh is None:
+    found = placement(name, x.shape)
+    if found is None:
         return x
-    return checkpoint_name(_constrain(x, name, f"activation {name!r}"), name)
+    mesh, spec = found
+    if param is not None and all("fsdp" not in entry_axes(entry) for entry in param.stored):
+        spec = drop_axis(spec, "fsdp")
+    return checkpoint_name(constrain(x, mesh, spec, f"activation {name!r}"), name)
 
 
 def constrain_like(x: jax.Array, name: str) -> jax.Array:
     """Constrain `x` to the spec of activation `name`, without naming it for remat or offload."""
-    return _constrain(x, name, f"what is split like activation {name!r}")
-
-
-def _constrain(x: jax.Array, name: str, what: str) -> jax.Array:
     found = placement(name, x.shape)
-    return x if found is None else constrain(x, *found, what)
+    return x if found is None else constrain(x, *found, f"what is split like activation {name!r}")
 
 
 def placement(name: str, shape: tuple[int, ...] = ()) -> tuple[AnyMesh, P] | None:

@@ -36,35 +36,78 @@ def trajectory(scaling, finite):
     return scales
 
 
+def deepspeed(finite, initial, window):
+    """The recurrence of DeepSpeed's `FP16_Optimizer._update_scale`, as its source states it, at commit 023f361."""
+    scale, last, scales = float(initial), -1, []
+    for step, flag in enumerate(finite):
+        if not flag:
+            scale, last = max(scale / 2, 1.0), step
+        elif (stable := step - last - 1) > 0 and stable % window == 0:
+            scale *= 2
+        scales.append(scale)
+    return scales
+
+
 # `delayed_shift` is the hysteresis of DeepSpeed's DynamicLossScaler.
 @pytest.mark.parametrize(
     ("fields", "finite", "expected"),
     [
-        # Published: the unit tests of DeepSpeed (deepspeedai/DeepSpeed, tests/unit/runtime/half_precision).
+        # Published: the unit tests of DeepSpeed (deepspeedai/DeepSpeed, tests/unit/runtime/half_precision,
+        # test_dynamic_loss_scale.py): no overflow, all overflow, some overflow, with a minimum of 1 and of 0.25.
+        ({"initial": 256, "growth_interval": 2}, [GOOD] * 7, [256, 256, 512, 512, 1024, 1024, 2048]),
         ({"initial": 16, "growth_interval": 2}, [BAD] * 8, [8, 4, 2, 1, 1, 1, 1, 1]),
+        ({"initial": 16, "growth_interval": 2, "floor": 0.25}, [BAD] * 8, [8, 4, 2, 1, 0.5, 0.25, 0.25, 0.25]),
         ({"initial": 256, "growth_interval": 2}, [BAD, BAD], [128, 64]),
-        ({"initial": 256, "growth_interval": 2}, [BAD, BAD, GOOD, GOOD, GOOD], [128, 64, 64, 128, 128]),
-        ({"initial": 256, "growth_interval": 2}, [BAD, BAD, GOOD, GOOD, GOOD, BAD], [128, 64, 64, 128, 128, 64]),
+        ({"initial": 256, "growth_interval": 2}, [BAD, BAD, GOOD, GOOD, GOOD], [128, 64, 64, 64, 128]),
+        ({"initial": 256, "growth_interval": 2}, [BAD, BAD, GOOD, GOOD, GOOD, BAD], [128, 64, 64, 64, 128, 64]),
         # By its rules: hysteresis is used up by steps that need not be in a row, and renewed when the scale grows.
         ({"hysteresis": 2}, [BAD, BAD, BAD], [16, 8, 4]),
         ({"hysteresis": 2, "growth_interval": 3}, [BAD, GOOD, BAD], [16, 16, 8]),
-        ({"hysteresis": 2, "growth_interval": 2}, [BAD, GOOD, GOOD, BAD, BAD], [16, 16, 32, 32, 16]),
-        ({"growth_interval": 2, "growth_factor": 4.0, "backoff_factor": 0.25}, [GOOD, GOOD, BAD], [16, 64, 16]),
+        ({"hysteresis": 2, "growth_interval": 2}, [BAD, GOOD, GOOD, GOOD, BAD, BAD], [16, 16, 16, 32, 32, 16]),
+        ({"growth_interval": 1, "growth_factor": 4.0, "backoff_factor": 0.25}, [GOOD, GOOD, BAD], [16, 64, 16]),
         ({"floor": 8.0}, [BAD, BAD], [8, 8]),
-        ({"initial": 2.0**99, "growth_interval": 1}, [GOOD, GOOD], [2.0**100, 2.0**100]),
+        # A ceiling, and a minimum gap between divisions, also where the scale grows in between.
+        ({"initial": 2.0**99, "growth_interval": 1}, [GOOD] * 3, [2.0**99, 2.0**100, 2.0**100]),
+        ({"growth_interval": 1, "ceiling": 24.0}, [GOOD] * 4 + [BAD], [16, 24, 24, 24, 12]),
+        ({"backoff_interval": 3}, [BAD] * 7, [8, 8, 8, 4, 4, 4, 2]),
+        ({"backoff_interval": 3}, [BAD, GOOD, GOOD, GOOD, BAD, BAD], [8, 8, 8, 8, 4, 4]),
+        ({"backoff_interval": 4, "growth_interval": 1}, [BAD, GOOD, GOOD, BAD, BAD], [8, 8, 16, 16, 8]),
+        ({"backoff_interval": 2, "hysteresis": 2}, [BAD] * 5, [16, 8, 8, 4, 4]),
     ],
 )
 def test_the_scale_moves_as_published(fields, finite, expected):
-    """Backoff to the floor, growth after so many good steps in a row, and hysteresis."""
+    """Backoff to the floor, growth after so many good steps more, hysteresis, the ceiling and the gap."""
     assert trajectory(LossScale(**{"initial": 16, "hysteresis": 1, **fields}), finite) == expected
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+def test_the_scale_moves_as_deepspeeds(window):
+    """Whatever overflows when, the scale is DeepSpeed's after every step."""
+    scaling = LossScale(initial=256, growth_interval=window, hysteresis=1)
+    for seed in range(3):
+        finite = np.random.default_rng(seed).random(60) > 0.15
+        assert trajectory(scaling, finite) == deepspeed(finite, 256, window)
+
+
+def test_a_state_of_before_goes_on():
+    """The state has the names it always had, so that checkpoints of before this rule are restored."""
+    assert {name: float(x) for name, x in LossScale(initial=16, growth_interval=2).init().items()} == {
+        "scale": 16,
+        "good_steps": 0,
+        "hysteresis": 2,
+    }
 
 
 def test_what_is_out_of_range_is_listed():
     """One error has every field that cannot be used."""
     with pytest.raises(ConfigError) as caught:
-        LossScale(initial=0.5, growth_interval=0, growth_factor=1.0, backoff_factor=1.0, hysteresis=0)
-    names = ("backoff_factor", "growth_factor", "growth_interval", "hysteresis", "initial")
+        LossScale(0.5, growth_interval=0, growth_factor=1.0, backoff_factor=1.0, backoff_interval=0, hysteresis=0)
+    names = ("backoff_factor", "backoff_interval", "growth_factor", "growth_interval", "hysteresis", "initial")
     assert [problem.where for problem in caught.value.problems] == [f"loss_scale.{name}" for name in names]
+    for fields, wrong in (({"ceiling": 512.0}, "initial"), ({"initial": 2.0, "floor": 2.0, "ceiling": 1.0}, "ceiling")):
+        with pytest.raises(ConfigError) as caught:
+            LossScale(**fields)
+        assert f"loss_scale.{wrong}" in [problem.where for problem in caught.value.problems]
 
 
 WIDTH = 8
@@ -134,7 +177,7 @@ def test_scaling_changes_no_number_that_fits(microbatches):
         (scaled.variables["mean"], plain.variables["mean"]),
     ):  # equal but for the order in which the compiler fuses arithmetic
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, theirs)
-    assert float(scaled.variables[LOSS_SCALE]["scale"]) == 16.0  # grew after 2 and 4 steps, not with each microbatch
+    assert float(scaled.variables[LOSS_SCALE]["scale"]) == 16.0  # grew after 3 and 5 steps, not with each microbatch
 
 
 def test_gradients_inside_are_scaled():

@@ -259,6 +259,13 @@ def test_the_picture(tmp_path, capsys):
         main(["plan", "demo", *flags, "--json"])
     record = json.loads(capsys.readouterr().out)
     assert (record["makespan"], record["svg"], len(record["orders"])) == (33, str(path), 4)
+    for name in ("zero-bubble", "zb-h2", "zb-v", "v-half", "v-min"):  # which no step can run
+        with pytest.raises(SystemExit) as done:
+            main(["plan", "demo", *flags, "--pipeline.schedule", name])
+        assert not done.value.code
+        out = capsys.readouterr().out
+        assert out.startswith(f"{name}: 4 stages, 8 microbatches")
+        assert "simulated, not executed: it splits the backward pass into B and W" in out
     with pytest.raises(SystemExit) as done:
         main(["plan", "demo", "--schedule"])
     assert done.value.code == 2

@@ -40,11 +40,8 @@ def mesh_sizes(row: Row) -> dict[str, int]:
 def is_possible(row: Row) -> bool:
     """Whether a layout is one that `spmd` does not refuse, on 2 to 8 devices."""
     offloads_params, sizes = row["offload"].startswith("params"), mesh_sizes(row)
-    # XLA:CPU waits on all devices in a collective-permute, also where only one stage's task has it.
-    hangs = row["model"] == "gpt2" and {"pipe", "fsdp", "tensor"} <= sizes.keys()
     return (
         1 < math.prod(sizes.values()) <= DEVICES
-        and not hangs
         and not (row["expert"] != "1" and not row["model"].startswith("mixtral"))
         and not (row["sequence"] == "ring" and (row["attention"] == "xla" or row["pipe"] != "1"))
         and not (offloads_params and (row["pipe"] != "1" or row["remat"] in ("none", "selective")))

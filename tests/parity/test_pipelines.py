@@ -9,12 +9,15 @@ import numpy as np
 import optax
 import pytest
 
+from spmd.analysis.collectives import find_collectives
+from spmd.analysis.hlo import parse
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.loss_scale import unscale
 from spmd.gradients.losses import next_token_loss
 from spmd.model_api.model import Model
 from spmd.model_api.precision import make_precision, with_loss_scale
+from spmd.models import llama
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.pipeline.grad_fn import pipeline, pipelined
@@ -26,7 +29,7 @@ from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import Record, Tolerance, compare, record_run, token_batches
 from spmd.train.state import init_state
-from spmd.train.step import make_eval_step
+from spmd.train.step import make_eval_step, make_train_step
 from tests import tiny
 from tests.one_device import REORDERED
 from tests.rounding import EPS, FACTOR
@@ -74,6 +77,30 @@ def test_four_stages_equal_one_device(schedule, stages):
 def test_stages_that_are_split_both_ways(schedule):
     """Three axes together, with a tied embedding, which is summed once."""
     assert_equal(tick_table(schedule, 2), tied=True, fsdp=2, tensor=2)
+
+
+def test_a_tied_head_is_exchanged_over_tensor_alone(monkeypatch):
+    """Where a ZeRO stage keeps the table whole over fsdp, no permute is in a stage's task, where XLA:CPU would hang."""
+    config = tiny.replaced(layers=4, tied=True)
+    plan = tiny.plan(config, OPTIMIZER, (("zero", 1),), pipe=2, fsdp=2, tensor=2)
+
+    def permuted():
+        step = make_train_step(plan, grad_fn=pipeline(tiny.loss_fn(config), tick_table("1f1b", 2)))
+        program = parse(step.compile(BATCHES[0]).as_text())
+        found = find_collectives(program, plan.mesh.shape, cpu=True, slices=np.zeros(plan.mesh.size, int))
+        return {r.operand for r in found if r.kind == "collective-permute" and r.is_conditional}
+
+    exchanged = f"f32[1,{config.vocab // 2},{config.d_model // 2}]"
+    assert exchanged not in permuted()
+    monkeypatch.setattr(llama, "placement_of", lambda path: None)
+    assert exchanged in permuted(), "the control: the table is split over fsdp, and gathered again"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_tied_head_beside_every_stage_of_zero(zero):
+    """The numbers are those of one device, whatever is kept whole over fsdp; ZeRO 3 is above."""
+    assert_equal(tick_table("1f1b", 2), tied=True, options=(("zero", zero),), fsdp=2, tensor=2)
 
 
 def test_a_schedule_from_a_file(tmp_path):

@@ -132,6 +132,29 @@ def test_zero_bubble_table_h2(case: dict[str, Any]) -> None:
     assert max(timeline.peak_memory) <= 2 * stages - 1
 
 
+V_NAMES = {"vhalf": "v-half", "vmin": "v-min"}
+
+
+@cases("vsched.")
+def test_controllable_memory(case: dict[str, Any]) -> None:
+    """V-Half and V-Min hold no more than the published scheduler's, and are busy for no longer."""
+    inputs, expected = case["inputs"], case["expected"]
+    schedule = make_schedule(V_NAMES[inputs["schedule"]], inputs["p"], inputs["m"])
+    assert check_schedule(schedule) == []
+    timeline = simulate(schedule)
+    assert max(timeline.peak_in_flight) <= expected["peak_inflight"]
+    assert timeline.span <= expected["span"]
+
+
+@cases("vtable.")
+def test_controllable_memory_table(case: dict[str, Any]) -> None:
+    """Their bubble is at most a half and two thirds of that of 1F1B, whatever the number of microbatches."""
+    stages = case["inputs"]["p"]
+    for microbatches in (stages, 3 * stages, 5 * stages + 1):
+        timeline = simulate(make_schedule(V_NAMES[case["inputs"]["schedule"]], stages, microbatches))
+        assert timeline.makespan - timeline.ideal <= case["expected"]
+
+
 @cases("deepspeed.trainschedule")
 def test_deepspeed(case: dict[str, Any], tmp_path: Path) -> None:
     """DeepSpeed's table of slots, read as a file, is our 1F1B; so are its slots and buffers."""
@@ -163,6 +186,6 @@ def test_megatron_warmup(case: dict[str, Any]) -> None:
 def test_every_case_is_used() -> None:
     """No published case is in the file without a test."""
     parsed = ("sched.", "check.", "bubble.ratio", "bubble.dp", "bubble.rate", "gpipe.negligible", "zb.table2.1f1b")
-    parsed += ("zb.table2.zb_h1", "zb.table2.zb_h2", "deepspeed.trainschedule", "megatron.warmup")
+    parsed += ("vsched.", "vtable.", "zb.table2.zb_h1", "zb.table2.zb_h2", "deepspeed.trainschedule", "megatron.warmup")
     assert [case["id"] for case in CASES if not case["id"].startswith(parsed)] == []
     assert all(case["source"] for case in CASES)

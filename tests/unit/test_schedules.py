@@ -199,16 +199,37 @@ def test_fill_bubbles(stages: int, microbatches: int, placement: str, more: int)
     schedule = fill_bubbles(stages, microbatches, limit, placement=placement)
     assert check_schedule(schedule) == []
     assert max(simulate(schedule).peak_memory) <= limit
+    assert placement == "loop" or max(simulate(schedule).peak_in_flight) <= limit
     timeline = simulate(fill_bubbles(stages, microbatches + 2 * stages, limit, placement=placement))
     assert timeline.span == timeline.ideal
 
 
+@pytest.mark.parametrize(("placement", "least"), [("loop", 1), ("v", 2)])
+def test_any_limit(placement: str, least: int) -> None:
+    """From the memory of one microbatch on, every limit gives a schedule within it, and more memory no more bubble."""
+    for stages, microbatches in ((1, 3), (3, 2), (5, 11)):
+        spans = []
+        for limit in range(least, 2 * stages + 2):
+            schedule = fill_bubbles(stages, microbatches, limit, placement=placement)
+            assert check_schedule(schedule) == []
+            timeline = simulate(schedule)
+            assert max(timeline.peak_in_flight if placement == "v" else timeline.peak_memory) <= limit
+            spans.append(timeline.span)
+        assert spans == sorted(spans, reverse=True)
+
+
+def test_v_half_of_many() -> None:
+    """A schedule of 16 stages and 64 microbatches does not take long, and one is the same each time."""
+    assert max(simulate(make_schedule("v-half", 16, 64)).peak_in_flight) == 18
+    assert make_schedule("v-min", 4, 8) == make_schedule("v-min", 4, 8)
+
+
 def test_fill_bubbles_refuses() -> None:
-    """A limit with which the pipeline stops is refused with the arithmetic, and so are counts below one."""
-    with pytest.raises(
-        ScheduleError, match=r"every stage is full(.|\n)*limit = 4 activations, stages = 4(.|\n)*fix: 8"
-    ):
-        fill_bubbles(4, 8, 4, placement="v")
+    """A limit below one microbatch is refused with the arithmetic, and so are counts below one."""
+    with pytest.raises(ScheduleError, match=r"does not hold one microbatch(.|\n)*limit = 1(.|\n)*fix: 2 or more; 8"):
+        fill_bubbles(4, 8, 1, placement="v")
+    with pytest.raises(ScheduleError, match="limit = 0"):
+        fill_bubbles(4, 8, 0)
     with pytest.raises(ScheduleError, match="stages: is 0"):
         fill_bubbles(0, 8, 0)
 
