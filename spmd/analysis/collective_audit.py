@@ -8,7 +8,8 @@ print(audit)
 expect_collectives(audit, all_gather={"fsdp": 64_000_000}, all_to_all=0)
 ```
 
-`spmd.analysis.collectives` defines payloads, and the forms in which backends write a collective.
+Bytes are those on the wire: an all-reduce is twice its buffer (`spmd.analysis.collective_record`). Backends write some
+collectives in other forms (`spmd.analysis.collectives`).
 """
 
 import collections
@@ -21,7 +22,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from spmd.analysis.collectives import Collective, find_collectives
+from spmd.analysis.collective_record import Collective
+from spmd.analysis.collectives import find_collectives
 from spmd.analysis.hlo import parse
 from spmd.errors import MeshError, Problem
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, slice_numbers
@@ -58,7 +60,7 @@ class CollectiveAudit:
     slices: Mapping[str, int]
 
     def bytes(self, kind: str | None = None, axes: str | None = None, *, crossing: bool = False) -> int:
-        """Return the bytes of one step on one device, of all collectives or only of some.
+        """Return the bytes that one device sends in one step, of all collectives or only of some.
 
         Those of a kind (`"all-gather"`), over exactly some axes (`"data+fsdp"`), or between slices (`crossing`).
         """
@@ -73,17 +75,21 @@ class CollectiveAudit:
     def __str__(self) -> str:
         # At most 120 columns wide.
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
-        parts = [f"mesh {axes}   {self.backend}   {human_bytes(self.bytes())} in each step on each device"]
+        parts = [f"mesh {axes}   {self.backend}   each device sends {human_bytes(self.bytes())} in each step"]
         if self.slices:
             axes = " ".join(f"{axis}={count}" for axis, count in self.slices.items())
             head = f"over the slow network, slices {axes}: {human_bytes(self.bytes(crossing=True))} in each step"
             parts.append("\n".join([head, *_lines(self.by_axes(crossing=True))]))
         if self.records:
-            heading = ("bytes", "kind", "over", "runs", "each")
+            heading = ("on the wire", "kind", "over", "runs", "buffer")
             by_source = _grouped(self.records, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
             parts.append("\n".join(_lines(self.by_axes(), heading)))
             parts.append("\n".join(_lines(by_source, (*heading, "of", "at"))))
         notes = {f"{r.kind} is written as {r.written_as}" for r in self.records if r.written_as}
+        in_vain = (r for r in self.records if r.kind == "all-reduce" and r.stands_for and r.payload >= MIN_BYTES)
+        for (means, over), records in _grouped(in_vain, lambda r: (r.stands_for, r.over)).items():
+            sent = human_bytes(sum(r.bytes for r in records))
+            notes.add(f"of all-reduce over {over}, {sent} stand for {means}s, with twice their bytes")
         notes |= {"≥: a loop of unknown length is counted once" for r in self.records if not r.is_counted}
         notes |= {"?: in a branch that may not be taken" for r in self.records if r.is_conditional}
         parts += ["\n".join(sorted(notes))] if notes else []
@@ -154,9 +160,12 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
             if {*BATCH_AXES, *inner}.intersection(axes) and record.bytes >= MIN_SHARE * total:
                 fix = "name it in the rule table, with the axes it arrives with"
                 yield Problem(where, "is no parameter and is made whole on every device", amount, fix)
-        elif record.kind == "reduce-scatter" and record.written_as and not record.is_fused and backend != "cpu":
+        elif record.kind == "all-reduce" and record.stands_for and backend != "tpu":
+            # On TPUs it is the compiler's choice for whole slices and small arrays, so the tables have a note instead.
             fix = "constrain the sum to the sharding of its use right where it is made"
-            yield Problem(where, "is an all-reduce of which each device keeps one part", amount, fix)
+            yield Problem(
+                where, f"is an all-reduce where {record.stands_for} would send half of the bytes", amount, fix
+            )
         if not record.is_counted:
             yield Problem(where, "runs in a loop of unknown length", amount, "multiply by what you know of the loop")
     for line in dict.fromkeys(line for line in log if _REMATERIALIZATION in line):
@@ -182,10 +191,12 @@ def expect_collectives(
     """Assert the collectives of a step, and return its audit; kinds that are not named are not checked.
 
     `step` is an audit or a train step; `batch` has arrays or `jax.ShapeDtypeStruct`s, by default of the shapes that the
-    step was last compiled for. An expectation is the bytes per step on one device over all axes, 0 for none at all; or
-    a dictionary from axes (`"fsdp"`, `"data+fsdp"`) to bytes, or to `...` for any amount: then exactly these axes
-    occur. They may differ by `tolerance`, relative to those expected; collectives with a payload of fewer than
-    `ignore_below` bytes do not count. A reduce-scatter that is written as an all-reduce counts as a reduce-scatter.
+    step was last compiled for. An expectation is the bytes that one device sends in a step over all axes, 0 for none at
+    all; or a dictionary from axes (`"fsdp"`, `"data+fsdp"`) to bytes, or to `...` for any amount: then exactly these
+    axes occur. An all-reduce is twice its buffer, others are their whole array once, whatever the size of the group.
+    Bytes may differ by `tolerance`, relative to those expected; collectives with a payload of fewer than `ignore_below`
+    bytes do not count. XLA:CPU writes reduce-scatters as all-reduces, which count as reduce-scatters there, and only
+    there.
 
     Raises:
         AssertionError: The message lists all differences, and the tables.

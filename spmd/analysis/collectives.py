@@ -1,18 +1,12 @@
-"""Collectives of a parsed program, as records: kind, mesh axes, executions, and the array that is moved.
+"""Search for the collectives of a parsed program: kind, mesh axes, executions, and the array that is moved.
 
-**Payload** is the bytes of one execution on one device, whatever the algorithm:
+Compilers write some collectives in another form, noted in `written_as`:
 
-| kind | payload |
-|---|---|
-| all-gather | the gathered result |
-| reduce-scatter | the input |
-| all-reduce, all-to-all, collective-permute, collective-broadcast | the operand |
-| ragged-all-to-all | the operand: an upper bound |
-
-Compilers write some collectives in another form. They are read as what they stand for, and noted in `written_as`:
-
-- An all-reduce of which each device keeps only its own shard is a reduce-scatter. XLA:CPU always writes the
-  partitioner's reduce-scatter this way; a TPU runs the two as one operation if they are fused.
+- The partitioner's reduce-scatter is an all-reduce of which each device keeps only its own part. XLA:GPU makes a
+  reduce-scatter of it, XLA:TPU a fusion `all-reduce-scatter`, and XLA:CPU nothing: there it counts as a reduce-scatter.
+  Elsewhere one that is left counts as the all-reduce it is; a TPU leaves them over most whole slices.
+- XLA:TPU makes all-reduces, of zeros with each device's own part, of small gathers and of gathers over a slice without
+  wrap-around links. They count as the all-reduces they are.
 - XLA:CPU converts 16-bit floats to float32 before a collective, and back after it.
 - XLA:CPU keeps all-reduces whose results are only added to each other, where GPU and TPU compilers add first and reduce
   once: the backward pass of several kernels with one input, under tensor parallelism.
@@ -26,16 +20,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from spmd.analysis.collective_record import KINDS, Collective
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, per_device, read_groups, spans
 from spmd.analysis.trip_count import trip_count
 from spmd.layers import manual
 from spmd.plan import annotate, context, fsdp
 
-KINDS = (
-    *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
-    *("collective-permute", "collective-broadcast"),
-)
 _ONE_ARRAY = ("all-to-all", "ragged-all-to-all")
 _SLICES = {"dynamic-slice", "slice", "slice-done", "slice-start"}
 _GATHERS = {"all-gather", "all-gather-done", "all-gather-start"}
@@ -46,49 +37,6 @@ _MAX_VALUES = 4000
 _WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp, manual))
 
 _Key = tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective:
-    """One array that a collective instruction moves; an instruction that combines several arrays has several records.
-
-    Attributes:
-        axes: Mesh axes, in the mesh's order; None if the groups are no product of axes.
-        is_counted: False in a loop of unknown length, which is counted once.
-        written_as: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
-        is_fused: Whether it is one operation with the slice that follows, so that nothing is moved in vain.
-        operand: Element type and dimensions of the operand on one device.
-        array: The argument of the step that is moved, or whose gradient or new value is made, if known:
-            `params/layers/mlp/up_proj/kernel`.
-        source: `file:line`, the innermost line outside of the wrappers of this package.
-        crosses: Whether a group has devices in several slices, so that the slow network is used.
-    """
-
-    kind: str
-    axes: tuple[str, ...] | None
-    payload: int
-    executions: int = 0
-    is_counted: bool = True
-    is_conditional: bool = False
-    written_as: str
-    is_fused: bool
-    operand: str
-    array: str
-    op_name: str
-    source: str
-    instruction: str
-    groups: str
-    crosses: bool
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of one step on one device."""
-        return self.payload * self.executions
-
-    @property
-    def over(self) -> str:
-        """Axes as text, `data+fsdp`."""
-        return "no product of axes" if self.axes is None else "+".join(self.axes)
 
 
 def find_collectives(
@@ -220,8 +168,14 @@ class _Search:
                 results = [last._replace(element=part + i) for i in range(len(operands))]
             narrow = self._narrow(instruction, operands, arrays[0], results) if self.cpu else ""
             moved = [HloArray(narrow or array.dtype, array.dims) for array in arrays]
-            scatters = kind == "all-reduce" and not pairs and self._keeps_part(results[0], arrays[0], groups)
-            means = "reduce-scatter" if scatters else kind
+            reduces, form, stands_for, source = kind == "all-reduce" and not pairs, kind, "", operands[0]
+            if reduces and name.startswith("all-reduce-scatter"):
+                form, stands_for = "all-reduce-scatter", "reduce-scatter"
+            elif reduces and (own := self._own_part(operands[0], len(groups[0]))):
+                stands_for, source = "all-gather", own
+            elif reduces and self._keeps_part(results[0], arrays[0], groups):
+                stands_for = "reduce-scatter"
+            means = stands_for if stands_for == "reduce-scatter" and (form != kind or self.cpu) else kind
             metadata = self._metadata(name, instruction, results[0])
             key = self._key(name, instruction, part)
             if means == "all-reduce":
@@ -232,10 +186,10 @@ class _Search:
                     kind=means,
                     axes=axes,
                     payload=sum(a.bytes for a in moved) * (max(map(len, places)) if kind == "all-gather" else 1),
-                    written_as=f"{arrays[0].dtype} {kind}" if narrow else kind if kind != means else "",
-                    is_fused=scatters and [c.opcode for _, c, _ in self.program.callers[name][:1]] == ["fusion"],
+                    written_as=f"{arrays[0].dtype} {kind}" if narrow else form if form != means else "",
+                    stands_for=stands_for,
                     operand=str(moved[0]) + (f"×{len(moved)}" if len(moved) > 1 else ""),
-                    array=self._argument(operands[0]) or self._destination(results[0]),
+                    array=self._argument(source) or self._destination(results[0]),
                     op_name=metadata.op_name,
                     source=self._source(metadata),
                     instruction=instruction.name,
@@ -274,6 +228,17 @@ class _Search:
         frames = self.program.frames(metadata)
         outside = [frame for frame in frames if not frame[0].endswith(_WRAPPERS)]
         return next((f"{_relative(file)}:{line}" for file, line in outside or frames), "")
+
+    def _own_part(self, operand: HloValue, members: int) -> HloValue | None:
+        """Return what a device puts into an array that is otherwise zeros, if it is 1/members of that."""
+        whole = self.program.settled(operand)
+        update = self.program.at(whole)
+        if update.opcode != "dynamic-update-slice":
+            return None
+        rest, part = (HloValue(whole.computation, name) for name in update.operands[:2])
+        is_alone = self.program.at(self.program.settled(rest)).opcode == "broadcast"
+        is_part = self.program.at(part).arrays[0].size * members == update.arrays[0].size
+        return part if is_alone and is_part else None
 
     def _keeps_part(self, result: HloValue, array: HloArray, groups: Groups) -> bool:
         """Tell whether each device of a group uses only its own shard of a value, all shards being equal."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "reduce-precision", "reshape", "transpose"}
 _MOVING_CALLS = re.compile(r'custom_call_target="(ConcatBitcast|AsyncCollective\w+)"')
-_CALLS = ("fusion", "call", "async-start")
-_FORWARDS = ("opt-barrier", "async-done", "async-update")
+_CALLS = ("fusion", "call", "async-start", "call-start")
+_FORWARDS = ("opt-barrier", "async-done", "async-update", "call-done", "call-update")
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY\s+)?%?(?P<name>[\w.~-]+)\s*(?:\(.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT\s+)?%?(?P<name>[\w.~-]+) = ")
@@ -145,8 +145,6 @@ class HloModule:
 
     def frames(self, instruction: Instruction) -> list[tuple[str, int]]:
         """Return the (file, line) pairs of an instruction, innermost first; empty if none are recorded."""
-        if file := instruction.attribute(r'source_file="([^"]*)"'):
-            return [(file, int(instruction.attribute(r"source_line=(\d+)") or 0))]
         frames, stack = self.tables.get("StackFrames", {}), []
         number = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
         # Parents' ids are printed one too high: the outermost frame, number 1, is its own parent.
@@ -200,7 +198,9 @@ class HloModule:
                 branches = [name for _, name in call.callees()]
                 return HloValue(caller, call.operands[1 + branches.index(value.computation)], value.element)
             elif role in ("calls", "to_apply", "called_computations") and call.opcode in _CALLS:
-                return HloValue(caller, call.operands[number], value.element)
+                later = [user for user, _ in self.computations[caller].users[call.name] if not call.operands]
+                operands = later[0].operands[1:] if later else call.operands  # those of an asynchronous call may follow
+                return HloValue(caller, operands[number], value.element)
         return None
 
     def _is_invariant(self, loop: Instruction, index: int) -> bool:
@@ -250,7 +250,7 @@ class HloModule:
         if user.opcode == "tuple":
             return [HloValue(computation, user.name, position)] if index is None else []
         if user.opcode in _FORWARDS:
-            return [HloValue(computation, user.name, index)]
+            return [] if position else [HloValue(computation, user.name, index)]
         callees = [(role, name) for role, name in user.callees() if name in self.computations]
         if user.opcode == "while":
             callees = [(role, name) for role, name in callees if role == "body"]

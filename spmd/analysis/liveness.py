@@ -15,7 +15,7 @@ from spmd.analysis.traced_program import Operation, TracedProgram, TracedValue
 _READS_MEMORY = ("dot_general", "ragged_dot", "pallas_call", "scatter-add", "scatter", "gather", "sort", "top_k")
 """Operations that read their operands from memory: nothing is fused into them."""
 
-_WRITTEN = (*_READS_MEMORY, "concatenate", "cumsum", "ppermute")
+_WRITTEN = (*_READS_MEMORY, "all_gather", "concatenate", "cumsum", "ppermute")
 """Operations whose results are written to memory, besides loops and transfers between devices."""
 
 _EXPENSIVE = ("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "div", "pow", "rsqrt", "sqrt", "sin", "cos")
@@ -239,6 +239,6 @@ def _buffer(value: TracedValue, operation: Operation | None, axes: Mapping[str, 
     kind = "saved" if saved else "value"
     if operation and primitive == "scan" and not saved and value in operation.outputs[operation.params["num_carry"] :]:
         kind = "stacked" if operation.params["reverse"] else "saved"
-    elif operation and primitive == "sharding_constraint" and not saved and size > operation.inputs[0].bytes(axes):
-        kind = "gathered"
+    elif operation and primitive in ("all_gather", "sharding_constraint") and not saved:
+        kind = "gathered" if size > operation.inputs[0].bytes(axes) else kind
     return Buffer(kind, value.name, value.shape, size, value.on_host)

@@ -51,7 +51,11 @@ class Estimate:
     `held`, `at_peak` and `host` are category → bytes on one device (or in host memory for it).
 
     Attributes:
-        held: At any time of the step.
+        held: Each array once, as it is stored: in shards, and for gradients and logits before any is copied, gathered
+            or converted. It need not be in memory at any one moment.
+        at_peak: Everything in memory at the moment of the most use, copies included: whole gradients that are not
+            reduced yet, logits in two dtypes.
+        copies: Gradients and logits at the peak: category → (global shape, bytes of one) → number of buffers.
         saved: Activation → bytes that the forward pass saves for the backward pass on one device; unnamed ones together
             under the empty name.
         matmul_flops: FLOPs of all matmuls on all devices together, those that a remat policy recomputes included.
@@ -62,6 +66,7 @@ class Estimate:
     saved: Mapping[str, int]
     host: Mapping[str, int]
     matmul_flops: int = 0
+    copies: Mapping[str, Mapping[tuple[str, int], int]] = dataclasses.field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -74,6 +79,10 @@ class Estimate:
             **self.held,
             "total": self.total,
             "at_peak": dict(self.at_peak),
+            "copies": {
+                name: [{"shape": shape, "bytes": size, "count": n} for (shape, size), n in found.items()]
+                for name, found in self.copies.items()
+            },
             "saved": {name or "unnamed": size for name, size in self.saved.items()},
             "host": dict(self.host),
         }
@@ -136,11 +145,15 @@ class MemoryReport:
         }
 
     def __str__(self) -> str:
-        rows = [("", "all of it", "at the peak")]
+        rows = [("", "each array once", "live at the peak")]
         for name, label in CATEGORIES.items():
             held, now = self.estimated.held.get(name, 0), self.estimated.at_peak.get(name, 0)
             if held or now:
-                rows.append((label, human_bytes(held), human_bytes(now)))
+                once = "" if name in ("collectives", "temporaries") else human_bytes(held)
+                rows.append((label, once, human_bytes(now)))
+            copies = self.estimated.copies.get(name, {}) if now > held else {}
+            for (shape, size), count in sorted(copies.items(), key=lambda item: -item[0][1] * item[1])[:3]:
+                rows.append((f"  {count} × [{shape}] of {human_bytes(size)}", "", human_bytes(count * size)))
             if name == "activations":
                 named = sorted(self.estimated.saved.items(), key=lambda item: -item[1])
                 rows += [(f"  {key or 'without a name'}", human_bytes(size), "") for key, size in named if size]
@@ -159,7 +172,7 @@ class MemoryReport:
             label = f"in host memory: for a device, on a host of {each}"
             rows.append((label, human_bytes(host), human_bytes(host * each)))
         width = max(len(label) for label, _, _ in rows)
-        return "\n".join(f"{label.ljust(width)}  {a.rjust(10)}  {b.rjust(11)}".rstrip() for label, a, b in rows)
+        return "\n".join(f"{label.ljust(width)}  {a.rjust(15)}  {b.rjust(16)}".rstrip() for label, a, b in rows)
 
 
 def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estimate:
@@ -189,9 +202,13 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
     shapes = {leaf.shape: "params" for leaf in plan.params if len(leaf.shape) > 1}
     shapes |= {value.shape: "logits" for value in logits}
     now = dict.fromkeys(("grads", "activations", "stages", "logits", "collectives", "temporaries"), 0)
+    copies = {name: collections.Counter[tuple[str, int]]() for name in ("grads", "logits")}
     for buffer in peak_buffers(buffers):
         if not buffer.on_host:
-            now[_category(buffer, shapes)] += buffer.bytes
+            category = _category(buffer, shapes)
+            now[category] += buffer.bytes
+            if category in copies:
+                copies[category]["×".join(map(str, buffer.shape)), buffer.bytes] += 1
     now["temporaries"] += heap_bytes(buffers) - sum(now.values())  # fragmentation
     saved = collections.Counter[str]()
     arguments, host = _state_bytes(plan)
@@ -209,7 +226,7 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
         "collectives": now["collectives"],
         "temporaries": now["temporaries"],
     }
-    return Estimate(held, arguments | now, saved, host, matmul_flops(program))
+    return Estimate(held, arguments | now, saved, host, matmul_flops(program), copies)
 
 
 def read_memory(compiled: jax.stages.Compiled) -> CompiledMemory | None:

@@ -143,6 +143,8 @@ def per_device(program: HloModule, value: HloValue, devices: int) -> np.ndarray 
     opcode = instruction.opcode
     if opcode == "partition-id":
         return np.arange(devices)[:, None]
+    if opcode == "replica-id":  # a JAX program is one replica
+        return np.zeros((devices, 1), int)
     if not instruction.is_move and opcode not in (*_INTEGERS, "constant", "dynamic-slice"):
         return None
     array = instruction.arrays[0]

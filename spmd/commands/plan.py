@@ -132,6 +132,7 @@ def _to_json(
         **setup.plan.to_json(),
         "pipeline": pipeline_line(setup).strip() or None,
         "topology": str(report.topology),
+        "wrap": report.topology.wrap,
         "xla": {name: [dataclasses.asdict(flag) for flag in some] for name, some in flags.items()},
         "memory": memory,
         "fits": fits,
@@ -147,4 +148,5 @@ def _print_plan(
     if init:
         print(init)
     print(flags_text(setup, platform), exports(platform), sep="", end="")
-    print(f"\nmemory of one device, {report.topology}\n{report}")
+    links = f" ({report.topology.links})" if report.topology.links else ""
+    print(f"\nmemory of one device, {report.topology}{links}\n{report}")

@@ -41,7 +41,7 @@ AXES = ["data", "fsdp", "tensor", ("data", "fsdp"), ("data", "tensor"), ("fsdp",
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_each_kind_over_each_axis(mesh, axes) -> None:
-    """Every kind, over each axis and each pair, has exactly its bytes by the convention of its kind."""
+    """Every kind, over each axis and each pair, has exactly its payload, and an all-reduce twice that on the wire."""
     over = axes if isinstance(axes, str) else "+".join(axes)
     n = 2 if isinstance(axes, str) else 2 ** len(axes)
     ring = [(i, (i + 1) % n) for i in range(n)]
@@ -53,7 +53,9 @@ def test_each_kind_over_each_axis(mesh, axes) -> None:
         "collective-permute": (lambda x: jax.lax.ppermute(x, axes, ring), LOCAL),
     }
     for kind, (f, payload) in programs.items():
-        assert summary(audit(mesh, f)) == [(kind, over, payload, 1)], kind
+        audited = audit(mesh, f)
+        assert summary(audited) == [(kind, over, payload, 1)], kind
+        assert audited.bytes() == payload * (2 if kind == "all-reduce" else 1), kind
 
 
 def test_sixteen_bits(mesh) -> None:
@@ -258,19 +260,78 @@ ROOT part = f32[2,8]{1,0} dynamic-slice(whole, rows, zero), dynamic_slice_sizes=
 """
 
 
-@pytest.mark.parametrize(
-    ("operation", "kind"),
-    [("remainder", "reduce-scatter"), ("divide", "all-reduce"), ("add", "all-reduce")],
-)
-def test_all_reduce_and_slice(operation, kind) -> None:
-    """An all-reduce is a reduce-scatter if the devices of a group keep different parts of it, and only then."""
+@pytest.mark.parametrize(("operation", "keeps_part"), [("remainder", True), ("divide", False), ("add", False)])
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_all_reduce_and_slice(operation, keeps_part, backend) -> None:
+    """An all-reduce of which each device keeps another part is a reduce-scatter on a CPU, where XLA has no other; on
+    other backends it is the all-reduce that it is, with its bytes and a warning or, as a TPU does it always, a note."""
     body = SCATTERED.replace("OP", operation).replace("PAIRS", PAIRS)
     if operation == "add":
         body = body.replace("ROOT part", "part") + "ROOT used = (f32[4,8]{1,0}, f32[2,8]{1,0}) tuple(whole, part)\n"
-    audited = audit_collectives(text(body, ADD), CUBE, backend="gpu")
+    audited = audit_collectives(text(body, ADD), CUBE, backend=backend)
+    kind = "reduce-scatter" if keeps_part and backend == "cpu" else "all-reduce"
     assert summary(audited) == [(kind, "tensor", 128, 1), ("all-reduce", "tensor", 4, 1)]
-    assert bool(audited.warnings) is (kind == "reduce-scatter")
-    assert not audit_collectives(text(body, ADD), CUBE, backend="cpu").warnings
+    assert [r.stands_for for r in audited.records] == ["reduce-scatter" if keeps_part else "", ""]
+    assert audited.bytes() == (128 if kind == "reduce-scatter" else 256) + 8
+    assert bool(audited.warnings) is (keeps_part and backend == "gpu")
+    expect_collectives(audited, **{kind.replace("-", "_"): {"tensor": audited.records[0].bytes}}, ignore_below=8)
+
+
+FUSED = """
+all-reduce-scatter.1 {
+  p = f32[3,8]{1,0} parameter(0)
+  nought = f32[] constant(0)
+  x = f32[4,8]{1,0} pad(p, nought), padding=0_1x0_0
+  r = f32[4,8]{1,0} all-reduce(x), PAIRS, to_apply=add
+  start = u32[] parameter(1)
+  zero = u32[] constant(0)
+  ROOT part = f32[2,8]{1,0} dynamic-slice(r, start, zero), dynamic_slice_sizes={2,8}
+}
+"""
+
+
+def test_a_tpu_fuses_an_all_reduce_and_a_slice() -> None:
+    """Then it is a reduce-scatter, however the places of parts are computed; in another fusion it is not."""
+    body = """
+        x = f32[3,8]{1,0} parameter(0)
+        start = u32[] parameter(1)
+        ROOT s = f32[2,8]{1,0} fusion(x, start), kind=kCustom, calls=NAME
+    """
+    for name, kind in (("all-reduce-scatter.1", "reduce-scatter"), ("fused_computation", "all-reduce")):
+        called = FUSED.replace("PAIRS", PAIRS).replace("all-reduce-scatter.1", name)
+        audited = audit_collectives(text(body.replace("NAME", name), ADD + called), CUBE, backend="tpu")
+        assert summary(audited) == [(kind, "tensor", 128, 1)]
+        assert audited.bytes() == (128 if kind == "reduce-scatter" else 256)
+        assert not audited.warnings
+        assert ("reduce-scatter is written as all-reduce-scatter" in str(audited)) is (kind == "reduce-scatter")
+
+
+@pytest.mark.parametrize(
+    ("rows", "into", "stands_for"), [(2, "zeros", "all-gather"), (1, "zeros", ""), (2, "others", "")]
+)
+def test_an_all_reduce_of_zeros_with_own_parts(rows, into, stands_for) -> None:
+    """It is an all-reduce with twice the bytes of the gather that it stands for, of the array that the parts are of."""
+    body = f"""
+        x = f32[{rows},8]{{1,0}} parameter(0), metadata={{op_name="state.params['mlp']['kernel']"}}
+        id = u32[] partition-id()
+        zero = u32[] constant(0)
+        nought = f32[] constant(0)
+        zeros = f32[4,8]{{1,0}} broadcast(nought), dimensions={{}}
+        others = f32[4,8]{{1,0}} parameter(1)
+        own = f32[4,8]{{1,0}} dynamic-update-slice({into}, x, id, zero)
+        ROOT r = f32[4,8]{{1,0}} all-reduce(own), PAIRS, to_apply=add
+    """
+    audited = audit_collectives(text(body.replace("PAIRS", PAIRS), ADD), CUBE, backend="tpu")
+    assert [(r.kind, r.bytes, r.stands_for) for r in audited.records] == [("all-reduce", 256, stands_for)]
+    assert (audited.records[0].array == "params/mlp/kernel") is bool(stands_for)
+
+
+def test_a_note_tells_what_is_sent_in_vain() -> None:
+    """All-reduces of a TPU that stand for another collective are summed in one line, and not warned of."""
+    body = SCATTERED.replace("OP", "remainder").replace("PAIRS", PAIRS).replace("4,8", "4,800").replace("2,8", "2,800")
+    audited = audit_collectives(text(body, ADD), CUBE, backend="tpu")
+    assert "of all-reduce over tensor, 25 KiB stand for reduce-scatters, with twice their bytes" in str(audited)
+    assert not audited.warnings
 
 
 GATHERED = """
@@ -320,21 +381,23 @@ def known(mesh):
 def test_expectations(known) -> None:
     """Exact bytes, any amount, axes in any order, and kinds that must not occur all pass where they are true."""
     size = 8 * LOCAL
-    reduced = {"data": 2 * size, "tensor+data": ...}
-    expect_collectives(known, all_reduce=3 * size, all_gather={"fsdp": 2 * size}, all_to_all=0, collective_permute={})
+    reduced = {"data": 2 * 2 * size, "tensor+data": ...}
+    expect_collectives(
+        known, all_reduce=2 * 3 * size, all_gather={"fsdp": 2 * size}, all_to_all=0, collective_permute={}
+    )
     expect_collectives(known, all_reduce=reduced, reduce_scatter=0)
-    assert known.bytes("all-reduce", "tensor+data") == size
+    assert known.bytes("all-reduce", "tensor+data") == 2 * size
     assert known.bytes("all-gather") == 2 * size
-    assert known.bytes() == 5 * size
+    assert known.bytes() == 8 * size
 
 
 @pytest.mark.parametrize(
     ("expected", "message"),
     [
-        ({"all_reduce": 0}, "all-reduce over all axes: 12,288 bytes in each step; expected 0"),
+        ({"all_reduce": 0}, "all-reduce over all axes: 24,576 bytes in each step; expected 0"),
         (
-            {"all_reduce": {"data": 2 * 8 * LOCAL}},
-            r"all-reduce over data\+tensor: 4,096 bytes in each step; expected 0",
+            {"all_reduce": {"data": 4 * 8 * LOCAL}},
+            r"all-reduce over data\+tensor: 8,192 bytes in each step; expected 0",
         ),
         ({"all_gather": {"fsdp": 8000}}, "all-gather over fsdp: 8,192 bytes in each step; expected 8,000"),
         ({"all_to_all": {"fsdp": ...}}, "all-to-all over fsdp: expected, and there is none"),
@@ -353,8 +416,8 @@ def test_table_and_json(known) -> None:
     assert lines[0].startswith("mesh data=2 fsdp=2 tensor=2   cpu")
     assert max(map(len, lines)) <= 120
     assert [line.split()[2:] for line in lines[3:6]] == [
-        ["all-gather", "fsdp", "1", "8", "KiB"],
         ["all-reduce", "data", "2", "4", "KiB"],
+        ["all-gather", "fsdp", "1", "8", "KiB"],
         ["all-reduce", "data+tensor", "1", "4", "KiB"],
     ]
     values = json.loads(json.dumps(known.to_json()))

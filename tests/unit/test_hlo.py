@@ -250,6 +250,32 @@ def test_values_pass_through_loops() -> None:
     assert [user for _, user, _ in p.uses(HloValue("main", "x"))] == [None]
 
 
+@pytest.mark.parametrize(
+    ("start", "update", "last"),
+    [("call-start(x)", "", "start"), ("call-start()", "update = f32[2] call-update(start, x)", "update")],
+)
+def test_values_pass_through_asynchronous_calls(start, update, last) -> None:
+    """A TPU7x's SparseCores run collectives as calls, whose operands newer compilers name in the update."""
+    p = program(f"""
+        HloModule m, num_partitions=4
+
+        called {{
+          q = f32[2] parameter(0)
+          ROOT r = f32[2] all-reduce(q), replica_groups={{}}, to_apply=add
+        }}
+
+        ENTRY main {{
+          x = f32[2] parameter(0)
+          start = ((f32[2]), f32[2]) {start}, to_apply=called
+          {update}
+          ROOT done = f32[2] call-done({last})
+        }}
+    """)
+    assert p.producer(HloValue("main", "done")) == HloValue("called", "r")
+    assert p.producer(HloValue("called", "q")) == HloValue("main", "x")
+    assert [user for _, user, _ in p.uses(HloValue("called", "r"))] == [None]
+
+
 def test_per_device() -> None:
     """Offsets that devices compute from their number are computed for each, from tables too; others are not known."""
     p = program("""
@@ -281,7 +307,7 @@ def test_per_device() -> None:
 
 
 def test_frames() -> None:
-    """Source lines come from the tables above the program, parents' numbers being one too high, or from metadata."""
+    """Source lines come from the tables above the program, parents' numbers being one too high."""
     p = program("""
         HloModule m
 
@@ -303,11 +329,11 @@ def test_frames() -> None:
 
         ENTRY main {
           a = f32[] parameter(0), metadata={op_name="a" stack_frame_id=2}
-          b = f32[] negate(a), metadata={op_name="b" source_file="/src/old.py" source_line=3}
+          b = f32[] negate(a), metadata={op_name="b" stack_frame_id=1}
           ROOT c = f32[] negate(b)
         }
     """)
     body = p.computations["main"].instructions
     assert p.frames(body["a"]) == [("/src/model.py", 6), ("/src/train.py", 20)]
-    assert p.frames(body["b"]) == [("/src/old.py", 3)]
+    assert p.frames(body["b"]) == [("/src/train.py", 20)]
     assert p.frames(body["c"]) == []

@@ -154,6 +154,22 @@ def test_inside_a_manual_region_values_are_parts():
     assert traced.outputs[0].bytes(AXES) == 4 * 3 * 4
 
 
+def test_what_a_manual_region_gathers_is_no_gradient():
+    """A kernel that a region gathers has its shape, and is a gathered array; a product of that shape is none."""
+
+    def function(x, kernel):
+        specs = {"in_specs": (P("fsdp"), P("fsdp")), "out_specs": P("fsdp"), "axis_names": {"fsdp"}}
+
+        def local(x, kernel):
+            whole = jax.lax.all_gather(kernel, "fsdp", tiled=True)
+            return x @ whole @ (x.T @ x)
+
+        return jax.shard_map(local, mesh=MESH, **specs, check_vma=False)(x, kernel)
+
+    buffers = find_buffers(program(function, ((32, 8), P("fsdp")), ((8, 8), P("fsdp"))), AXES)
+    assert sorted(b.kind for b in buffers if b.shape == (8, 8)) == ["gathered", "value"]
+
+
 def test_a_tpu_rounds_what_it_only_multiplies():
     """What products alone read takes half the bytes, in stacks of a loop too; but not for a sum or a high precision."""
 
@@ -222,6 +238,8 @@ def test_the_state_is_what_the_plan_says(zero):
     assert estimate.held["optimizer"] == known["optimizer_state"]
     assert estimate.held["batch"] == 3 * 8 * 16 * 4 // 4
     assert estimate.total == sum(estimate.at_peak.values())
+    for name, found in estimate.copies.items():
+        assert sum(size * count for (_, size), count in found.items()) == estimate.at_peak[name]
 
 
 def test_activations_follow_the_policy_the_batch_and_the_dtype():
@@ -233,6 +251,27 @@ def test_activations_follow_the_policy_the_batch_and_the_dtype():
     none = estimate_memory(step(3), batch(), "tpu")
     assert none.held["activations"] > 5 * full.held["activations"]
     assert estimate_memory(step(3), batch(16), "tpu").held["activations"] == 2 * none.held["activations"]
+
+
+def test_the_ledger_says_what_its_columns_are():
+    """Each array once, and all copies at the peak; where these are more, the largest are named by their shape."""
+    held = {"params": 2**20, "grads": 2**20, "logits": 2**20, "collectives": 7, "temporaries": 7}
+    now = {**held, "grads": 6 * 2**20, "logits": 2**19}
+    copies = {"grads": {("64×4096", 2 * 2**20): 2, ("8×8", 2**20): 2}, "logits": {("4×4", 2**19): 1}}
+    lines = str(MemoryReport(parse_topology("cpu:8"), Estimate(held, now, {}, {}, 0, copies))).splitlines()
+    assert [line.split("  ") for line in map(str.strip, lines[:1])] == [["each array once", "live at the peak"]]
+    rows = [[cell for cell in line.strip().split("  ") if cell] for line in lines[1:]]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["parameters", "1 MiB", "1 MiB"],
+        ["gradients", "1 MiB", "6 MiB"],
+        ["2 × [64×4096] of 2 MiB", "4 MiB"],
+        ["2 × [8×8] of 1 MiB", "2 MiB"],
+        ["logits and loss", "1 MiB", "512 KiB"],
+        ["gathered arrays", "7 B"],
+        ["temporaries", "7 B"],
+        ["estimated on each device", "7.5 MiB"],
+    ]
+    assert {len(line) for line in lines if line.endswith("B")} == {len(lines[0])}
 
 
 def test_the_ledger_compares_with_the_chip():

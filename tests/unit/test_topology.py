@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
@@ -35,6 +36,51 @@ def test_sizes(name, chips, devices, hosts, gib):
     assert (topology.chips, topology.devices, topology.hosts) == (chips, devices, hosts)
     assert topology.memory == int(gib * 2**30)
     assert str(topology) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap", "links"),
+    [
+        ("v5p:4x4x8", (True, True, True), "links wrap around in x, y, z"),
+        ("v4:4x4x4", (True, True, True), "links wrap around in x, y, z"),
+        ("tpu7x:4x8x12", (True, True, True), "links wrap around in x, y, z"),
+        ("v5p:2x4x4", (False, False, False), "no links wrap around"),
+        ("v4:4x4x2", (False, False, False), "no links wrap around"),
+        ("tpu7x:2x2x2", (False, False, False), "no links wrap around"),
+        ("v5e:16x16", (True, True, False), "links wrap around in x, y"),
+        ("v6e:8x16", (False, True, False), "links wrap around in y"),
+        ("v5e:8x8", (False, False, False), "no links wrap around"),
+        ("2xv5e:16x16", (True, True, False), "links wrap around in x, y"),
+        ("2xv5p:2x2x1", (False, False, False), "no links wrap around"),
+        (
+            "2xv5p:4x4x8",
+            (True, True, True),
+            "links wrap around in x, y, z, which the compiler does not use for several",
+        ),
+        ("h100:16x8", (), ""),
+        ("cpu:16", (), ""),
+    ],
+)
+def test_links_that_wrap_around(name, wrap, links):
+    """Whole cubes of 4 × 4 × 4 chips in all dimensions, and a pod's 16 chips in theirs; a plan says which."""
+    topology = parse_topology(name)
+    assert topology.wrap == wrap
+    assert topology.links.removesuffix(" slices") == links
+
+
+@pytest.mark.parametrize("name", ["v5p:4x4x8", "v5e:16x16", "2xv5e:2x2"])
+def test_the_compiler_is_told_which_links_wrap_around(name, monkeypatch):
+    """The description of a machine has them, those of several slices too."""
+    asked = {}
+
+    def describe(name, platform, **options):
+        asked.update(options)
+        return types.SimpleNamespace(devices=())
+
+    monkeypatch.setattr(room.topologies, "get_topology_desc", describe)
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: True)
+    assert room.topology_devices(parse_topology(name)) == []
+    assert asked["wrap"] == parse_topology(name).wrap
 
 
 def test_simulated_devices_have_no_memory_of_their_own():

@@ -1,0 +1,66 @@
+"""Records of collectives: their kinds, and how many bytes they count.
+
+**Payload** is the array of one execution on one device. **Bytes** are what goes over the wire for it, of one device:
+
+| kind | payload | bytes |
+|---|---|---|
+| all-gather | the gathered result | payload |
+| reduce-scatter | the input | payload |
+| all-reduce | the operand | 2 × payload: a reduce-scatter and an all-gather of it |
+| all-to-all, collective-permute, collective-broadcast | the operand | payload |
+| ragged-all-to-all | the operand | payload: an upper bound |
+
+These are the figures of the ZeRO paper (arXiv:1910.02054, section 7). Of a group of n devices each sends (n − 1)/n of
+them, except for permutes; the factor is left out everywhere, so that figures do not depend on the number of devices.
+"""
+
+import dataclasses
+
+KINDS = (
+    *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One array that a collective instruction moves; an instruction that combines several arrays has several records.
+
+    Attributes:
+        axes: Mesh axes, in the mesh's order; None if the groups are no product of axes.
+        is_counted: False in a loop of unknown length, which is counted once.
+        written_as: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
+        stands_for: What would do in place of an all-reduce: `"reduce-scatter"` where each device keeps only its own
+            part, `"all-gather"` where each adds its own part to zeros; else empty.
+        operand: Element type and dimensions of the operand on one device.
+        array: The argument of the step that is moved, or whose gradient or new value is made, if known:
+            `params/layers/mlp/up_proj/kernel`.
+        source: `file:line`, the innermost line outside of the wrappers of this package.
+        crosses: Whether a group has devices in several slices, so that the slow network is used.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    payload: int
+    executions: int = 0
+    is_counted: bool = True
+    is_conditional: bool = False
+    written_as: str
+    stands_for: str
+    operand: str
+    array: str
+    op_name: str
+    source: str
+    instruction: str
+    groups: str
+    crosses: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one device sends in one step."""
+        return self.payload * self.executions * (2 if self.kind == "all-reduce" else 1)
+
+    @property
+    def over(self) -> str:
+        """Axes as text, `data+fsdp`."""
+        return "no product of axes" if self.axes is None else "+".join(self.axes)
