@@ -222,11 +222,8 @@ def _dit() -> Stranger:
 
 
 def _lora() -> Stranger:
-    lora, base, rules = (
-        LoRAConfig(targets=("q_proj/kernel", "v_proj/kernel", "up_proj/kernel"), rank=2),
-        tiny.model(),
-        tiny.plan().rules,
-    )
+    lora = LoRAConfig(targets=("q_proj/kernel", "v_proj/kernel", "up_proj/kernel"), rank=2)
+    base, rules = tiny.model(), tiny.plan().rules
     model = with_lora(base, lora, rules)
     batches = functools.partial(token_batches, (BATCH, 16), tiny.CONFIG.vocab)
     return Stranger(model, lora_rules(base, lora, rules), next_token_loss(model), batches)

@@ -102,9 +102,8 @@ class Sweep:
                 yield f"{name}  refused: {first.where} {first.what}" + (f" (and {len(others)} more)" if others else "")
                 continue
             if not self.compared:
-                allowed = {
-                    row.what: min(r.tolerance for r in parity.rows if r.what == row.what) for row in parity.worst()
-                }
+                tightest = {row.what: row.tolerance for row in sorted(parity.rows, key=lambda row: -row.tolerance)}
+                allowed = {row.what: tightest[row.what] for row in parity.worst()}
                 yield f"{self.check};"
                 yield "the largest differences from one device, relative to the largest value of each leaf:"
                 yield " " * width + "".join(f"{kind:>{_column(kind)}}" for kind in allowed)

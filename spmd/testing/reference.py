@@ -154,8 +154,8 @@ class Reference:
             own = {path: x for path, x in own.items() if not path.startswith(f"variables/{LOSS_SCALE}/")}
             moved = _moved(own, seed, float(jnp.finfo(self.plan.precision.compute_dtype).eps))
             inputs, structure = jax.tree.flatten(batch)
-            inputs = _moved({str(n): np.asarray(x) for n, x in enumerate(inputs)}, seed)
-            return take(before | moved, jax.tree.unflatten(structure, inputs.values()))
+            near = _moved({str(n): np.asarray(x) for n, x in enumerate(inputs)}, seed)
+            return take(before | moved, jax.tree.unflatten(structure, near.values()))
 
         return Expected.of(take(before, batch), map(twin, range(TWINS)))
 
