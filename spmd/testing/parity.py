@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from spmd.model_api.precision import Precision
-
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
@@ -36,11 +34,6 @@ TOLERANCES = {
 """Tolerances by the dtype of computation."""
 
 
-def tolerance_of(precision: Precision) -> Tolerance:
-    """Return the tolerance for a precision policy."""
-    return TOLERANCES[precision.compute]
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One comparison: the largest difference relative to the largest value, the tolerance, and why it is special.
@@ -48,6 +41,7 @@ class Row:
     Attributes:
         step: The step, from 1; 0 for what is before the first.
         error: Infinite if one side alone has a value that is not finite.
+        nan: Number of elements that are not finite on both sides, which are not compared.
     """
 
     what: str
@@ -56,6 +50,7 @@ class Row:
     tolerance: float
     why: str = ""
     step: int = 0
+    nan: int = 0
 
     @property
     def ok(self) -> bool:
@@ -133,9 +128,9 @@ BLUNT = 1e-2
 """Tolerance above which a leaf is named, since an error of 1 % would not show there."""
 
 
-def badness(row: Row) -> tuple[float, float]:
-    """Return the order of rows: by the error in units of the tolerance, then by the tightest tolerance."""
-    return row.error / row.tolerance if row.tolerance else row.error * 1e12, -row.tolerance
+def badness(row: Row) -> tuple[bool, int, float, float]:
+    """Return the order of rows: failures, then NaN, then the error in units of the tolerance, then the tightest."""
+    return not row.ok, row.nan, row.error / row.tolerance if row.tolerance else row.error * 1e12, -row.tolerance
 
 
 def worst_of_each(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -179,7 +174,7 @@ def compare_leaf(row: Row, found: np.ndarray, expected: np.ndarray, scale: float
         return dataclasses.replace(row, error=error, why=why)
     why, most = max(allowed.items(), key=lambda item: item[1], default=("", 0.0))
     if ours:
-        row = dataclasses.replace(row, why=f"nan on both sides, in {ours} of {found.size}")
+        row = dataclasses.replace(row, nan=ours, why=f"nan on both sides, in {ours} of {found.size}")
     if most / scale > row.tolerance:
         row = dataclasses.replace(row, tolerance=most / scale, why=", ".join(filter(None, [row.why, why])))
     return dataclasses.replace(row, error=error)

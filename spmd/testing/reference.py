@@ -13,7 +13,7 @@ Accuracy and Stability of Numerical Algorithms, 2nd edition, sections 3.1 and 4.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +23,10 @@ import numpy as np
 from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
-from spmd.model_api.precision import LOSS_SCALE
+from spmd.model_api.precision import LOSS_SCALE, Precision
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding
-from spmd.testing.parity import Parity, Row, Tolerance, compare_leaf, distance, largest, tolerance_of, worst_of_each
+from spmd.testing.parity import TOLERANCES, Parity, Row, Tolerance, compare_leaf, distance, largest, worst_of_each
 from spmd.train.offloaded_update import make_update
 from spmd.train.state import TrainState, abstract_state, init_state
 from spmd.train.step import TrainStep, make_train_step
@@ -40,6 +40,8 @@ FLOOR = 1e-7
 
 Leaves = dict[str, np.ndarray]
 """Path → array on the host."""
+Noisy = dict[str, dict[str, tuple[np.ndarray, float]]]
+"""Kind → path → array of the reference, and how far one rounding moves it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,27 +83,25 @@ class Reference:
         Raises:
             ConfigError: The plans have different states, or the first step has no finite loss on either side.
         """
-        tolerance = tolerance or tolerance_of(plan.precision)
+        tolerance = tolerance or TOLERANCES[plan.precision.compute]
         state = init_state(plan, self.seed) if state is None else state
         step = make_train_step(plan, grad_fn=grad_fn or self.grad_fn, keep_gradients=True)
-        before, losses, theirs = _on_host(state), [], []
+        before, losses, theirs, compared, stopped = _on_host(state), [], [], 0, 0
         self._check_state(before)
-        rows = [
-            compare_leaf(Row("initial state", path, 0.0, 0.0), before[path], x, largest(x), {})
-            for path, x in self._initial.items()
-        ]
-        starts_equal, compared, stopped = all(row.ok for row in rows), 0, 0
+        initial = [(Row("initial state", path, 0.0, 0.0), path, x) for path, x in self._initial.items()]
+        rows = [compare_leaf(row, before[path], x, largest(x), {}) for row, path, x in initial]
+        starts_equal = all(row.ok for row in rows)
         for number, batch in enumerate(self.batches, 1):
             state, metrics = step(state, _placed(plan, batch))
             after, gradients = _on_host(state), _on_host(metrics["gradients"])
-            expected = self._first if number == 1 and starts_equal else self._evaluate(before, batch)
             found = {"loss": {"": np.asarray(metrics["loss"])}, "gradients": gradients}
-            found |= {"variables": _part(after, "variables")}
-            rows += _compare_gradients(number, found, expected, tolerance, plan)
-            rows += self._compare_updates(number, gradients, before, after, tolerance)
+            found |= {what: _part(after, field) for what, field in _FIELDS.items()}
+            expected = self._first if number == 1 and starts_equal else self._gradients(before, batch)
+            expected = expected | self._updates(before, gradients)
+            rows += _compare(number, found, expected, before, tolerance, plan.precision)
             losses.append(float(metrics["loss"]))
-            theirs.append(float(expected.values["loss"][""]))
-            if not all(_is_finite(x) for x in _part(after, "params").values()):
+            theirs.append(float(expected["loss"][""][0]))
+            if not all(map(_is_finite, found["updates"].values())):
                 stopped = number
                 break
             compared += math.isfinite(losses[-1])
@@ -118,8 +118,8 @@ class Reference:
         return _on_host(init_state(self.plan, self.seed) if self.state is None else self.state)
 
     @functools.cached_property
-    def _first(self) -> "Expected":
-        return self._evaluate(self._initial, self.batches[0])
+    def _first(self) -> Noisy:
+        return self._gradients(self._initial, self.batches[0])
 
     @functools.cached_property
     def _step(self) -> TrainStep:
@@ -140,69 +140,34 @@ class Reference:
         ]:
             raise ConfigError("Plans of different models or optimizers cannot be compared:", problems)
 
-    def _evaluate(self, before: Leaves, batch: Any) -> "Expected":
-        """Return loss, gradients and variables of a step from a state."""
+    def _gradients(self, before: Leaves, batch: Any) -> Noisy:
+        """Return the loss, gradients and variables of a step from a state."""
+        own = {path: x for path, x in before.items() if path.startswith(("params/", "variables/"))}
+        own = {path: x for path, x in own.items() if not path.startswith(f"variables/{LOSS_SCALE}/")}
+        inputs, structure = jax.tree.flatten(batch)
 
-        def take(state: Leaves, batch: Any) -> dict[str, Leaves]:
-            placed = _as_tree(abstract_state(self.plan), state)
-            after, metrics = self._step(placed, _placed(self.plan, batch))
-            loss, variables = {"": np.asarray(metrics["loss"])}, _part(_on_host(after), "variables")
-            return {"loss": loss, "gradients": _on_host(metrics["gradients"]), "variables": variables}
-
-        def twin(seed: int) -> dict[str, Leaves]:
-            own = {path: x for path, x in before.items() if path.startswith(("params/", "variables/"))}
-            own = {path: x for path, x in own.items() if not path.startswith(f"variables/{LOSS_SCALE}/")}
-            moved = _moved(own, seed, float(jnp.finfo(self.plan.precision.compute_dtype).eps))
-            inputs, structure = jax.tree.flatten(batch)
+        def take(seed: int | None) -> dict[str, Leaves]:
+            eps = float(jnp.finfo(self.plan.precision.compute_dtype).eps)
+            state = _as_tree(abstract_state(self.plan), before | _moved(own, seed, eps))
             near = _moved({str(n): np.asarray(x) for n, x in enumerate(inputs)}, seed)
-            return take(before | moved, jax.tree.unflatten(structure, near.values()))
+            after, metrics = self._step(state, _placed(self.plan, jax.tree.unflatten(structure, near.values())))
+            found = {"loss": {"": np.asarray(metrics["loss"])}, "gradients": _on_host(metrics["gradients"])}
+            return found | {"variables": _on_host(after.variables)}
 
-        return Expected.of(take(before, batch), map(twin, range(TWINS)))
+        return _with_noise(take)
 
-    def _compare_updates(
-        self, step: int, gradients: Leaves, before: Leaves, after: Leaves, tolerance: Tolerance
-    ) -> Iterator[Row]:
-        """Compare a step's update with that of the reference from the same gradients and state."""
-        state = abstract_state(self.plan)
-        like = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            state.params,
-            self.plan.gradient_shardings,
-        )
-        params, held = _as_tree(state.params, _part(before, "params")), _part(before, "optimizer_state")
+    def _updates(self, before: Leaves, gradients: Leaves) -> Noisy:
+        """Return the parameters and the optimizer state that follow from a state and gradients."""
+        state, held = abstract_state(self.plan), _part(before, "optimizer_state")
+        params = _as_tree(state.params, _part(before, "params"))
 
-        def take(gradients: Leaves, held: Leaves) -> dict[str, Leaves]:
-            moved = self._update(_as_tree(like, gradients), _as_tree(state.optimizer_state, held), params)
+        def take(seed: int | None) -> dict[str, Leaves]:
+            near = _moved(gradients, seed)
+            placed = tree.map_with_path(lambda path, to: jax.device_put(near[path], to), self.plan.gradient_shardings)
+            moved = self._update(placed, _as_tree(state.optimizer_state, _moved(held, seed)), params)
             return dict(zip(("updates", "optimizer state"), map(_on_host, moved), strict=True))
 
-        twins = (take(_moved(gradients, seed), _moved(held, seed)) for seed in range(TWINS))
-        expected = Expected.of(take(gradients, held), twins)
-        found = {"updates": _part(after, "params"), "optimizer state": _part(after, "optimizer_state")}
-        for what, leaves in expected.values.items():
-            for path, x in leaves.items():
-                scale = largest(x - before[f"params/{path}"]) if what == "updates" else largest(x)
-                noise = expected.noise[what][path]
-                allowed = {_apart(str(x.dtype), noise, scale): FACTOR * noise, "its last digit": 2 * _resolution(x)}
-                row = Row(what, path, 0.0, tolerance.updates, step=step)
-                yield compare_leaf(row, found[what][path], x, scale, allowed)
-
-
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """Kind → path → array of the reference, and how far one rounding moves it."""
-
-    values: dict[str, Leaves]
-    noise: dict[str, dict[str, float]]
-
-    @classmethod
-    def of(cls, values: dict[str, Leaves], twins: Iterable[dict[str, Leaves]]) -> "Expected":
-        """Measure the noise by twins of the values."""
-        noise = {what: dict.fromkeys(leaves, 0.0) for what, leaves in values.items()}
-        for twin in twins:
-            for what, leaves in values.items():
-                for path, x in leaves.items():
-                    noise[what][path] = max(noise[what][path], distance(twin[what][path], x))
-        return cls(values, noise)
+        return _with_noise(take)
 
 
 def assert_parity(
@@ -226,35 +191,54 @@ def assert_parity(
     return parity
 
 
-def _compare_gradients(
-    step: int, found: dict[str, Leaves], expected: Expected, tolerance: Tolerance, plan: ShardingPlan
+_FIELDS = {"variables": "variables", "updates": "params", "optimizer state": "optimizer_state"}
+"""Kind of row → field of the state after a step."""
+
+
+def _compare(
+    step: int, found: dict[str, Leaves], expected: Noisy, before: Leaves, tolerance: Tolerance, precision: Precision
 ) -> Iterator[Row]:
-    """Compare loss, gradients and variables of a step."""
-    most = max(map(largest, expected.values["gradients"].values()), default=0.0)
+    """Compare all leaves of a step."""
+    gradients = {path: x for path, (x, _) in expected["gradients"].items()}
+    most = max(map(largest, gradients.values()), default=0.0)
     bases = {"loss": tolerance.loss, "gradients": tolerance.gradients, "variables": tolerance.gradients}
-    overflows = (any(not _is_finite(g) for g in side["gradients"].values()) for side in (found, expected.values))
-    if plan.precision.loss_scale and all(overflows):
-        yield Row("gradients", "", 0.0, bases.pop("gradients"), "overflow on both sides: the step is skipped", step)
-    for what, base in bases.items():
-        for path, x in expected.values[what].items():
-            scale = largest(x) or (most if what == "gradients" else 0.0)
-            noise = expected.noise[what][path]
-            allowed = {_apart(plan.precision.compute, noise, scale): FACTOR * noise}
+    sides = (found["gradients"], gradients)
+    if precision.loss_scale and not any(all(map(_is_finite, side.values())) for side in sides):
+        expected = {what: leaves for what, leaves in expected.items() if what != "gradients"}
+        yield Row("gradients", "", 0.0, 0.0, "overflow on both sides: the step is skipped", step, len(gradients))
+    for what, leaves in expected.items():
+        for path, (x, noise) in leaves.items():
+            scale = largest(x - before[f"params/{path}"]) if what == "updates" else largest(x)
+            scale = scale or (most if what == "gradients" else 0.0)
+            dtype = precision.compute if what in bases else str(x.dtype)
+            allowed = {f"{dtype} itself is {noise / (scale or 1.0):.0e} apart": FACTOR * noise}
+            allowed |= {"its last digit": 2 * _resolution(x)}
             if what == "gradients":
                 allowed["a rounding of the largest gradient"] = FLOOR * most
-            yield compare_leaf(Row(what, path, 0.0, base, step=step), found[what][path], x, scale, allowed)
+            row = Row(what, path, 0.0, bases.get(what, tolerance.updates), step=step)
+            yield compare_leaf(row, found[what][path], x, scale, allowed)
 
 
-def _apart(dtype: str, noise: float, scale: float) -> str:
-    return f"{dtype} itself is {noise / (scale or 1.0):.0e} apart"
+def _with_noise(take: Callable[[int | None], dict[str, Leaves]]) -> Noisy:
+    """Return the result of a function of a seed for None, and how far its results for seeds are from that."""
+    still = take(None)
+    noise = {what: dict.fromkeys(leaves, 0.0) for what, leaves in still.items()}
+    for seed in range(TWINS):
+        for what, leaves in take(seed).items():
+            for path, x in leaves.items():
+                noise[what][path] = max(noise[what][path], distance(x, still[what][path]))
+    return {what: {path: (x, noise[what][path]) for path, x in leaves.items()} for what, leaves in still.items()}
 
 
-def _moved(leaves: Leaves, seed: int, eps: float = 0.0) -> Leaves:
+def _moved(leaves: Leaves, seed: int | None, eps: float = 0.0) -> Leaves:
     """Return the leaves, every float moved by one rounding of its dtype, up or down; zeros stay zeros.
 
     Args:
-        eps: A coarser rounding, relative: that of the dtype in which the leaves are computed with.
+        seed: Of the directions; None moves nothing.
+        eps: A coarser rounding, relative: that of the dtype in which the leaves are used.
     """
+    if seed is None:
+        return leaves
     rng = np.random.default_rng(seed)
 
     def move(x: np.ndarray) -> np.ndarray:
