@@ -15,8 +15,9 @@ from spmd.run.init_from import check_init
 
 @dataclasses.dataclass(frozen=True)
 class CheckCommand(Generic[M]):
-    """Compare the first steps on the config's mesh with one device: initial parameters, losses, gradients and
-    parameters, leaf by leaf. Exit with 1 if any differs by more than its tolerance. Both start with --init, if given.
+    """Compare the first steps on the config's mesh with one device: the initial state, and of each step the loss,
+    gradients and updates, leaf by leaf. Exit with 1 if any differs by more than its tolerance. Both start with --init,
+    if given. One device takes each step from the mesh's own state.
     """
 
     config: ConfigFields
@@ -29,9 +30,9 @@ class CheckCommand(Generic[M]):
     products: int = 0
     """Instead of the config's mesh, check each axis alone, each pair, and so on up to products of this many axes of
     size 2. Prints a line per mesh, with the reason if the config cannot run on it."""
-    inject: Literal["", "reduction", "token-weight", "gradient-scale"] = ""
+    inject: Literal["", "reduction", "token-weight", "gradient-scale", "leaf-scale", "stale-microbatch"] = ""
     """Inject a bug into the run on the mesh, which the check must find: gradients summed over half of the examples,
-    padding with weight, gradients 1 % too large."""
+    padding with weight, all gradients or those of one parameter 1 % too large, a microbatch that counts twice."""
 
 
 def run_check(arguments: list[str]) -> int:
@@ -70,7 +71,8 @@ def _check_mesh(command: CheckCommand, check: Check) -> int:
         found = "THE INJECTED BUG WENT UNNOTICED" if parity.ok else "the layouts differ: the injected bug was found"
         print(f"{command.inject}: {found}")
     else:
-        print("the layouts agree" if parity.ok else "THE LAYOUTS DIFFER")
+        agree = f"the layouts agree; {parity.ending}" if parity.stopped else "the layouts agree"
+        print(agree if parity.ok else "THE LAYOUTS DIFFER")
     return 0 if parity.ok else 1
 
 

@@ -16,7 +16,7 @@ from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
 from spmd.run.preflight import preflight
 from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, mesh_of
-from spmd.testing import BUGS, Parity, Record, compare, pad_unevenly, record_run
+from spmd.testing import BUGS, Parity, Reference, pad_unevenly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Check:
 
     config: TrainConfig
     steps: int
-    _references: dict[int, Record] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _references: dict[int, Reference] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
@@ -38,23 +38,23 @@ class Check:
 
     @functools.cached_property
     def batches(self) -> list[dict[str, np.ndarray]]:
-        """Host batches, one per step."""
+        """Host batches, one for each step."""
         size = self.config.data.batch
         windows = Windows(open_corpus(self.config).train, self.config.data.sequence)
         rows = [np.arange(step * size, (step + 1) * size) % len(windows) for step in range(self.steps)]
         return [pad_unevenly(windows.rows(chosen), seed=step) for step, chosen in enumerate(rows)]
 
-    def reference(self, microbatches: int) -> Record:
-        """Run the steps on one device with gradient accumulation over the microbatches; results are cached."""
+    def reference(self, microbatches: int) -> Reference:
+        """Return the steps on one device with gradient accumulation over the microbatches; compiled once."""
         if microbatches not in self._references:
             pipeline = dataclasses.replace(self.config.pipeline, microbatches=microbatches)
             setup = make_setup(dataclasses.replace(self.config, pipeline=pipeline), self.one_device.mesh)
             state = initial_state(setup)
-            self._references[microbatches] = record_run(setup.plan, setup.grad_fn, self.batches, state=state)
+            self._references[microbatches] = Reference(setup.plan, setup.grad_fn, self.batches, state=state)
         return self._references[microbatches]
 
     def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
-        """Run the steps on a mesh, with a bug of `spmd.testing.BUGS`, and compare all leaves with one device.
+        """Run the steps on a mesh, with a bug of `spmd.testing.BUGS`, and compare each with one device, leaf by leaf.
 
         A config that cannot run on the mesh is refused before anything compiles.
         """
@@ -66,8 +66,8 @@ class Check:
             problem = Problem(f"schedule {setup.schedule.name}", what, fix=fix)
             raise ConfigError("There is nothing to compare:", [problem])
         grad_fn = BUGS[bug](setup.grad_fn) if bug else setup.grad_fn
-        ours = record_run(setup.plan, grad_fn, self.batches, state=initial_state(setup))
-        return compare(ours, self.reference(count_microbatches(self.config, setup.schedule)))
+        reference = self.reference(count_microbatches(self.config, setup.schedule))
+        return reference.compare(setup.plan, grad_fn, state=initial_state(setup))
 
 
 class Sweep:
@@ -102,14 +102,15 @@ class Sweep:
                 yield f"{name}  refused: {first.where} {first.what}" + (f" (and {len(others)} more)" if others else "")
                 continue
             if not self.compared:
-                allowed = {row.what: row.tolerance for row in parity.rows if not row.why}
+                tightest = {row.what: row.tolerance for row in sorted(parity.rows, key=lambda row: -row.tolerance)}
+                allowed = {row.what: tightest[row.what] for row in parity.worst()}
                 yield f"{self.check};"
                 yield "the largest differences from one device, relative to the largest value of each leaf:"
                 yield " " * width + "".join(f"{kind:>{_column(kind)}}" for kind in allowed)
                 yield f"{'allowed':<{width}}" + "".join(f"{x:>{_column(kind)}.0e}" for kind, x in allowed.items())
             self.compared[shape] = parity
             errors = "".join(f"{row.error:>{_column(row.what)}.2e}" for row in parity.worst())
-            yield f"{name}{errors}  {'ok' if parity.ok else 'FAIL'}"
+            yield f"{name}{errors}  {'ok' if parity.ok else 'FAIL'}" + (f" ({parity.ending})" if parity.stopped else "")
         if not self.compared:
             problems = [problem for error in self.refused.values() for problem in error.problems]
             raise ConfigError("This config runs on no product of axes:", problems)

@@ -6,6 +6,7 @@ import pytest
 
 from spmd import testing
 from spmd.run import check
+from spmd.testing import reference
 from tests.command_line import run, write_config
 
 
@@ -25,17 +26,18 @@ def test_check_compares_with_one_device(config, capsys):
 
 
 def test_check_exits_with_1_when_layouts_differ(config, capsys, monkeypatch):
-    """The control: with a tolerance that rounding exceeds, the same command fails."""
-
-    strict = testing.Tolerance(loss=0.0, gradients=0.0, params=0.0)
+    """The control: where no rounding is allowed, the same command fails."""
+    strict = testing.Tolerance(loss=0.0, gradients=0.0, updates=0.0)
     monkeypatch.setitem(testing.TOLERANCES, "float32", strict)
+    monkeypatch.setattr(reference, "FACTOR", 0.0)
+    monkeypatch.setattr(reference, "FLOOR", 0.0)
     assert run("check", config, "--check-steps", "2") == 1
     assert "THE LAYOUTS DIFFER" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "bug",
-    ["reduction", *(pytest.param(bug, marks=pytest.mark.soak) for bug in ("token-weight", "gradient-scale"))],
+    ["reduction", *(pytest.param(bug, marks=pytest.mark.soak) for bug in testing.BUGS if bug != "reduction")],
 )
 def test_check_finds_an_injected_bug(config, capsys, bug):
     """Each control makes the same command fail."""
@@ -87,3 +89,10 @@ def test_a_sweep_that_compares_nothing_is_an_error(config, two_axes, capsys):
     """Where every mesh is refused, nothing agrees: the reasons, and exit code 2."""
     assert run("check", config, "--check-steps", "1", "--products", "1", "--data.batch", "3") == 2
     assert "runs on no product of axes" in capsys.readouterr().err
+
+
+def test_check_says_where_both_sides_are_nan(config, capsys):
+    """With a learning rate that no float32 survives the steps before are compared, and it is said."""
+    flags = ("--optimizer.learning-rate", "1e30", "--optimizer.name", "sgd")
+    assert run("check", config, "--check-steps", "4", *flags) == 0
+    assert "the layouts agree; step " in capsys.readouterr().out

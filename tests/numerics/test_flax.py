@@ -23,7 +23,7 @@ from spmd.plan import flax
 from spmd.plan.lora import LoRAConfig, with_lora
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
-from spmd.testing import assert_parity, compare, record_run, scale_gradients, token_batches
+from spmd.testing import Reference, assert_parity, scale_gradients, token_batches
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 
@@ -126,8 +126,8 @@ def test_a_model_unknown_to_the_framework_trains_sharded(kind):
 
 def test_control_a_wrong_gradient_of_it_is_caught():
     """The comparison of the test above can fail."""
-    wrong = record_run(plan("linen", fsdp=4, tensor=2), scale_gradients(grad_fn("linen"), 1.01), BATCHES)
-    assert not compare(wrong, record_run(plan("linen"), grad_fn("linen"), BATCHES)).ok
+    reference = Reference(plan("linen"), grad_fn("linen"), BATCHES)
+    assert not reference.compare(plan("linen", fsdp=4, tensor=2), scale_gradients(grad_fn("linen"), 1.01)).ok
 
 
 def test_paths_of_unrolled_layers_are_digits():

@@ -19,7 +19,7 @@ from spmd.errors import ConfigError, RuleError
 from spmd.plan.plan import make_plan
 from spmd.sharding.from_flax import rules_from_annotations
 from spmd.sharding.rules import Rules, replicate
-from spmd.testing import assert_parity, compare, record_run, token_batches
+from spmd.testing import Reference, assert_parity, token_batches
 from spmd.train.state import abstract_state, init_state
 from spmd.train.step import make_eval_step, make_train_step
 from tests import tiny
@@ -119,16 +119,16 @@ def plan(kind, **sizes):
 
 @functools.cache
 def one_device(kind):
-    return record_run(plan(kind), grad_fn(kind), BATCHES)
+    return Reference(plan(kind), grad_fn(kind), BATCHES)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_dropout_statistics_and_tied_weights_equal_one_device(kind, sizes):
-    """Three steps give the same losses, gradients, parameters, batch statistics and random state."""
-    result = compare(record_run(plan(kind, **sizes), grad_fn(kind), BATCHES), one_device(kind))
+    """Three steps give the same losses, gradients, updates, batch statistics and random state."""
+    result = one_device(kind).compare(plan(kind, **sizes))
     assert result.ok, f"\n{result}"
-    assert {row.path for row in result.rows if row.what == "variables"} == set(one_device(kind).values["variables"])
+    assert {row.path for row in result.rows if row.what == "variables"} == {leaf.path for leaf in plan(kind).variables}
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -141,7 +141,7 @@ def test_control_statistics_of_part_of_the_batch_are_caught(kind):
         more, others, variables = grad_fn(kind)(params, variables, second, key)
         return jax.tree.map(jnp.add, grads, more), jax.tree.map(jnp.add, sums, others), variables
 
-    assert not compare(record_run(plan(kind, data=8), halves, BATCHES), one_device(kind)).ok
+    assert not one_device(kind).compare(plan(kind, data=8), halves).ok
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -176,12 +176,11 @@ def test_dropout_drops(kind):
 
 def test_variables_pass_from_one_microbatch_to_the_next():
     """With accumulation, statistics see every microbatch and each draws its own dropout."""
-    grads = spmd.accumulate(grad_fn("nnx"), 2)
-    ours, theirs = (record_run(plan("nnx", **sizes), grads, BATCHES) for sizes in ({"fsdp": 4, "tensor": 2}, {}))
-    result = compare(ours, theirs)
-    assert result.ok, f"\n{result}"
-    count = next(value for path, value in ours.values["variables"].items() if path.endswith("count"))
-    assert count == len(BATCHES) * 2
+    grads, sharded = spmd.accumulate(grad_fn("nnx"), 2), plan("nnx", fsdp=4, tensor=2)
+    assert_parity(sharded, plan("nnx"), grads, BATCHES)
+    batch = jax.device_put(BATCHES[0], spmd.batch_sharding(sharded.mesh))
+    state, _ = make_train_step(sharded, grad_fn=grads, keep_gradients=True)(init_state(sharded), batch)
+    assert next(value for path, value in tree.flatten(state.variables).items() if path.endswith("count")) == 2
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

@@ -18,7 +18,7 @@ from spmd.partition_rules.llama import (
     LLAMA_SEQUENCE_PARALLEL,
 )
 from spmd.plan.plan import make_plan
-from spmd.testing import compare, record_run, token_batches
+from spmd.testing import Reference, token_batches
 from spmd.train.step import make_train_step
 from tests import tiny
 
@@ -26,22 +26,19 @@ BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
 MIXTRAL_CONFIG = MIXTRAL_PRESETS["test"]
 
 
-@functools.cache
-def record(config, rules, sizes, options=()):
-    """Two steps under a rule table."""
-    model = tiny.model(config)
-    plan = make_plan(tiny.mesh(**dict(sizes)), rules, model, tiny.OPTIMIZER, **dict(options))
-    return record_run(plan, value_and_grad(next_token_loss(model, chunk=24)), BATCHES)
-
-
 def parity(config, rules, plain, **sizes):
-    return compare(record(config, rules, tuple(sizes.items())), record(config, plain, ()))
+    """Two steps under a rule table on a mesh, against the plain table on one device."""
+    model = tiny.model(config)
+    ours, theirs = (
+        make_plan(tiny.mesh(**axes), table, model, tiny.OPTIMIZER) for axes, table in ((sizes, rules), ({}, plain))
+    )
+    return Reference(theirs, value_and_grad(next_token_loss(model, chunk=24)), BATCHES).compare(ours)
 
 
 def test_key_value_heads_are_replicated_where_the_table_says_so():
     """Two key/value heads on four devices: an error under the plain table, one device's numbers under the other."""
     with pytest.raises(AnnotationError, match=r"attention_key(.|\n)*2 / \(tensor=4\) = 0.5"):
-        record(tiny.CONFIG, LLAMA, (("tensor", 4),))
+        parity(tiny.CONFIG, LLAMA, LLAMA, tensor=4)
     result = parity(tiny.CONFIG, LLAMA_REPLICATED_KV, LLAMA, data=2, tensor=4)
     assert result.ok, f"\n{result}"
 
@@ -50,7 +47,7 @@ def test_query_heads_that_do_not_divide_are_refused():
     """Six heads on four devices: their kernel divides, they do not."""
     config = LlamaConfig(vocab=64, d_model=48, layers=1, heads=6, kv_heads=6, d_ff=64)
     with pytest.raises(AnnotationError, match=r"attention_query(.|\n)*6 / \(tensor=4\) = 1.5"):
-        record(config, LLAMA, (("tensor", 4),))
+        parity(config, LLAMA, LLAMA, tensor=4)
 
 
 SHAPES = {"tokens": "int32", "targets": "int32", "weights": "float32"}

@@ -18,7 +18,7 @@ from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
-from spmd.testing import BUGS, compare, record_run
+from spmd.testing import BUGS, Reference
 from tests import tiny
 
 # Of the published weights with a head of 1,000 classes: arXiv:2010.11929, table 1 (86M, 307M with the head of 21,843
@@ -51,14 +51,13 @@ def batches(steps=6):
     return out
 
 
-def record(grad_fn=None, options=(), **sizes):
-    plan = make_plan(tiny.mesh(**sizes), VIT, model(), optax.sgd(0.03), **dict(options))
-    return record_run(plan, grad_fn or value_and_grad(loss_fn()), batches())
+def plan(options=(), **sizes):
+    return make_plan(tiny.mesh(**sizes), VIT, model(), optax.sgd(0.03), **dict(options))
 
 
 @functools.cache
 def one_device():
-    return record()
+    return Reference(plan(), value_and_grad(loss_fn()), batches())
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -78,17 +77,16 @@ def test_presets_have_the_published_parameter_counts(name):
     ids=str,
 )
 def test_it_trains_as_on_one_device(sizes, options):
-    """Six steps on images: initial parameters, first gradients, every loss, parameters at the end; and it learns."""
-    found = record(options=options, **sizes)
-    result = compare(found, one_device())
+    """Six steps on images: the initial state, every loss, gradient and update; and it learns."""
+    result = one_device().compare(plan(options, **sizes))
     assert result.ok, f"\n{result}"
-    assert found.losses[-1] < found.losses[0]
+    assert result.losses[-1] < result.losses[0]
 
 
 @pytest.mark.parametrize("bug", ["gradient-scale", pytest.param("reduction", marks=pytest.mark.soak)])
 def test_control_a_bug_is_caught(bug):
     """Gradients that are 1 % off, or of half of the images, do not pass."""
-    assert not compare(record(BUGS[bug](value_and_grad(loss_fn())), fsdp=2), one_device()).ok
+    assert not one_device().compare(plan(fsdp=2), BUGS[bug](value_and_grad(loss_fn()))).ok
 
 
 def test_every_patch_is_seen():

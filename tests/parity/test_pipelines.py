@@ -12,8 +12,7 @@ import pytest
 from spmd.analysis.collectives import find_collectives
 from spmd.analysis.hlo import parse
 from spmd.gradients.accumulate import accumulate
-from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.loss_scale import unscale
+from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.model_api.model import Model
 from spmd.model_api.precision import make_precision, with_loss_scale
@@ -25,9 +24,9 @@ from spmd.pipeline.schedule_files import read_schedule
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import TickTable, tabulate
 from spmd.plan import flax
-from spmd.plan.plan import make_plan
+from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.mesh import batch_sharding
-from spmd.testing import Record, Tolerance, compare, record_run, token_batches
+from spmd.testing import Parity, Reference, Tolerance, token_batches
 from spmd.train.state import init_state
 from spmd.train.step import make_eval_step, make_train_step
 from tests import tiny
@@ -49,13 +48,13 @@ def alone(layers: int = 4, tied: bool = False):
     """What every pipeline is compared with: the same microbatches one after the other."""
     config = tiny.replaced(layers=layers, tied=tied)
     grad_fn = accumulate(value_and_grad(tiny.loss_fn(config)), MICROBATCHES)
-    return record_run(tiny.plan(config, OPTIMIZER), grad_fn, BATCHES)
+    return Reference(tiny.plan(config, OPTIMIZER), grad_fn, BATCHES)
 
 
 def parity(table: TickTable, layers: int = 4, tied: bool = False, options: tuple = (), **axes: int):
     config = tiny.replaced(layers=layers, tied=tied)
     plan = tiny.plan(config, OPTIMIZER, options, pipe=table.stages, **axes)
-    return compare(record_run(plan, pipeline(tiny.loss_fn(config), table), BATCHES), alone(layers, tied), REORDERED)
+    return alone(layers, tied).compare(plan, pipeline(tiny.loss_fn(config), table), tolerance=REORDERED)
 
 
 def assert_equal(table: TickTable, **layout):
@@ -115,7 +114,7 @@ def test_a_dropped_microbatch_is_noticed():
     whole = tick_table("1f1b", 2)
     idle = {name: np.where(getattr(whole, name) == 1, -1, getattr(whole, name)) for name in ("forward", "backward")}
     result = parity(dataclasses.replace(whole, **idle))
-    assert {row.what for row in result.rows if not row.ok} >= {"gradients", "loss", "parameters"}
+    assert {row.what for row in result.rows if not row.ok} == {"gradients", "loss"}
 
 
 def test_a_stale_input_is_noticed():
@@ -137,16 +136,15 @@ def routed() -> Model:
     return flax.from_nnx(ROUTED.build)
 
 
-def record_routed(grad_fn: GradFn, **axes: int) -> Record:
-    plan = make_plan(tiny.mesh(**axes), MIXTRAL, routed(), OPTIMIZER)
-    return record_run(plan, grad_fn, token_batches((16, 16), ROUTED.vocab, steps=2))
+def routed_plan(**axes: int) -> ShardingPlan:
+    return make_plan(tiny.mesh(**axes), MIXTRAL, routed(), OPTIMIZER)
 
 
 @functools.cache
-def routed_alone(train: bool = True) -> Record:
+def routed_alone(train: bool = True) -> Reference:
     """What every pipeline with experts is compared with; in evaluation there are no auxiliary losses."""
-    loss_fn = next_token_loss(routed(), train=train)
-    return record_routed(accumulate(value_and_grad(loss_fn), MICROBATCHES))
+    grad_fn = accumulate(value_and_grad(next_token_loss(routed(), train=train)), MICROBATCHES)
+    return Reference(routed_plan(), grad_fn, token_batches((16, 16), ROUTED.vocab, steps=2))
 
 
 @pytest.mark.soak
@@ -154,12 +152,13 @@ def routed_alone(train: bool = True) -> Record:
 def test_experts_and_their_losses(schedule):
     """Routers' losses and metrics of all stages are those of one device, beside expert and data parallelism."""
     grad_fn = pipeline(next_token_loss(routed()), tick_table(schedule, 2))
-    ours = record_routed(grad_fn, pipe=2, expert=2, data=2)
-    result = compare(ours, routed_alone(), REORDERED)
+
+    def compared(reference: Reference) -> Parity:
+        return reference.compare(routed_plan(pipe=2, expert=2, data=2), grad_fn, tolerance=REORDERED)
+
+    result = compared(routed_alone())
     assert result.ok, f"\n{result}"
-    assert not compare(ours, routed_alone(train=False), REORDERED).ok, (
-        "the control: auxiliary losses are a part of the loss"
-    )
+    assert not compared(routed_alone(train=False)).ok, "the control: auxiliary losses are a part of the loss"
 
 
 @pytest.mark.soak
@@ -169,13 +168,13 @@ def test_first_layers_of_another_kind():
     rules = dataclasses.replace(MIXTRAL_SHARED, stacked={"layers": "pipe", "dense_layers": None})
     loss_fn = next_token_loss(flax.from_nnx(shape.build))
 
-    def run(grad_fn, **axes):
-        return record_run(make_plan(tiny.mesh(**axes), rules, loss_fn.model, OPTIMIZER), grad_fn, BATCHES)
+    def plan(**axes):
+        return make_plan(tiny.mesh(**axes), rules, loss_fn.model, OPTIMIZER)
 
-    alone = run(accumulate(value_and_grad(loss_fn), MICROBATCHES))
-    ours = run(pipeline(loss_fn, tick_table("1f1b", 2)), pipe=2)
-    assert compare(ours, alone, REORDERED).ok
-    assert not compare(run(value_and_grad(loss_fn)), alone, REORDERED).ok, "the control: routers' losses of a batch"
+    alone = Reference(plan(), accumulate(value_and_grad(loss_fn), MICROBATCHES), BATCHES)
+    assert alone.compare(plan(pipe=2), pipeline(loss_fn, tick_table("1f1b", 2)), tolerance=REORDERED).ok
+    control = alone.compare(plan(), value_and_grad(loss_fn), tolerance=REORDERED)
+    assert not control.ok, "the control: routers' losses of a batch"
 
 
 @pytest.mark.soak
@@ -187,15 +186,14 @@ def test_loss_scaling():
     model = with_loss_scale(tiny.model(config), precision.loss_scale)
     loss_fn = next_token_loss(model)
 
-    def run(grad_fn, **axes):
-        plan = make_plan(tiny.mesh(**axes), tiny.plan(config).rules, model, OPTIMIZER, precision=precision)
-        return record_run(plan, unscale(grad_fn, None), BATCHES)
+    def plan(**axes):
+        return make_plan(tiny.mesh(**axes), tiny.plan(config).rules, model, OPTIMIZER, precision=precision)
 
-    ours = run(pipeline(loss_fn, tick_table("1f1b", 2)), pipe=2, data=2)
-    alone = run(accumulate(value_and_grad(loss_fn), MICROBATCHES))
-    result = compare(ours, alone, Tolerance(loss=1e-3, gradients=2e-2, params=2e-2))
+    alone = Reference(plan(), accumulate(value_and_grad(loss_fn), MICROBATCHES), BATCHES)
+    tolerance = Tolerance(loss=1e-3, gradients=2e-2, updates=3e-5)
+    result = alone.compare(plan(pipe=2, data=2), pipeline(loss_fn, tick_table("1f1b", 2)), tolerance=tolerance)
     assert result.ok, f"\n{result}"
-    assert np.isfinite(ours.values["gradients"]["lm_head/kernel"]).all()
+    assert not any("both sides" in row.why for row in result.rows), "nothing overflows"
 
 
 def test_evaluation_goes_through_the_stages():

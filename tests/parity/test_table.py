@@ -19,11 +19,11 @@ from spmd.partition_rules.gpt2 import GPT2
 from spmd.partition_rules.llama import LLAMA, sequence_parallel
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.partition_rules.qwen import QWEN2
-from spmd.run.build import make_setup
+from spmd.run.build import TrainSetup, make_setup
 from spmd.run.config import ModelConfig, PipelineConfig, TrainConfig
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.rules import Rules
-from spmd.testing import BUGS, Parity, Record, Tolerance, compare, record_run, token_batches
+from spmd.testing import BUGS, Parity, Reference, Tolerance, token_batches
 from tests import tiny
 from tests.one_device import REORDERED
 from tests.parity.covering import CHOICES, EXACT, Row, is_possible, mesh_sizes, pairs, possible_pairs, read_table
@@ -41,9 +41,9 @@ MODELS: dict[str, tuple[ModelConfig, Rules]] = {
 }
 BATCHES = token_batches((BATCH, SEQUENCE), VOCAB, steps=2)
 TABLE = read_table()
-# In bfloat16 (1e-3, 3e-1, 1e-1 were seen) gross errors show, and nothing else: every pair of other choices is in the
-# table in float32.
-COARSE = Tolerance(loss=4e-3, gradients=0.5, params=0.2)
+# In bfloat16 (1e-3 and 3e-1 were seen) gross errors show, and nothing else: every pair of other choices is in the table
+# in float32.
+COARSE = Tolerance(loss=4e-3, gradients=0.5, updates=3e-5)
 TOLERANCES = {
     "float32": REORDERED,
     "bf16": COARSE,
@@ -72,21 +72,20 @@ def config_of(row: Row) -> TrainConfig:
     )
 
 
-def record(config: TrainConfig, bug: str = "") -> Record:
-    """Two steps of a run on its mesh."""
-    setup = make_setup(config, tiny.mesh(**{axis: n for axis, n in config.mesh.sizes.items() if n > 1}))
-    grad_fn = BUGS[bug](setup.grad_fn) if bug else setup.grad_fn
-    return record_run(setup.plan, grad_fn, BATCHES)
+def setup_of(config: TrainConfig) -> TrainSetup:
+    """What a run needs on its mesh."""
+    return make_setup(config, tiny.mesh(**{axis: n for axis, n in config.mesh.sizes.items() if n > 1}))
 
 
 @functools.cache
-def one_device(model: str, precision: str, microbatches: int) -> Record:
-    """What every row with this model and this precision is compared with, computed once."""
+def one_device(model: str, precision: str, microbatches: int) -> Reference:
+    """What every row with this model and this precision is compared with, compiled once."""
     row = {name: choices[0] for name, choices in CHOICES.items()} | {"model": model, "precision": precision}
-    return record(dataclasses.replace(config_of(row), accumulate=microbatches))
+    setup = setup_of(dataclasses.replace(config_of(row), accumulate=microbatches))
+    return Reference(setup.plan, setup.grad_fn, BATCHES)
 
 
-def reference_of(row: Row) -> Record:
+def reference_of(row: Row) -> Reference:
     """One device's run of what a row trains.
 
     Where nothing is dropped, both kinds of dispatch compute the same. Routers' losses are of the tokens of a
@@ -99,11 +98,9 @@ def reference_of(row: Row) -> Record:
 
 def parity(row: Row, bug: str = "") -> Parity:
     """A row's layout against one device."""
-    found = compare(record(config_of(row), bug), reference_of(row), TOLERANCES[row["precision"]])
-    if row["precision"] == EXACT:
-        return found
-    # A softmax does not see a bias of keys, whose gradient is rounding and nothing else.
-    return dataclasses.replace(found, rows=tuple(r for r in found.rows if not r.path.endswith("k_proj/bias")))
+    setup = setup_of(config_of(row))
+    grad_fn = BUGS[bug](setup.grad_fn) if bug else setup.grad_fn
+    return reference_of(row).compare(setup.plan, grad_fn, tolerance=TOLERANCES[row["precision"]])
 
 
 def name_of(row: Row) -> str:
@@ -118,7 +115,7 @@ COMPAT = TABLE[::5]
     "row", [pytest.param(row, marks=[pytest.mark.compat] * (row in COMPAT), id=name_of(row)) for row in TABLE]
 )
 def test_a_layout_gives_the_numbers_of_one_device(row: Row) -> None:
-    """Initial parameters bitwise; losses, gradients and parameters after two steps as near as the precision lets."""
+    """The initial state bitwise; of two steps losses, gradients and updates as near as the precision lets."""
     result = parity(row)
     assert result.ok, f"\n{result}"
 
@@ -135,5 +132,5 @@ CONTROL = next(row for row in TABLE if (row["model"], row["pipe"], row["precisio
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_control_a_bug_is_caught(bug: str) -> None:
-    """Half of a reduction missing, padding that counts and gradients 1 % off do not pass for a row of the table."""
+    """A wrong reduction, padding, scale or microbatch does not pass for a row of the table."""
     assert not parity(CONTROL, bug).ok

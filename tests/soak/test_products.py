@@ -21,7 +21,7 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
-from spmd.testing import BUGS, compare, record_run, token_batches
+from spmd.testing import BUGS, Reference, token_batches
 from tests import tiny
 
 SHAPE = {"vocab": 64, "d_model": 32, "layers": 1, "heads": 8, "kv_heads": 4, "stacked": False}
@@ -65,18 +65,20 @@ def model(config):
     return flax.from_nnx(config.build)
 
 
-def record(config, bug=None, context="ring", **sizes):
-    """Two steps; SGD hides no factor, and makes no whole step of a gradient near zero."""
+def plan(config, context="ring", **sizes):
+    """Of SGD, which hides no factor."""
     rules = LLAMA if config == LLAMA_MODEL else MIXTRAL
-    plan = make_plan(tiny.mesh(**sizes), rules, model(config), optax.sgd(0.1), context=context)
-    grad_fn = value_and_grad(next_token_loss(model(config)))
-    return record_run(plan, bug(grad_fn) if bug else grad_fn, BATCHES)
+    return make_plan(tiny.mesh(**sizes), rules, model(config), optax.sgd(0.1), context=context)
+
+
+def grad_fn(config):
+    return value_and_grad(next_token_loss(model(config)))
 
 
 @functools.cache
 def one_device(config):
-    """What every product is compared with, computed once."""
-    return record(config)
+    """Two steps that every product is compared with, compiled once."""
+    return Reference(plan(config), grad_fn(config), BATCHES)
 
 
 def sizes(axes):
@@ -98,21 +100,23 @@ def cases():
 
 @pytest.mark.parametrize(("name", "axes"), list(cases()))
 def test_a_product_equals_one_device(name, axes):
-    """Initial parameters bitwise, losses to 1e-5, gradients and parameters to 1e-4, compared as `spmd check` does."""
+    """The initial state bitwise, losses to 1e-5, gradients and updates to 1e-4, compared as `spmd check` does."""
     config = BY_CAPACITY.get(axes, DROPLESS) if name == "mixtral" else LLAMA_MODEL
     context = "all-to-all" if axes in BY_HEADS else "ring"
     reference = one_device(REFERENCES.get(config, config))
-    result = compare(record(config, context=context, **sizes(axes)), reference)
+    result = reference.compare(plan(config, context, **sizes(axes)), grad_fn(config))
     assert result.ok, f"\n{result}"
 
 
 @pytest.mark.parametrize(("name", "bug"), [("llama", "token-weight"), ("mixtral", "gradient-scale")])
 def test_control_a_bug_is_caught(name, bug):
     """The comparison that every product passes fails on a deliberate bug."""
-    assert not compare(record(MODELS[name], BUGS[bug], data=8), one_device(MODELS[name])).ok
+    config = MODELS[name]
+    assert not one_device(config).compare(plan(config, data=8), BUGS[bug](grad_fn(config))).ok
 
 
 @pytest.mark.soak
 def test_a_tight_capacity_drops_tokens():
     """The control of what capacity adds to the sweep: some tokens find no room, which changes the loss."""
-    assert abs(one_device(TIGHT).losses[0] - one_device(DROPLESS).losses[0]) > 1e-3
+    losses = one_device(DROPLESS).compare(plan(TIGHT), grad_fn(TIGHT))
+    assert abs(losses.losses[0] - losses.reference_losses[0]) > 1e-3
