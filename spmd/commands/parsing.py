@@ -28,13 +28,17 @@ def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, P
         raise ConfigError(f"spmd {verb} CONFIG needs a config:", [problem])
     name = arguments[0] if named else "demo"
     config = load_config(name)
-    parsed = tyro.cli(
-        command[type(config.model)],
-        args=arguments[1:] if named else arguments,
-        default=command(config),
-        prog=f"spmd {verb} {name if named else 'CONFIG'}",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    try:
+        parsed = tyro.cli(
+            command[type(config.model)],
+            args=arguments[1:] if named else arguments,
+            default=command(config),
+            prog=f"spmd {verb} {name if named else 'CONFIG'}",
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except NameError as error:  # of `typing.get_type_hints`
+        problem = Problem("model", f"an annotation of {type(config.model).__name__} does not resolve: {error}")
+        raise ConfigError("The config cannot be read:", [problem]) from error
     return parsed, shipped().get(name, Path(name))
 
 

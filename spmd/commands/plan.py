@@ -20,7 +20,7 @@ from spmd.run.build import TrainSetup, build_flags, make_setup, planned_mesh
 from spmd.run.config import M
 from spmd.run.describe import flags_text, pipeline_line, slices_line
 from spmd.run.init_from import check_init
-from spmd.run.load_config import load_config
+from spmd.run.load_config import load_config, other_config
 from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
 from spmd.tree import human_bytes
 
@@ -65,8 +65,9 @@ def run_plan(arguments: list[str]) -> int:
         return _print_schedule(command, setup)
     preflight(setup)
     if command.diff:
-        other = load_config(command.diff)
-        difference = setup.plan.diff(make_setup(other, planned_mesh(other)).plan)
+        with other_config():
+            other = load_config(command.diff)
+            difference = setup.plan.diff(make_setup(other, planned_mesh(other)).plan)
         lines = difference.split("\n") if difference else []
         print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
         return 0

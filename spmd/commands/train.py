@@ -23,7 +23,7 @@ from spmd.run.build import TrainSetup, config_mesh, count_flops, make_setup, ope
 from spmd.run.config import M, TrainConfig
 from spmd.run.describe import flags_text, pipeline_line, slices_line
 from spmd.run.init_from import check_init
-from spmd.run.preflight import preflight
+from spmd.run.preflight import count_sample_tokens, preflight
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.train import RunResult, train
 
@@ -99,7 +99,10 @@ def _sample(setup: TrainSetup, tokenizer: Tokenizer, result: RunResult, show: Ca
     """Generate and print the config's sample; all processes take part."""
     sample, seed = setup.config.sample, setup.config.seed
     sampling = Sampling(sample.temperature, sample.top_k, sample.top_p)
+    tokens = count_sample_tokens(setup.config, tokenizer)
     generator = make_generator(setup.plan, tokenizer, setup.config.data.sequence, sampling)
-    (text,) = generate_texts(generator, tokenizer, result.state, [sample.prompt], tokens=sample.tokens, seed=seed)
+    (text,) = generate_texts(generator, tokenizer, result.state, [sample.prompt], tokens=tokens, seed=seed)
     why = f" (without a KV cache: {generator.whole_window})" if generator.whole_window else ""
+    if tokens < sample.tokens:
+        why += f", {tokens} of {sample.tokens} tokens, because training sequences have {setup.config.data.sequence}"
     show(f"\nsample at {sampling}{why}:\n{text}")

@@ -126,7 +126,8 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     }[config.schedule]
     if config.warmup_steps >= steps or config.warmup_steps + decay_steps > steps:
         arithmetic = f"(warmup_steps={config.warmup_steps}) + (decay={decay_steps}) against (steps={steps})"
-        problem = Problem("steps", "too few for warmup and decay", arithmetic, "a shorter warmup, or more steps")
+        fix = f"--optimizer.warmup-steps {steps // 10}, or more --steps"
+        problem = Problem("steps", "too few for warmup and decay", arithmetic, fix)
         raise ConfigError("This schedule cannot be made:", [problem])
     warmup_steps, final = max(1, config.warmup_steps), config.final_fraction
 
