@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from typing import NoReturn
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
@@ -20,7 +21,18 @@ def main() -> None:
         end_at_interrupt()
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     sys.stdout.reconfigure(line_buffering=True)  # `os._exit` flushes nothing
-    importlib.import_module("spmd.cli").main()
+    try:
+        importlib.import_module("spmd.cli").main()
+    except SystemExit as done:
+        if done.code == INTERRUPTED:
+            _end_now()
+        raise
+
+
+def _end_now() -> NoReturn:
+    if sys.stdout.isatty():
+        os.write(1, b"\x1b[?25h\r\n")  # a progress bar hides the cursor
+    os._exit(INTERRUPTED)
 
 
 def end_at_interrupt() -> None:
@@ -33,14 +45,12 @@ def end_at_interrupt() -> None:
     os.set_blocking(write, False)
 
     def end(number: int, frame: object) -> None:
-        if sys.stdout.isatty():
-            os.write(1, b"\x1b[?25h\r\n")  # a progress bar hides the cursor
-        os._exit(INTERRUPTED)
+        _end_now()
 
     def wait() -> None:
         while number := os.read(read, 1):
             if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is end:
-                end(signal.SIGINT, None)
+                _end_now()
 
     signal.signal(signal.SIGINT, end)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)

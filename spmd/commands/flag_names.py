@@ -22,7 +22,8 @@ def name_flags(problems: Sequence[Problem], commands: Sequence[Any], arguments: 
             fix: below 1 (--optimizer.b1)
     """
     fields = [path for command in commands for path in _fields(command)]
-    given = [argument.partition("=")[0].removeprefix("--").replace("-", "_") for argument in arguments]
+    flags = [argument.partition("=")[0][2:] for argument in arguments if argument.startswith("--")]
+    given = [flag.replace("-", "_") for flag in flags]
     named = []
     for problem in problems:
         where = problem.where.removeprefix("--").replace("-", "_")

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
 import jax
 
@@ -26,6 +26,7 @@ from spmd.run.init_from import check_init
 from spmd.run.preflight import count_sample_tokens, preflight
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.train import RunResult, train
+from spmd.sharding.mesh import AnyMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +51,13 @@ def run_train(arguments: list[str]) -> int:
     """Run `spmd train`; return the exit code."""
     command, source = parse_command(TrainCommand, arguments, "train")
     config: TrainConfig = command.config
-    run_dir = RunDir(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
+    run_dir = _run_dir(config, source)
     resume, steps = run_dir.check_use(command.resume), parse_steps(command.profile)
     initialize(config.devices, command.launch_args)
-    setup = make_setup(config, config_mesh(config))
-    preflight(setup)
+    setup, corpus, init = _check(config, config_mesh(config), resume)
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
-    init = "" if resume else check_init(setup)
-    corpus, flags = open_corpus(config), flags_text(setup, jax.devices()[0].platform)
+    flags = flags_text(setup, jax.devices()[0].platform)
     sizes = f"{len(corpus.train):,} training tokens, {len(corpus.validation):,} validation tokens"
     about = f"\ncorpus: {corpus.documents:,} documents, {sizes}\n"
     for text in (f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}", flags, init and f"\n{init}", about):
@@ -76,6 +75,23 @@ def run_train(arguments: list[str]) -> int:
     if config.sample.prompt:
         _sample(setup, corpus.tokenizer, result, show)
     return 0
+
+
+def check_command(command: TrainCommand[Any], source: Path, mesh: AnyMesh) -> None:
+    """Raise what `run_train` would refuse, without the devices of the mesh."""
+    resume, _ = _run_dir(command.config, source).check_use(command.resume), parse_steps(command.profile)
+    _check(command.config, mesh, resume)
+
+
+def _run_dir(config: TrainConfig, source: Path) -> RunDir:
+    return RunDir(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
+
+
+def _check(config: TrainConfig, mesh: AnyMesh, resume: bool) -> tuple[TrainSetup, Corpus, str]:
+    """Return the checked setup, the corpus, and a line about the initial parameters of a run that is not resumed."""
+    setup = make_setup(config, mesh)
+    preflight(setup)
+    return setup, open_corpus(config), "" if resume else check_init(setup)
 
 
 def _report(console: Console, config: TrainConfig, corpus: Corpus, run_dir: RunDir, result: RunResult) -> None:

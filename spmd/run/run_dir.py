@@ -19,6 +19,7 @@ runs/demo/
 import dataclasses
 import datetime
 import json
+import os
 from pathlib import Path
 from typing import Literal, Self
 
@@ -65,6 +66,10 @@ class RunDir:
             resume: never: start a run, refuse a folder with one; always: resume, refuse a folder without a checkpoint;
                 auto: resume if there is a run, else start one.
         """
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            what = "cannot be written" if there.is_dir() else "is not a folder"
+            raise CheckpointError("Nothing was started:", [Problem(str(there), what, fix="another --out")])
         exists = self.metrics.exists() or any(self.checkpoints.glob("*"))
         if resume == "always" and not any(path.name.isdecimal() for path in self.checkpoints.glob("*")):
             fix = "give the folder of the run, or --resume auto to start a run if there is none"
