@@ -9,6 +9,7 @@ import jax
 import tyro
 
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.commands.parsing import parse_flags
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem, check_fields
@@ -58,7 +59,7 @@ class GenerateCommand:
 
 def run_generate(arguments: list[str]) -> int:
     """Print texts and return the exit code."""
-    command = tyro.cli(GenerateCommand, args=arguments, prog="spmd generate")
+    command: GenerateCommand = parse_flags(GenerateCommand, arguments, "spmd generate")
     run_dir = RunDir(Path(command.run))
     config = _override_mesh(command, run_dir.config())
     initialize(config.devices)
