@@ -13,15 +13,16 @@ from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import START_UP, exports
-from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
 from spmd.run.build import TrainSetup, build_flags, make_setup, planned_mesh
-from spmd.run.config import M
+from spmd.run.config import M, TrainConfig
 from spmd.run.describe import flags_text, pipeline_line, slices_line
 from spmd.run.init_from import check_init
 from spmd.run.load_config import load_config, other_config
 from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
+from spmd.sharding.mesh import AnyMesh
 from spmd.tree import human_bytes
 
 
@@ -59,7 +60,7 @@ def run_plan(arguments: list[str]) -> int:
     config = command.config
     if command.topology:
         config = dataclasses.replace(config, devices=parse_topology(command.topology).devices)
-    setup = make_setup(config, planned_mesh(config))
+    setup = make_setup(config, _mesh(command, config))
     topology = parse_topology(command.topology or f"cpu:{setup.mesh.size}")
     if command.schedule:
         return _print_schedule(command, setup)
@@ -104,6 +105,18 @@ def run_plan(arguments: list[str]) -> int:
         print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
         return 2
     return 3 if fits is False else 0
+
+
+def _mesh(command: PlanCommand, config: TrainConfig) -> AnyMesh:
+    """Return the planned mesh; on a named machine nothing is simulated, so no error proposes that."""
+    try:
+        return planned_mesh(config)
+    except MeshError as error:
+        if not command.topology:
+            raise
+        fix = f"--mesh sizes whose product is {config.devices}, one of them may be -1; or another --topology"
+        problems = [dataclasses.replace(p, fix=fix) if "--devices" in p.fix else p for p in error.problems]
+        raise MeshError(f"The mesh does not fit {command.topology}:", problems) from None
 
 
 def _print_schedule(command: PlanCommand, setup: TrainSetup) -> int:

@@ -22,6 +22,9 @@ from spmd.sharding.mesh import simulate_devices
 EXIT_LOST = 69
 """Exit code of one of several processes whose runtime failed, mostly because another one is gone (EX_UNAVAILABLE)."""
 
+MOST_SIMULATED = 1024
+"""Most simulated devices of a process."""
+
 SINGLE_PROCESS = LaunchArgs(cluster="none")
 """One process, whatever the cluster says."""
 
@@ -49,8 +52,9 @@ def initialize(devices: int = 0, launch_args: LaunchArgs = SINGLE_PROCESS, targe
         devices: CPU devices to simulate in this process; 0 uses the real devices.
         target_platform: `tpu` or `cuda`: cross-compile for this platform, without a device of it.
     """
-    if devices < 0:
-        problem = Problem("devices", f"is {devices}", fix="0 for the real devices, or a number")
+    if not 0 <= devices <= MOST_SIMULATED:
+        fix = f"0 for the real devices, or at most {MOST_SIMULATED}; spmd plan --topology cpu:N is for any number"
+        problem = Problem("devices", f"is {devices}: each simulated device has threads of its own", fix=fix)
         raise ConfigError("This process cannot be started:", [problem])
     group = detect_process_group(launch_args, os.environ)
     # Orbax logs tracebacks of errors that it also raises.

@@ -19,6 +19,9 @@ import dataclasses
 import difflib
 import functools
 import re
+import signal
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,13 +35,18 @@ DEFAULT_STACKED = (("layers", "pipe"),)
 Tied = Iterable[Sequence[str]]
 """Groups of paths; the paths of a group are names of one array."""
 
+MATCH_SECONDS = 2
+"""Seconds that a pattern may take to match one path."""
+
+_MAY_BACKTRACK = re.compile(r"\)[*+{]|([*+{].*){4}")  # a repeated group, or many repetitions
+
 ANY_PATH = "\x00/\x00"
 """A path that no parameter has, so only a catch-all pattern matches it."""
 
 
 @functools.cache
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a rule's pattern into an expression for `fullmatch` on whole paths.
+def compile_pattern(pattern: str) -> "PathPattern":
+    """Compile a rule's pattern into an expression for `fullmatch` on whole paths; raise `re.error` if it is none.
 
     Example:
         >>> bool(compile_pattern("wo/kernel").fullmatch("attention/wo/kernel"))
@@ -46,7 +54,39 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         >>> bool(compile_pattern("attention/wo").fullmatch("cross_attention/wo"))
         False
     """
-    return re.compile(rf"(?:.*/)?(?:{pattern})")
+    return PathPattern(pattern, re.compile(rf"(?:.*/)?(?:{pattern})"))
+
+
+@dataclasses.dataclass(frozen=True)
+class PathPattern:
+    """A compiled pattern whose matches have a time limit: one such as `(a+)+b` takes exponential time."""
+
+    pattern: str
+    expression: re.Pattern[str]
+
+    def fullmatch(self, path: str) -> re.Match[str] | None:
+        """Match a whole path; raise `RuleError` after `MATCH_SECONDS`, if this is the main thread.
+
+        Python's matcher handles signals while it backtracks, but only in the main thread.
+        """
+        if not _MAY_BACKTRACK.search(self.pattern) or threading.current_thread() is not threading.main_thread():
+            return self.expression.fullmatch(path)
+
+        def stop(number: int, frame: Any) -> None:
+            what = f"takes more than {MATCH_SECONDS} s to match {path}"
+            fix = "write it without a repetition inside of a repetition"
+            raise RuleError("A pattern backtracks:", [Problem(f"pattern {self.pattern!r}", what, fix=fix)])
+
+        began, handler = time.monotonic(), signal.signal(signal.SIGALRM, stop)
+        seconds, interval = signal.setitimer(signal.ITIMER_REAL, MATCH_SECONDS)
+        try:
+            return self.expression.fullmatch(path)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+            if seconds:  # a timer of the program goes on
+                left = max(seconds - (time.monotonic() - began), 1e-6)
+                signal.setitimer(signal.ITIMER_REAL, left, interval)
 
 
 def is_catch_all(pattern: str) -> bool:
