@@ -31,7 +31,7 @@ def main() -> None:
 
 def _end_now() -> NoReturn:
     if sys.stdout.isatty():
-        os.write(1, b"\x1b[?25h\r\n")  # a progress bar hides the cursor
+        os.write(sys.stdout.fileno(), b"\x1b[?25h\r\n")  # a progress bar hides the cursor
     os._exit(INTERRUPTED)
 
 

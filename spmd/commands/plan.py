@@ -14,6 +14,7 @@ from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
+from spmd.observe.waiting import show_waiting
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
 from spmd.run.build import TrainSetup, build_flags, make_setup, planned_mesh
@@ -82,7 +83,8 @@ def run_plan(arguments: list[str]) -> int:
         simulated = topology.devices if topology.platform == "cpu" else 0
         initialize(simulated, target_platform="" if simulated else topology.platform)
         try:
-            audit, compiled = compile_step(make_setup(config, topology_mesh(config, topology)))
+            with show_waiting(f"compiling for {topology}"):
+                audit, compiled = compile_step(make_setup(config, topology_mesh(config, topology)))
             report = dataclasses.replace(report, compiled=compiled)
         except MemoryError as error:
             refusal = str(error)

@@ -53,7 +53,7 @@ def run_train(arguments: list[str]) -> int:
     config: TrainConfig = command.config
     run_dir = _run_dir(config, source)
     resume, steps = run_dir.check_use(command.resume), parse_steps(command.profile)
-    initialize(config.devices, command.launch_args)
+    said = initialize(config.devices, command.launch_args)
     setup, corpus, init = _check(config, config_mesh(config), resume)
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
@@ -64,7 +64,7 @@ def run_train(arguments: list[str]) -> int:
         if text:
             show(text)
     console = Console(config.steps) if first else None
-    result = train(setup, corpus, run_dir, source, console, resume=resume, profile=steps)
+    result = train(setup, corpus, run_dir, source, console, resume=resume, profile=steps, said=said)
     if console:
         console.close()
     if result.preempted is not None:

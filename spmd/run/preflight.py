@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
-from spmd.analysis.compiler_log import compiler_log
+from spmd.distributed.native_output import compiler_log
 from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import check_batch
