@@ -1,23 +1,31 @@
 """Command line: `spmd train | launch | script | plan | check | generate | import | export`.
 
 Every field of a `TrainConfig` is a flag by its dotted path. User errors are printed without a traceback and exit with
-2; a check that fails exits with 1, a plan that exceeds the memory of its chips with 3.
+2, as do errors of the operating system, such as a full disk; a check that fails exits with 1, a plan that exceeds the
+memory of its chips with 3. `spmd_command` runs this as a process.
 """
 
+import contextlib
 import os
+import platform
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
-from spmd.commands.check import run_check
-from spmd.commands.export_hf import run_export
-from spmd.commands.generate import run_generate
-from spmd.commands.import_hf import run_import
-from spmd.commands.launch import run_launch
-from spmd.commands.plan import run_plan
+from spmd.checkpoint.versions import library_version
+from spmd.commands.check import CheckCommand, run_check
+from spmd.commands.export_hf import ExportCommand, run_export
+from spmd.commands.flag_names import name_flags
+from spmd.commands.generate import GenerateCommand, run_generate
+from spmd.commands.import_hf import ImportCommand, run_import
+from spmd.commands.launch import LaunchCommand, run_launch
+from spmd.commands.plan import PlanCommand, run_plan
 from spmd.commands.script import run_script
-from spmd.commands.train import run_train
+from spmd.commands.train import TrainCommand, run_train
 from spmd.distributed.initialize import exit_process
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
+from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.run.load_config import shipped
 from spmd.run.renamed import renamed_flags
 
@@ -46,33 +54,65 @@ usage: spmd COMMAND …
 
 CONFIG is a Python file that defines `config = spmd.TrainConfig(...)`, or a shipped one: {names}.
 Any field is a flag by its dotted path: --steps 100 --mesh.fsdp 4 --zero 2 --remat full --optimizer.learning-rate 1e-3.
---devices N simulates N CPU devices. `spmd COMMAND --help` lists everything.
+--devices N simulates N CPU devices. `spmd COMMAND --help` lists everything, `spmd --version` the versions.
 """
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": run_train,
-    "launch": run_launch,
-    "script": run_script,
-    "plan": run_plan,
-    "check": run_check,
-    "generate": run_generate,
-    "import": run_import,
-    "export": run_export,
+COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
+    "train": (run_train, (TrainCommand,)),
+    "launch": (run_launch, (LaunchCommand, TrainCommand)),
+    "script": (run_script, (SlurmJob, KubernetesJob, TrainCommand)),
+    "plan": (run_plan, (PlanCommand,)),
+    "check": (run_check, (CheckCommand,)),
+    "generate": (run_generate, (GenerateCommand,)),
+    "import": (run_import, (ImportCommand,)),
+    "export": (run_export, (ExportCommand,)),
 }
+"""Name → function, and the dataclasses whose fields are its flags."""
+_LONGEST_ERROR = 100
+"""Lines of an error on the terminal; the whole of a longer one is written to a file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    end: Callable[[int], NoReturn] = exit_process
     try:
-        sys.exit(_dispatch(arguments))
+        code, end = _dispatch(arguments), sys.exit
+        sys.stdout.flush()
     except SpmdError as error:
-        print(f"spmd: {error}", file=sys.stderr)
-        exit_process(2)
+        _, commands = COMMANDS.get(arguments[0] if arguments else "", (None, ()))
+        _say(f"spmd: {SpmdError(error.title, name_flags(error.problems, commands, arguments))}")
+        code = 2
     except KeyboardInterrupt:
-        exit_process(130)
-    except BrokenPipeError:  # the reader, such as `head`, has exited: nothing may be flushed to it at exit
+        code = 130
+    except BrokenPipeError:  # the reader, such as `head`, has exited
+        code = 141
+    except OSError as error:
+        problem = Problem(str(error.filename or "the system"), error.strerror or str(error))
+        _say(f"spmd: {SpmdError('A file cannot be read or written:', [problem])}")
+        code = 2
+    try:
+        sys.stdout.flush()
+    except OSError:  # nothing may be flushed there at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        exit_process(141)
+    end(code)
+
+
+def _say(text: str) -> None:
+    """Write an error to standard error: its first lines, and all of a long one to a file."""
+    lines = text.split("\n")
+    with contextlib.suppress(OSError):
+        if len(lines) > _LONGEST_ERROR:
+            more = f"… and {len(lines) - _LONGEST_ERROR:,} more lines"
+            with (
+                contextlib.suppress(OSError),
+                tempfile.NamedTemporaryFile(
+                    "w", prefix="spmd-error-", suffix=".txt", delete=False, encoding="utf-8"
+                ) as file,
+            ):
+                file.write(f"{text}\n")
+                more += f": see {file.name}"
+            text = "\n".join([*lines[:_LONGEST_ERROR], more])
+        print(text, file=sys.stderr, flush=True)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -80,12 +120,17 @@ def _dispatch(arguments: list[str]) -> int:
         print(USAGE.format(names=", ".join(shipped())), end="")
         return 0 if arguments else 2
     command = arguments[0]
+    if command == "--version":
+        versions = [f"{name} {library_version(name)}" for name in ("spmd", "jax", "jaxlib", "flax", "optax")]
+        print(*versions, f"Python {platform.python_version()}", sep=", ")
+        return 0
     if command not in COMMANDS:
         problem = Problem(command, "is an unknown command", fix=did_you_mean(command, COMMANDS))
         raise ConfigError("There is no such command:", [problem])
     if problems := renamed_flags(arguments):
         raise ConfigError("These options have been renamed:", problems)
-    return COMMANDS[command](arguments[1:])
+    run, _ = COMMANDS[command]
+    return run(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from spmd.analysis.compiler_log import compiler_log
+from spmd.distributed.native_output import compiler_log
 from spmd.errors import ConfigError, MeshError, Problem, did_you_mean
 
 _GIB = 2**30

@@ -15,12 +15,13 @@ def library_versions() -> dict[str, str]:
     `runtime` is the build of libtpu on a TPU and that of CUDA on a GPU. Reading it initializes the backend, so
     `jax.distributed` must be initialized before.
     """
-    libraries = {name: _version(name) for name in _LIBRARIES}
+    libraries = {name: library_version(name) for name in _LIBRARIES}
     return {"python": platform.python_version(), **libraries, "runtime": jax.devices()[0].client.platform_version}
 
 
 @functools.cache  # avoids reading package metadata at each save
-def _version(name: str) -> str:
+def library_version(name: str) -> str:
+    """Return the version of an installed distribution."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

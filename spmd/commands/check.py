@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
+from spmd.observe.waiting import show_waiting, show_waiting_for
 from spmd.run.build import config_mesh
 from spmd.run.check import Check, Sweep, axes_text
 from spmd.run.config import M, TrainConfig
@@ -57,7 +58,8 @@ def run_check(arguments: list[str]) -> int:
 
 def _check_mesh(command: CheckCommand, check: Check) -> int:
     mesh = config_mesh(check.config)
-    parity = check.compare(mesh, command.inject)
+    with show_waiting(f"comparing {axes_text(mesh.shape)} with one device"):
+        parity = check.compare(mesh, command.inject)
     if command.json:
         _print_json(command, check, {"mesh": dict(mesh.shape), **parity.to_json()})
         return 0 if parity.ok else 1
@@ -78,7 +80,7 @@ def _check_mesh(command: CheckCommand, check: Check) -> int:
 
 def _check_products(command: CheckCommand, check: Check) -> int:
     sweep = Sweep(check, command.products, command.inject)
-    for line in sweep.lines():
+    for line in show_waiting_for(sweep.lines(), "comparing with one device"):
         if not command.json:
             print(line, flush=True)
     if command.json:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import jax
 import tyro
 
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.commands.parsing import parse_flags
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem, check_fields
@@ -16,6 +18,7 @@ from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator, stream_text
 from spmd.hf.fields import collect_errors
+from spmd.observe.waiting import show_waiting
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_params import restore_model
@@ -58,26 +61,32 @@ class GenerateCommand:
 
 def run_generate(arguments: list[str]) -> int:
     """Print texts and return the exit code."""
-    command = tyro.cli(GenerateCommand, args=arguments, prog="spmd generate")
+    command: GenerateCommand = parse_flags(GenerateCommand, arguments, "spmd generate")
     run_dir = RunDir(Path(command.run))
     config = _override_mesh(command, run_dir.config())
     initialize(config.devices)
     prompts, tokens, sampling, tokenizer = _check_request(command, config)
     setup = make_setup(config, config_mesh(config))
     generator = make_generator(setup.plan, tokenizer, config.data.sequence, sampling)
-    with CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints:
+    with (
+        show_waiting("restoring a checkpoint"),
+        CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
+    ):
         model = restore_model(checkpoints, command.step, setup.plan)
     is_first = jax.process_index() == 0
     show = functools.partial(print, end="", flush=True) if is_first else lambda text: None
     if is_first and generator.whole_window:
         print(f"spmd: each token takes the whole window: {generator.whole_window}", file=sys.stderr)
     if len(prompts) == 1:
-        show(prompts[0])
-        for piece in stream_text(generator, tokenizer, model, prompts[0], tokens=tokens, seed=command.seed):
+        pieces = stream_text(generator, tokenizer, model, prompts[0], tokens=tokens, seed=command.seed)
+        with show_waiting("compiling the model"):
+            first = next(pieces, "")
+        for piece in itertools.chain((prompts[0], first), pieces):
             show(piece)
         show("\n")
     else:
-        texts = generate_texts(generator, tokenizer, model, prompts, tokens=tokens, seed=command.seed)
+        with show_waiting(f"generating {len(prompts)} texts"):
+            texts = generate_texts(generator, tokenizer, model, prompts, tokens=tokens, seed=command.seed)
         show("\n\n".join(texts) + "\n")
     return 0
 

@@ -3,10 +3,11 @@
 import dataclasses
 
 from spmd.commands.parsing import parse_command, parse_flags, split_arguments
-from spmd.commands.train import TrainCommand
+from spmd.commands.train import TrainCommand, check_command
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.local import free_port, launch_local, process_commands
 from spmd.errors import ConfigError, Problem, check_fields
+from spmd.run.build import planned_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,8 @@ def run_launch(arguments: list[str]) -> int:
         what = f"{train[0]!r} cannot be launched" if train else "there is no command"
         fix = "spmd launch --processes 2 -- train CONFIG …"
         raise ConfigError("spmd launch runs spmd train:", [Problem("after --", what, fix=fix)])
-    parsed, _ = parse_command(TrainCommand, train[1:], "train")
-    rules = {"processes": "at least 2", "devices_per_process": "at least 0", "grace": "at least 0"}
+    parsed, source = parse_command(TrainCommand, train[1:], "train")
+    rules = {"processes": "at least 2 and at most 256", "devices_per_process": "at least 0", "grace": "at least 0"}
     problems = check_fields(command, rules)
     for name in ("coordinator", "processes", "process_id"):
         if getattr(parsed.launch_args, name) != getattr(LaunchArgs(), name):
@@ -47,4 +48,7 @@ def run_launch(arguments: list[str]) -> int:
     if problems:
         raise ConfigError("The processes cannot be launched:", problems)
     each = command.devices_per_process or max(devices // processes, 1)
+    # Whatever all processes would refuse is refused here, once.
+    config = dataclasses.replace(parsed.config, devices=each * processes)
+    check_command(dataclasses.replace(parsed, config=config), source, planned_mesh(config))
     return launch_local(process_commands(train, processes, each, free_port()), grace=command.grace)

@@ -1,12 +1,14 @@
 """Parsing of command lines: a config and a flag for each of its fields, or flags alone."""
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
 
@@ -28,19 +30,32 @@ def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, P
         raise ConfigError(f"spmd {verb} CONFIG needs a config:", [problem])
     name = arguments[0] if named else "demo"
     config = load_config(name)
-    parsed = tyro.cli(
-        command[type(config.model)],
-        args=arguments[1:] if named else arguments,
-        default=command(config),
-        prog=f"spmd {verb} {name if named else 'CONFIG'}",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    kind, flags = command[type(config.model)], arguments[1:] if named else arguments
+    try:
+        parsed = _parse(kind, flags, f"spmd {verb} {name if named else 'CONFIG'}", default=command(config))
+    except NameError as error:  # of `typing.get_type_hints`
+        problem = Problem("model", f"an annotation of {type(config.model).__name__} does not resolve: {error}")
+        raise ConfigError("The config cannot be read:", [problem]) from error
     return parsed, shipped().get(name, Path(name))
 
 
 def parse_flags(command: Any, arguments: list[str], usage: str) -> Any:
     """Parse a command that takes flags alone: a dataclass; `usage` comes before the flags, such as `spmd launch`."""
-    return tyro.cli(command, args=arguments, prog=usage, config=(tyro.conf.FlagCreatePairsOff,))
+    return _parse(command, arguments, usage)
+
+
+def _parse(command: Any, arguments: list[str], usage: str, **default: Any) -> Any:
+    """Parse with tyro; raise a config's own error, which tyro would print within its usage."""
+    settings = {"args": arguments, "prog": usage, "config": (tyro.conf.FlagCreatePairsOff,), **default}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(command, **settings)
+    except SystemExit as done:
+        error: BaseException | None = done
+        while error := error.__cause__ or error.__context__:
+            if isinstance(error, SpmdError):
+                raise error from None
+    return tyro.cli(command, **settings)  # prints help, or what is wrong with the flags
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:

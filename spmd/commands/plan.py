@@ -13,16 +13,18 @@ from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import START_UP, exports
-from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.errors import ConfigError, MeshError, Problem, SpmdError
+from spmd.observe.waiting import show_waiting
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
 from spmd.run.build import TrainSetup, build_flags, build_schedule, make_setup, planned_mesh
-from spmd.run.config import M
+from spmd.run.config import M, TrainConfig
 from spmd.run.describe import flags_text, pipeline_line, slices_line
 from spmd.run.init_from import check_init
-from spmd.run.load_config import load_config
+from spmd.run.load_config import load_config, other_config
 from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
+from spmd.sharding.mesh import AnyMesh
 from spmd.tree import human_bytes
 
 
@@ -60,14 +62,16 @@ def run_plan(arguments: list[str]) -> int:
     config = command.config
     if command.topology:
         config = dataclasses.replace(config, devices=parse_topology(command.topology).devices)
+    mesh = _mesh(command, config)
     if command.schedule:  # before the step, which some schedules cannot run
-        return _print_schedule(command, build_schedule(config, planned_mesh(config)))
-    setup = make_setup(config, planned_mesh(config))
+        return _print_schedule(command, build_schedule(config, mesh))
+    setup = make_setup(config, mesh)
     topology = parse_topology(command.topology or f"cpu:{setup.mesh.size}")
     preflight(setup)
     if command.diff:
-        other = load_config(command.diff)
-        difference = setup.plan.diff(make_setup(other, planned_mesh(other)).plan)
+        with other_config():
+            other = load_config(command.diff)
+            difference = setup.plan.diff(make_setup(other, planned_mesh(other)).plan)
         lines = difference.split("\n") if difference else []
         print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
         return 0
@@ -81,7 +85,8 @@ def run_plan(arguments: list[str]) -> int:
         simulated = topology.devices if topology.platform == "cpu" else 0
         initialize(simulated, target_platform="" if simulated else topology.platform)
         try:
-            audit, compiled = compile_step(make_setup(config, topology_mesh(config, topology)))
+            with show_waiting(f"compiling for {topology}"):
+                audit, compiled = compile_step(make_setup(config, topology_mesh(config, topology)))
             report = dataclasses.replace(report, compiled=compiled)
         except MemoryError as error:
             refusal = str(error)
@@ -104,6 +109,18 @@ def run_plan(arguments: list[str]) -> int:
         print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
         return 2
     return 3 if fits is False else 0
+
+
+def _mesh(command: PlanCommand, config: TrainConfig) -> AnyMesh:
+    """Return the planned mesh; on a named machine nothing is simulated, so no error proposes that."""
+    try:
+        return planned_mesh(config)
+    except MeshError as error:
+        if not command.topology:
+            raise
+        fix = f"--mesh sizes whose product is {config.devices}, one of them may be -1; or another --topology"
+        problems = [dataclasses.replace(p, fix=fix) if "--devices" in p.fix else p for p in error.problems]
+        raise MeshError(f"The mesh does not fit {command.topology}:", problems) from None
 
 
 def _print_schedule(command: PlanCommand, schedule: Schedule | None) -> int:

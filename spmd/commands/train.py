@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
 import jax
 
@@ -23,9 +23,10 @@ from spmd.run.build import TrainSetup, config_mesh, count_flops, make_setup, ope
 from spmd.run.config import M, TrainConfig
 from spmd.run.describe import flags_text, pipeline_line, slices_line
 from spmd.run.init_from import check_init
-from spmd.run.preflight import preflight
+from spmd.run.preflight import count_sample_tokens, preflight
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.train import RunResult, train
+from spmd.sharding.mesh import AnyMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,22 +51,20 @@ def run_train(arguments: list[str]) -> int:
     """Run `spmd train`; return the exit code."""
     command, source = parse_command(TrainCommand, arguments, "train")
     config: TrainConfig = command.config
-    run_dir = RunDir(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
+    run_dir = _run_dir(config, source)
     resume, steps = run_dir.check_use(command.resume), parse_steps(command.profile)
-    initialize(config.devices, command.launch_args)
-    setup = make_setup(config, config_mesh(config))
-    preflight(setup)
+    said = initialize(config.devices, command.launch_args)
+    setup, corpus, init = _check(config, config_mesh(config), resume)
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
-    init = "" if resume else check_init(setup)
-    corpus, flags = open_corpus(config), flags_text(setup, jax.devices()[0].platform)
+    flags = flags_text(setup, jax.devices()[0].platform)
     sizes = f"{len(corpus.train):,} training tokens, {len(corpus.validation):,} validation tokens"
     about = f"\ncorpus: {corpus.documents:,} documents, {sizes}\n"
     for text in (f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}", flags, init and f"\n{init}", about):
         if text:
             show(text)
     console = Console(config.steps) if first else None
-    result = train(setup, corpus, run_dir, source, console, resume=resume, profile=steps)
+    result = train(setup, corpus, run_dir, source, console, resume=resume, profile=steps, said=said)
     if console:
         console.close()
     if result.preempted is not None:
@@ -76,6 +75,23 @@ def run_train(arguments: list[str]) -> int:
     if config.sample.prompt:
         _sample(setup, corpus.tokenizer, result, show)
     return 0
+
+
+def check_command(command: TrainCommand[Any], source: Path, mesh: AnyMesh) -> None:
+    """Raise what `run_train` would refuse, without the devices of the mesh."""
+    resume, _ = _run_dir(command.config, source).check_use(command.resume), parse_steps(command.profile)
+    _check(command.config, mesh, resume)
+
+
+def _run_dir(config: TrainConfig, source: Path) -> RunDir:
+    return RunDir(Path(config.out or f"runs/{source.stem.replace('_', '-')}"))
+
+
+def _check(config: TrainConfig, mesh: AnyMesh, resume: bool) -> tuple[TrainSetup, Corpus, str]:
+    """Return the checked setup, the corpus, and a line about the initial parameters of a run that is not resumed."""
+    setup = make_setup(config, mesh)
+    preflight(setup)
+    return setup, open_corpus(config), "" if resume else check_init(setup)
 
 
 def _report(console: Console, config: TrainConfig, corpus: Corpus, run_dir: RunDir, result: RunResult) -> None:
@@ -99,7 +115,10 @@ def _sample(setup: TrainSetup, tokenizer: Tokenizer, result: RunResult, show: Ca
     """Generate and print the config's sample; all processes take part."""
     sample, seed = setup.config.sample, setup.config.seed
     sampling = Sampling(sample.temperature, sample.top_k, sample.top_p)
+    tokens = count_sample_tokens(setup.config, tokenizer)
     generator = make_generator(setup.plan, tokenizer, setup.config.data.sequence, sampling)
-    (text,) = generate_texts(generator, tokenizer, result.state, [sample.prompt], tokens=sample.tokens, seed=seed)
+    (text,) = generate_texts(generator, tokenizer, result.state, [sample.prompt], tokens=tokens, seed=seed)
     why = f" (without a KV cache: {generator.whole_window})" if generator.whole_window else ""
+    if tokens < sample.tokens:
+        why += f", {tokens} of {sample.tokens} tokens, because training sequences have {setup.config.data.sequence}"
     show(f"\nsample at {sampling}{why}:\n{text}")

@@ -60,6 +60,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         least = {"sequence": 1, "batch": 1, "threads": 0, "prefetch": 0}
         rules = {name: f"at least {n}" for name, n in least.items()}
+        rules |= {"sequence": "at least 1 and at most 16777216", "threads": "at least 0 and at most 1024"}
         problems = check_fields(self, {**rules, "validation": "above 0 and below 1"}, "data.")
         if not self.source or not all(self.source):
             problems.append(Problem("data.source", f"is {self.source!r}", fix="name a file or folder"))
@@ -84,7 +85,8 @@ def load_corpus(config: DataConfig) -> Corpus:
         if len(ids) <= config.sequence:
             what = "holds fewer tokens than one sequence and its last target"
             detail = f"{len(ids)} < data.sequence + 1 = {config.sequence + 1}"
-            short.append(Problem(split, what, detail, "add text, shorten data.sequence or change data.validation"))
+            fix = "add text, a shorter --data.sequence, or another --data.validation"
+            short.append(Problem(split, what, detail, fix))
     if short:
         raise DataError(f"the corpus is too short ({corpus.documents} documents):", short)
     return corpus

@@ -6,6 +6,7 @@ Only this module and `spmd.testing` read or write environment variables.
 import errno
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -16,11 +17,15 @@ from typing import NoReturn
 import jax
 
 from spmd.distributed.cluster_env import LaunchArgs, ProcessGroup, detect_process_group, split_address
+from spmd.distributed.native_output import compiler_log, separate_stdout
 from spmd.errors import ConfigError, Problem
 from spmd.sharding.mesh import simulate_devices
 
 EXIT_LOST = 69
 """Exit code of one of several processes whose runtime failed, mostly because another one is gone (EX_UNAVAILABLE)."""
+
+MOST_SIMULATED = 1024
+"""Most simulated devices of a process."""
 
 SINGLE_PROCESS = LaunchArgs(cluster="none")
 """One process, whatever the cluster says."""
@@ -32,6 +37,9 @@ _TPU_COMPILER_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOA
 # By default the GPU compiler autotunes kernels on a GPU, and here is none.
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
+# What libtpu writes, and no line of JAX's about a TPU.
+_LIBTPU = re.compile(r"^(?!.*jax\._src).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
+
 # gRPC reads the first of each group that is set.
 _PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY = ("no_grpc_proxy", "no_proxy")
@@ -42,15 +50,18 @@ _DNS_TIMEOUT = 60
 _SHUTDOWN_TIMEOUT = 300
 
 
-def initialize(devices: int = 0, launch_args: LaunchArgs = SINGLE_PROCESS, target_platform: str = "") -> None:
+def initialize(devices: int = 0, launch_args: LaunchArgs = SINGLE_PROCESS, target_platform: str = "") -> list[str]:
     """Configure JAX and connect to the other processes; call it before the first use of a device.
+
+    Return what libtpu writes when it looks for a TPU, for a log: on other machines it reports at length.
 
     Args:
         devices: CPU devices to simulate in this process; 0 uses the real devices.
         target_platform: `tpu` or `cuda`: cross-compile for this platform, without a device of it.
     """
-    if devices < 0:
-        problem = Problem("devices", f"is {devices}", fix="0 for the real devices, or a number")
+    if not 0 <= devices <= MOST_SIMULATED:
+        fix = f"0 for the real devices, or at most {MOST_SIMULATED}; spmd plan --topology cpu:N is for any number"
+        problem = Problem("devices", f"is {devices}: each simulated device has threads of its own", fix=fix)
         raise ConfigError("This process cannot be started:", [problem])
     group = detect_process_group(launch_args, os.environ)
     # Orbax logs tracebacks of errors that it also raises.
@@ -66,6 +77,13 @@ def initialize(devices: int = 0, launch_args: LaunchArgs = SINGLE_PROCESS, targe
         simulate_devices(devices)
     if group:
         _connect(group, launch_args)
+    with compiler_log(pass_on=False) as said:
+        jax.devices()
+    of_libtpu = [line for line in said if _LIBTPU.search(line)]
+    for line in said:
+        if line not in of_libtpu:
+            print(line, file=sys.stderr)
+    return of_libtpu
 
 
 def _add_xla_flag(flag: str) -> None:
@@ -89,6 +107,7 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
         exempt = next((os.environ[name] for name in _NO_PROXY if os.environ.get(name)), "")
         host, _ = split_address(group.coordinator)
         os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
+    separate_stdout()
     # The only collectives between CPU devices, real or simulated, of several processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # At its own timeout JAX aborts the process without an exception, so this timer fires before.

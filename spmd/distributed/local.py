@@ -1,7 +1,7 @@
 """Several processes on this machine, started as a cluster would start them.
 
 Process 0 writes to the terminal. Output of the others comes on stderr, each line with the number of its process.
-Signals are forwarded to all processes. When one fails, the others are stopped.
+Signals are forwarded to all processes; SIGINT ends all of them at once. When one fails, the others are stopped.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from spmd.distributed.initialize import EXIT_LOST
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
 # Below Linux's ephemeral ports: while process 0 starts, an outgoing connection could take one of those.
 _PORTS = range(20_000, 32_768)
@@ -38,14 +38,15 @@ def process_commands(train: Sequence[str], processes: int, devices: int, port: i
     """Return the command line of each process, from arguments of `spmd` that begin with `train`."""
     # `--cluster none`: this process may itself run in a job, whose variables do not describe these processes.
     flags = ["--devices", devices, "--cluster", "none", "--coordinator", f"127.0.0.1:{port}", "--processes", processes]
-    command = [sys.executable, "-m", "spmd.cli", *train, *map(str, flags)]
+    command = [sys.executable, "-m", "spmd_command", *train, *map(str, flags)]
     return [[*command, "--process-id", str(process_id)] for process_id in range(processes)]
 
 
 def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
     """Run one process for each command; return the exit code of the first that fails, or 0.
 
-    After a failure the other processes have `grace` seconds to end by themselves.
+    After a failure the other processes have `grace` seconds to end by themselves. At SIGINT all are killed, and
+    `KeyboardInterrupt` is raised.
     """
     processes: list[subprocess.Popen[str]] = []
 
@@ -53,7 +54,9 @@ def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
         for process in processes:
             process.send_signal(number)
 
+    interrupted = threading.Event()
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: interrupted.set())
     try:
         for command in commands:
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if processes else {}
@@ -64,7 +67,7 @@ def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
         readers = [threading.Thread(target=_copy_output, args=output, daemon=True) for output in others]
         for reader in readers:
             reader.start()
-        first = _wait(processes, grace)
+        first = _wait(processes, grace, interrupted)
         for reader in readers:
             reader.join()
     finally:
@@ -83,7 +86,7 @@ def _copy_output(process_id: int, lines: IO[str]) -> None:
             print(f"[{process_id}] {line}", end="", file=sys.stderr, flush=True)
 
 
-def _wait(processes: Sequence["subprocess.Popen[str]"], grace: float) -> int:
+def _wait(processes: Sequence["subprocess.Popen[str]"], grace: float, interrupted: threading.Event) -> int:
     """Wait until all have ended; return the exit code of the first failure, as a shell reports it, or 0."""
     first, deadline = 0, float("inf")
     while True:
@@ -104,7 +107,8 @@ def _wait(processes: Sequence["subprocess.Popen[str]"], grace: float) -> int:
                 processes[i].kill()
             _log(f"stopped process {', '.join(map(str, running))}")
             deadline = float("inf")
-        time.sleep(_POLL_SECONDS)
+        if interrupted.wait(_POLL_SECONDS):
+            raise KeyboardInterrupt
 
 
 def _log(text: str) -> None:

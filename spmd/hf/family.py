@@ -9,6 +9,7 @@ both. Families are found by Python entry points in the group `spmd.families`, so
 """
 
 import dataclasses
+import difflib
 import functools
 import importlib.metadata
 import re
@@ -147,11 +148,18 @@ def family_of(architectures: Iterable[str]) -> Family:
         fix = "install spmd or build its metadata: families are found by entry points"
         problems = [Problem(GROUP, "no family is installed", fix=fix)]
     elif wanted:
-        fixes = {name: did_you_mean(name, known) for name in wanted}
+        fixes = {name: _nearest(name, known) for name in wanted}
         problems = [Problem(f"architecture {name}", "is not supported", fix=fix) for name, fix in fixes.items()]
     else:
         problems = [Problem("config.json", "names no architecture", fix=f"one of: {', '.join(known)}")]
     raise ConfigError("This model is not supported:", problems)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return what may be meant: class names all end with the task, which says nothing about the family."""
+    families_of = {re.sub("For[A-Z].*", "", other): other for other in known}
+    near = difflib.get_close_matches(re.sub("For[A-Z].*", "", name), families_of, n=1, cutoff=0.8)
+    return f'did you mean "{families_of[near[0]]}"?' if near else f"one of: {', '.join(known)}"
 
 
 def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:

@@ -9,7 +9,6 @@ per layer of a stacked parameter (`per_layer`), so scanned and unrolled layers t
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
@@ -23,7 +22,8 @@ from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, check_block, quantize_moments
 from spmd.optim.two_phase import TwoPhaseOptimizer, two_phase
 from spmd.sharding.layer_paths import read_stacked
-from spmd.sharding.rules import Tied, compile_pattern, first_path, matches
+from spmd.sharding.patterns import PatternError, compile_pattern
+from spmd.sharding.rules import Tied, first_path, matches
 from spmd.tree import PyTree, map_with_path
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
@@ -87,7 +87,7 @@ class OptimizerConfig:
         for index, pattern in enumerate(self.no_decay):
             try:
                 compile_pattern(pattern)
-            except re.error as error:
+            except PatternError as error:
                 problems.append(Problem(f"no_decay[{index}]", f"{pattern!r} is not a regular expression: {error}"))
         if problems:
             raise ConfigError("This optimizer cannot be made:", problems)
@@ -127,7 +127,8 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     }[config.schedule]
     if config.warmup_steps >= steps or config.warmup_steps + decay_steps > steps:
         arithmetic = f"(warmup_steps={config.warmup_steps}) + (decay={decay_steps}) against (steps={steps})"
-        problem = Problem("steps", "too few for warmup and decay", arithmetic, "a shorter warmup, or more steps")
+        fix = f"--optimizer.warmup-steps {steps // 10}, or more --steps"
+        problem = Problem("steps", "too few for warmup and decay", arithmetic, fix)
         raise ConfigError("This schedule cannot be made:", [problem])
     warmup_steps, final = max(1, config.warmup_steps), config.final_fraction
 

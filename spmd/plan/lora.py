@@ -29,7 +29,8 @@ from spmd.plan.lora_layer import LoRAParam
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import drop_axis
-from spmd.sharding.rules import Replicate, Rules, compile_pattern, first_path, matches, replicate
+from spmd.sharding.patterns import PatternError, compile_pattern
+from spmd.sharding.rules import Replicate, Rules, first_path, matches, replicate
 
 BASE = "base"
 """The name of the frozen parameters among the variables."""
@@ -60,7 +61,7 @@ class LoRAConfig:
         for index, pattern in enumerate(self.targets):
             try:
                 compile_pattern(pattern)
-            except re.error as error:
+            except PatternError as error:
                 problems.append(Problem(f"lora.targets[{index}]", f"{pattern!r} is not a regular expression: {error}"))
         if problems:
             raise ConfigError(_TITLE, problems)

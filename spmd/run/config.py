@@ -12,6 +12,7 @@ config = spmd.TrainConfig(
 """
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -34,7 +35,10 @@ from spmd.sharding.rules import Rules
 
 
 class ModelConfig(Protocol):
-    """Interface of `TrainConfig.model`: a frozen dataclass that builds an NNX language model."""
+    """Interface of `TrainConfig.model`: a frozen dataclass that builds an NNX language model.
+
+    Its fields are flags, `--model.FIELD`, and are recorded in checkpoints: numbers, strings, tuples and dataclasses.
+    """
 
     @property
     def vocab(self) -> int:
@@ -89,7 +93,7 @@ class SampleConfig:
     prompt: str = ""
     """Prompt of the sample; empty for no sample."""
     tokens: int = 200
-    """Number of tokens to generate."""
+    """Number of tokens to generate; fewer where the training sequences end before."""
     temperature: float = 0.8
     """Sampling temperature; 0 for greedy decoding."""
     top_k: int = 40
@@ -127,13 +131,15 @@ class SDCConfig:
     """Steps between computing the gradients of one batch twice, which must agree bitwise. 0: never."""
 
 
+_LARGEST = 2**31 - 1
 _FIELD_RULES: Mapping[str, str | Sequence[Any]] = {
     **dict.fromkeys(("steps", "accumulate", "logits_chunk", "log_every", "max_to_keep"), "at least 1"),
     **dict.fromkeys(("checkpoint_every", "keep_best", "devices"), "at least 0"),
     "seed": "at least 0 and below 4294967296",
     "zero": (0, 1, 2, 3),
     "on_nan": ("stop", "skip", "roll-back"),
-    **dict.fromkeys(("pipeline.microbatches", "pipeline.chunks", "evaluate.every"), "at least 0"),
+    **dict.fromkeys(("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"),
+    "evaluate.every": "at least 0",
     "evaluate.tokens": "at least 1",
     **dict.fromkeys(("sample.tokens", "sample.temperature", "sample.top_k"), "at least 0"),
     "sample.top_p": "above 0 and at most 1",
@@ -225,7 +231,7 @@ class TrainConfig(Generic[M]):
     """Number of CPU devices to simulate (0: use the real devices)."""
 
     def __post_init__(self) -> None:
-        problems = check_fields(self, _FIELD_RULES)
+        problems = check_fields(self, _FIELD_RULES) + list(_large_numbers(self))
         problems += attention_problems(self.attention, self.context)
         problems += flag_problems(self.xla)
         for make, name in ((make_remat, self.remat), (make_precision, self.precision)):
@@ -249,16 +255,38 @@ class TrainConfig(Generic[M]):
         if longest < self.data.sequence:
             detail = f"{self.data.sequence} tokens > {longest} positions"
             yield Problem("data.sequence", "exceeds the model's context length", detail, f"at most {longest}")
-        wanted = [name for name in vars(ModelConfig) if not name.startswith("_")]
-        if missing := [name for name in wanted if not hasattr(self.model, name)]:
-            what = f"{type(self.model).__name__} has no {', '.join(missing)}: TrainConfig is for language models"
-            yield Problem("model", what, fix="train other models with spmd.make_train_step")
+        yield from _model_problems(self.model)
         if self.recovery.on_spike == "skip" and self.precision == "fp16":
             what = "cannot be skip with fp16: its loss scaling already skips steps"
             yield Problem("recovery.on_spike", what, fix="roll-back or stop")
         if self.accumulate > 0 and self.data.batch % self.accumulate:
             detail = f"{self.data.batch} / {self.accumulate} = {self.data.batch / self.accumulate:.4g}"
             yield Problem("accumulate", "does not divide data.batch", detail, "change one of them")
+
+
+def _model_problems(model: Any) -> Iterator[Problem]:
+    """Yield what a model's config lacks of `ModelConfig`."""
+    name, see = type(model).__name__, "write @dataclasses.dataclass(frozen=True) above the class"
+    wanted = [name for name in vars(ModelConfig) if not name.startswith("_")]
+    if missing := [name for name in wanted if not hasattr(model, name)]:
+        what = f"{name} has no {', '.join(missing)}: TrainConfig is for language models"
+        yield Problem("model", what, fix="train other models with spmd.make_train_step")
+    elif not callable(model.build):
+        yield Problem("model", f"{name}.build is no method", fix="def build(self, rngs: nnx.Rngs) -> nnx.Module")
+    if not dataclasses.is_dataclass(model) or isinstance(model, type):
+        yield Problem("model", f"{model if isinstance(model, type) else name} is no dataclass instance", fix=see)
+    elif "__dataclass_fields__" not in vars(type(model)) and (own := inspect.get_annotations(type(model))):
+        yield Problem("model", f"{name} is no dataclass itself, so {', '.join(own)} cannot be set", fix=see)
+
+
+def _large_numbers(config: Any, prefix: str = "") -> Iterator[Problem]:
+    """Yield a problem for each integer of a config that JAX's 32 bits do not hold; `seed` has a rule of its own."""
+    for name in (field.name for field in dataclasses.fields(config)):
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, Rules | type):
+            yield from _large_numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int) and abs(value) > _LARGEST and name != "seed":
+            yield Problem(f"{prefix}{name}", f"is {value:,}", fix=f"at most {_LARGEST:,}, the largest 32-bit integer")
 
 
 def config_values(config: Any) -> dict[str, Any]:

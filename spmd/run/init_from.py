@@ -19,6 +19,7 @@ from spmd.hf.sidecar_files import ORIGINAL, copy_origin
 from spmd.plan.lora import BASE
 from spmd.run.build import TrainSetup
 from spmd.run.config import config_difference, config_values
+from spmd.run.load_config import other_config
 from spmd.run.load_params import read_params
 from spmd.run.run_dir import RunDir
 from spmd.train.state import TrainState, init_state
@@ -38,7 +39,8 @@ def check_init(setup: TrainSetup) -> str:
         random = "LoRA adapters are trained on base parameters that are drawn at random: give --init to load them"
         return random if setup.config.lora.targets else ""
     if _is_run(path):
-        _check_model(path, RunDir(path).config().model, setup.config.model)
+        with other_config():
+            _check_model(path, RunDir(path).config().model, setup.config.model)
     else:
         with _open_hf(setup, path):
             pass

@@ -1,7 +1,20 @@
-"""Config files: Python files that define `config`, executed with the rights of the user who starts them."""
+"""Config files: Python files that define `config`, executed with the rights of the user who starts them.
 
+A config may import the modules beside it, as a script may. The folder of the config that was loaded last is searched
+for them, and its modules stay imported; those of another config are put aside, so that two configs with modules of
+equal names do not mix. `copy_config` writes a config with what it imported, so that a run folder is complete.
+"""
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
 import runpy
+import shutil
+import sys
 import traceback
+import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
@@ -10,7 +23,63 @@ from spmd.run.renamed import rename_hint
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 """Folder of the configs that ship with the package."""
-_FAILURES = (NameError, AttributeError, TypeError, LookupError, ValueError, OSError, ArithmeticError, ImportError)
+
+
+class ConfigFolder(importlib.abc.MetaPathFinder):
+    """Import hook that finds the modules beside a config, except for names of the standard library.
+
+    Attributes:
+        names: Top-level names that were imported from the folder.
+        modules: Those modules while another config's are in `sys.modules`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: set[str] = set()
+        self.modules: dict[str, types.ModuleType] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a top-level module in the folder; a plain folder yields to an installed package."""
+        find = importlib.machinery.PathFinder.find_spec
+        if path is not None or name in sys.stdlib_module_names:
+            return None
+        spec = find(name, [str(self.folder)])
+        if spec is None or (not spec.has_location and find(name)):
+            return None
+        self.names.add(name)
+        return spec
+
+    def imported(self) -> dict[str, types.ModuleType]:
+        """Return the modules that were imported from the folder, by name."""
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in self.names}
+
+    def activate(self) -> None:
+        """Make this the only folder of a config in which imports search."""
+        for other in _active():
+            sys.meta_path.remove(other)
+            other.modules = other.imported()
+            for name in other.modules:
+                del sys.modules[name]
+        sys.modules.update(self.modules)
+        sys.meta_path.insert(0, self)
+        importlib.invalidate_caches()
+
+
+def _active() -> list[ConfigFolder]:
+    return [finder for finder in sys.meta_path if isinstance(finder, ConfigFolder)]
+
+
+@contextlib.contextmanager
+def other_config() -> Iterator[None]:
+    """Load a config for comparison inside the block: at its end imports search the present config's folder again."""
+    before = _active()
+    try:
+        yield
+    finally:
+        for finder in before:
+            finder.activate()
 
 
 def shipped() -> dict[str, Path]:
@@ -37,20 +106,51 @@ def load_config(name: str) -> TrainConfig:
         raise ConfigError(
             "There is no such config:", [Problem(name, "is neither a file nor a shipped config", fix=fix)]
         )
+    finder = ConfigFolder(path.resolve().parent)
+    finder.activate()
+    module = types.ModuleType(f"config {path}")
     try:
-        config = runpy.run_path(str(path)).get("config")
-    except SpmdError:
+        vars(module).update(runpy.run_path(str(path), run_name=module.__name__))
+    except (SpmdError, KeyboardInterrupt):
         raise
     except SyntaxError as error:
-        raise _unreadable(f"{path}:{error.lineno}", f"is not Python: {error.msg}") from error
-    except _FAILURES as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        where = f"{path}:{lines[-1]}" if lines else str(path)
-        raise _unreadable(where, f"fails: {type(error).__name__}: {error}", rename_hint(error)) from error
+        raise _unreadable(f"{error.filename or path}:{error.lineno}", f"is not Python: {error.msg}") from error
+    except BaseException as error:
+        raise _unreadable(_line_of(error, path), f"fails: {_text(error)}", rename_hint(error)) from error
+    sys.modules[module.__name__] = module  # where `typing` and `inspect` look for what its classes refer to
+    config = vars(module).get("config")
     if not isinstance(config, TrainConfig):
         what = f"defines config = {config!r}" if config is not None else "defines no config"
         raise _unreadable(str(path), what, "config = spmd.TrainConfig(...)")
+    if "config" in finder.names:
+        what = "imports a module named config, and a run folder has its own config.py"
+        raise _unreadable(str(path), what, "give that module another name")
     return config
+
+
+def copy_config(source: Path, folder: Path) -> None:
+    """Write a config as `folder/config.py`, and the modules that it imported from its own folder beside it."""
+    copy = folder / "config.py"
+    if source.resolve() == copy.resolve():
+        return
+    shutil.copyfile(source, copy)
+    for finder in _active():
+        files = {Path(file) for module in finder.imported().values() if (file := getattr(module, "__file__", None))}
+        for file in sorted(file for file in files if file.is_relative_to(finder.folder)):
+            to = folder / file.relative_to(finder.folder)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, to)
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """Return file and line of the innermost frame of an error that is in the config's folder, or the file."""
+    folder = path.resolve().parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve().parent == folder]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else str(path)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _unreadable(where: str, what: str, fix: str = "") -> ConfigError:

@@ -14,6 +14,7 @@ from spmd.model_api.model import PRNG
 from spmd.plan.lora import BASE, with_adapters
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import build_model, build_precision
+from spmd.run.load_config import other_config
 from spmd.run.run_dir import RunDir
 from spmd.train.state import ModelState
 
@@ -33,8 +34,9 @@ def read_params(run: Path, abstract: Any, step: int | None = None) -> Any:
         step: None for the newest intact checkpoint.
     """
     folder = RunDir(Path(run))
-    config = folder.config()
-    model, stored = build_model(config), build_precision(config).params_dtype
+    with other_config():
+        config = folder.config()
+        model, stored = build_model(config), build_precision(config).params_dtype
     lora, key = config.lora, jax.random.key(0, impl=PRNG)
     if not lora.targets:
         wanted, branches = {"params": _stored(abstract, stored)}, ["params"]

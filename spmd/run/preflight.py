@@ -6,13 +6,13 @@ from typing import Any
 import jax
 
 from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
-from spmd.analysis.compiler_log import compiler_log
 from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
-from spmd.data.loader import check_batch, load_tokenizer
+from spmd.data.loader import check_batch
+from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.distributed.compilation_cache import compilation_cache
-from spmd.errors import SpmdError
-from spmd.generate.generator import check_window
+from spmd.distributed.native_output import compiler_log
+from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.run.build import TrainSetup, abstract_batch, count_microbatches, make_setup
 from spmd.run.config import TrainConfig, config_values
 from spmd.sharding.mesh import AnyMesh, batch_sharding, mesh_of
@@ -26,13 +26,22 @@ def check_microbatches(setup: TrainSetup) -> None:
 
 def preflight(setup: TrainSetup) -> None:
     """Raise for a batch, a sample or an activation that does not fit, before anything is allocated or compiled."""
-    config, sample = setup.config, setup.config.sample
-    config_values(config)
-    if sample.prompt:
-        prompt = load_tokenizer(config.data.tokenizer).encode_prompt(sample.prompt)
-        check_window([prompt], sample.tokens, config.data.sequence)
+    config_values(setup.config)
+    if setup.config.sample.prompt:
+        count_sample_tokens(setup.config, load_tokenizer(setup.config.data.tokenizer))
     check_microbatches(setup)
-    setup.step.trace(abstract_batch(config))
+    setup.step.trace(abstract_batch(setup.config))
+
+
+def count_sample_tokens(config: TrainConfig, tokenizer: Tokenizer) -> int:
+    """Return how many tokens of the sample fit behind its prompt; raise `ConfigError` if none does."""
+    tokens, window = len(tokenizer.encode_prompt(config.sample.prompt)), config.data.sequence
+    if tokens >= window:
+        detail = f"{tokens} prompt tokens >= data.sequence = {window}"
+        fix = f"--data.sequence {tokens + 1} or more, or a shorter --sample.prompt, or '' for no sample"
+        problem = Problem("sample.prompt", "leaves no room for a token", detail, fix)
+        raise ConfigError("The sample cannot be generated:", [problem])
+    return min(config.sample.tokens, window - tokens)
 
 
 def estimate_step(setup: TrainSetup, platform: str = "cpu") -> Estimate:

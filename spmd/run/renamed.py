@@ -45,7 +45,7 @@ FIELDS = {
 """Fields of `TrainConfig`."""
 
 
-def rename_hint(error: Exception) -> str:
+def rename_hint(error: BaseException) -> str:
     """Return the fix for an error in a config file that uses an earlier name; empty for any other error.
 
     Example:

@@ -2,7 +2,7 @@
 
 ```
 runs/demo/
-  config.py            copy of the config file
+  config.py            copy of the config file, with the modules beside it that it imports
   config.json          all fields as resolved, and their difference from the file
   plan.txt             the sharding plan
   metrics.jsonl        one JSON object per logged step and per evaluation
@@ -19,7 +19,7 @@ runs/demo/
 import dataclasses
 import datetime
 import json
-import shutil
+import os
 from pathlib import Path
 from typing import Literal, Self
 
@@ -28,7 +28,7 @@ import jax
 from spmd.data.tokenizer import TOKENIZER
 from spmd.errors import CheckpointError, Problem
 from spmd.run.config import TrainConfig, config_difference, config_values, with_values
-from spmd.run.load_config import load_config
+from spmd.run.load_config import copy_config, load_config, other_config
 from spmd.run.renamed import current_fields
 
 IMPORTED = "imported"
@@ -66,6 +66,10 @@ class RunDir:
             resume: never: start a run, refuse a folder with one; always: resume, refuse a folder without a checkpoint;
                 auto: resume if there is a run, else start one.
         """
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            what = "cannot be written" if there.is_dir() else "is not a folder"
+            raise CheckpointError("Nothing was started:", [Problem(str(there), what, fix="another --out")])
         exists = self.metrics.exists() or any(self.checkpoints.glob("*"))
         if resume == "always" and not any(path.name.isdecimal() for path in self.checkpoints.glob("*")):
             fix = "give the folder of the run, or --resume auto to start a run if there is none"
@@ -85,13 +89,12 @@ class RunDir:
         return exists
 
     def describe(self, config: TrainConfig, source: Path, plan: str) -> None:
-        """Make the folder, and write the plan and the config, as a copy of `source` and as values."""
+        """Make the folder, and write the plan and the config: values, and `source` with the modules beside it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        before, after = config_values(load_config(str(source))), config_values(config)
+        with other_config():
+            before, after = config_values(load_config(str(source))), config_values(config)
         values = {"config": after, "changed": config_difference(before, after)}
-        copy = self.path / "config.py"
-        if source.resolve() != copy.resolve():
-            shutil.copyfile(source, copy)
+        copy_config(source, self.path)
         (self.path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         (self.path / "plan.txt").write_text(plan + "\n", encoding="utf-8")
 

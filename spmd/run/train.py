@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from spmd.data.corpus import Corpus
 from spmd.data.loader import Windows, batches, evaluation_batches
 from spmd.distributed.compilation_cache import cache_dir, compilation_cache
 from spmd.distributed.initialize import compiler_environment
+from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.metrics import Console, JsonLines, StepClock, Writers, utilization
 from spmd.observe.profiling import Profile
 from spmd.observe.tensorboard import TensorBoard
+from spmd.observe.waiting import show_waiting
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.resilience.preemption import Preemption
@@ -82,6 +85,7 @@ def train(
     *,
     resume: bool,
     profile: tuple[int, int] | None,
+    said: Sequence[str] = (),
 ) -> RunResult:
     """Train until the config's last step or preemption.
 
@@ -90,6 +94,7 @@ def train(
         console: None on all processes but the first.
         resume: Start from the newest checkpoint in `run_dir`.
         profile: First and last step to trace.
+        said: Lines of the runtime's start, for the log.
 
     Raises:
         DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks are used up.
@@ -98,7 +103,10 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
         log = stack.enter_context(ProcessLog(run_dir.log))
+        redirect_native_stdout(log.file)
         watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
+        for line in said:
+            log.say(line)
         log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
         check_hosts_agree(_common_to_hosts(setup, corpus, source, resume))
         preemption = stack.enter_context(Preemption())
@@ -179,7 +187,7 @@ class _Run:
             self.say(f"removed interrupted saves: {', '.join(self.checkpoints.leftovers)}")
         if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
             check_resumable(self.checkpoints.record(latest), setup, self.corpus, self.run_dir.path)
-        with self.telemetry.during("compile", "compiling the step"):
+        with self.waiting("compile", "compiling the step"):
             setup.step.compile(abstract_batch(setup.config))
         point = self.restore() if resume else self.initialize()
         if jax.process_index() == 0:
@@ -188,8 +196,15 @@ class _Run:
         self.telemetry.stopwatch.switch_to("step")
         return point
 
+    @contextlib.contextmanager
+    def waiting(self, activity: str, doing: str) -> Iterator[None]:
+        """Account the block to an activity, and show that it goes on."""
+        shown = show_waiting(doing, plain=True) if self.console else contextlib.nullcontext()
+        with shown, self.telemetry.during(activity, doing):
+            yield
+
     def initialize(self) -> ResumePoint:
-        with self.telemetry.during("compile", "initializing the parameters"):
+        with self.waiting("compile", "initializing the parameters"):
             return ResumePoint(0, 0, jax.block_until_ready(initial_state(self.setup)))
 
     def restore(self) -> ResumePoint:
@@ -198,7 +213,7 @@ class _Run:
         if not (checkpoints.steps() or checkpoints.damaged):
             self.say("there is no checkpoint to resume from: starting from step 0")
             return self.initialize()
-        with self.telemetry.during("restore", "restoring a checkpoint"):
+        with self.waiting("restore", "restoring a checkpoint"):
             state, record = checkpoints.restore(None, abstract_state(setup.plan))
         check_resumable(record, setup, self.corpus, self.run_dir.path)
         for step, problems in checkpoints.damaged.items():

@@ -17,12 +17,12 @@ from spmd.errors import Problem, RuleError, did_you_mean
 from spmd.sharding.flax_metadata import flatten_module
 from spmd.sharding.layer_paths import Stack, audit_stacks, names_of, own_stacks, stored_dims, without_dims
 from spmd.sharding.mesh import AXES, as_entry, entry_axes
+from spmd.sharding.patterns import PatternError, compile_pattern, compile_search
 from spmd.sharding.rules import (
     ANY_PATH,
     DEFAULT_STACKED,
     Replicate,
     Rules,
-    compile_pattern,
     is_catch_all,
     matches,
     replicate,
@@ -48,7 +48,7 @@ class _SearchRule:
 
     @property
     def is_catch_all(self) -> bool:
-        return re.search(self.pattern, ANY_PATH) is not None
+        return compile_search(self.pattern).search(ANY_PATH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def rules_from_search(
     problems: list[Problem] = []
     leaves = flatten_module(params)
     for path, leaf in leaves.items():
-        hits = tuple(rule for rule in rules if re.search(rule.pattern, path))
+        hits = tuple(rule for rule in rules if compile_search(rule.pattern).search(path))
         size = math.prod(leaf.shape)
         if size == 1 or hits:
             rule = None if size == 1 else hits[0]
@@ -130,8 +130,8 @@ def _read(table: Iterable[tuple[str, Any]], axes: Mapping[str, Any]) -> list[_Se
     for index, (pattern, spec) in enumerate(table):
         spec, where = P(*spec or ()) if isinstance(spec, tuple | list | None) else spec, rule_name(index, pattern)
         try:
-            re.compile(pattern)
-        except re.error as error:
+            compile_search(pattern)
+        except PatternError as error:
             problems.append(Problem(where, f"is not a regular expression: {error}"))
         if not isinstance(spec, P):
             problems.append(Problem(where, f"has the value {spec!r}", fix="a PartitionSpec"))
@@ -220,7 +220,7 @@ def _separates(pattern: str, names: Iterable[str], others: Iterable[str], covers
     """Return whether a pattern of `Rules` covers all of `names` and matches none of `others`."""
     try:
         hits = map(_matches(pattern), others)
-    except re.error:  # a flag such as (?i) is only valid at the start of the compiled expression
+    except PatternError:  # a flag such as (?i) is only valid at the start of the compiled expression
         return False
     return all(covers(pattern, name) for name in names) and not any(hits) and not is_catch_all(pattern)
 

@@ -19,7 +19,6 @@ A path is compared without the numbers of unrolled layers, and as it is.
 import dataclasses
 import difflib
 import functools
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +36,7 @@ from spmd.sharding.layer_paths import (
     strip_layer_numbers,
 )
 from spmd.sharding.mesh import entry_axes, shards_of
+from spmd.sharding.patterns import PatternError, compile_pattern
 
 DEFAULT_STACKED = (("layers", "pipe"),)
 Tied = Iterable[Sequence[str]]
@@ -44,19 +44,6 @@ Tied = Iterable[Sequence[str]]
 
 ANY_PATH = "\x00/\x00"
 """A path that no parameter has, so only a catch-all pattern matches it."""
-
-
-@functools.cache
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a rule's pattern into an expression for `fullmatch` on whole paths.
-
-    Example:
-        >>> bool(compile_pattern("wo/kernel").fullmatch("attention/wo/kernel"))
-        True
-        >>> bool(compile_pattern("attention/wo").fullmatch("cross_attention/wo"))
-        False
-    """
-    return re.compile(rf"(?:.*/)?(?:{pattern})")
 
 
 def matches(pattern: str, path: str, stacked: Collection[str]) -> bool:
@@ -77,7 +64,7 @@ def first_path(pattern: str, tied: Tied, stacked: Collection[str]) -> str:
 
 def is_catch_all(pattern: str) -> bool:
     """Return whether a rule's pattern matches every path."""
-    return compile_pattern(pattern).fullmatch(ANY_PATH) is not None
+    return compile_pattern(pattern).fullmatch(ANY_PATH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +144,7 @@ class Rules:
                 if is_catch_all(pattern):
                     what = "matches every path: there is no catch-all rule"
                     problems.append(Problem(where, what, fix="name the parameters that it is for"))
-            except re.error as error:
+            except PatternError as error:
                 problems.append(Problem(where, f"is not a regular expression: {error}"))
                 continue
             if not isinstance(value, P | Replicate):

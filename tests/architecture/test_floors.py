@@ -34,6 +34,7 @@ IN_BLOCKS = {"tensorboardX"}  # it sets a variable of the environment, and would
 
 # Where a dependency may be imported; one that is not named here may be imported anywhere.
 HOMES = {
+    "regex": ("sharding.patterns",),
     "orbax": {"checkpoint.arrays"},
     "grain": {"data.loader"},
     "tokenizers": {"data.tokenizer"},
@@ -57,8 +58,11 @@ NAME_MAPS_MAY_IMPORT = (
     *("spmd.layers.router", "spmd.sharding.rules"),
 )
 
-# A library that raises plain `Exception` leaves no choice: one handler for each module named here.
-ONE_BROAD_EXCEPT = {"data.tokenizer": "tokenizers raises `Exception` for a file that is not a tokenizer"}
+# Code of others that may raise anything leaves no choice: one handler for each module named here.
+ONE_BROAD_EXCEPT = {
+    "data.tokenizer": "tokenizers raises `Exception` for a file that is not a tokenizer",
+    "run.load_config": "a config is a user's program, whose failures are his, of whatever type",
+}
 
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "tools"}
 MAX_LINES = 400

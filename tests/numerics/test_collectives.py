@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.analysis.collective_audit import audit_collectives, expect_collectives
-from spmd.analysis.compiler_log import compiler_log
+from spmd.distributed.native_output import compiler_log
 from spmd.errors import MeshError
 from spmd.sharding.mesh import MeshShape, abstract_mesh, make_mesh
 

@@ -201,7 +201,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_rehearsal_forwards_signals(number, tmp_path, capfd):
     """A signal that the rehearsal gets is sent to all processes, and its own handlers are as before afterwards."""
     ready = [tmp_path / str(i) for i in range(3)]
@@ -218,6 +218,32 @@ def test_rehearsal_forwards_signals(number, tmp_path, capfd):
     thread.join(10)
     assert "stopped" not in capfd.readouterr().err, "all three ended by themselves"
     assert signal.getsignal(number) == before
+
+
+def test_rehearsal_ends_at_once_at_sigint(tmp_path):
+    """All processes are killed, also those that ignore it, and the caller gets `KeyboardInterrupt`."""
+    ready = [tmp_path / str(i) for i in range(2)]
+    ignoring = "import os, pathlib, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    ignoring += "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
+    before, sent = signal.getsignal(signal.SIGINT), []
+
+    def send():
+        while not all(path.exists() and path.read_text() for path in ready):
+            time.sleep(0.05)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch_local([python(ignoring, path) for path in ready], grace=60)
+    assert time.monotonic() - sent[0] < 5
+    thread.join(10)
+    for path in ready:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_process_commands():

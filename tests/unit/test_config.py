@@ -2,14 +2,20 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 
 import spmd
+from spmd.commands.parsing import parse_command
+from spmd.commands.plan import PlanCommand
+from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, MeshError
+from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.config import config_difference, config_values, with_values
-from spmd.run.load_config import load_config, shipped
+from spmd.run.load_config import load_config, other_config, shipped
+from spmd.run.run_dir import RunDir
 from tests import tiny
 
 CONFIG = spmd.TrainConfig(model=tiny.CONFIG, rules=LLAMA)
@@ -199,3 +205,162 @@ def test_a_config_that_cannot_be_read_is_an_error(text, error, complaint, tmp_pa
     path.write_text(text + "\n")
     with pytest.raises(error, match=complaint):
         load_config(str(path))
+
+
+MODEL = "LlamaConfig(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)"
+HEAD = "import dataclasses\nimport spmd\nfrom spmd.models.llama import LlamaConfig\n"
+HEAD += "from spmd.partition_rules.llama import LLAMA\n"
+
+
+def write(path, text, model=MODEL):
+    """A config file that begins with `text`."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"{HEAD}{text}\nconfig = spmd.TrainConfig(model={model}, rules=LLAMA)\n")
+    return path
+
+
+@pytest.fixture
+def imports():
+    """What imports find is as it was afterwards."""
+    finders, modules = list(sys.meta_path), set(sys.modules)
+    yield
+    sys.meta_path[:] = finders
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("class Odd(Exception): pass\nraise Odd('strange')", r"broken\.py:6: fails: Odd: strange"),
+        ("import sys; sys.exit('bye')", r"broken\.py:5: fails: SystemExit: bye"),
+        ("assert 1 == 2", r"broken\.py:5: fails: AssertionError"),
+        ("def f():\n    return f()\nf()", r"broken\.py:6: fails: RecursionError"),
+        ("raise GeneratorExit", r"broken\.py:5: fails: GeneratorExit"),
+        ("raise ExceptionGroup('two', [ValueError('a')])", r"broken\.py:5: fails: ExceptionGroup: two"),
+    ],
+)
+def test_an_exception_of_a_config_is_two_lines(raised, said, tmp_path, imports):
+    """Whatever it raises: file and line, type, message."""
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(str(write(tmp_path / "broken.py", raised)))
+    assert str(caught.value).count("\n") == 1
+
+
+def test_ctrl_c_in_a_config_is_ctrl_c(tmp_path, imports):
+    """It is no failure of the file."""
+    with pytest.raises(KeyboardInterrupt):
+        load_config(str(write(tmp_path / "mine.py", "raise KeyboardInterrupt")))
+
+
+def test_a_class_of_a_config_has_flags(tmp_path, imports):
+    """A subclass of a model's config, in the file or in the one beside it, resolves its annotations and docstrings."""
+    own = "@dataclasses.dataclass(frozen=True)\nclass Mine(LlamaConfig):\n    extra: 'int | None' = 3\n"
+    model = MODEL.replace("LlamaConfig", "Mine")
+    inside = write(tmp_path / "inside.py", own, model)
+    (tmp_path / "beside.py").write_text(HEAD + own)
+    outside = write(tmp_path / "outside.py", "from beside import Mine", model)
+    for path in (inside, outside):
+        parsed, source = parse_command(PlanCommand, [str(path), "--model.extra", "7"], "plan")
+        assert (parsed.config.model.extra, source) == (7, path)
+
+
+def test_two_configs_with_equal_named_modules_do_not_mix(tmp_path, imports):
+    """Each finds the module beside itself, also one that its functions import later; none hides the standard library."""
+    configs = {}
+    for width in (16, 32):
+        folder = tmp_path / str(width)
+        text = "from beside import WIDTH\nimport json\ndef later():\n    import later_on\n    return later_on.WIDTH\n"
+        configs[width] = write(folder / "mine.py", text, MODEL.replace("32", "WIDTH"))
+        (folder / "beside.py").write_text(f"WIDTH = {width}\n")
+        (folder / "later_on.py").write_text(f"WIDTH = {width}\n")
+        (folder / "json.py").write_text("raise ValueError\n")
+        (folder / "jaxtyping").mkdir()  # a plain folder does not hide a package
+    assert load_config(str(configs[16])).model.d_model == 16
+    with other_config():
+        assert load_config(str(configs[32])).model.d_model == 32
+        assert sys.modules["beside"].WIDTH == 32
+    assert sys.modules["beside"].WIDTH == 16
+    assert vars(sys.modules[f"config {configs[16]}"])["later"]() == 16
+    assert load_config(str(configs[32])).model.d_model == 32
+    assert sys.modules[f"config {configs[32]}"].later() == 32
+
+
+def test_a_run_folder_gets_what_its_config_imports(tmp_path, imports):
+    """Modules and packages beside the config are copied, other files are not; and the copy loads by itself."""
+    source = write(tmp_path / "mine" / "mine.py", "import parts.widths\nfrom beside import WIDTH", MODEL)
+    (source.parent / "parts").mkdir()
+    (source.parent / "parts" / "widths.py").write_text("WIDE = 64\n")
+    (source.parent / "beside.py").write_text("from parts.widths import WIDE\nWIDTH = 32\n")
+    (source.parent / "unused.py").write_text("")
+    run = RunDir(tmp_path / "run")
+    run.describe(load_config(str(source)), source, "plan")
+    names = sorted(path.relative_to(run.path).as_posix() for path in run.path.rglob("*.py"))
+    assert names == ["beside.py", "config.py", "parts/widths.py"]
+    source.with_name("beside.py").unlink()
+    assert run.config().model.d_model == 32
+    assert sys.modules["beside"].__file__ == str(run.path / "beside.py")
+
+
+def test_a_module_named_config_is_refused(tmp_path, imports):
+    """It would be lost in the run folder, which has a config.py."""
+    (tmp_path / "config.py").write_text("")
+    with pytest.raises(ConfigError, match="module named config"):
+        load_config(str(write(tmp_path / "mine.py", "import config as other")))
+
+
+@dataclasses.dataclass
+class Partial:
+    """A model's config that lacks most of its interface."""
+
+    vocab: int = 256
+
+
+class Undecorated(LlamaConfig):
+    """A subclass whose field is none."""
+
+    extra: int = 3
+
+
+class NoDataclass:
+    """All of the interface, and no fields."""
+
+    vocab = layers = attention_width = matmul_params = 1
+
+    def build(self, rngs):
+        """Build nothing."""
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Partial(), ["Partial has no layers, attention_width, matmul_params, build"]),
+        (None, ["NoneType has no vocab, layers, attention_width, matmul_params, build", "is no dataclass instance"]),
+        (Undecorated(**dataclasses.asdict(tiny.CONFIG)), ["is no dataclass itself, so extra cannot be set"]),
+        (NoDataclass(), ["NoDataclass is no dataclass instance"]),
+        (LlamaConfig, ["LlamaConfig'> is no dataclass instance"]),
+    ],
+    ids=str,
+)
+def test_a_model_that_lacks_something_is_refused(model, said):
+    """With all that is missing."""
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(CONFIG, model=model)
+    found = [problem.what for problem in caught.value.problems]
+    assert [part for part in said if not any(part in what for what in found)] == []
+
+
+@pytest.mark.parametrize("number", [2**31, 99999999999999999999])
+def test_numbers_that_jax_cannot_hold_are_refused(number):
+    """Of every part of a config, at once; the largest 32-bit integer is accepted."""
+    model, data = tiny.replaced(layers=number), spmd.DataConfig(batch=number)
+    assert wrong(steps=number, model=model, data=data, mesh=spmd.MeshShape(data=number)) == [
+        *("data.batch", "mesh.data", "model.layers", "steps")
+    ]
+    assert dataclasses.replace(CONFIG, steps=2**31 - 1).steps == 2**31 - 1
+
+
+def test_a_launch_of_too_many_devices_is_refused():
+    """Each simulated device has threads; a million of them never start."""
+    with pytest.raises(ConfigError, match="at most 1024"):
+        initialize(1_000_000)

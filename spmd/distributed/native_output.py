@@ -1,10 +1,25 @@
-"""Capture of what XLA writes to standard error while it compiles."""
+"""What C++ libraries write to the process's standard output and error, past Python."""
 
 import contextlib
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TextIO
+
+
+def separate_stdout() -> None:
+    """Give `sys.stdout` a descriptor of its own, and drop what C++ writes to descriptor 1: Gloo reports connections."""
+    if sys.stdout.fileno() == 1:
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def redirect_native_stdout(file: TextIO) -> None:
+    """Append what C++ writes to descriptor 1 to a file, after `separate_stdout`."""
+    if sys.stdout.fileno() != 1:
+        os.dup2(file.fileno(), 1)
 
 
 @contextlib.contextmanager
