@@ -34,7 +34,7 @@ IN_BLOCKS = {"tensorboardX"}  # it sets a variable of the environment, and would
 
 # Where a dependency may be imported; one that is not named here may be imported anywhere.
 HOMES = {
-    "regex": ("sharding.patterns",),
+    "regex": {"sharding.patterns"},
     "orbax": {"checkpoint.arrays"},
     "grain": {"data.loader"},
     "tokenizers": {"data.tokenizer"},
