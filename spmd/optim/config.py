@@ -157,7 +157,8 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Any = ("layers"
     """
     problems = check_type("config", config, OptimizerConfig, 'spmd.OptimizerConfig(name="adamw")')
     problems += check_type("steps", steps, int, "a whole number")
-    if problems := problems + check_type("stacked", stacked, (tuple, list), f'("{stacked}",)'):
+    problems += check_type("stacked", stacked, (), f'("{stacked}",)') if isinstance(stacked, str) else []
+    if problems:
         raise ConfigError("This optimizer cannot be made:", problems)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
 
