@@ -326,7 +326,8 @@ def _not_finite() -> list[Call]:
         "        model = super().build(rngs)\n"
         "        model.norm.scale[...] = model.norm.scale[...] * float('nan')\n"
         "        return model\n"
-        "config = dataclasses.replace(config, model=Broken(vocab=256, d_model=16, layers=1, heads=2, kv_heads=1, d_ff=32))"
+        "size = dict(vocab=256, d_model=16, layers=1, heads=2, kv_heads=1, d_ff=32)\n"
+        "config = dataclasses.replace(config, model=Broken(**size))"
     )
     files = {"mine.py": broken}
     return [
