@@ -1,0 +1,147 @@
+"""What clumsy and hostile people type: no traceback, no hang, no exit code 0 with nothing done.
+
+The calls are in `hostile_calls`. Each is a process of its own, forked from one that has imported everything.
+"""
+
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import write_config
+from tests.forked import ROOT, command_server
+from tests.soak.hostile_calls import CALLS, Call
+
+SECONDS = 10.0
+"""Longest that a call may take on a machine with nothing beside it."""
+PATIENCE = 6.0
+"""How many times as long it may take beside other tests."""
+CRASHES = ("Traceback (most recent call last)", "terminate called", "Fatal Python error", "Check failure stack trace")
+TINY = {
+    "d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64": "d_model=16, layers=1, heads=2, kv_heads=1, d_ff=32",
+    "mesh=spmd.MeshShape(data=2, fsdp=2, tensor=2)": "mesh=spmd.MeshShape()",
+    "sequence=16, batch=8": "sequence=8, batch=2",
+    "steps=4": "steps=2",
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A folder with the file of a tiny config."""
+    folder = tmp_path_factory.mktemp("hostile")
+    config = write_config(folder)
+    text = config.read_text()
+    for old, new in TINY.items():
+        assert old in text
+        text = text.replace(old, new)
+    config.write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(base):
+    """Starts `spmd` with arguments; there is a finished run in the folder `run`."""
+    with command_server(base / "tiny.py", base / "programs") as start:
+        assert start(base / "log", ["train", base / "tiny.py", "--out", base / "run"]).wait() == 0
+        yield start
+
+
+def write_files(call: Call, folder: Path, config: Path) -> None:
+    folder.mkdir(parents=True)
+    for name, text in call.files.items():
+        name, _, target = name.partition(" -> ")
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if target:
+            path.symlink_to(target)
+        else:
+            path.write_text(text.replace("{config!r}", repr(str(config))))
+
+
+def problems_of(call: Call, code: int | None, output: str, seconds: float) -> list[str]:
+    """What is wrong with how a call ended; `code` is None if it had to be killed."""
+    problems = [f"printed {crash!r}" for crash in CRASHES if crash in output]
+    if code is None or seconds > SECONDS * PATIENCE:
+        problems.append(f"hangs: {seconds:.0f} s")
+    elif code != call.code:
+        problems.append(f"exit code {code}, not {call.code}")
+    if not re.search(call.says, output, re.DOTALL):
+        problems.append(f"does not say {call.says!r}")
+    return problems
+
+
+@pytest.mark.parametrize(("kind", "number"), [(kind, i) for kind, calls in CALLS.items() for i in range(len(calls))])
+def test_every_call_is_answered(kind, number, base, start, tmp_path):
+    """A mistake is an error of ours that names it, at once; what can work does."""
+    call = CALLS[kind][number]
+    folder, log, config = tmp_path / "folder", tmp_path / "log", base / "tiny.py"
+    write_files(call, folder, config)
+    values = {"config": config, "run": base / "run", "out": tmp_path / "out", "folder": folder}
+    began = time.monotonic()
+    process = start(log, [argument.format(**values) for argument in shlex.split(call.arguments)])
+    ended = select.select([process._output], [], [], SECONDS * PATIENCE)[0]
+    if not ended:
+        subprocess.run(["pkill", "-KILL", "-P", str(process.pid)], check=False)
+        subprocess.run(["kill", "-KILL", str(process.pid)], check=False)
+    code = process.wait()
+    output = log.read_text(errors="replace")
+    problems = problems_of(call, code if ended else None, output, time.monotonic() - began)
+    assert not problems, f"spmd {call.arguments}: {problems}\n{output[-3000:]}"
+
+
+def test_there_are_enough_calls():
+    """At least 250 calls, and none twice."""
+    calls = [(call.arguments, tuple(call.files.items())) for calls in CALLS.values() for call in calls]
+    assert len(calls) >= 250
+    assert len(set(calls)) == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "seconds"),
+    [
+        (0, "steps", 1.0),
+        (2, "nothing", 1.0),
+        (2, "steps\nTraceback (most recent call last)", 1.0),
+        (None, "steps", 99.0),
+    ],
+)
+def test_control_every_kind_of_bad_answer_is_seen(code, output, seconds):
+    """Exit code 0, an error that names nothing, a traceback and a hang are each a problem; a good answer is none."""
+    call = Call("train --steps 0", "steps")
+    assert problems_of(call, code, output, seconds)
+    assert not problems_of(call, 2, "steps: is 0", 1.0)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("after", [0.05, 0.3, 0.8, 1.5, 2.5, 4.0, 6.0])
+def test_an_interrupt_ends_a_run_at_any_moment(after, times, tmp_path):
+    """Ctrl-C once or twice, while Python starts, while XLA compiles or while it trains: 130 at once, no traceback."""
+    command = [sys.executable, "-m", "spmd.cli", "train", "demo", "--out", str(tmp_path / "out"), "--devices", "2"]
+    mesh = ["--mesh.data", "1", "--mesh.tensor", "1", "--compilation-cache-dir", "none"]
+    process = subprocess.Popen([*command, *mesh], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True)
+    time.sleep(after)
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=SECONDS * PATIENCE)
+    assert time.monotonic() - began < SECONDS
+    assert "Traceback" not in output
+    assert process.returncode in (130, -signal.SIGINT)
+
+
+@pytest.mark.parametrize("arguments", [["plan", "demo"], ["--help"], ["plan", "demo", "--json"], ["train", "--help"]])
+def test_a_full_disk_behind_the_output(arguments):
+    """Output to /dev/full: one line that says so, and not 0."""
+    command = [sys.executable, "-m", "spmd.cli", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "No space left" in done.stderr
