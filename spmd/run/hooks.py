@@ -16,6 +16,7 @@ from spmd.gradients.losses import Sums
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.metrics import StepClock, Writers, device_memory, process_peak_rss
 from spmd.observe.stragglers import StepTimeExchange
+from spmd.resilience.lease import Lease
 from spmd.resilience.preemption import Preemption
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.config import TrainConfig
@@ -25,11 +26,12 @@ from spmd.train.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """Clocks, watchdog and log of a process; `say` writes a line to the log."""
+    """Clocks, watchdog, lease and log of a process; `say` writes a line to the log."""
 
     clock: StepClock
     stopwatch: Stopwatch
     watchdog: Watchdog
+    lease: Lease
     say: Callable[[str], None]
 
     @contextlib.contextmanager
@@ -107,6 +109,7 @@ class Log(Hook):
         """Return this process's seconds per step by activity since the previous call."""
         stopwatch = self.telemetry.stopwatch
         stopwatch.switch_to("step")
+        self.telemetry.lease.renew()  # each line of metrics follows
         if self.goodput_dir:
             stopwatch.write(self.goodput_dir, step)
         now, count = dict(stopwatch.seconds), max(step - self._step, 1)
@@ -148,6 +151,7 @@ class Evaluate(Hook):
         sums = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
         self.tokens, self.last_step = int(sums["weight"]), step
         self.last = {f"val_{name}": total / sums["weight"] for name, total in sums.items() if name != "weight"}
+        self.telemetry.lease.renew()
         self.writers.write(step, self.last)
 
 
