@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ class Log(Hook):
         clock.finished()
         if step % self.config.log_every and step != self.config.steps:
             return
-        self.last = values = {**metrics, "tokens": int(metrics["tokens"])}
+        tokens = metrics["tokens"]
+        self.last = values = {**metrics, "tokens": int(tokens) if math.isfinite(tokens) else tokens}
         values |= {"skipped_batches": self.skipped_batches} if self.skipped_batches else {}
         if clock.median is not None and clock.p95 is not None:
             rate = self.config.data.batch * self.config.data.sequence / clock.median

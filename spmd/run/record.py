@@ -54,7 +54,7 @@ def changed_fields(record: Mapping[str, Any], config: TrainConfig) -> dict[str, 
     return config_difference(_recorded(record, config), config_values(config))
 
 
-def check_resumable(record: Mapping[str, Any], setup: TrainSetup, corpus: Corpus, path: Path) -> None:
+def check_resumable(record: Mapping[str, Any], config: TrainConfig, corpus: Corpus, path: Path) -> None:
     """Raise `CheckpointError` if a checkpoint is not of this run: of another model, other data or another optimizer."""
     if IMPORTED in record:
         fix = f"--init {path}, and another --out"
@@ -64,7 +64,6 @@ def check_resumable(record: Mapping[str, Any], setup: TrainSetup, corpus: Corpus
     if unknown := [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]:
         problems = [Problem(name, "is missing from the checkpoint's record, or has another type") for name in unknown]
         raise CheckpointError(f"{path} contains checkpoints of another tool:", problems)
-    config = setup.config
     same_text = record.get("data") == corpus.fingerprint
     problems = list(_refused_changes(_recorded(record, config), config_values(config), same_text))
     kind = type(config.model).__name__

@@ -186,7 +186,7 @@ class _Run:
         if self.checkpoints.leftovers:
             self.say(f"removed interrupted saves: {', '.join(self.checkpoints.leftovers)}")
         if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
-            check_resumable(self.checkpoints.record(latest), setup, self.corpus, self.run_dir.path)
+            check_resumable(self.checkpoints.record(latest), setup.config, self.corpus, self.run_dir.path)
         with self.telemetry.during("compile", "compiling the step"):
             setup.step.compile(abstract_batch(setup.config))
         point = self.restore() if resume else self.initialize()
@@ -211,7 +211,7 @@ class _Run:
             return self.initialize()
         with self.telemetry.during("restore", "restoring a checkpoint"):
             state, record = checkpoints.restore(None, abstract_state(setup.plan))
-        check_resumable(record, setup, self.corpus, self.run_dir.path)
+        check_resumable(record, setup.config, self.corpus, self.run_dir.path)
         for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             self.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
