@@ -9,7 +9,7 @@ A checkpoint of step 100 is a folder that is complete or does not exist:
 100/seal.json       the manifest: size and checksum of each of these files
 ```
 
-It is written as `100.saving`, gets its manifest, and is then renamed. A checkpoint that is no longer kept is renamed
+It is written as `100.saving` (of the run with lease 3: `100.3.saving`), gets its manifest, and is then renamed. A checkpoint that is no longer kept is renamed
 to `100.pruned` before it is removed. So a folder named by a step was complete once, and the manifest shows whether it
 still is. A damaged checkpoint is never used and never removed: the next save renames it to `damaged-100`.
 """
@@ -54,6 +54,7 @@ class CheckpointManager:
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never among the best.
         read_only: Nothing is created, saved or removed, so the directory may be in use by a run.
         before_write: Called before each change of the directory; raises if it must not be made.
+        owner: Number in the names of unfinished saves, so that those of a run that has lost the directory are its own.
 
     Attributes:
         leftovers: Names of interrupted saves that were removed on opening.
@@ -77,11 +78,13 @@ class CheckpointManager:
         best: str = "val_loss",
         read_only: bool = False,
         before_write: Callable[[], object] = lambda: None,
+        owner: int = 0,
     ) -> None:
         self._policy = RetentionPolicy(max_to_keep, keep_best, best)
         if problems := check_fields(self._policy, {"max_to_keep": "at least 1", "keep_best": "at least 0"}):
             raise CheckpointError("invalid retention policy", problems)
         self.directory, self._before_write = Path(directory).absolute(), before_write
+        self._unfinished_suffix = f".{owner}.saving" if owner else ".saving"
         self._saving: tuple[int, Metrics, Future[None]] | None = None
         self._metrics: dict[int, Metrics] = {}
         self.damaged: dict[int, tuple[Problem, ...]] = {}
@@ -163,7 +166,7 @@ class CheckpointManager:
             self._remove([f"{old}.pruned"])
 
     def _unfinished(self, step: int) -> Path:
-        return self.directory / f"{step}.saving"
+        return self.directory / f"{step}{self._unfinished_suffix}"
 
     def _check_disk_space(self, arrays: Mapping[str, jax.Array]) -> None:
         shards = [shard for array in arrays.values() for shard in array.addressable_shards if not shard.replica_id]

@@ -27,7 +27,7 @@ from typing import Self
 
 from spmd.checkpoint.arrays import disk_errors
 from spmd.checkpoint.manifest import read_object
-from spmd.distributed.hosts import broadcast_problems
+from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
 from spmd.errors import CheckpointError, Problem
 
 HEARTBEAT = 10.0
@@ -127,6 +127,9 @@ class Lease:
         say: Shows a line, before waiting.
         exit_process: Called with `EXIT_LOST` where the lease is lost, by the thread that renews it.
 
+    Attributes:
+        number: That of this lease, from 1; 0 before it is held.
+
     Raises:
         CheckpointError: Another run holds the lease, or the folder has problems; the same on every process.
     """
@@ -142,13 +145,16 @@ class Lease:
         self._run, self._folder, self._take_over = folder, folder / "lease", take_over
         self._check, self._say, self._exit = check, say, exit_process
         self._held: Path | None = None
+        self.number = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="spmd-lease", daemon=True)
 
     def __enter__(self) -> Self:
-        if problems := broadcast_problems(self._problems):
+        found = broadcast_from_first(lambda: {"problems": plain_problems(self._problems()), "number": self.number})
+        if problems := read_problems(found["problems"]):
             self._release()
             raise CheckpointError("Nothing was started:", problems)
+        self.number = found["number"]
         if self._held:
             self._thread.start()
         return self
@@ -241,7 +247,7 @@ class Lease:
             return False
         for other in others:
             other.unlink(missing_ok=True)  # from here on its holder has lost it
-        self._held = path
+        self._held, self.number = path, number
         return True
 
     def _release(self) -> None:

@@ -112,6 +112,7 @@ def train(
                 max_to_keep=config.max_to_keep,
                 keep_best=config.keep_best,
                 before_write=lease.renew,
+                owner=lease.number,
             )
         )
         telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, lease, log.say)

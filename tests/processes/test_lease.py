@@ -71,7 +71,7 @@ def contents(out):
 
 
 def two_at_once(start, out, config="tiny.py"):
-    """Starts another run beside a living one, which must not notice."""
+    """Starts another run beside a living one, which must not notice; the living one."""
     first = start(0, config=config)
     wait_for_step(first, out, 2)
     second = start(1, "--seed", 1, config=config)
@@ -79,15 +79,26 @@ def two_at_once(start, out, config="tiny.py"):
     text = second.log.read_text()
     for part in (f"process {first.pid} on", "since 2", "last heartbeat", "expires in", "--take-over"):
         assert part in text
-    assert not first.ended()
-    assert first.wait() == 0
-    assert list(losses(out)) == list(range(1, STEPS + 1))
+    reached = max(losses(out))
+    wait_for_step(first, out, reached + 2)
+    assert list(losses(out))[: reached + 2] == list(range(1, reached + 3))
     assert json.loads((out / "config.json").read_text())["config"]["seed"] == 0
+    return first
 
 
-def test_one_of_two_trains(start):
-    """The other exits with 2 and names the first, whose metrics and config stay its own."""
-    two_at_once(*start)
+def test_one_of_two_trains_and_killed_it_is_resumed_at_once(start):
+    """The other exits with 2 and names the first, whose metrics and config stay its own. SIGKILL leaves the lease of a
+    process that has ended: the next run on this host does not wait."""
+    first, (start, out) = two_at_once(*start), start
+    wait_for_step(first, out, 6)
+    os.kill(first.pid, signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    second = start(0)
+    assert second.wait() == 0
+    text = second.log.read_text()
+    assert "resuming from step " in text
+    assert "waiting up to" not in text
+    assert list(losses(out)) == list(range(1, STEPS + 1))
 
 
 def test_the_control_without_a_lease(start, folder):
@@ -96,21 +107,6 @@ def test_the_control_without_a_lease(start, folder):
     (folder / "control.py").write_text((folder / "tiny.py").read_text() + WITHOUT_LEASE)
     with pytest.raises(AssertionError):
         two_at_once(*start, config="control.py")
-
-
-def test_killed_it_is_resumed_at_once(start):
-    """SIGKILL leaves the lease; the next run on this host sees that its holder has ended, and does not wait."""
-    start, out = start
-    first = start(0)
-    wait_for_step(first, out, 6)
-    os.kill(first.pid, signal.SIGKILL)
-    assert first.wait() == -signal.SIGKILL
-    second = start(0)
-    assert second.wait() == 0
-    text = second.log.read_text()
-    assert "resuming from step 4" in text
-    assert "waiting up to" not in text
-    assert list(losses(out)) == list(range(1, STEPS + 1))
 
 
 def test_suspended_until_it_expired_it_writes_nothing_more(start):
@@ -131,6 +127,7 @@ def test_suspended_until_it_expired_it_writes_nothing_more(start):
     assert list(losses(out)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.soak
 def test_taken_over_by_the_flag(start):
     """The run that had the folder stops and names the one that took it, which trains to the end."""
     start, out = start
@@ -143,6 +140,7 @@ def test_taken_over_by_the_flag(start):
     assert list(losses(out)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.soak
 def test_a_run_that_ends_early_leaves_the_folder_free(start):
     """Preempted, or interrupted by Ctrl-C: another host need not wait."""
     start, out = start

@@ -40,7 +40,10 @@ def problems(values, record=RECORD, corpus=CORPUS):
         ({"lora": {"targets": ["q_proj/kernel"], "alpha": 3.0}}, {"lora.alpha": "", "lora.targets": ""}),
         ({"init": "runs/other"}, {"init": "was empty and is runs/other; the value that"}),
         ({"optimizer": {"name": "lion"}}, {"optimizer.name": "was adamw and is lion"}),
-        ({"data": {"batch": 8}, "seed": 1}, {"data.batch": "was 16 and is 8; --data.batch 16", "seed": "was 0 and is 1"}),
+        (
+            {"data": {"batch": 8}, "seed": 1},
+            {"data.batch": "was 16 and is 8; --data.batch 16", "seed": "was 0 and is 1"},
+        ),
         ({"steps": 3}, {"steps": "is 3, and the checkpoint is of step 4; --steps 4 or more"}),
         ({"precision": "bf16-params"}, {"precision": "was float32 and is bf16-params"}),
         ({"on_nan": "skip"}, {"on_nan": "was stop and is skip"}),
@@ -67,7 +70,9 @@ def test_every_field_is_decided():
     rest = [name for name in fields if name not in may and not name.startswith(("model.", "lora."))]
     optimizer = [f"optimizer.{name}" for name in ("name", "moments", "moments_block")]
     assert rest == ["precision", "init", *optimizer, "data.sequence", "data.batch", "seed"]
-    unused = [field for field in MAY_CHANGE if not any(name == field or name.startswith(f"{field}.") for name in fields)]
+    unused = [
+        field for field in MAY_CHANGE if not any(name == field or name.startswith(f"{field}.") for name in fields)
+    ]
     assert unused == []
 
 
@@ -112,5 +117,7 @@ def test_a_field_that_an_earlier_version_lacked_had_its_default():
     assert changed_fields(record, with_values(CONFIG, {"recovery": {"skips_in_a_row": 3}})) == {
         "recovery.skips_in_a_row": [20, 3]
     }
-    scaled = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, window=8, rope_scaling=RopeScaling(2.0)))
+    scaled = dataclasses.replace(
+        CONFIG, model=dataclasses.replace(CONFIG.model, window=8, rope_scaling=RopeScaling(2.0))
+    )
     assert list(problems(scaled, record)) == ["model.rope_scaling.factor", "model.window"]
