@@ -9,9 +9,10 @@ A checkpoint of step 100 is a folder that is complete or does not exist:
 100/seal.json       the manifest: size and checksum of each of these files
 ```
 
-It is written as `100.saving` (of the run with lease 3: `100.3.saving`), gets its manifest, and is then renamed. A checkpoint that is no longer kept is renamed
-to `100.pruned` before it is removed. So a folder named by a step was complete once, and the manifest shows whether it
-still is. A damaged checkpoint is never used and never removed: the next save renames it to `damaged-100`.
+It is written as `100.saving` (of the run with lease 3 as `100.3.saving`), gets its manifest, and is then renamed. A
+checkpoint that is no longer kept is renamed to `100.pruned` before it is removed. So a folder named by a step was
+complete once, and the manifest shows whether it still is. A damaged checkpoint is never used and never removed: the
+next save renames it to `damaged-100`.
 """
 
 import contextlib

@@ -7,13 +7,12 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from spmd.resilience.lease import EXPIRY
+from spmd.resilience.lease import EXPIRY, Lease
 from tests import forked
-from tests.train_runs import PACED, losses, write_tiny
+from tests.train_runs import PACED, Run, losses, write_tiny
 
 STEPS = 24
 SMALL = ("--devices", 2, "--mesh.data", 1, "--steps", STEPS, "--checkpoint-every", 4)
@@ -29,9 +28,9 @@ def folder(tmp_path_factory):
     """The folder of a config whose steps take 50 ms, and two servers that start a run each at a time."""
     folder = tmp_path_factory.mktemp("lease")
     config = write_tiny(folder, PACED)
-    pace = f"import os; os.environ['PACE'] = '0.1'; from tests import forked; forked.serve_commands({str(folder / 'xla')!r}"
+    serve = f"from tests import forked; forked.serve_commands({str(folder / 'xla')!r}, {str(config)!r})"
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(forked.server(f"{pace}, {str(config)!r})")) for _ in range(2)]
+        servers = [stack.enter_context(forked.server(serve, PACE="0.1")) for _ in range(2)]
         yield folder, servers
 
 
@@ -150,3 +149,13 @@ def test_a_run_that_ends_early_leaves_the_folder_free(start):
         os.kill(run.pid, number)
         assert run.wait() == code, run.log.read_text()[-3000:]
         assert [path.suffix for path in (out / "lease").iterdir()] == [".released"]
+
+
+@pytest.mark.soak
+def test_both_of_two_processes_are_refused(folder, tmp_path):
+    """Process 0 finds the folder taken, and process 1 exits with it, though it cannot see why itself."""
+    folder, _ = folder
+    with Lease(tmp_path / "run"), Run(folder / "tiny.py", tmp_path / "run", processes=2, devices=2) as run:
+        assert run.codes(120) == [2, 2]
+        assert all(f"process {os.getpid()} on" in run.text(i) for i in range(2))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lease"]

@@ -21,7 +21,7 @@ def files(folder):
 
 
 def write_lease(folder, age, number=3, **fields):
-    """A lease of a process on another host, unless the fields say otherwise; its last heartbeat was `age` seconds ago."""
+    """A lease of a process on another host, unless the fields say otherwise; its last heartbeat was `age` s ago."""
     holder = {"host": "elsewhere", "pid": 7, "since": "yesterday", "machine": "another boot", "started": "1", **fields}
     (folder / "lease").mkdir(parents=True, exist_ok=True)
     path = folder / "lease" / f"{number}.json"
