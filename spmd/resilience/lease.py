@@ -29,6 +29,7 @@ from spmd.checkpoint.arrays import disk_errors
 from spmd.checkpoint.manifest import read_object
 from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
 from spmd.errors import CheckpointError, Problem
+from spmd.observe.goodput import start_ticks
 
 HEARTBEAT = 10.0
 """Seconds between heartbeats."""
@@ -60,23 +61,17 @@ class Holder:
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
 
-    @property
-    def is_visible(self) -> bool:
-        """Whether this process can see the holder's."""
-        return bool(self.machine) and self.machine == _machine()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process is known to have ended."""
-        if not self.is_visible:
-            return False
+    def has_ended(self) -> bool | None:
+        """Return whether the process has ended; None if it cannot be seen from here."""
+        if not self.machine or self.machine != _machine():
+            return None
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
             return True
         except PermissionError:  # another user's, and /proc may hide it
             return False
-        return _start_ticks(self.pid) != self.started
+        return start_ticks(self.pid) != self.started
 
 
 def _machine() -> str:
@@ -87,26 +82,17 @@ def _machine() -> str:
         return ""
 
 
-def _start_ticks(pid: int) -> str:
-    """Return the start of a process in ticks since the boot; empty if it has ended, also if nobody waited for it."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return ""
-    return "" if state in "ZX" else rest[18]
-
-
-def _this_process() -> Holder:
+def this_process() -> Holder:
+    """Return this process, as a holder from now on."""
     pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return Holder(socket.gethostname(), pid, since, _machine(), _start_ticks(pid))
+    return Holder(socket.gethostname(), pid, since, _machine(), start_ticks(pid))
 
 
 def _read(path: Path) -> Holder:
     """Return the holder that a file names; an unknown one if it is still being written."""
     try:
         values = read_object(path, _MAX_BYTES)
-        fields = {name: type(default)(values[name]) for name, default in vars(Holder()).items()}
-        return Holder(**fields)
+        return Holder(**{name: type(default)(values[name]) for name, default in vars(Holder()).items()})
     except (ValueError, KeyError, TypeError, OverflowError):
         return Holder()
 
@@ -118,14 +104,14 @@ class _LostError(CheckpointError):
 class Lease:
     """Lease of a run folder in a `with` block. All processes of a run enter it; process 0 holds it.
 
-    If another host's process holds it, entering waits for its next heartbeat, which is an error, or until it expires.
+    If a process of another host holds it, entering waits for a heartbeat, which is an error, or until it expires.
 
     Args:
         folder: The run folder.
         take_over: Take the lease from whoever holds it.
         check: Returns problems of the folder, once the lease is held.
         say: Shows a line, before waiting.
-        exit_process: Called with `EXIT_LOST` where the lease is lost, by the thread that renews it.
+        exit_process: Called with `EXIT_LOST` if the lease is lost, by the thread that renews it.
 
     Attributes:
         number: That of this lease, from 1; 0 before it is held.
@@ -142,7 +128,7 @@ class Lease:
         say: Callable[[str], object] = print,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
-        self._run, self._folder, self._take_over = folder, folder / "lease", take_over
+        self._run, self._folder, self._take_over = str(folder), folder / "lease", take_over
         self._check, self._say, self._exit = check, say, exit_process
         self._held: Path | None = None
         self.number = 0
@@ -150,11 +136,11 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, name="spmd-lease", daemon=True)
 
     def __enter__(self) -> Self:
-        found = broadcast_from_first(lambda: {"problems": plain_problems(self._problems()), "number": self.number})
-        if problems := read_problems(found["problems"]):
+        found = broadcast_from_first(lambda: [plain_problems(self._problems()), self.number])
+        if problems := read_problems(found[0]):
             self._release()
             raise CheckpointError("Nothing was started:", problems)
-        self.number = found["number"]
+        self.number = found[1]
         if self._held:
             self._thread.start()
         return self
@@ -175,20 +161,20 @@ class Lease:
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
-                number, is_held = self._newest()
-                by = f"taken over by {_read(self._file(number))}" if is_held else "removed"
-                problem = Problem(str(self._run), f"its lease was {by}", fix="let one run write to a folder")
+                newest, is_held = self._newest()
+                by = f"taken over by {_read(newest)}" if is_held else "removed"
+                problem = Problem(self._run, f"its lease was {by}", fix="let one run write to a folder")
                 raise _LostError("This run writes nothing more:", [problem]) from error
 
     def _keep(self) -> None:
-        """Renew the lease at intervals, also while a program compiles; end the process where it is lost."""
+        """Renew the lease at intervals, also while a program compiles; end the process if it is lost."""
         while not self._stopped.wait(HEARTBEAT):
             try:
                 self.renew()
             except _LostError as error:
                 print(f"spmd: {error}", file=sys.stderr, flush=True)
                 self._exit(EXIT_LOST)
-                return
+                break
             except CheckpointError:
                 continue  # the file server may answer again
 
@@ -196,19 +182,19 @@ class Lease:
         try:
             with disk_errors(self._folder, "claiming the folder", "choose an --out that can be written"):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._claim()
+                taken = self._newest()[0] if self._take_over else None
+                while not self._claim(taken):
+                    pass
         except CheckpointError as error:
             return error.problems
         return self._check()
 
-    def _claim(self) -> None:
-        taken = self._newest() if self._take_over else None
-        while True:
-            number, is_held = newest = self._newest()
-            if is_held and newest != taken:
-                self._await(self._file(number))
-            if self._create(number + 1):
-                return
+    def _claim(self, taken: Path | None) -> bool:
+        """Claim the next number once the newest lease is free, or is `taken`; return false if another was faster."""
+        newest, is_held = self._newest()
+        if is_held and newest != taken:
+            self._await(newest)
+        return self._create(int(newest.stem) + 1)
 
     def _await(self, path: Path) -> None:
         """Return once a lease is free; raise `CheckpointError` if its holder lives."""
@@ -217,38 +203,38 @@ class Lease:
             while True:
                 holder, beat = _read(path), path.stat().st_mtime
                 age = max(self._server_time() - beat, time.monotonic() - began)
-                if holder.has_ended or age > EXPIRY:
+                has_ended = holder.has_ended()
+                if has_ended or age > EXPIRY:
                     return
-                if holder.is_visible or first not in (None, beat):
+                if has_ended is False or first not in (None, beat):
                     detail = (
                         f"last heartbeat {age:.0f} s ago; without another its lease expires in {EXPIRY - age:.0f} s"
                     )
                     fix = "stop that run, or another --out; --take-over takes the folder from it"
-                    raise CheckpointError("", [Problem(str(self._run), f"{holder} writes to it", detail, fix)])
+                    raise CheckpointError("", [Problem(self._run, f"{holder} writes to it", detail, fix)])
                 if first is None:
                     self._say(f"{self._run} is held by {holder}: waiting up to {EXPIRY - age:.0f} s for a heartbeat")
                 first = beat
                 time.sleep(0.5)
 
     def _create(self, number: int) -> bool:
-        """Claim a number; return whether it is this run's, and the newest."""
-        path = self._file(number)
+        """Create the file of a number; return whether it is this run's, and the newest."""
+        path = self._folder / f"{number}.json"
         try:
             with path.open("x", encoding="utf-8") as file:
-                json.dump(dataclasses.asdict(_this_process()), file)
+                json.dump(dataclasses.asdict(this_process()), file)
         except FileExistsError:
             return False
         except OSError:  # a full disk
             path.unlink(missing_ok=True)
             raise
-        others = {other: n for other, n in self._entries().items() if other != path}
-        if any(n >= number for n in others.values()):  # a claim of the same lease had come and gone
-            path.unlink(missing_ok=True)
-            return False
-        for other in others:
-            other.unlink(missing_ok=True)  # from here on its holder has lost it
-        self._held, self.number = path, number
-        return True
+        others = self._files() - {path}
+        is_late = any(int(other.stem) >= number for other in others)  # others have come, and perhaps gone
+        for lost in {path} if is_late else others:
+            lost.unlink(missing_ok=True)  # its holder has lost it
+        if not is_late:
+            self._held, self.number = path, number
+        return not is_late
 
     def _release(self) -> None:
         if self._held:
@@ -256,18 +242,14 @@ class Lease:
                 self._held.rename(self._held.with_suffix(".released"))
         self._held = None
 
-    def _file(self, number: int) -> Path:
-        return self._folder / f"{number}.json"
+    def _files(self) -> set[Path]:
+        return {path for path in self._folder.glob("*") if _NAME.fullmatch(path.name)}
 
-    def _entries(self) -> dict[Path, int]:
-        found = ((path, _NAME.fullmatch(path.name)) for path in self._folder.iterdir())
-        return {path: int(match[1]) for path, match in found if match}
-
-    def _newest(self) -> tuple[int, bool]:
-        """Return the highest number, 0 for none, and whether it is held."""
-        entries = self._entries() if self._folder.exists() else {}
-        number = max(entries.values(), default=0)
-        return number, self._file(number) in entries
+    def _newest(self) -> tuple[Path, bool]:
+        """Return the file with the highest number, 0 if there is none, and whether it is held."""
+        none = self._folder / "0.released"
+        newest = max(self._files(), key=lambda path: (int(path.stem), path.suffix), default=none)
+        return newest, newest.suffix == ".json"
 
     def _server_time(self) -> float:
         with tempfile.TemporaryFile(dir=self._folder) as file:
