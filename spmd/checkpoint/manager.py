@@ -9,16 +9,17 @@ A checkpoint of step 100 is a folder that is complete or does not exist:
 100/seal.json       the manifest: size and checksum of each of these files
 ```
 
-It is written as `100.saving`, gets its manifest, and is then renamed. A checkpoint that is no longer kept is renamed
-to `100.pruned` before it is removed. So a folder named by a step was complete once, and the manifest shows whether it
-still is. A damaged checkpoint is never used and never removed: the next save renames it to `damaged-100`.
+It is written as `100.saving` (of the run with lease 3 as `100.3.saving`), gets its manifest, and is then renamed. A
+checkpoint that is no longer kept is renamed to `100.pruned` before it is removed. So a folder named by a step was
+complete once, and the manifest shows whether it still is. A damaged checkpoint is never used and never removed: the
+next save renames it to `damaged-100`.
 """
 
 import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -46,12 +47,15 @@ _EXIT_SECONDS = 20
 class CheckpointManager:
     """Checkpoint manager of one run: keeps the newest `max_to_keep` and the `keep_best` with the lowest `best`.
 
-    Only one run may write to a directory at a time: opening it removes what an interrupted save left. With several
-    processes, each opens the same directory and makes every call; only process 0 reads the file listing.
+    Only one run may write to a directory at a time (`spmd.resilience.lease`): opening it removes what an interrupted
+    save left. With several processes, each opens the same directory and makes every call; only process 0 reads the file
+    listing.
 
     Args:
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never among the best.
         read_only: Nothing is created, saved or removed, so the directory may be in use by a run.
+        before_write: Called before each change of the directory; raises if it must not be made.
+        owner: Number in the names of unfinished saves, so that those of a run that has lost the directory are its own.
 
     Attributes:
         leftovers: Names of interrupted saves that were removed on opening.
@@ -74,11 +78,14 @@ class CheckpointManager:
         keep_best: int = 1,
         best: str = "val_loss",
         read_only: bool = False,
+        before_write: Callable[[], object] = lambda: None,
+        owner: int = 0,
     ) -> None:
         self._policy = RetentionPolicy(max_to_keep, keep_best, best)
         if problems := check_fields(self._policy, {"max_to_keep": "at least 1", "keep_best": "at least 0"}):
             raise CheckpointError("invalid retention policy", problems)
-        self.directory = Path(directory).absolute()
+        self.directory, self._before_write = Path(directory).absolute(), before_write
+        self._unfinished_suffix = f".{owner}.saving" if owner else ".saving"
         self._saving: tuple[int, Metrics, Future[None]] | None = None
         self._metrics: dict[int, Metrics] = {}
         self.damaged: dict[int, tuple[Problem, ...]] = {}
@@ -133,6 +140,7 @@ class CheckpointManager:
         self._check_disk_space(copies)
         files = {"record.json": text, "metrics.json": json.dumps(numbers)}
         kept = self._policy.kept({**self._metrics, step: numbers})
+        self._before_write()
         with self._write_errors(step):
             self._unfinished(step).mkdir(exist_ok=jax.process_count() > 1)
         pruned, damaged = self._metrics.keys() - kept, set(self._to_quarantine)
@@ -148,6 +156,7 @@ class CheckpointManager:
         for name, text in files.items():
             (unfinished / name).write_text(text, encoding="utf-8")
         write_manifest(unfinished)
+        self._before_write()
         for other in damaged:
             quarantine(self.directory / str(other))
         unfinished.rename(self.directory / str(step))
@@ -158,7 +167,7 @@ class CheckpointManager:
             self._remove([f"{old}.pruned"])
 
     def _unfinished(self, step: int) -> Path:
-        return self.directory / f"{step}.saving"
+        return self.directory / f"{step}{self._unfinished_suffix}"
 
     def _check_disk_space(self, arrays: Mapping[str, jax.Array]) -> None:
         shards = [shard for array in arrays.values() for shard in array.addressable_shards if not shard.replica_id]
@@ -296,6 +305,7 @@ class CheckpointManager:
             raise
 
     def _remove(self, names: Sequence[str]) -> None:
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and names:
+            self._before_write()
             for name in names:
                 shutil.rmtree(self.directory / name, ignore_errors=True)

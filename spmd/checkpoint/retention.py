@@ -13,7 +13,7 @@ from spmd.errors import Problem
 Metrics = Mapping[str, float]
 
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
-_LEFTOVER = re.compile(rf"({_STEP.pattern})\.(saving|pruned)")
+_LEFTOVER = re.compile(rf"({_STEP.pattern})(\.[1-9][0-9]{{0,17}})?\.(saving|pruned)")
 _METRICS_MAX_BYTES = 1 << 20
 
 

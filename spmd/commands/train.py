@@ -42,6 +42,8 @@ class TrainCommand(Generic[M]):
     resume: Resume = "never"
     """If the folder contains a run: never (refuse the folder), auto (resume; start a run if there is none), always
     (resume; refuse a folder without a checkpoint). Resumes from the newest intact checkpoint."""
+    take_over: bool = False
+    """Take the folder from the process that writes to it; that process ends before it writes again."""
     profile: str = ""
     """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any time."""
     launch_args: LaunchFields = LaunchArgs()
@@ -60,11 +62,12 @@ def run_train(arguments: list[str]) -> int:
     flags = flags_text(setup, jax.devices()[0].platform)
     sizes = f"{len(corpus.train):,} training tokens, {len(corpus.validation):,} validation tokens"
     about = f"\ncorpus: {corpus.documents:,} documents, {sizes}\n"
-    for text in (f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}", flags, init and f"\n{init}", about):
-        if text:
-            show(text)
-    console = Console(config.steps) if first else None
-    result = train(setup, corpus, run_dir, source, console, resume=resume, profile=steps, said=said)
+    with run_dir.lease(resume, command.take_over) as lease:
+        for text in (f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}", flags, init and f"\n{init}", about):
+            if text:
+                show(text)
+        console = Console(config.steps) if first else None
+        result = train(setup, corpus, run_dir, source, console, lease, resume=resume, profile=steps, said=said)
     if console:
         console.close()
     if result.preempted is not None:

@@ -98,10 +98,19 @@ def session_start() -> float:
 def process_start() -> float:
     """Return the start of this process in seconds since the epoch; now, if the system does not report it."""
     try:
-        ticks = float(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        ticks = float(start_ticks("self"))
         return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, AttributeError, ValueError, IndexError):
+    except (OSError, AttributeError, ValueError):
         return time.time()
+
+
+def start_ticks(pid: int | str) -> str:
+    """Return the start of a process in ticks since the boot; empty if it has ended, also if nobody waited for it."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in "ZX" else rest[18]
 
 
 @dataclasses.dataclass(frozen=True)

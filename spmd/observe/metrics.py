@@ -230,6 +230,7 @@ COLUMNS: Mapping[str, Callable[[Any], str]] = {
     "val_loss": lambda x: f"val loss {x:7.4f}",
     "gradient_norm": lambda x: f"grad norm {x:<8.3g}",
     "dropped": lambda x: f"dropped {x:5.1%}",
+    "skipped_steps": lambda x: f"skipped {x:<3.0f}",
     "learning_rate": lambda x: f"lr {x:.2e}",
     "tokens_per_s": lambda x: f"{human_count(x):>5} tokens/s",
     "mfu": lambda x: f"MFU {x:5.1%}",

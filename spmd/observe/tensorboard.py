@@ -1,6 +1,7 @@
 """Writer of TensorBoard's event files."""
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 class TensorBoard(Writer):
-    """Event files in `folder`: numbers as scalars, texts as texts.
+    """Event files in `folder`: finite numbers as scalars, texts as texts.
 
     `keep_through` hides later steps of an earlier process, as in `JsonLines`.
     """
@@ -38,11 +39,11 @@ class TensorBoard(Writer):
         self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=first, filename_suffix=f".from_{first or 0}")
 
     def write(self, step: int, values: Values) -> None:
-        """Add a scalar for each number and a text for each text."""
+        """Add a scalar for each finite number and a text for each text."""
         for name, value in values.items():
             if isinstance(value, str):
                 self._writer.add_text(name, value, step)
-            elif value is not None:
+            elif value is not None and math.isfinite(value):
                 self._writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:

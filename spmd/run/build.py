@@ -5,7 +5,6 @@ Each function builds one thing, from the config and what was built before; `make
 
 import dataclasses
 import operator
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +34,7 @@ from spmd.plan.lora import lora_rules, with_lora
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.run.config import TrainConfig
 from spmd.sharding.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, check_slices, mesh_of, shards_of
-from spmd.train.state import TrainState
-from spmd.train.step import TrainStep, make_train_step
+from spmd.train.step import TrainStep, Watch, make_train_step
 
 MICROBATCHES = 4
 """For each stage, at most, by default: enough for a negligible bubble (Huang et al., arXiv:1811.06965, section 4)."""
@@ -195,17 +193,17 @@ def build_grad_fn(config: TrainConfig, loss_fn: LossFn, schedule: Schedule | Non
     return keep_variables(grad_fn) if skips_updates(config) and not build_precision(config).loss_scale else grad_fn
 
 
-def build_watch(config: TrainConfig) -> dict[str, Callable[[TrainState], jax.Array]]:
-    """Return the metrics of the state before a step: learning rate, skipped steps, and loss scale."""
+def build_watch(config: TrainConfig) -> dict[str, Watch]:
+    """Return the metrics from the states around a step: its learning rate and loss scale, and steps skipped so far."""
     learning_rate = make_learning_rate(config.optimizer, config.steps)
     if not skips_updates(config):
-        return {"learning_rate": lambda state: learning_rate(state.step)}
-    watch: dict[str, Callable[[TrainState], jax.Array]] = {
-        "learning_rate": lambda state: learning_rate(state.step - skipped_steps(state.optimizer_state)),
-        "skipped_steps": lambda state: skipped_steps(state.optimizer_state),
+        return {"learning_rate": lambda before, _: learning_rate(before.step)}
+    watch: dict[str, Watch] = {
+        "learning_rate": lambda before, _: learning_rate(before.step - skipped_steps(before.optimizer_state)),
+        "skipped_steps": lambda _, after: skipped_steps(after.optimizer_state),
     }
     if build_precision(config).loss_scale:
-        watch["loss_scale"] = lambda state: state.variables[LOSS_SCALE]["scale"]
+        watch["loss_scale"] = lambda before, _: before.variables[LOSS_SCALE]["scale"]
     return watch
 
 

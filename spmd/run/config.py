@@ -113,6 +113,12 @@ class RecoveryConfig:
     """A loss (for skip: a gradient norm) above this multiple of its running value is a spike."""
     spike_window: int = 50
     """Steps in the running median of the loss; for skip: time constant of the running mean of the gradient norm."""
+    skips_in_a_row: int = 20
+    """Maximum number of consecutive skipped steps before the run stops; the search of fp16 for its loss scale skips up
+    to 11."""
+    skipped_share: float = 0.25
+    """Maximum fraction of all steps that are skipped, after the first skips_in_a_row of them, or at a last step that is
+    skipped, before the run stops."""
     rollbacks: int = 3
     """Maximum number of rollbacks before the run stops."""
     deadline: float = 1800.0
@@ -146,6 +152,8 @@ _FIELD_RULES: Mapping[str, str | Sequence[Any]] = {
     "recovery.on_spike": ("ignore", "stop", "skip", "roll-back"),
     "recovery.spike_factor": "at least 1",
     "recovery.spike_window": "at least 2",
+    "recovery.skips_in_a_row": "at least 1",
+    "recovery.skipped_share": "above 0 and at most 1",
     **dict.fromkeys(("recovery.rollbacks", "recovery.deadline", "recovery.start_deadline"), "at least 0"),
     **dict.fromkeys(("sdc_checks.replicas_every", "sdc_checks.repeat_every"), "at least 0"),
 }
@@ -290,9 +298,12 @@ def _large_numbers(config: Any, prefix: str = "") -> Iterator[Problem]:
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """Return the config as JSON values, without its rules; raise `ConfigError` for a value that JSON does not have."""
+    """Return the config as JSON values, without its rules; of a class, the defaults of those fields that have one.
+
+    A value that JSON does not have is a `ConfigError`.
+    """
     values: dict[str, Any] = {}
-    for name in (field.name for field in dataclasses.fields(config)):
+    for name in (field.name for field in dataclasses.fields(config) if hasattr(config, field.name)):
         value = getattr(config, name)
         if isinstance(value, Rules):
             continue

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from spmd.gradients.losses import Sums
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.metrics import StepClock, Writers, device_memory, process_peak_rss
 from spmd.observe.stragglers import StepTimeExchange
+from spmd.resilience.lease import Lease
 from spmd.resilience.preemption import Preemption
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.config import TrainConfig
@@ -25,11 +27,12 @@ from spmd.train.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """Clocks, watchdog and log of a process; `say` writes a line to the log."""
+    """Clocks, watchdog, lease and log of a process; `say` writes a line to the log."""
 
     clock: StepClock
     stopwatch: Stopwatch
     watchdog: Watchdog
+    lease: Lease
     say: Callable[[str], None]
 
     @contextlib.contextmanager
@@ -81,7 +84,8 @@ class Log(Hook):
         clock.finished()
         if step % self.config.log_every and step != self.config.steps:
             return
-        self.last = values = {**metrics, "tokens": int(metrics["tokens"])}
+        tokens = metrics["tokens"]
+        self.last = values = {**metrics, "tokens": int(tokens) if math.isfinite(tokens) else tokens}
         values |= {"skipped_batches": self.skipped_batches} if self.skipped_batches else {}
         if clock.median is not None and clock.p95 is not None:
             rate = self.config.data.batch * self.config.data.sequence / clock.median
@@ -107,6 +111,7 @@ class Log(Hook):
         """Return this process's seconds per step by activity since the previous call."""
         stopwatch = self.telemetry.stopwatch
         stopwatch.switch_to("step")
+        self.telemetry.lease.renew()  # each line of metrics follows
         if self.goodput_dir:
             stopwatch.write(self.goodput_dir, step)
         now, count = dict(stopwatch.seconds), max(step - self._step, 1)
@@ -148,6 +153,7 @@ class Evaluate(Hook):
         sums = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
         self.tokens, self.last_step = int(sums["weight"]), step
         self.last = {f"val_{name}": total / sums["weight"] for name, total in sums.items() if name != "weight"}
+        self.telemetry.lease.renew()
         self.writers.write(step, self.last)
 
 

@@ -1,6 +1,6 @@
 """Metadata that a checkpoint contains, and the values in it that a resumed run must keep."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,28 +8,54 @@ from spmd.checkpoint.versions import library_versions
 from spmd.data.corpus import Corpus
 from spmd.errors import CheckpointError, Problem
 from spmd.run.build import TrainSetup
-from spmd.run.config import config_values
+from spmd.run.config import TrainConfig, config_difference, config_values
+from spmd.run.renamed import current_fields
 from spmd.run.run_dir import IMPORTED
 
+_TEXT = ("data.source", "data.tokenizer", "data.text_field", "data.validation")
+"""Fields that may change if the corpus stays the same: if the files were moved."""
 
-def _data_identity(setup: TrainSetup, corpus: Corpus) -> dict[str, Any]:
-    """Return the values that determine the order of the data."""
-    data = setup.config.data
-    return {"data": corpus.fingerprint, "seed": setup.config.seed, "batch": data.batch, "sequence": data.sequence}
+MAY_CHANGE = (
+    # How a step is computed: the result is the same up to the order of summation.
+    *("mesh", "slices", "devices", "zero", "remat", "attention", "context", "offload", "xla", "pipeline"),
+    *("accumulate", "logits_chunk", "model.unroll", "compilation_cache_dir", "data.threads", "data.prefetch"),
+    # How updates are made: the training changes.
+    *("steps", "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_fraction"),
+    *("optimizer.final_fraction", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.momentum"),
+    *("optimizer.weight_decay", "optimizer.no_decay", "optimizer.clip_norm", "on_nan", "recovery"),
+    # What is checked and written, and when.
+    *("evaluate", "sample", "sdc_checks", "out", "log_every", "checkpoint_every", "max_to_keep", "keep_best"),
+    *("data.cache", *_TEXT),
+)
+"""Config fields that may change when a run is resumed, with the fields below them."""
+
+_SAME_STATE = {"float32", "bf16"}
+"""Precisions with the same training state."""
 
 
 def checkpoint_record(setup: TrainSetup, corpus: Corpus) -> dict[str, Any]:
     """Return the metadata of a run that its checkpoints contain."""
-    return _data_identity(setup, corpus) | {
-        "config": config_values(setup.config),
+    config = setup.config
+    return {
+        "data": corpus.fingerprint,
+        "seed": config.seed,
+        "batch": config.data.batch,
+        "sequence": config.data.sequence,
+        "model": type(config.model).__name__,
+        "config": config_values(config),
         "plan": str(setup.plan),
         "mesh": dict(setup.plan.mesh.shape),
         "versions": library_versions(),
     }
 
 
-def check_resumable(record: Mapping[str, Any], setup: TrainSetup, corpus: Corpus, path: Path) -> None:
-    """Raise `CheckpointError` if a checkpoint is not of this run, or of other data."""
+def changed_fields(record: Mapping[str, Any], config: TrainConfig) -> dict[str, list[Any]]:
+    """Return dotted path → [recorded, current] for the config fields that differ."""
+    return config_difference(_recorded(record, config), config_values(config))
+
+
+def check_resumable(record: Mapping[str, Any], config: TrainConfig, corpus: Corpus, path: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint is not of this run: of another model, other data or another optimizer."""
     if IMPORTED in record:
         fix = f"--init {path}, and another --out"
         problem = Problem(str(path), "contains imported parameters, not a run that can be resumed", fix=fix)
@@ -38,13 +64,50 @@ def check_resumable(record: Mapping[str, Any], setup: TrainSetup, corpus: Corpus
     if unknown := [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]:
         problems = [Problem(name, "is missing from the checkpoint's record, or has another type") for name in unknown]
         raise CheckpointError(f"{path} contains checkpoints of another tool:", problems)
-    problems = [
-        Problem(name, f"was {record.get(name)} and is {value}", fix="give the value that the run was started with")
-        for name, value in _data_identity(setup, corpus).items()
-        if record.get(name) != value
-    ]
-    if setup.config.steps < record["step"]:
-        detail = f"the checkpoint is of step {record['step']}"
-        problems.append(Problem("steps", f"is {setup.config.steps}", detail, "ask for more steps"))
+    same_text = record.get("data") == corpus.fingerprint
+    problems = list(_refused_changes(_recorded(record, config), config_values(config), same_text))
+    kind = type(config.model).__name__
+    if record.get("model", kind) != kind:
+        problems = [Problem("model", f"was {record['model']} and is {kind}", fix="resume with the run's own config")]
+    if config.steps < record["step"]:
+        fix = f"--steps {record['step']} or more"
+        problems.append(Problem("steps", f"is {config.steps}, and the checkpoint is of step {record['step']}", fix=fix))
     if problems:
         raise CheckpointError(f"{path} cannot be resumed with this config:", problems)
+
+
+def _refused_changes(before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool) -> Iterator[Problem]:
+    """Yield a problem for each change that a resumed run cannot make."""
+    changed = config_difference(before, after)
+    free = {*MAY_CHANGE, *(["precision"] if {before["precision"], after["precision"]} <= _SAME_STATE else [])}
+    counted = "only runs that skip updates keep their count in the training state"
+    bound = {} if _counts_skips(before) == _counts_skips(after) else {"on_nan": counted, "recovery.on_spike": counted}
+    bound |= {} if same_text else dict.fromkeys(_TEXT, "")
+    for name, (old, new) in changed.items():
+        if name not in bound and any(name == field or name.startswith(f"{field}.") for field in free):
+            continue
+        is_plain = isinstance(old, int | float | str) and not isinstance(old, bool) and old != ""
+        fix = f"--{name.replace('_', '-')} {old}" if is_plain else "the value that the run was started with"
+        was, now = (value if value != "" else "empty" for value in (old, new))
+        yield Problem(name, f"was {was} and is {now}", bound.get(name, ""), f"{fix}, or another --out")
+    if not same_text and not changed.keys() & set(_TEXT):
+        yield Problem("data.source", "has other text than when the run was started", fix="restore it, or another --out")
+
+
+def _counts_skips(values: Mapping[str, Any]) -> bool:
+    """Return whether the training state has a count of skipped updates."""
+    return "skip" in (values["on_nan"], values["recovery"]["on_spike"]) or values["precision"] == "fp16"
+
+
+def _recorded(record: Mapping[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """Return the recorded config; a field that the record lacks, since an earlier version wrote it, had its default."""
+    defaults = {**config_values(type(config)), "model": config_values(type(config.model))}
+    return _merged(defaults, current_fields(record["config"]))
+
+
+def _merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(defaults)
+    for name, value in values.items():
+        inner = merged.get(name)
+        merged[name] = _merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return merged

@@ -7,6 +7,7 @@ runs/demo/
   plan.txt             the sharding plan
   metrics.jsonl        one JSON object per logged step and per evaluation
   goodput.jsonl        time by activity, over all restarts
+  lease/               which process writes to the folder
   logs/process-0.log   one log per process: restarts, steps, signals, stacks of a hang
   checkpoints/         Orbax: state, with data position, seed, config, plan, mesh, versions
   tokenizer.json       of an imported model, with its other sidecar files (`spmd.hf.sidecar_files`)
@@ -27,6 +28,7 @@ import jax
 
 from spmd.data.tokenizer import TOKENIZER
 from spmd.errors import CheckpointError, Problem
+from spmd.resilience.lease import Lease
 from spmd.run.config import TrainConfig, config_difference, config_values, with_values
 from spmd.run.load_config import copy_config, load_config, other_config
 from spmd.run.renamed import current_fields
@@ -57,10 +59,15 @@ class RunDir:
         """File of the metrics."""
         return self.path / "metrics.jsonl"
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the folder contains a run."""
+        return self.metrics.exists() or any(self.checkpoints.glob("*"))
+
     def check_use(self, resume: Resume) -> bool:
         """Return true if the folder contains a run to resume.
 
-        Call it before the process group starts: afterwards the folder may contain this run's own files.
+        Nothing is written: the lease is claimed later, when all processes are connected and the config is known to fit.
 
         Args:
             resume: never: start a run, refuse a folder with one; always: resume, refuse a folder without a checkpoint;
@@ -70,7 +77,7 @@ class RunDir:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             what = "cannot be written" if there.is_dir() else "is not a folder"
             raise CheckpointError("Nothing was started:", [Problem(str(there), what, fix="another --out")])
-        exists = self.metrics.exists() or any(self.checkpoints.glob("*"))
+        exists = self.has_run
         if resume == "always" and not any(path.name.isdecimal() for path in self.checkpoints.glob("*")):
             fix = "give the folder of the run, or --resume auto to start a run if there is none"
             what = "contains a run without a checkpoint" if exists else "contains no run"
@@ -81,12 +88,20 @@ class RunDir:
         inside = self.path.resolve()
         problems = [
             Problem(str(entry), f"leads out of the run folder, to {entry.resolve()}", fix="replace it with a copy")
-            for entry in sorted({path for part in ("*", "logs/*", "checkpoints/*") for path in self.path.glob(part)})
+            for entry in sorted(
+                {path for part in ("*", "lease/*", "logs/*", "checkpoints/*") for path in self.path.glob(part)}
+            )
             if not entry.resolve().is_relative_to(inside)
         ]
         if problems:
             raise CheckpointError("Nothing is written through links:", problems)
         return exists
+
+    def lease(self, resume: bool, take_over: bool) -> Lease:
+        """Return the lease without which nothing is written here; `resume` is the result of `check_use`."""
+        fix = "give the same command again"
+        changed = Problem(str(self.path), "another run has begun or ended here in the meantime", fix=fix)
+        return Lease(self.path, take_over, lambda: [changed] if self.has_run != resume else [])
 
     def describe(self, config: TrainConfig, source: Path, plan: str) -> None:
         """Make the folder, and write the plan and the config: values, and `source` with the modules beside it."""

@@ -18,7 +18,7 @@ from spmd.data.loader import Windows, batches, evaluation_batches
 from spmd.distributed.compilation_cache import cache_dir, compilation_cache
 from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.native_output import redirect_native_stdout
-from spmd.errors import DivergenceError, NonFiniteError
+from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.metrics import Console, JsonLines, StepClock, Writers, utilization
 from spmd.observe.profiling import Profile
@@ -26,16 +26,16 @@ from spmd.observe.tensorboard import TensorBoard
 from spmd.observe.waiting import show_waiting
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.resilience.divergence import DivergenceCheck
+from spmd.resilience.lease import Lease
 from spmd.resilience.preemption import Preemption
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.build import TrainSetup, abstract_batch, build_precision, count_flops
-from spmd.run.config import config_difference, config_values
+from spmd.run.config import config_values
 from spmd.run.describe import pipeline_line, slices_line
 from spmd.run.hooks import Evaluate, Log, Save, Telemetry
 from spmd.run.init_from import copy_source_files, initial_state
-from spmd.run.record import check_resumable, checkpoint_record
-from spmd.run.renamed import current_fields
+from spmd.run.record import changed_fields, check_resumable, checkpoint_record
 from spmd.run.run_dir import ProcessLog, RunDir
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.loop import Hook, fit
@@ -82,6 +82,7 @@ def train(
     run_dir: RunDir,
     source: Path,
     console: Console | None,
+    lease: Lease,
     *,
     resume: bool,
     profile: tuple[int, int] | None,
@@ -92,12 +93,14 @@ def train(
     Args:
         source: The config file.
         console: None on all processes but the first.
+        lease: That of the run folder, entered.
         resume: Start from the newest checkpoint in `run_dir`.
         profile: First and last step to trace.
         said: Lines of the runtime's start, for the log.
 
     Raises:
-        DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks are used up.
+        DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks are used up; or too
+            many steps were skipped.
     """
     config, recovery = setup.config, setup.config.recovery
     with contextlib.ExitStack() as stack:
@@ -112,9 +115,15 @@ def train(
         preemption = stack.enter_context(Preemption())
         tracing = stack.enter_context(Profile(run_dir.path / "profile", profile, log.say))
         checkpoints = stack.enter_context(
-            CheckpointManager(run_dir.checkpoints, max_to_keep=config.max_to_keep, keep_best=config.keep_best)
+            CheckpointManager(
+                run_dir.checkpoints,
+                max_to_keep=config.max_to_keep,
+                keep_best=config.keep_best,
+                before_write=lease.renew,
+                owner=lease.number,
+            )
         )
-        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, log.say)
+        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, lease, log.say)
         run = _Run(setup, corpus, run_dir, console, checkpoints, telemetry, preemption, tracing)
         began, rollbacks = time.perf_counter(), 0
         point = run.prepare(source, resume)
@@ -124,7 +133,7 @@ def train(
                 state, last_step, logged, evaluated = run.fit(point)
                 break
             except DivergenceError as error:
-                response = config.on_nan if isinstance(error, NonFiniteError) else recovery.on_spike
+                response = {NonFiniteError: config.on_nan, SpikeError: recovery.on_spike}.get(type(error))
                 if response != "roll-back" or rollbacks == recovery.rollbacks:
                     raise
                 bad_step, reason = error.step, str(error).partition("\n")[0]
@@ -186,14 +195,17 @@ class _Run:
         if self.checkpoints.leftovers:
             self.say(f"removed interrupted saves: {', '.join(self.checkpoints.leftovers)}")
         if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
-            check_resumable(self.checkpoints.record(latest), setup, self.corpus, self.run_dir.path)
+            check_resumable(self.checkpoints.record(latest), setup.config, self.corpus, self.run_dir.path)
         with self.waiting("compile", "compiling the step"):
             setup.step.compile(abstract_batch(setup.config))
         point = self.restore() if resume else self.initialize()
+        self.telemetry.lease.renew()
         if jax.process_index() == 0:
             self.run_dir.describe(setup.config, source, f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}")
             copy_source_files(setup, self.run_dir.path)
         self.telemetry.stopwatch.switch_to("step")
+        if point.step == setup.config.steps:
+            self.say(f"nothing is left to train: step {point.step} of {point.step} is done (--steps for more)")
         return point
 
     @contextlib.contextmanager
@@ -215,19 +227,19 @@ class _Run:
             return self.initialize()
         with self.waiting("restore", "restoring a checkpoint"):
             state, record = checkpoints.restore(None, abstract_state(setup.plan))
-        check_resumable(record, setup, self.corpus, self.run_dir.path)
+        check_resumable(record, setup.config, self.corpus, self.run_dir.path)
         for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             self.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
         step = int(record["step"])
         self.say(f"resuming from step {step}")
-        before = current_fields(record["config"])
-        for name, (old, new) in config_difference(before, config_values(setup.config)).items():
+        for name, (old, new) in changed_fields(record, setup.config).items():
             self.say(f"  {name} changes from {old} to {new}")
         return ResumePoint(step, int(record["position"]) // setup.config.data.batch - step, state)
 
     def roll_back(self, point: ResumePoint, bad_step: int) -> ResumePoint:
         """Restore the newest checkpoint and skip the batches up to that of `bad_step`."""
+        self.telemetry.lease.renew()
         if jax.process_index() == 0:  # the step that was reached: some of its work is repeated
             self.telemetry.stopwatch.write(self.run_dir.path, bad_step)
         newest = self.restore()
@@ -276,14 +288,18 @@ class _Run:
 
     def divergence_check(self, skipped_batches: int) -> DivergenceCheck:
         config, scaling = self.setup.config, build_precision(self.setup.config).loss_scale
+        recovery = config.recovery
         return DivergenceCheck(
             config.data.batch,
+            steps=config.steps,
             skipped_batches=skipped_batches,
             last_good=self.checkpoints.latest,
             non_finite=config.on_nan != "skip",
             floor=scaling.floor if scaling else 0.0,
-            factor=config.recovery.spike_factor if config.recovery.on_spike in ("stop", "roll-back") else 0.0,
-            window=config.recovery.spike_window,
+            factor=recovery.spike_factor if recovery.on_spike in ("stop", "roll-back") else 0.0,
+            window=recovery.spike_window,
+            skips_in_a_row=recovery.skips_in_a_row,
+            skipped_share=recovery.skipped_share,
         )
 
     def sdc_checks(self) -> list[Hook]:

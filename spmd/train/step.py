@@ -24,6 +24,8 @@ from spmd.train.batch import place_batch
 from spmd.train.offloaded_update import make_update
 from spmd.train.state import TrainState, abstract_arguments, abstract_state, check_state
 
+Watch = Callable[[TrainState, TrainState], Any]
+"""Metric of a step: a function of the states before and after it."""
 Metrics = dict[str, Any]
 """Scalars of one step, still on the devices; and its gradients, if the step was asked to keep them."""
 
@@ -38,7 +40,7 @@ class TrainStep:
 
     plan: ShardingPlan
     grad_fn: GradFn
-    watch: Mapping[str, Callable[[TrainState], Any]]
+    watch: Mapping[str, Watch]
     keep_gradients: bool
     compiler_options: Mapping[str, Any]
     _compiled: dict[Any, jax.stages.Compiled] = dataclasses.field(default_factory=dict, init=False)
@@ -107,10 +109,11 @@ class TrainStep:
         params, optimizer_state = make_update(self.plan)(gradients, state.optimizer_state, state.params)
         metrics = {name: total / divisor for name, total in sums.items()}
         metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
-        metrics |= {name: watched(state) for name, watched in self.watch.items()}
+        after = TrainState(state.step + 1, params, variables, optimizer_state, state.key)
+        metrics |= {name: watched(state, after) for name, watched in self.watch.items()}
         if self.keep_gradients:
             metrics["gradients"] = gradients
-        return TrainState(state.step + 1, params, variables, optimizer_state, state.key), metrics
+        return after, metrics
 
 
 def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, Any], Sums]:
@@ -129,7 +132,7 @@ def make_train_step(
     loss_fn: LossFn | None = None,
     *,
     grad_fn: GradFn | None = None,
-    watch: Mapping[str, Callable[[TrainState], Any]] | None = None,
+    watch: Mapping[str, Watch] | None = None,
     keep_gradients: bool = False,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
 ) -> TrainStep:
@@ -138,7 +141,7 @@ def make_train_step(
     Args:
         loss_fn: `(params, variables, batch, key) -> (Sums, variables)`.
         grad_fn: Instead of `loss_fn`: any composition of `spmd.gradients`.
-        watch: Name → a function of the state before the step, reported as a metric.
+        watch: Name → a function of the states before and after the step, reported as a metric.
         keep_gradients: Whether the metrics have `gradients`, as the optimizer gets them: those of the mean loss.
         compiler_options: XLA's flags for this step, by name.
     """

@@ -11,10 +11,12 @@ import pytest
 
 from spmd.cli import main
 from spmd.data.loader import Windows, batches
-from spmd.errors import NonFiniteError, SpikeError
+from spmd.errors import DivergenceError, NonFiniteError, SpikeError
+from spmd.model_api.precision import LossScale
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.run.build import build_optimizer, config_mesh, make_setup, open_corpus
+from spmd.run.config import RecoveryConfig
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.train.state import init_state
@@ -163,6 +165,14 @@ def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, cl
     assert train(poisoned, "--out", tmp_path / "stopped", "--recovery.on-spike", "stop", *flags[2:]) == 2
     assert "step 7: its batch is sequences 48 … 55" in capsys.readouterr().err
 
+    if name == "weights":  # a single bad step may be skipped, and is counted with itself
+        assert train(poisoned, "--out", tmp_path / "skipped", "--on-nan", "skip") == 0
+        printed = capsys.readouterr().out
+        lines = [json.loads(line) for line in (tmp_path / "skipped" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["skipped_steps"] for line in lines if "loss" in line] == [0] * 6 + [1] * 6
+        assert [line["step"] for line in lines if line.get("loss", 0) is None] == [7]
+        assert "skipped 0" in printed
+
     assert train(poisoned, "--out", out, *flags) == 0
     printed = capsys.readouterr().out
     assert "rolling back (1 of at most 3 times)" in printed
@@ -184,3 +194,67 @@ def test_a_run_that_fails_again_and_again_stops(tmp_path, capsys, clean):
     printed = capsys.readouterr()
     assert "rolling back (2 of at most 2 times)" in printed.out
     assert "loss is nan" in printed.err
+
+
+def test_a_run_that_skips_every_step_stops_before_its_last_save(tmp_path, capsys, clean):
+    """After so many in a row, or at its last step; every line counts its own step; no file has a NaN."""
+    path = write_tiny(tmp_path, POISON.format(windows="indices", length="len(self)", name="weights", value="np.nan"))
+    for more, step, field in ((("--recovery.skips-in-a-row", 5), 6, "skips-in-a-row"), ((), 12, "skipped-share")):
+        out = tmp_path / field
+        assert train(path, "--out", out, "--on-nan", "skip", *more) == 2
+        printed = capsys.readouterr()
+        assert f"Step {step} was skipped" in printed.err
+        assert f"recovery.{field}: is exceeded" in printed.err
+        assert "skipped 5 " in printed.out
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert [line["skipped_steps"] for line in lines] == list(range(1, step))
+        assert "NaN" not in (out / "metrics.jsonl").read_text()
+        assert not (out / "checkpoints" / "12").exists()
+        assert events(out / "tensorboard").isdisjoint({"loss", "gradient_norm"})
+        assert "skipped_steps" in events(out / "tensorboard")
+
+
+def events(folder):
+    """The tags of all event files of a folder."""
+    data = b"".join(path.read_bytes() for path in folder.iterdir())
+    return {
+        tag for tag in ("loss", "gradient_norm", "skipped_steps") if b"\n" + bytes([len(tag)]) + tag.encode() in data
+    }
+
+
+def skipping(flags, **options):
+    """The step at which a run stops whose steps are skipped where a flag is 1; None if it does not."""
+    check, skipped = DivergenceCheck(8, non_finite=False, **options), 0
+    check.on_start(0)
+    for step, flag in enumerate(flags, 1):
+        skipped += flag
+        try:
+            check.on_metrics(step, {"loss": 1.0, "gradient_norm": 1.0, "skipped_steps": float(skipped)})
+        except DivergenceError:
+            return step
+    return None
+
+
+def test_skipped_steps_are_limited_in_a_row_and_in_all():
+    """One too many in a row; a share of all, once more were skipped than may be in a row; at a skipped last step."""
+    limits = {"skips_in_a_row": 4, "skipped_share": 0.25, "steps": 20}
+    assert skipping([1, 1, 1, 1, 0] + 20 * [0, 0, 0], **limits) is None
+    assert skipping([1, 1, 1, 1, 1], **limits) == 5
+    assert skipping(20 * [0, 1], **limits) == 10
+    assert skipping(4 * [0, 0, 0, 1], **limits) is None
+    assert skipping([1, 1], **{**limits, "steps": 2}) == 2
+    assert skipping([1, 1, 0], **{**limits, "steps": 3}) is None
+    assert skipping(100 * [1]) is None  # the control: without limits
+
+
+def test_the_search_of_fp16_for_its_scale_is_within_the_limits():
+    """From the initial loss scale to its floor, every step skipped, is no reason to stop by default."""
+    scaling = LossScale()
+    state, steps = jax.tree.map(np.asarray, scaling.init()), 0
+    while state["scale"] > scaling.floor:
+        state, steps = jax.tree.map(np.asarray, scaling.after(state, jnp.array(False))), steps + 1
+    limits = RecoveryConfig()
+    share = {"skips_in_a_row": limits.skips_in_a_row, "skipped_share": limits.skipped_share, "steps": 1000}
+    assert steps == 11
+    assert skipping(steps * [1] + 40 * [0], **share) is None
+    assert skipping(21 * [1], **share) == 21

@@ -118,7 +118,7 @@ def test_metrics_are_token_weighted_means():
 
 
 def test_a_watched_function_of_the_state_is_reported():
-    """`watch` adds a metric; it sees the state before the step."""
+    """`watch` adds a metric; it sees the states before and after the step."""
     plan = tiny.plan()
     step = make_train_step(plan, tiny.loss_fn(), watch={"twice": _twice})
     state = init_state(plan)
@@ -130,8 +130,8 @@ def test_a_watched_function_of_the_state_is_reported():
     assert int(state.step) == 3
 
 
-def _twice(state):
-    return 2.0 * state.step
+def _twice(before, after):
+    return 1.0 * before.step + after.step - 1
 
 
 def test_gradients_are_kept_as_the_optimizer_gets_them():

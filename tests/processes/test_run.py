@@ -137,8 +137,8 @@ def test_two_processes_train_the_same_as_one(folder, whole):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), a, b)
 
 
-def test_nan_stops_the_run_and_skip_goes_on(folder):
-    """A learning rate far too high: stop names step, position and newest checkpoint; skip counts."""
+def test_nan_stops_the_run_and_skip_too_in_the_end(folder):
+    """A learning rate far too high: stop names step, position and newest checkpoint; skip counts up to its limit."""
     out = folder / "nan"
     high = ("--optimizer.learning-rate", "1e30", "--optimizer.clip-norm", "0", "--steps", 8, "--devices", 8)
     done = subprocess.run(
@@ -152,9 +152,13 @@ def test_nan_stops_the_run_and_skip_goes_on(folder):
     assert "is not finite" in done.stderr
     assert "Traceback" not in done.stderr
     assert "the newest checkpoint is of step" in done.stderr
-    done = train(folder, "--out", folder / "skip", *high, "--on-nan", "skip")
+    skip = command(folder, "--out", folder / "skip", *high, "--on-nan", "skip")
+    done = subprocess.run(skip, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 2
+    assert "7 skipped / 8 steps = 0.875 > 0.25" in done.stderr
     lines = [json.loads(line) for line in (folder / "skip" / "metrics.jsonl").read_text().splitlines()]
-    assert max(line.get("skipped_steps", 0) for line in lines) > 0
+    assert [line["skipped_steps"] for line in lines] == list(range(7))
+    assert not any((folder / "skip" / "checkpoints").iterdir())
 
 
 def test_a_config_from_the_run_folder_is_the_resolved_one(whole):

@@ -43,7 +43,7 @@ def sent(audit):
 
 found = {"processes": jax.process_count(), "devices": jax.local_device_count(), "step": sent(compile_step(setup)[0])}
 if processes == 1:
-    watch = {**build_watch(setup.config), "norm": lambda state: optax.global_norm(state.params)}
+    watch = {**build_watch(setup.config), "norm": lambda state, _: optax.global_norm(state.params)}
     step = make_train_step(setup.plan, grad_fn=setup.grad_fn, watch=watch)
     found["step with one more"] = sent(audit_collectives(step.compile(abstract_batch(setup.config)), setup.mesh))
 print()

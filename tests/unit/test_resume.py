@@ -1,0 +1,122 @@
+"""A resumed run keeps its model, its data and its stored state; what else may change is declared, field by field."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from spmd.errors import CheckpointError
+from spmd.models.llama import LlamaConfig
+from spmd.models.mistral import PRESETS as MISTRAL
+from spmd.models.rope import RopeScaling
+from spmd.partition_rules.llama import LLAMA
+from spmd.run.config import TrainConfig, config_values, with_values
+from spmd.run.record import MAY_CHANGE, changed_fields, check_resumable
+
+CONFIG = TrainConfig(model=LlamaConfig(d_model=32, layers=2), rules=LLAMA)
+CORPUS = SimpleNamespace(fingerprint="abc")
+RECORD = {"step": 4, "position": 64, "data": "abc", "model": "LlamaConfig", "config": config_values(CONFIG)}
+
+
+def problems(values, record=RECORD, corpus=CORPUS):
+    """What a resume with these fields is refused for."""
+    config = values if isinstance(values, TrainConfig) else with_values(CONFIG, values)
+    try:
+        check_resumable(record, config, corpus, Path("runs/x"))
+    except CheckpointError as error:
+        return {problem.where: f"{problem.what}; {problem.fix}" for problem in error.problems}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"model": {"layers": 4}}, {"model.layers": "was 2 and is 4; --model.layers 2, or another --out"}),
+        ({"model": {"heads": 8, "kv_heads": 4}}, {"model.heads": "was 4 and is 8", "model.kv_heads": "was 2 and is 4"}),
+        ({"model": {"rope_theta": 500.0}}, {"model.rope_theta": "was 10000.0 and is 500.0; --model.rope-theta"}),
+        ({"model": {"rope_scaling": {"factor": 8.0}}}, {"model.rope_scaling.factor": "was 1.0 and is 8.0"}),
+        ({"lora": {"targets": ["q_proj/kernel"], "alpha": 3.0}}, {"lora.alpha": "", "lora.targets": ""}),
+        ({"init": "runs/other"}, {"init": "was empty and is runs/other; the value that"}),
+        ({"optimizer": {"name": "lion"}}, {"optimizer.name": "was adamw and is lion"}),
+        (
+            {"data": {"batch": 8}, "seed": 1},
+            {"data.batch": "was 16 and is 8; --data.batch 16", "seed": "was 0 and is 1"},
+        ),
+        ({"steps": 3}, {"steps": "is 3, and the checkpoint is of step 4; --steps 4 or more"}),
+        ({"precision": "bf16-params"}, {"precision": "was float32 and is bf16-params"}),
+        ({"on_nan": "skip"}, {"on_nan": "was stop and is skip"}),
+        ({"recovery": {"on_spike": "skip"}}, {"recovery.on_spike": "was ignore and is skip"}),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_a_field_that_must_stay_is_refused(values, expected):
+    """By its dotted path, with both values and the flag, whether or not a shape changes."""
+    found = problems(values)
+    assert found.keys() == expected.keys()
+    assert all(text in found[name] for name, text in expected.items())
+
+
+def leaves(values, prefix=""):
+    for name, value in values.items():
+        yield from leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+
+
+def test_every_field_is_decided():
+    """A field that is not declared must stay; these are all. A new field that may change is added to `MAY_CHANGE`."""
+    fields = list(leaves(config_values(CONFIG)))
+    may = [name for name in fields if any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE)]
+    rest = [name for name in fields if name not in may and not name.startswith(("model.", "lora."))]
+    optimizer = [f"optimizer.{name}" for name in ("name", "moments", "moments_block")]
+    assert rest == ["precision", "init", *optimizer, "data.sequence", "data.batch", "seed"]
+    unused = [
+        field for field in MAY_CHANGE if not any(name == field or name.startswith(f"{field}.") for name in fields)
+    ]
+    assert unused == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"steps": 2000, "mesh": {"fsdp": 4}, "out": "runs/y", "log_every": 3, "zero": 1, "remat": "full"},
+        {"optimizer": {"learning_rate": 1e-5, "schedule": "constant"}, "recovery": {"rollbacks": 9}},
+        {"precision": "bf16", "on_nan": "roll-back", "model": {"unroll": 2}},
+        {"data": {"threads": 0, "source": ["moved"], "cache": "elsewhere"}},
+    ],
+)
+def test_what_may_change_is_printed(values):
+    """Nothing is refused, and every changed field has its old and new value."""
+    assert problems(values) == {}
+    assert set(changed_fields(RECORD, with_values(CONFIG, values))) == set(leaves(values))
+
+
+def test_another_text_is_refused():
+    """By the field that says so, or as files that have changed."""
+    other = SimpleNamespace(fingerprint="xyz")
+    found = problems({"data": {"validation": 0.5, "threads": 0}}, corpus=other)
+    assert list(found) == ["data.validation"]
+    assert "has other text" in problems({}, corpus=other)["data.source"]
+
+
+def test_another_class_of_model_is_refused():
+    """Equal shapes and names suffice as little as they do for `--init`; a record without the class is not refused."""
+    model = dataclasses.replace(MISTRAL["mistral-7b"], d_model=32, layers=2, heads=4, kv_heads=2, d_ff=384)
+    found = problems(dataclasses.replace(CONFIG, model=model))
+    assert list(found) == ["model"]
+    assert f"was LlamaConfig and is {type(model).__name__}" in found["model"]
+    assert problems({}, {name: value for name, value in RECORD.items() if name != "model"}) == {}
+
+
+def test_a_field_that_an_earlier_version_lacked_had_its_default():
+    """An old checkpoint resumes; what changes from the default of a field is refused or printed like anything else."""
+    old = config_values(CONFIG)
+    del old["recovery"]["skips_in_a_row"], old["model"]["rope_scaling"], old["model"]["window"]
+    record = {**RECORD, "config": old}
+    assert problems({}, record) == {}
+    assert changed_fields(record, with_values(CONFIG, {"recovery": {"skips_in_a_row": 3}})) == {
+        "recovery.skips_in_a_row": [20, 3]
+    }
+    scaled = dataclasses.replace(
+        CONFIG, model=dataclasses.replace(CONFIG.model, window=8, rope_scaling=RopeScaling(2.0))
+    )
+    assert list(problems(scaled, record)) == ["model.rope_scaling.factor", "model.window"]
