@@ -175,7 +175,7 @@ class Topology:
 
     @property
     def links(self) -> str:
-        """Which dimensions wrap around, as a plan says it; of several slices in 3D libtpu 0.0.42 to 0.0.50 ignore it."""
+        """Which dimensions wrap around, as a plan says it; libtpu 0.0.42 to 0.0.50 ignore it for several 3D slices."""
         wrapped = ", ".join(axis for axis, wraps in zip("xyz", self.wrap, strict=False) if wraps)
         unused = ", which the compiler does not use for several slices" * (self.slices > 1 and self.chip.dims == 3)
         return f"links wrap around in {wrapped}{unused}" if wrapped else "no links wrap around" if self.wrap else ""
