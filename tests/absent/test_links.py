@@ -2,10 +2,12 @@
 
 import functools
 import importlib.util
+import json
 
 import pytest
 
 from spmd.analysis.topology import parse_topology
+from spmd.commands.plan import run_plan
 from tests.programs import run_script
 
 ROWS, COLUMNS = 4096, 14336  # a kernel of Llama 3 8B, in bfloat16
@@ -65,6 +67,16 @@ def test_parameters_are_gathered_by_all_gathers(name: str) -> None:
 def test_control_without_links_a_cube_gathers_by_all_reduces() -> None:
     """Zeros with each chip's own part are summed, with twice the bytes; the audit tells what they stand for."""
     assert gathers(*PODS)["v5p:4x4x8"][1] == ALL_REDUCE
+
+
+@pytest.mark.parametrize(("machine", "wrap"), [("v5e:2x4", [False] * 3), ("cpu:8", [])])
+def test_a_plan_says_which_links_wrap_around(machine: str, wrap: list[bool], capsys: pytest.CaptureFixture) -> None:
+    """In the line about the machine, and as values."""
+    run_plan(["demo", "--topology", machine])
+    printed = capsys.readouterr().out
+    assert f"memory of one device, {machine}{' (no links wrap around)' if wrap else ''}\n" in printed
+    run_plan(["demo", "--topology", machine, "--json"])
+    assert json.loads(capsys.readouterr().out)["wrap"] == wrap
 
 
 @pytest.mark.soak
