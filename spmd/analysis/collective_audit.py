@@ -81,7 +81,7 @@ class CollectiveAudit:
             head = f"over the slow network, slices {axes}: {human_bytes(self.bytes(crossing=True))} in each step"
             parts.append("\n".join([head, *_lines(self.by_axes(crossing=True))]))
         if self.records:
-            heading = ("on the wire", "kind", "over", "runs", "buffer")
+            heading = ("sent", "kind", "over", "runs", "buffer")
             by_source = _grouped(self.records, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
             parts.append("\n".join(_lines(self.by_axes(), heading)))
             parts.append("\n".join(_lines(by_source, (*heading, "of", "at"))))

@@ -11,7 +11,7 @@
 | ragged-all-to-all | the operand | payload: an upper bound |
 
 These are the figures of the ZeRO paper (arXiv:1910.02054, section 7). Of a group of n devices each sends (n − 1)/n of
-them, except for permutes; the factor is left out everywhere, so that figures do not depend on the number of devices.
+them, except for permutes; the factor is not counted anywhere, so that figures do not depend on the number of devices.
 """
 
 import dataclasses

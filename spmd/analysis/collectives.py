@@ -236,9 +236,9 @@ class _Search:
         if update.opcode != "dynamic-update-slice":
             return None
         rest, part = (HloValue(whole.computation, name) for name in update.operands[:2])
-        is_alone = self.program.at(self.program.settled(rest)).opcode == "broadcast"
-        is_part = self.program.at(part).arrays[0].size * members == update.arrays[0].size
-        return part if is_alone and is_part else None
+        if self.program.at(self.program.settled(rest)).opcode != "broadcast":
+            return None
+        return part if self.program.at(part).arrays[0].size * members == update.arrays[0].size else None
 
     def _keeps_part(self, result: HloValue, array: HloArray, groups: Groups) -> bool:
         """Tell whether each device of a group uses only its own shard of a value, all shards being equal."""

@@ -51,10 +51,8 @@ class Estimate:
     `held`, `at_peak` and `host` are category → bytes on one device (or in host memory for it).
 
     Attributes:
-        held: Each array once, as it is stored: in shards, and for gradients and logits before any is copied, gathered
-            or converted. It need not be in memory at any one moment.
-        at_peak: Everything in memory at the moment of the most use, copies included: whole gradients that are not
-            reduced yet, logits in two dtypes.
+        held: Each array once, in shards, as if none were copied, gathered or converted; not of any one moment.
+        at_peak: All copies that are live at the moment of the most use, such as whole gradients before their reduction.
         copies: Gradients and logits at the peak: category → (global shape, bytes of one) → number of buffers.
         saved: Activation → bytes that the forward pass saves for the backward pass on one device; unnamed ones together
             under the empty name.

@@ -175,14 +175,10 @@ class Topology:
 
     @property
     def links(self) -> str:
-        """Which dimensions of a TPU slice wrap around, as the plan says it; empty for other machines."""
-        if not self.wrap:
-            return ""
-        wrapped = [axis for axis, wraps in zip("xyz", self.wrap, strict=True) if wraps]
-        said = f"links wrap around in {', '.join(wrapped)}" if wrapped else "no links wrap around"
-        # [measured] libtpu 0.0.42 and 0.0.50: one program with and without, gathers as all-reduces.
-        ignored = self.slices > 1 and wrapped and self.chip.dims == 3
-        return f"{said}, which the compiler does not use for several slices" if ignored else said
+        """Which dimensions wrap around, as a plan says it; libtpu 0.0.42 to 0.0.50 ignore it for several 3D slices."""
+        wrapped = ", ".join(axis for axis, wraps in zip("xyz", self.wrap, strict=False) if wraps)
+        unused = ", which the compiler does not use for several slices" * (self.slices > 1 and self.chip.dims == 3)
+        return f"links wrap around in {wrapped}{unused}" if wrapped else "no links wrap around" if self.wrap else ""
 
     def __str__(self) -> str:
         return self.name

@@ -2,9 +2,12 @@
 
 import functools
 import importlib.util
+import json
 
 import pytest
 
+from spmd.analysis.topology import parse_topology
+from spmd.commands.plan import run_plan
 from tests.programs import run_script
 
 ROWS, COLUMNS = 4096, 14336  # a kernel of Llama 3 8B, in bfloat16
@@ -52,7 +55,7 @@ def gathers(*names: str) -> dict[str, list[list[tuple[str, str, int, str]]]]:
 ALL_GATHER = [("all-gather", "fsdp", KERNEL, "")]
 ALL_REDUCE = [("all-reduce", "fsdp", 2 * KERNEL, "all-gather")]
 PODS = ("v5p:4x4x8", "v5e:16x16", "2xv5e:16x16")
-OTHERS = ("v4:4x4x4", "v6e:16x16", "tpu7x:4x4x4", "2xv5p:4x4x8")
+OTHERS = ("v4:4x4x4", "v6e:16x16", "tpu7x:4x4x4", "2xv4:4x4x4", "2xv5p:4x4x8", "2xtpu7x:4x4x4")
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -66,6 +69,16 @@ def test_control_without_links_a_cube_gathers_by_all_reduces() -> None:
     assert gathers(*PODS)["v5p:4x4x8"][1] == ALL_REDUCE
 
 
+@pytest.mark.parametrize(("machine", "wrap"), [("v5e:2x4", [False] * 3), ("cpu:8", [])])
+def test_a_plan_says_which_links_wrap_around(machine: str, wrap: list[bool], capsys: pytest.CaptureFixture) -> None:
+    """In the line about the machine, and as values."""
+    run_plan(["demo", "--topology", machine])
+    printed = capsys.readouterr().out
+    assert f"memory of one device, {machine}{' (no links wrap around)' if wrap else ''}\n" in printed
+    run_plan(["demo", "--topology", machine, "--json"])
+    assert json.loads(capsys.readouterr().out)["wrap"] == wrap
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["v4:4x4x4", "v6e:16x16", "tpu7x:4x4x4"])
 def test_other_machines(name: str) -> None:
@@ -76,6 +89,8 @@ def test_other_machines(name: str) -> None:
 
 
 @pytest.mark.soak
-def test_the_compiler_takes_no_links_of_several_cubes() -> None:
+@pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("2x")])
+def test_the_compiler_takes_no_links_of_several_cubes(name: str) -> None:
     """Two slices of three dimensions gather by all-reduces with links and without; a plan says so."""
-    assert gathers(*OTHERS)["2xv5p:4x4x8"] == [ALL_REDUCE, ALL_REDUCE]
+    assert gathers(*OTHERS)[name] == [ALL_REDUCE, ALL_REDUCE]
+    assert "the compiler does not use" in parse_topology(name).links
