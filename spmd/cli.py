@@ -103,9 +103,12 @@ def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         if len(lines) > _LONGEST_ERROR:
             more = f"… and {len(lines) - _LONGEST_ERROR:,} more lines"
-            with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(
-                "w", prefix="spmd-error-", suffix=".txt", delete=False, encoding="utf-8"
-            ) as file:
+            with (
+                contextlib.suppress(OSError),
+                tempfile.NamedTemporaryFile(
+                    "w", prefix="spmd-error-", suffix=".txt", delete=False, encoding="utf-8"
+                ) as file,
+            ):
                 file.write(f"{text}\n")
                 more += f": see {file.name}"
             text = "\n".join([*lines[:_LONGEST_ERROR], more])

@@ -115,7 +115,7 @@ def load_config(name: str) -> TrainConfig:
         raise
     except SyntaxError as error:
         raise _unreadable(f"{error.filename or path}:{error.lineno}", f"is not Python: {error.msg}") from error
-    except BaseException as error:  # noqa: BLE001 - a user's file may raise anything
+    except BaseException as error:
         raise _unreadable(_line_of(error, path), f"fails: {_text(error)}", rename_hint(error)) from error
     sys.modules[module.__name__] = module  # where `typing` and `inspect` look for what its classes refer to
     config = vars(module).get("config")

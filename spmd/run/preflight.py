@@ -6,12 +6,12 @@ from typing import Any
 import jax
 
 from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
-from spmd.distributed.native_output import compiler_log
 from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import check_batch
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.distributed.compilation_cache import compilation_cache
+from spmd.distributed.native_output import compiler_log
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.run.build import TrainSetup, abstract_batch, count_microbatches, make_setup
 from spmd.run.config import TrainConfig, config_values

@@ -1,9 +1,14 @@
 """Rule tables match as documented, and their audit leaves nothing silent."""
 
+import signal
+import threading
+import time
+
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import RuleError
+from spmd.sharding import rules as rules_module
 from spmd.sharding.rules import Rules, compile_pattern, replicate
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
@@ -202,3 +207,35 @@ def test_a_stack_may_be_whole():
     rules = Rules([("kernel", P("fsdp"))], stacked={"layers": None})
     assert rules.match("layers/kernel").spec == P(None, "fsdp")
     assert audit(rules, {"layers/kernel": (3, 4)}) == []
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(?<!q_)(([a-z_/]+)+)+Z", ".*.*.*.*.*.*.*.*.*Z"])
+def test_a_pattern_that_backtracks_for_ever_is_named(pattern, monkeypatch):
+    """After a time limit, also when it looks around or repeats many times."""
+    monkeypatch.setattr(rules_module, "MATCH_SECONDS", 0.2)
+    table = Rules([(pattern, P("fsdp"))])
+    before, began = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with pytest.raises(RuleError, match="takes more than") as caught:
+        table.match("layers/" + "a" * 200)
+    assert time.monotonic() - began < 5
+    assert caught.value.problems[0].where == f"pattern {pattern!r}"
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)) == (before, (0, 0))
+
+
+def test_a_time_limit_leaves_the_timer_of_the_program():
+    """A repeated group that matches at once, while another timer runs; lookarounds work."""
+    signal.setitimer(signal.ITIMER_REAL, 100)
+    try:
+        assert compile_pattern("(?<!q_)(ab)+(?=/kernel).*").fullmatch("x/abab/kernel")
+        assert 90 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_patterns_of_other_threads_match_too():
+    """Without a limit, because signals go to the main thread."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(compile_pattern("(ab)+").fullmatch("abab")))
+    thread.start()
+    thread.join()
+    assert found[0]
