@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
 import pytest
 
 from spmd import cli
@@ -332,6 +333,19 @@ def test_a_long_error_is_cut_and_kept(config, tmp_path, capsys, monkeypatch):
     assert len(lines) == 101
     assert lines[-1].startswith("… and 199,901 more lines: see ")
     assert len(Path(lines[-1].partition(": see ")[2]).read_text().splitlines()) == 200_001
+
+
+def test_too_little_memory_is_no_traceback(monkeypatch, capsys):
+    """Other errors of the runtime keep theirs."""
+
+    def fail(arguments):
+        raise jax.errors.JaxRuntimeError(f"{arguments[0]}: 274877905920 bytes\nand a stack")
+
+    monkeypatch.setitem(cli.COMMANDS, "plan", (fail, (PlanCommand,)))
+    assert run("plan", "RESOURCE_EXHAUSTED") == 2
+    assert "274877905920 bytes\n      fix: spmd plan" in capsys.readouterr().err
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        cli.main(["plan", "INTERNAL"])
 
 
 @pytest.mark.parametrize("out", ["file", "file/below"])
