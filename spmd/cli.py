@@ -95,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _say(f"spmd: {SpmdError('Out of memory:', [Problem('device', str(error).splitlines()[0], fix=fix)])}")
         code = 2
     except OSError as error:
+        if error.errno is None:  # not of the operating system
+            raise
         problem = Problem(str(error.filename or "the system"), error.strerror or str(error))
         _say(f"spmd: {SpmdError('A file cannot be read or written:', [problem])}")
         code = 2
