@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import jax
+
 from spmd.checkpoint.versions import library_version
 from spmd.commands.check import CheckCommand, run_check
 from spmd.commands.export_hf import ExportCommand, run_export
@@ -86,7 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 130
     except BrokenPipeError:  # the reader, such as `head`, has exited
         code = 141
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        fix = "spmd plan CONFIG says what takes the memory, and which settings take less"
+        _say(f"spmd: {SpmdError('Out of memory:', [Problem('device', str(error).splitlines()[0], fix=fix)])}")
+        code = 2
     except OSError as error:
+        if error.errno is None:  # not of the operating system
+            raise
         problem = Problem(str(error.filename or "the system"), error.strerror or str(error))
         _say(f"spmd: {SpmdError('A file cannot be read or written:', [problem])}")
         code = 2

@@ -51,10 +51,11 @@ def _parse(command: Any, arguments: list[str], usage: str, **default: Any) -> An
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(command, **settings)
     except SystemExit as done:
-        error: BaseException | None = done
-        while error := error.__cause__ or error.__context__:
+        error: BaseException | None = done.__context__
+        while error is not None:
             if isinstance(error, SpmdError):
                 raise error from None
+            error = error.__cause__ or error.__context__
     return tyro.cli(command, **settings)  # prints help, or what is wrong with the flags
 
 

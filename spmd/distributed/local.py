@@ -74,7 +74,8 @@ def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
         for process in processes:
             if process.poll() is None:
                 process.kill()
-                process.wait()
+        for process in processes:
+            process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
     return first

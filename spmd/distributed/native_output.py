@@ -1,6 +1,7 @@
 """What C++ libraries write to the process's standard output and error, past Python."""
 
 import contextlib
+import io
 import os
 import sys
 import tempfile
@@ -10,16 +11,23 @@ from typing import TextIO
 
 def separate_stdout() -> None:
     """Give `sys.stdout` a descriptor of its own, and drop what C++ writes to descriptor 1: Gloo reports connections."""
-    if sys.stdout.fileno() == 1:
+    if _stdout_descriptor() == 1:
         sys.stdout.flush()
         sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def redirect_native_stdout(file: TextIO) -> None:
-    """Append what C++ writes to descriptor 1 to a file, after `separate_stdout`."""
-    if sys.stdout.fileno() != 1:
+    """Append what C++ writes to descriptor 1 to a file, if `separate_stdout` has been called."""
+    if _stdout_descriptor() not in (None, 1):
         os.dup2(file.fileno(), 1)
+
+
+def _stdout_descriptor() -> int | None:
+    """Return the descriptor of `sys.stdout`; None where it has none, as in a notebook."""
+    with contextlib.suppress(io.UnsupportedOperation):
+        return sys.stdout.fileno()
+    return None
 
 
 @contextlib.contextmanager

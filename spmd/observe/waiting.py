@@ -32,8 +32,9 @@ def show_waiting(doing: str, *, plain: bool = False) -> Iterator[None]:
 
     def draw() -> None:
         for mark in itertools.cycle("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"):
-            seconds = human_duration(int(time.monotonic() - began))
-            os.write(terminal, f"\r{mark} {doing}   {seconds}\x1b[K".encode())
+            seconds = int(time.monotonic() - began)
+            shown = human_duration(seconds) if seconds >= 60 else f"{seconds} s"
+            os.write(terminal, f"\r{mark} {doing}   {shown}\x1b[K".encode())
             if done.wait(_REFRESH_SECONDS):
                 return
 

@@ -106,7 +106,8 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
         log = stack.enter_context(ProcessLog(run_dir.log))
-        redirect_native_stdout(log.file)
+        if jax.process_count() > 1:
+            redirect_native_stdout(log.file)
         watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
         for line in said:
             log.say(line)

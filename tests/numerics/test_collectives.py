@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.analysis.collective_audit import audit_collectives, expect_collectives
+from spmd.distributed.initialize import initialize
 from spmd.distributed.native_output import compiler_log
 from spmd.errors import MeshError
 from spmd.sharding.mesh import MeshShape, abstract_mesh, make_mesh
@@ -422,6 +423,22 @@ def test_table_and_json(known) -> None:
     ]
     values = json.loads(json.dumps(known.to_json()))
     assert values["bytes"] == known.bytes() == sum(record["bytes"] for record in values["collectives"])
+
+
+def test_lines_of_libtpu_are_for_the_log(capfd, monkeypatch) -> None:
+    """At the start of a backend, what libtpu writes is returned and not shown; what others write is shown."""
+    ours = "WARNING:2026-01-01 jax._src.xla_bridge:794: A Google TPU may be present on this machine"
+    theirs = [
+        "WARNING: Logging before InitGoogle() is written to STDERR",
+        "E0000 common_lib.cc] from TPU_WORKER_HOSTNAMES",
+    ]
+
+    def start() -> None:
+        os.write(2, "\n".join([*theirs, ours, "Fatal: anything else", ""]).encode())
+
+    monkeypatch.setattr(jax, "devices", start)
+    assert initialize() == theirs
+    assert capfd.readouterr().err == f"{ours}\nFatal: anything else\n"
 
 
 def test_compiler_log(capfd) -> None:

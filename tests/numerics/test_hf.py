@@ -272,6 +272,7 @@ BAD = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: is missing"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read"),
     "an unknown architecture": (config(architectures=["LlamaForCausalLN"]), 'did you mean "LlamaForCausalLM"?'),
+    "a family that no name is near": (config(architectures=["OPTForCausalLM"]), "fix: one of: "),
     "no architecture": (config(architectures=None), "names no architecture"),
     "a feature": (config(quantization_config={"bits": 4}), "quantization_config: is {'bits': 4}, and is unknown"),
     "an activation": (config(hidden_act="gelu"), "hidden_act: is 'gelu', and this model supports only silu"),

@@ -14,7 +14,7 @@ import pytest
 from tests.programs import ROOT
 
 FAMILIES = ("models", "partition_rules", "name_maps", "examples")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "spmd", *FAMILIES)
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "spmd_command.py", "spmd", *FAMILIES)
 TRAIN = """
 import models
 import spmd.cli
@@ -44,14 +44,16 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 def source_names() -> set[str]:
     """Modules of the repository by their paths in a wheel."""
     folders = ("spmd", *(f"spmd/{family}" for family in FAMILIES))
-    return {path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).glob("**/*.py")}
+    names = {path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).glob("**/*.py")}
+    return {"spmd_command.py", *names}  # the command's process starts outside of the package
 
 
 def wrong_names(names: Iterable[str]) -> list[str]:
     """What is wrong with the names of the files in a wheel: strangers at the top, and modules that are missing."""
     names = list(names)
     top = {name.partition("/")[0] for name in names}
-    strangers = sorted(name for name in top if name != "spmd" and not name.endswith(".dist-info"))
+    ours = {"spmd", "spmd_command.py"}
+    strangers = sorted(name for name in top - ours if not name.endswith(".dist-info"))
     return strangers + sorted(source_names() - set(names))
 
 
@@ -75,7 +77,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_contains_spmd_only(built: Path) -> None:
-    """Its top-level names are `spmd` and the metadata; every module is in it."""
+    """Its top-level names are `spmd`, its command and the metadata; every module is in it."""
     (wheel,) = built.glob("*.whl")
     assert not wrong_names(zipfile.ZipFile(wheel).namelist())
 

@@ -266,7 +266,7 @@ def test_a_class_of_a_config_has_flags(tmp_path, imports):
 
 
 def test_two_configs_with_equal_named_modules_do_not_mix(tmp_path, imports):
-    """Each finds the module beside itself, also one that its functions import later; none hides the standard library."""
+    """Each finds the module beside itself, also one that it imports later; the standard library is not hidden."""
     configs = {}
     for width in (16, 32):
         folder = tmp_path / str(width)

@@ -1,6 +1,8 @@
 """Rule tables match as documented, and their audit leaves nothing silent."""
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -9,8 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import RuleError
+from spmd.sharding import patterns
 from spmd.sharding.layer_paths import Stack
-from spmd.sharding.rules import Rules, compile_pattern, replicate
+from spmd.sharding.patterns import compile_pattern
+from spmd.sharding.rules import Rules, replicate
 from spmd.tree import flatten
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
@@ -263,3 +267,23 @@ def test_a_stack_may_be_named_by_several_components() -> None:
     assert rules.match("encoder/norm/w").spec == P("fsdp")
     assert rules.layer_path("encoder/encoder/3/w") == ("encoder/encoder/w", ())
     assert rules.layer_path("encoder/3/w") == ("encoder/3/w", ())
+
+
+@pytest.mark.parametrize("pattern", ["(a|aa)+b", "(?<!q_)(?:(a)|(aa))+[^a]"])
+def test_a_pattern_that_backtracks_for_ever_is_named(pattern, monkeypatch):
+    """After a time limit, also when it looks around, and in any thread."""
+    monkeypatch.setattr(patterns, "MATCH_SECONDS", 0.2)
+    table, path = Rules([(pattern, P("fsdp"))]), "layers/" + "a" * 200
+    began = time.monotonic()
+    with ThreadPoolExecutor() as threads, pytest.raises(RuleError, match="takes more than") as caught:
+        threads.submit(table.match, path).result()
+    assert time.monotonic() - began < 5
+    assert pattern in caught.value.problems[0].where
+    with pytest.raises(RuleError, match="takes more than"):
+        spmd.rules_from_search([(pattern, P("fsdp"))], {path: jax.ShapeDtypeStruct((8,), "float32")})
+
+
+@pytest.mark.parametrize("pattern", ["(?<!q_)(ab)+(?=/kernel).*", "((a+)+)+b?/kernel", "abab/(?!bias)kernel"])
+def test_lookarounds_and_repeated_groups_match(pattern):
+    """Patterns that can be matched at once are."""
+    assert compile_pattern(pattern).fullmatch("x/abab/kernel") or compile_pattern(pattern).fullmatch("x/aaa/kernel")
