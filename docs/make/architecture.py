@@ -18,7 +18,8 @@ SERVICES = [
     ("observe", "metrics, goodput, traces"),
     ("resilience", "watchdog, preemption, SDC"),
     ("analysis", "memory, collectives"),
-    ("testing", "compare layouts"),
+    ("parity", "each step against one device"),
+    ("testing", "for tests of users"),
     ("hf", "Hugging Face checkpoints"),
 ]
 CORE = [
