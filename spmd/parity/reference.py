@@ -88,8 +88,10 @@ class Reference:
         step = make_train_step(plan, grad_fn=grad_fn or self.grad_fn, keep_gradients=True)
         before, losses, theirs, compared, stopped = _on_host(state), [], [], 0, 0
         self._check_state(before)
-        initial = [(Row("initial state", path, 0.0, 0.0), path, x) for path, x in self._initial.items()]
-        rows = [compare_leaf(row, before[path], x, largest(x), {}) for row, path, x in initial]
+        rows = [
+            compare_leaf(Row("initial state", path, 0.0, 0.0), before[path], x, largest(x), {})
+            for path, x in self._initial.items()
+        ]
         starts_equal = all(row.ok for row in rows)
         for number, batch in enumerate(self.batches, 1):
             state, metrics = step(state, _placed(plan, batch))
