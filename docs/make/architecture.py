@@ -18,7 +18,8 @@ SERVICES = [
     ("observe", "metrics, goodput, traces"),
     ("resilience", "watchdog, preemption, SDC"),
     ("analysis", "memory, collectives"),
-    ("testing", "compare layouts"),
+    ("parity", "each step against one device"),
+    ("testing", "for tests of users"),
     ("hf", "Hugging Face checkpoints"),
 ]
 CORE = [
@@ -83,7 +84,7 @@ def draw() -> ET.Element:
         y += 30 + GAP
     third = (LEFT - 2 * GAP) / 3
     for row in range(0, len(SERVICES), 3):
-        for column, entry in enumerate(reversed(SERVICES[len(SERVICES) - row - 3 : len(SERVICES) - row])):
+        for column, entry in enumerate(reversed(SERVICES[max(len(SERVICES) - row - 3, 0) : len(SERVICES) - row])):
             folder(root, (2 - column) * (third + GAP), y, third, entry, GREEN)
         y += ROW + GAP
     core = y

@@ -73,7 +73,7 @@ def _check_mesh(command: CheckCommand, check: Check) -> int:
         found = "THE INJECTED BUG WENT UNNOTICED" if parity.ok else "the layouts differ: the injected bug was found"
         print(f"{command.inject}: {found}")
     else:
-        agree = f"the layouts agree; {parity.ending}" if parity.stopped else "the layouts agree"
+        agree = "; ".join(filter(None, ["the layouts agree", parity.ending]))
         print(agree if parity.ok else "THE LAYOUTS DIFFER")
     return 0 if parity.ok else 1
 

@@ -110,7 +110,7 @@ class Sweep:
                 yield f"{'allowed':<{width}}" + "".join(f"{x:>{_column(kind)}.0e}" for kind, x in allowed.items())
             self.compared[shape] = parity
             errors = "".join(f"{row.error:>{_column(row.what)}.2e}" for row in parity.worst())
-            yield f"{name}{errors}  {'ok' if parity.ok else 'FAIL'}" + (f" ({parity.ending})" if parity.stopped else "")
+            yield f"{name}{errors}  {'ok' if parity.ok else 'FAIL'}" + (f" ({parity.ending})" if parity.ending else "")
         if not self.compared:
             problems = [problem for error in self.refused.values() for problem in error.problems]
             raise ConfigError("This config runs on no product of axes:", problems)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from spmd import testing
+from spmd.parity import reference
 from spmd.run import check
-from spmd.testing import reference
 from tests.command_line import run, write_config
 
 

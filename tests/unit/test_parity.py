@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
+from spmd.parity.result import compare_leaf, worst_of_each
 from spmd.testing import TOLERANCES, Parity, Row
-from spmd.testing.parity import compare_leaf, worst_of_each
 
 ROW = Row("gradients", "w", 0.0, 1e-4, step=2)
 NAN = math.nan
@@ -39,7 +39,7 @@ def test_a_leaf_that_is_zero_is_compared_absolutely():
 
 
 def test_nan_on_both_sides_is_no_difference_and_is_said():
-    """Values that are not finite in the same places are left out; what is finite beside them is compared."""
+    """Values that are not finite in the same places are not compared; what is finite beside them is compared."""
     row = leaf([NAN, 2.0], [NAN, 2.0])
     assert (row.error, row.ok, row.why) == (0.0, True, "nan on both sides, in 1 of 2")
     assert not leaf([NAN, 1.0], [NAN, 2.0]).ok
@@ -68,7 +68,7 @@ MANY = ((1, 0.5, 1.0), (2, 1e-5, 1e-4), (3, 9e-4, 1e-3), (4, 0.0, 1e-4))
 
 
 def test_the_text_has_the_worst_of_each_kind_every_failure_and_the_blunt():
-    """A leaf whose tolerance would not show an error of 1 % is named; others that pass are left out."""
+    """A leaf whose tolerance would not show an error of 1 % is named; others that pass are not shown."""
     rows = [Row("loss", "", 0.0, 1e-5, step=1), Row("gradients", "a", 2.0, 1e-4, step=2)]
     rows += [Row("gradients", "b", 1.0, 1e-4, step=2), Row("gradients", "c", 0.1, 3e2, "noise", 1)]
     text = str(parity(*rows, Row("gradients", "hidden", 0.0, 1e-4, step=1)))

@@ -88,12 +88,12 @@ class Parity:
     def ending(self) -> str:
         """Say that the comparison ended before its last step; empty if it did not."""
         what = "leaves parameters that are nan on both sides: nothing can be compared from there"
-        return f"step {self.stopped} {what}" if self.stopped else ""
+        return f"step {self.stopped} {what}" if self.stopped and self.ok else ""
 
     def __str__(self) -> str:
         shown = self.worst()
         shown += [row for row in self.rows if not row.ok and row not in shown]
-        blunt = [row for row in self.rows if row.tolerance > BLUNT and row.ok and row not in shown]
+        blunt = [row for row in self.rows if row.why and row.tolerance > BLUNT and row not in shown]
         others = f"\n{len(blunt)} more with a tolerance above {BLUNT:.0e}: {_names(blunt)}" if blunt else ""
         return self.lines(shown) + others
 
