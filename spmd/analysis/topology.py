@@ -17,6 +17,7 @@ from spmd.distributed.native_output import compiler_log
 from spmd.errors import ConfigError, MeshError, Problem, did_you_mean
 
 _GIB = 2**30
+_MOST_DEVICES = 2**20  # of a kind without a limit of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +215,8 @@ def parse_topology(text: str) -> Topology:
     if slices is not None and (chip.platform != "tpu" or topology.slices < 1):
         fix = f"{kind}:{size}" if chip.platform == "tpu" else f"{example}, and --slices.data for the network of hosts"
         problems.append(Problem("topology", f"has {slices} slices of {kind}: only TPUs have slices", fix=fix))
-    if chip.max_chips and math.prod(shape) > chip.max_chips:
-        detail = f"{' × '.join(map(str, shape))} = {math.prod(shape)} > {chip.max_chips}"
+    if math.prod(shape) > (most := chip.max_chips or _MOST_DEVICES):
+        detail = f"{' × '.join(map(str, shape))} = {math.prod(shape)} > {most}"
         problems.append(Problem("topology", f"no slice of {kind} is so large", detail, f"such as {example}"))
     for i, (chips, bound) in enumerate(zip((*shape, 1, 1), topology.host_bounds, strict=False)):
         if chip.platform == "tpu" and chips % bound:

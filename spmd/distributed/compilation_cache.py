@@ -9,6 +9,8 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from spmd.errors import ConfigError, Problem
+
 
 def cache_dir(configured: str) -> Path | None:
     """Return the cache's folder, None for no cache.
@@ -19,6 +21,14 @@ def cache_dir(configured: str) -> Path | None:
     """
     if configured == "none":
         return None
+    if configured:
+        try:
+            Path(configured).expanduser().mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = Problem(
+                "compilation_cache_dir", f"{configured} cannot be made: {error.strerror}", fix="another folder"
+            )
+            raise ConfigError("Programs cannot be cached:", [problem]) from error
     if folder := configured or jax.config.values["jax_compilation_cache_dir"]:
         return Path(folder).expanduser()
     processor = platform.machine() + platform.processor()

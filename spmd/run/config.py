@@ -22,7 +22,7 @@ from flax import nnx
 
 from spmd.data.loader import DataConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
-from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
+from spmd.errors import ConfigError, Problem, check_fields, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.model_api.attention_config import attention_problems
 from spmd.model_api.precision import make_precision
@@ -239,6 +239,8 @@ class TrainConfig(Generic[M]):
     """Number of CPU devices to simulate (0: use the real devices)."""
 
     def __post_init__(self) -> None:
+        if problems := list(self._wrong_types()):
+            raise ConfigError("This configuration cannot be used:", problems)
         problems = check_fields(self, _FIELD_RULES) + list(_large_numbers(self))
         problems += attention_problems(self.attention, self.context)
         problems += flag_problems(self.xla)
@@ -249,6 +251,12 @@ class TrainConfig(Generic[M]):
                 problems += error.problems
         if problems := [*problems, *self._inconsistencies()]:
             raise ConfigError("This configuration cannot be used:", problems)
+
+    def _wrong_types(self) -> Iterator[Problem]:
+        yield from check_type("rules", self.rules, Rules, "spmd.Rules(…)")
+        for field in dataclasses.fields(self):
+            if dataclasses.is_dataclass(kind := type(field.default)):
+                yield from check_type(field.name, getattr(self, field.name), kind, f"spmd.{kind.__name__}(…)")
 
     def _inconsistencies(self) -> Iterator[Problem]:
         if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):

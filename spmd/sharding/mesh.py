@@ -51,7 +51,7 @@ class MeshShape:
 
     def __post_init__(self) -> None:
         problems = [
-            Problem(f"mesh.{axis}", f"is {size}", fix="a positive number, or -1 for the remaining devices")
+            Problem(axis, f"is {size}", fix="a positive number, or -1 for the remaining devices")
             for axis, size in self.sizes.items()
             if size != -1 and size < 1
         ]

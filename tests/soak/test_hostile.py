@@ -122,7 +122,7 @@ def test_control_every_kind_of_bad_answer_is_seen(code, output, seconds):
 @pytest.mark.parametrize("after", [0.05, 0.3, 0.8, 1.5, 2.5, 4.0, 6.0])
 def test_an_interrupt_ends_a_run_at_any_moment(after, times, tmp_path):
     """Ctrl-C once or twice, while Python starts, while XLA compiles or while it trains: 130 at once, no traceback."""
-    command = [sys.executable, "-m", "spmd.cli", "train", "demo", "--out", str(tmp_path / "out"), "--devices", "2"]
+    command = [sys.executable, "-m", "spmd_command", "train", "demo", "--out", str(tmp_path / "out"), "--devices", "2"]
     mesh = ["--mesh.data", "1", "--mesh.tensor", "1", "--compilation-cache-dir", "none"]
     process = subprocess.Popen([*command, *mesh], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True)
     time.sleep(after)
@@ -139,7 +139,7 @@ def test_an_interrupt_ends_a_run_at_any_moment(after, times, tmp_path):
 @pytest.mark.parametrize("arguments", [["plan", "demo"], ["--help"], ["plan", "demo", "--json"], ["train", "--help"]])
 def test_a_full_disk_behind_the_output(arguments):
     """Output to /dev/full: one line that says so, and not 0."""
-    command = [sys.executable, "-m", "spmd.cli", *arguments]
+    command = [sys.executable, "-m", "spmd_command", *arguments]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, text=True, timeout=60)
     assert done.returncode != 0

@@ -269,7 +269,7 @@ def test_a_stack_may_be_named_by_several_components() -> None:
     assert rules.layer_path("encoder/3/w") == ("encoder/3/w", ())
 
 
-@pytest.mark.parametrize("pattern", ["(a|aa)+b", "(?=a)(?:(a)|(aa))+[^a]"])
+@pytest.mark.parametrize("pattern", ["(a|aa)+b", "(a|aa)+(?<!c)b"])
 def test_a_pattern_that_backtracks_for_ever_is_named(pattern, monkeypatch):
     """After a time limit, also when it looks around, and in any thread."""
     monkeypatch.setattr(patterns, "MATCH_SECONDS", 0.2)
