@@ -1,17 +1,14 @@
 """A line that moves while something takes long, such as a compilation."""
 
 import contextlib
-import itertools
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from typing import TypeVar
 
-from spmd.observe.metrics import human_duration
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-_REFRESH_SECONDS = 0.2
 T = TypeVar("T")
 
 
@@ -27,26 +24,12 @@ def show_waiting(doing: str, *, plain: bool = False) -> Iterator[None]:
             print(f"{doing} …", flush=True)
         yield
         return
-    done, began = threading.Event(), time.monotonic()
-    terminal = os.dup(sys.stderr.fileno())  # the descriptor itself may be redirected inside the block
-
-    def draw() -> None:
-        for mark in itertools.cycle("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"):
-            seconds = int(time.monotonic() - began)
-            shown = human_duration(seconds) if seconds >= 60 else f"{seconds} s"
-            os.write(terminal, f"\r{mark} {doing}   {shown}\x1b[K".encode())
-            if done.wait(_REFRESH_SECONDS):
-                return
-
-    thread = threading.Thread(target=draw, name="waiting", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        os.write(terminal, b"\r\x1b[K")
-        os.close(terminal)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with os.fdopen(os.dup(sys.stderr.fileno()), "w") as terminal:  # descriptor 2 may be redirected inside the block
+        console = Console(file=terminal, force_terminal=True)
+        with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as shown:
+            shown.add_task(doing, total=None)
+            yield
 
 
 def show_waiting_for(results: Iterator[T], doing: str) -> Iterator[T]:

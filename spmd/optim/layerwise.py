@@ -220,7 +220,11 @@ def trace_update(
 
     def inner(path: str, param: str) -> tuple[str, tuple[int, ...]]:
         name = _PER_LAYER.sub("", path.rpartition(param)[0])
-        return name, tuple(size for size in leaves[path].shape if size not in lengths.get(param, ()))
+        shape, layers = leaves[path].shape, lengths.get(param, ())
+        for stacked in (dims.get(param, ()), range(len(layers))):  # `per_layer` has them in front
+            if tuple(shape[dim] for dim in stacked if dim < len(shape)) == layers:
+                return name, without_dims(shape, stacked)
+        return name, tuple(size for size in shape if size not in layers)
 
     return {
         param: Traced(

@@ -52,7 +52,7 @@ HOMES = {
     "tokenizers": {"data.tokenizer"},
     "safetensors": {"hf.safetensors"},
     "tensorboardX": {"observe.tensorboard"},
-    "rich": {"observe.metrics"},
+    "rich": {"observe.metrics", "observe.waiting"},
     "tyro": {"run.config", "commands.parsing", "commands.generate", "commands.import_hf", "commands.export_hf"},
 }
 ENVIRONMENT_MODULES = {"distributed.initialize", "testing"}

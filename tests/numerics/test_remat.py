@@ -1,6 +1,7 @@
 """Rematerialisation does what its policies say, seen in the traced program, and changes no number."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +193,9 @@ def test_offload_needs_a_memory_that_is_there():
 
     mesh = tiny.mesh(fsdp=2)
     devices = np.vectorize(lambda _: Nowhere(), otypes=[object])(np.zeros(mesh.devices.shape))
-    bare = type("Mesh", (), {"shape": mesh.shape, "devices": devices})()
+    bare = mock.Mock(
+        spec=mesh, shape=mesh.shape, devices=devices, axis_names=mesh.axis_names, axis_types=mesh.axis_types
+    )
     make = functools.partial(spmd.make_plan, rules=tiny.plan().rules, model=tiny.model(), optimizer=tiny.OPTIMIZER)
     with pytest.raises(ConfigError, match="remat offload:mlp_hidden: toaster has no memory of the kind pinned_host"):
         make(bare, remat="offload:mlp_hidden")

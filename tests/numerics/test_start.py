@@ -151,7 +151,7 @@ def test_a_check_starts_with_it(folder: Path, capsys: pytest.CaptureFixture, mor
     command = ("check", folder / "tiny.py", *flags)
     assert run(*command, "--init", folder / "hf", *more) == 0
     started = json.loads(capsys.readouterr().out)
-    assert {row["error"] for row in started["rows"] if row["what"] == "initial parameters"} == {0.0}
+    assert {row["error"] for row in started["rows"] if row["what"] == "initial state"} == {0.0}
     assert run(*command) == 0
     drawn = json.loads(capsys.readouterr().out)
     assert started["reference"][0] < drawn["reference"][0] - 0.1

@@ -99,6 +99,7 @@ initialize(1, launch_args)
 print("met", flush=True)
 if process_id == "1":
     raise KeyError("a bug")
+sys.stdin.read()  # until the test has seen the other's end: without this one's coordinator, that would be another
 exit_process(7)
 """
 
@@ -122,7 +123,7 @@ def test_leaving_waits_for_nobody():
     JAX's own way out waits for both.
     """
     address = f"127.0.0.1:{free_port()}"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": "x.invalid"}
     processes = [subprocess.Popen(python(JOIN, address, i, 60), env=environment, **pipes) for i in range(2)]
     try:

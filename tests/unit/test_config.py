@@ -196,7 +196,7 @@ def test_a_config_that_is_not_there_is_an_error(name):
         (SOURCE + "config = spmd.TrainConfig(model=PRESET['test'], rules=LLAMA)", ConfigError, "PRESET"),
         (SOURCE + "config = spmd.TranConfig(model=PRESETS['test'], rules=LLAMA)", ConfigError, "TranConfig"),
         (SOURCE + "config = spmd.TrainConfig(model=PRESETS['test'], rules=LLAMA, steps=0)", ConfigError, "steps: is 0"),
-        (SOURCE + "spmd.MeshShape(data=0)", MeshError, "mesh.data: is 0"),
+        (SOURCE + "spmd.MeshShape(data=0)", MeshError, "data: is 0"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_an_error(text, error, complaint, tmp_path):
@@ -340,7 +340,7 @@ class NoDataclass:
         (NoDataclass(), ["NoDataclass is no dataclass instance"]),
         (LlamaConfig, ["LlamaConfig'> is no dataclass instance"]),
     ],
-    ids=str,
+    ids=["partial", "none", "undecorated", "no dataclass", "class"],
 )
 def test_a_model_that_lacks_something_is_refused(model, said):
     """With all that is missing."""

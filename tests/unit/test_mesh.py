@@ -30,7 +30,7 @@ def test_an_abstract_mesh_has_the_same_shape():
         ({"data": 16}, "too few devices"),
         ({"data": 3, "fsdp": -1}, r"8 devices / \(data=3 = 3\) = 2.667"),
         ({"data": -1, "fsdp": -1}, "data and fsdp are both -1"),
-        ({"data": 0}, "mesh.data: is 0"),
+        ({"data": 0}, "data: is 0"),
         ({"fsd": 2}, 'did you mean "fsdp"'),
     ],
 )

@@ -401,13 +401,12 @@ def test_a_wait_moves_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The line says what is done, is written anew, and vanishes."""
     with (tmp_path / "shown").open("wb") as file:
         monkeypatch.setattr(sys, "stderr", Terminal(file.fileno()))
-        monkeypatch.setattr(waiting, "_REFRESH_SECONDS", 0.01)
         with waiting.show_waiting("compiling"):
-            time.sleep(0.2)
+            time.sleep(0.5)
         assert list(waiting.show_waiting_for(iter("ab"), "comparing")) == ["a", "b"]
     lines = (tmp_path / "shown").read_bytes().decode().split("\r")
-    assert len({line for line in lines if "compiling   0 s" in line}) > 3
-    assert lines[-1] == "\x1b[K"
+    assert len({line for line in lines if "compiling" in line and "0:00:00" in line}) > 2
+    assert "comparing" not in lines[-1]
 
 
 def test_a_wait_is_one_line_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
