@@ -59,4 +59,5 @@ def compile_pattern(pattern: str) -> PathPattern:
         >>> compile_pattern("attention/wo").fullmatch("cross_attention/wo")
         False
     """
+    compile_search(pattern)  # so that positions in an error are those of the pattern
     return compile_search(rf"(?:.*/)?(?:{pattern})")

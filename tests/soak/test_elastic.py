@@ -195,7 +195,7 @@ def test_it_is_the_same_training(runs):
     chain, folder = runs
     loss, params = differences(folder, "legs", "whole", chain.steps)
     assert loss <= ROUNDING.loss, ROUNDING.why
-    assert params <= ROUNDING.params, ROUNDING.why
+    assert params <= ROUNDING.updates, ROUNDING.why
 
 
 @pytest.mark.parametrize("runs", ["dense"], indirect=True)
@@ -213,4 +213,4 @@ def test_control_a_position_that_is_one_step_off(runs):
     assert fault.order != whole.order
     loss, params = differences(folder, "fault", "whole", chain.steps)
     assert loss > 100 * ROUNDING.loss
-    assert params > 100 * ROUNDING.params
+    assert params > 100 * ROUNDING.updates
