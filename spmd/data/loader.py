@@ -129,7 +129,7 @@ class Windows:
         return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": inside[:, 1:].astype(np.float32)}
 
 
-def check_batch(batch: int, sequence: int, sharding: NamedSharding, microbatches: int = 1) -> None:
+def check_batch_size(batch: int, sequence: int, sharding: NamedSharding, microbatches: int = 1) -> None:
     """Check that each microbatch of a batch `[batch, sequence]` divides evenly over the mesh axes of a sharding."""
     spec, mesh = sharding.spec, sharding.mesh
     problems = []
@@ -203,7 +203,7 @@ def batches(
         threads: Threads that read and place batches; 0 does so in `next`.
         prefetch: Batches kept ready, and the maximum of threads in use; 0 as for `threads`.
     """
-    check_batch(batch, windows.sequence, sharding)
+    check_batch_size(batch, windows.sequence, sharding)
     if not 0 <= start <= steps:
         raise ConfigError("no batches:", [Problem("start", "is outside the run", f"not 0 <= {start} <= {steps}")])
     # grain shuffles epoch e by seed + e: unhashed, seed 1 would repeat seed 0 from its second epoch on.
@@ -227,7 +227,7 @@ def evaluation_batches(
 
     `tokens_at_most` is the number of targets, rounded up to whole windows; the other arguments are as for `batches`.
     """
-    check_batch(batch, windows.sequence, sharding)
+    check_batch_size(batch, windows.sequence, sharding)
     if tokens_at_most < 1:
         problem = Problem("tokens_at_most", f"is {tokens_at_most}", fix="at least 1")
         raise ConfigError("no evaluation batches:", [problem])

@@ -38,7 +38,7 @@ _TPU_COMPILER_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOA
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
 # What libtpu writes, and no line of JAX's about a TPU.
-_LIBTPU = re.compile(r"^(?!.*jax\._src).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
+_LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
 
 # gRPC reads the first of each group that is set.
 _PROXY = ("grpc_proxy", "https_proxy", "http_proxy")

@@ -8,7 +8,7 @@ import jax
 from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
 from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
-from spmd.data.loader import check_batch
+from spmd.data.loader import check_batch_size
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.distributed.compilation_cache import compilation_cache
 from spmd.distributed.native_output import compiler_log
@@ -21,7 +21,7 @@ from spmd.sharding.mesh import AnyMesh, batch_sharding, mesh_of
 def check_microbatches(setup: TrainSetup) -> None:
     """Check that the batch divides into microbatches, and a microbatch over the mesh."""
     data, parts = setup.config.data, setup.config.accumulate * count_microbatches(setup.config, setup.schedule)
-    check_batch(data.batch, data.sequence, batch_sharding(setup.mesh), parts)
+    check_batch_size(data.batch, data.sequence, batch_sharding(setup.mesh), parts)
 
 
 def preflight(setup: TrainSetup) -> None:

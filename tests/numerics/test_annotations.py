@@ -14,84 +14,11 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import RuleError
 from spmd.sharding.flax_metadata import Annotation, linen_annotations, nnx_annotations
 from spmd.sharding.from_flax import rules_from_annotations
-from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, entry_axes, make_mesh
+from spmd.sharding.mesh import AXES, entry_axes, make_mesh
 from spmd.sharding.rules import Rules, replicate
+from tests.annotated import INIT, LOGICAL, MESH, Dense, linear, placement, problems, resolve
 
 pytestmark = pytest.mark.compat
-
-MESH = abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))
-LOGICAL = (("embed", "fsdp"), ("mlp", "tensor"), ("heads", ("fsdp", "tensor")), ("norm", None))
-INIT = nnx.initializers.lecun_normal()
-
-
-def linear(names, din=4, dout=8, **metadata):
-    """An NNX layer whose kernel has these names."""
-    init = nnx.with_partitioning(INIT, names, **metadata)
-    with nnx.use_eager_sharding(False):
-        return nnx.eval_shape(lambda: nnx.Linear(din, dout, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0)))
-
-
-def placement(spec):
-    entries = [entry_axes(entry) for entry in spec]
-    while entries and not entries[-1]:
-        entries.pop()
-    return entries
-
-
-def resolve(names, logical, *, shape=None, path="w", **kwargs):
-    """Our spec for one parameter, or None where it is an error."""
-    annotation = Annotation(names, shape or (24,) * len(names), **kwargs)
-    try:
-        return rules_from_annotations({path: annotation}, logical=logical).match(path).spec
-    except RuleError:
-        return None
-
-
-def problems(annotations, **kwargs):
-    with pytest.raises(RuleError) as caught:
-        rules_from_annotations(annotations, **kwargs)
-    return [str(problem) for problem in caught.value.problems]
-
-
-class Dense(nn.Module):
-    """A Linen layer whose parameters have boxes of both kinds."""
-
-    @nn.compact
-    def __call__(self, x):
-        mesh_axes = nn.with_partitioning(nn.initializers.ones, ("fsdp", "tensor"))
-        x = nn.Dense(8, use_bias=False, kernel_init=mesh_axes, name="axes")(x)
-        logical = nn.with_logical_partitioning(nn.initializers.ones, ("mlp", "embed"), rules=(("mlp", "data"),))
-        return nn.Dense(4, kernel_init=logical, name="names")(x)
-
-
-def scanned(metadata_params):
-    """Three `Dense` under `nn.scan`."""
-
-    class Scanned(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            scan = nn.scan(
-                lambda module, x, _: (Dense(name="layers")(x), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=3,
-                metadata_params=metadata_params,
-            )
-            return scan(self, x, None)[0]
-
-    return jax.eval_shape(Scanned().init, jax.random.key(0), jnp.ones((1, 4)))["params"]
-
-
-def stacked(transform_metadata):
-    """Three NNX layers under `nnx.vmap`."""
-
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata=transform_metadata)
-    def make(rngs):
-        return nnx.Linear(4, 8, kernel_init=nnx.with_partitioning(INIT, ("embed", "mlp")), rngs=rngs)
-
-    with nnx.use_eager_sharding(False):
-        return nnx.state({"layers": nnx.eval_shape(lambda: make(nnx.Rngs(0)))})
 
 
 def test_nnx_metadata_is_read_with_its_rules():
@@ -301,63 +228,6 @@ def test_names_without_an_axis_are_written_replication():
     assert rules.params == (("^scale", replicate("annotated ('norm',): no mesh axis")),)
 
 
-def test_the_name_of_a_stack_is_what_stacked_says():
-    """`nnx.vmap` and `nn.scan` put the name in front; no logical rule is needed for it."""
-    for annotations, path in (
-        (nnx_annotations(stacked({nnx.PARTITION_NAME: "layers"})), "layers/kernel"),
-        (linen_annotations(scanned({nn.meta.PARTITION_NAME: "layers"})), "layers/names/kernel"),
-    ):
-        assert annotations[path].names[0] == "layers"
-        spec = rules_from_annotations(annotations, logical=[("embed", "fsdp"), ("mlp", "data")]).match(path).spec
-        assert spec in (P("pipe", "fsdp", "data"), P("pipe", "data", "fsdp"))
-
-
-@pytest.mark.parametrize("metadata", [{}, {nnx.PARTITION_NAME: None}], ids=["unnamed", "None"])
-def test_a_stack_without_a_name_keeps_the_names_of_one_layer_in_place(metadata):
-    """`nnx.vmap` without a name leaves ('embed', 'mlp') on [layers, embed, mlp]: NNX splits the wrong dimensions."""
-    state = stacked(metadata)
-    rules = rules_from_annotations(nnx_annotations(state), logical=LOGICAL)
-    assert rules.match("layers/kernel").spec == P("pipe", "fsdp", "tensor")
-    with flax_spmd.logical_axis_rules(LOGICAL):
-        theirs = nnx.get_partition_spec(state)["layers"]["kernel"].get_value()
-    assert theirs == (P("fsdp", "tensor") if not metadata else P(None, "fsdp", "tensor"))
-
-
-def test_linen_does_not_stack_without_a_name():
-    """Only NNX shifts names without a word."""
-    with pytest.raises(Exception, match="partition_name"):
-        scanned({})
-
-
-def test_a_stack_whose_name_means_another_axis_is_an_error():
-    """Both the logical rules and `stacked` speak for the dimension, and must agree."""
-    annotations = nnx_annotations(stacked({nnx.PARTITION_NAME: "layers"}))
-    (problem,) = problems(annotations, logical=(*LOGICAL, ("layers", "data")))
-    assert "its stacked dimension is 'layers', which means ('data',); stacked= says 'pipe'" in problem
-    for axis in ("pipe", None):
-        assert rules_from_annotations(annotations, logical=(*LOGICAL, ("layers", axis)))
-    (problem,) = problems({"layers/w": Annotation(("fsdp", None, "tensor"), (2, 4, 4))})
-    assert "'fsdp'" in problem
-
-
-def test_names_that_fit_neither_the_stack_nor_the_layer_are_an_error():
-    """One name on [layers, embed, mlp] could be any dimension's; too many names are a removed dimension's."""
-    found = problems({"layers/w": Annotation(("fsdp",), (2, 4, 4)), "w": Annotation(("fsdp", None), (4,))})
-    assert "1 names for 3 dimensions" in found[0]
-    assert "name all 3, or the 2 of one layer" in found[0]
-    assert "2 names for 1 dimensions" in found[1]
-    assert "partition_name" in found[1]
-
-
-def test_numbered_modules_that_differ_have_a_rule_each():
-    """One rule serves all unrolled layers that are annotated alike; others are no stack, and keep their numbers."""
-    alike = {f"layers/{i}/w": Annotation(("fsdp",), (4,)) for i in range(3)}
-    assert len(rules_from_annotations(alike).params) == 1
-    rules = rules_from_annotations(alike | {"layers/1/w": Annotation(("tensor",), (4,))})
-    assert [rules.match(f"layers/{i}/w").spec for i in range(3)] == [P("fsdp"), P("tensor"), P("fsdp")]
-    assert rules.audit({path: (4,) for path in alike}, MESH.shape) == []
-
-
 def test_a_table_speaks_for_what_has_no_annotation():
     """Each parameter has one source, agreement is no problem, and no rule is shadowed by it."""
     table = Rules([("bias", replicate("small")), ("up/kernel", P("fsdp", "tensor"))], activations=[("h", P("data"))])
@@ -386,12 +256,6 @@ def test_every_disagreement_between_table_and_annotation_names_both():
         "layers/c/scale: its annotation ('embed',) means P(pipe, fsdp), and rule 1 ('scale') says P(pipe)\n"
         "    fix: correct one of them",
     ]
-
-
-def test_a_table_and_its_annotations_are_stacked_alike():
-    """Two meanings of `stacked` are one problem more."""
-    found = problems({"w": Annotation(("fsdp",), (4,))}, table=Rules([]), stacked={"blocks": "pipe"})
-    assert found[0].startswith("stacked: is (('blocks', 'pipe'),), and in the table (('layers', 'pipe'),)")
 
 
 def test_an_annotation_speaks_for_its_own_parameter_only():
@@ -461,27 +325,3 @@ def test_axes_in_names_and_in_own_rules_are_renamed():
     }
     (problem,) = problems({"a": Annotation(("model",), (4,), is_logical=True)}, axes=axes)
     assert "name 'model': has no logical rule" in problem
-
-
-def test_nnx_names_give_the_dimension_of_a_stack():
-    """`nnx.vmap` along dimension 1 puts the name there; without a name, sizes contradict dimension 0."""
-
-    class Pair(nnx.Module):
-        def __init__(self, rngs):
-            up, down = (nnx.with_partitioning(INIT, names) for names in (("embed", "mlp"), ("mlp", "embed")))
-            self.up = nnx.Linear(4, 8, use_bias=False, kernel_init=up, rngs=rngs)
-            self.down = nnx.Linear(8, 4, use_bias=False, kernel_init=down, rngs=rngs)
-
-    for metadata in ({nnx.PARTITION_NAME: "layers"}, {}):
-        vmapped = nnx.vmap(Pair, in_axes=(0,), out_axes=1, transform_metadata=metadata)
-        make = nnx.split_rngs(splits=3)(vmapped)
-        with nnx.use_eager_sharding(False):
-            pair = nnx.eval_shape(lambda make=make: nnx.Dict(layers=make(nnx.Rngs(0))))
-        annotations = nnx_annotations(nnx.state(pair))
-        rules = rules_from_annotations(annotations, logical=LOGICAL)
-        found = rules.audit({path: own.shape for path, own in annotations.items()}, MESH.shape)
-        if metadata:
-            assert found == []
-            assert rules.match("layers/up/kernel").spec == P("fsdp", "pipe", "tensor")
-        else:
-            assert "along dimension 1 all have 3" in str(found[0])

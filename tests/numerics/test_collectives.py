@@ -1,8 +1,6 @@
 """The audit finds what hand-written programs are known to send: kind, axes, bytes, how often; and what is too much."""
 
 import json
-import os
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.analysis.collective_audit import audit_collectives, expect_collectives
-from spmd.distributed.initialize import initialize
-from spmd.distributed.native_output import compiler_log
 from spmd.errors import MeshError
 from spmd.sharding.mesh import MeshShape, abstract_mesh, make_mesh
+from tests.hlo_texts import ADD, ASYNC, CHAINED, CUBE, FUSED, GATHERED, PAIRS, SCATTERED, text
 
 pytestmark = pytest.mark.compat
 
@@ -133,132 +130,12 @@ def test_permuted_mesh() -> None:
     assert summary(audit_collectives(compiled, turned)) == [("all-reduce", "tensor", LOCAL, 1)]
 
 
-def text(body: str, before: str = "", devices: int = 8) -> str:
-    lines = (
-        textwrap.dedent(before)
-        + "\nENTRY main {\n"
-        + textwrap.indent(textwrap.dedent(body).strip("\n"), "  ")
-        + "\n}\n"
-    )
-    return f"HloModule m, num_partitions={devices}\n{lines}"
-
-
-ADD = """
-add {
-  a = f32[] parameter(0)
-  b = f32[] parameter(1)
-  ROOT c = f32[] add(a, b)
-}
-"""
-CUBE = abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))
-PAIRS = "replica_groups={{0,1},{2,3},{4,5},{6,7}}, channel_id=1, use_global_device_ids=true"
-
-ASYNC = [
-    (
-        """
-        x = f32[4,8]{1,0} parameter(0)
-        s = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(x), PAIRS, dimensions={0}
-        ROOT d = f32[8,8]{1,0} all-gather-done(s)
-        """,
-        [("all-gather", "tensor", 256, 1)],
-    ),
-    (
-        """
-        x = f32[4,8]{1,0} parameter(0)
-        y = bf16[2]{0} parameter(1)
-        s = ((f32[4,8]{1,0}, bf16[2]{0}), (f32[8,8]{1,0}, bf16[4]{0})) all-gather-start(x, y), PAIRS, dimensions={0}
-        ROOT d = (f32[8,8]{1,0}, bf16[4]{0}) all-gather-done(s)
-        """,
-        [("all-gather", "tensor", 256, 1), ("all-gather", "tensor", 8, 1)],
-    ),
-    (
-        """
-        x = f32[4,8]{1,0} parameter(0)
-        s = f32[4,8]{1,0} all-reduce-start(x), PAIRS, to_apply=add
-        ROOT d = f32[4,8]{1,0} all-reduce-done(s)
-        """,
-        [("all-reduce", "tensor", 128, 1)],
-    ),
-    (
-        """
-        x = f32[4,8]{1,0} parameter(0)
-        s = (f32[4,8]{1,0}, f32[4,8]{1,0}, u32[], u32[]) collective-permute-start(x), source_target_pairs={{0,4},{4,0}}
-        ROOT d = f32[4,8]{1,0} collective-permute-done(s)
-        """,
-        [("collective-permute", "data", 128, 1)],
-    ),
-    (
-        """
-        x = f32[4,8]{1,0} parameter(0)
-        s = ((f32[4,8]{1,0}), f32[2,8]{1,0}, u32[]) async-start(x), calls=scatter
-        u = ((f32[4,8]{1,0}), f32[2,8]{1,0}, u32[]) async-update(s)
-        ROOT d = f32[2,8]{1,0} async-done(u), calls=scatter
-        """,
-        [("reduce-scatter", "tensor", 128, 1)],
-    ),
-    (
-        """
-        x = f32[4,8]{1,0} parameter(0)
-        o = s32[2]{0} parameter(1)
-        ROOT r = f32[4,8]{1,0} ragged-all-to-all(x, x, o, o, o, o), channel_id=1, replica_groups=[4,2]<=[8]
-        """,
-        [("ragged-all-to-all", "tensor", 128, 1)],
-    ),
-    (
-        """
-        x = f32[4,8]{1,0} parameter(0)
-        ROOT r = f32[4,8]{1,0} collective-broadcast(x), channel_id=1, replica_groups=[4,2]<=[8]
-        """,
-        [("collective-broadcast", "tensor", 128, 1)],
-    ),
-    (
-        """
-        x = f32[4,8]{1,0} parameter(0)
-        s = (f32[4,8]{1,0}, f32[8,8]{1,0}) fusion(x), kind=kCustom, calls=chain_start
-        g = f32[4,8]{1,0} get-tuple-element(s), index=0
-        ROOT d = f32[8,8]{1,0} fusion(g), kind=kCustom, calls=chain_end
-        """,
-        [("all-gather", "tensor", 256, 1)],
-    ),
-]
-CHAINED = f"""
-scatter {{
-  p = f32[4,8]{{1,0}} parameter(0)
-  ROOT r = f32[2,8]{{1,0}} reduce-scatter(p), {PAIRS}, dimensions={{0}}, to_apply=add
-}}
-chain_start {{
-  p = f32[4,8]{{1,0}} parameter(0)
-  g = f32[8,8]{{1,0}} all-gather(p), {PAIRS}, dimensions={{0}}, frontend_attributes={{chain_id="6"}}
-  ROOT c = (f32[4,8]{{1,0}}, f32[8,8]{{1,0}}) custom-call(g), custom_call_target="AsyncCollectiveStart"
-}}
-chain_end {{
-  p = f32[4,8]{{1,0}} parameter(0)
-  g = f32[8,8]{{1,0}} all-gather(p), {PAIRS}, dimensions={{0}}, frontend_attributes={{chain_id="6"}}
-  ROOT c = f32[8,8]{{1,0}} custom-call(g), custom_call_target="AsyncCollectiveDone"
-}}
-"""
-
-
 @pytest.mark.parametrize(("body", "expected"), ASYNC)
 def test_asynchronous_forms(body, expected) -> None:
     """Starts and ends count once, in pairs, wrapped, combined, and in the chains of fusions that TPUs make of them."""
     assert (
         summary(audit_collectives(text(body.replace("PAIRS", PAIRS), ADD + CHAINED), CUBE, backend="gpu")) == expected
     )
-
-
-SCATTERED = """
-x = f32[4,8]{1,0} parameter(0)
-zero = s32[] constant(0)
-id = u32[] partition-id()
-two = u32[] constant(2)
-mine = u32[] OP(id, two)
-rows = u32[] multiply(mine, two)
-r = (f32[4,8]{1,0}, f32[]) all-reduce(x, y), PAIRS, to_apply=add, metadata={op_name="sum"}
-y = f32[] parameter(1)
-whole = f32[4,8]{1,0} get-tuple-element(r), index=0
-ROOT part = f32[2,8]{1,0} dynamic-slice(whole, rows, zero), dynamic_slice_sizes={2,8}
-"""
 
 
 @pytest.mark.parametrize(("operation", "keeps_part"), [("remainder", True), ("divide", False), ("add", False)])
@@ -276,19 +153,6 @@ def test_all_reduce_and_slice(operation, keeps_part, backend) -> None:
     assert audited.bytes() == (128 if kind == "reduce-scatter" else 256) + 8
     assert bool(audited.warnings) is (keeps_part and backend == "gpu")
     expect_collectives(audited, **{kind.replace("-", "_"): {"tensor": audited.records[0].bytes}}, ignore_below=8)
-
-
-FUSED = """
-all-reduce-scatter.1 {
-  p = f32[3,8]{1,0} parameter(0)
-  nought = f32[] constant(0)
-  x = f32[4,8]{1,0} pad(p, nought), padding=0_1x0_0
-  r = f32[4,8]{1,0} all-reduce(x), PAIRS, to_apply=add
-  start = u32[] parameter(1)
-  zero = u32[] constant(0)
-  ROOT part = f32[2,8]{1,0} dynamic-slice(r, start, zero), dynamic_slice_sizes={2,8}
-}
-"""
 
 
 def test_a_tpu_fuses_an_all_reduce_and_a_slice() -> None:
@@ -333,12 +197,6 @@ def test_a_note_tells_what_is_sent_in_vain() -> None:
     audited = audit_collectives(text(body, ADD), CUBE, backend="tpu")
     assert "of all-reduce over tensor, 25 KiB stand for reduce-scatters, with twice their bytes" in str(audited)
     assert not audited.warnings
-
-
-GATHERED = """
-x = f32[16,8]{1,0} parameter(0), metadata={op_name="NAME"}
-ROOT g = f32[32,8]{1,0} all-gather(x), GROUPS, channel_id=1, dimensions={0}, metadata={op_name="jit(f)/OPERATION"}
-"""
 
 
 @pytest.mark.parametrize(
@@ -423,33 +281,3 @@ def test_table_and_json(known) -> None:
     ]
     values = json.loads(json.dumps(known.to_json()))
     assert values["bytes"] == known.bytes() == sum(record["bytes"] for record in values["collectives"])
-
-
-def test_lines_of_libtpu_are_for_the_log(capfd, monkeypatch) -> None:
-    """At the start of a backend, what libtpu writes is returned and not shown; what others write is shown."""
-    ours = "WARNING:2026-01-01 jax._src.xla_bridge:794: A Google TPU may be present on this machine"
-    theirs = [
-        "WARNING: Logging before InitGoogle() is written to STDERR",
-        "E0000 common_lib.cc] from TPU_WORKER_HOSTNAMES",
-    ]
-
-    def start() -> None:
-        os.write(2, "\n".join([*theirs, ours, "Fatal: anything else", ""]).encode())
-
-    monkeypatch.setattr(jax, "devices", start)
-    assert initialize() == theirs
-    assert capfd.readouterr().err == f"{ours}\nFatal: anything else\n"
-
-
-def test_compiler_log(capfd) -> None:
-    """What the compiler writes to standard error is kept and still written; its last resort becomes a warning."""
-    line = "W0000 partitioner.cc:1] [SPMD] Involuntary full rematerialization. It cannot go from {a} to {b}.\n"
-    with compiler_log() as log:
-        os.write(2, line.encode())
-        os.write(2, b"something else\n")
-    assert log == [line.rstrip("\n"), "something else"]
-    assert capfd.readouterr().err == line + "something else\n"
-    audited = audit_collectives(text("ROOT x = f32[] parameter(0)"), CUBE, log=log)
-    assert [(w.what, w.detail) for w in audited.warnings] == [
-        ("copies an array whole to every device", "It cannot go from {a} to {b}")
-    ]

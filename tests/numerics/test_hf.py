@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from spmd.errors import CheckpointError, ConfigError
+from spmd.errors import CheckpointError
 from spmd.hf import load
-from spmd.hf.family import Ignored, TensorMapping, TensorSource, families, family_for, family_of, part, tensor_sources
+from spmd.hf.family import Ignored, TensorMapping, TensorSource, family_for, part
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
-from spmd.hf.save import parse_size, save_params
+from spmd.hf.save import save_params
 from spmd.models.gpt2 import PRESETS as GPT2_PRESETS
 from spmd.models.vit import PRESETS as VIT_PRESETS
 from spmd.plan import flax
@@ -385,33 +385,3 @@ def test_an_export_that_fails_leaves_nothing(params, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="exists"):
         save_params(tmp_path / "out", params, family_for(CONFIG), CONFIG)
-
-
-def test_a_name_map_that_does_not_fit_is_said():
-    """A parameter without a line, and a line without a parameter."""
-    with pytest.raises(ConfigError) as caught:
-        tensor_sources(
-            [TensorMapping("a/kernel", "a.weight"), TensorMapping("c/scale", "c")],
-            {"a/kernel": (2, 3), "b/kernel": (2,)},
-        )
-    assert {problem.where for problem in caught.value.problems} == {"b/kernel", "name 'c/scale'"}
-
-
-def test_families_are_found_by_entry_points():
-    """Those that ship, by their architectures; what is none is said with the nearest."""
-    assert {"llama", "mistral", "mixtral"} <= set(families())
-    assert family_of(["X", "MixtralForCausalLM"]) is families()["mixtral"]
-    with pytest.raises(ConfigError, match="matches no Hugging Face architecture"):
-        family_for(object())
-    with pytest.raises(ConfigError, match="LlamaForCausalLM"):
-        family_of(["LamaForCausalLM"])
-
-
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5KB", 1500), ("5", 0), ("0GB", 0), ("GB", 0)])
-def test_sizes(text, size):
-    """Of files, in powers of ten; anything else is refused."""
-    if size:
-        assert parse_size(text) == size
-    else:
-        with pytest.raises(ConfigError, match="number of bytes"):
-            parse_size(text)

@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from spmd.errors import ConfigError
-from spmd.observe import waiting
 from spmd.observe.metrics import (
     COLUMNS,
     NOT_REPORTED,
@@ -384,33 +382,3 @@ def test_a_hidden_package_is_missing_inside_and_there_afterwards():
     with _hidden("json"):
         assert importlib.import_module("json") is json
     assert sys.modules["json"] is json
-
-
-class Terminal(io.StringIO):
-    """A stream that says that it is a terminal, and has a descriptor."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
-        self.fileno = lambda: descriptor
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_wait_moves_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line says what is done, is written anew, and vanishes."""
-    with (tmp_path / "shown").open("wb") as file:
-        monkeypatch.setattr(sys, "stderr", Terminal(file.fileno()))
-        with waiting.show_waiting("compiling"):
-            time.sleep(0.5)
-        assert list(waiting.show_waiting_for(iter("ab"), "comparing")) == ["a", "b"]
-    lines = (tmp_path / "shown").read_bytes().decode().split("\r")
-    assert len({line for line in lines if "compiling" in line and "0:00:00" in line}) > 2
-    assert "comparing" not in lines[-1]
-
-
-def test_a_wait_is_one_line_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    """If asked for; nothing moves in a file."""
-    with waiting.show_waiting("compiling"), waiting.show_waiting("loading", plain=True):
-        pass
-    assert capsys.readouterr() == ("loading …\n", "")
