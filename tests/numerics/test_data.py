@@ -20,7 +20,7 @@ from spmd.data.loader import (
     Windows,
     batches,
     bigram_loss,
-    check_batch,
+    check_batch_size,
     evaluation_batches,
     load_corpus,
     local_rows,
@@ -314,18 +314,18 @@ def test_evaluation_reads_the_first_windows_in_order(
 def test_batches_that_do_not_divide_are_refused_with_the_arithmetic(sharding: NamedSharding) -> None:
     """Rows and columns that do not split evenly are both reported, before anything is read."""
     with pytest.raises(MeshError) as caught:
-        check_batch(10, 7, sharding)
+        check_batch_size(10, 7, sharding)
     message = str(caught.value)
     assert "10 / (data=2 × fsdp=2) = 2.5" in message
     assert "fix: batch 8 or 12" in message
     assert "7 / (sequence=2) = 3.5" in message
     with pytest.raises(MeshError, match="3 / "):
-        check_batch(3, 8, sharding)
+        check_batch_size(3, 8, sharding)
     with pytest.raises(MeshError, match="3 > 2"):
-        check_batch(8, 8, NamedSharding(sharding.mesh, P("data", None, "fsdp")))
-    check_batch(4, 2, sharding)
-    check_batch(1, 1, NamedSharding(sharding.mesh, P()))
-    check_batch(7, 2, NamedSharding(sharding.mesh, P(None, "sequence")))
+        check_batch_size(8, 8, NamedSharding(sharding.mesh, P("data", None, "fsdp")))
+    check_batch_size(4, 2, sharding)
+    check_batch_size(1, 1, NamedSharding(sharding.mesh, P()))
+    check_batch_size(7, 2, NamedSharding(sharding.mesh, P(None, "sequence")))
     windows = make_windows()
     with pytest.raises(MeshError):
         batches(windows, batch=9, sharding=sharding, seed=0, start=0, steps=1)
