@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from spmd.layers.kernel_gradient import kernel_gradient
 from spmd.layers.kv_cache import collect_cache, isolate_layer, thread_cache
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.sequential_stages import run_stack
 from spmd.layers.soft_cap import soft_capped
 from spmd.plan.annotate import annotate, constrain_like, has_other_spec, remat_interval, remat_layer
-from spmd.plan.fsdp import ParamPlacement, gather, gathered, placement_of, saves_gathered, scatter
+from spmd.plan.fsdp import ParamPlacement, gather, gathered, placement_of, saves_gathered
 from spmd.plan.lora_layer import base_weight, lora_delta
 
 
@@ -161,8 +162,8 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
         )
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
-        dkernel = how.einsum(f"...{how.inputs},...o->{how.axes}", x, dy, like_kernel.dtype)
-        dkernels.append(scatter(dkernel, placed))
+        product = functools.partial(how.einsum, f"...{how.inputs},...o->{how.axes}", dtype=like_kernel.dtype)
+        dkernels.append(kernel_gradient(product, x, dy, placed, how.axes))
         dxs.append(how.einsum(f"...o,{how.axes}->...{how.inputs}", dy, used))
     # In the order in which JAX sums cotangents: the last one first.
     return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)

@@ -14,7 +14,7 @@ the loss are computed in float32. Matmuls return weight gradients in the dtype i
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -106,6 +106,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "params": ("float32", "bfloat16"),
     "compute": ("float32", "bfloat16", "float16"),
     "gradients": ("float32", "bfloat16"),
+    "exchange": (None, "float32", "bfloat16"),
     "accumulation": ("float32", "bfloat16"),
     "master": (None, "float32"),
     "moments": (None, "float32", "bfloat16", "8bit"),
@@ -120,7 +121,9 @@ class Precision:
     Attributes:
         params: Dtype of stored parameters.
         compute: Dtype of activations and of the operands of matmuls.
-        gradients: Dtype in which matmuls return weight gradients and devices sum them.
+        gradients: Dtype in which matmuls return weight gradients, and in which their sums are kept.
+        exchange: Dtype in which devices send weight gradients to each other; None for that of `gradients`.
+        exchange_over: Axis → dtype for axes that differ, such as those that cross a slow network.
         accumulation: Dtype in which the gradients of microbatches are accumulated.
         master: Dtype of master weights in the optimizer's state, if any.
         moments: Dtype of the optimizer's moments; None leaves it to the optimizer.
@@ -139,6 +142,8 @@ class Precision:
     params: str
     compute: str
     gradients: str = "float32"
+    exchange: str | None = None
+    exchange_over: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     accumulation: str = "float32"
     master: str | None = None
     moments: str | None = None
@@ -177,12 +182,16 @@ class Precision:
         """`gradients` as a JAX dtype."""
         return jnp.dtype(self.gradients)
 
+    def exchange_dtypes(self, axes: Iterable[str]) -> dict[str, jnp.dtype]:
+        """Return axis → dtype in which weight gradients are sent over it."""
+        return {axis: jnp.dtype(self.exchange_over.get(axis, self.exchange or self.gradients)) for axis in axes}
+
 
 POLICIES = {
     policy.name: policy
     for policy in (
         Precision("float32", params="float32", compute="float32"),
-        Precision("bf16", params="float32", compute="bfloat16"),
+        Precision("bf16", params="float32", compute="bfloat16", exchange="bfloat16"),
         Precision("bf16-params", params="bfloat16", compute="bfloat16", master="float32"),
         Precision("bf16-params-stochastic", params="bfloat16", compute="bfloat16", rounding="stochastic"),
         Precision("fp16", params="float32", compute="float16", loss_scale=LossScale()),

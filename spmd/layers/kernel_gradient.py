@@ -1,0 +1,56 @@
+"""The gradient of a kernel, computed and summed over devices in one manual region."""
+
+import math
+from collections.abc import Callable
+from itertools import chain
+
+from jaxtyping import Array, Float
+
+from spmd.layers.manual import dims_spec, extra_axes, spec_dims, split_axes, sum_gradient
+from spmd.plan.annotate import manual_over
+from spmd.plan.context import current
+from spmd.plan.fsdp import scatter
+from spmd.plan.records import ParamPlacement
+from spmd.sharding.mesh import BATCH_SPEC, AnyMesh
+
+
+def kernel_gradient(
+    product: Callable[..., Array],
+    x: Float[Array, "batch seq *in"],
+    dy: Float[Array, "batch seq out"],
+    placed: ParamPlacement | None,
+    axes: str,
+) -> Float[Array, "..."]:
+    """Return the gradient of a kernel, in the sharding in which the plan keeps it.
+
+    Each device multiplies its own tokens; the product is sent in the dtype of the plan's precision policy.
+
+    Args:
+        product: `(x, dy) -> gradient` of some tokens.
+        axes: The kernel's dimensions, `o` for the output; the others are the last ones of `x`.
+    """
+    if placed is None:
+        return product(x, dy)
+    split = split_axes(placed.mesh)
+    used, kept = (spec_dims(spec, len(axes), split) for spec in (placed.used, placed.gradient))
+    tokens = [
+        _dividing(names, size, placed.mesh)
+        for names, size in zip(spec_dims(BATCH_SPEC, 2, split), x.shape[:2], strict=True)
+    ]
+    summed = set(chain(*tokens))
+    scatters = extra_axes(kept, used)
+    contiguous = all(names[: len(first)] == first for names, first in zip(kept, used, strict=True))
+    if not contiguous or not summed.issuperset(chain(*scatters)) or not summed.isdisjoint(chain(*used)):
+        return scatter(product(x, dy), placed)  # the compiler finds the collectives
+    inputs = [names for name, names in zip(axes, used, strict=True) if name != "o"]
+    out = used[axes.index("o")]
+
+    def local(x: Array, dy: Array) -> Array:
+        return sum_gradient(product(x, dy), scatters, tuple(name for name in split if name in summed))
+
+    specs = dims_spec([*tokens, *inputs]), dims_spec([*tokens, out])
+    return manual_over(placed.mesh, split, local, specs, dims_spec(kept))(x, dy)
+
+
+def _dividing(names: tuple[str, ...], size: int, mesh: AnyMesh) -> tuple[str, ...]:
+    return names if size % math.prod(mesh.shape[name] for name in names) == 0 else ()
