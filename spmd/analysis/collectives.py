@@ -24,8 +24,8 @@ from spmd.analysis.collective_record import KINDS, Collective
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, per_device, read_groups, spans
 from spmd.analysis.trip_count import trip_count
-from spmd.layers import manual
-from spmd.plan import annotate, context, fsdp
+from spmd.plan import annotate, context, fsdp, manual
+from spmd.sharding import hops
 
 _ONE_ARRAY = ("all-to-all", "ragged-all-to-all")
 _SLICES = {"dynamic-slice", "slice", "slice-done", "slice-start"}
@@ -34,7 +34,7 @@ _PERMUTES = {"collective-permute", "collective-permute-done", "collective-permut
 _MIXES = {"convolution", "custom-call", "dot", "gather", "reduce", "reduce-window", "scatter", "sort"}
 _MAX_VALUES = 4000
 # These modules apply constraints for their caller, which is one frame up.
-_WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp, manual))
+_WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp, hops, manual))
 
 _Key = tuple[str, ...]
 

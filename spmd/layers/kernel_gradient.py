@@ -6,10 +6,8 @@ from itertools import chain
 
 from jaxtyping import Array, Float
 
-from spmd.layers.manual import dims_spec, extra_axes, spec_dims, split_axes, sum_gradient
-from spmd.plan.annotate import manual_over
-from spmd.plan.context import current
 from spmd.plan.fsdp import scatter
+from spmd.plan.manual import dims_spec, extra_axes, is_prefix, manual_over, spec_dims, split_axes, sum_gradient
 from spmd.plan.records import ParamPlacement
 from spmd.sharding.mesh import BATCH_SPEC, AnyMesh
 
@@ -39,8 +37,7 @@ def kernel_gradient(
     ]
     summed = set(chain(*tokens))
     scatters = extra_axes(kept, used)
-    contiguous = all(names[: len(first)] == first for names, first in zip(kept, used, strict=True))
-    if not contiguous or not summed.issuperset(chain(*scatters)) or not summed.isdisjoint(chain(*used)):
+    if not is_prefix(used, kept) or not summed.issuperset(chain(*scatters)) or not summed.isdisjoint(chain(*used)):
         return scatter(product(x, dy), placed)  # the compiler finds the collectives
     inputs = [names for name, names in zip(axes, used, strict=True) if name != "o"]
     out = used[axes.index("o")]

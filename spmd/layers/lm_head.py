@@ -26,11 +26,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import AnnotationError, Problem
-from spmd.layers.manual import all_gather, dims_spec, extra_axes, psum, psum_scatter, spec_dims, split_axes
 from spmd.layers.soft_cap import before_soft_cap, soft_capped
-from spmd.plan.annotate import annotate, manual_over, placement
+from spmd.plan.annotate import annotate, placement
 from spmd.plan.context import current, override
 from spmd.plan.fsdp import ParamPlacement, gather
+from spmd.plan.manual import all_gather, dims_spec, extra_axes, manual_over, psum, psum_scatter, spec_dims, split_axes
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
 CHUNK = 1024

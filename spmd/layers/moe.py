@@ -27,10 +27,10 @@ from jaxtyping import Array, Float
 
 from spmd.errors import AnnotationError, Problem
 from spmd.layers.expert_dispatch import ExpertAxis, dispatch_capacity, dispatch_dropless
-from spmd.layers.manual import Dims, all_gather, dims_spec, extra_axes, psum, psum_scatter, spec_dims, split_axes
 from spmd.layers.router import RouterConfig, Routing, expert_slots
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.fsdp import ParamPlacement
+from spmd.plan.manual import Dims, all_gather, dims_spec, extra_axes, psum, psum_scatter, spec_dims, split_axes
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.rules import spec_text
 

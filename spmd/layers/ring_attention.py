@@ -35,9 +35,8 @@ from spmd.layers.blockwise_attention import (
     unmasked_pairs,
     update_softmax,
 )
-from spmd.layers.manual import split_axes
 from spmd.layers.zigzag import zigzag
-from spmd.plan.annotate import manual_over
+from spmd.plan.manual import manual_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 Segments = Int[Array, "batch seq"] | None

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmd.plan.annotate import manual_over
 from spmd.plan.context import current, override
+from spmd.plan.manual import manual_over
 from spmd.sharding.mesh import AnyMesh
 
 Run = Callable[[Any, Any], tuple[jax.Array, Any]]

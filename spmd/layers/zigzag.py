@@ -24,8 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import ConfigError, Problem
 from spmd.layers.kv_cache import token_positions
-from spmd.plan.annotate import attention_config, manual_over
+from spmd.plan.annotate import attention_config
 from spmd.plan.context import current, override
+from spmd.plan.manual import manual_over
 
 
 def is_zigzag() -> bool:

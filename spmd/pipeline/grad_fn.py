@@ -21,9 +21,9 @@ from spmd.pipeline.executor import cond, first_carry, run_ticks, shift, zeros
 from spmd.pipeline.interleave import AXIS, interleave
 from spmd.pipeline.partition import StageModel, Stream, partition, split_in_flight
 from spmd.pipeline.tick_table import TickTable
-from spmd.plan.annotate import manual_over
 from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets
+from spmd.plan.manual import manual_over
 
 
 def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:

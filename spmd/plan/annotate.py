@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jax.sharding import get_abstract_mesh
 
 from spmd.errors import AnnotationError, Problem, did_you_mean
 from spmd.jaxpr import equations
@@ -95,28 +94,6 @@ def cast_to_compute(x: jax.Array) -> jax.Array:
 def attention_config() -> AttentionConfig:
     """Return the attention settings of the plan in scope; outside a plan, those that work everywhere."""
     return current().attention
-
-
-def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
-    """Map `f` over the shards along some axes of size above 1; the other axes are left to the compiler.
-
-    Without axes `f` is returned unchanged. Where no other axis is larger than 1, the region is manual over all of them:
-    a Pallas kernel needs that. Varying axes are not checked, so a region around it must not check them either
-    (`check_vma=False`), or JAX refuses its derivative.
-    """
-    if not axes:
-        return f
-    around = get_abstract_mesh().manual_axes
-    left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*axes, *around)]
-    names = set(axes) if left else set(mesh.axis_names) - set(around)
-    return jax.shard_map(
-        f,
-        mesh=None if around else mesh,  # inside another such region, that one's mesh
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=names,
-        check_vma=False,
-    )
 
 
 def remat_interval() -> int:

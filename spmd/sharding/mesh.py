@@ -161,15 +161,6 @@ def slice_numbers(sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.nda
     return np.kron(numbers, np.ones(inner, int)).reshape(-1)
 
 
-def spans_tpu_slice(mesh: AnyMesh, axis: str) -> bool:
-    """Return whether the devices along an axis are all those of a TPU slice; False for a mesh without devices."""
-    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "tpu":
-        return False
-    slices = [getattr(device, "slice_index", None) for device in mesh.devices.flat]
-    grid = np.moveaxis(np.array(slices, dtype=object).reshape(mesh.devices.shape), mesh.axis_names.index(axis), -1)
-    return mesh.shape[axis] == slices.count(slices[0]) and bool((grid == grid[..., :1]).all())
-
-
 def _split(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
     """Return the devices of each of `count` slices: groups of TPU slices, of hosts, or of one process's devices."""
     platform, numbers = devices[0].platform, [getattr(device, "slice_index", None) or 0 for device in devices]

@@ -25,7 +25,7 @@ from spmd.pipeline.interleave import interleave
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
-from spmd.plan.annotate import manual_over
+from spmd.plan.manual import manual_over
 from spmd.plan.plan import make_plan
 from spmd.run.build import TrainSetup, count_microbatches, make_setup, planned_mesh
 from spmd.run.check import Check

@@ -1,16 +1,18 @@
-"""Axes and collectives of layers that are manual over the mesh (`jax.shard_map`)."""
+"""Regions that are manual over the mesh (`jax.shard_map`): their axes, specs and collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 from jaxtyping import Array
 
 from spmd.plan.context import current
-from spmd.sharding.mesh import AnyMesh, entry_axes, spans_tpu_slice
+from spmd.sharding import hops
+from spmd.sharding.mesh import AnyMesh, entry_axes
 
+F = TypeVar("F", bound=Callable)
 Dims = Sequence[tuple[str, ...]]
 """Mesh axes of each dimension."""
 
@@ -42,10 +44,38 @@ def extra_axes(dims: Dims, fewer: Dims) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(a for a in axes if a not in kept) for axes, kept in zip(dims, fewer, strict=True))
 
 
+def is_prefix(dims: Dims, more: Dims) -> bool:
+    """Return whether `more` splits each shard of `dims` further, so that shards of a shard are contiguous."""
+    return all(names[: len(first)] == tuple(first) for first, names in zip(dims, more, strict=True))
+
+
+def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
+    """Map `f` over the shards along some axes of size above 1; the other axes are left to the compiler.
+
+    Without axes `f` is returned unchanged. Where no other axis is larger than 1, the region is manual over all of them:
+    a Pallas kernel needs that. Varying axes are not checked, so a region around it must not check them either
+    (`check_vma=False`), or JAX refuses its derivative.
+    """
+    if not axes:
+        return f
+    around = get_abstract_mesh().manual_axes
+    left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*axes, *around)]
+    names = set(axes) if left else set(mesh.axis_names) - set(around)
+    return jax.shard_map(
+        f,
+        mesh=None if around else mesh,  # inside another such region, that one's mesh
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=names,
+        check_vma=False,
+    )
+
+
 def all_gather(x: Array, dims: Dims) -> Array:
     """Gather each dimension over its axes."""
     for dim, axes in enumerate(dims):
-        x = jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+        for axis in reversed(axes):
+            x = hops.all_gather(x, current().mesh, axis, dim)
     return x
 
 
@@ -68,31 +98,10 @@ def sum_gradient(gradient: Array, scatters: Dims, axes: Sequence[str]) -> Array:
     """
     context, dtype = current(), gradient.dtype
     sent = dict.fromkeys(axes, dtype) if context.precision is None else context.precision.exchange_dtypes(axes)
-    scattered = [(dim, axis) for dim, names in enumerate(scatters) for axis in names]
-    for dim, axis in scattered:
-        part = gradient.astype(sent.pop(axis))
-        if context.mesh is not None and spans_tpu_slice(context.mesh, axis):
-            gradient = _scatter_in_two_hops(part, axis, dim, dtype)
-        else:
-            gradient = jax.lax.psum_scatter(part, axis, scatter_dimension=dim, tiled=True).astype(dtype)
+    for dim, names in enumerate(scatters):
+        for axis in names:
+            gradient = hops.psum_scatter(gradient.astype(sent.pop(axis)), context.mesh, axis, dim, dtype)
     for wire in dict.fromkeys(sent.values()):
         summed = tuple(axis for axis in sent if sent[axis] == wire)
         gradient = jax.lax.psum(gradient.astype(wire), summed).astype(dtype)
     return gradient
-
-
-def _scatter_in_two_hops(x: Array, axis: str, dim: int, dtype: jnp.dtype) -> Array:
-    """Sum over an axis and scatter a dimension, first among every second device and then in pairs.
-
-    XLA:TPU makes an all-reduce, with twice the bytes, of a reduce-scatter over all devices of a slice, and none of
-    one over half of them (decision 0030).
-    """
-    count = jax.lax.axis_size(axis)
-    halves = [list(range(start, count, 2)) for start in range(2)]
-    if count > 2:
-        x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=halves)
-    first, second = jnp.split(x, 2, axis=dim)
-    is_second = jax.lax.axis_index(axis) % 2 == 1
-    pairs = [(device, device ^ 1) for device in range(count)]
-    received = jax.lax.ppermute(jnp.where(is_second, first, second), axis, pairs)
-    return jnp.where(is_second, second, first).astype(dtype) + received.astype(dtype)
