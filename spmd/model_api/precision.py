@@ -1,12 +1,12 @@
 """Mixed precision: one frozen value that the model, the gradients, the optimizer and the memory report read.
 
-| name | parameters | compute | gradients | master weights | update rounding | loss scale |
-|---|---|---|---|---|---|---|
-| `float32` | float32 | float32 | float32 | | nearest | |
-| `bf16` | float32 | bfloat16 | float32 | | nearest | |
-| `bf16-params` | bfloat16 | bfloat16 | float32 | float32 | nearest | |
-| `bf16-params-stochastic` | bfloat16 | bfloat16 | float32 | | stochastic | |
-| `fp16` | float32 | float16 | float32 | | nearest | dynamic |
+| name | parameters | compute | gradients | exchange | master weights | update rounding | loss scale |
+|---|---|---|---|---|---|---|---|
+| `float32` | float32 | float32 | float32 | float32 | | nearest | |
+| `bf16` | float32 | bfloat16 | float32 | bfloat16 | | nearest | |
+| `bf16-params` | bfloat16 | bfloat16 | float32 | bfloat16 | float32 | nearest | |
+| `bf16-params-stochastic` | bfloat16 | bfloat16 | float32 | bfloat16 | | stochastic | |
+| `fp16` | float32 | float16 | float32 | float32 | | nearest | dynamic |
 
 In `bf16` and `fp16` the stored parameters are the float32 master weights, cast where they are used. Norms, softmax and
 the loss are computed in float32. Matmuls return weight gradients in the dtype in which they are summed.
@@ -164,6 +164,12 @@ class Precision:
             problems.append(Problem("rounding", f"is stochastic, for {self.params} parameters", fix="nearest"))
         if self.rounding == "stochastic" and self.master:
             problems.append(Problem("rounding", "is stochastic, with exact master weights", fix="one of the two"))
+        over = {f"exchange_over[{axis!r}]": dtype for axis, dtype in self.exchange_over.items()}
+        problems += [
+            Problem(name, f"is {dtype!r}", fix="float32 or bfloat16")
+            for name, dtype in over.items()
+            if dtype not in _CHOICES["exchange"]
+        ]
         if problems:
             raise ConfigError("This precision cannot be used:", problems)
 
@@ -192,8 +198,8 @@ POLICIES = {
     for policy in (
         Precision("float32", params="float32", compute="float32"),
         Precision("bf16", params="float32", compute="bfloat16", exchange="bfloat16"),
-        Precision("bf16-params", params="bfloat16", compute="bfloat16", master="float32"),
-        Precision("bf16-params-stochastic", params="bfloat16", compute="bfloat16", rounding="stochastic"),
+        Precision("bf16-params", params="bfloat16", compute="bfloat16", exchange="bfloat16", master="float32"),
+        Precision(*("bf16-params-stochastic", "bfloat16", "bfloat16"), exchange="bfloat16", rounding="stochastic"),
         Precision("fp16", params="float32", compute="float16", loss_scale=LossScale()),
     )
 }

@@ -83,8 +83,11 @@ def make_setup(config: TrainConfig, mesh: AnyMesh) -> TrainSetup:
 
 
 def build_precision(config: TrainConfig) -> Precision:
-    """Return the precision policy, with the moments' dtype of the optimizer's config."""
-    return dataclasses.replace(make_precision(config.precision), moments=config.optimizer.moments)
+    """Return the precision policy, with the dtypes of moments and of exchanged gradients that the config names."""
+    policy, slow = make_precision(config.precision), config.slices_exchange
+    exchange = policy.exchange if config.exchange == "policy" else config.exchange
+    over = {axis: slow for axis, count in config.slices.sizes.items() if count > 1 and slow != "same"}
+    return dataclasses.replace(policy, moments=config.optimizer.moments, exchange=exchange, exchange_over=over)
 
 
 def build_base_model(config: TrainConfig) -> Model:

@@ -182,6 +182,10 @@ class TrainConfig(Generic[M]):
     precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = "float32"
     """float32; bf16 or fp16: compute dtype; bf16-params: parameters are also stored in it, with float32 master weights
     or stochastic rounding. Gradients are accumulated in float32. fp16 scales the loss."""
+    exchange: Literal["policy", "float32", "bfloat16"] = "policy"
+    """Dtype in which devices send gradients to each other: that of the precision policy, or this one."""
+    slices_exchange: Literal["same", "float32", "bfloat16"] = "same"
+    """The same, over the axes that span several slices."""
     attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     """Attention kernel: auto (by device and sequence length), xla, chunked (long sequences, any device), cudnn (GPUs,
     16-bit floats), splash (TPUs)."""

@@ -1,0 +1,84 @@
+"""Collectives in two hops, as TPUs run them over a whole slice: here over simulated devices, with the same results."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd.gradients.base import value_and_grad
+from spmd.layers.kernel_gradient import kernel_gradient
+from spmd.plan.records import ParamPlacement
+from spmd.sharding import hops
+from spmd.testing import Reference, token_batches
+from tests import tiny
+
+pytestmark = pytest.mark.compat
+
+MESHES = ({"fsdp": 8}, {"fsdp": 2}, {"data": 2, "fsdp": 4})
+INTEGERS = np.random.default_rng(0).integers(-8, 9, (8, 16, 24)).astype(np.float32)  # all sums are exact
+
+
+@pytest.fixture
+def whole_slice(monkeypatch):
+    """Let every axis pass for a whole TPU slice."""
+    monkeypatch.setattr(hops, "_spans_slice", lambda mesh, axis, kind: True)
+
+
+def over_fsdp(f, mesh, into, out):
+    """Return `f` of each device's part, jitted."""
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=into, out_specs=out, check_vma=False))
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_they_give_what_one_collective_gives(sizes, dim, whole_slice):
+    """A gather in two hops is the array itself, and a reduce-scatter in two hops is its sum, in the same order."""
+    mesh, count = tiny.mesh(**sizes), sizes["fsdp"]
+    split = P(*(None,) * dim, "fsdp")
+    gathered = over_fsdp(lambda x: hops.all_gather(x, mesh, "fsdp", dim), mesh, split, P())(INTEGERS[0])
+    np.testing.assert_array_equal(gathered, INTEGERS[0])
+
+    def scatter(x):
+        return hops.psum_scatter(x[0], mesh, "fsdp", dim, jnp.float32)
+
+    terms = INTEGERS[:count]
+    summed = over_fsdp(scatter, mesh, P("fsdp"), split)(terms)
+    np.testing.assert_array_equal(summed, terms.sum(axis=0))
+
+
+def test_bfloat16_is_on_the_wire_and_float32_in_the_last_sum(whole_slice):
+    """Two devices' terms of 1 and 2⁻⁹ add up in float32, where bfloat16 would lose the smaller one."""
+    mesh = tiny.mesh(fsdp=2)
+    terms = jnp.stack([jnp.ones((4, 2)), jnp.full((4, 2), 2.0**-9)]).astype(jnp.bfloat16)
+
+    def scatter(x):
+        return hops.psum_scatter(x[0], mesh, "fsdp", 0, jnp.float32)
+
+    compiled = over_fsdp(scatter, mesh, P("fsdp"), P("fsdp")).lower(terms)
+    assert "collective_permute" in compiled.as_text()
+    assert "tensor<2x2xbf16>" in compiled.as_text()
+    assert (np.asarray(compiled.compile()(terms)) == 1 + 2.0**-9).all()
+
+
+def test_a_model_trains_as_one_device_does(whole_slice):
+    """Two steps of all layers and the head."""
+    batches = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
+    result = Reference(tiny.plan(), value_and_grad(tiny.loss_fn()), batches).compare(tiny.plan(fsdp=8))
+    assert result.ok, f"\n{result}"
+
+
+@pytest.mark.parametrize(("examples", "stored"), [(8, P("fsdp", "tensor")), (3, P("fsdp")), (8, P(("fsdp", "tensor")))])
+def test_a_kernels_gradient_fits_any_batch_and_table(examples, stored):
+    """Examples that do not divide over devices, and shards that are not contiguous, are left to the compiler."""
+    mesh = tiny.mesh(fsdp=4, tensor=2)
+    used = P(*(("tensor" if "tensor" in str(entry) else None) for entry in stored))
+    placed = ParamPlacement(mesh, stored, used, stored)
+    x, dy = INTEGERS[:examples, :, :16], INTEGERS[:examples, :, 8:]
+    product = functools.partial(jnp.einsum, "bsi,bso->io")
+    found = jax.jit(lambda x, dy: kernel_gradient(product, x, dy, placed, "io"))(x, dy)
+    np.testing.assert_array_equal(found, product(x, dy))
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, stored), 2)
