@@ -15,7 +15,7 @@ from spmd.layers.kv_cache import collect_cache, isolate_layer, thread_cache
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.sequential_stages import run_stack
 from spmd.layers.soft_cap import soft_capped
-from spmd.plan.annotate import annotate, constrain_like, has_other_spec, remat_interval, remat_layer
+from spmd.plan.annotate import annotate, constrain_like, has_other_spec, is_recomputed, remat_interval, remat_layer
 from spmd.plan.fsdp import ParamPlacement, gather, gathered, placement_of, saves_gathered
 from spmd.plan.lora_layer import base_weight, lora_delta
 
@@ -49,7 +49,7 @@ def columns(
 
     If the table splits the residual stream over `tensor` too, by tokens (sequence parallelism, Korthikanti et al.,
     arXiv:2205.05198, section 4.2.2), tokens are gathered here, once for all kernels. For the backward pass they are
-    saved split, and gathered again.
+    saved split, and gathered again, unless the whole layer is recomputed there.
 
     Args:
         x: Tokens.
@@ -147,14 +147,14 @@ def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> t
     dtype = how.dtype or x.dtype
     ys = tuple(how.einsum(f"...{how.inputs},{how.axes}->...o", tokens, kernel, dtype) for kernel in used)
     kept = [u if saves_gathered(placed) else k for u, k, placed in zip(used, kernels, how.placed, strict=True)]
-    return ys, (x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
+    return ys, (tokens if is_recomputed() else x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
 
 
 def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
     x, kept, like_kernels = saved
     # Barriers keep XLA from merging these gathers with those of the forward pass and saving their results until now.
-    if how.into and has_other_spec("residual", how.into):
-        x = annotate(jax.lax.optimization_barrier(x), how.into)
+    if how.into and not is_recomputed() and has_other_spec("residual", how.into):
+        x = annotate(constrain_like(jax.lax.optimization_barrier(x), "residual"), how.into)
     dxs, dkernels = [], []
     for kernel, placed, like_kernel, dy in zip(kept, how.placed, like_kernels, dys, strict=True):
         used = (

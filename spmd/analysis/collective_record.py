@@ -27,7 +27,7 @@ class Collective:
     """One array that a collective instruction moves; an instruction that combines several arrays has several records.
 
     Attributes:
-        axes: Mesh axes, in the mesh's order; None if the groups are no product of axes.
+        axes: Mesh axes, in the mesh's order; None if the groups are neither a product of axes nor a part of one.
         is_counted: False in a loop of unknown length, which is counted once.
         written_as: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
         stands_for: What would do in place of an all-reduce: `"reduce-scatter"` where each device keeps only its own

@@ -108,7 +108,8 @@ def _mesh_groups(found: re.Match[str]) -> Groups:
 def mesh_axes(groups: Groups, axes: Mapping[str, int], *, pairs: bool = False) -> tuple[str, ...] | None:
     """Return the mesh axes, larger than 1, that groups span; None if the groups are no product of axes.
 
-    For (source, target) pairs these are the axes along which the devices of a pair differ.
+    A part of the devices along one axis counts as the axis: one hop of several. For (source, target) pairs these are
+    the axes along which the devices of a pair differ.
 
     Example:
         >>> mesh_axes([[0, 2], [1, 3]], {"data": 2, "tensor": 2}), mesh_axes([[0, 3], [1, 2]], {"data": 2, "tensor": 2})
@@ -122,7 +123,7 @@ def mesh_axes(groups: Groups, axes: Mapping[str, int], *, pairs: bool = False) -
     coordinates = np.stack(np.unravel_index(members, tuple(axes.values())))  # [axis, group, member]
     varying = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
     named = tuple(axis for axis, varies in zip(axes, varying, strict=True) if varies)
-    whole = members.shape[1] == math.prod(axes[axis] for axis in named)
+    whole = len(named) == 1 or members.shape[1] == math.prod(axes[axis] for axis in named)
     everyone = np.array_equal(np.sort(members, axis=None), np.arange(math.prod(axes.values())))
     return named if pairs or (whole and everyone) else None
 

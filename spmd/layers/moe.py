@@ -30,7 +30,7 @@ from spmd.layers.expert_dispatch import ExpertAxis, dispatch_capacity, dispatch_
 from spmd.layers.router import RouterConfig, Routing, expert_slots
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.fsdp import ParamPlacement
-from spmd.plan.manual import Dims, all_gather, dims_spec, extra_axes, psum, psum_scatter, spec_dims, split_axes
+from spmd.plan.manual import Dims, all_gather, dims_spec, extra_axes, psum, spec_dims, split_axes, sum_gradient
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.rules import spec_text
 
@@ -182,7 +182,8 @@ def _grouped_backward(gathers: Dims, save_gathered: bool, saved: Any, dy: Array)
     else:
         rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         dkernel = jax.lax.ragged_dot_general(x, dy, sizes, rows, preferred_element_type=like_kernel.dtype)
-    return _sum_like(dx, x), _sum_like(psum_scatter(dkernel, gathers), like_kernel), None
+    scattered = tuple(axis for axes in gathers for axis in axes)
+    return _sum_like(dx, x), sum_gradient(dkernel, gathers, (*scattered, *_missing(dkernel, like_kernel))), None
 
 
 _grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
@@ -201,5 +202,9 @@ def _varying(x: Array, axes: tuple[str, ...]) -> Array:
 
 def _sum_like(gradient: Array, like: Array) -> Array:
     """Sum a gradient over the axes that it varies over and the primal does not."""
+    return psum(gradient, _missing(gradient, like))
+
+
+def _missing(gradient: Array, like: Array) -> tuple[str, ...]:
     own, wanted = (jax.typeof(a).manual_axis_type.varying for a in (gradient, like))
-    return psum(gradient, tuple(sorted(own - wanted)))
+    return tuple(sorted(own - wanted))

@@ -101,6 +101,11 @@ def remat_interval() -> int:
     return current().remat.every
 
 
+def is_recomputed() -> bool:
+    """Return whether the backward pass recomputes this layer as a whole, so that what it gathers is not kept."""
+    return current().remat.kind not in ("none", "selective")
+
+
 def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
     """Apply the plan's remat policy to one layer, a function of arrays.
 

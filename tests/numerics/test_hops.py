@@ -11,6 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.gradients.base import value_and_grad
 from spmd.layers.kernel_gradient import kernel_gradient
+from spmd.models.mixtral import PRESETS
+from spmd.partition_rules.llama import LLAMA
+from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.plan.plan import make_plan
 from spmd.plan.records import ParamPlacement
 from spmd.sharding import hops
 from spmd.testing import Reference, token_batches
@@ -64,10 +68,12 @@ def test_bfloat16_is_on_the_wire_and_float32_in_the_last_sum(whole_slice):
     assert (np.asarray(compiled.compile()(terms)) == 1 + 2.0**-9).all()
 
 
-def test_a_model_trains_as_one_device_does(whole_slice):
-    """Two steps of all layers and the head."""
-    batches = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
-    result = Reference(tiny.plan(), value_and_grad(tiny.loss_fn()), batches).compare(tiny.plan(fsdp=8))
+@pytest.mark.parametrize(("config", "rules"), [(tiny.CONFIG, LLAMA), (PRESETS["test"], MIXTRAL)], ids=["dense", "moe"])
+def test_a_model_trains_as_one_device_does(config, rules, whole_slice):
+    """Two steps of all layers, experts and the head."""
+    batches = token_batches((8, 16), config.vocab, steps=2)
+    one, many = (make_plan(tiny.mesh(fsdp=n), rules, tiny.model(config), tiny.OPTIMIZER) for n in (1, 8))
+    result = Reference(one, value_and_grad(tiny.loss_fn(config)), batches).compare(many)
     assert result.ok, f"\n{result}"
 
 
