@@ -5,11 +5,11 @@
 
 Each job is compiled by `spmd plan --compile` in a process of its own: bf16, AdamW, full remat, 8,192 tokens in each
 sequence, one sequence for each device. A figure is of one device: temporaries in GiB; GiB on the wire in one step, as
-`spmd.analysis.collective_record` counts them (an all-reduce is twice its buffer); and the seconds of the cycles that the
-compiler estimates for a step, without collectives and Pallas kernels.
+`spmd.analysis.collective_record` counts them (an all-reduce is twice its buffer); and the seconds of the cycles that
+the compiler estimates for a step, without collectives and Pallas kernels.
 
-MaxText's figures are stored; `--maxtext` compiles its programs anew and reads them with the same readers. The exit code is 1
-if a bar is missed, 2 if a job was not compiled.
+MaxText's figures are stored; `--maxtext` compiles its programs anew and reads them with the same readers. The exit code
+is 1 if a bar is missed, else 2 if a job was not compiled.
 """
 
 import argparse
@@ -89,7 +89,7 @@ class Job:
 
 
 # MaxText 0.2.5 with JAX and jaxlib 0.12.0.1 and libtpu 0.0.50 (Python 3.12, `pip install 'maxtext[tpu]==0.2.5'
-# 'jax[tpu]==0.12.0.1'`), 22 November 2026: `python -m benchmarks.pods --maxtext PYTHON --json FILE`. Its gradients are reduced
+# 'jax[tpu]==0.12.0.1'`), 22 November 2026: `python -m benchmarks.pods --maxtext PYTHON --json FILE`. It reduces gradients
 # in bfloat16. Its machines are named by their cores, of which a v5p has two.
 _SPLIT = "allow_split_physical_axes=true"  # without it MaxText refuses two axes on these machines
 JOBS = (
@@ -161,7 +161,7 @@ JOBS = (
 
 
 def figures(temporaries: int, records: Sequence[Mapping[str, Any]], seconds: float | None) -> Figures:
-    """Figures of a program, from its bytes, its collectives as `CollectiveAudit.to_json` has them, and its cycles."""
+    """Return the figures of a program, from its bytes, its collectives as `CollectiveAudit.to_json` has them, and its cycles."""
 
     def sent(*kinds: str) -> float:
         return sum(record["bytes"] for record in records if not kinds or record["kind"] in kinds) / GIB
@@ -170,7 +170,7 @@ def figures(temporaries: int, records: Sequence[Mapping[str, Any]], seconds: flo
 
 
 def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """The finished process, which may have failed."""
+    """Run a process to its end; it may fail."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     given = {**os.environ, "PYTHONPATH": paths, **environment}
     return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
@@ -210,11 +210,13 @@ def measure_maxtext(job: Job, python: str) -> Figures:
 
 
 def missed(found: Figures, bars: Figures) -> list[str]:
-    """Every figure that is above its bar, with both."""
-    pairs = [(name, getattr(found, name), getattr(bars, name)) for name in UNITS]
-    return [
-        f"{name} {value:.5g} > {bar:g}" for name, value, bar in pairs if bar is not None and not (value or 0) <= bar
-    ]
+    """Return each figure that is above its bar, or unknown."""
+    wrong = []
+    for name, bar in dataclasses.asdict(bars).items():
+        value = getattr(found, name)
+        if bar is not None and (value is None or value > bar):
+            wrong.append(f"{name} is {'unknown' if value is None else f'{value:.5g}'}, bar {bar:g}")
+    return wrong
 
 
 def line(label: str, row: Figures) -> str:
@@ -223,7 +225,7 @@ def line(label: str, row: Figures) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what compiles."""
+    """Return the versions of what compiles."""
     installed = {distribution.metadata["Name"]: distribution.version for distribution in metadata.distributions()}
     compilers = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
     return {name: installed[name] for name in compilers if name in installed}
