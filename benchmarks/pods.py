@@ -89,8 +89,8 @@ class Job:
 
 
 # MaxText 0.2.5 with JAX and jaxlib 0.12.0.1 and libtpu 0.0.50 (Python 3.12, `pip install 'maxtext[tpu]==0.2.5'
-# 'jax[tpu]==0.12.0.1'`), 22 November 2026: `python -m benchmarks.pods --maxtext PYTHON --json FILE`. It reduces gradients
-# in bfloat16. Its machines are named by their cores, of which a v5p has two.
+# 'jax[tpu]==0.12.0.1'`), 22 November 2026: `python -m benchmarks.pods --maxtext PYTHON --json FILE`. It reduces
+# gradients in bfloat16. Its machines are named by their cores, of which a v5p has two.
 _SPLIT = "allow_split_physical_axes=true"  # without it MaxText refuses two axes on these machines
 JOBS = (
     Job(
@@ -161,7 +161,7 @@ JOBS = (
 
 
 def figures(temporaries: int, records: Sequence[Mapping[str, Any]], seconds: float | None) -> Figures:
-    """Return the figures of a program, from its bytes, its collectives as `CollectiveAudit.to_json` has them, and its cycles."""
+    """Return the figures of a program; records of collectives are those of `CollectiveAudit.to_json`."""
 
     def sent(*kinds: str) -> float:
         return sum(record["bytes"] for record in records if not kinds or record["kind"] in kinds) / GIB
