@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from types import MappingProxyType
 
 import numpy as np
 
@@ -41,7 +42,12 @@ _Key = tuple[str, ...]
 
 
 def find_collectives(
-    program: HloModule, axes: Mapping[str, int], *, cpu: bool, slices: np.ndarray, taken: Mapping[str, Fraction]
+    program: HloModule,
+    axes: Mapping[str, int],
+    *,
+    cpu: bool,
+    slices: np.ndarray,
+    taken: Mapping[str, Fraction] = MappingProxyType({}),
 ) -> tuple[Collective, ...]:
     """Return the collectives that move data over a mesh with these axes (axis → size), in execution order.
 
