@@ -245,24 +245,23 @@ def main() -> int:
         sizes = " × ".join(f"{axis}={size}" for axis, size in job.mesh.items())
         print(f"\n{job.name}: {job.config} on {job.topology}, {sizes}", flush=True)
         row: dict[str, Any] = {"job": job.name, "versions": versions(), "bars": dataclasses.asdict(job.bars)}
-        maxtext = job.maxtext
         try:
             if absent := missing_extra(job.machine):
                 raise RuntimeError(str(absent))
             found = measure(job)
-            if options.maxtext and job.maxtext_arguments:
-                maxtext = measure_maxtext(job, options.maxtext)
+            row |= {"ours": dataclasses.asdict(found), "missed": missed(found, job.bars)}
+            rows.append(row)
+            print(line("ours", found), line("bar", job.bars), sep="\n", flush=True)
+            if row["missed"]:
+                print(f"missed: {'; '.join(row['missed'])}", flush=True)
+                code = 1
+            if job.maxtext_arguments:
+                maxtext = measure_maxtext(job, options.maxtext) if options.maxtext else job.maxtext
+                row |= {"maxtext": dataclasses.asdict(maxtext)}
+                print(line("MaxText", maxtext), flush=True)
         except RuntimeError as error:
-            print(f"not compiled: {error}")
+            print(f"not compiled: {error}", flush=True)
             code = code or 2
-            continue
-        for label, shown in (("ours", found), ("bar", job.bars), ("MaxText", maxtext)):
-            print(line(label, shown), flush=True)
-        row |= {"ours": dataclasses.asdict(found), "maxtext": dataclasses.asdict(maxtext)}
-        if too_much := missed(found, job.bars):
-            print(f"missed: {', '.join(too_much)}", flush=True)
-            code = 1
-        rows.append(row | {"missed": too_much})
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return code
