@@ -49,7 +49,7 @@ class PlanCommand(Generic[M]):
     svg: str = "schedule.svg"
     """File of the chart; empty for none."""
     compile: bool = False
-    """Compile the step; print the traffic of its collectives, by axis and by source, and its memory."""
+    """Compile the step; print the traffic of its collectives, by axis and by source, its memory and compute time."""
 
 
 def run_plan(arguments: list[str]) -> int:
