@@ -206,7 +206,7 @@ def measure_maxtext(job: Job, python: str) -> Figures:
     program, mesh = parse(found["text"]), abstract_mesh(MeshShape(**job.mesh))
     cycles, clock = count_cycles(program, {}), job.machine.chip.clock
     audit = audit_collectives(program, mesh, backend=job.machine.platform)
-    return figures(found["temporaries"], audit.to_json()["collectives"], cycles and clock and cycles.seconds(clock))
+    return figures(found["temporaries"], audit.to_json()["collectives"], cycles and cycles.to_json(clock)["seconds"])
 
 
 def missed(found: Figures, bars: Figures) -> list[str]:

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import numpy as np
 
 from spmd.analysis.collective_record import KINDS, Collective
-from spmd.analysis.executions import executions
+from spmd.analysis.executions import Execution, executions
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, per_device, read_groups, spans
 from spmd.layers import manual
@@ -55,7 +55,8 @@ def find_collectives(
     `spmd.analysis.executions.executions`.
     """
     search = _Search(program, axes, cpu, slices)
-    search.run(taken)
+    for execution in executions(program, taken):
+        search.record(execution)
     return tuple(search.merged().values())
 
 
@@ -72,18 +73,17 @@ class _Search:
         self._first: dict[_Key, str] = {}
         self._reduced: dict[HloValue, _Key] = {}
 
-    def run(self, taken: Mapping[str, Fraction]) -> None:
-        """Record every collective that the program executes."""
-        for name, instruction, times, unknown, is_conditional, _ in executions(self.program, taken):
-            for key, record in self._records(name, instruction) if kind_of(instruction) in KINDS else ():
-                known = self.found.setdefault(key, record)
-                if self._first.setdefault(key, name) == name:
-                    self.found[key] = dataclasses.replace(
-                        known,
-                        executions=known.executions + round(times),
-                        is_counted=known.is_counted and not unknown,
-                        is_conditional=known.is_conditional or is_conditional,
-                    )
+    def record(self, here: Execution) -> None:
+        """Record the executions of an instruction, if it is a collective."""
+        for key, record in self._records(*here[:2]) if kind_of(here.instruction) in KINDS else ():
+            known = self.found.setdefault(key, record)
+            if self._first.setdefault(key, here.computation) == here.computation:
+                self.found[key] = dataclasses.replace(
+                    known,
+                    executions=known.executions + round(here.times),
+                    is_counted=known.is_counted and here.unknown is None,
+                    is_conditional=known.is_conditional or here.is_conditional,
+                )
 
     def merged(self) -> dict[_Key, Collective]:
         """Return the records, with all-reduces that are only added to each other as one all-reduce of their sum."""

@@ -4,7 +4,6 @@ Pallas kernels, collectives, asynchronous copies and the work of SparseCores hav
 what is not counted is listed. Programs of other compilers have no cycles at all.
 """
 
-import collections
 import dataclasses
 from collections.abc import Mapping
 from fractions import Fraction
@@ -16,8 +15,17 @@ from spmd.analysis.hlo import HloModule, Instruction
 from spmd.analysis.replica_groups import kind_of
 from spmd.errors import ConfigError, Problem
 
-_FREE = {"after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "opt-barrier", "parameter"}
-_FREE |= {"partition-id", "replica-id", "tuple", "while"}
+_FREE = (
+    "bitcast",
+    "call",
+    "conditional",
+    "constant",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "tuple",
+    "while",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +33,8 @@ class Cycles:
     """Estimated cycles of one run of a program on one device.
 
     Attributes:
-        cycles: Kind of operation → its cycles.
-        uncounted: Kind of operation without an estimate → its executions; scalars are left out.
+        cycles: Kind of operation → its cycles, the most first.
+        uncounted: Kind of operation without an estimate → its executions, but for scalars.
         is_bound: Whether a branch of unknown share is counted as always taken.
     """
 
@@ -34,54 +42,47 @@ class Cycles:
     uncounted: Mapping[str, int]
     is_bound: bool
 
-    def seconds(self, clock: float) -> float:
-        """Return the duration of all cycles at a clock in Hz."""
-        return sum(self.cycles.values()) / clock
-
     def text(self, clock: float | None) -> str:
-        """Return one line; `clock` is None if it is unknown."""
-        amount = f"{sum(self.cycles.values()):,} cycles"
-        if clock:
-            amount = f"{self.seconds(clock):.4g} s by the compiler's cycles at {clock / 1e9:.4g} GHz"
-        others = collections.Counter[str]()
-        for kind, times in self.uncounted.items():
-            others[kind if kind in ("collectives", "Pallas kernels") else "other operations"] += times
-        without = ", ".join(["waiting", *(f"{times:,} {kind}" for kind, times in sorted(others.items()))])
-        return f"compute of a step: {'at most ' * self.is_bound}{amount}; without {without}"
+        """Return one line, with the time at a clock in Hz, if that is known."""
+        total, bound = sum(self.cycles.values()), "at most " * self.is_bound
+        at = (
+            f"{total / clock:.4g} s by the compiler's cycles at {clock / 1e9:.4g} GHz" if clock else f"{total:,} cycles"
+        )
+        without = ", ".join(["waiting", *(f"{times:,} {kind}" for kind, times in self.uncounted.items())])
+        return f"compute of a step: {bound}{at}; without {without}"
 
     def to_json(self, clock: float | None) -> dict[str, Any]:
         """Return everything as JSON values."""
-        return {"seconds": clock and self.seconds(clock), **dataclasses.asdict(self)}
+        return {"seconds": clock and sum(self.cycles.values()) / clock, **dataclasses.asdict(self)}
 
 
 def count_cycles(program: HloModule, taken: Mapping[str, Fraction]) -> Cycles | None:
     """Return the cycles of a parsed program; None if its compiler estimates none.
 
-    `taken` is for `spmd.analysis.executions.executions`.
-
-    Raises:
-        ConfigError: A loop has an unknown length.
+    `taken` is for `executions`. A loop of unknown length raises `ConfigError`.
     """
-    counted, uncounted, unknown, is_bound = dict[str, Fraction](), dict[str, Fraction](), dict[str, Problem](), False
+    found: dict[bool, dict[str, Fraction]] = {True: {}, False: {}}
+    unknown, is_bound = dict[str, Problem](), False
     for _, instruction, times, loop, is_conditional, is_part in executions(program, taken):
         cycles = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
         if is_part or not (kind := instruction.opcode if cycles else _without_cycles(program, instruction)):
             continue
-        found = counted if cycles else uncounted
-        found[kind] = found.get(kind, Fraction()) + times * (cycles or 1)
+        kinds = found[cycles > 0]
+        kinds[kind] = kinds.get(kind, Fraction()) + times * (cycles or 1)
         is_bound |= is_conditional
         if loop:
-            what, fix = "is a loop of unknown length", "jax.lax.scan, or bounds that do not depend on data"
-            unknown[loop.name] = Problem(loop.op_name or loop.name, what, f"{loop.name} in the program", fix)
-    if counted and unknown:
-        raise ConfigError("The cycles of this program cannot be counted:", unknown.values())
-    most_first = sorted(((kind, round(cycles)) for kind, cycles in counted.items()), key=lambda item: -item[1])
-    others = {kind: round(times) for kind, times in uncounted.items()}
-    return Cycles(dict(most_first), others, is_bound) if counted else None
+            where, fix = f"{loop.name} ({loop.op_name})", "jax.lax.scan, or bounds that do not depend on data"
+            unknown[where] = Problem(where, "is a loop of unknown length", "cycles cannot be counted", fix)
+    if found[True] and unknown:
+        raise ConfigError("The program has loops of unknown length:", unknown.values())
+    counted, uncounted = (
+        {kind: round(n) for kind, n in sorted(kinds.items(), key=lambda item: -item[1])} for kinds in found.values()
+    )
+    return Cycles(counted, uncounted, is_bound) if counted else None
 
 
 def _without_cycles(program: HloModule, instruction: Instruction) -> str:
-    """Return the kind of an operation that has no estimate; empty if it does no work, or none of its own."""
+    """Return the kind of an operation without an estimate; empty if it does nothing, or ends what another started."""
     name, opcode = instruction.name.partition(".")[0], instruction.opcode
     is_end = opcode.endswith(("-done", "-update")) or name.endswith("-done")
     if is_end or opcode in _FREE or all(array.size <= 1 for array in instruction.arrays):

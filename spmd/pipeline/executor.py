@@ -117,10 +117,7 @@ def run_ticks(model: StageModel, chunks: Any, shared: Any, scale: jax.Array, tab
 
 
 def cond(predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
-    """Apply `jax.lax.cond` with barriers: XLA refuses branches that end in different sharding constraints.
-
-    Its scope has the name of the first branch, by which `TickTable.taken` knows how often that is taken.
-    """
+    """Apply `jax.lax.cond` in a scope of the branch's name, with barriers: XLA refuses branches of other shardings."""
 
     def barrier(branch: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands: jax.lax.optimization_barrier(branch(*operands))

@@ -53,10 +53,7 @@ def estimate_step(setup: TrainSetup, platform: str = "cpu") -> Estimate:
 
 
 def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | None, Cycles | None]:
-    """Return the compiled step's collectives, memory and cycles; raise `MemoryError` if the compiler finds no room.
-
-    A loop of unknown length is among the audit's warnings; there are no cycles then.
-    """
+    """Return the compiled step's collectives, memory and cycles; raise `MemoryError` if the compiler finds no room."""
     with compilation_cache(None), compiler_log() as log:  # a cached program has no compiler log
         try:
             compiled = setup.step.compile(abstract_batch(setup.config))
@@ -68,7 +65,7 @@ def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | N
     collectives = audit_collectives(program, setup.mesh, log=log, slices=setup.config.slices.sizes, taken=taken)
     try:
         cycles = count_cycles(program, taken)
-    except ConfigError as error:
+    except ConfigError as error:  # a loop of unknown length is no reason to show nothing
         cycles, collectives = None, dataclasses.replace(collectives, warnings=(*collectives.warnings, *error.problems))
     return collectives, read_memory(compiled), cycles
 
