@@ -1,5 +1,6 @@
 """The cycles of a compiled TPU program are the compiler's, times the executions: of loops, branches and kinds."""
 
+import json
 import types
 from fractions import Fraction
 
@@ -9,10 +10,13 @@ from spmd.analysis.collective_audit import audit_collectives
 from spmd.analysis.cycles import count_cycles
 from spmd.analysis.hlo import parse
 from spmd.analysis.topology import CHIPS
+from spmd.commands import plan
+from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError
 from spmd.observe.metrics import peak_flops
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
+from spmd.run.build import planned_mesh
 from spmd.run.load_config import load_config
 from spmd.run.preflight import compile_step
 from spmd.sharding.mesh import MeshShape, abstract_mesh
@@ -157,6 +161,32 @@ def test_a_plan_warns_of_a_loop_of_unknown_length() -> None:
     audit, _, cycles = compile_step(setup)
     assert cycles is None
     assert "is a loop of unknown length" in {warning.what for warning in audit.warnings}
+
+
+def test_a_plan_has_the_compute_time(monkeypatch, capsys) -> None:
+    """`spmd plan --compile` prints the line, at the clock of the machine; with `--json` it is `compute`."""
+    cycles = count_cycles(parse(text()), {"pipeline_forward": Fraction(2, 5)})
+    audit = audit_collectives(text(), abstract_mesh(MeshShape(fsdp=2)), backend="tpu")
+    monkeypatch.setattr(plan, "initialize", lambda *given, **named: None)
+    monkeypatch.setattr(plan, "missing_extra", lambda topology: None)
+    monkeypatch.setattr(plan, "topology_mesh", lambda config, topology: planned_mesh(config))
+    monkeypatch.setattr(plan, "compile_step", lambda setup: (audit, None, cycles))
+    command = [
+        "demo",
+        "--topology",
+        "v5p:2x2x2",
+        "--mesh.data",
+        "1",
+        "--mesh.fsdp",
+        "8",
+        "--mesh.tensor",
+        "1",
+        "--compile",
+    ]
+    assert run_plan(command) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == cycles.text(1.75e9)
+    assert run_plan([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["compute"] == cycles.to_json(1.75e9)
 
 
 def test_collectives_in_branches_run_as_the_schedule_says() -> None:
