@@ -50,7 +50,7 @@ def final_loss(way: str, seed: int, out: Path, flags: list[str]) -> float:
     if done.returncode:
         raise SystemExit(f"{way}, seed {seed} failed:\n{done.stderr[-2000:]}")
     rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [row["validation_loss"] for row in rows if "validation_loss" in row][-1]
+    return [row["val_loss"] for row in rows if "val_loss" in row][-1]
 
 
 def main() -> int:

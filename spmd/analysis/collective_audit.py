@@ -16,7 +16,8 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import EllipsisType
+from fractions import Fraction
+from types import EllipsisType, MappingProxyType
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jax.sharding import Mesh
 
 from spmd.analysis.collective_record import Collective
 from spmd.analysis.collectives import find_collectives
-from spmd.analysis.hlo import parse
+from spmd.analysis.hlo import HloModule, parse
 from spmd.errors import MeshError, Problem
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, slice_numbers
 from spmd.train.step import TrainStep
@@ -91,7 +92,7 @@ class CollectiveAudit:
             sent = human_bytes(sum(r.bytes for r in records))
             notes.add(f"of all-reduce over {over}, {sent} stand for {means}s, with twice their bytes")
         notes |= {"≥: a loop of unknown length is counted once" for r in self.records if not r.is_counted}
-        notes |= {"?: in a branch that may not be taken" for r in self.records if r.is_conditional}
+        notes |= {"?: in a branch, counted as always taken" for r in self.records if r.is_conditional}
         parts += ["\n".join(sorted(notes))] if notes else []
         return "\n\n".join([*parts, *(f"warning: {warning}" for warning in self.warnings)])
 
@@ -109,26 +110,29 @@ class CollectiveAudit:
 
 
 def audit_collectives(
-    program: jax.stages.Compiled | str,
+    program: jax.stages.Compiled | str | HloModule,
     mesh: AnyMesh,
     *,
     backend: str | None = None,
     log: Sequence[str] = (),
     slices: Mapping[str, int] | None = None,
+    taken: Mapping[str, Fraction] = MappingProxyType({}),
 ) -> CollectiveAudit:
-    """Read the collectives of a compiled program, or of its text.
+    """Read the collectives of a compiled program, or of its text, parsed or not.
 
     Args:
         mesh: Partition *i* is the *i*-th device of `mesh.devices.flat`.
         backend: By default that of the mesh's devices.
         log: From `compiler_log`.
         slices: Axis → number of slices that it spans.
+        taken: How often a pipeline takes the branches of a tick: `TickTable.taken`.
 
     Raises:
         MeshError: The program is for another number of devices.
     """
-    parsed = parse(program if isinstance(program, str) else program.as_text() or "")
-    devices, slices = parsed.partitions * parsed.replicas, slices or {}
+    if not isinstance(program, HloModule):
+        program = parse(program if isinstance(program, str) else program.as_text() or "")
+    devices, slices = program.partitions * program.replicas, slices or {}
     per_slice = mesh.size // math.prod(slices.values())  # a TPU has one program for each slice
     if devices not in (1, mesh.size, per_slice):
         problem = Problem("mesh", "has another number of devices", f"the program {devices}, the mesh {mesh.size}")
@@ -136,7 +140,7 @@ def audit_collectives(
     if backend is None:
         backend = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "an unknown backend"
     numbers = slice_numbers(mesh.shape, slices)
-    records = find_collectives(parsed, mesh.shape, cpu=backend == "cpu", slices=numbers)
+    records = find_collectives(program, mesh.shape, cpu=backend == "cpu", slices=numbers, taken=taken)
     axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     crossing = {axis: count for axis, count in slices.items() if count > 1}
     return CollectiveAudit(axes, backend, records, tuple(_warnings(records, backend, log)), crossing)

@@ -29,6 +29,7 @@ class Collective:
     Attributes:
         axes: Mesh axes, in the mesh's order; None if the groups are neither a product of axes nor a part of one.
         is_counted: False in a loop of unknown length, which is counted once.
+        is_conditional: In a branch of unknown share, which is counted as always taken.
         written_as: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
         stands_for: What would do in place of an all-reduce: `"reduce-scatter"` where each device keeps only its own
             part, `"all-gather"` where each adds its own part to zeros; else empty.

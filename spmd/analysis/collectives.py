@@ -17,13 +17,15 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from types import MappingProxyType
 
 import numpy as np
 
 from spmd.analysis.collective_record import KINDS, Collective
+from spmd.analysis.executions import Execution, executions
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, per_device, read_groups, spans
-from spmd.analysis.trip_count import trip_count
 from spmd.plan import annotate, context, fsdp, manual
 from spmd.sharding import hops
 
@@ -40,14 +42,21 @@ _Key = tuple[str, ...]
 
 
 def find_collectives(
-    program: HloModule, axes: Mapping[str, int], *, cpu: bool, slices: np.ndarray
+    program: HloModule,
+    axes: Mapping[str, int],
+    *,
+    cpu: bool,
+    slices: np.ndarray,
+    taken: Mapping[str, Fraction] = MappingProxyType({}),
 ) -> tuple[Collective, ...]:
     """Return the collectives that move data over a mesh with these axes (axis → size), in execution order.
 
-    `cpu` tells whether XLA:CPU compiled the program; `slices` has the number of each device's slice.
+    `cpu` tells whether XLA:CPU compiled the program; `slices` has the number of each device's slice; `taken` is for
+    `spmd.analysis.executions.executions`.
     """
     search = _Search(program, axes, cpu, slices)
-    search.visit(program.entry, 1, True, False)
+    for execution in executions(program, taken):
+        search.record(execution)
     return tuple(search.merged().values())
 
 
@@ -63,37 +72,18 @@ class _Search:
         self.found: dict[_Key, Collective] = {}
         self._first: dict[_Key, str] = {}
         self._reduced: dict[HloValue, _Key] = {}
-        self._communicating: set[str] = set()  # computations that have, or call one that has, a collective
-        for computation in program.computations.values():
-            todo = [computation.name] if any(kind_of(i) in KINDS for i in computation.instructions.values()) else []
-            while todo:
-                name = todo.pop()
-                self._communicating.add(name)
-                todo += {caller for caller, _, _ in program.callers[name]} - self._communicating
 
-    def visit(self, name: str, times: int, counted: bool, conditional: bool) -> None:
-        """Record the collectives of a computation and of those it calls."""
-        if name not in self._communicating:
-            return
-        for instruction in self.program.computations[name].instructions.values():
-            if kind_of(instruction) in KINDS:
-                for key, record in self._records(name, instruction):
-                    known = self.found.setdefault(key, record)
-                    if self._first.setdefault(key, name) == name:
-                        self.found[key] = dataclasses.replace(
-                            known,
-                            executions=known.executions + times,
-                            is_counted=known.is_counted and counted,
-                            is_conditional=known.is_conditional or conditional,
-                        )
-            elif instruction.opcode == "while":
-                called, trips = dict(instruction.callees()), trip_count(self.program, name, instruction)
-                turns, is_counted = 1 if trips is None else trips, counted and trips is not None
-                self.visit(called["condition"], times * (turns + 1), is_counted, conditional)
-                self.visit(called["body"], times * turns, is_counted, conditional)
-            elif not instruction.opcode.endswith(("-done", "-update")):
-                for _, callee in instruction.callees():
-                    self.visit(callee, times, counted, conditional or instruction.opcode == "conditional")
+    def record(self, here: Execution) -> None:
+        """Record the executions of an instruction, if it is a collective."""
+        for key, record in self._records(*here[:2]) if kind_of(here.instruction) in KINDS else ():
+            known = self.found.setdefault(key, record)
+            if self._first.setdefault(key, here.computation) == here.computation:
+                self.found[key] = dataclasses.replace(
+                    known,
+                    executions=known.executions + round(here.times),
+                    is_counted=known.is_counted and here.unknown is None,
+                    is_conditional=known.is_conditional or here.is_conditional,
+                )
 
     def merged(self) -> dict[_Key, Collective]:
         """Return the records, with all-reduces that are only added to each other as one all-reduce of their sum."""

@@ -49,7 +49,7 @@ class PlanCommand(Generic[M]):
     svg: str = "schedule.svg"
     """File of the chart; empty for none."""
     compile: bool = False
-    """Compile the step; print the traffic of its collectives, by axis and by source, and its memory."""
+    """Compile the step; print the traffic of its collectives, by axis and by source, its memory and compute time."""
 
 
 def run_plan(arguments: list[str]) -> int:
@@ -79,14 +79,15 @@ def run_plan(arguments: list[str]) -> int:
         init = f"starts with {config.init}, which is not on this machine and was not checked"
     else:
         init = check_init(setup)
-    report, audit, refusal = MemoryReport(topology, estimate_step(setup, topology.platform)), None, ""
+    report, refusal = MemoryReport(topology, estimate_step(setup, topology.platform)), ""
+    audit = cycles = None
     absent = missing_extra(topology) if command.compile else None
     if command.compile and not absent:
         simulated = topology.devices if topology.platform == "cpu" else 0
         initialize(simulated, target_platform="" if simulated else topology.platform)
         try:
             with show_waiting(f"compiling for {topology}"):
-                audit, compiled = compile_step(make_setup(config, topology_mesh(config, topology)))
+                audit, compiled, cycles = compile_step(make_setup(config, topology_mesh(config, topology)))
             report = dataclasses.replace(report, compiled=compiled)
         except MemoryError as error:
             refusal = str(error)
@@ -94,9 +95,12 @@ def run_plan(arguments: list[str]) -> int:
     settings = suggest_memory_settings(setup, topology) if fits is False else []
     if command.json:
         record = _to_json(setup, report, fits, settings) | {"start": init or None}
+        record |= {"compute": cycles.to_json(topology.chip.clock)} if cycles else {}
         print(json.dumps(record | (audit.to_json() if audit else {}), indent=2))
     else:
         _print_plan(command, setup, report, audit, init)
+        if cycles:
+            print(cycles.text(topology.chip.clock))
         if refusal:
             print(f"\nthe compiler refuses the step: {refusal}")
         if fits is False:

@@ -61,7 +61,11 @@ def run_ticks(model: StageModel, chunks: Any, shared: Any, scale: jax.Array, tab
         # All stages look up the embedding at the same time: no stage waits for it, and it has no matmul.
         i = rows["forward"][0]
         is_first = (i >= 0) & (rows["forward_chunk"][0] == 0)
-        entered = cond(is_first, lambda: model.enter(select_chunk(shared, version(i)), i), lambda: empty)
+
+        def embedding() -> Stream:
+            return model.enter(select_chunk(shared, version(i)), i)
+
+        entered = cond(is_first, embedding, lambda: empty)
         inputs = write_slot(inputs, jnp.where(is_first & (stage == 0), row["forward_slot"], IDLE), entered)
 
         def forward() -> Stream:
@@ -113,12 +117,13 @@ def run_ticks(model: StageModel, chunks: Any, shared: Any, scale: jax.Array, tab
 
 
 def cond(predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
-    """Apply `jax.lax.cond` with barriers: XLA refuses branches that end in different sharding constraints."""
+    """Apply `jax.lax.cond` in a scope of the branch's name, with barriers: XLA refuses branches of other shardings."""
 
     def barrier(branch: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands: jax.lax.optimization_barrier(branch(*operands))
 
-    return jax.lax.cond(predicate, barrier(yes), barrier(no), *operands)
+    with jax.named_scope(f"pipeline_{yes.__name__}"):
+        return jax.lax.cond(predicate, barrier(yes), barrier(no), *operands)
 
 
 def shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:

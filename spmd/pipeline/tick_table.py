@@ -17,6 +17,7 @@ a transfer takes a tick (eager 1F1B, Zhuang et al., arXiv:2211.05322). The lengt
 import dataclasses
 import itertools
 from collections.abc import Mapping
+from fractions import Fraction
 
 import numpy as np
 
@@ -73,6 +74,22 @@ class TickTable:
     def columns(self) -> dict[str, np.ndarray]:
         """The arrays by name."""
         return {name: getattr(self, name) for name in _COLUMNS}
+
+    @property
+    def taken(self) -> dict[str, Fraction]:
+        """Share of the ticks in which the busiest stage takes a branch, by the scope of the branch in the executor.
+
+        Of `from_loss`, the share of the last stage's backward tasks.
+        """
+        forward, backward = self.forward >= 0, self.backward >= 0
+        branches = {
+            "pipeline_forward": forward,
+            "pipeline_backward": backward,
+            "pipeline_embedding": (forward & (self.forward_chunk == 0))[:, :1],
+            "pipeline_embedding_backward": (backward & (self.backward_chunk == 0))[:, :1],
+        }
+        shares = {name: Fraction(int(tasks.sum(axis=0).max()), self.ticks) for name, tasks in branches.items()}
+        return shares | {"pipeline_from_loss": Fraction(1, self.chunks)}
 
     def time(self, forward: float, backward: float) -> float:
         """Return the duration, given that of a forward and of a backward task (with recomputation) of a whole stage.

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 
 from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
+from spmd.analysis.cycles import Cycles, count_cycles
+from spmd.analysis.hlo import parse
 from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import check_batch_size
@@ -13,6 +15,7 @@ from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.distributed.compilation_cache import compilation_cache
 from spmd.distributed.native_output import compiler_log
 from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.pipeline.tick_table import tabulate
 from spmd.run.build import TrainSetup, abstract_batch, count_microbatches, make_setup
 from spmd.run.config import TrainConfig, config_values
 from spmd.sharding.mesh import AnyMesh, batch_sharding, mesh_of
@@ -49,8 +52,8 @@ def estimate_step(setup: TrainSetup, platform: str = "cpu") -> Estimate:
     return estimate_memory(setup.step, abstract_batch(setup.config), platform)
 
 
-def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | None]:
-    """Return the compiled step's collectives and memory; raise `MemoryError` if the compiler finds that too large."""
+def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | None, Cycles | None]:
+    """Return the compiled step's collectives, memory and cycles; raise `MemoryError` if the compiler finds no room."""
     with compilation_cache(None), compiler_log() as log:  # a cached program has no compiler log
         try:
             compiled = setup.step.compile(abstract_batch(setup.config))
@@ -58,8 +61,13 @@ def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | N
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise MemoryError(str(error).partition("\n")[0]) from None
-    collectives = audit_collectives(compiled, setup.mesh, log=log, slices=setup.config.slices.sizes)
-    return collectives, read_memory(compiled)
+    program, taken = parse(compiled.as_text() or ""), tabulate(setup.schedule).taken if setup.schedule else {}
+    collectives = audit_collectives(program, setup.mesh, log=log, slices=setup.config.slices.sizes, taken=taken)
+    try:
+        cycles = count_cycles(program, taken)
+    except ConfigError as error:  # a loop of unknown length is no reason to show nothing
+        cycles, collectives = None, dataclasses.replace(collectives, warnings=(*collectives.warnings, *error.problems))
+    return collectives, read_memory(compiled), cycles
 
 
 def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:

@@ -8,7 +8,7 @@ import importlib.util
 
 import pytest
 
-from tests.absent.test_pipeline import CASES, assert_streams_and_shared_gradients
+from tests.absent.test_pipeline import CASES, FEW, assert_branches_are_known, assert_streams_and_shared_gradients
 from tests.absent.test_pipeline import compiled as pipelines
 from tests.programs import LITTLE_EFFORT, run_script
 
@@ -96,3 +96,8 @@ def test_offloaded_moments_leave_the_chip() -> None:
 def test_a_pipeline_sends_streams_and_shared_gradients() -> None:
     """Two stages under 1F1B, as a v5e slice runs them."""
     assert_streams_and_shared_gradients(pipelines("v5e:2x4", CASES[0])[CASES[0]])
+
+
+def test_a_schedule_knows_how_often_a_pipeline_computes() -> None:
+    """The same program: its collectives and its cycles are those of four microbatches, not of six ticks."""
+    assert_branches_are_known(pipelines("v5e:2x4", CASES[0])[CASES[0]], FEW)

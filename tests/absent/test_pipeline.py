@@ -16,6 +16,8 @@ COMPILE = f"""
     from spmd.partition_rules.llama import LLAMA
     from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
+    from spmd.analysis.cycles import count_cycles
+    from spmd.analysis.hlo import parse
     from spmd.analysis.memory import estimate_memory, read_memory
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.pipeline.tick_table import tabulate
@@ -39,7 +41,10 @@ COMPILE = f"""
         batch = {{name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}}
         step = spmd.make_train_step(plan, grad_fn=pipeline(spmd.next_token_loss(model), table))
         estimate, compiled = estimate_memory(step, batch, topology.platform), step.compile(batch)
-        memory, records = read_memory(compiled), audit_collectives(compiled, mesh).records
+        memory, program = read_memory(compiled), parse(compiled.as_text())
+        records, counted = (audit_collectives(program, mesh, taken=taken).records for taken in ({{}}, table.taken))
+        branches = [(known.executions, r.executions) for known, r in zip(counted, records) if r.is_conditional]
+        cycles = [count_cycles(program, taken) for taken in (table.taken, {{}})]
         over_pipe = [(r.kind, r.over, r.payload, r.executions, r.is_conditional) for r in records if "pipe" in r.over]
         found[case] = {{
             "ticks": table.ticks,
@@ -48,6 +53,9 @@ COMPILE = f"""
             "estimate": estimate.total,
             "stages": estimate.held["stages"],
             "over pipe": over_pipe,
+            "runs": branches,
+            "unknown": [r.instruction for r in counted if r.is_conditional],
+            "cycles": [c and [sum(c.cycles.values()), c.is_bound] for c in cycles],
             "irregular": [r.kind for r in records if r.axes is None],
         }}
     print(json.dumps(found))
@@ -124,6 +132,28 @@ def assert_streams_and_shared_gradients(found):
     assert moved(counts, "collective-permute") == traffic.permuted
     assert moved(counts, "all-reduce") == traffic.shared
     assert moved(counts, "collective-permute") != pipeline_traffic(ticks + 1, STREAM).permuted
+
+
+def assert_branches_are_known(found, microbatches):
+    """Each branch has its share of the ticks, by the schedule: what it runs, it runs once for each microbatch."""
+    (cycles, is_bound), (most, control) = found["cycles"]
+    assert not is_bound
+    assert not found["unknown"]
+    assert found["runs"]
+    assert all(runs * found["ticks"] == always * microbatches for runs, always in found["runs"])
+    assert control, "without the schedule, the cycles are a bound"
+    assert microbatches / found["ticks"] * most < cycles < most
+
+
+def test_cycles_are_those_of_the_microbatches():
+    """Each has the same; the update takes less than one has. Counting all ticks would leave two microbatches more."""
+    few, many = (compiled("v5e:2x4", *CASES)[FLAT["1f1b"].format(m)]["cycles"] for m in (FEW, MANY))
+    rest = []
+    for (first, _), (last, _) in zip(few, many, strict=True):
+        each = (last - first) / (MANY - FEW)
+        rest.append(first / each - FEW)
+    assert 0 < rest[0] < 1
+    assert 2 < rest[1] < 3
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("interleaved")])

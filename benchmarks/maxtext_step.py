@@ -1,0 +1,40 @@
+"""MaxText's train step as its own `train_compile` compiles it: the program's text and its temporaries, into a file.
+
+    PYTHON benchmarks/maxtext_step.py FILE.json compile_topology=v5e-256 model_name=llama3-8b …
+
+PYTHON is the interpreter of an environment with MaxText and without spmd. `benchmarks/pods.py` starts this and reads
+the file.
+"""
+
+import importlib.util
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+MODULE = "maxtext.trainers.pre_train.train_compile"
+
+
+def main() -> None:
+    file, *arguments = sys.argv[1:]
+    analyse = jax.stages.Compiled.memory_analysis
+
+    def analyse_and_write(compiled: Any) -> Any:
+        memory = analyse(compiled)
+        found = {"text": compiled.as_text(), "temporaries": memory.temp_size_in_bytes}
+        Path(file).write_text(json.dumps(found), encoding="utf-8")
+        return memory
+
+    jax.stages.Compiled.memory_analysis = analyse_and_write  # type: ignore[method-assign]  # once, for the train step
+    package = importlib.util.find_spec("maxtext")
+    if package is None or not package.submodule_search_locations:
+        sys.exit(f"MaxText is not installed for {sys.executable}")
+    sys.argv = [MODULE, str(Path(package.submodule_search_locations[0], "configs", "base.yml")), *arguments]
+    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

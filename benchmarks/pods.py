@@ -1,0 +1,271 @@
+"""What the compilers of absent pods make of a train step, beside bars and beside MaxText's program for the same job.
+
+    python -m benchmarks.pods
+    python -m benchmarks.pods --only 8b 8b-tensor --json pods.json --maxtext maxtext/bin/python
+
+Each job is compiled by `spmd plan --compile` in a process of its own: bf16, AdamW, full remat, 8,192 tokens in each
+sequence, one sequence for each device. A figure is of one device: temporaries in GiB; GiB on the wire in one step, as
+`spmd.analysis.collective_record` counts them (an all-reduce is twice its buffer); and the seconds of the cycles that
+the compiler estimates for a step, without collectives and Pallas kernels.
+
+MaxText's figures are stored; `--maxtext` compiles its programs anew and reads them with the same readers. The exit code
+is 1 if a bar is missed, else 2 if a job was not compiled.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from spmd.analysis.collective_audit import audit_collectives
+from spmd.analysis.cycles import count_cycles
+from spmd.analysis.hlo import parse
+from spmd.analysis.topology import Topology, missing_extra, parse_topology
+from spmd.sharding.mesh import MeshShape, abstract_mesh
+
+GIB = 2**30
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Figures of one program, or bars for them; None where there is none.
+
+    Attributes:
+        temporaries: GiB.
+        gathered: GiB of all-gathers.
+        reduced: GiB of all-reduces and reduce-scatters.
+        sent: GiB of all collectives. Permutes of a matmul in windows are gathers and reductions, and only here.
+        compute: Seconds.
+    """
+
+    temporaries: float | None = None
+    gathered: float | None = None
+    reduced: float | None = None
+    sent: float | None = None
+    compute: float | None = None
+
+
+UNITS = {"temporaries": "GiB", "gathered": "GiB", "reduced": "GiB", "sent": "GiB", "compute": "s"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A config on a machine.
+
+    Attributes:
+        maxtext: MaxText's figures.
+        maxtext_arguments: Of its `train_compile`, besides the common ones; empty where it is not compared.
+    """
+
+    name: str
+    config: str
+    topology: str
+    mesh: Mapping[str, int]
+    bars: Figures
+    maxtext: Figures = Figures()
+    maxtext_arguments: Sequence[str] = ()
+
+    @property
+    def machine(self) -> Topology:
+        """The machine."""
+        return parse_topology(self.topology)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of `spmd plan`."""
+        sizes = {"data": 1, "tensor": 1, **self.mesh}
+        flags = {f"mesh.{axis}": size for axis, size in sizes.items()}
+        flags |= {"data.batch": self.machine.devices, "data.sequence": 8192, "precision": "bf16", "remat": "full"}
+        given = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+        return ["plan", self.config, "--topology", self.topology, *given, "--compile", "--json"]
+
+
+# MaxText 0.2.5 with JAX and jaxlib 0.12.0.1 and libtpu 0.0.50 (Python 3.12, `pip install 'maxtext[tpu]==0.2.5'
+# 'jax[tpu]==0.12.0.1'`), 22 November 2026: `python -m benchmarks.pods --maxtext PYTHON --json FILE`. It reduces
+# gradients in bfloat16. Its machines are named by their cores, of which a v5p has two.
+_SPLIT = "allow_split_physical_axes=true"  # without it MaxText refuses two axes on these machines
+JOBS = (
+    Job(
+        "8b",
+        "llama3-8b",
+        "v5e:16x16",
+        {"fsdp": 256},
+        Figures(temporaries=7.9, gathered=26, reduced=15, compute=3.4),
+        Figures(8.085, 25.98, 29.97, 56.07, 3.393),
+        ("compile_topology=v5e-256", "model_name=llama3-8b", "ici_fsdp_parallelism=256"),
+    ),
+    Job(
+        "70b",
+        "llama3-70b",
+        "v5p:4x4x8",
+        {"fsdp": 128},
+        Figures(temporaries=27.6, gathered=257, reduced=131, compute=11.9),
+        Figures(28.16, 256.96, 258.92, 516.1, 11.87),
+        ("compile_topology=v5p-256", "model_name=llama3-70b", "ici_fsdp_parallelism=128"),
+    ),
+    Job(
+        "8b-tensor",
+        "llama3-8b",
+        "v5e:16x16",
+        {"fsdp": 64, "tensor": 4},
+        Figures(temporaries=9.3, compute=3.35),
+        Figures(9.516, 47.25, 29.41, 109.3, 3.373),
+        (
+            "compile_topology=v5e-256",
+            "model_name=llama3-8b",
+            "ici_fsdp_parallelism=64",
+            "ici_tensor_parallelism=4",
+            _SPLIT,
+        ),
+    ),
+    Job(
+        "70b-tensor",
+        "llama3-70b",
+        "v5p:4x4x8",
+        {"fsdp": 32, "tensor": 4},
+        Figures(temporaries=31.26, sent=580.6, compute=12.63),
+        Figures(31.265, 225.24, 52.36, 580.6, 12.64),
+        (
+            "compile_topology=v5p-256",
+            "model_name=llama3-70b",
+            "ici_fsdp_parallelism=32",
+            "ici_tensor_parallelism=4",
+            _SPLIT,
+        ),
+    ),
+    Job(
+        "405b",
+        "llama3-405b",
+        "v5p:8x8x16",
+        {"fsdp": 1024},
+        Figures(temporaries=63.59, gathered=1500.3, reduced=1504, compute=70.40),
+        Figures(63.60, 1500.2, 1504.1, 3004.8, 70.41),
+        ("compile_topology=v5p-2048", "model_name=llama3.1-405b", "ici_fsdp_parallelism=1024"),
+    ),
+    Job(
+        "70b-h100",
+        "llama3-70b",
+        "h100:16x8",
+        {"fsdp": 128},
+        Figures(temporaries=20.91, gathered=257, reduced=131),
+    ),
+)
+
+
+def figures(temporaries: int, records: Sequence[Mapping[str, Any]], seconds: float | None) -> Figures:
+    """Return the figures of a program; records of collectives are those of `CollectiveAudit.to_json`."""
+
+    def sent(*kinds: str) -> float:
+        return sum(record["bytes"] for record in records if not kinds or record["kind"] in kinds) / GIB
+
+    return Figures(temporaries / GIB, sent("all-gather"), sent("all-reduce", "reduce-scatter"), sent(), seconds)
+
+
+def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a process to its end; it may fail."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    given = {**os.environ, "PYTHONPATH": paths, **environment}
+    return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+
+
+def measure(job: Job) -> Figures:
+    """Compile the job's step with this package.
+
+    Raises:
+        RuntimeError: It was not compiled; the message is the end of what the command says.
+    """
+    done = run([sys.executable, "-m", "spmd_command", *job.arguments])
+    plan = json.loads(done.stdout) if done.stdout else {}
+    if "collectives" not in plan:
+        raise RuntimeError(done.stderr[-2000:] or "the compiler refuses the step")
+    return figures(
+        plan["memory"]["compiled"]["temporaries"], plan["collectives"], plan.get("compute", {}).get("seconds")
+    )
+
+
+def measure_maxtext(job: Job, python: str) -> Figures:
+    """Compile the job's step with MaxText, and read it as ours is read; errors as of `measure`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "step.json")
+        common = ["compile_topology_num_slices=1", "per_device_batch_size=1", "max_target_length=8192"]
+        common += ["remat_policy=full", "enable_checkpointing=false", "dataset_type=synthetic", "run_name=pods"]
+        common += [f"base_output_directory={folder}", *job.maxtext_arguments]
+        script = [python, str(Path(__file__).with_name("maxtext_step.py")), str(file)]
+        done = run([*script, *common], JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", PYTHONPATH="")
+        if not file.exists():
+            raise RuntimeError(done.stderr[-2000:])
+        found = json.loads(file.read_text(encoding="utf-8"))
+    program, mesh = parse(found["text"]), abstract_mesh(MeshShape(**job.mesh))
+    cycles, clock = count_cycles(program, {}), job.machine.chip.clock
+    audit = audit_collectives(program, mesh, backend=job.machine.platform)
+    return figures(found["temporaries"], audit.to_json()["collectives"], cycles and cycles.to_json(clock)["seconds"])
+
+
+def missed(found: Figures, bars: Figures) -> list[str]:
+    """Return each figure that is above its bar, or unknown."""
+    wrong = []
+    for name, bar in dataclasses.asdict(bars).items():
+        value = getattr(found, name)
+        if bar is not None and (value is None or value > bar):
+            wrong.append(f"{name} is {'unknown' if value is None else f'{value:.5g}'}, bar {bar:g}")
+    return wrong
+
+
+def line(label: str, row: Figures) -> str:
+    cells = ("" if value is None else f"{value:.5g} {UNITS[name]}" for name, value in dataclasses.asdict(row).items())
+    return f"{label:12}" + "".join(f"{cell:>14}" for cell in cells)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what compiles."""
+    installed = {distribution.metadata["Name"]: distribution.version for distribution in metadata.distributions()}
+    compilers = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    return {name: installed[name] for name in compilers if name in installed}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[job.name for job in JOBS], metavar="NAME", help="of these jobs")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--maxtext", metavar="PYTHON", help="interpreter of an environment with MaxText")
+    options = parser.parse_args()
+    rows, code = [], 0
+    print(f"{'of one device':12}" + "".join(f"{name:>14}" for name in UNITS))
+    for job in JOBS:
+        if options.only and job.name not in options.only:
+            continue
+        sizes = " × ".join(f"{axis}={size}" for axis, size in job.mesh.items())
+        print(f"\n{job.name}: {job.config} on {job.topology}, {sizes}", flush=True)
+        row: dict[str, Any] = {"job": job.name, "versions": versions(), "bars": dataclasses.asdict(job.bars)}
+        try:
+            if absent := missing_extra(job.machine):
+                raise RuntimeError(str(absent))
+            found = measure(job)
+            row |= {"ours": dataclasses.asdict(found), "missed": missed(found, job.bars)}
+            rows.append(row)
+            print(line("ours", found), line("bar", job.bars), sep="\n", flush=True)
+            if row["missed"]:
+                print(f"missed: {'; '.join(row['missed'])}", flush=True)
+                code = 1
+            if job.maxtext_arguments:
+                maxtext = measure_maxtext(job, options.maxtext) if options.maxtext else job.maxtext
+                row |= {"maxtext": dataclasses.asdict(maxtext)}
+                print(line("MaxText", maxtext), flush=True)
+        except RuntimeError as error:
+            print(f"not compiled: {error}", flush=True)
+            code = code or 2
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

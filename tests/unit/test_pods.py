@@ -1,0 +1,63 @@
+"""The benchmark of pods compares every figure with its bar, and says what it could not compile."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import pods
+from benchmarks.pods import GIB, JOBS, Figures, figures, missed
+from spmd.commands.parsing import parse_command
+from spmd.commands.plan import PlanCommand
+from spmd.run.build import planned_mesh
+
+RECORDS = [
+    {"kind": "all-gather", "bytes": 3 * GIB},
+    {"kind": "all-reduce", "bytes": 2 * GIB},
+    {"kind": "reduce-scatter", "bytes": GIB},
+    {"kind": "collective-permute", "bytes": GIB // 2},
+]
+
+
+def test_figures() -> None:
+    """Gathers and reductions are apart, and everything is in the sum."""
+    assert figures(GIB, RECORDS, 2.5) == Figures(1, 3, 3, 6.5, 2.5)
+
+
+def test_missed() -> None:
+    """A figure may be equal to its bar and not above; one that is unknown is missed, and without a bar none is."""
+    found = Figures(1, 3, 3, 6.5, None)
+    assert missed(found, Figures(temporaries=1, gathered=3)) == []
+    assert missed(found, Figures(temporaries=0.999, reduced=2)) == [
+        "temporaries is 1, bar 0.999",
+        "reduced is 3, bar 2",
+    ]
+    assert missed(found, Figures(compute=9)) == ["compute is unknown, bar 9"]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=[job.name for job in JOBS])
+def test_jobs_are_plans(job) -> None:
+    """Each is a `spmd plan` whose mesh is as large as its machine, with 8,192 tokens in one sequence for a device."""
+    command, _ = parse_command(PlanCommand, job.arguments[1:], "plan")
+    assert planned_mesh(command.config).size == job.machine.devices == command.config.data.batch
+    assert (command.config.data.sequence, command.config.precision, command.config.remat) == (8192, "bf16", "full")
+    assert command.config.optimizer.name == "adamw"
+
+
+@pytest.mark.parametrize(("temporaries", "code"), [(1, 0), (10**6, 1), (None, 2)])
+def test_exit_code(temporaries, code, monkeypatch, tmp_path, capsys) -> None:
+    """0 where all bars are met, 1 where one is missed, 2 where a job was not compiled; the file has what was found."""
+
+    def measure(job):
+        if temporaries is None:
+            raise RuntimeError("there is no compiler")
+        return Figures(temporaries, 1, 1, 2, 1)
+
+    monkeypatch.setattr(pods, "measure", measure)
+    monkeypatch.setattr(pods, "missing_extra", lambda topology: None)
+    monkeypatch.setattr(sys, "argv", ["pods", "--only", "8b", "--json", str(tmp_path / "found.json")])
+    assert pods.main() == code
+    printed, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    assert ("missed: temporaries is 1e+06, bar 7.9" in printed) == (code == 1)
+    assert ("not compiled: there is no compiler" in printed) == (code == 2)
+    assert [row["missed"] for row in found] == {0: [[]], 1: [["temporaries is 1e+06, bar 7.9"]], 2: []}[code]
