@@ -59,7 +59,6 @@ def _spans_slice(mesh: AnyMesh | None, axis: str, kind: str) -> bool:
     """Return whether the devices along an axis are all those of a slice, of a kind of TPU."""
     if not isinstance(mesh, Mesh) or not mesh.devices.flat[0].device_kind.startswith(kind):
         return False
-    slices = np.array([getattr(device, "slice_index", 0) for device in mesh.devices.flat]).reshape(mesh.devices.shape)
-    rows = np.moveaxis(slices, mesh.axis_names.index(axis), -1)
-    whole = rows.shape[-1] == np.sum(slices == slices.flat[0])
-    return bool(whole and rows.shape[-1] % 2 == 0 and (rows == rows[..., :1]).all())
+    count, numbers = mesh.shape[axis], [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+    lines = np.moveaxis(np.reshape(numbers, mesh.devices.shape), mesh.axis_names.index(axis), -1)
+    return count % 2 == 0 and count == numbers.count(numbers[0]) and bool((lines == lines[..., :1]).all())
