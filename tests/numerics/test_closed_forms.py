@@ -173,7 +173,8 @@ def test_what_cpu_writes_otherwise_is_stated(audits: dict[str, CollectiveAudit])
     assert scattered
     assert {r.written_as for r in scattered} == {"all-reduce"}
     assert "reduce-scatter is written as all-reduce" in str(audits["zero 3"])
-    assert sum("added" in r.written_as for r in audits["tensor"].records if r.payload >= F32 * ACTIVATION) == 2 * LAYERS
+    whole = audits["tensor, whole stream"].records
+    assert sum("added" in r.written_as for r in whole if r.payload >= F32 * ACTIVATION) == 2 * LAYERS
 
 
 def test_every_kernel_is_told_by_its_path(audits: dict[str, CollectiveAudit]) -> None:
