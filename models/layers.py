@@ -46,8 +46,8 @@ def columns(
 ) -> tuple[Float[Array, "batch seq hidden"], ...]:
     """Apply column-parallel kernels: from the residual stream into hidden units, which a table may split over `tensor`.
 
-    If the table splits the residual stream over `tensor` too, by width or by tokens (sequence parallelism, Korthikanti
-    et al., arXiv:2205.05198, section 4.2.2), it is gathered here, once for all kernels. For the backward pass it is
+    If the table splits the residual stream over `tensor` too, by tokens (sequence parallelism, Korthikanti et al.,
+    arXiv:2205.05198, section 4.2.2), tokens are gathered here, once for all kernels. For the backward pass they are
     saved split, and gathered again.
 
     Args:
