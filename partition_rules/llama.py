@@ -3,6 +3,9 @@
 The embedding is split by columns, not by vocabulary. Each device looks up its columns for all tokens of its `fsdp ×
 tensor` group, and then columns are exchanged for tokens: activations are communicated instead of the table, and the
 table's gradient needs no sum over `fsdp`. As a tied head it is split by vocabulary.
+
+Between the matrices, the residual stream and its norms are split over `tensor` too: by width, which any number of
+tokens allows (decision 0033).
 """
 
 import dataclasses
@@ -23,7 +26,7 @@ _LAYERS = (
     ("(attention_norm|mlp_norm|norm)/scale", replicate("norm scales are a few KiB")),
 )
 _ACTIVATIONS = (
-    ("residual", P(BATCH_AXES, "sequence")),  # [batch, seq, d], as are the next two
+    ("residual", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, d], as are the next two
     ("attention_input", P(BATCH_AXES, "sequence")),
     ("mlp_input", P(BATCH_AXES, "sequence")),
     ("attention_query", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, heads, head_dim]
@@ -62,9 +65,9 @@ LLAMA_TIED = Rules(
 
 
 def sequence_parallel(rules: Rules) -> Rules:
-    """Split tokens over `tensor` too, outside of matmuls: in norms and residuals.
+    """Split the residual stream and its norms over `tensor` by tokens instead of by width.
 
-    All-reduces become reduce-scatters and all-gathers (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+    Norms then need no sum over `tensor` (Korthikanti et al., arXiv:2205.05198, section 4.2.2), and tokens must divide.
     """
     assert "residual" in dict(rules.activations), "the table has no row for the residual stream"
     split = P(BATCH_AXES, ("sequence", "tensor"))
@@ -89,6 +92,4 @@ def replicated_kv(rules: Rules) -> Rules:
     return dataclasses.replace(rules, params=[*whole.items(), *params], activations=activations)
 
 
-LLAMA_SEQUENCE_PARALLEL = sequence_parallel(LLAMA)
-LLAMA_TIED_SEQUENCE_PARALLEL = sequence_parallel(LLAMA_TIED)
 LLAMA_REPLICATED_KV = replicated_kv(LLAMA)

@@ -7,7 +7,7 @@ from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
 
 _SPLIT = ("attention_query", "attention_key", "attention_value", "attention_out", "mlp_up", "mlp_hidden")
-_WHOLE = ("residual", "attention_input", "mlp_input")
+_WHOLE = ("attention_input", "mlp_input")
 
 VIT = Rules(
     params=(
@@ -19,6 +19,7 @@ VIT = Rules(
     ),
     activations=(
         ("patches", P(BATCH_AXES)),  # [batch, patches, patch, patch, channels]
+        ("residual", P(BATCH_AXES, None, "tensor")),  # [batch, patches + 1, d], as are the next two
         *((name, P(BATCH_AXES)) for name in _WHOLE),
         *((name, P(BATCH_AXES, None, "tensor")) for name in _SPLIT),
         ("class_logits", P(BATCH_AXES)),  # [batch, classes]

@@ -38,7 +38,7 @@ MIN_BYTES = 1024
 """Payloads below it are ignored: the loss and other scalars."""
 
 MIN_SHARE = 0.01
-"""Smallest share of a step's bytes for which a gathered activation is reported."""
+"""Smallest share of a step's bytes for which a gather is reported."""
 
 _REMATERIALIZATION = "Involuntary full rematerialization"
 
@@ -155,7 +155,7 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
         axes, operation = record.axes or (), record.op_name.rpartition("/")[2]
         is_float = record.operand[0] in "bf"
         if record.kind == "all-gather" and record.array.startswith("params/"):
-            if "tensor" in axes:
+            if "tensor" in axes and record.bytes >= MIN_SHARE * total:
                 fix = "split the activation that it meets, so that each device needs its own part"
                 yield Problem(where, "is a parameter gathered over tensor", amount, fix)
         elif record.kind == "all-gather" and not record.array and operation != "all_gather" and is_float:

@@ -81,6 +81,7 @@ class _Layout:
     kernel: P = _WHOLE  # as an input
     gradient: P = _WHOLE  # of the kernel, as an output
     vocabulary: tuple[str, ...] = ()  # the axes that the vocabulary is split over
+    width: tuple[str, ...] = ()  # those of them that also split the width of `x`
     gathers: tuple[tuple[str, ...], ...] = ()  # the axes that each dimension of the kernel is gathered over
     scatters: tuple[tuple[str, ...], ...] = ()  # the axes that each dimension of its gradient is scattered over
 
@@ -89,8 +90,9 @@ class _Layout:
         local = functools.partial(_local, layout=self, differentiate=differentiate)
         if self.mesh is None:
             return local(*arrays)
-        specs = (self.tokens, self.kernel, self.tokens, self.tokens)
-        results = (P(), P(), *([self.tokens, self.gradient] if differentiate else []))
+        x = P(*self.tokens, self.width or None)
+        specs = (x, self.kernel, self.tokens, self.tokens)
+        results = (P(), P(), *([x, self.gradient] if differentiate else []))
         return manual_over(self.mesh, self.split, local, specs, results)(*arrays)
 
     @property
@@ -142,7 +144,7 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
         raise AnnotationError("The sharding of the head is not known:", [problem])
     mesh, tokens = scope
     split = split_axes(mesh)
-    token_dims, dim = spec_dims(tokens, 2, split), head.axes.index("o")
+    (*token_dims, width), dim = spec_dims(tokens, 3, split), head.axes.index("o")
     vocabulary = spec_dims(head.placed.used, 2, split)[dim]
     used = [vocabulary if i == dim else () for i in range(2)]
 
@@ -162,6 +164,7 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
         kernel=dims_spec(stored),
         gradient=dims_spec(gradient),
         vocabulary=vocabulary,
+        width=width if set(width) <= set(vocabulary) else (),
         gathers=extra_axes(stored, used),
         scatters=extra_axes(gradient, used),
     )
@@ -232,8 +235,8 @@ def _of_chunk(
     gradient: Any,
 ) -> tuple[tuple[Array, ...], Array | None]:
     """Return `(loss, correct)` of a chunk and None; with a `gradient` dtype `(loss, correct, dkernel)` and dx."""
-    along = ((), layout.joined)
-    x, targets, weights = (all_gather(a, along) for a in (x, targets, weights))
+    along = ((), layout.joined, layout.width)
+    x, targets, weights = all_gather(x, along), *(all_gather(a, along[:2]) for a in (targets, weights))
     logits = jnp.einsum(f"...i,{layout.axes}->...o", x, kernel, preferred_element_type=jnp.float32)
     logits = annotate(soft_capped(logits, layout.soft_cap), layout.logits)
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
@@ -255,4 +258,5 @@ def _of_chunk(
     dlogits = dlogits if x.dtype == jnp.float16 else dlogits.astype(x.dtype)
     dkernel = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=gradient)
     dx = psum_scatter(jnp.einsum(f"...o,{layout.axes}->...i", dlogits, kernel), along)
-    return (loss, correct, dkernel), psum(dx, tuple(axis for axis in layout.vocabulary if axis not in layout.joined))
+    scattered = (*layout.joined, *layout.width)
+    return (loss, correct, dkernel), psum(dx, tuple(axis for axis in layout.vocabulary if axis not in scattered))

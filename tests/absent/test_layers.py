@@ -12,7 +12,7 @@ COMPILE = f"""
     import dataclasses, json, sys
     import jax, optax, spmd
     from spmd.models.llama import LlamaConfig
-    from spmd.partition_rules.llama import LLAMA, LLAMA_SEQUENCE_PARALLEL
+    from spmd.partition_rules.llama import LLAMA, sequence_parallel
     from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.topology import parse_topology, topology_devices
@@ -20,12 +20,14 @@ COMPILE = f"""
     topology = parse_topology(sys.argv[1])
     initialize(target_platform=topology.platform)
     model = spmd.from_nnx(LlamaConfig(512, {D}, {LAYERS}, 8, 8, {2 * D}).build)
-    table = dict(LLAMA_SEQUENCE_PARALLEL.activations)
-    wrong = dataclasses.replace(LLAMA_SEQUENCE_PARALLEL, activations=table | {{"mlp_hidden": table["mlp_input"]}})
+    table = dict(LLAMA.activations)
+    whole = dataclasses.replace(LLAMA, activations=table | {{"residual": table["mlp_input"]}})
+    wrong = dataclasses.replace(LLAMA, activations=table | {{"mlp_hidden": table["mlp_input"]}})
     found = {{}}
     for name, rules, shape, sizes, context in (
-        ("tensor", LLAMA, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
-        ("tokens", LLAMA_SEQUENCE_PARALLEL, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
+        ("whole", whole, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
+        ("tokens", sequence_parallel(LLAMA), ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
+        ("width", LLAMA, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
         ("wrong", wrong, ({BATCH}, {SEQ}), {{"tensor": 8}}, "ring"),
         ("ring", LLAMA, (1, {LONG}), {{"sequence": 8}}, "ring"),
         ("all-to-all", LLAMA, (1, {LONG}), {{"sequence": 8}}, "all-to-all"),
@@ -63,14 +65,15 @@ def of_one_layer(records, source, payload=None):
 
 def test_tensor_parallel_communication_is_the_published_minimum(topology):
     """In each layer two all-reduces forward and two backward (arXiv:1909.08053, section 3)."""
-    found = of_one_layer(collectives(topology)["tensor"], "layers.py", TOKENS)
+    found = of_one_layer(collectives(topology)["whole"], "layers.py", TOKENS)
     assert found == {("all-reduce", "forward"): 2, ("all-reduce", "backward"): 2}
 
 
-def test_sequence_parallel_communication_is_as_published(topology):
-    """Each all-reduce is a reduce-scatter and an all-gather, which on a ring move as much; and tokens, which are kept
-    split, are gathered again for the gradients of kernels (arXiv:2205.05198, section 4.2.2)."""
-    assert of_one_layer(collectives(topology)["tokens"], "layers.py", TOKENS) == {
+@pytest.mark.parametrize("split", ["width", "tokens"])
+def test_a_split_stream_communicates_as_published(topology, split):
+    """Each all-reduce is a reduce-scatter and an all-gather, which on a ring move as much; and the stream, which is
+    kept split, is gathered again for the gradients of kernels (arXiv:2205.05198, section 4.2.2)."""
+    assert of_one_layer(collectives(topology)[split], "layers.py", TOKENS) == {
         ("all-gather", "forward"): 2,
         ("reduce-scatter", "forward"): 2,
         ("all-gather", "backward"): 2 + 2,
@@ -81,14 +84,14 @@ def test_sequence_parallel_communication_is_as_published(topology):
 def test_control_a_wrong_table_moves_something_else(topology):
     """Where a table leaves hidden units whole, the counts above notice."""
     found = collectives(topology)
-    wrong, right = (of_one_layer(found[name], "layers.py", TOKENS) for name in ("wrong", "tokens"))
+    wrong, right = (of_one_layer(found[name], "layers.py", TOKENS) for name in ("wrong", "width"))
     assert wrong != right
 
 
 def test_no_kernel_is_gathered(topology):
     """Over `tensor`, activations travel and never kernels."""
     found = collectives(topology)
-    gathered = [array for name in ("tensor", "tokens") for kind, _, _, array, *_ in found[name] if kind == "all-gather"]
+    gathered = [array for name in ("width", "tokens") for kind, _, _, array, *_ in found[name] if kind == "all-gather"]
     assert not [array for array in gathered if "kernel" in array]
 
 

@@ -10,6 +10,7 @@ all-gather's result, a reduce-scatter's operand, an all-reduce's operand twice.
 | ZeRO 2 | gradients reduce-scattered, the updated parameters gathered once: Ψ + Ψ (section 7.2.1: Pos+g) |
 | ZeRO 3 | gathered forward, and again backward under remat; gradients reduce-scattered: 3 Ψ (section 7.2.2: Pos+g+p) |
 | tensor parallel | in a layer 2 all-reduces of [batch, seq, d] forward, 2 backward (Shoeybi et al., arXiv:1909.08053) |
+| the same, split | each is an all-gather and a reduce-scatter; 2 gathers more (Korthikanti et al., arXiv:2205.05198) |
 
 Where this framework differs by decision (docs/decisions/0001): the embedding is looked up by columns, so over `fsdp`
 tokens are gathered and rows exchanged, once in each direction, and its gradient needs no sum.
@@ -46,6 +47,7 @@ LAYOUTS = {
     "zero 3, remat": ({"fsdp": 8}, {"zero": 3, "remat": "full"}),
     "hybrid": ({"data": 2, "fsdp": 4}, {"zero": 3}),
     "tensor": ({"tensor": 8}, {}),
+    "tensor, whole stream": ({"tensor": 8}, {"whole": True}),
 }
 
 # Kind → axes → numbers of 4 bytes; what is not named does not occur. Norm scales and the loss are too small to count.
@@ -80,6 +82,14 @@ FORMS = {
         "all_to_all": {"fsdp": EXCHANGE},
     },
     "tensor": {
+        # In a layer 2 forward and 2 backward, and what was saved split; the head; the embedding's columns, both ways.
+        "all_gather": {"tensor": (6 * LAYERS + 1 + 2) * ACTIVATION},
+        # In a layer 2 forward, 2 backward on GPUs and TPUs, and 5 on CPUs: one behind each kernel that has this input.
+        "reduce_scatter": {"tensor": ((2 + 5) * LAYERS + 1) * ACTIVATION},
+        # Three numbers of each token for the softmax, and for each norm one forward and two backward.
+        "all_reduce": {"tensor": 2 * (3 + 3 * (2 * LAYERS + 1)) * TOKENS},
+    },
+    "tensor, whole stream": {
         # In a layer 2 forward and 2 backward, once behind the head, and three numbers of each token for the softmax.
         "all_reduce": {"tensor": 2 * ((4 * LAYERS + 1) * ACTIVATION + 3 * TOKENS)},
         "all_gather": {"tensor": ACTIVATION},  # columns of the embedding
@@ -96,12 +106,15 @@ from spmd.partition_rules.llama import LLAMA
 spmd.simulate_devices(8)
 vocab, d, layers, heads, d_ff, batch, seq = json.loads(sys.argv[1])
 optimizer = spmd.make_optimizer(spmd.OptimizerConfig(learning_rate=1e-3, schedule="constant"), steps=1)
+marks = dict(LLAMA.activations)
+whole_stream = dataclasses.replace(LLAMA, activations=marks | {"residual": marks["mlp_input"]})
 shapes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
 for file, (mesh, options) in json.loads(sys.argv[2]).items():
     unroll = layers if options.get("remat", "none") == "none" else 1
     config = dataclasses.replace(LlamaConfig(vocab, d, layers, heads, heads, d_ff), unroll=unroll)
     model = spmd.from_nnx(config.build)
-    plan = spmd.make_plan(spmd.make_mesh(**mesh), LLAMA, model, optimizer, **options)
+    rules = whole_stream if options.pop("whole", False) else LLAMA
+    plan = spmd.make_plan(spmd.make_mesh(**mesh), rules, model, optimizer, **options)
     step = spmd.make_train_step(plan, spmd.next_token_loss(model))
     compiled = step.compile({name: jax.ShapeDtypeStruct((batch, seq), dtype) for name, dtype in shapes.items()})
     with open(file, "w") as out:
@@ -160,7 +173,8 @@ def test_what_cpu_writes_otherwise_is_stated(audits: dict[str, CollectiveAudit])
     assert scattered
     assert {r.written_as for r in scattered} == {"all-reduce"}
     assert "reduce-scatter is written as all-reduce" in str(audits["zero 3"])
-    assert sum("added" in r.written_as for r in audits["tensor"].records if r.payload >= F32 * ACTIVATION) == 2 * LAYERS
+    whole = audits["tensor, whole stream"].records
+    assert sum("added" in r.written_as for r in whole if r.payload >= F32 * ACTIVATION) == 2 * LAYERS
 
 
 def test_every_kernel_is_told_by_its_path(audits: dict[str, CollectiveAudit]) -> None:

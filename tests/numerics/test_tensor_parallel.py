@@ -1,5 +1,6 @@
 """Tensor and sequence parallelism: the numbers of one device, and the published memory."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,11 +13,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.models.llama import LlamaConfig
 from spmd.models.mixtral import PRESETS as MIXTRAL_PRESETS
-from spmd.partition_rules.llama import (
-    LLAMA,
-    LLAMA_REPLICATED_KV,
-    LLAMA_SEQUENCE_PARALLEL,
-)
+from spmd.partition_rules.llama import LLAMA, LLAMA_REPLICATED_KV, sequence_parallel
 from spmd.plan.plan import make_plan
 from spmd.testing import Reference, token_batches
 from spmd.train.step import make_train_step
@@ -26,13 +23,13 @@ BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
 MIXTRAL_CONFIG = MIXTRAL_PRESETS["test"]
 
 
-def parity(config, rules, plain, **sizes):
-    """Two steps under a rule table on a mesh, against the plain table on one device."""
+def parity(config, rules, plain, batches=BATCHES, **sizes):
+    """Steps under a rule table on a mesh, against the plain table on one device."""
     model = tiny.model(config)
     ours, theirs = (
         make_plan(tiny.mesh(**axes), table, model, tiny.OPTIMIZER) for axes, table in ((sizes, rules), ({}, plain))
     )
-    return Reference(theirs, value_and_grad(next_token_loss(model, chunk=24)), BATCHES).compare(ours)
+    return Reference(theirs, value_and_grad(next_token_loss(model, chunk=24)), batches).compare(ours)
 
 
 def test_key_value_heads_are_replicated_where_the_table_says_so():
@@ -71,9 +68,24 @@ def tiny_loss(model):
 OUTSIDE, INSIDE = 4, 4 + 3 * 2  # two norms and their inputs; q, k, v and the output; gate, up and hidden, 2 d wide each
 
 
+WHOLE = dataclasses.replace(
+    LLAMA, activations=dict(LLAMA.activations) | {"residual": dict(LLAMA.activations)["attention_input"]}
+)
+"""The residual stream whole on every device of `tensor`, as in Megatron-LM's first paper."""
+
+
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_activations_fall_as_published(tensor):
-    """Tensor parallelism divides what is inside of its regions, sequence parallelism all (table 2 of the paper)."""
+    """Where the residual stream is split, all are divided, and else those inside of regions (table 2 of the paper)."""
     assert saved(LLAMA, 1) == OUTSIDE + INSIDE
-    assert saved(LLAMA, tensor) == OUTSIDE + INSIDE / tensor
-    assert saved(LLAMA_SEQUENCE_PARALLEL, tensor) == (OUTSIDE + INSIDE) / tensor
+    assert saved(WHOLE, tensor) == OUTSIDE + INSIDE / tensor
+    assert saved(LLAMA, tensor) == saved(sequence_parallel(LLAMA), tensor) == (OUTSIDE + INSIDE) / tensor
+
+
+def test_any_number_of_tokens_is_split():
+    """By width, 15 tokens go over two devices; by tokens they are refused."""
+    batches = token_batches((8, 15), tiny.CONFIG.vocab, steps=1)
+    result = parity(tiny.CONFIG, LLAMA, LLAMA, batches, tensor=2)
+    assert result.ok, f"\n{result}"
+    with pytest.raises(AnnotationError, match=r"residual(.|\n)*15 / \(sequence=1 × tensor=2\) = 7.5"):
+        parity(tiny.CONFIG, sequence_parallel(LLAMA), LLAMA, batches, tensor=2)

@@ -16,7 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fsdp": ("1", "zero0", "zero1", "zero2", "zero3"),  # two devices, but for the first
     "expert": ("1", "2"),
     "sequence": ("1", "ring", "all-to-all"),
-    "tensor": ("1", "plain", "sequence-parallel"),
+    "tensor": ("1", "width", "tokens"),
     "pipe": ("1", "gpipe", "1f1b", "interleaved"),
     "accumulate": ("1", "2"),
     "remat": ("none", "full", "selective", "save:attention_out", "offload:attention_out"),
@@ -24,7 +24,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("xla", "chunked"),
     "offload": ("nothing", "optimizer_state", "params", "params+optimizer_state"),
 }
-"""What a layout chooses, and the choices; an axis of the mesh that is not "1" has two devices."""
+"""What a layout chooses, and the choices; an axis of the mesh that is not "1" has two devices.
+
+Of `tensor`, the choice is how the residual stream is split over it.
+"""
 AXES = ("pipe", "data", "fsdp", "expert", "sequence", "tensor")
 DEVICES = 8
 

@@ -56,7 +56,7 @@ def config_of(row: Row) -> TrainConfig:
     model, rules = MODELS[row["model"]]
     return TrainConfig(
         model=model,
-        rules=sequence_parallel(rules) if row["tensor"] == "sequence-parallel" else rules,
+        rules=sequence_parallel(rules) if row["tensor"] == "tokens" else rules,
         mesh=MeshShape(**mesh_sizes(row)),
         zero=int(row["fsdp"][-1]) if row["fsdp"] != "1" else 3,
         remat=row["remat"],
