@@ -62,8 +62,8 @@ MUTATIONS = {
     ),
     "wrong psum axis of a gradient": Mutation(
         "spmd/layers/lm_head.py",
-        "psum(dx, tuple(axis for axis in layout.vocabulary if axis not in layout.joined))",
-        "psum(dx, tuple(axis for axis in layout.summed if axis not in layout.joined))",
+        "psum(dx, tuple(axis for axis in layout.vocabulary if axis not in scattered))",
+        "psum(dx, tuple(axis for axis in layout.summed if axis not in scattered))",
         ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[P('tensor', 'fsdp')]",),
     ),
     "dropped microbatch": Mutation(
