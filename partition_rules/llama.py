@@ -36,7 +36,7 @@ _ACTIVATIONS = (
     ("logits", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, vocab]
 )
 
-_EMBEDDING = ("embed/embedding", P(None, ("fsdp", "tensor")))  # [vocab, d]
+_EMBEDDING = ("embed/embedding", P("pipe", ("fsdp", "tensor")))  # [vocab, d]; over pipe, it is only stored split
 _LOOKUP = (
     ("embed_tokens", P(("data", "expert"), "sequence")),  # [batch, seq]: every column's owner sees all tokens
     ("embed_rows", P(("data", "expert"), "sequence", ("fsdp", "tensor"))),  # [batch, seq, d]
@@ -44,7 +44,7 @@ _LOOKUP = (
 )
 
 LLAMA = Rules(
-    params=(_EMBEDDING, *_LAYERS, ("lm_head/kernel", P("fsdp", "tensor"))),  # the head is [d, vocab]
+    params=(_EMBEDDING, *_LAYERS, ("lm_head/kernel", P(("fsdp", "pipe"), "tensor"))),  # the head is [d, vocab]
     activations=(*_LOOKUP, *_ACTIVATIONS),
     stacked={"layers": "pipe"},
 )
