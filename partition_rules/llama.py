@@ -54,8 +54,8 @@ LLAMA_TIED = Rules(
     activations=(
         *_LOOKUP,
         *_ACTIVATIONS,
-        ("tied_columns", P("tensor", "fsdp")),  # [vocab, d]: columns are exchanged for rows of the vocabulary, …
-        ("tied_head", P("tensor")),  # … then gathered over fsdp
+        ("tied_columns", P(("pipe", "tensor"), "fsdp")),  # [vocab, d]: columns are exchanged for rows, …
+        ("tied_head", P(("pipe", "tensor"))),  # … which are then gathered over fsdp
     ),
     stacked={"layers": "pipe"},
 )

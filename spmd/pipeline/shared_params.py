@@ -38,7 +38,7 @@ def sum_over_stages(gradients: Any) -> Any:
         dims = spec_dims(placed.gradient, d.ndim - 1, placed.mesh.axis_names)
         over = [(AXIS,) if AXIS in axes else () for axes in dims]
         rest = extra_axes(dims, over)
-        split = dims_spec([axes + own for axes, own in zip(rest, over, strict=True)])  # devices hold parts in this order
+        split = dims_spec([axes + own for axes, own in zip(rest, over, strict=True)])  # the order of scattered parts
 
         def local(d: jax.Array) -> jax.Array:
             return psum_scatter(d[0], over) if any(over) else psum(d[0], (AXIS,))

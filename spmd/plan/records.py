@@ -19,7 +19,7 @@ class ParamPlacement:
 
     Attributes:
         stored: Its spec in the training state.
-        used: Its spec in a matmul: as stored, but gathered over `fsdp` and `pipe`.
+        used: Its spec in a matmul: as stored, but gathered over `fsdp`.
         gradient: The spec that its gradient is reduced to, by the ZeRO stage.
         stacks: Its stacks, the outermost first.
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering it again.

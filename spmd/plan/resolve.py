@@ -95,9 +95,9 @@ def resolve_placement(
 ) -> ParamPlacement:
     """Return the placement of one layer's parameter in these stacks."""
     spec = P() if isinstance(match.requested, Replicate) else match.requested
-    whole = drop_axis(spec, "fsdp")
-    stored, gradient = (spec if table in ZERO_KEEPS[zero] else whole for table in ("params", "gradients"))
-    return ParamPlacement(mesh, stored, drop_axis(whole, "pipe"), gradient, stacks, on_host)
+    used = drop_axis(spec, "fsdp")
+    stored, gradient = (spec if table in ZERO_KEEPS[zero] else used for table in ("params", "gradients"))
+    return ParamPlacement(mesh, stored, used, gradient, stacks, on_host)
 
 
 def resolve_optimizer_state(
