@@ -2,7 +2,8 @@
 
 The embedding is split by columns, not by vocabulary. Each device looks up its columns for all tokens of its `fsdp ×
 tensor` group, and then columns are exchanged for tokens: activations are communicated instead of the table, and the
-table's gradient needs no sum over `fsdp`. As a tied head it is split by vocabulary.
+table's gradient needs no sum over `fsdp`. As a tied head it is split by vocabulary. Over `pipe`, where every stage of a
+pipeline uses embedding and head whole, only what is stored is split.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ _ACTIVATIONS = (
     ("logits", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, vocab]
 )
 
-_EMBEDDING = ("embed/embedding", P("pipe", ("fsdp", "tensor")))  # [vocab, d]; over pipe, it is only stored split
+_EMBEDDING = ("embed/embedding", P("pipe", ("fsdp", "tensor")))  # [vocab, d]
 _LOOKUP = (
     ("embed_tokens", P(("data", "expert"), "sequence")),  # [batch, seq]: every column's owner sees all tokens
     ("embed_rows", P(("data", "expert"), "sequence", ("fsdp", "tensor"))),  # [batch, seq, d]

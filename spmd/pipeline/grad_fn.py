@@ -30,9 +30,10 @@ from spmd.plan.fsdp import grad_targets
 def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
     """Return a gradient function that pipelines microbatches through stages, each with some of the layers.
 
-    The parameters that the plan splits over `pipe` are the layers; everything else is on every stage. If stages have
-    several chunks, the step moves the layers to their stage, and their gradients back (`interleave`). The loss is a
-    `ModelLoss` of a model in parts, such as `next_token_loss(model)`; another raises a `ConfigError` at trace time.
+    The stacks that the plan splits over `pipe` are the layers; everything else is used by every stage, however it is
+    stored (`shared_params`). If stages have several chunks, the step moves the layers to their stage, and their
+    gradients back (`interleave`). The loss is a `ModelLoss` of a model in parts, such as `next_token_loss(model)`;
+    another raises a `ConfigError` at trace time.
     """
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
