@@ -21,10 +21,10 @@ def gather_over_stages(arrays: Any) -> Any:
     placements = current().placements
 
     def gather(path: str, x: jax.Array) -> jax.Array:
-        placed = placements[path].of_stack() if path in placements else None
-        if placed is None or placed.stored == (spec := drop_axis(placed.stored, AXIS)):
+        if path not in placements:
             return x
-        return constrain(x, placed.mesh, spec, "a parameter of all stages")
+        placed = placements[path].of_stack()
+        return constrain(x, placed.mesh, drop_axis(placed.stored, AXIS), "a parameter of all stages")
 
     return tree.map_with_path(gather, arrays)
 
