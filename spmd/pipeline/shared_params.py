@@ -18,23 +18,20 @@ from spmd.sharding.optimizer_state import drop_axis
 
 def gather_over_stages(arrays: Any) -> Any:
     """Return parameters or frozen variables whole over `pipe`, and split over all other axes as they are stored."""
-    placements = current().placements
 
     def gather(path: str, x: jax.Array) -> jax.Array:
-        if path not in placements:
+        if (placed := current().placements.get(path)) is None:
             return x
-        placed = placements[path].of_stack()
-        return constrain(x, placed.mesh, drop_axis(placed.stored, AXIS), "a parameter of all stages")
+        return constrain(x, placed.mesh, drop_axis(placed.of_stack().stored, AXIS), "a parameter of all stages")
 
     return tree.map_with_path(gather, arrays)
 
 
 def sum_over_stages(gradients: Any) -> Any:
     """Return the sums of gradients `[stage, …]`, split as the plan keeps them."""
-    placements = current().placements
 
     def add(path: str, d: jax.Array) -> jax.Array:
-        placed = placements[path].of_stack()
+        placed = current().placements[path].of_stack()
         dims = spec_dims(placed.gradient, d.ndim - 1, placed.mesh.axis_names)
         over = [(AXIS,) if AXIS in axes else () for axes in dims]
         rest = extra_axes(dims, over)
