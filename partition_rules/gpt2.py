@@ -25,7 +25,7 @@ LAYERS = (
 """Parameters of a layer with LayerNorm, biases and an MLP without a gate."""
 
 GPT2 = Rules(
-    params=(("embed/embedding", P(None, ("fsdp", "tensor"))), ("positions", P(None, "fsdp")), *LAYERS),
+    params=(("embed/embedding", P(None, ("fsdp", "tensor", "pipe"))), ("positions", P(None, "fsdp")), *LAYERS),
     activations=tuple(mark for mark in LLAMA_TIED.activations if mark[0] != "mlp_gate"),
     stacked={"layers": "pipe"},
 )

@@ -2,7 +2,8 @@
 
 The embedding is split by columns, not by vocabulary. Each device looks up its columns for all tokens of its `fsdp ×
 tensor` group, and then columns are exchanged for tokens: activations are communicated instead of the table, and the
-table's gradient needs no sum over `fsdp`. As a tied head it is split by vocabulary.
+table's gradient needs no sum over `fsdp`. As a tied head it is split by vocabulary. Over `pipe`, where every stage of a
+pipeline uses embedding and head whole, only what is stored is split.
 
 Between the matrices, the residual stream and its norms are split over `tensor` too: by width, which any number of
 tokens allows (decision 0033).
@@ -39,7 +40,7 @@ _ACTIVATIONS = (
     ("logits", P(BATCH_AXES, "sequence", "tensor")),  # [batch, seq, vocab]
 )
 
-_EMBEDDING = ("embed/embedding", P(None, ("fsdp", "tensor")))  # [vocab, d]
+_EMBEDDING = ("embed/embedding", P("pipe", ("fsdp", "tensor")))  # [vocab, d]
 _LOOKUP = (
     ("embed_tokens", P(("data", "expert"), "sequence")),  # [batch, seq]: every column's owner sees all tokens
     ("embed_rows", P(("data", "expert"), "sequence", ("fsdp", "tensor"))),  # [batch, seq, d]
@@ -47,7 +48,7 @@ _LOOKUP = (
 )
 
 LLAMA = Rules(
-    params=(_EMBEDDING, *_LAYERS, ("lm_head/kernel", P("fsdp", "tensor"))),  # the head is [d, vocab]
+    params=(_EMBEDDING, *_LAYERS, ("lm_head/kernel", P(("fsdp", "pipe"), "tensor"))),  # the head is [d, vocab]
     activations=(*_LOOKUP, *_ACTIVATIONS),
     stacked={"layers": "pipe"},
 )
@@ -57,8 +58,8 @@ LLAMA_TIED = Rules(
     activations=(
         *_LOOKUP,
         *_ACTIVATIONS,
-        ("tied_columns", P("tensor", "fsdp")),  # [vocab, d]: columns are exchanged for rows of the vocabulary, …
-        ("tied_head", P("tensor")),  # … then gathered over fsdp
+        ("tied_columns", P(("pipe", "tensor"), "fsdp")),  # [vocab, d]: columns are exchanged for rows, …
+        ("tied_head", P(("pipe", "tensor"))),  # … which are then gathered over fsdp
     ),
     stacked={"layers": "pipe"},
 )

@@ -20,6 +20,7 @@ from spmd.model_api.precision import scale_loss, split_loss_scale
 from spmd.pipeline.executor import cond, first_carry, run_ticks, shift, zeros
 from spmd.pipeline.interleave import AXIS, interleave
 from spmd.pipeline.partition import StageModel, Stream, partition, split_in_flight
+from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets
@@ -29,9 +30,10 @@ from spmd.plan.manual import manual_over
 def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
     """Return a gradient function that pipelines microbatches through stages, each with some of the layers.
 
-    The parameters that the plan splits over `pipe` are the layers; everything else is on every stage. If stages have
-    several chunks, the step moves the layers to their stage, and their gradients back (`interleave`). The loss is a
-    `ModelLoss` of a model in parts, such as `next_token_loss(model)`; another raises a `ConfigError` at trace time.
+    The stacks that the plan splits over `pipe` are the layers; everything else is used by every stage, however it is
+    stored (`shared_params`). If stages have several chunks, the step moves the layers to their stage, and their
+    gradients back (`interleave`). The loss is a `ModelLoss` of a model in parts, such as `next_token_loss(model)`;
+    another raises a `ConfigError` at trace time.
     """
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
@@ -39,8 +41,8 @@ def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
         arrays = partition(grad_targets(params), own, batch, key, table.stages, table.chunks, table.microbatches)
         scale = scale_loss(jnp.float32(1), scaling)
         local = functools.partial(_backward, loss_fn=loss_fn, table=table)
-        d_layers, d_shared, sums = shard_over_stages(local, (P(AXIS), P(), P()), *arrays, scale)
-        return merge_like(params, d_layers, d_shared), sums, variables
+        d_layers, d_shared, sums = shard_over_stages(local, (P(AXIS), P(AXIS), P()), *arrays, scale)
+        return merge_like(params, d_layers, sum_over_stages(d_shared)), sums, variables
 
     return grad_fn
 
@@ -70,15 +72,15 @@ def shard_over_stages(local: Callable[..., Any], out_specs: Any, layers: Any, *s
 
 
 def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, table: TickTable) -> Any:
-    """Return the gradients of one stage's layers, and those of shared parameters and the sums over all stages."""
+    """Return one stage's gradients, those of shared parameters as `[1, …]`, and the sums over all stages."""
     chunks, frozen = interleave(layers, table.stages, table.chunks)
     (shared, others), first = shared, jax.tree.map(lambda w: w[0], chunks)
     model = StageModel(loss_fn, parts, first, table.stages, (frozen, others), table.chunks)
     shared = jax.tree.map(lambda w: w[None], shared)
     carry = run_ticks(model, chunks, shared, scale, table, first_carry(model, chunks, shared, table))
     d_chunks, d_shared, sums = carry["totals"]
-    d_shared, sums = jax.tree.map(lambda x: x[0], (d_shared, sums))
-    return interleave(d_chunks, table.stages, table.chunks, back=True), *jax.lax.psum((d_shared, sums), AXIS)
+    sums = jax.lax.psum(jax.tree.map(lambda x: x[0], sums), AXIS)
+    return interleave(d_chunks, table.stages, table.chunks, back=True), d_shared, sums
 
 
 def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: int, microbatches: int) -> Sums:

@@ -22,6 +22,7 @@ from spmd.gradients.losses import LossFn, ModelLoss, Sums
 from spmd.layers.lm_head import lazy_logits
 from spmd.model_api.model import LayeredModel, as_outputs
 from spmd.pipeline.interleave import AXIS
+from spmd.pipeline.shared_params import gather_over_stages
 from spmd.plan.context import current
 
 TITLE = "This model cannot be pipelined:"
@@ -207,4 +208,4 @@ def partition(
     if problems:
         raise ConfigError(TITLE, problems)
     parts = split_microbatches(batch, microbatches), jax.random.split(key, microbatches)
-    return (layers, frozen_layers), (shared, frozen_others), parts
+    return (layers, frozen_layers), (gather_over_stages(shared), gather_over_stages(frozen_others)), parts

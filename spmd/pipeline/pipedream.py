@@ -27,11 +27,13 @@ from spmd.pipeline.executor import Carry, first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import IN_FLIGHT, TITLE, StageModel, Stream, partition, split_in_flight
+from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import grad_targets
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding
+from spmd.sharding.optimizer_state import drop_axis
 
 _STREAMS = ("inputs", "arrived", "sent_back")
 
@@ -56,11 +58,11 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
 
         now, before = arrays(params, data), arrays(flight["params"], flight["data"])
         local = functools.partial(_run_batch, loss_fn=loss_fn, table=table)
-        out_specs = P(AXIS), P(), P(), P(AXIS)
+        out_specs = P(AXIS), P(AXIS), P(), P(AXIS)
         layers = now[0], before[0], flight["stages"]
         d_layers, d_shared, sums, stages = shard_over_stages(local, out_specs, layers, now[1:], before[1:])
         after = {"params": params, "data": data, "stages": stages}
-        return merge_like(params, d_layers, d_shared), sums, {**own, IN_FLIGHT: after}
+        return merge_like(params, d_layers, sum_over_stages(d_shared)), sums, {**own, IN_FLIGHT: after}
 
     return grad_fn
 
@@ -75,7 +77,8 @@ def _run_batch(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, table: Ti
     carry = _restore_carry(first_carry(model, chunks, shared, table), saved)
     carry = run_ticks(model, chunks, shared, jnp.float32(1), table, carry)
     d_layers, d_shared, sums = jax.tree.map(lambda x: x[1], carry["totals"])
-    return d_layers, *jax.lax.psum((d_shared, sums), AXIS), _save_carry(carry, table)
+    d_shared = jax.tree.map(lambda x: x[None], d_shared)
+    return d_layers, d_shared, jax.lax.psum(sums, AXIS), _save_carry(carry, table)
 
 
 def _save_carry(carry: Carry, table: TickTable) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
         return dataclasses.replace(model.info(), placed={f"{IN_FLIGHT}/{path}": spec for path, spec in placed.items()})
 
     rows = batch_sharding(plan.mesh).spec
-    gradients = {leaf.path: leaf.spec for leaf in plan.gradients}
+    gradients = {leaf.path: drop_axis(leaf.spec, AXIS) for leaf in plan.gradients}
     placed = {"data/key": P(), **{f"data/batch/{name}": rows for name in batch}}
     for name in (*_STREAMS, "of_others", "sums"):
         for path in tree.flatten(local[name]):

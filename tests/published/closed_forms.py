@@ -121,12 +121,16 @@ class PipelineTraffic:
     Attributes:
         streams: Activations to the next stage and their gradients to the previous one.
         layers: Layers to the stage that computes them, and their gradients back.
-        shared: Summed gradients of the parameters that every stage has.
+        shared: Summed gradients of the parameters that every stage stores whole.
+        gathered: Parameters that all stages use and each stores in part.
+        scattered: Their gradients.
     """
 
     streams: float
     layers: float
     shared: float
+    gathered: float
+    scattered: float
 
     @property
     def permuted(self) -> float:
@@ -135,7 +139,14 @@ class PipelineTraffic:
 
 
 def pipeline_traffic(
-    ticks: int, stream: float, *, layers: float = 0, gradients: float = 0, shared: float = 0, chunks: int = 1
+    ticks: int,
+    stream: float,
+    *,
+    layers: float = 0,
+    gradients: float = 0,
+    shared: float = 0,
+    stored: float = 0,
+    chunks: int = 1,
 ) -> PipelineTraffic:
     """Return the traffic between the stages of a pipeline (`spmd.pipeline.grad_fn`).
 
@@ -148,7 +159,8 @@ def pipeline_traffic(
         stream: Bytes of one microbatch between two layers, on one device.
         layers: Bytes of a stage's layers as they are used, on one device.
         gradients: Bytes of their gradients.
-        shared: Bytes of the summed gradients of all other parameters.
+        shared: Bytes of the summed gradients of parameters that every stage stores whole.
+        stored: Bytes of parameters that all stages use and each stores in part, as they are used.
         chunks: Groups of layers of each stage.
 
     Example:
@@ -156,4 +168,5 @@ def pipeline_traffic(
         20.0
     """
     moved = layers + gradients if chunks > 1 else 0.0
-    return PipelineTraffic(streams=2.0 * ticks * stream, layers=moved, shared=shared)
+    streams = 2.0 * ticks * stream
+    return PipelineTraffic(streams, layers=moved, shared=shared, gathered=stored, scattered=stored)
