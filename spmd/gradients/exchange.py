@@ -10,6 +10,9 @@ The axes split the batch, from the outermost, so each microbatch has the same ex
 as `tensor`, layers exchange gradients in each microbatch.
 """
 
+import dataclasses
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -18,14 +21,16 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
 from spmd.layers.manual import dims_spec, extra_axes, psum, psum_scatter, spec_dims, split_axes
+from spmd.model_api.model import PRNG
 from spmd.model_api.precision import split_loss_scale
 from spmd.plan.annotate import manual_over
-from spmd.plan.context import constrain, current
+from spmd.plan.context import constrain, current, use_plan
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.records import PlanEntry
 from spmd.sharding.mesh import AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 
@@ -33,6 +38,7 @@ AXES = ("data", "fsdp")
 """The axes over which an exchange can wait for the end of a step."""
 
 _TITLE = "Gradients cannot be exchanged once a step:"
+_FIX = "exchange_once none"
 
 
 def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
@@ -47,13 +53,13 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
     Raises:
         ConfigError: At trace time: results are no sums over the examples, so they would differ.
     """
-    if axes not in ((), AXES[:1], AXES):
+    if not set(axes) <= {*AXES}:
         raise ConfigError(_TITLE, [Problem("axes", f"are {axes}", fix='("data",) or ("data", "fsdp")')])
 
     def exchanged(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         mesh, placements = current().mesh, current().placements
         over = () if mesh is None else tuple(axis for axis in axes if mesh.shape[axis] > 1)
-        if not over:
+        if mesh is None or not over:
             return grad_fn(params, variables, batch, key)
         problems = [
             Problem(path, "is a variable that the model changes by itself, from the whole batch", fix=_FIX)
@@ -87,9 +93,6 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
     return exchanged
 
 
-_FIX = '--exchange-once none, or axes=()'
-
-
 def _exchange(path: str, g: jax.Array, mesh: AnyMesh, over: tuple[str, ...]) -> jax.Array:
     """Sum a gradient `[device, …]` over axes, into the sharding in which the plan keeps it."""
     split = split_axes(mesh)
@@ -116,3 +119,53 @@ def _without_key(run: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays)))
 
     return checked
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """The axes of size above 1 over which gradients are exchanged once a step; the reason, where none are possible."""
+
+    axes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str) -> Exchange:
+    """Return the exchange of a choice: `none`, `data`, `data+fsdp`, or `auto`, which takes no memory.
+
+    With `auto` the plan splits neither parameters nor gradients over the axes, and there are none if `exchange_once`
+    refuses `grad_fn`, traced for a batch of abstract arrays.
+    """
+    sizes, axes = plan.mesh.shape, () if choice == "none" else tuple(choice.split("+"))
+    if choice == "auto":
+        split = {a for leaf in (*plan.params, *plan.gradients) for entry in leaf.spec for a in entry_axes(entry)}
+        axes = tuple(itertools.takewhile(lambda axis: sizes[axis] == 1 or axis not in split, AXES))
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
+        try:
+            with use_plan(plan):
+                jax.eval_shape(exchange_once(grad_fn, axes), plan.abstract_params, plan.abstract_variables, batch, key)
+        except SpmdError as error:
+            return Exchange((), f"{error.problems[0].where} {error.problems[0].what}")
+    return Exchange(tuple(axis for axis in axes if sizes[axis] > 1))
+
+
+def exchange_bytes(plan: ShardingPlan, axes: tuple[str, ...]) -> tuple[int, int, int]:
+    """Return the bytes of an exchange over axes of size above 1: gradients sent, parameters gathered, both held.
+
+    Those on the wire count as in `spmd.analysis.collective_record`; held ones are beyond what the plan holds.
+    """
+
+    def whole(leaf: PlanEntry, dtype: str) -> int:
+        return shard_bytes(leaf.shape, dtype, functools.reduce(drop_axis, axes, leaf.spec), plan.mesh.shape)
+
+    sent = gathered = held = 0
+    for leaf in plan.gradients:
+        own = shard_bytes(leaf.shape, plan.precision.accumulation, leaf.spec, plan.mesh.shape)
+        local = whole(leaf, plan.precision.accumulation)
+        is_whole = not {axis for entry in leaf.spec for axis in entry_axes(entry)}.issuperset(axes)
+        sent += local * (local > own) + 2 * own * is_whole
+        held += local - own
+    for leaf in (*plan.params, *plan.variables):
+        if (size := whole(leaf, leaf.dtype)) > leaf.bytes_per_device:
+            gathered += size
+            held += size if leaf in plan.variables else whole(leaf, plan.precision.gradients)
+    return sent, gathered, held

@@ -100,9 +100,9 @@ def attention_config() -> AttentionConfig:
 def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
     """Map `f` over the shards along some axes of size above 1; the other axes are left to the compiler.
 
-    Without axes that are not manual yet, `f` is returned unchanged. Where no other axis is larger than 1, the region is manual over all of them:
-    a Pallas kernel needs that. Varying axes are not checked, so a region around it must not check them either
-    (`check_vma=False`), or JAX refuses its derivative.
+    Without axes that are not manual yet, `f` is returned unchanged. Where no other axis is larger than 1, the region is
+    manual over all of them: a Pallas kernel needs that. Varying axes are not checked, so a region around it must not
+    check them either (`check_vma=False`), or JAX refuses its derivative.
     """
     around = get_abstract_mesh().manual_axes
     axes = tuple(axis for axis in axes if axis not in around)

@@ -3,8 +3,15 @@
 import math
 
 from spmd.distributed.xla_flags import describe
+from spmd.gradients.exchange import AXES, exchange_bytes
 from spmd.pipeline.tick_table import describe_execution
-from spmd.run.build import TrainSetup, build_flags
+from spmd.run.build import TrainSetup, build_flags, count_microbatches
+from spmd.tree import human_bytes
+
+
+def execution_lines(setup: TrainSetup) -> str:
+    """Return the lines of the pipeline, the exchange of gradients and the slices, each after a line break."""
+    return f"{pipeline_line(setup)}{exchange_line(setup)}{slices_line(setup)}"
 
 
 def pipeline_line(setup: TrainSetup) -> str:
@@ -13,6 +20,23 @@ def pipeline_line(setup: TrainSetup) -> str:
     if schedule is None:
         return ""
     return f"\npipeline {schedule.name}, {schedule.microbatches} microbatches; {describe_execution(schedule)}"
+
+
+def exchange_line(setup: TrainSetup) -> str:
+    """Return what is exchanged once a step and what could be, with bytes; empty without microbatches."""
+    parts, chosen = setup.config.accumulate * count_microbatches(setup.config, setup.schedule), setup.exchange.axes
+    possible = tuple(axis for axis in AXES if setup.mesh.shape[axis] > 1)
+    if parts == 1 or not possible:
+        return ""
+
+    def over(axes: tuple[str, ...]) -> str:
+        sent, gathered, held = map(human_bytes, exchange_bytes(setup.plan, axes))
+        return f"over {'+'.join(axes)} once a step: gradients {sent} and parameters {gathered} on the wire, {held} held"
+
+    if setup.exchange.reason:
+        return f"\nexchange of gradients in each of {parts} microbatches: {setup.exchange.reason}"
+    text = f"\nexchange of gradients of {parts} microbatches" + (f" {over(chosen)}" if chosen else ": one for each")
+    return text + (f"\n  with --exchange-once data+fsdp {over(possible)}" if chosen != possible else "")
 
 
 def slices_line(setup: TrainSetup) -> str:
