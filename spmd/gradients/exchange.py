@@ -135,17 +135,19 @@ def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str
     With `auto` the plan splits neither parameters nor gradients over the axes, and there are none if `exchange_once`
     refuses `grad_fn`, traced for a batch of abstract arrays.
     """
-    sizes, axes = plan.mesh.shape, () if choice == "none" else tuple(choice.split("+"))
+    axes = () if choice == "none" else tuple(choice.split("+"))
     if choice == "auto":
         split = {a for leaf in (*plan.params, *plan.gradients) for entry in leaf.spec for a in entry_axes(entry)}
-        axes = tuple(itertools.takewhile(lambda axis: sizes[axis] == 1 or axis not in split, AXES))
+        axes = tuple(itertools.takewhile(lambda axis: plan.mesh.shape[axis] == 1 or axis not in split, AXES))
+    over = tuple(axis for axis in axes if plan.mesh.shape[axis] > 1)
+    if choice == "auto" and over:
         key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
         try:
             with use_plan(plan):
-                jax.eval_shape(exchange_once(grad_fn, axes), plan.abstract_params, plan.abstract_variables, batch, key)
+                jax.eval_shape(exchange_once(grad_fn, over), plan.abstract_params, plan.abstract_variables, batch, key)
         except SpmdError as error:
             return Exchange((), f"{error.problems[0].where} {error.problems[0].what}")
-    return Exchange(tuple(axis for axis in axes if sizes[axis] > 1))
+    return Exchange(over)
 
 
 def exchange_bytes(plan: ShardingPlan, axes: tuple[str, ...]) -> tuple[int, int, int]:

@@ -29,14 +29,16 @@ def exchange_line(setup: TrainSetup) -> str:
     if parts == 1 or not possible:
         return ""
 
-    def over(axes: tuple[str, ...]) -> str:
-        sent, gathered, held = map(human_bytes, exchange_bytes(setup.plan, axes))
-        return f"over {'+'.join(axes)} once a step: gradients {sent} and parameters {gathered} on the wire, {held} held"
+    def forms(axes: tuple[str, ...]) -> str:
+        sent, gathered, held = exchange_bytes(setup.plan, axes)
+        params = f", {human_bytes(gathered)} of parameters, not in each" if gathered else ""
+        sums = f"{human_bytes(sent)} on the wire, not {human_bytes(parts * sent)}"
+        return f"over {'+'.join(axes)} once a step: {sums}{params}; {human_bytes(held)} more memory"
 
-    if setup.exchange.reason:
-        return f"\nexchange of gradients in each of {parts} microbatches: {setup.exchange.reason}"
-    text = f"\nexchange of gradients of {parts} microbatches" + (f" {over(chosen)}" if chosen else ": one for each")
-    return text + (f"\n  with --exchange-once data+fsdp {over(possible)}" if chosen != possible else "")
+    reason = setup.exchange.reason
+    text = f"\ngradients of {parts} microbatches are exchanged {forms(chosen) if chosen else 'one by one'}"
+    other = "" if reason or chosen == possible else f"\n  with --exchange-once data+fsdp {forms(possible)}"
+    return f"{text}{reason and f': {reason}'}{other}"
 
 
 def slices_line(setup: TrainSetup) -> str:
