@@ -24,7 +24,7 @@ def pipeline_line(setup: TrainSetup) -> str:
 
 def exchange_line(setup: TrainSetup) -> str:
     """Return what is exchanged once a step and what could be, with bytes; empty without microbatches."""
-    parts, chosen = setup.config.accumulate * count_microbatches(setup.config, setup.schedule), setup.exchange.axes
+    parts, exchange = setup.config.accumulate * count_microbatches(setup.config, setup.schedule), setup.exchange
     possible = tuple(axis for axis in AXES if setup.mesh.shape[axis] > 1)
     if parts == 1 or not possible:
         return ""
@@ -35,10 +35,11 @@ def exchange_line(setup: TrainSetup) -> str:
         sums = f"{human_bytes(sent)} on the wire, not {human_bytes(parts * sent)}"
         return f"over {'+'.join(axes)} once a step: {sums}{params}; {human_bytes(held)} more memory"
 
-    reason = setup.exchange.reason
-    text = f"\ngradients of {parts} microbatches are exchanged {forms(chosen) if chosen else 'one by one'}"
-    other = "" if reason or chosen == possible else f"\n  with --exchange-once data+fsdp {forms(possible)}"
-    return f"{text}{reason and f': {reason}'}{other}"
+    how = forms(exchange.axes) if exchange.axes else "one by one" + (exchange.reason and f": {exchange.reason}")
+    other = f"\n  with --exchange-once data+fsdp {forms(possible)}"
+    return f"\ngradients of {parts} microbatches are exchanged {how}" + other * (
+        not exchange.reason and exchange.axes != possible
+    )
 
 
 def slices_line(setup: TrainSetup) -> str:
