@@ -31,7 +31,7 @@ def exchange_line(setup: TrainSetup) -> str:
 
     def forms(axes: tuple[str, ...]) -> str:
         sent, gathered, held = exchange_bytes(setup.plan, axes)
-        params = f", {human_bytes(gathered)} of parameters, not in each" if gathered else ""
+        params = f"; {human_bytes(gathered)} of parameters, gathered once" if gathered else ""
         sums = f"{human_bytes(sent)} on the wire, not {human_bytes(parts * sent)}"
         return f"over {'+'.join(axes)} once a step: {sums}{params}; {human_bytes(held)} more memory"
 
