@@ -67,7 +67,7 @@ def runs(found: CollectiveAudit, axis: str) -> set[int]:
     [
         (BOTH, ALL),
         (BOTH, STAGES | {"config": TIED}),
-        (BOTH, {"data": 2, "fsdp": 2, "sequence": 2, "zero": 2}),
+        pytest.param(BOTH, {"data": 2, "fsdp": 2, "sequence": 2, "zero": 2}, marks=pytest.mark.soak),
         pytest.param(("data",), ALL, marks=pytest.mark.soak),
         pytest.param(("data",), STAGES, marks=pytest.mark.soak),
         pytest.param(BOTH, {"data": 2, "fsdp": 2, "zero": 1}, marks=pytest.mark.soak),

@@ -38,12 +38,10 @@ def setup(model=SMALL, rules=LLAMA, mesh=(("data", 2), ("fsdp", 2)), accumulate=
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
-        ({"zero": 3}, ("data",)),
+        ({}, ("data",)),
         ({"zero": 2}, ("data",)),
         ({"zero": 1}, ("data", "fsdp")),
-        ({"zero": 0}, ("data", "fsdp")),
-        ({"zero": 1, "mesh": (("fsdp", 4),)}, ("fsdp",)),
-        ({"zero": 3, "mesh": (("fsdp", 4),)}, ()),
+        ({"mesh": (("fsdp", 4),)}, ()),
         ({"accumulate": 1}, ()),
         ({"accumulate": 1, "mesh": (("pipe", 2), ("data", 2))}, ("data",)),
         ({"exchange_once": "none"}, ()),
