@@ -41,9 +41,7 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         own, scaling = split_loss_scale(variables)
         around = get_abstract_mesh()
         if "pipe" in around.manual_axes and around.shape["pipe"] > 1:
-            problem = Problem(
-                "mesh.pipe", "splits the layers, and each device has some of them", fix="spmd.pipeline.grad_fn.pipeline"
-            )
+            problem = Problem("mesh.pipe", "splits the layers of the model", fix="spmd.pipeline.grad_fn.pipeline")
             raise ConfigError("A stage has no gradient function of its own:", [problem])
 
         def objective(targets: Any) -> tuple[jax.Array, tuple[Sums, Any]]:

@@ -25,7 +25,7 @@ from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 AXES = ("data", "fsdp")
 """The axes over which an exchange can wait for the end of a step."""
 
-_TITLE, _FIX = "Gradients cannot be exchanged once a step:", "exchange_once none"
+_TITLE, _FIX = "Gradients cannot be exchanged once a step:", "--exchange-once none"
 
 
 def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:

@@ -131,7 +131,7 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
     # The step divides by the weight, so a value of the batch is multiplied by it: zero if all tokens are padding.
     others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
     if others and {*BATCH_AXES} & {*get_abstract_mesh().manual_axes}:
-        problem = Problem(", ".join(others), "are of all examples of a microbatch", fix="exchange_once none")
+        problem = Problem(", ".join(others), "are of all examples of a microbatch", fix="--exchange-once none")
         raise ConfigError("A device cannot compute the loss of its examples alone:", [problem])
     loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])
     return {**sums, **others, "loss": loss}

@@ -76,7 +76,7 @@ def test_auxiliary_losses_keep_an_exchange_for_each_microbatch():
     """A router's loss is of all tokens of a microbatch: by default the plan says so, and a choice is refused."""
     mixtral = {"model": MIXTRALS["test"], "rules": MIXTRAL}
     assert "are exchanged one by one: balance_loss" in exchange_line(setup(**mixtral))
-    with pytest.raises(ConfigError, match=r"balance_loss.*are of all examples(.|\n)*fix: exchange_once none"):
+    with pytest.raises(ConfigError, match=r"balance_loss.*are of all examples(.|\n)*fix: --exchange-once none"):
         preflight(setup(**mixtral, exchange_once="data"))
 
 
