@@ -14,6 +14,7 @@ from spmd.data.loader import DataConfig
 from spmd.errors import SpmdError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.gradients.exchange import exchange_once
 from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
 from spmd.model_api.model import Model
 from spmd.model_api.precision import Precision
@@ -57,6 +58,7 @@ __all__ = [
     "batch_sharding",
     "classification_loss",
     "cross_entropy",
+    "exchange_once",
     "fit",
     "from_linen",
     "from_nnx",

@@ -21,7 +21,7 @@ from spmd.observe.profiling import parse_steps
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from spmd.run.build import TrainSetup, config_mesh, count_flops, make_setup, open_corpus
 from spmd.run.config import M, TrainConfig
-from spmd.run.describe import flags_text, pipeline_line, slices_line
+from spmd.run.describe import execution_lines, flags_text
 from spmd.run.init_from import check_init
 from spmd.run.preflight import count_sample_tokens, preflight
 from spmd.run.run_dir import Resume, RunDir
@@ -63,7 +63,7 @@ def run_train(arguments: list[str]) -> int:
     sizes = f"{len(corpus.train):,} training tokens, {len(corpus.validation):,} validation tokens"
     about = f"\ncorpus: {corpus.documents:,} documents, {sizes}\n"
     with run_dir.lease(resume, command.take_over) as lease:
-        for text in (f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}", flags, init and f"\n{init}", about):
+        for text in (f"{setup.plan}{execution_lines(setup)}", flags, init and f"\n{init}", about):
             if text:
                 show(text)
         console = Console(config.steps) if first else None

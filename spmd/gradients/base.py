@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import get_abstract_mesh
 
 from spmd.errors import ConfigError, Problem, check_call
 from spmd.gradients.losses import LossFn, Sums, check_returned
@@ -38,6 +39,10 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_loss_scale(variables)
+        around = get_abstract_mesh()
+        if "pipe" in around.manual_axes and around.shape["pipe"] > 1:
+            problem = Problem("mesh.pipe", "splits the layers of the model", fix="spmd.pipeline.grad_fn.pipeline")
+            raise ConfigError("A stage has no gradient function of its own:", [problem])
 
         def objective(targets: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
             sums, after = check_returned(loss_fn(params_for_forward(params, targets), own, batch, key), own)

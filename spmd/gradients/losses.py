@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import get_abstract_mesh
 from jaxtyping import Array, Float, Int
 
 from spmd import tree
@@ -18,6 +19,7 @@ from spmd.errors import ConfigError, Problem, shown
 from spmd.layers.lm_head import CHUNK, LazyLogits, chunked_cross_entropy, lazy_logits
 from spmd.layers.zigzag import zigzag_batch
 from spmd.model_api.model import Model, Outputs, as_outputs
+from spmd.sharding.mesh import BATCH_AXES
 
 Sums = dict[str, jax.Array]
 """Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name."""
@@ -128,6 +130,9 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
     sums = cross_entropy(outputs.logits, *_take(batch, "targets", "weights"), chunk=chunk)
     # The step divides by the weight, so a value of the batch is multiplied by it: zero if all tokens are padding.
     others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
+    if others and {*BATCH_AXES} & {*get_abstract_mesh().manual_axes}:
+        problem = Problem(", ".join(others), "are of all examples of a microbatch", fix="--exchange-once none")
+        raise ConfigError("A device cannot compute the loss of its examples alone:", [problem])
     loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])
     return {**sums, **others, "loss": loss}
 

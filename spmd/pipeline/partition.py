@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import get_abstract_mesh
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
@@ -184,7 +185,8 @@ def partition(
     if context.attention.is_ring:
         what = "is a ring, which would send keys and values inside a stage's task, where XLA:CPU waits for all stages"
         problems.append(Problem("context", what, fix="--context all-to-all"))
-    counts = sorted({leaf.shape[0] for leaf in jax.tree.leaves(layers)})
+    parts = stages if AXIS in get_abstract_mesh().manual_axes else 1  # there, the layers are those of one stage
+    counts = sorted({parts * leaf.shape[0] for leaf in jax.tree.leaves(layers)})
     if not counts:
         fix = 'stack the layers, and name the stack in the rule table: stacked={"layers": "pipe"}'
         problems.append(Problem("mesh.pipe", "splits no parameter", f"pipe={stages}", fix))
@@ -207,5 +209,5 @@ def partition(
     ]
     if problems:
         raise ConfigError(TITLE, problems)
-    parts = split_microbatches(batch, microbatches), jax.random.split(key, microbatches)
-    return (layers, frozen_layers), (gather_over_stages(shared), gather_over_stages(frozen_others)), parts
+    microbatched = split_microbatches(batch, microbatches), jax.random.split(key, microbatches)
+    return (layers, frozen_layers), (gather_over_stages(shared), gather_over_stages(frozen_others)), microbatched

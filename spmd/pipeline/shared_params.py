@@ -7,12 +7,12 @@ scattered once after them: as many bytes as the all-reduce of what every stage s
 from typing import Any
 
 import jax
+from jax.sharding import get_abstract_mesh
 
 from spmd import tree
-from spmd.layers.manual import dims_spec, extra_axes, psum, psum_scatter, spec_dims
 from spmd.pipeline.interleave import AXIS
-from spmd.plan.annotate import manual_over
 from spmd.plan.context import constrain, current
+from spmd.plan.manual import dims_spec, extra_axes, manual_over, psum, psum_scatter, spec_dims
 from spmd.sharding.optimizer_state import drop_axis
 
 
@@ -28,7 +28,12 @@ def gather_over_stages(arrays: Any) -> Any:
 
 
 def sum_over_stages(gradients: Any) -> Any:
-    """Return the sums of gradients `[stage, …]`, split as the plan keeps them."""
+    """Return the sums of gradients `[stage, …]`, split as the plan keeps them.
+
+    In a region around the pipeline that is manual over `pipe`, each stage's gradient is returned: the region adds them.
+    """
+    if AXIS in get_abstract_mesh().manual_axes:
+        return jax.tree.map(lambda d: d[0], gradients)
 
     def add(path: str, d: jax.Array) -> jax.Array:
         placed = current().placements[path].of_stack()

@@ -52,13 +52,14 @@ def is_prefix(dims: Dims, more: Dims) -> bool:
 def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
     """Map `f` over the shards along some axes of size above 1; the other axes are left to the compiler.
 
-    Without axes `f` is returned unchanged. Where no other axis is larger than 1, the region is manual over all of them:
-    a Pallas kernel needs that. Varying axes are not checked, so a region around it must not check them either
-    (`check_vma=False`), or JAX refuses its derivative.
+    Without axes that are not manual yet, `f` is returned unchanged. Where no other axis is larger than 1, the region is
+    manual over all of them: a Pallas kernel needs that. Varying axes are not checked, so a region around it must not
+    check them either (`check_vma=False`), or JAX refuses its derivative.
     """
+    around = get_abstract_mesh().manual_axes
+    axes = tuple(axis for axis in axes if axis not in around)
     if not axes:
         return f
-    around = get_abstract_mesh().manual_axes
     left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*axes, *around)]
     names = set(axes) if left else set(mesh.axis_names) - set(around)
     return jax.shard_map(

@@ -16,6 +16,7 @@ from spmd.distributed.xla_flags import Flag, compiler_options, flags_for
 from spmd.errors import ConfigError, Problem, RuleError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
+from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
 from spmd.gradients.loss_scale import keep_variables
 from spmd.gradients.losses import LossFn, next_token_loss
 from spmd.model_api.model import Model
@@ -47,6 +48,7 @@ class TrainSetup:
     config: TrainConfig
     plan: ShardingPlan
     schedule: Schedule | None
+    exchange: Exchange
     grad_fn: GradFn
     evaluation_loss_fn: LossFn
     step: TrainStep
@@ -68,7 +70,7 @@ def make_setup(config: TrainConfig, mesh: AnyMesh) -> TrainSetup:
         plan = build_plan(
             config, mesh, with_in_flight(model, plan, loss_fn, abstract_batch(config), tabulate(schedule))
         )
-    grad_fn = build_grad_fn(config, loss_fn, schedule)
+    grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
     evaluation = next_token_loss(model, train=False, chunk=config.logits_chunk)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
     options = compiler_options(build_flags(config, platform) if platform else ())
@@ -76,6 +78,7 @@ def make_setup(config: TrainConfig, mesh: AnyMesh) -> TrainSetup:
         config,
         plan,
         schedule,
+        exchange,
         grad_fn,
         pipelined(evaluation, schedule.stages, schedule.microbatches) if schedule else evaluation,
         make_train_step(plan, grad_fn=grad_fn, watch=build_watch(config), compiler_options=options),
@@ -175,6 +178,7 @@ def _problems_without_flush(config: TrainConfig) -> list[Problem]:
     scaled, skip = build_precision(config).loss_scale is not None, "a step cannot be skipped"
     checks = [
         ("accumulate", config.accumulate > 1, "a batch does not end", "more pipeline.microbatches"),
+        ("exchange_once", "data" in config.exchange_once, "a batch does not end", "auto"),
         ("on_nan", config.on_nan == "skip", skip, "stop, or a flush"),
         ("recovery.on_spike", config.recovery.on_spike == "skip", skip, "stop, or a flush"),
         ("precision", scaled, "the loss scale may change", "bf16, or a schedule with a flush"),
@@ -186,14 +190,23 @@ def _problems_without_flush(config: TrainConfig) -> list[Problem]:
     ]
 
 
-def build_grad_fn(config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None) -> GradFn:
-    """Return the gradient function of a batch: a pipeline, or microbatches one after the other."""
+def build_grad_fn(
+    config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None, plan: ShardingPlan
+) -> tuple[GradFn, Exchange]:
+    """Return the gradient function of a batch, a pipeline or microbatches one after the other, and its exchange."""
     if schedule:
         grad_fn = (pipeline if schedule.flush else pipedream)(loss_fn, tabulate(schedule))
     else:
         grad_fn = accumulate(value_and_grad(loss_fn), count_microbatches(config, schedule))
-    grad_fn = accumulate(grad_fn, config.accumulate)
-    return keep_variables(grad_fn) if skips_updates(config) and not build_precision(config).loss_scale else grad_fn
+    grad_fn, exchange = accumulate(grad_fn, config.accumulate), Exchange()
+    if schedule and not schedule.flush:
+        exchange = Exchange((), "the schedule has no flush")
+    elif config.accumulate * count_microbatches(config, schedule) > 1:
+        exchange = choose_exchange(grad_fn, plan, abstract_batch(config), config.exchange_once)
+        grad_fn = exchange_once(grad_fn, exchange.axes)
+    if skips_updates(config) and not build_precision(config).loss_scale:
+        grad_fn = keep_variables(grad_fn)
+    return grad_fn, exchange
 
 
 def build_watch(config: TrainConfig) -> dict[str, Watch]:

@@ -143,6 +143,7 @@ _FIELD_RULES: Mapping[str, str | Sequence[Any]] = {
     **dict.fromkeys(("checkpoint_every", "keep_best", "devices"), "at least 0"),
     "seed": "at least 0 and below 4294967296",
     "zero": (0, 1, 2, 3),
+    "exchange_once": ("auto", "none", "data", "data+fsdp"),
     "on_nan": ("stop", "skip", "roll-back"),
     **dict.fromkeys(("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"),
     "evaluate.every": "at least 0",
@@ -213,6 +214,10 @@ class TrainConfig(Generic[M]):
     accumulate: int = 1
     """Gradient accumulation: microbatches per batch, to save memory. Only auxiliary losses that are computed over a
     whole batch change."""
+    exchange_once: Literal["auto", "none", "data", "data+fsdp"] = "auto"
+    """Mesh axes over which gradients are exchanged once a step, not in each microbatch, of accumulation or a pipeline:
+    auto (those that take no memory, with a reason where there are none), none, data, data+fsdp (holds gradients and
+    parameters whole over fsdp)."""
     logits_chunk: int = CHUNK
     """Tokens per device whose logits are computed at once, to save memory; the results stay the same."""
     on_nan: Literal["stop", "skip", "roll-back"] = "stop"

@@ -3,8 +3,15 @@
 import math
 
 from spmd.distributed.xla_flags import describe
+from spmd.gradients.exchange import AXES, exchange_bytes
 from spmd.pipeline.tick_table import describe_execution
-from spmd.run.build import TrainSetup, build_flags
+from spmd.run.build import TrainSetup, build_flags, count_microbatches
+from spmd.tree import human_bytes
+
+
+def execution_lines(setup: TrainSetup) -> str:
+    """Return the lines of the pipeline, the exchange of gradients and the slices, each after a line break."""
+    return f"{pipeline_line(setup)}{exchange_line(setup)}{slices_line(setup)}"
 
 
 def pipeline_line(setup: TrainSetup) -> str:
@@ -13,6 +20,26 @@ def pipeline_line(setup: TrainSetup) -> str:
     if schedule is None:
         return ""
     return f"\npipeline {schedule.name}, {schedule.microbatches} microbatches; {describe_execution(schedule)}"
+
+
+def exchange_line(setup: TrainSetup) -> str:
+    """Return what is exchanged once a step and what could be, with bytes; empty without microbatches."""
+    parts, exchange = setup.config.accumulate * count_microbatches(setup.config, setup.schedule), setup.exchange
+    possible = tuple(axis for axis in AXES if setup.mesh.shape[axis] > 1)
+    if parts == 1 or not possible:
+        return ""
+
+    def forms(axes: tuple[str, ...]) -> str:
+        sent, gathered, held = exchange_bytes(setup.plan, axes)
+        params = f"; {human_bytes(gathered)} of parameters, gathered once" if gathered else ""
+        sums = f"{human_bytes(sent)} on the wire, not {human_bytes(parts * sent)}"
+        return f"over {'+'.join(axes)} once a step: {sums}{params}; {human_bytes(held)} more memory"
+
+    how = forms(exchange.axes) if exchange.axes else "one by one" + (exchange.reason and f": {exchange.reason}")
+    other = f"\n  with --exchange-once data+fsdp {forms(possible)}"
+    return f"\ngradients of {parts} microbatches are exchanged {how}" + other * (
+        not exchange.reason and exchange.axes != possible
+    )
 
 
 def slices_line(setup: TrainSetup) -> str:

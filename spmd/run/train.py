@@ -32,7 +32,7 @@ from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.build import TrainSetup, abstract_batch, build_precision, count_flops
 from spmd.run.config import config_values
-from spmd.run.describe import pipeline_line, slices_line
+from spmd.run.describe import execution_lines
 from spmd.run.hooks import Evaluate, Log, Save, Telemetry
 from spmd.run.init_from import copy_source_files, initial_state
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
@@ -160,7 +160,7 @@ def _common_to_hosts(setup: TrainSetup, corpus: Corpus, source: Path, resume: bo
     return {
         "config": config_values(setup.config),
         "config file": hashlib.sha256(source.read_bytes()).hexdigest(),
-        "plan": f"{setup.plan}{pipeline_line(setup)}",
+        "plan": f"{setup.plan}{execution_lines(setup)}",
         "batch": {name: f"{x.dtype}{list(x.shape)}" for name, x in abstract_batch(setup.config).items()},
         "data": corpus.fingerprint,
         "versions": library_versions(),
@@ -202,7 +202,7 @@ class _Run:
         point = self.restore() if resume else self.initialize()
         self.telemetry.lease.renew()
         if jax.process_index() == 0:
-            self.run_dir.describe(setup.config, source, f"{setup.plan}{pipeline_line(setup)}{slices_line(setup)}")
+            self.run_dir.describe(setup.config, source, f"{setup.plan}{execution_lines(setup)}")
             copy_source_files(setup, self.run_dir.path)
         self.telemetry.stopwatch.switch_to("step")
         if point.step == setup.config.steps:

@@ -1,0 +1,145 @@
+"""Gradients that each device sums over all microbatches of its examples, and that devices exchange once a step."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import PartitionSpec as P
+
+from spmd import tree
+from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.gradients.base import GradFn
+from spmd.gradients.losses import Sums
+from spmd.model_api.model import PRNG
+from spmd.model_api.precision import split_loss_scale
+from spmd.plan.context import constrain, current, use_plan
+from spmd.plan.manual import dims_spec, extra_axes, manual_over, psum, spec_dims, split_axes, sum_gradient
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import AnyMesh, entry_axes
+from spmd.sharding.optimizer_state import drop_axis, shard_bytes
+
+AXES = ("data", "fsdp")
+"""The axes over which an exchange can wait for the end of a step."""
+
+_TITLE, _FIX = "Gradients cannot be exchanged once a step:", "--exchange-once none"
+
+
+def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
+    """Return a gradient function that exchanges the gradients of `grad_fn` over mesh `axes` once.
+
+    Each device calls `grad_fn`, such as `accumulate(…)` or `pipeline(…)`, on its part of the batch. Parameters that are
+    split over the axes are gathered before, in the dtype in which they are stored, and stay gathered.
+
+    Args:
+        axes: `("data",)` or `("data", "fsdp")`. Nothing changes without them, or where their size is 1.
+
+    Raises:
+        ConfigError: At trace time: results are no sums over the examples, so they would differ.
+    """
+    if not set(axes) <= {*AXES}:
+        raise ConfigError(_TITLE, [Problem("axes", f"are {axes}", fix='("data",) or ("data", "fsdp")')])
+
+    def exchanged(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
+        mesh, placements = current().mesh, current().placements
+        over = () if mesh is None else tuple(axis for axis in axes if mesh.shape[axis] > 1)
+        if mesh is None or not over:
+            return grad_fn(params, variables, batch, key)
+        own = [path for path in tree.flatten(split_loss_scale(variables)[0]) if path not in placements]
+        problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in own]
+        problems += [Problem(path, "is in host memory", fix=_FIX) for path in placements if placements[path].on_host]
+        if problems:
+            raise ConfigError(_TITLE, problems)
+        stages = split_axes(mesh)[: mesh.shape["pipe"] > 1]  # XLA refuses a manual region over an axis left of these
+
+        def summed(path: str) -> tuple[str, ...]:
+            """Return the axes to sum a gradient over: of a parameter that all stages use, over stages too."""
+            is_staged = path not in placements or "pipe" in placements[path].leading
+            return over if is_staged else (*stages, *over)
+
+        def specs(arrays: Any, axes: tuple[str, ...], *, of_gradients: bool = False) -> Any:
+            def spec(path: str, x: Any) -> P:
+                stored, added = placements[path].of_stack().stored if path in placements else P(), summed(path)
+                dims = spec_dims(stored, x.ndim, tuple(axis for axis in axes if axis not in added))
+                return P(added, *dims_spec(dims)) if of_gradients else dims_spec(dims)
+
+            return tree.map_with_path(spec, arrays)
+
+        def local(*arrays: Any) -> tuple[Any, Sums]:
+            gradients, sums, _ = grad_fn(*arrays)
+            return jax.tree.map(lambda g: g[None], gradients), jax.tree.map(lambda x: psum(x, over), sums)
+
+        given, others = (params, variables), tuple(axis for axis in mesh.axis_names if axis not in over)
+        kept = tuple(specs(part, others) for part in given)
+        whole = jax.tree.map(lambda x, spec: constrain(x, mesh, spec, "a parameter"), given, kept)
+        in_specs = (*(specs(part, stages) for part in given), P(over), P())
+        out_specs = specs(params, stages, of_gradients=True), P()
+        run = manual_over(mesh, (*stages, *over), local, in_specs, out_specs)
+        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*whole, batch, key)
+        if dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))[1][-1]:
+            what = "is used, and every device would draw the same numbers for other examples"
+            raise ConfigError(_TITLE, [Problem("key", what, fix=_FIX)])
+        results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((whole, batch, key)))
+        gradients, sums = jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return tree.map_with_path(lambda path, g: _exchange(path, g, mesh, summed(path)), gradients), sums, variables
+
+    return exchanged
+
+
+def _exchange(path: str, g: jax.Array, mesh: AnyMesh, over: tuple[str, ...]) -> jax.Array:
+    """Sum a gradient `[device, …]` over axes, into the sharding in which the plan keeps it."""
+    split = split_axes(mesh)
+    wanted = spec_dims(current().placements[path].of_stack().gradient, g.ndim - 1, split)
+    kept = [tuple(axis for axis in dim if axis not in over) for dim in wanted]
+    scatters = extra_axes(wanted, kept)
+    after = dims_spec([own + more for own, more in zip(kept, scatters, strict=True)])
+    before = P(over, *dims_spec(kept))
+    return manual_over(mesh, split, lambda g: sum_gradient(g[0], scatters, over), before, after)(g)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """The axes of size above 1 over which gradients are exchanged once a step; the reason, where none are possible."""
+
+    axes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str) -> Exchange:
+    """Return the exchange of a choice: `none`, `data`, `data+fsdp`, or `auto`, which takes no memory.
+
+    With `auto` the plan splits neither parameters nor gradients over the axes, and there are none if `exchange_once`
+    refuses `grad_fn`, traced for a batch of abstract arrays.
+    """
+    axes = tuple(axis for axis in AXES if plan.mesh.shape[axis] > 1 and (choice == "auto" or axis in choice.split("+")))
+    if choice == "auto":
+        split = {a for leaf in (*plan.params, *plan.gradients) for entry in leaf.spec for a in entry_axes(entry)}
+        axes = axes[: next((i for i, axis in enumerate(axes) if axis in split), None)]
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
+        try:
+            with use_plan(plan):
+                if axes:
+                    once = exchange_once(grad_fn, axes)
+                    jax.eval_shape(once, plan.abstract_params, plan.abstract_variables, batch, key)
+        except SpmdError as error:
+            return Exchange((), f"{error.problems[0].where} {error.problems[0].what}")
+    return Exchange(axes)
+
+
+def exchange_bytes(plan: ShardingPlan, axes: tuple[str, ...]) -> tuple[int, int, int]:
+    """Return the bytes of gradients and of parameters on the wire for an exchange over axes of size above 1.
+
+    They count as in `spmd.analysis.collective_record`. The third number is what is held beyond the plan's shards.
+    """
+    sizes, sent, gathered, held = plan.mesh.shape, 0, 0, 0
+    for leaf in plan.gradients:
+        specs = (leaf.spec, functools.reduce(drop_axis, axes, leaf.spec))
+        shard, local = (shard_bytes(leaf.shape, plan.precision.accumulation, spec, sizes) for spec in specs)
+        is_split = {axis for entry in leaf.spec for axis in entry_axes(entry)}.issuperset(axes)
+        sent, held = sent + local * (local > shard) + 2 * shard * (not is_split), held + local - shard
+    for leaf in (*plan.params, *plan.variables):
+        local = shard_bytes(leaf.shape, leaf.dtype, functools.reduce(drop_axis, axes, leaf.spec), sizes)
+        gathered += local * (local > leaf.bytes_per_device)
+    return sent, gathered, held + gathered

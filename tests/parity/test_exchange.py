@@ -1,0 +1,107 @@
+"""Gradients that are exchanged once a step are those that are exchanged in each microbatch, and are sent once."""
+
+import functools
+
+import jax
+import pytest
+
+import spmd
+from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
+from spmd.gradients import exchange
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import GradFn, value_and_grad
+from spmd.gradients.exchange import exchange_bytes, exchange_once
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import tabulate
+from spmd.plan.plan import ShardingPlan
+from spmd.testing import Parity, Reference, token_batches
+from tests import tiny
+from tests.one_device import REORDERED, SGD
+
+MICROBATCHES = 4
+BATCHES = token_batches((16, 16), tiny.CONFIG.vocab, steps=1)
+TIED = tiny.replaced(tied=True)
+BOTH = ("data", "fsdp")
+ALL = {"data": 2, "fsdp": 2, "tensor": 2}
+STAGES = {"pipe": 2, "data": 2, "fsdp": 2}
+
+
+def grad_fn_of(config=tiny.CONFIG, stages: int = 1) -> GradFn:
+    """A gradient function of four microbatches."""
+    if stages == 1:
+        return accumulate(value_and_grad(tiny.loss_fn(config)), MICROBATCHES)
+    return pipeline(tiny.loss_fn(config), tabulate(make_schedule("1f1b", stages, MICROBATCHES, 1)))
+
+
+def plan_of(config=tiny.CONFIG, zero: int = 3, **sizes: int) -> ShardingPlan:
+    return tiny.plan(config, SGD, (("zero", zero),), **sizes)
+
+
+@functools.cache
+def alone(config) -> Reference:
+    return Reference(plan_of(config), grad_fn_of(config), BATCHES)
+
+
+def parity(axes, config=tiny.CONFIG, zero: int = 3, **sizes: int) -> Parity:
+    grad_fn = exchange_once(grad_fn_of(config, sizes.get("pipe", 1)), axes)
+    return alone(config).compare(plan_of(config, zero, **sizes), grad_fn, tolerance=REORDERED)
+
+
+@functools.cache
+def audit(axes, **sizes: int) -> CollectiveAudit:
+    plan = plan_of(**sizes)
+    step = spmd.make_train_step(plan, grad_fn=exchange_once(grad_fn_of(stages=sizes.get("pipe", 1)), axes))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCHES[0])
+    return audit_collectives(step.compile(batch), plan.mesh)
+
+
+def runs(found: CollectiveAudit, axis: str) -> set[int]:
+    """How often each array above the size of a loss is exchanged over an axis."""
+    reductions = [r for r in found.records if r.kind in ("all-reduce", "reduce-scatter") and axis in r.over.split("+")]
+    return {r.executions for r in reductions if r.payload >= 1024}
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout"),
+    [
+        (BOTH, ALL),
+        (BOTH, STAGES | {"config": TIED}),
+        pytest.param(BOTH, {"data": 2, "fsdp": 2, "sequence": 2, "zero": 2}, marks=pytest.mark.soak),
+        pytest.param(("data",), ALL, marks=pytest.mark.soak),
+        pytest.param(("data",), STAGES, marks=pytest.mark.soak),
+        pytest.param(BOTH, {"data": 2, "fsdp": 2, "zero": 1}, marks=pytest.mark.soak),
+    ],
+)
+def test_once_a_step_equals_once_a_microbatch(axes, layout):
+    """Losses, gradients and updates are those of one device, up to the order of sums."""
+    result = parity(axes, **layout)
+    assert result.ok, f"\n{result}"
+
+
+def test_the_control_differs(monkeypatch):
+    """A sum that skips data is seen."""
+    monkeypatch.setattr(exchange, "psum", lambda x, axes: x)
+    assert not parity(("data",), data=2, fsdp=2).ok
+
+
+def test_each_array_is_sent_once():
+    """Of four microbatches there is one exchange over each axis; without the wrapper, the control, one for each."""
+    once, each = audit(BOTH, **ALL), audit((), **ALL)
+    assert runs(once, "data") == runs(once, "fsdp") == {1}
+    assert min(runs(each, "data") | runs(each, "fsdp")) == MICROBATCHES
+    assert 3 * once.bytes("all-gather", "fsdp") < each.bytes("all-gather", "fsdp")  # some are gathered once anyway
+
+
+def test_a_pipeline_sends_each_array_once():
+    """No stage exchanges in a tick, so no branch that may not be taken holds a collective over data or fsdp."""
+    found = audit(BOTH, **STAGES)
+    assert runs(found, "data") == runs(found, "fsdp") == {1}
+    assert not [r for r in found.records if r.is_conditional]
+
+
+def test_the_bytes_that_the_plan_says_are_sent():
+    """The audit finds them to the byte, besides the three sums of a loss."""
+    found, said = audit(BOTH, **ALL), exchange_bytes(plan_of(**ALL), BOTH)
+    sent = [r for r in found.records if "exchange.py" in r.source and r.kind in ("all-reduce", "reduce-scatter")]
+    assert sum(r.bytes for r in sent if r.payload > 4) == said[0]
