@@ -36,6 +36,9 @@ from spmd.sharding.mesh import AnyMesh, entry_axes
 CHUNK = 1024
 """Tokens of a chunk: enough for the matmuls to take longer than reading the kernel."""
 
+_TILE = 256
+"""Words of a turn are a multiple of it: XLA:TPU fuses reduce-scatters of such parts, and of few others."""
+
 _WHOLE = P()
 
 
@@ -97,6 +100,11 @@ class _Layout:
     def joined(self) -> tuple[str, ...]:
         """The axes that split both tokens and vocabulary: tokens are gathered (sequence parallelism)."""
         return tuple(axis for entry in self.tokens for axis in entry_axes(entry) if axis in self.vocabulary)
+
+    @property
+    def along(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that the dimensions of a chunk, `[1, token, …]`, are gathered over."""
+        return (), self.joined
 
     @property
     def summed(self) -> tuple[str, ...]:
@@ -189,70 +197,143 @@ def _local(
     x: Array, kernel: Array, targets: Array, weights: Array, *, layout: _Layout, differentiate: bool
 ) -> tuple[Array, ...]:
     """Return one device's sums over its tokens and, to differentiate, the gradients of `x` and the kernel."""
-    whole = all_gather(kernel.astype(x.dtype), layout.gathers)
-    count = x.shape[0] * x.shape[1]
-    chunks = -(-count * (jax.lax.axis_size(layout.joined) if layout.joined else 1) // layout.chunk)
+    head = _Head(layout, all_gather(kernel.astype(x.dtype), layout.gathers), kernel.dtype)
+    count, width = x.shape[0] * x.shape[1], x.shape[-1]
+    tokens = count * (jax.lax.axis_size(layout.joined) if layout.joined else 1)
+    chunks = -(-tokens // layout.chunk)
     padding = -count % chunks  # tokens of weight 0
 
     def split(a: Array) -> Array:
         flat = a.reshape(count, *a.shape[2:])
         return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, 1, -1, *flat.shape[1:])
 
-    of_chunk = functools.partial(
-        _of_chunk, kernel=whole, layout=layout, gradient=kernel.dtype if differentiate else None
-    )
+    chunk_bytes, kernel_bytes, kept_bytes = 4 * layout.chunk, 4 * width, tokens * head.narrow.itemsize  # of one word
+    keeps = kept_bytes <= max(chunk_bytes, kernel_bytes)
     parts = tuple(split(a) for a in (x, targets, weights))
-    first = tuple(a[0] for a in parts)
-    if chunks == 1:
-        sums, dx = of_chunk(*first)
-    else:
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(of_chunk, *first)[0])
 
-        def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array | None]:
-            sums, dx = of_chunk(*part)
-            return jax.tree.map(jnp.add, total, sums), dx
+    def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        sums, results = head.of_chunk(*part, differentiate, keeps)
+        return jax.tree.map(jnp.add, total, sums), results
 
-        sums, dx = jax.lax.scan(add, zeros, parts)
-    totals = tuple(psum(s, layout.summed) for s in sums[:2])
-    if dx is None:
+    sums, results = jax.lax.scan(add, (jnp.float32(0), jnp.float32(0)), parts)
+    totals = tuple(psum(s, layout.summed) for s in sums)
+    if not differentiate:
         return totals
-    dx = dx.reshape(-1, x.shape[-1])[:count].reshape(x.shape)
-    dkernel = psum_scatter(sums[2], layout.scatters)
-    scattered = {axis for dim in layout.scatters for axis in dim}
-    return *totals, dx, psum(dkernel, tuple(axis for axis in layout.summed if axis not in scattered))
+    dx, kept = results
+    parts = tuple(all_gather(a, ((), *layout.along)) for a in parts)
+    dkernel = head.kernel_gradient(*parts, kept, keeps, turns=-(-max(kernel_bytes, kept_bytes) // chunk_bytes))
+    # Without the barrier XLA:TPU computes it after the backward pass of all layers, and holds its operands until then.
+    dx, dkernel = jax.lax.optimization_barrier((dx, dkernel.astype(kernel.dtype)))
+    return *totals, dx.reshape(-1, width)[:count].reshape(x.shape), dkernel
 
 
-def _of_chunk(
-    x: Float[Array, "1 token d"],
-    targets: Int[Array, "1 token"],
-    weights: Float[Array, "1 token"],
-    *,
-    kernel: Array,
-    layout: _Layout,
-    gradient: Any,
-) -> tuple[tuple[Array, ...], Array | None]:
-    """Return `(loss, correct)` of a chunk and None; with a `gradient` dtype `(loss, correct, dkernel)` and dx."""
-    along = ((), layout.joined)
-    x, targets, weights = (all_gather(a, along) for a in (x, targets, weights))
-    logits = jnp.einsum(f"...i,{layout.axes}->...o", x, kernel, preferred_element_type=jnp.float32)
-    logits = annotate(soft_capped(logits, layout.soft_cap), layout.logits)
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    if layout.vocabulary:
-        ids += jax.lax.axis_index(layout.vocabulary) * logits.shape[-1]
-    is_target = ids == targets[..., None]
-    largest = logits.max(axis=-1)
-    largest = jax.lax.pmax(largest, layout.vocabulary) if layout.vocabulary else largest
-    exponentials = jnp.exp(logits - largest[..., None])
-    own = jnp.stack([exponentials.sum(axis=-1), jnp.where(is_target, logits, 0.0).sum(axis=-1)])
-    total, target = psum(own, layout.vocabulary)
-    loss = ((jnp.log(total) + largest - target) * weights).sum()
-    correct = ((target >= largest) * weights).sum()
-    if gradient is None:
-        return (loss, correct), None
-    dlogits = (exponentials / total[..., None] - is_target) * weights[..., None]
-    dlogits = before_soft_cap(dlogits, logits, layout.soft_cap)
-    # The loss scale is applied in the backward pass; without it, most of these numbers would underflow in float16.
-    dlogits = dlogits if x.dtype == jnp.float16 else dlogits.astype(x.dtype)
-    dkernel = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=gradient)
-    dx = psum_scatter(jnp.einsum(f"...o,{layout.axes}->...i", dlogits, kernel), along)
-    return (loss, correct, dkernel), psum(dx, tuple(axis for axis in layout.vocabulary if axis not in layout.joined))
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """The head on one device: its kernel, gathered, and the dtype in which devices exchange the kernel's gradient."""
+
+    layout: _Layout
+    kernel: Array
+    exchange: Any
+
+    @property
+    def narrow(self) -> Any:
+        """The dtype of gradients of logits: that of the kernel, except for float16.
+
+        The loss scale is applied in the backward pass; without it, most of these numbers would underflow in float16.
+        """
+        return jnp.dtype(jnp.float32 if self.kernel.dtype == jnp.float16 else self.kernel.dtype)
+
+    @property
+    def words(self) -> Int[Array, "word"]:
+        """The ids of this device's words."""
+        size = self.kernel.shape[self.layout.axes.index("o")]
+        axes = self.layout.vocabulary
+        return jnp.arange(size) + (jax.lax.axis_index(axes) * size if axes else 0)
+
+    def logits(self, x: Array, kernel: Array) -> Array:
+        """Return the logits of some words."""
+        logits = jnp.einsum(f"...i,{self.layout.axes}->...o", x, kernel, preferred_element_type=jnp.float32)
+        return annotate(soft_capped(logits, self.layout.soft_cap), self.layout.logits)
+
+    def dlogits(self, logits: Array, probabilities: Array, is_target: Array, weights: Array) -> Array:
+        """Return the gradient of logits."""
+        dlogits = (probabilities - is_target) * weights[..., None]
+        return before_soft_cap(dlogits, logits, self.layout.soft_cap).astype(self.narrow)
+
+    def of_chunk(
+        self,
+        x: Float[Array, "1 token d"],
+        targets: Int[Array, "1 token"],
+        weights: Float[Array, "1 token"],
+        differentiate: bool,
+        keeps: bool,
+    ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+        """Return `(loss, correct)` of a chunk and, to differentiate, dx and what `kernel_gradient` needs.
+
+        That is the gradient of the logits if the head `keeps` it, else the log-sum-exp of each token.
+        """
+        along, vocabulary = self.layout.along, self.layout.vocabulary
+        x, targets, weights = (all_gather(a, along) for a in (x, targets, weights))
+        logits, is_target = self.logits(x, self.kernel), _is_target(self.words, targets)
+        largest = logits.max(axis=-1)
+        largest = jax.lax.pmax(largest, vocabulary) if vocabulary else largest
+        exponentials = jnp.exp(logits - largest[..., None])
+        own = jnp.stack([exponentials.sum(axis=-1), jnp.where(is_target, logits, 0.0).sum(axis=-1)])
+        total, target = psum(own, vocabulary)
+        normalizer = jnp.log(total) + largest
+        sums = ((normalizer - target) * weights).sum(), ((target >= largest) * weights).sum()
+        if not differentiate:
+            return sums, ()
+        dlogits = self.dlogits(logits, exponentials / total[..., None], is_target, weights)
+        dx = psum_scatter(jnp.einsum(f"...o,{self.layout.axes}->...i", dlogits, self.kernel), along)
+        dx = psum(dx, tuple(axis for axis in vocabulary if axis not in self.layout.joined))
+        return sums, (dx, dlogits if keeps else normalizer)
+
+    def kernel_gradient(
+        self,
+        x: Float[Array, "chunk 1 token d"],
+        targets: Int[Array, "chunk 1 token"],
+        weights: Float[Array, "chunk 1 token"],
+        kept: Array,
+        keeps: bool,
+        turns: int,
+    ) -> Array:
+        """Return this device's shard of the kernel's gradient, summed over devices for some words in each turn."""
+        layout, dim = self.layout, self.layout.axes.index("o")
+        over = layout.scatters[dim] if layout.scatters else ()
+        shards = jax.lax.axis_size(over) if over else 1
+        own = self.kernel.shape[dim] // shards  # words of a device's shard: there are some of each in every turn
+        some = min(own, -(-own // (turns * _TILE)) * _TILE)
+
+        def turn(i: Any, gradient: Array | None) -> Array:
+            start = jnp.minimum(i * some, own - some)  # the last turn repeats words, if their number does not divide
+
+            def of_turn(a: Array, axis: int) -> Array:
+                if some == own:
+                    return a
+                split = a.reshape(*a.shape[:axis], shards, own, *a.shape[axis + 1 :])
+                part = jax.lax.dynamic_slice_in_dim(split, start, some, axis + 1)
+                return part.reshape(*a.shape[:axis], shards * some, *a.shape[axis + 1 :])
+
+            if keeps:
+                dlogits = of_turn(kept, 3)
+            else:
+                logits = self.logits(x, of_turn(self.kernel, dim))
+                is_target = _is_target(of_turn(self.words, 0), targets)
+                dlogits = self.dlogits(logits, jnp.exp(logits - kept[..., None]), is_target, weights)
+            part = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=self.exchange)
+            part = psum_scatter(part, layout.scatters)
+            return part if gradient is None else jax.lax.dynamic_update_slice_in_dim(gradient, part, start, dim)
+
+        if some == own:
+            gradient = turn(0, None)
+        else:
+            like = jax.eval_shape(turn, 0, None)
+            shape = (*like.shape[:dim], own, *like.shape[dim + 1 :])
+            gradient = jax.lax.fori_loop(0, -(-own // some), turn, jnp.zeros(shape, like.dtype))
+        scattered = {axis for axes in layout.scatters for axis in axes}
+        return psum(gradient, tuple(axis for axis in layout.summed if axis not in scattered))
+
+
+def _is_target(words: Int[Array, "word"], targets: Int[Array, "..."]) -> Array:
+    return jnp.expand_dims(words, range(targets.ndim)) == targets[..., None]
