@@ -197,7 +197,6 @@ def _local(
     x: Array, kernel: Array, targets: Array, weights: Array, *, layout: _Layout, differentiate: bool
 ) -> tuple[Array, ...]:
     """Return one device's sums over its tokens and, to differentiate, the gradients of `x` and the kernel."""
-    head = _Head(layout, all_gather(kernel.astype(x.dtype), layout.gathers), kernel.dtype)
     count, width = x.shape[0] * x.shape[1], x.shape[-1]
     tokens = count * (jax.lax.axis_size(layout.joined) if layout.joined else 1)
     chunks = -(-tokens // layout.chunk)
@@ -207,21 +206,19 @@ def _local(
         flat = a.reshape(count, *a.shape[2:])
         return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, 1, -1, *flat.shape[1:])
 
-    chunk_bytes, kernel_bytes, kept_bytes = 4 * layout.chunk, 4 * width, tokens * head.narrow.itemsize  # of one word
-    keeps = kept_bytes <= max(chunk_bytes, kernel_bytes)
+    head = _Head(layout, all_gather(kernel.astype(x.dtype), layout.gathers), tokens)
     parts = tuple(split(a) for a in (x, targets, weights))
 
     def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        sums, results = head.of_chunk(*part, differentiate, keeps)
-        return jax.tree.map(jnp.add, total, sums), results
+        sums, saved = head.of_chunk(*part, differentiate)
+        return jax.tree.map(jnp.add, total, sums), saved
 
-    sums, results = jax.lax.scan(add, (jnp.float32(0), jnp.float32(0)), parts)
+    sums, saved = jax.lax.scan(add, (jnp.float32(0), jnp.float32(0)), parts)
     totals = tuple(psum(s, layout.summed) for s in sums)
     if not differentiate:
         return totals
-    dx, kept = results
-    parts = tuple(all_gather(a, ((), *layout.along)) for a in parts)
-    dkernel = head.kernel_gradient(*parts, kept, keeps, turns=-(-max(kernel_bytes, kept_bytes) // chunk_bytes))
+    dx = saved[1] if len(saved) > 1 else head.dx(saved[0])
+    dkernel = head.dkernel(*(all_gather(a, ((), *layout.along)) for a in parts), saved[0], exchange=kernel.dtype)
     # Without the barrier XLA:TPU computes it after the backward pass of all layers, and holds its operands until then.
     dx, dkernel = jax.lax.optimization_barrier((dx, dkernel.astype(kernel.dtype)))
     return *totals, dx.reshape(-1, width)[:count].reshape(x.shape), dkernel
@@ -229,11 +226,11 @@ def _local(
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """The head on one device: its kernel, gathered, and the dtype in which devices exchange the kernel's gradient."""
+    """The head on one device: its kernel, gathered, for some number of tokens."""
 
     layout: _Layout
     kernel: Array
-    exchange: Any
+    tokens: int
 
     @property
     def narrow(self) -> Any:
@@ -244,10 +241,21 @@ class _Head:
         return jnp.dtype(jnp.float32 if self.kernel.dtype == jnp.float16 else self.kernel.dtype)
 
     @property
+    def bytes_of_word(self) -> tuple[int, int, int]:
+        """The bytes of a word in the logits of a chunk, the gradient of the kernel, and gradients of all logits."""
+        width = self.kernel.shape[self.layout.axes.index("i")]
+        return 4 * self.layout.chunk, 4 * width, self.narrow.itemsize * self.tokens
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients of all logits are kept: if they are no larger than what exists anyway."""
+        *others, kept = self.bytes_of_word
+        return kept <= max(others)
+
+    @property
     def words(self) -> Int[Array, "word"]:
         """The ids of this device's words."""
-        size = self.kernel.shape[self.layout.axes.index("o")]
-        axes = self.layout.vocabulary
+        size, axes = self.kernel.shape[self.layout.axes.index("o")], self.layout.vocabulary
         return jnp.arange(size) + (jax.lax.axis_index(axes) * size if axes else 0)
 
     def logits(self, x: Array, kernel: Array) -> Array:
@@ -260,20 +268,21 @@ class _Head:
         dlogits = (probabilities - is_target) * weights[..., None]
         return before_soft_cap(dlogits, logits, self.layout.soft_cap).astype(self.narrow)
 
-    def of_chunk(
-        self,
-        x: Float[Array, "1 token d"],
-        targets: Int[Array, "1 token"],
-        weights: Float[Array, "1 token"],
-        differentiate: bool,
-        keeps: bool,
-    ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-        """Return `(loss, correct)` of a chunk and, to differentiate, dx and what `kernel_gradient` needs.
+    def dx(self, dlogits: Float[Array, "*chunk 1 token word"]) -> Float[Array, "*chunk 1 token d"]:
+        """Return the gradient of tokens, split as they were."""
+        dx = jnp.einsum(f"...o,{self.layout.axes}->...i", dlogits, self.kernel)
+        dx = psum_scatter(dx, ((),) * (dx.ndim - 3) + self.layout.along)
+        return psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in self.layout.joined))
 
-        That is the gradient of the logits if the head `keeps` it, else the log-sum-exp of each token.
+    def of_chunk(
+        self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"], weights: Array, differentiate: bool
+    ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+        """Return `(loss, correct)` of a chunk and, to differentiate, the gradient of its logits if the head keeps it.
+
+        Otherwise the log-sum-exp of each token, and dx.
         """
-        along, vocabulary = self.layout.along, self.layout.vocabulary
-        x, targets, weights = (all_gather(a, along) for a in (x, targets, weights))
+        vocabulary = self.layout.vocabulary
+        x, targets, weights = (all_gather(a, self.layout.along) for a in (x, targets, weights))
         logits, is_target = self.logits(x, self.kernel), _is_target(self.words, targets)
         largest = logits.max(axis=-1)
         largest = jax.lax.pmax(largest, vocabulary) if vocabulary else largest
@@ -285,53 +294,43 @@ class _Head:
         if not differentiate:
             return sums, ()
         dlogits = self.dlogits(logits, exponentials / total[..., None], is_target, weights)
-        dx = psum_scatter(jnp.einsum(f"...o,{self.layout.axes}->...i", dlogits, self.kernel), along)
-        dx = psum(dx, tuple(axis for axis in vocabulary if axis not in self.layout.joined))
-        return sums, (dx, dlogits if keeps else normalizer)
+        return sums, (dlogits,) if self.keeps else (normalizer, self.dx(dlogits))
 
-    def kernel_gradient(
-        self,
-        x: Float[Array, "chunk 1 token d"],
-        targets: Int[Array, "chunk 1 token"],
-        weights: Float[Array, "chunk 1 token"],
-        kept: Array,
-        keeps: bool,
-        turns: int,
+    def dkernel(
+        self, x: Float[Array, "chunk 1 token d"], targets: Array, weights: Array, kept: Array, *, exchange: Any
     ) -> Array:
-        """Return this device's shard of the kernel's gradient, summed over devices for some words in each turn."""
-        layout, dim = self.layout, self.layout.axes.index("o")
-        over = layout.scatters[dim] if layout.scatters else ()
-        shards = jax.lax.axis_size(over) if over else 1
-        own = self.kernel.shape[dim] // shards  # words of a device's shard: there are some of each in every turn
-        some = min(own, -(-own // (turns * _TILE)) * _TILE)
+        """Return this device's shard of the kernel's gradient, summed in `exchange` for some words in each turn.
 
-        def turn(i: Any, gradient: Array | None) -> Array:
-            start = jnp.minimum(i * some, own - some)  # the last turn repeats words, if their number does not divide
+        `kept` is what `of_chunk` returns first. The gradient of a turn is no larger than the logits of a chunk.
+        """
+        layout, dim = self.layout, self.layout.axes.index("o")
+        scatters = layout.scatters or ((), ())
+        shape = [
+            n // (jax.lax.axis_size(axes) if axes else 1) for n, axes in zip(self.kernel.shape, scatters, strict=True)
+        ]
+        own, shards = shape[dim], self.kernel.shape[dim] // shape[dim]  # a turn has words of all shards
+        chunk, *others = self.bytes_of_word
+        some = min(own, -(-own // (-(-max(others) // chunk) * _TILE)) * _TILE)
+
+        def turn(i: Any, gradient: Array) -> Array:
+            start = i * some  # slices and updates clamp it: the last turn may repeat words of the one before
 
             def of_turn(a: Array, axis: int) -> Array:
-                if some == own:
-                    return a
                 split = a.reshape(*a.shape[:axis], shards, own, *a.shape[axis + 1 :])
                 part = jax.lax.dynamic_slice_in_dim(split, start, some, axis + 1)
                 return part.reshape(*a.shape[:axis], shards * some, *a.shape[axis + 1 :])
 
-            if keeps:
+            if self.keeps:
                 dlogits = of_turn(kept, 3)
             else:
                 logits = self.logits(x, of_turn(self.kernel, dim))
                 is_target = _is_target(of_turn(self.words, 0), targets)
                 dlogits = self.dlogits(logits, jnp.exp(logits - kept[..., None]), is_target, weights)
-            part = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=self.exchange)
-            part = psum_scatter(part, layout.scatters)
-            return part if gradient is None else jax.lax.dynamic_update_slice_in_dim(gradient, part, start, dim)
+            part = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=exchange)
+            return jax.lax.dynamic_update_slice_in_dim(gradient, psum_scatter(part, scatters), start, dim)
 
-        if some == own:
-            gradient = turn(0, None)
-        else:
-            like = jax.eval_shape(turn, 0, None)
-            shape = (*like.shape[:dim], own, *like.shape[dim + 1 :])
-            gradient = jax.lax.fori_loop(0, -(-own // some), turn, jnp.zeros(shape, like.dtype))
-        scattered = {axis for axes in layout.scatters for axis in axes}
+        gradient = jax.lax.fori_loop(0, -(-own // some), turn, jnp.zeros(shape, exchange))
+        scattered = {axis for axes in scatters for axis in axes}
         return psum(gradient, tuple(axis for axis in layout.summed if axis not in scattered))
 
 
