@@ -9,8 +9,13 @@ its part of the vocabulary (Megatron-LM, Shoeybi et al., arXiv:1909.08053, secti
 ```
 tokens of this device ──▶ logits of this device's words ──▶ max, sum, target: three numbers for each token
                                                              │  summed over tensor
-gradient of the tokens, summed over tensor ◀── gradient of the logits ──▶ gradient of the kernel, summed once at the end
+gradient of the tokens, summed over tensor ◀── gradient of the logits ──▶ gradient of the kernel, some words in a turn
 ```
+
+The kernel's gradient is computed when all chunks are done, over all tokens, and scattered in each turn: no part is
+larger than the logits of a chunk. Gradients of logits are kept for it, in the compute dtype, if they take no more than
+the whole would (8,192 tokens for a width of 4,096, in bfloat16); for more tokens, logits are computed again (decision
+0031).
 
 Gradients are computed with the logits in the forward pass; the backward pass only scales them.
 """
@@ -210,15 +215,17 @@ def _local(
     parts = tuple(split(a) for a in (x, targets, weights))
 
     def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        sums, saved = head.of_chunk(*part, differentiate)
+        sums, saved = head.of_chunk(*part, differentiate=differentiate)
         return jax.tree.map(jnp.add, total, sums), saved
 
-    sums, saved = jax.lax.scan(add, (jnp.float32(0), jnp.float32(0)), parts)
+    zeros: tuple[Array, ...] = (jnp.float32(0), jnp.float32(0))
+    sums, saved = jax.lax.scan(add, zeros, parts)
     totals = tuple(psum(s, layout.summed) for s in sums)
     if not differentiate:
         return totals
     dx = saved[1] if len(saved) > 1 else head.dx(saved[0])
-    dkernel = head.dkernel(*(all_gather(a, ((), *layout.along)) for a in parts), saved[0], exchange=kernel.dtype)
+    gathered = tuple(all_gather(a, ((), *layout.along)) for a in parts)
+    dkernel = head.dkernel(saved[0], *gathered, exchange=kernel.dtype)
     # Without the barrier XLA:TPU computes it after the backward pass of all layers, and holds its operands until then.
     dx, dkernel = jax.lax.optimization_barrier((dx, dkernel.astype(kernel.dtype)))
     return *totals, dx.reshape(-1, width)[:count].reshape(x.shape), dkernel
@@ -275,8 +282,8 @@ class _Head:
         return psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in self.layout.joined))
 
     def of_chunk(
-        self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"], weights: Array, differentiate: bool
-    ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+        self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"], weights: Array, *, differentiate: bool
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         """Return `(loss, correct)` of a chunk and, to differentiate, the gradient of its logits if the head keeps it.
 
         Otherwise the log-sum-exp of each token, and dx.
@@ -297,7 +304,7 @@ class _Head:
         return sums, (dlogits,) if self.keeps else (normalizer, self.dx(dlogits))
 
     def dkernel(
-        self, x: Float[Array, "chunk 1 token d"], targets: Array, weights: Array, kept: Array, *, exchange: Any
+        self, kept: Array, x: Float[Array, "chunk 1 token d"], targets: Array, weights: Array, *, exchange: Any
     ) -> Array:
         """Return this device's shard of the kernel's gradient, summed in `exchange` for some words in each turn.
 
