@@ -261,7 +261,7 @@ def _category(buffer: Buffer, shapes: Mapping[tuple[int, ...], str]) -> str:
     of = shapes.get(buffer.shape)
     if buffer.name == SLOTS:
         return "stages"
-    if of == "logits":
+    if "logits" in (of, shapes.get(buffer.shape[1:])):  # or the gradients of those of all chunks
         return "logits"
     if buffer.kind in ("gathered", "converted"):
         return "collectives"

@@ -9,8 +9,13 @@ its part of the vocabulary (Megatron-LM, Shoeybi et al., arXiv:1909.08053, secti
 ```
 tokens of this device ──▶ logits of this device's words ──▶ max, sum, target: three numbers for each token
                                                              │  summed over tensor
-gradient of the tokens, summed over tensor ◀── gradient of the logits ──▶ gradient of the kernel, summed once at the end
+gradient of the tokens, summed over tensor ◀── gradient of the logits ──▶ gradient of the kernel, some words in a turn
 ```
+
+The kernel's gradient is computed when all chunks are done, over all tokens, and scattered in each turn: no part is
+larger than the logits of a chunk. Gradients of logits are kept for it, in the compute dtype, if they take no more than
+the whole would (8,192 tokens for a width of 4,096, in bfloat16); for more tokens, logits are computed again (decision
+0031).
 
 Gradients are computed with the logits in the forward pass; the backward pass only scales them.
 """
@@ -30,11 +35,24 @@ from spmd.layers.soft_cap import before_soft_cap, soft_capped
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.context import current, override
 from spmd.plan.fsdp import ParamPlacement, gather
-from spmd.plan.manual import all_gather, dims_spec, extra_axes, manual_over, psum, psum_scatter, spec_dims, split_axes
+from spmd.plan.manual import (
+    all_gather,
+    dims_spec,
+    extra_axes,
+    manual_over,
+    psum,
+    psum_scatter,
+    spec_dims,
+    split_axes,
+    sum_gradient,
+)
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
 CHUNK = 1024
 """Tokens of a chunk: enough for the matmuls to take longer than reading the kernel."""
+
+_TILE = 256
+"""Words of a turn are a multiple of it: XLA:TPU fuses reduce-scatters of such parts, and of few others."""
 
 _WHOLE = P()
 
@@ -99,6 +117,11 @@ class _Layout:
     def joined(self) -> tuple[str, ...]:
         """The axes that split both tokens and vocabulary: tokens are gathered (sequence parallelism)."""
         return tuple(axis for entry in self.tokens for axis in entry_axes(entry) if axis in self.vocabulary)
+
+    @property
+    def along(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that the dimensions of a chunk of `x`, `[1, token, d]`, are gathered over."""
+        return (), self.joined, self.width
 
     @property
     def summed(self) -> tuple[str, ...]:
@@ -192,71 +215,146 @@ def _local(
     x: Array, kernel: Array, targets: Array, weights: Array, *, layout: _Layout, differentiate: bool
 ) -> tuple[Array, ...]:
     """Return one device's sums over its tokens and, to differentiate, the gradients of `x` and the kernel."""
-    whole = all_gather(kernel.astype(x.dtype), layout.gathers)
-    count = x.shape[0] * x.shape[1]
-    chunks = -(-count * (jax.lax.axis_size(layout.joined) if layout.joined else 1) // layout.chunk)
+    count, width = x.shape[0] * x.shape[1], x.shape[-1]
+    tokens = count * (jax.lax.axis_size(layout.joined) if layout.joined else 1)
+    chunks = -(-tokens // layout.chunk)
     padding = -count % chunks  # tokens of weight 0
 
     def split(a: Array) -> Array:
         flat = a.reshape(count, *a.shape[2:])
         return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, 1, -1, *flat.shape[1:])
 
-    of_chunk = functools.partial(
-        _of_chunk, kernel=whole, layout=layout, gradient=kernel.dtype if differentiate else None
-    )
+    head = _Head(layout, all_gather(kernel.astype(x.dtype), layout.gathers), tokens)
     parts = tuple(split(a) for a in (x, targets, weights))
-    first = tuple(a[0] for a in parts)
-    if chunks == 1:
-        sums, dx = of_chunk(*first)
-    else:
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(of_chunk, *first)[0])
 
-        def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array | None]:
-            sums, dx = of_chunk(*part)
-            return jax.tree.map(jnp.add, total, sums), dx
+    def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        sums, saved = head.of_chunk(*part, differentiate=differentiate)
+        return jax.tree.map(jnp.add, total, sums), saved
 
-        sums, dx = jax.lax.scan(add, zeros, parts)
-    totals = tuple(psum(s, layout.summed) for s in sums[:2])
-    if dx is None:
+    zeros: tuple[Array, ...] = (jnp.float32(0), jnp.float32(0))
+    sums, saved = jax.lax.scan(add, zeros, parts)
+    totals = tuple(psum(s, layout.summed) for s in sums)
+    if not differentiate:
         return totals
-    dx = dx.reshape(-1, x.shape[-1])[:count].reshape(x.shape)
-    dkernel = psum_scatter(sums[2], layout.scatters)
-    scattered = {axis for dim in layout.scatters for axis in dim}
-    return *totals, dx, psum(dkernel, tuple(axis for axis in layout.summed if axis not in scattered))
+    dx = saved[1] if len(saved) > 1 else head.dx(saved[0])
+    gathered = tuple(all_gather(a, ((), *layout.along)[: a.ndim]) for a in parts)
+    dkernel = head.dkernel(saved[0], *gathered, dtype=kernel.dtype)
+    # Without the barrier XLA:TPU computes it after the backward pass of all layers, and holds its operands until then.
+    dx, dkernel = jax.lax.optimization_barrier((dx, dkernel))
+    return *totals, dx.reshape(-1, width)[:count].reshape(x.shape), dkernel
 
 
-def _of_chunk(
-    x: Float[Array, "1 token d"],
-    targets: Int[Array, "1 token"],
-    weights: Float[Array, "1 token"],
-    *,
-    kernel: Array,
-    layout: _Layout,
-    gradient: Any,
-) -> tuple[tuple[Array, ...], Array | None]:
-    """Return `(loss, correct)` of a chunk and None; with a `gradient` dtype `(loss, correct, dkernel)` and dx."""
-    along = ((), layout.joined, layout.width)
-    x, targets, weights = all_gather(x, along), *(all_gather(a, along[:2]) for a in (targets, weights))
-    logits = jnp.einsum(f"...i,{layout.axes}->...o", x, kernel, preferred_element_type=jnp.float32)
-    logits = annotate(soft_capped(logits, layout.soft_cap), layout.logits)
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    if layout.vocabulary:
-        ids += jax.lax.axis_index(layout.vocabulary) * logits.shape[-1]
-    is_target = ids == targets[..., None]
-    largest = logits.max(axis=-1)
-    largest = jax.lax.pmax(largest, layout.vocabulary) if layout.vocabulary else largest
-    exponentials = jnp.exp(logits - largest[..., None])
-    own = jnp.stack([exponentials.sum(axis=-1), jnp.where(is_target, logits, 0.0).sum(axis=-1)])
-    total, target = psum(own, layout.vocabulary)
-    loss = ((jnp.log(total) + largest - target) * weights).sum()
-    correct = ((target >= largest) * weights).sum()
-    if gradient is None:
-        return (loss, correct), None
-    dlogits = (exponentials / total[..., None] - is_target) * weights[..., None]
-    dlogits = before_soft_cap(dlogits, logits, layout.soft_cap)
-    # The loss scale is applied in the backward pass; without it, most of these numbers would underflow in float16.
-    dlogits = dlogits if x.dtype == jnp.float16 else dlogits.astype(x.dtype)
-    dkernel = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=gradient)
-    dx = psum_scatter(jnp.einsum(f"...o,{layout.axes}->...i", dlogits, kernel), along)
-    scattered = (*layout.joined, *layout.width)
-    return (loss, correct, dkernel), psum(dx, tuple(axis for axis in layout.vocabulary if axis not in scattered))
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """The head on one device: its kernel, gathered, for some number of tokens."""
+
+    layout: _Layout
+    kernel: Array
+    tokens: int
+
+    @property
+    def narrow(self) -> Any:
+        """The dtype of gradients of logits: that of the kernel, except for float16.
+
+        The loss scale is applied in the backward pass; without it, most of these numbers would underflow in float16.
+        """
+        return jnp.dtype(jnp.float32 if self.kernel.dtype == jnp.float16 else self.kernel.dtype)
+
+    @property
+    def bytes_of_word(self) -> tuple[int, int, int]:
+        """The bytes of a word in the logits of a chunk, the gradient of the kernel, and gradients of all logits."""
+        width = self.kernel.shape[self.layout.axes.index("i")]
+        return 4 * self.layout.chunk, 4 * width, self.narrow.itemsize * self.tokens
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients of all logits are kept: if they are no larger than what exists anyway."""
+        *others, kept = self.bytes_of_word
+        return kept <= max(others)
+
+    @property
+    def words(self) -> Int[Array, "word"]:
+        """The ids of this device's words."""
+        size, axes = self.kernel.shape[self.layout.axes.index("o")], self.layout.vocabulary
+        return jnp.arange(size) + (jax.lax.axis_index(axes) * size if axes else 0)
+
+    def logits(self, x: Array, kernel: Array) -> Array:
+        """Return the logits of some words."""
+        logits = jnp.einsum(f"...i,{self.layout.axes}->...o", x, kernel, preferred_element_type=jnp.float32)
+        return annotate(soft_capped(logits, self.layout.soft_cap), self.layout.logits)
+
+    def dlogits(self, logits: Array, probabilities: Array, is_target: Array, weights: Array) -> Array:
+        """Return the gradient of logits."""
+        dlogits = (probabilities - is_target) * weights[..., None]
+        return before_soft_cap(dlogits, logits, self.layout.soft_cap).astype(self.narrow)
+
+    def dx(self, dlogits: Float[Array, "*chunk 1 token word"]) -> Float[Array, "*chunk 1 token d"]:
+        """Return the gradient of tokens, split as they were."""
+        dx = jnp.einsum(f"...o,{self.layout.axes}->...i", dlogits, self.kernel)
+        dx = psum_scatter(dx, ((),) * (dx.ndim - 3) + self.layout.along)
+        scattered = (*self.layout.joined, *self.layout.width)
+        return psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in scattered))
+
+    def of_chunk(
+        self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"], weights: Array, *, differentiate: bool
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """Return `(loss, correct)` of a chunk and, to differentiate, the gradient of its logits if the head keeps it.
+
+        Otherwise the log-sum-exp of each token, and dx.
+        """
+        vocabulary = self.layout.vocabulary
+        x, targets, weights = (all_gather(a, self.layout.along[: a.ndim]) for a in (x, targets, weights))
+        logits, is_target = self.logits(x, self.kernel), _is_target(self.words, targets)
+        largest = logits.max(axis=-1)
+        largest = jax.lax.pmax(largest, vocabulary) if vocabulary else largest
+        exponentials = jnp.exp(logits - largest[..., None])
+        own = jnp.stack([exponentials.sum(axis=-1), jnp.where(is_target, logits, 0.0).sum(axis=-1)])
+        total, target = psum(own, vocabulary)
+        normalizer = jnp.log(total) + largest
+        sums = ((normalizer - target) * weights).sum(), ((target >= largest) * weights).sum()
+        if not differentiate:
+            return sums, ()
+        dlogits = self.dlogits(logits, exponentials / total[..., None], is_target, weights)
+        return sums, (dlogits,) if self.keeps else (normalizer, self.dx(dlogits))
+
+    def dkernel(
+        self, kept: Array, x: Float[Array, "chunk 1 token d"], targets: Array, weights: Array, *, dtype: Any
+    ) -> Array:
+        """Return this device's shard of the kernel's gradient, summed over devices for some words in each turn.
+
+        `kept` is what `of_chunk` returns first. The gradient of a turn is no larger than the logits of a chunk.
+        """
+        layout, dim = self.layout, self.layout.axes.index("o")
+        scatters = layout.scatters or ((), ())
+        shape = [
+            n // (jax.lax.axis_size(axes) if axes else 1) for n, axes in zip(self.kernel.shape, scatters, strict=True)
+        ]
+        own, shards = shape[dim], self.kernel.shape[dim] // shape[dim]  # a turn has words of all shards
+        chunk, *others = self.bytes_of_word
+        some = min(own, -(-own // (-(-max(others) // chunk) * _TILE)) * _TILE)
+
+        def turn(i: Any, gradient: Array) -> Array:
+            start = i * some  # slices and updates clamp it: the last turn may repeat words of the one before
+
+            def of_turn(a: Array, axis: int) -> Array:
+                split = a.reshape(*a.shape[:axis], shards, own, *a.shape[axis + 1 :])
+                part = jax.lax.dynamic_slice_in_dim(split, start, some, axis + 1)
+                return part.reshape(*a.shape[:axis], shards * some, *a.shape[axis + 1 :])
+
+            if self.keeps:
+                dlogits = of_turn(kept, 3)
+            else:
+                logits = self.logits(x, of_turn(self.kernel, dim))
+                is_target = _is_target(of_turn(self.words, 0), targets)
+                dlogits = self.dlogits(logits, jnp.exp(logits - kept[..., None]), is_target, weights)
+            part = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=dtype)
+            return jax.lax.dynamic_update_slice_in_dim(gradient, sum_gradient(part, scatters, scattered), start, dim)
+
+        scattered = tuple(axis for axes in scatters for axis in axes)
+        gradient = jax.lax.fori_loop(0, -(-own // some), turn, jnp.zeros(shape, dtype))
+        rest = tuple(axis for axis in layout.summed if axis not in scattered)
+        return sum_gradient(gradient, ((), ()), rest)
+
+
+def _is_target(words: Int[Array, "word"], targets: Int[Array, "..."]) -> Array:
+    return jnp.expand_dims(words, range(targets.ndim)) == targets[..., None]

@@ -35,9 +35,9 @@ def random(*shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def sums(logits_of, kernel, **options):
+def sums(logits_of, kernel, width=8, **options):
     """The sums of a loss, and the gradients of `x` and the kernel."""
-    x, targets = random(2, 6, 8), jax.random.randint(jax.random.key(2), (2, 6), 0, 20)
+    x, targets = random(2, 6, width), jax.random.randint(jax.random.key(2), (2, 6), 0, 20)
     weights = (jax.random.uniform(jax.random.key(3), (2, 6)) < 0.7).astype(jnp.float32)
 
     def loss(x, kernel):
@@ -66,6 +66,52 @@ def test_a_soft_cap_of_logits_is_in_the_loss_and_its_gradients(chunk):
     assert_close(ours, plain(kernel), noise_of(plain, kernel))
     for without, capped in zip(sums(jnp.matmul, kernel)[0], ours[0], strict=True):
         assert np.abs(without - capped).max() > 0.1
+
+
+def in_turns(monkeypatch, seen, words=3):
+    """Lets a turn have so few words, and notes whether gradients of logits are kept, and whether there are turns."""
+    turns, loop, gradient = [], jax.lax.fori_loop, vocabulary._Head.dkernel
+
+    def noted(head, *arrays, **options):
+        result = gradient(head, *arrays, **options)
+        seen.add((head.keeps, turns[-1] > 1))
+        return result
+
+    monkeypatch.setattr(vocabulary, "_TILE", words)
+    monkeypatch.setattr(vocabulary._Head, "dkernel", noted)
+    monkeypatch.setattr(jax.lax, "fori_loop", lambda start, end, *rest: turns.append(end) or loop(start, end, *rest))
+
+
+FORMS = [(8, 5, (False, True)), (16, 5, (True, True)), (8, 12, (True, False))]
+
+
+@pytest.mark.parametrize(("width", "chunk", "form"), FORMS)
+@pytest.mark.parametrize("axes", ["io", "oi"])
+def test_some_words_at_a_time_are_the_gradient_of_all(monkeypatch, axes, width, chunk, form):
+    """The last turn repeats words; whether logits are computed again or kept, gradients are those of plain logits."""
+    seen = set()
+    in_turns(monkeypatch, seen)
+    kernel = random(*((width, 20) if axes == "io" else (20, width)), seed=1)
+    ours = sums(lambda x, kernel: LazyLogits(x, kernel, axes, soft_cap=1.5), kernel, width, chunk=chunk)
+    plain = functools.partial(
+        sums, lambda x, kernel: 1.5 * jnp.tanh(jnp.einsum(f"bsi,{axes}->bso", x, kernel) / 1.5), width=width
+    )
+    assert_close(ours, plain(kernel), noise_of(plain, kernel))
+    assert seen == {form}
+
+
+def test_control_a_softmax_over_the_words_of_a_turn_is_caught(monkeypatch):
+    """Without the log-sum-exp of all words, gradients of logits that are computed again differ."""
+    monkeypatch.setattr(vocabulary, "_TILE", 3)
+    exp = jnp.exp
+    wrong = lambda x: jax.nn.softmax(x) if x.ndim == 4 else exp(x)  # noqa: E731
+    kernel = random(8, 20, seed=1)
+    plain = functools.partial(sums, jnp.matmul)
+    expected, noise = plain(kernel), noise_of(plain, kernel)
+    monkeypatch.setattr(vocabulary.jnp, "exp", wrong)
+    ours = sums(LazyLogits, kernel, chunk=5)
+    with pytest.raises(AssertionError):
+        assert_close(ours, expected, noise)
 
 
 def test_gradients_of_a_narrow_head_are_not_rounded():
@@ -129,12 +175,15 @@ def test_chunks_equal_the_whole():
 SPECS = [P(None, ("tensor", "fsdp")), P("tensor", "fsdp"), P(("tensor", "fsdp"))]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_any_split_of_the_head_equals_one_device(spec):
+@pytest.mark.parametrize(("spec", "fsdp"), [*zip(SPECS, (2, 4, 4), strict=True)], ids=map(str, SPECS))
+def test_any_split_of_the_head_equals_one_device(monkeypatch, spec, fsdp):
     """Also where a device gathers parts of the vocabulary that are no neighbours, or has no words of its own."""
+    seen = set()
+    in_turns(monkeypatch, seen, words=2)
     params = [(path, spec if path == "lm_head/kernel" else value) for path, value in LLAMA.params]
     rules = dataclasses.replace(LLAMA, params=params)
-    JOB.assert_parity(rules=rules, grad_fn=in_chunks(7), fsdp=4, tensor=2)
+    JOB.assert_parity(rules=rules, grad_fn=in_chunks(7), fsdp=fsdp, tensor=2)
+    assert (fsdp == 4, True) in seen  # of two devices, with twice the tokens, each keeps no gradients of logits
 
 
 def test_control_a_softmax_of_one_part_of_the_vocabulary_is_caught(monkeypatch):
@@ -201,13 +250,14 @@ def largest(program):
     return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
 
 
-TOKENS_HERE, WORDS_HERE = BATCH * SEQ // 4, VOCAB // 2
+TOKENS_HERE, WORDS_HERE, TURNS = BATCH * SEQ // 4, VOCAB // 2, 8
+WORDS_OF_TURN = 8192  # in multiples of 256
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "control" not in name])
 def test_no_buffer_is_tokens_by_vocabulary(name, programs):
     """On no device is any array larger than the logits of one chunk, and than the table where that is larger."""
-    assert largest(programs[name]) <= max(CHUNK * WORDS_HERE, VOCAB * D)
+    assert largest(programs[name]) <= max(CHUNK * WORDS_HERE, TOKENS_HERE * WORDS_OF_TURN, VOCAB * D)
 
 
 def test_control_in_one_piece_there_is_such_a_buffer(programs):
@@ -215,16 +265,28 @@ def test_control_in_one_piece_there_is_such_a_buffer(programs):
     assert largest(programs["control: in one piece"]) >= TOKENS_HERE * WORDS_HERE
 
 
+def gradients_of_kernels(program):
+    """The most elements of any product that is a gradient of the head's kernel."""
+    products = [line for line in program.splitlines() if re.search(r"\.\.\.i,\.\.\.o->(io|oi)/dot_general", line)]
+    return largest("\n".join(line.partition("(")[0] for line in products if "lm_head" in line or "shard_map" in line))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_kernels_gradient_never_exists_whole(name, programs):
+    """On no device is it larger than that of the words of a turn, before it is scattered; in one piece it is whole."""
+    words = WORDS_HERE if "control" in name else WORDS_OF_TURN
+    assert gradients_of_kernels(programs[name]) == D * words
+
+
 def test_the_tables_gradient_is_reduced_once(programs):
-    """Chunk after chunk sends numbers of tokens; the kernel's gradient is summed when all are done."""
+    """Chunk after chunk sends numbers of tokens; the kernel's gradient is summed in parts when all are done."""
     audit = audit_collectives(programs["chunks"], abstract_mesh(MeshShape(**MESH)), backend="cpu")
     head = [r for r in audit.records if "lm_head" in r.source]
-    in_turns = [r for r in head if r.executions > 1]
+    (scattered,) = [r for r in head if r.over == "fsdp" and r.kind == "reduce-scatter"]
+    assert (scattered.executions, scattered.payload) == (TURNS, 4 * D * WORDS_OF_TURN)
+    in_turns = [r for r in head if r.executions > 1 and r != scattered]
     assert {r.executions for r in in_turns} == {TOKENS_HERE // CHUNK}
     assert {r.over for r in in_turns} == {"tensor"}
     assert max(r.payload for r in in_turns) == 4 * CHUNK * D  # what tokens get
-    gradient = 4 * D * WORDS_HERE
-    assert sorted(r.payload for r in head if r.kind in ("reduce-scatter", "all-reduce") and r.payload > 1024 * D) == [
-        gradient // 2,  # over data, what is left of it after …
-        gradient,  # … fsdp
-    ]
+    (summed,) = [r for r in head if r.over == "data" and r.payload > 1024 * D]
+    assert (summed.executions, summed.payload) == (1, 4 * D * WORDS_HERE // 2)  # what is left of it after fsdp
