@@ -22,6 +22,7 @@ import numpy as np
 
 from spmd.analysis.collective_record import KINDS, Collective
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
+from spmd.analysis.overlap import chain_of, compute_beside
 from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, per_device, read_groups, spans
 from spmd.analysis.trip_count import trip_count
 from spmd.layers import manual
@@ -156,6 +157,7 @@ class _Search:
             return
         written = instruction.attribute(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)")
         last = self._done(name, instruction)
+        is_overlapped, cycles = compute_beside(self.program, name, instruction)
         in_place = kind == "collective-permute" and "slice_sizes=" in instruction.attributes
         parts = 1 if between else len(instruction.operands)
         apart = parts > 1 and kind not in _ONE_ARRAY and not in_place
@@ -195,15 +197,15 @@ class _Search:
                     instruction=instruction.name,
                     groups=written,
                     crosses=spans(places, self.slices),
+                    is_overlapped=is_overlapped,
+                    overlapped_cycles=cycles,
                 ),
             )
 
     def _key(self, name: str, instruction: Instruction, part: int) -> _Key:
         # A TPU repeats a transfer in every fusion that it overlaps with: a chain, recorded once.
-        chain = instruction.attribute(r'\bchain_id="(\d+)"')
-        if chain and self.program.callers[name]:
-            channel = instruction.attribute(r"channel_id=(\d+)")
-            return (self.program.callers[name][0][0], channel, chain, str(part))
+        if (chain := chain_of(instruction)) and self.program.callers[name]:
+            return (self.program.callers[name][0][0], *chain, str(part))
         return (name, instruction.name, str(part))
 
     def _done(self, name: str, instruction: Instruction) -> HloValue:
