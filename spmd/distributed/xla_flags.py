@@ -36,8 +36,8 @@ class Flag:
 
 _SCHEDULER = "latency-hiding scheduler: orders the program so that it computes while collectives run"
 _FUSION = "async collective fusion: all-gathers of parameters run during the matmuls of the layer before"
-_GATHERS = "a SparseCore gathers parameters, over so many dimensions of the torus, while the TensorCore computes"
-_SCATTERS = "a SparseCore reduce-scatters gradients, over a whole slice too, where it is an all-reduce otherwise"
+_GATHERS = "a SparseCore gathers parameters, along one dimension of the torus or several, during the matmuls"
+_SCATTERS = "a SparseCore reduce-scatters gradients during the matmuls; in a 3D torus over whole slices too"
 _COMBINE = "combines all-reduces of gradients up to 256 MiB: the slow network has long latencies"
 _MEMORY = "JAX takes this part of a GPU's memory; its default is 0.75"
 
@@ -49,16 +49,16 @@ PRESETS: Mapping[str, tuple[Flag, ...]] = {
 """Platform → flags of every step."""
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
-_OFFLOAD_GATHERS = tuple(Flag(f"{_OFFLOAD}_{form}all_gather", True, _GATHERS) for form in ("", "2d_", "3d_"))
-_OFFLOAD_SCATTERS = tuple(Flag(f"{_OFFLOAD}_{form}reduce_scatter", True, _SCATTERS) for form in ("", "nd_"))
+_SPARSE_CORE = (
+    *(Flag(f"{_OFFLOAD}_{form}all_gather", True, _GATHERS) for form in ("", "2d_", "3d_")),
+    *(Flag(f"{_OFFLOAD}_{form}reduce_scatter", True, _SCATTERS) for form in ("", "nd_")),
+)
 
 CHIPS: Mapping[str, tuple[Flag, ...]] = {
     "TPU v5 lite": (Flag("xla_tpu_enable_async_collective_fusion", True, _FUSION),),
-    "TPU v5": _OFFLOAD_GATHERS + _OFFLOAD_SCATTERS,
-    "TPU v6 lite": _OFFLOAD_GATHERS + _OFFLOAD_SCATTERS,
-    "TPU7x": _OFFLOAD_GATHERS + _OFFLOAD_SCATTERS,
+    **{"TPU v5": _SPARSE_CORE, "TPU v6 lite": _SPARSE_CORE, "TPU7x": _SPARSE_CORE},
 }
-"""Kind of device, as JAX names it → flags added to its platform's: what makes large collectives asynchronous."""
+"""Kind of device, as JAX names it → flags added there, with which large collectives are asynchronous."""
 
 CROSSING: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),
