@@ -24,17 +24,18 @@ COMPILE = """
     rows = 16 * mesh.size  # a shard is at least a tile
     whole, split, stacked = (NamedSharding(mesh, P(*axes)) for axes in ((), ("fsdp",), (None, "fsdp")))
 
-    def layer(x, kernel):
-        kernel = jax.lax.with_sharding_constraint(kernel.astype(jnp.bfloat16), whole)
-        return jax.lax.with_sharding_constraint(x + jax.nn.silu(x @ kernel) @ kernel.T, split), None
+    def layer(x, kernels):
+        up, down = (jax.lax.with_sharding_constraint(k.astype(jnp.bfloat16), whole) for k in kernels)
+        return jax.lax.with_sharding_constraint(x + jax.nn.silu(x @ up) @ down.T, split), None
 
     def loss(kernels, x):
         return (jax.lax.scan(jax.checkpoint(layer), x, kernels)[0].astype(jnp.float32) ** 2).mean()
 
     def step(kernels, x):
-        return kernels - jax.lax.with_sharding_constraint(jax.grad(loss)(kernels, x), stacked)
+        gradients = jax.lax.with_sharding_constraint(jax.grad(loss)(kernels, x), (stacked, stacked))
+        return jax.tree.map(jnp.subtract, kernels, gradients)
 
-    kernels = jax.ShapeDtypeStruct((4, rows, 1024), jnp.float32, sharding=stacked)
+    kernels = (jax.ShapeDtypeStruct((4, rows, 1024), jnp.float32, sharding=stacked),) * 2
     x = jax.ShapeDtypeStruct((1024 * mesh.size, rows), jnp.bfloat16, sharding=split)
     lowered = jax.jit(step, donate_argnums=0).lower(kernels, x)
     found = []
