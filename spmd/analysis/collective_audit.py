@@ -37,6 +37,9 @@ Expected = int | Mapping[str, int | EllipsisType] | None
 MIN_BYTES = 1024
 """Payloads below it are ignored: the loss and other scalars."""
 
+LARGE = 2**20
+"""Smallest payload of a collective that should run beside compute."""
+
 MIN_SHARE = 0.01
 """Smallest share of a step's bytes for which a gather is reported."""
 
@@ -91,6 +94,7 @@ class CollectiveAudit:
         for (means, over), records in _grouped(in_vain, lambda r: (r.stands_for, r.over)).items():
             sent = human_bytes(sum(r.bytes for r in records))
             notes.add(f"of all-reduce over {over}, {sent} stand for {means}s, with twice their bytes")
+        notes |= set(_overlaps(self.records)) if self.backend != "cpu" else set()
         notes |= {"≥: a loop of unknown length is counted once" for r in self.records if not r.is_counted}
         notes |= {"?: in a branch, counted as always taken" for r in self.records if r.is_conditional}
         parts += ["\n".join(sorted(notes))] if notes else []
@@ -239,6 +243,14 @@ def expect_collectives(
     if wrong:
         raise AssertionError("\n".join(["The step's collectives are not as expected:", *wrong, "", str(step)]))
     return step
+
+
+def _overlaps(records: Sequence[Collective]) -> Iterator[str]:
+    for (kind,), large in _grouped((r for r in records if r.payload >= LARGE), lambda r: (r.kind,)).items():
+        runs, beside = sum(r.executions for r in large), sum(r.executions * r.is_overlapped for r in large)
+        cycles = sum(r.executions * r.overlapped_cycles for r in large)
+        each = f", {cycles / beside:,.0f} cycles each" if cycles else ""
+        yield f"of {runs} {kind}s of {human_bytes(LARGE)} or more, {beside} run beside compute{each}"
 
 
 def _in_order(axes: str, mesh: Mapping[str, int]) -> str:

@@ -38,6 +38,8 @@ class Collective:
             `params/layers/mlp/up_proj/kernel`.
         source: `file:line`, the innermost line outside of the wrappers of this package.
         crosses: Whether a group has devices in several slices, so that the slow network is used.
+        is_overlapped: Whether it is asynchronous, and something is computed between its start and its end.
+        overlapped_cycles: Cycles of that, by a TPU compiler's estimate, in one execution (`spmd.analysis.overlap`).
     """
 
     kind: str
@@ -55,6 +57,8 @@ class Collective:
     instruction: str
     groups: str
     crosses: bool
+    is_overlapped: bool
+    overlapped_cycles: int
 
     @property
     def bytes(self) -> int:

@@ -4,7 +4,7 @@ Compilers write some collectives in another form, noted in `written_as`:
 
 - The partitioner's reduce-scatter is an all-reduce of which each device keeps only its own part. XLA:GPU makes a
   reduce-scatter of it, XLA:TPU a fusion `all-reduce-scatter`, and XLA:CPU nothing: there it counts as a reduce-scatter.
-  Elsewhere one that is left counts as the all-reduce it is; a TPU leaves them over most whole slices.
+  Elsewhere one that is left counts as the all-reduce it is; most TPUs leave them over most slices (`xla_flags.CHIPS`).
 - XLA:TPU makes all-reduces, of zeros with each device's own part, of small gathers and of gathers over a slice without
   wrap-around links. They count as the all-reduces they are.
 - XLA:CPU converts 16-bit floats to float32 before a collective, and back after it.
@@ -25,6 +25,7 @@ import numpy as np
 from spmd.analysis.collective_record import KINDS, Collective
 from spmd.analysis.executions import Execution, executions
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
+from spmd.analysis.overlap import chain_of, compute_beside
 from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, per_device, read_groups, spans
 from spmd.plan import annotate, context, fsdp, manual
 from spmd.sharding import hops
@@ -146,6 +147,7 @@ class _Search:
             return
         written = instruction.attribute(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)")
         last = self._done(name, instruction)
+        is_overlapped, cycles = compute_beside(self.program, name, instruction)
         in_place = kind == "collective-permute" and "slice_sizes=" in instruction.attributes
         parts = 1 if between else len(instruction.operands)
         apart = parts > 1 and kind not in _ONE_ARRAY and not in_place
@@ -185,15 +187,15 @@ class _Search:
                     instruction=instruction.name,
                     groups=written,
                     crosses=spans(places, self.slices),
+                    is_overlapped=is_overlapped,
+                    overlapped_cycles=cycles,
                 ),
             )
 
     def _key(self, name: str, instruction: Instruction, part: int) -> _Key:
         # A TPU repeats a transfer in every fusion that it overlaps with: a chain, recorded once.
-        chain = instruction.attribute(r'\bchain_id="(\d+)"')
-        if chain and self.program.callers[name]:
-            channel = instruction.attribute(r"channel_id=(\d+)")
-            return (self.program.callers[name][0][0], channel, chain, str(part))
+        if (chain := chain_of(instruction)) and self.program.callers[name]:
+            return (self.program.callers[name][0][0], *chain, str(part))
         return (name, instruction.name, str(part))
 
     def _done(self, name: str, instruction: Instruction) -> HloValue:

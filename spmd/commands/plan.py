@@ -144,11 +144,11 @@ def _print_schedule(command: PlanCommand, schedule: Schedule | None) -> int:
 def _to_json(
     setup: TrainSetup, report: MemoryReport, fits: bool | None, settings: list[tuple[str, int]]
 ) -> dict[str, Any]:
-    platform = report.topology.platform
+    platform, kind = report.topology.platform, report.topology.chip.device_kind
     memory = {**report.to_json(), "fits": fits}
     if fits is False:
         memory |= {"largest": report.largest, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
-    flags = {"flags": build_flags(setup.config, platform), "environment": START_UP[platform]}
+    flags = {"flags": build_flags(setup.config, platform, kind), "environment": START_UP[platform]}
     return {
         **setup.plan.to_json(),
         "pipeline": pipeline_line(setup).strip() or None,
@@ -164,11 +164,11 @@ def _to_json(
 def _print_plan(
     command: PlanCommand, setup: TrainSetup, report: MemoryReport, audit: CollectiveAudit | None, init: str
 ) -> None:
-    platform = report.topology.platform
+    platform, kind = report.topology.platform, report.topology.chip.device_kind
     tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
     print(audit if audit else setup.plan.text(*tables), end=f"{execution_lines(setup)}\n")
     if init:
         print(init)
-    print(flags_text(setup, platform), exports(platform), sep="", end="")
+    print(flags_text(setup, platform, kind), exports(platform), sep="", end="")
     links = f" ({report.topology.links})" if report.topology.links else ""
     print(f"\nmemory of one device, {report.topology}{links}\n{report}")

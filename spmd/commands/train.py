@@ -59,7 +59,7 @@ def run_train(arguments: list[str]) -> int:
     setup, corpus, init = _check(config, config_mesh(config), resume)
     first = jax.process_index() == 0
     show: Callable[[str], None] = print if first else lambda line: None
-    flags = flags_text(setup, jax.devices()[0].platform)
+    flags = flags_text(setup, jax.devices()[0].platform, jax.devices()[0].device_kind)
     sizes = f"{len(corpus.train):,} training tokens, {len(corpus.validation):,} validation tokens"
     about = f"\ncorpus: {corpus.documents:,} documents, {sizes}\n"
     with run_dir.lease(resume, command.take_over) as lease:

@@ -1,4 +1,4 @@
-"""XLA flags of each platform, each with its reason.
+"""XLA flags of each platform and chip, each with its reason.
 
 They are passed to the compiler with the train step, as compile options, so an unknown name is an error. `START_UP` has
 the environment variables that must be set before JAX starts: `spmd plan` prints the lines to export, and `spmd script`
@@ -36,18 +36,29 @@ class Flag:
 
 _SCHEDULER = "latency-hiding scheduler: orders the program so that it computes while collectives run"
 _FUSION = "async collective fusion: all-gathers of parameters run during the matmuls of the layer before"
+_GATHERS = "a SparseCore gathers parameters, along one dimension of the torus or several, during the matmuls"
+_SCATTERS = "a SparseCore reduce-scatters gradients during the matmuls; in a 3D torus over whole slices too"
 _COMBINE = "combines all-reduces of gradients up to 256 MiB: the slow network has long latencies"
 _MEMORY = "JAX takes this part of a GPU's memory; its default is 0.75"
 
 PRESETS: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),
-    "tpu": (
-        Flag("xla_tpu_enable_latency_hiding_scheduler", True, _SCHEDULER),
-        Flag("xla_tpu_enable_async_collective_fusion", True, _FUSION),
-    ),
+    "tpu": (Flag("xla_tpu_enable_latency_hiding_scheduler", True, _SCHEDULER),),
     "cuda": (Flag("xla_gpu_enable_latency_hiding_scheduler", True, _SCHEDULER),),
 }
 """Platform → flags of every step."""
+
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+_SPARSE_CORE = (
+    *(Flag(f"{_OFFLOAD}_{form}all_gather", True, _GATHERS) for form in ("", "2d_", "3d_")),
+    *(Flag(f"{_OFFLOAD}_{form}reduce_scatter", True, _SCATTERS) for form in ("", "nd_")),
+)
+
+CHIPS: Mapping[str, tuple[Flag, ...]] = {
+    "TPU v5 lite": (Flag("xla_tpu_enable_async_collective_fusion", True, _FUSION),),
+    **{"TPU v5": _SPARSE_CORE, "TPU v6 lite": _SPARSE_CORE, "TPU7x": _SPARSE_CORE},
+}
+"""Kind of device, as JAX names it → flags added there, with which large collectives are asynchronous."""
 
 CROSSING: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),
@@ -63,10 +74,10 @@ START_UP: Mapping[str, tuple[Flag, ...]] = {
 """Platform → environment variables that must be set before JAX starts."""
 
 
-def flags_for(configured: Iterable[str], platform: str, *, crossing: bool) -> tuple[Flag, ...]:
+def flags_for(configured: Iterable[str], platform: str, kind: str = "", *, crossing: bool) -> tuple[Flag, ...]:
     """Return the flags of a step, from words `"preset"` or `"NAME=VALUE"` of a config; the last value of a name counts.
 
-    `crossing` says that a mesh axis crosses the slow network.
+    `kind` is the device's kind, as JAX names it; `crossing` says that a mesh axis crosses the slow network.
 
     Example:
         >>> configured = ["preset", "xla_gpu_enable_pipelined_all_gather=false"]
@@ -75,7 +86,7 @@ def flags_for(configured: Iterable[str], platform: str, *, crossing: bool) -> tu
         xla_gpu_enable_pipelined_all_gather=false
     """
     platform = known_platform(platform)
-    preset = PRESETS[platform] + (CROSSING[platform] if crossing else ())
+    preset = PRESETS[platform] + CHIPS.get(kind, ()) + (CROSSING[platform] if crossing else ())
     chosen: dict[str, Flag] = {}
     for text in configured:
         chosen |= {flag.name: flag for flag in (preset if text == PRESET else [_parse_flag(text)])}

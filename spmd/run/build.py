@@ -72,8 +72,8 @@ def make_setup(config: TrainConfig, mesh: AnyMesh) -> TrainSetup:
         )
     grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
     evaluation = next_token_loss(model, train=False, chunk=config.logits_chunk)
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
-    options = compiler_options(build_flags(config, platform) if platform else ())
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+    options = compiler_options(build_flags(config, device.platform, device.device_kind) if device else ())
     return TrainSetup(
         config,
         plan,
@@ -223,9 +223,9 @@ def build_watch(config: TrainConfig) -> dict[str, Watch]:
     return watch
 
 
-def build_flags(config: TrainConfig, platform: str) -> tuple[Flag, ...]:
-    """Return XLA's flags for the step, for one platform's compiler."""
-    return flags_for(config.xla, platform, crossing=max(config.slices.sizes.values()) > 1)
+def build_flags(config: TrainConfig, platform: str, kind: str) -> tuple[Flag, ...]:
+    """Return XLA's flags for the step, for one platform's compiler and kind of device."""
+    return flags_for(config.xla, platform, kind, crossing=max(config.slices.sizes.values()) > 1)
 
 
 def count_flops(config: TrainConfig) -> Flops:

@@ -52,7 +52,7 @@ def slices_line(setup: TrainSetup) -> str:
     return f"\nslices {total} of {setup.mesh.size // total} devices; over the slow network, × inside: {named}"
 
 
-def flags_text(setup: TrainSetup, platform: str) -> str:
-    """Return XLA's flags with their reasons; empty where there are none."""
-    flags = build_flags(setup.config, platform)
+def flags_text(setup: TrainSetup, platform: str, kind: str) -> str:
+    """Return XLA's flags for a kind of device with their reasons; empty where there are none."""
+    flags = build_flags(setup.config, platform, kind)
     return describe(f"\nflags for XLA on {platform}", flags) if flags else ""

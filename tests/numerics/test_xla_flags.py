@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from spmd.analysis.topology import CHIPS as MACHINES
 from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.plan import run_plan
-from spmd.distributed.xla_flags import CROSSING, PRESETS, START_UP, compiler_options, flags_for
+from spmd.distributed.xla_flags import CHIPS, CROSSING, PRESETS, START_UP, compiler_options, flags_for
 from spmd.errors import ConfigError
 from spmd.run.build import build_flags, make_setup, planned_mesh
 from spmd.run.describe import flags_text
@@ -22,12 +23,20 @@ from tests import tiny
 from tests.programs import run_script
 
 EVERY = {platform: PRESETS[platform] + CROSSING[platform] for platform in PRESETS}
+"""Platform → its flags without those of one chip."""
 
 
-@pytest.mark.parametrize("table", [PRESETS, CROSSING, START_UP])
+def every(machine):
+    """All flags of a machine by its name."""
+    chip = parse_topology(machine).chip
+    return PRESETS[chip.platform] + CHIPS.get(chip.device_kind, ()) + CROSSING[chip.platform]
+
+
+@pytest.mark.parametrize("table", [PRESETS, CHIPS, CROSSING, START_UP])
 def test_tables(table):
-    """Every platform has an entry; every flag is named once, and has a reason that fits a line."""
-    assert set(table) == {"cpu", "tpu", "cuda"}
+    """Every platform has an entry, chips are known; every flag is named once, and has a reason that fits a line."""
+    kinds = {chip.device_kind for chip in MACHINES.values()}
+    assert set(table) < kinds if table is CHIPS else set(table) == {"cpu", "tpu", "cuda"}
     for flags in table.values():
         assert len({flag.name for flag in flags}) == len(flags)
         assert all(20 < len(flag.reason) <= 112 and "\n" not in flag.reason for flag in flags)
@@ -68,14 +77,14 @@ ABSENT = """
 """
 
 
-@pytest.mark.parametrize("topology", ["v5e:1x1", "h100:1x1"])
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1", "h100:1x1"])
 def test_flags_are_known_to_their_own_compiler(topology):
-    """A platform's compiler takes every flag and refuses each one misspelt or mistyped; or it is asked for by name."""
+    """A chip's compiler takes every flag and refuses each one misspelt or mistyped; or it is asked for by name."""
     parsed = parse_topology(topology)
     if missing := missing_extra(parsed):
         assert "pip install" in missing.fix
         return
-    options = compiler_options(EVERY[parsed.platform])
+    options = compiler_options(every(topology))
     wrong = [{f"{name}s": value} for name, value in options.items()] + [{name: "many"} for name in options]
     assert run_script(ABSENT, topology, json.dumps([options, *wrong])) == list(range(1, 1 + len(wrong)))
 
@@ -85,14 +94,16 @@ def test_a_config_may_say_otherwise():
     config = load_config("demo")
     one = "xla_gpu_enable_latency_hiding_scheduler"
 
-    def chosen(*asked, platform="gpu"):
-        options = compiler_options(build_flags(dataclasses.replace(config, xla=asked), platform))
+    def chosen(*asked, platform="gpu", kind=""):
+        options = compiler_options(build_flags(dataclasses.replace(config, xla=asked), platform, kind))
         return {name: options[name] for name in sorted(options)}
 
     assert chosen("preset")[one] is True
     assert chosen("preset", f"{one}=false") == {**chosen("preset"), one: False}
     assert chosen("xla_a=1", "xla_b=x", "xla_c=0.5") == {"xla_a": 1, "xla_b": "x", "xla_c": 0.5}
     assert chosen() == chosen("preset", platform="cpu") == {}
+    assert chosen(platform="tpu", kind="TPU v5") == {}
+    assert len({str(chosen("preset", platform="tpu", kind=kind)) for kind in ("TPU v4", "TPU v5", "TPU v5 lite")}) == 3
     with pytest.raises(ConfigError, match=r'xla: is \'presets\'(.|\n)*did you mean "preset"'):
         dataclasses.replace(config, xla=("presets",))
 
@@ -133,22 +144,25 @@ def test_the_recipe_gives_its_flags_to_the_step():
 PLAN = ["demo", "--mesh.data", "2", "--mesh.fsdp", "4", "--mesh.tensor", "1", "--slices.data", "2"]
 
 
-@pytest.mark.parametrize(("topology", "platform"), [("2xv5e:2x2", "tpu"), ("h100:2x4", "cuda"), ("cpu:8", "cpu")])
+@pytest.mark.parametrize(
+    ("topology", "platform"),
+    [("2xv5e:2x2", "tpu"), ("2xv5p:2x2x1", "tpu"), ("h100:2x4", "cuda"), ("cpu:8", "cpu")],
+)
 def test_the_plan_shows_them(topology, platform, capsys):
     """Each flag with its value and its reason, and what must be exported, within 120 columns; in JSON too."""
     assert run_plan([*PLAN, "--topology", topology]) == 0
     printed = capsys.readouterr().out
     shown = printed.partition("flags for XLA")[2].partition("memory of one device")[0]
     assert all(len(line) <= 120 for line in shown.splitlines())
-    for flag in EVERY[platform]:
+    for flag in every(topology):
         assert f"  {flag}\n      {flag.reason}\n" in printed
-    assert ("flags for XLA" in printed) == bool(EVERY[platform])
+    assert ("flags for XLA" in printed) == bool(every(topology))
     assert re.findall(r"^export (.*)$", printed, re.M) == [str(flag) for flag in START_UP[platform]]
     others = {flag.name for name, flags in EVERY.items() if name != platform for flag in flags}
     assert not any(name in printed for name in others)
     assert run_plan([*PLAN, "--topology", topology, "--json"]) == 0
     written = json.loads(capsys.readouterr().out)["xla"]
-    assert written["flags"] == [dataclasses.asdict(flag) for flag in EVERY[platform]]
+    assert written["flags"] == [dataclasses.asdict(flag) for flag in every(topology)]
     assert written["environment"] == [dataclasses.asdict(flag) for flag in START_UP[platform]]
 
 
@@ -156,7 +170,7 @@ def test_one_slice_shows_nothing_of_slow_networks(capsys):
     """The control: without `slices`, the flags for crossing axes are not in the plan."""
     config = dataclasses.replace(load_config("demo"), mesh=MeshShape(fsdp=8))
     for platform in ("tpu", "cuda"):
-        text = flags_text(make_setup(config, planned_mesh(config)), platform)
+        text = flags_text(make_setup(config, planned_mesh(config)), platform, "")
         assert all(flag.name in text for flag in PRESETS[platform])
         assert not any(flag.name in text for flag in CROSSING[platform])
 
