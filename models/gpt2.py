@@ -129,14 +129,14 @@ class Attention(nnx.Module):
         """Apply attention."""
         batch, seq, _ = x.shape
         projs = self.q_proj, self.k_proj, self.v_proj
-        products = columns(x, [proj.kernel for proj in projs], "attention_input")
+        products = columns(x, [proj.kernel for proj in projs], "attention_input", x.shape[-1] // self.heads)
         query, key, value = (
             annotate(proj.with_bias(y).reshape(batch, seq, self.heads, -1), f"attention_{name}")
             for proj, y, name in zip(projs, products, ("query", "key", "value"), strict=True)
         )
         out = attend(query, key, value, segments=segments, causal=self.causal)
         out = annotate(out.reshape(batch, seq, -1), "attention_out")
-        return self.o_proj.with_bias(rows(out, self.o_proj.kernel, "attention_input"))
+        return self.o_proj.with_bias(rows(out, self.o_proj.kernel, "attention_input", x.shape[-1] // self.heads))
 
 
 class MLP(nnx.Module):

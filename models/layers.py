@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def dense(
 
 
 def columns(
-    x: Float[Array, "batch seq d"], kernels: Sequence[nnx.Param], whole: str
+    x: Float[Array, "batch seq d"], kernels: Sequence[nnx.Param], whole: str, head: int = 0
 ) -> tuple[Float[Array, "batch seq hidden"], ...]:
     """Apply column-parallel kernels: from the residual stream into hidden units, which a table may split over `tensor`.
 
@@ -55,20 +56,25 @@ def columns(
         x: Tokens.
         kernels: Parameters.
         whole: The activation name of gathered tokens.
+        head: The width of a head, if hidden units are heads.
     """
-    static = _Products(tuple(map(_placed, kernels)), into=whole)
+    static = _Products(tuple(map(_placed, kernels)), into=whole, heads=("o" if head else "", head))
     return _multiplied(constrain_like(x, "residual"), kernels, static)
 
 
-def rows(x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str) -> Float[Array, "batch seq d"]:
+def rows(
+    x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str, head: int = 0
+) -> Float[Array, "batch seq d"]:
     """Apply a row-parallel kernel: from hidden units back into the residual stream.
 
     Args:
         x: Hidden units.
         kernel: A parameter.
         whole: The activation name of the gathered gradient.
+        head: The width of a head, if hidden units are heads.
     """
-    return constrain_like(_multiplied(x, (kernel,), _Products((_placed(kernel),), out=whole))[0], "residual")
+    static = _Products((_placed(kernel),), out=whole, heads=("i" if head else "", head))
+    return constrain_like(_multiplied(x, (kernel,), static)[0], "residual")
 
 
 def unembed(
@@ -109,6 +115,7 @@ class _Products:
         axes: As for `dense`, as are `dtype` and `precision`.
         into: The activation name of the array as an input of the matmul, if any.
         out: The activation name of a product's gradient as an input of the matmul, if any.
+        heads: The kernel's dimension that consists of heads, if any, and the width of one.
     """
 
     placed: tuple[ParamPlacement | None, ...]
@@ -117,6 +124,7 @@ class _Products:
     into: str = ""
     out: str = ""
     precision: str | None = None
+    heads: tuple[str, int] = ("", 0)
 
     @property
     def inputs(self) -> str:
@@ -124,8 +132,25 @@ class _Products:
         return self.axes.replace("o", "")
 
     def einsum(self, form: str, a: Array, b: Array, dtype: Any = None) -> Array:
-        """Return the product of two arrays; `dtype` is theirs by default."""
-        return jnp.einsum(form, a, b, preferred_element_type=dtype, precision=self.precision)
+        """Return the product of two arrays; `dtype` is theirs by default.
+
+        Heads are a dimension of its own in it, which XLA can lay out as attention needs it, without a copy.
+        """
+        (*terms, result), (dim, width) = re.split(",|->", form), self.heads
+        if dim:
+            a, b = (_reshaped(x, term, dim, (-1, width)) for x, term in zip((a, b), terms, strict=True))
+            form = form.replace(dim, "hk")
+        y = jnp.einsum(form, a, b, preferred_element_type=dtype, precision=self.precision)
+        return _reshaped(y, result.replace(dim, "hk"), "hk", (-1,)) if dim else y
+
+
+def _reshaped(x: Array, term: str, dims: str, into: tuple[int, ...]) -> Array:
+    """Reshape some dimensions of an array that a term of an einsum names; unchanged if the term has none of them."""
+    before, _, after = term.partition(dims)
+    if before == term:
+        return x
+    end = x.ndim - len(after)
+    return x.reshape(*x.shape[: end - len(dims)], *into, *x.shape[end:])
 
 
 def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products) -> tuple[Array, ...]:

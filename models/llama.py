@@ -191,7 +191,7 @@ class Attention(nnx.Module):
             return rotate(y if norm is None else norm(y), angles)
 
         projs = self.q_proj, self.k_proj, self.v_proj
-        products = columns(x, [proj.kernel for proj in projs], "attention_input")
+        products = columns(x, [proj.kernel for proj in projs], "attention_input", self.config.head_width)
         query, key, value = (proj.with_bias(y) for proj, y in zip(projs, products, strict=True))
         query = annotate(rotated(heads(query, self.config.heads), self.q_norm), "attention_query")
         key = annotate(rotated(heads(key, self.config.kv_heads), self.k_norm), "attention_key")
@@ -203,7 +203,8 @@ class Attention(nnx.Module):
             scale=self.scale,
             soft_cap=self.soft_cap,
         )
-        return rows(annotate(out.reshape(batch, seq, -1), "attention_out"), self.o_proj.kernel, "attention_input")
+        out = annotate(out.reshape(batch, seq, -1), "attention_out")
+        return rows(out, self.o_proj.kernel, "attention_input", self.config.head_width)
 
 
 class MLP(nnx.Module):

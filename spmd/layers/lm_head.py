@@ -268,9 +268,9 @@ class _Head:
 
     @property
     def keeps(self) -> bool:
-        """Whether gradients of all logits are kept: if they are no larger than what exists anyway."""
-        *others, kept = self.bytes_of_word
-        return kept <= max(others)
+        """Whether gradients of all logits are kept: if they are no larger than the logits of a chunk."""
+        chunk, _, kept = self.bytes_of_word
+        return kept <= chunk
 
     @property
     def words(self) -> Int[Array, "word"]:
