@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,8 +57,8 @@ def columns(
         whole: The activation name of gathered tokens.
         head: The width of a head, if hidden units are heads.
     """
-    static = _Products(tuple(map(_placed, kernels)), into=whole, heads=("o" if head else "", head))
-    return _multiplied(constrain_like(x, "residual"), kernels, static)
+    static = _Products(tuple(map(_placed, kernels)), into=whole)
+    return _multiplied(constrain_like(x, "residual"), kernels, static, head=head)
 
 
 def rows(
@@ -73,8 +72,7 @@ def rows(
         whole: The activation name of the gathered gradient.
         head: The width of a head, if hidden units are heads.
     """
-    static = _Products((_placed(kernel),), out=whole, heads=("i" if head else "", head))
-    return constrain_like(_multiplied(x, (kernel,), static)[0], "residual")
+    return constrain_like(_multiplied(x, (kernel,), _Products((_placed(kernel),), out=whole), head=head)[0], "residual")
 
 
 def unembed(
@@ -115,7 +113,7 @@ class _Products:
         axes: As for `dense`, as are `dtype` and `precision`.
         into: The activation name of the array as an input of the matmul, if any.
         out: The activation name of a product's gradient as an input of the matmul, if any.
-        heads: The kernel's dimension that consists of heads, if any, and the width of one.
+        outs: The kernel's dimensions that the product has.
     """
 
     placed: tuple[ParamPlacement | None, ...]
@@ -124,41 +122,38 @@ class _Products:
     into: str = ""
     out: str = ""
     precision: str | None = None
-    heads: tuple[str, int] = ("", 0)
+    outs: str = "o"
 
     @property
     def inputs(self) -> str:
         """The contracted dimensions."""
-        return self.axes.replace("o", "")
+        return "".join(dim for dim in self.axes if dim not in self.outs)
 
     def einsum(self, form: str, a: Array, b: Array, dtype: Any = None) -> Array:
-        """Return the product of two arrays; `dtype` is theirs by default.
-
-        Heads are a dimension of its own in it, which XLA can lay out as attention needs it, without a copy.
-        """
-        (*terms, result), (dim, width) = re.split(",|->", form), self.heads
-        if dim:
-            a, b = (_reshaped(x, term, dim, (-1, width)) for x, term in zip((a, b), terms, strict=True))
-            form = form.replace(dim, "hk")
-        y = jnp.einsum(form, a, b, preferred_element_type=dtype, precision=self.precision)
-        return _reshaped(y, result.replace(dim, "hk"), "hk", (-1,)) if dim else y
+        """Return the product of two arrays; `dtype` is theirs by default."""
+        return jnp.einsum(form, a, b, preferred_element_type=dtype, precision=self.precision)
 
 
-def _reshaped(x: Array, term: str, dims: str, into: tuple[int, ...]) -> Array:
-    """Reshape some dimensions of an array that a term of an einsum names; unchanged if the term has none of them."""
-    before, _, after = term.partition(dims)
-    if before == term:
-        return x
-    end = x.ndim - len(after)
-    return x.reshape(*x.shape[: end - len(dims)], *into, *x.shape[end:])
+def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head: int = 0) -> tuple[Array, ...]:
+    """Return the product with each kernel, plus that of its LoRA adapter, if any.
 
-
-def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products) -> tuple[Array, ...]:
-    """Return the product with each kernel, plus that of its LoRA adapter, if any."""
+    With a `head`, its width, heads become a dimension of their own: XLA can then lay out the product as attention needs
+    it, without a copy. They are the outputs of a kernel that takes tokens `into` it, else the inputs.
+    """
     values = [kernel.get_value() for kernel in kernels]
-    ys = _products(x, tuple(map(base_weight, values)), how)
+    bases, ys_in = [base_weight(value) for value in values], x
+    dim = how.axes.index("o" if how.into else "i") if head else 0
+    if head and all(placed is None or placed.keeps_whole(dim) for placed in how.placed):
+        bases = [kernel.reshape(*kernel.shape[:dim], -1, head, *kernel.shape[dim + 1 :]) for kernel in bases]
+        folded = tuple(placed and placed.with_dim(dim + 1) for placed in how.placed)
+        how = dataclasses.replace(how, placed=folded, **(_INTO_HEADS if how.into else _OUT_OF_HEADS))
+        ys_in = x if how.into else x.reshape(*x.shape[:-1], -1, head)
+    ys = [y.reshape(*x.shape[:-1], -1) if head else y for y in _products(ys_in, tuple(bases), how)]
     added = [lora_delta(x, value) for value in values]
     return tuple(y if change is None else y + change for y, change in zip(ys, added, strict=True))
+
+
+_INTO_HEADS, _OUT_OF_HEADS = {"axes": "ihk", "outs": "hk"}, {"axes": "hko"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -170,7 +165,7 @@ def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> t
     tokens = annotate(x, how.into) if how.into else x
     used = [gather(kernel.astype(x.dtype), placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
     dtype = how.dtype or x.dtype
-    ys = tuple(how.einsum(f"...{how.inputs},{how.axes}->...o", tokens, kernel, dtype) for kernel in used)
+    ys = tuple(how.einsum(f"...{how.inputs},{how.axes}->...{how.outs}", tokens, kernel, dtype) for kernel in used)
     kept = [u if saves_gathered(placed) else k for u, k, placed in zip(used, kernels, how.placed, strict=True)]
     return ys, (tokens if is_recomputed() else x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
 
@@ -187,9 +182,9 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
         )
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
-        product = functools.partial(how.einsum, f"...{how.inputs},...o->{how.axes}", dtype=like_kernel.dtype)
-        dkernels.append(kernel_gradient(product, x, dy, placed, how.axes))
-        dxs.append(how.einsum(f"...o,{how.axes}->...{how.inputs}", dy, used))
+        product = functools.partial(how.einsum, f"...{how.inputs},...{how.outs}->{how.axes}", dtype=like_kernel.dtype)
+        dkernels.append(kernel_gradient(product, x, dy, placed, how.axes, how.outs))
+        dxs.append(how.einsum(f"...{how.outs},{how.axes}->...{how.inputs}", dy, used))
     # In the order in which JAX sums cotangents: the last one first.
     return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
 

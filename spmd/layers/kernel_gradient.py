@@ -18,6 +18,7 @@ def kernel_gradient(
     dy: Float[Array, "batch seq out"],
     placed: ParamPlacement | None,
     axes: str,
+    outs: str = "o",
 ) -> Float[Array, "..."]:
     """Return the gradient of a kernel, in the sharding in which the plan keeps it.
 
@@ -25,7 +26,8 @@ def kernel_gradient(
 
     Args:
         product: `(x, dy) -> gradient` of some tokens.
-        axes: The kernel's dimensions, `o` for the output; the others are the last ones of `x`.
+        axes: The kernel's dimensions, each a letter.
+        outs: Those that `dy` has; the others are the last ones of `x`.
     """
     if placed is None:
         return product(x, dy)
@@ -39,13 +41,12 @@ def kernel_gradient(
     scatters = extra_axes(kept, used)
     if not is_prefix(used, kept) or not summed.issuperset(chain(*scatters)) or not summed.isdisjoint(chain(*used)):
         return scatter(product(x, dy), placed)  # the compiler finds the collectives
-    inputs = [names for name, names in zip(axes, used, strict=True) if name != "o"]
-    out = used[axes.index("o")]
+    into, out = ([names for dim, names in zip(axes, used, strict=True) if (dim in outs) == is_out] for is_out in (0, 1))
 
     def local(x: Array, dy: Array) -> Array:
         return sum_gradient(product(x, dy), scatters, tuple(name for name in split if name in summed))
 
-    specs = dims_spec([*tokens, *inputs]), dims_spec([*tokens, out])
+    specs = dims_spec([*tokens, *into]), dims_spec([*tokens, *out])
     return manual_over(placed.mesh, split, local, specs, dims_spec(kept))(x, dy)
 
 

@@ -38,6 +38,15 @@ class ParamPlacement:
         """The entries of the stacked dimensions."""
         return tuple(stack.axis for stack in self.stacks)
 
+    def keeps_whole(self, dim: int) -> bool:
+        """Return whether a dimension is split in the same way wherever the parameter is."""
+        return len({P(*spec, *(None,) * (dim + 1))[dim] for spec in (self.stored, self.used, self.gradient)}) == 1
+
+    def with_dim(self, dim: int) -> "ParamPlacement":
+        """Return the placement with one more dimension, which is not split, before a dimension."""
+        specs = (P(*insert_stacked(spec, (None,), (dim,))) for spec in (self.stored, self.used, self.gradient))
+        return dataclasses.replace(self, **dict(zip(("stored", "used", "gradient"), specs, strict=True)))
+
     def of_stack(self) -> "ParamPlacement":
         """Return the placement of the whole stack of layers."""
         dims, specs = stored_dims(self.stacks), (self.stored, self.used, self.gradient)

@@ -38,13 +38,14 @@ def psum_scatter(x: Array, mesh: AnyMesh | None, axis: str, dim: int, dtype: jnp
     count = jax.lax.axis_size(axis)
     if not _spans_slice(mesh, axis, "TPU"):
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True).astype(dtype)
+    x = jnp.moveaxis(x, dim, 0)  # of other dimensions XLA:TPU scatters none, or a copy
     if count > 2:
-        x = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=_halves(count))
-    first, second = jnp.split(x, 2, axis=dim)
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True, axis_index_groups=_halves(count))
+    first, second = jnp.split(x, 2)
     is_second = jax.lax.axis_index(axis) % 2 == 1
     there_and_back = [pair[::step] for pair in _pairs(count) for step in (1, -1)]
     received = jax.lax.ppermute(jnp.where(is_second, first, second), axis, there_and_back)
-    return jnp.where(is_second, second, first).astype(dtype) + received.astype(dtype)
+    return jnp.moveaxis(jnp.where(is_second, second, first).astype(dtype) + received.astype(dtype), 0, dim)
 
 
 def _halves(count: int) -> list[list[int]]:
