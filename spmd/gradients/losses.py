@@ -130,7 +130,8 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
     sums = cross_entropy(outputs.logits, *_take(batch, "targets", "weights"), chunk=chunk)
     # The step divides by the weight, so a value of the batch is multiplied by it: zero if all tokens are padding.
     others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
-    if others and {*BATCH_AXES} & {*get_abstract_mesh().manual_axes}:
+    around = get_abstract_mesh()
+    if others and any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES):
         problem = Problem(", ".join(others), "are of all examples of a microbatch", fix="--exchange-once none")
         raise ConfigError("A device cannot compute the loss of its examples alone:", [problem])
     loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])

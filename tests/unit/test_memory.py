@@ -245,7 +245,7 @@ def test_the_state_is_what_the_plan_says(zero):
 def test_activations_follow_the_policy_the_batch_and_the_dtype():
     """Twice the batch saves twice as much; remat saves the layers' inputs alone; bfloat16 saves half of that."""
     full = estimate_memory(step(3, "full"), batch(), "tpu")
-    layers, each = tiny.CONFIG.layers, 8 * 16 * tiny.CONFIG.d_model // 4
+    layers, each = tiny.CONFIG.layers, 8 * 16 * tiny.CONFIG.d_model // 8  # split over all eight devices
     assert full.held["activations"] == layers * each * 4
     assert estimate_memory(step(3, "full", "bf16"), batch(), "tpu").held["activations"] == layers * each * 2
     none = estimate_memory(step(3), batch(), "tpu")
