@@ -44,8 +44,9 @@ class ParamPlacement:
 
     def with_dim(self, dim: int) -> "ParamPlacement":
         """Return the placement with one more dimension, which is not split, before a dimension."""
-        specs = (P(*insert_stacked(spec, (None,), (dim,))) for spec in (self.stored, self.used, self.gradient))
-        return dataclasses.replace(self, **dict(zip(("stored", "used", "gradient"), specs, strict=True)))
+        specs = (self.stored, self.used, self.gradient)
+        stored, used, gradient = (P(*insert_stacked(spec, (None,), (dim,))) for spec in specs)
+        return dataclasses.replace(self, stored=stored, used=used, gradient=gradient)
 
     def of_stack(self) -> "ParamPlacement":
         """Return the placement of the whole stack of layers."""
