@@ -1,8 +1,8 @@
 """Collectives over a whole TPU slice, in two hops: half of its devices, and pairs.
 
 XLA:TPU makes an all-reduce, with twice the bytes on the wire, of a reduce-scatter over all devices of a slice, and on
-v5e of a small all-gather; over a part of a slice it does not. Device `i` along the axis is in the half of its parity
-and in the pair `{i, i ^ 1}`, so shards are in the order of a single collective (decision 0036).
+v5e of a small all-gather over 64 devices or more; over a part of a slice it does not. Device `i` along the axis is in
+the half of its parity and in the pair `{i, i ^ 1}`, so shards are in the order of a single collective (decision 0036).
 """
 
 import math
@@ -15,15 +15,16 @@ from jaxtyping import Array
 
 from spmd.sharding.mesh import AnyMesh
 
-_SMALL = 32 * 2**20
-"""Bytes of a gathered array below which XLA makes an all-reduce on v5e (libtpu 0.0.42 to 0.0.50)."""
+_SMALL, _MANY = 32 * 2**20, 64
+"""Bytes of a gathered array below which XLA makes an all-reduce on v5e, and devices from which on it does."""
 
 
 def all_gather(x: Array, mesh: AnyMesh | None, axis: str, dim: int) -> Array:
     """Gather a dimension over an axis that is manual here."""
     hops: tuple[list[list[int]] | None, ...] = (None,)
     count = jax.lax.axis_size(axis)
-    if count * math.prod(x.shape) * x.dtype.itemsize < _SMALL and _spans_slice(mesh, axis, "TPU v5 lite"):
+    is_small = count * math.prod(x.shape) * x.dtype.itemsize < _SMALL
+    if is_small and count >= _MANY and _spans_slice(mesh, axis, "TPU v5 lite"):
         hops = (_pairs(count), _halves(count))
     for groups in hops:
         x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)

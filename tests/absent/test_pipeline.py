@@ -102,7 +102,7 @@ def test_the_ledger_knows_how_much_gpipe_grows():
 
 
 # Each device has a quarter of a stage's layers, of the embedding and of the head, in float32, and all norms.
-STREAM = 4 * EXAMPLES // 2 * SEQ * D
+STREAM = 4 * EXAMPLES // 2 * SEQ * D // 2  # split over fsdp and, by width, over tensor
 KERNELS = 4 * D**2 + 3 * D * D_FF
 NORMS = 4 * 2 * D
 STORED = 2 * VOCAB * D  # embedding and head as stages use them: each stores a part
