@@ -143,7 +143,8 @@ def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head:
     values = [kernel.get_value() for kernel in kernels]
     bases, ys_in = [base_weight(value) for value in values], x
     dim = how.axes.index("o" if how.into else "i") if head else 0
-    if head and all(placed is None or placed.keeps_whole(dim) for placed in how.placed):
+    heads = [kernel.shape[dim] // head for kernel in bases] if head else []
+    if heads and all(p is None or p.keeps_whole(dim, n) for p, n in zip(how.placed, heads, strict=True)):
         bases = [kernel.reshape(*kernel.shape[:dim], -1, head, *kernel.shape[dim + 1 :]) for kernel in bases]
         folded = tuple(placed and placed.with_dim(dim + 1) for placed in how.placed)
         how = dataclasses.replace(how, placed=folded, **(_INTO_HEADS if how.into else _OUT_OF_HEADS))

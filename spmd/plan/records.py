@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from spmd.sharding.layer_paths import Stack, insert_stacked, stored_dims
-from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.mesh import AnyMesh, shards_of
 from spmd.sharding.optimizer_state import shard_bytes
 from spmd.sharding.rules import Match, spec_text
 from spmd.tree import human_bytes
@@ -38,9 +38,10 @@ class ParamPlacement:
         """The entries of the stacked dimensions."""
         return tuple(stack.axis for stack in self.stacks)
 
-    def keeps_whole(self, dim: int) -> bool:
-        """Return whether a dimension is split in the same way wherever the parameter is."""
-        return len({P(*spec, *(None,) * (dim + 1))[dim] for spec in (self.stored, self.used, self.gradient)}) == 1
+    def keeps_whole(self, dim: int, parts: int) -> bool:
+        """Return whether a dimension of equal parts is split between them, and everywhere in the same way."""
+        entries = {P(*spec, *(None,) * (dim + 1))[dim] for spec in (self.stored, self.used, self.gradient)}
+        return len(entries) == 1 and parts % shards_of(entries.pop(), self.mesh.shape) == 0
 
     def with_dim(self, dim: int) -> "ParamPlacement":
         """Return the placement with one more dimension, which is not split, before a dimension."""
