@@ -15,7 +15,15 @@ from spmd.layers.kv_cache import collect_cache, isolate_layer, thread_cache
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.sequential_stages import run_stack
 from spmd.layers.soft_cap import soft_capped
-from spmd.plan.annotate import annotate, constrain_like, has_other_spec, is_recomputed, remat_interval, remat_layer
+from spmd.plan.annotate import (
+    annotate,
+    attention_config,
+    constrain_like,
+    has_other_spec,
+    is_recomputed,
+    remat_interval,
+    remat_layer,
+)
 from spmd.plan.fsdp import ParamPlacement, gather, gathered, placement_of, saves_gathered
 from spmd.plan.lora_layer import base_weight, lora_delta
 
@@ -137,19 +145,19 @@ class _Products:
 def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head: int = 0) -> tuple[Array, ...]:
     """Return the product with each kernel, plus that of its LoRA adapter, if any.
 
-    With a `head`, its width, heads become a dimension of their own: XLA can then lay out the product as attention needs
-    it, without a copy. They are the outputs of a kernel that takes tokens `into` it, else the inputs.
+    With a `head`, its width, heads are a dimension of their own on TPUs: XLA can then lay out the product as attention
+    needs it, without a copy. They are the outputs of a kernel that takes tokens `into` it, else the inputs.
     """
     values = [kernel.get_value() for kernel in kernels]
     bases, ys_in = [base_weight(value) for value in values], x
     dim = how.axes.index("o" if how.into else "i") if head else 0
-    heads = [kernel.shape[dim] // head for kernel in bases] if head else []
+    heads = [kernel.shape[dim] // head for kernel in bases] if head and attention_config().platform == "tpu" else []
     if heads and all(p is None or p.keeps_whole(dim, n) for p, n in zip(how.placed, heads, strict=True)):
         bases = [kernel.reshape(*kernel.shape[:dim], -1, head, *kernel.shape[dim + 1 :]) for kernel in bases]
         folded = tuple(placed and placed.with_dim(dim + 1) for placed in how.placed)
         how = dataclasses.replace(how, placed=folded, **(_INTO_HEADS if how.into else _OUT_OF_HEADS))
         ys_in = x if how.into else x.reshape(*x.shape[:-1], -1, head)
-    ys = [y.reshape(*x.shape[:-1], -1) if head else y for y in _products(ys_in, tuple(bases), how)]
+    ys = [y.reshape(*x.shape[:-1], -1) if heads else y for y in _products(ys_in, tuple(bases), how)]
     added = [lora_delta(x, value) for value in values]
     return tuple(y if change is None else y + change for y, change in zip(ys, added, strict=True))
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.layers.kv_cache import cache_length
+from spmd.plan.annotate import attention_config
 
 Angles = tuple[np.ndarray | Array, np.ndarray | Array]
 """Cosines and sines of each position, `[batch, seq, head_dim / 2]` each; a batch of 1 if all rows are equal."""
@@ -82,7 +83,7 @@ def rotate(x: Float[Array, "batch seq heads dim"], angles: Angles) -> Float[Arra
 
 @jax.custom_vjp
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    return jax.lax.platform_dependent(x, cos, sin, tpu=_by_matmul, default=_by_halves)
+    return (_by_matmul if attention_config().platform == "tpu" else _by_halves)(x, cos, sin)
 
 
 # The derivative is the rotation back.

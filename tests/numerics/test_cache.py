@@ -204,7 +204,7 @@ def test_training_knows_nothing_of_it():
         return next_token_loss(model)(params, {}, batch, jax.random.key(0))[0]["loss"]
 
     scans = [e for e in equations(jax.make_jaxpr(loss)(params)) if e.primitive.name == "scan"]
-    assert [len(e.outvars) for e in scans] == [1]  # the stream, and nothing of each layer
+    assert [len(e.outvars) for e in scans] == [1, 2]  # the stream, and nothing of each layer; the sums of the loss
 
 
 @pytest.mark.parametrize(

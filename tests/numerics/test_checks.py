@@ -125,13 +125,13 @@ def test_a_gradient_that_differs_the_second_time_is_found():
 
 
 class ReadsWrongly(DeterminismCheck):
-    """A device that reads one bit of a parameter wrongly every second time."""
+    """A device that reads one bit of a parameter wrongly every second time, in the half of the width that it uses."""
 
     reads = itertools.count()
 
     def digests(self, state):
         if next(self.reads) % 2:
-            state = with_flip(state, "params/norm/scale", self.plan.mesh.devices.flat[5], element=3, bit=22)
+            state = with_flip(state, "params/norm/scale", self.plan.mesh.devices.flat[5], element=19, bit=22)
         return super().digests(state)
 
 

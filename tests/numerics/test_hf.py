@@ -28,7 +28,7 @@ from spmd.train.state import init_state
 from tests import tiny
 from tests.command_line import run
 
-LAYERS = 3
+LAYERS = 4
 CONFIG = tiny.replaced(layers=LAYERS)
 TOKENIZER = {
     "version": "1.0",
@@ -89,7 +89,7 @@ def edit(path, **fields):
     path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
 
 
-MESHES = [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"pipe": 3}]
+MESHES = [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"pipe": 2}]
 
 
 @pytest.mark.parametrize("at_once", [load.BUFFER_BYTES, 1000, 1])

@@ -1,5 +1,7 @@
 """Precision and rematerialisation do what their names say, seen in the traced program."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from spmd.gradients.base import value_and_grad
 from spmd.jaxpr import equations
+from spmd.model_api.precision import POLICIES
 from spmd.plan.context import use_plan
 from spmd.testing import token_batches
 from spmd.train.state import init_state
@@ -67,20 +70,18 @@ def widened_matrices(program):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_in_bf16_weight_gradients_are_float32_from_matmul_to_optimizer(remat, tied):
-    """Each leaves its matmul in float32, is reduced over devices in it, and is never rounded on its way."""
-    program = gradient_program(tiny.replaced(tied=tied), remat=remat, precision="bf16")
+@pytest.mark.parametrize(("remat", "exchange"), [("none", "float32"), ("full", "float32"), ("full", "bfloat16")])
+def test_in_bf16_weight_gradients_are_float32_from_matmul_to_optimizer(remat, exchange, tied):
+    """Each leaves its matmul in float32 and is rounded on its way only to be sent, in the dtype of the exchange."""
+    precision = dataclasses.replace(POLICIES["bf16"], exchange=exchange)
+    program = gradient_program(tiny.replaced(tied=tied), remat=remat, precision=precision)
     assert weight_gradient_dtypes(program) == [FLOAT32] * (KERNELS + 2)  # the head and the embedding besides
-    assert widened_matrices(program) == []
     assert BFLOAT16 in {aval.dtype for aval in outputs(program, "dot_general")}
     gradients = program.out_avals[: len(jax.tree.leaves(tiny.plan().abstract_params))]
     assert {aval.dtype for aval in gradients} == {FLOAT32}
-    reduced = [aval.dtype for aval in outputs(program, "sharding_constraint") if aval.ndim == 2]
-    # Where the plan keeps gradients; bfloat16 are kernels in use. A tied table takes two hops to the head and two back.
-    assert reduced.count(FLOAT32) == KERNELS + (4 if tied else 0)
-    head = [aval.dtype for name in ("psum", "reduce_scatter") for aval in outputs(program, name) if aval.ndim == 2]
-    assert head == [FLOAT32]
+    reduced = [aval.dtype for name in ("psum", "reduce_scatter") for aval in outputs(program, name) if aval.ndim == 2]
+    assert reduced == [jnp.dtype(exchange)] * (KERNELS + 1)
+    assert len(widened_matrices(program)) == (0 if exchange == "float32" else KERNELS + 1)
 
 
 def test_control_parameters_cast_beforehand_have_bfloat16_gradients():

@@ -82,7 +82,7 @@ def in_turns(monkeypatch, seen, words=3):
     monkeypatch.setattr(jax.lax, "fori_loop", lambda start, end, *rest: turns.append(end) or loop(start, end, *rest))
 
 
-FORMS = [(8, 5, (False, True)), (16, 5, (True, True)), (8, 12, (True, False))]
+FORMS = [(8, 5, (False, True)), (16, 12, (True, True)), (8, 12, (True, False))]
 
 
 @pytest.mark.parametrize(("width", "chunk", "form"), FORMS)
@@ -183,7 +183,7 @@ def test_any_split_of_the_head_equals_one_device(monkeypatch, spec, fsdp):
     params = [(path, spec if path == "lm_head/kernel" else value) for path, value in LLAMA.params]
     rules = dataclasses.replace(LLAMA, params=params)
     JOB.assert_parity(rules=rules, grad_fn=in_chunks(7), fsdp=fsdp, tensor=2)
-    assert (fsdp == 4, True) in seen  # of two devices, with twice the tokens, each keeps no gradients of logits
+    assert (False, True) in seen  # more tokens than a chunk has: logits are computed again, in several turns
 
 
 def test_control_a_softmax_of_one_part_of_the_vocabulary_is_caught(monkeypatch):
