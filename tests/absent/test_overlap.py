@@ -56,9 +56,10 @@ def large_collectives(machine: str) -> list[list[tuple[str, bool]]]:
     return [[tuple(record) for record in records] for records in found]
 
 
-MACHINES = ["v5p:4x4x4", *(pytest.param(name, marks=pytest.mark.soak) for name in ("v6e:16x16", "tpu7x:4x4x4"))]
+MACHINES = ("v5p:4x4x4", "v6e:16x16", "tpu7x:4x4x4")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("machine", MACHINES)
 def test_sparse_cores_gather_and_reduce_scatter_during_the_matmuls(machine: str) -> None:
     """Over a whole slice gradients are reduce-scattered, and something runs beside them and beside a gather."""
@@ -68,6 +69,7 @@ def test_sparse_cores_gather_and_reduce_scatter_during_the_matmuls(machine: str)
     assert ("reduce-scatter", True) in found
 
 
+@pytest.mark.soak
 def test_control_without_the_flags_all_wait() -> None:
     """By libtpu's own defaults for v5p nothing overlaps, and gradients are all-reduced."""
     found = large_collectives("v5p:4x4x4")[1]

@@ -69,7 +69,13 @@ def test_bfloat16_is_on_the_wire_and_float32_in_the_last_sum(whole_slice):
     assert (np.asarray(compiled.compile()(terms)) == 1 + 2.0**-9).all()
 
 
-@pytest.mark.parametrize(("config", "rules"), [(tiny.CONFIG, LLAMA), (PRESETS["test"], MIXTRAL)], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    ("config", "rules"),
+    [
+        pytest.param(tiny.CONFIG, LLAMA, id="dense"),
+        pytest.param(PRESETS["test"], MIXTRAL, id="moe", marks=pytest.mark.soak),
+    ],
+)
 def test_a_model_trains_as_one_device_does(config, rules, whole_slice):
     """Two steps of all layers, experts and the head."""
     batches = token_batches((8, 16), config.vocab, steps=2)

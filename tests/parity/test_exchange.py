@@ -66,7 +66,7 @@ def runs(found: CollectiveAudit, axis: str) -> set[int]:
     ("axes", "layout"),
     [
         (BOTH, ALL),
-        (BOTH, STAGES | {"config": TIED}),
+        pytest.param(BOTH, STAGES | {"config": TIED}, marks=pytest.mark.soak),
         pytest.param(BOTH, {"data": 2, "fsdp": 2, "sequence": 2, "zero": 2}, marks=pytest.mark.soak),
         pytest.param(("data",), ALL, marks=pytest.mark.soak),
         pytest.param(("data",), STAGES, marks=pytest.mark.soak),
