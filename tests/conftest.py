@@ -40,11 +40,9 @@ import jax  # noqa: E402 (JAX and XLA read variables when they are imported)
 import pytest  # noqa: E402
 
 from spmd.parity import reference  # noqa: E402
-
-reference.TWINS = 2  # of 3: no more is allowed to differ, and a comparison is half a second shorter
-
 from spmd.sharding.mesh import simulate_devices  # noqa: E402
 
+reference.TWINS = 2  # of 3: no more is allowed to differ, and a comparison is half a second shorter
 gc.set_threshold(50_000)  # tracing makes many objects and few cycles
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
