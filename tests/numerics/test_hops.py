@@ -1,6 +1,7 @@
-"""Collectives in two hops, as TPUs run them over a whole slice: here over simulated devices, with the same results."""
+"""What only TPUs do, over simulated devices with the same results: collectives in two hops, products of heads."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.gradients.base import value_and_grad
 from spmd.layers.kernel_gradient import kernel_gradient
+from spmd.models import layers, rope
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
@@ -95,3 +97,31 @@ def test_a_kernels_gradient_fits_any_batch_and_table(examples, stored):
     found = jax.jit(lambda x, dy: kernel_gradient(product, x, dy, placed, "io"))(x, dy)
     np.testing.assert_array_equal(found, product(x, dy))
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, stored), 2)
+
+
+@pytest.fixture
+def on_tpus(monkeypatch):
+    """Let model code take the devices of the plan for TPUs."""
+    for module in (layers, rope):
+        monkeypatch.setattr(module, "attention_config", lambda: SimpleNamespace(platform="tpu"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_rotation_by_a_product_is_exact(dtype, on_tpus):
+    """Forward and backward it gives the numbers of the rotation by halves, to the bit."""
+    angles = rope.rotary_angles(np.arange(6)[None], 8, 100.0)
+    cos, sin = (jnp.asarray(a)[:, :, None] for a in angles)
+    x = jax.random.normal(jax.random.key(0), (2, 6, 3, 8), dtype)
+    found, back = jax.vjp(lambda x: rope.rotate(x, angles), x)
+    np.testing.assert_array_equal(found, rope._by_halves(x, cos, sin))
+    np.testing.assert_array_equal(back(x)[0], rope._by_halves(x, cos, -sin))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 2, "tensor": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.soak)], ids=str
+)
+def test_heads_as_a_dimension_change_no_number(on_tpus):
+    """As they are on TPUs, over simulated devices: two steps equal those of one device."""
+    batches = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
+    result = Reference(tiny.plan(), value_and_grad(tiny.loss_fn()), batches).compare(tiny.plan(fsdp=2, tensor=2))
+    assert result.ok, f"\n{result}"
