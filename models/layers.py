@@ -55,8 +55,8 @@ def columns(
 ) -> tuple[Float[Array, "batch seq hidden"], ...]:
     """Apply column-parallel kernels: from the residual stream into hidden units, which a table may split over `tensor`.
 
-    If the table splits the residual stream over `tensor` too, by tokens (sequence parallelism, Korthikanti et al.,
-    arXiv:2205.05198, section 4.2.2), tokens are gathered here, once for all kernels. For the backward pass they are
+    If the table splits the residual stream over `tensor` too, by width or by tokens (sequence parallelism, Korthikanti
+    et al., arXiv:2205.05198, section 4.2.2), tokens are gathered here, once for all kernels. For the backward pass they are
     saved split, and gathered again, unless the whole layer is recomputed there.
 
     Args:
@@ -149,15 +149,15 @@ def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head:
     needs it, without a copy. They are the outputs of a kernel that takes tokens `into` it, else the inputs.
     """
     values = [kernel.get_value() for kernel in kernels]
-    bases, ys_in = [base_weight(value) for value in values], x
+    bases, tokens = [base_weight(value) for value in values], x
     dim = how.axes.index("o" if how.into else "i") if head else 0
     heads = [kernel.shape[dim] // head for kernel in bases] if head and attention_config().platform == "tpu" else []
     if heads and all(p is None or p.keeps_whole(dim, n) for p, n in zip(how.placed, heads, strict=True)):
         bases = [kernel.reshape(*kernel.shape[:dim], -1, head, *kernel.shape[dim + 1 :]) for kernel in bases]
         folded = tuple(placed and placed.with_dim(dim + 1) for placed in how.placed)
         how = dataclasses.replace(how, placed=folded, **(_INTO_HEADS if how.into else _OUT_OF_HEADS))
-        ys_in = x if how.into else x.reshape(*x.shape[:-1], -1, head)
-    ys = [y.reshape(*x.shape[:-1], -1) if heads else y for y in _products(ys_in, tuple(bases), how)]
+        tokens = x if how.into else x.reshape(*x.shape[:-1], -1, head)
+    ys = [y.reshape(*x.shape[:-1], -1) if heads else y for y in _products(tokens, tuple(bases), how)]
     added = [lora_delta(x, value) for value in values]
     return tuple(y if change is None else y + change for y, change in zip(ys, added, strict=True))
 
