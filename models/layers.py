@@ -56,8 +56,8 @@ def columns(
     """Apply column-parallel kernels: from the residual stream into hidden units, which a table may split over `tensor`.
 
     If the table splits the residual stream over `tensor` too, by width or by tokens (sequence parallelism, Korthikanti
-    et al., arXiv:2205.05198, section 4.2.2), tokens are gathered here, once for all kernels. For the backward pass they are
-    saved split, and gathered again, unless the whole layer is recomputed there.
+    et al., arXiv:2205.05198, section 4.2.2), tokens are gathered here, once for all kernels. For the backward pass they
+    are saved split, and gathered again, unless the whole layer is recomputed there.
 
     Args:
         x: Tokens.
