@@ -20,7 +20,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import Problem, check_fields
-from spmd.layers.moe import ExpertKernel, mixture_of_experts
+from spmd.layers.expert_layout import ExpertKernel
+from spmd.layers.moe import mixture_of_experts
 from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, balanced_bias, jittered, route
 from spmd.model_api.model import Outputs
@@ -237,7 +238,7 @@ class MixtureOfExperts(nnx.Module):
         routing, report = route(logits, self.config, key=second, bias=bias)
         experts = self.experts
         into = [proj.placed() for proj in (experts.gate_proj, experts.up_proj) if proj is not None]
-        y, dropped = mixture_of_experts(
+        y, counts = mixture_of_experts(
             x, routing, self.config, into, experts.down_proj.placed(), gated if experts.gate_proj else jax.nn.relu
         )
         if self.shared is not None:
@@ -246,7 +247,8 @@ class MixtureOfExperts(nnx.Module):
             "balance_loss": report.balance,
             "z_loss": report.z_loss,
             "load": report.load,
-            "dropped": dropped / report.load.sum(),
+            "dropped": counts["dropped"] / report.load.sum(),
+            "extra_passes": counts["extra_passes"],
         }
 
 
@@ -339,6 +341,8 @@ class Mixtral(nnx.Module):
         metrics = {"load_spread": (load.max(axis=-1) / load.mean(axis=-1)).mean()}
         if config.router.dispatch == "capacity":
             metrics["dropped"] = reports["dropped"].mean()
+        else:
+            metrics["extra_passes"] = reports["extra_passes"].sum()
         return Outputs(logits, {name: reports[name].sum() for name, w in weights.items() if w}, metrics)
 
     def _move_biases(self, load: Float[Array, "layer expert"]) -> None:

@@ -45,6 +45,8 @@ MIN_SHARE = 0.01
 
 _REMATERIALIZATION = "Involuntary full rematerialization"
 
+_EVEN = "experts have one pass, as with even load; those that follow with uneven load are not counted"
+
 _Groups = Mapping[tuple[str, ...], list[Collective]]
 
 
@@ -73,8 +75,9 @@ class CollectiveAudit:
         return sum(r.bytes for r in chosen if kind in (None, r.kind) and over in (None, r.over))
 
     def by_axes(self, *, crossing: bool = False) -> _Groups:
-        """Return (kind, axes) → records, or only those between slices; the most bytes first."""
-        return _grouped((r for r in self.records if r.crosses or not crossing), lambda r: (r.kind, r.over))
+        """Return (kind, axes) → records that are executed, or only those between slices; the most bytes first."""
+        chosen = (r for r in self.records if r.executions and (r.crosses or not crossing))
+        return _grouped(chosen, lambda r: (r.kind, r.over))
 
     def __str__(self) -> str:
         # At most 120 columns wide.
@@ -86,7 +89,8 @@ class CollectiveAudit:
             parts.append("\n".join([head, *_lines(self.by_axes(crossing=True))]))
         if self.records:
             heading = ("sent", "kind", "over", "runs", "buffer")
-            by_source = _grouped(self.records, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
+            executed = (r for r in self.records if r.executions)
+            by_source = _grouped(executed, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
             parts.append("\n".join(_lines(self.by_axes(), heading)))
             parts.append("\n".join(_lines(by_source, (*heading, "of", "at"))))
         notes = {f"{r.kind} is written as {r.written_as}" for r in self.records if r.written_as}
@@ -96,6 +100,7 @@ class CollectiveAudit:
             notes.add(f"of all-reduce over {over}, {sent} stand for {means}s, with twice their bytes")
         notes |= set(_overlaps(self.records)) if self.backend != "cpu" else set()
         notes |= {"≥: a loop of unknown length is counted once" for r in self.records if not r.is_counted}
+        notes |= {_EVEN for r in self.records if not r.executions}
         notes |= {"?: in a branch, counted as always taken" for r in self.records if r.is_conditional}
         parts += ["\n".join(sorted(notes))] if notes else []
         return "\n\n".join([*parts, *(f"warning: {warning}" for warning in self.warnings)])

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from spmd.analysis.hlo import HloModule, Instruction
 from spmd.analysis.trip_count import trip_count
+from spmd.layers.expert_dispatch import EXTRA_PASSES
 
 
 class Execution(NamedTuple):
@@ -28,6 +29,8 @@ class Execution(NamedTuple):
 def executions(program: HloModule, taken: Mapping[str, Fraction]) -> Iterator[Execution]:
     """Yield each instruction once for each place where the program executes it, in order.
 
+    Passes of experts after the first are executed no times, as with even load.
+
     `taken` has the share of times that a `jax.lax.cond` takes its first branch, by the scope around it.
     """
     for instruction in program.computations[program.entry].instructions.values():
@@ -39,7 +42,8 @@ def _execute(program: HloModule, taken: Mapping[str, Fraction], here: Execution)
     computation, instruction, times, *_ = here
     turns, share = 1, None
     if instruction.opcode == "while":
-        trips = trip_count(program, computation, instruction)
+        is_extra = EXTRA_PASSES in instruction.op_name.split("/")
+        trips = 0 if is_extra else trip_count(program, computation, instruction)
         here, turns = (here._replace(unknown=instruction), 1) if trips is None else (here, trips)
     elif instruction.opcode == "conditional":
         share = taken.get(instruction.op_name.removesuffix("/cond").rpartition("/")[2])

@@ -1,64 +1,40 @@
-"""Mixture of experts: dispatch of a layer's tokens, the experts' matmuls, and combination.
+"""Mixture of experts: a layer's tokens are sent to their experts, which are MLPs, and their results are added up.
 
-Only these are split over mesh axis `expert`; the rest of a model is data-parallel over it (GShard, arXiv:2006.16668).
-Under a plan the layer is one manual program (`jax.shard_map`) over every axis of the mesh:
+Only the experts are split over mesh axis `expert`; the rest of a model is data-parallel over it (GShard,
+arXiv:2006.16668). Under a plan the layer is one manual program (`jax.shard_map`) over every axis of the mesh:
 
 ```
-tokens of this device ──dispatch──▶ by expert ──all-to-all──▶ tokens of all devices for this device's experts
-                                                               │  kernels gathered over fsdp, split over tensor
-tokens of this device ◀──combine─── by expert ◀──all-to-all────┘
+tokens of this device ──rows by expert──▶ all-to-all ──▶ tokens of all devices for this device's experts
+                                                           │  kernels gathered over fsdp, split over tensor
+tokens of this device ◀────sums──────── all-to-all ◀───────┘  weighted inside the MLP
 ```
 
-Dispatch (`spmd.layers.expert_dispatch`) is by **capacity**, where each expert has a fixed number of slots for each
-example and tokens beyond it are dropped, or **dropless**, where rows are sorted by expert and multiplied group by group
-(`jax.lax.ragged_dot`; MegaBlocks, arXiv:2211.15841). Tokens are summed over `tensor` after they are combined.
+`spmd.layers.expert_dispatch` has the ways there and back: by **capacity**, where each expert has a fixed number of
+slots for each example and tokens beyond it are dropped, or **dropless** (MegaBlocks, arXiv:2211.15841). Routing weights
+multiply the hidden units, where their gradients are sums over hidden units too, so that no result is sent twice. The
+derivative is written out: its way there and back are those of the forward pass, and a pass that dropless dispatch needs
+beyond the first is computed again in it.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from spmd.errors import AnnotationError, Problem
-from spmd.layers.expert_dispatch import ExpertAxis, dispatch_capacity, dispatch_dropless
+from spmd.layers.expert_dispatch import EXTRA_PASSES, Capacity, Dispatch, Dropless
+from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
+from spmd.layers.grouped_matmul import grouped_gradient, grouped_matmul
 from spmd.layers.router import RouterConfig, Routing, expert_slots
 from spmd.plan.annotate import annotate, placement
-from spmd.plan.fsdp import ParamPlacement
-from spmd.plan.manual import Dims, all_gather, dims_spec, extra_axes, psum, spec_dims, split_axes, sum_gradient
-from spmd.sharding.mesh import AnyMesh
-from spmd.sharding.rules import spec_text
+from spmd.plan.manual import Dims, dims_spec, manual_over, psum, split_axes
 
 Activation = Callable[..., Array]
 """Function between an expert's matmuls: of one array, or of a gate and the gated array."""
-
-_REPLICATED = P()
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertKernel:
-    """The kernels of all experts of a layer; `placed` is from `spmd.plan.fsdp.placement_of`, None outside a plan."""
-
-    array: Float[Array, "expert in out"]
-    placed: ParamPlacement | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Sharding of the manual program; the default is for one device."""
-
-    split: tuple[str, ...] = ()  # the axes of size above 1; collectives are over these alone
-    tokens: P = _REPLICATED
-    stored: tuple[P, ...] = ()  # the spec of each kernel outside the program
-    expert: ExpertAxis | None = None
-    tensor: tuple[str, ...] = ()  # the axes that hidden units are split over
-    gathers: tuple[tuple[tuple[str, ...], ...], ...] = ()  # the axes of each dimension of each kernel
-    save_gathered: bool = True  # for the backward pass
 
 
 def mixture_of_experts(
@@ -68,8 +44,10 @@ def mixture_of_experts(
     into: Sequence[ExpertKernel],
     out: ExpertKernel,
     activation: Activation,
-) -> tuple[Float[Array, "batch seq d"], Float[Array, ""]]:
-    """Return the weighted sum of each token's experts, `out(activation(into(x)))`, and the number of dropped choices.
+) -> tuple[Float[Array, "batch seq d"], dict[str, Float[Array, ""]]]:
+    """Return the weighted sum of each token's experts, `out(activation(into(x)))`, and what became of the rows.
+
+    These are the number of `"dropped"` choices, and of `"extra_passes"`.
 
     Args:
         x: Tokens; under a plan, split like the activation `expert_tokens`.
@@ -82,129 +60,160 @@ def mixture_of_experts(
         where, dropped = expert_slots(routing.experts, config.experts, capacity)
     x = annotate(x, "expert_tokens")
     scope = placement("expert_tokens", x.shape)
-    layout = _layout(*scope, kernels) if scope else _Layout()
+    layout = expert_layout(*scope, kernels) if scope else ExpertLayout()
+    layer = _Layer(config, capacity, activation, layout)
+    arrays = tuple(kernel.array for kernel in kernels)
+    y, extra = _apply(layer, x, where, routing.weights, arrays)
+    return y, {"dropped": dropped, "extra_passes": extra}
 
-    def local(x: Array, where: Array, weights: Array, *kernels: Array) -> Array:
-        rows, weights = (_varying(a.reshape(-1, a.shape[-1]), layout.tensor) for a in (x, weights))
-        mlp = functools.partial(_mlp, kernels=kernels, activation=activation, layout=layout)
-        if config.dispatch == "dropless":
-            choices = where.reshape(-1, where.shape[-1])
-            mixed = dispatch_dropless(rows, choices, weights, config.experts, mlp, layout.expert)
-        else:
-            mixed = dispatch_capacity(rows, where, weights, config, capacity, mlp, layout.expert)
-        return psum(mixed.astype(x.dtype), layout.tensor).reshape(x.shape)
 
-    arrays = (x, where, routing.weights, *(kernel.array for kernel in kernels))
-    if scope is None or not layout.split:
-        return local(*arrays), dropped
-    manual_axes = get_abstract_mesh().manual_axes
-    manual = jax.shard_map(
-        local,
-        mesh=None if manual_axes else scope[0],
-        in_specs=(*(layout.tokens,) * 3, *layout.stored),
-        out_specs=layout.tokens,
-        # Every axis, of size 1 too: if some are not manual, XLA:CPU crashes on a sum of bfloat16.
-        axis_names=set(scope[0].axis_names) - set(manual_axes),
+class _Received(NamedTuple):
+    """What the experts of one device get in a pass: rows, the weight of each, and the hidden units of gate and up."""
+
+    rows: Float[Array, "*own d"]
+    scales: Float[Array, "*own"]
+    hidden: tuple[Float[Array, "*own hidden"], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """What is known of a layer before its arrays."""
+
+    config: RouterConfig
+    capacity: int
+    activation: Activation
+    layout: ExpertLayout
+
+    def dispatch(self, where: Array) -> Dispatch:
+        """Return the ways of the rows of one device."""
+        if self.config.dispatch == "dropless":
+            return Dropless(where.reshape(-1, where.shape[-1]), self.config, self.layout.expert, self.layout.over)
+        return Capacity(where, self.config, self.layout.expert, self.capacity)
+
+    def manual(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Run `local` on the shards of each device."""
+        mesh = self.layout.mesh
+        return local if mesh is None else manual_over(mesh, split_axes(mesh), local, in_specs, out_specs)
+
+    @property
+    def tokens(self) -> P:
+        """The spec of tokens."""
+        return dims_spec((*self.layout.tokens, ()))
+
+    @property
+    def received(self) -> _Received:
+        """The specs of what experts get."""
+        leading = (None,) * (self.config.dispatch == "capacity")
+        rows: Any = P(*leading, self.layout.over or None)
+        hidden: Any = P(*rows, self.layout.tensor or None)
+        return _Received(rows, rows, hidden)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _apply(layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]) -> tuple[Array, Array]:
+    return _apply_forward(layer, x, where, weights, kernels)[0]
+
+
+def _apply_forward(
+    layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]
+) -> tuple[tuple[Array, Array], Any]:
+    layout = layer.layout
+
+    def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]) -> Any:
+        (*into, out), trip = layout.gather(kernels, x.dtype), layer.dispatch(where)
+        sent = trip.rows(_flat(x)), trip.choices(_flat(weights))
+
+        def result(turn: Any) -> tuple[Array, _Received]:
+            got = _receive(trip, sent, into, turn)
+            value = _scaled(layer.activation(*got.hidden), got.scales)
+            return grouped_matmul(value, out, trip.sizes(turn)), got
+
+        first, got = result(0)
+        rows = _more(trip, lambda turn, rows: trip.give(result(turn)[0], turn, rows), trip.give(first, 0, None))
+        y = psum(trip.combine(rows).astype(x.dtype), layout.tensor).reshape(x.shape)
+        return y, jnp.float32(trip.passes - 1), got, (*into, out) if layout.save_gathered else ()
+
+    wholes = _specs(layout.used) if layout.save_gathered else ()
+    manual = layer.manual(
+        local, (*(layer.tokens,) * 3, _specs(layout.stored)), (layer.tokens, P(), layer.received, wholes)
     )
-    return manual(*arrays), dropped
+    y, extra, got, gathered = manual(x, where, weights, kernels)
+    return (y, extra), (x, where, weights, kernels, got, gathered)
 
 
-def _layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> _Layout:
-    """Return the sharding of the layer under the plan in scope, if there are collectives for it."""
-    split = split_axes(mesh)
-    placements = [kernel.placed for kernel in kernels if kernel.placed]
-    if len(placements) < len(kernels):
-        fix = "make the model by spmd.from_nnx, and give the table a rule for each of them"
-        problem = Problem("the experts' kernels", "are not all in the rule table", fix=fix)
-        raise AnnotationError("The sharding of the expert layer is not known:", [problem])
-    used = [spec_dims(placed.used, 3, split) for placed in placements]
-    stored = [spec_dims(placed.stored, 3, split) for placed in placements]
-    expert, tensor, _ = used[-1]
-    batch, seq, width = spec_dims(tokens, 3, split)
-    problems = []
-    if used != [[expert, (), tensor]] * (len(used) - 1) + [[expert, tensor, ()]] or len(expert) > 1:
-        what = "are split, apart from fsdp, " + " and ".join(spec_text(P(*spec)) for spec in used)
-        fix = 'P("expert", "fsdp", "tensor") into the hidden units and P("expert", "tensor", "fsdp") out of them'
-        problems.append(Problem("the experts' kernels", what, fix=fix))
-    pairs = [pair for specs in zip(stored, used, strict=True) for pair in zip(*specs, strict=True)]
-    if any(own[: len(kept)] != kept for own, kept in pairs):
-        what = "are stored " + " and ".join(spec_text(P(*spec)) for spec in stored) + ": shards are not contiguous"
-        problems.append(Problem("the experts' kernels", what, fix='"fsdp" last in its dimension'))
-    gathered = {axis for own, kept in pairs for axis in own if axis not in kept}
-    if missing := sorted(gathered - {*batch, *seq}):
-        what = f"is split {spec_text(tokens)}, and not over {missing}, which kernels are gathered over"
-        problems.append(Problem("activation 'expert_tokens'", what, fix='P(("data", "fsdp", "expert"), "sequence")'))
-    if width or not {*expert} <= {*batch, *seq} or {*tensor} & {*batch, *seq}:
-        what = f"is split {spec_text(tokens)}, experts over {[*expert]} and their hidden units over {[*tensor]}"
-        fix = 'P(("data", "fsdp", "expert"), "sequence"): over expert, and not over tensor'
-        problems.append(Problem("activation 'expert_tokens'", what, fix=fix))
-    if problems:
-        raise AnnotationError("The expert layer has no collectives for this rule table:", problems)
-    is_ragged = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu"
-    return _Layout(
-        split=split,
-        tokens=dims_spec((batch, seq, width)),
-        stored=tuple(map(dims_spec, stored)),
-        expert=ExpertAxis(expert[0], mesh.shape[expert[0]], is_ragged) if expert else None,
-        tensor=tensor,
-        gathers=tuple(extra_axes(*specs) for specs in zip(stored, used, strict=True)),
-        save_gathered=all(placed.save_gathered for placed in placements),
-    )
+def _apply_backward(
+    layer: _Layer, saved: Any, dys: tuple[Array, Array]
+) -> tuple[Array, None, Array, tuple[Array, ...]]:
+    layout, (x, where, weights, kernels, got, gathered) = layer.layout, saved
+    dtypes = [kernel.dtype for kernel in kernels]
 
+    def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...], got: _Received, dy: Array) -> Any:
+        trip = layer.dispatch(where)
+        *into, out = kernels if layout.save_gathered else layout.gather(kernels, x.dtype)
+        dy = trip.rows(_flat(dy))
 
-def _mlp(x: Array, sizes: Array | None, *, kernels: Sequence[Array], activation: Activation, layout: _Layout) -> Array:
-    """Apply each row's expert: rows are `[expert, row, d]`, or `[row, d]` sorted by expert with group `sizes`."""
-    *into, out = zip(kernels, layout.gathers or ((),) * len(kernels), strict=True)
-    hidden = activation(*(_grouped_matmul(x, kernel, sizes, dims, layout.save_gathered) for kernel, dims in into))
-    return _grouped_matmul(annotate(hidden, "expert_hidden"), out[0], sizes, out[1], layout.save_gathered)
+        def gradients(got: _Received, turn: Any) -> tuple[Array, Array, list[Array]]:
+            dresult, sizes = trip.receive(dy, turn), trip.sizes(turn)
+            value, transpose = jax.vjp(layer.activation, *got.hidden)
+            dscaled = grouped_matmul(dresult, out, sizes, transposed=True)
+            dscales = (dscaled.astype(jnp.float32) * value.astype(jnp.float32)).sum(axis=-1)
+            dhidden = transpose(_scaled(dscaled, got.scales))
+            drows = [
+                grouped_matmul(dh, kernel, sizes, transposed=True) for dh, kernel in zip(dhidden, into, strict=True)
+            ]
+            factors = (*((got.rows, dh) for dh in dhidden), (_scaled(value, got.scales), dresult))
+            dkernels = [grouped_gradient(*pair, sizes, dtype) for pair, dtype in zip(factors, dtypes, strict=True)]
+            return functools.reduce(jnp.add, drows), dscales, dkernels
 
+        def add(turn: Any, sums: Any) -> Any:
+            sent = trip.rows(_flat(x)), trip.choices(_flat(weights))
+            drows, dscales, dkernels = gradients(_receive(trip, sent, into, turn), turn)
+            return (
+                trip.give(drows, turn, sums[0]),
+                trip.give(dscales, turn, sums[1]),
+                jax.tree.map(jnp.add, sums[2], dkernels),
+            )
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped_matmul(x: Array, kernel: Array, sizes: Array | None, gathers: Dims, save_gathered: bool) -> Array:
-    """Multiply rows by their expert's kernel, gathered in the dtype of `x`; its gradient is summed in its own dtype."""
-    return _grouped_forward(x, kernel, sizes, gathers, save_gathered)[0]
+        drows, dscales, dkernels = gradients(got, 0)
+        first = trip.give(drows, 0, None), trip.give(dscales, 0, None), dkernels
+        drows, dscales, dkernels = _more(trip, add, first)
+        dx = psum(trip.combine(drows).astype(x.dtype), layout.tensor).reshape(x.shape)
+        dweights = psum(trip.uncombined(dscales), layout.tensor).reshape(weights.shape).astype(weights.dtype)
+        return dx, dweights, tuple(layout.sum_gradients(dkernels))
 
-
-def _grouped_forward(
-    x: Array, kernel: Array, sizes: Array | None, gathers: Dims, save_gathered: bool
-) -> tuple[Array, Any]:
-    whole = all_gather(kernel.astype(x.dtype), gathers)
-    return _product(x, whole, sizes), (x, whole if save_gathered else kernel, kernel[..., :0], sizes)
-
-
-def _grouped_backward(gathers: Dims, save_gathered: bool, saved: Any, dy: Array) -> tuple[Array, Array, None]:
-    x, kernel, like_kernel, sizes = saved
     # The barrier keeps XLA from merging this gather with that of the forward pass and saving its result until now.
-    whole = kernel if save_gathered else all_gather(jax.lax.optimization_barrier(kernel).astype(x.dtype), gathers)
-    dx = _product(dy, whole.swapaxes(1, 2), sizes)
-    if sizes is None:
-        dkernel = jnp.einsum("eni,eno->eio", x, dy, preferred_element_type=like_kernel.dtype)
-    else:
-        rows = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        dkernel = jax.lax.ragged_dot_general(x, dy, sizes, rows, preferred_element_type=like_kernel.dtype)
-    scattered = tuple(axis for axes in gathers for axis in axes)
-    return _sum_like(dx, x), sum_gradient(dkernel, gathers, (*scattered, *_missing(dkernel, like_kernel))), None
+    kernels, used = (gathered, layout.used) if gathered else (jax.lax.optimization_barrier(kernels), layout.stored)
+    in_specs = (*(layer.tokens,) * 3, _specs(used), layer.received, layer.tokens)
+    manual = layer.manual(local, in_specs, (layer.tokens, layer.tokens, _specs(layout.kept)))
+    dx, dweights, dkernels = manual(x, where, weights, kernels, got, dys[0])
+    return dx, None, dweights, dkernels
 
 
-_grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
+_apply.defvjp(_apply_forward, _apply_backward)
 
 
-def _product(x: Array, kernel: Array, sizes: Array | None) -> Array:
-    if sizes is None:
-        return jnp.einsum("eni,eio->eno", x, kernel, preferred_element_type=x.dtype)
-    return jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=x.dtype)
+def _receive(trip: Dispatch, sent: tuple[Array, Array], into: Sequence[Array], turn: Any) -> _Received:
+    """Return what the experts of this device get in a pass."""
+    rows, scales = (trip.receive(array, turn) for array in sent)
+    products = (grouped_matmul(rows, kernel, trip.sizes(turn)) for kernel in into)
+    return _Received(rows, scales, tuple(annotate(product, "expert_hidden") for product in products))
 
 
-def _varying(x: Array, axes: tuple[str, ...]) -> Array:
-    """Mark `x` as varying over axes, so that its gradient is summed over them."""
-    return jax.lax.pcast(x, axes, to="varying") if axes else x
+def _more(trip: Dispatch, body: Callable[[Any, Any], Any], first: Any) -> Any:
+    """Run the passes after the first."""
+    if isinstance(trip.passes, int):
+        return first
+    with jax.named_scope(EXTRA_PASSES):
+        return jax.lax.fori_loop(1, trip.passes, body, first)
 
 
-def _sum_like(gradient: Array, like: Array) -> Array:
-    """Sum a gradient over the axes that it varies over and the primal does not."""
-    return psum(gradient, _missing(gradient, like))
+def _scaled(x: Float[Array, "*row d"], scales: Float[Array, "*row"]) -> Float[Array, "*row d"]:
+    return (x.astype(jnp.float32) * scales[..., None].astype(jnp.float32)).astype(x.dtype)
 
 
-def _missing(gradient: Array, like: Array) -> tuple[str, ...]:
-    own, wanted = (jax.typeof(a).manual_axis_type.varying for a in (gradient, like))
-    return tuple(sorted(own - wanted))
+def _flat(x: Float[Array, "batch seq d"]) -> Float[Array, "token d"]:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _specs(kernels: tuple[Dims, ...]) -> tuple[P, ...]:
+    return tuple(map(dims_spec, kernels))

@@ -63,6 +63,8 @@ class RouterConfig:
     """capacity: an expert takes at most `capacity` tokens of an example, the rest are dropped; dropless: all."""
     capacity_factor: float = 1.25
     """Capacity of an expert with dispatch=capacity, relative to even load; inf drops nothing."""
+    buffer_factor: float = 1.25
+    """Rows that a device takes in a pass with dispatch=dropless, relative to even load; more passes take the others."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -70,7 +72,7 @@ class RouterConfig:
             **dict.fromkeys(("bias_rate", "balance", "z_loss"), "at least 0 and finite"),
             "jitter": "at least 0 and below 1",
             "scale": "above 0 and finite",
-            "capacity_factor": "above 0",
+            **dict.fromkeys(("capacity_factor", "buffer_factor"), "above 0"),
         }
         problems = check_fields(self, rules, prefix="router.") or [*self._check_choice(), *self._check_groups()]
         if problems:

@@ -20,7 +20,7 @@ from spmd.plan.host_params import fetch
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.sharding.mesh import AnyMesh, entry_axes
-from spmd.sharding.optimizer_state import drop_axis
+from spmd.sharding.optimizer_state import drop_fsdp
 
 F = TypeVar("F", bound=Callable)
 
@@ -43,7 +43,7 @@ def annotate(x: jax.Array, name: str, *, param: ParamPlacement | None = None) ->
         return x
     mesh, spec = found
     if param is not None and all("fsdp" not in entry_axes(entry) for entry in param.stored):
-        spec = drop_axis(spec, "fsdp")
+        spec = drop_fsdp(spec)
     return checkpoint_name(constrain(x, mesh, spec, f"activation {name!r}"), name)
 
 

@@ -28,7 +28,7 @@ from spmd.plan.host_params import is_host_param
 from spmd.plan.lora_layer import LoRAParam
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import entry_axes
-from spmd.sharding.optimizer_state import drop_axis
+from spmd.sharding.optimizer_state import drop_fsdp
 from spmd.sharding.patterns import PatternError, compile_pattern
 from spmd.sharding.rules import Replicate, Rules, first_path, matches, replicate
 
@@ -185,7 +185,7 @@ def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
         match = rules.match(path)
         if match is None:
             continue  # the plan reports it
-        spec = P() if isinstance(match.requested, Replicate) else drop_axis(match.requested, "fsdp")
+        spec = P() if isinstance(match.requested, Replicate) else drop_fsdp(match.requested)
         entries = (*spec, *(None,) * (len(shape) - len(leading) - len(spec)))
         rows[re.escape(name) + _A] = _split(*entries[:-1], None)
         rows[re.escape(name) + _B] = _split(*entries[:-2], None, entries[-1])

@@ -23,7 +23,7 @@ from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.sharding.from_flax import audit_stack_names
 from spmd.sharding.layer_paths import Stack, dims_of
 from spmd.sharding.mesh import AXES, AnyMesh, entry_axes
-from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_axis, optimizer_specs
+from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_fsdp, optimizer_specs
 from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
 
 OFFLOADABLE = ("optimizer_state", "params")
@@ -87,7 +87,7 @@ def audit_rules(
 
 def apply_zero(match: Match, table: str, zero: int) -> P:
     """Return the spec of `params`, `gradients` or `optimizer` under a ZeRO stage: with or without the `fsdp` axis."""
-    return match.spec if table in ZERO_KEEPS[zero] else drop_axis(match.spec, "fsdp")
+    return match.spec if table in ZERO_KEEPS[zero] else drop_fsdp(match.spec)
 
 
 def resolve_placement(
@@ -95,7 +95,7 @@ def resolve_placement(
 ) -> ParamPlacement:
     """Return the placement of one layer's parameter in these stacks."""
     spec = P() if isinstance(match.requested, Replicate) else match.requested
-    used = drop_axis(spec, "fsdp")
+    used = drop_fsdp(spec)
     stored, gradient = (spec if table in ZERO_KEEPS[zero] else used for table in ("params", "gradients"))
     return ParamPlacement(mesh, stored, used, gradient, stacks, on_host)
 

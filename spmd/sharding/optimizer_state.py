@@ -79,6 +79,17 @@ def drop_axis(spec: P, axis: str) -> P:
     return P(*(as_entry([a for a in entry_axes(entry) if a != axis]) for entry in spec))
 
 
+def drop_fsdp(spec: P) -> P:
+    """Return the spec of an array that is whole over `fsdp`, and over `expert` where this continues an `fsdp` split.
+
+    Example:
+        >>> drop_fsdp(P(("fsdp", "expert"), "tensor")), drop_fsdp(P("expert", "fsdp", "tensor"))
+        (PartitionSpec(None, 'tensor'), PartitionSpec('expert', None, 'tensor'))
+    """
+    split = [as_entry([a for a in entry_axes(e) if a != "expert" or "fsdp" not in entry_axes(e)]) for e in spec]
+    return drop_axis(P(*split), "fsdp")
+
+
 def is_random_key(leaf: Any) -> bool:
     """Return whether an array of optimizer state is a random key; raw keys are the only uint32 state in optax."""
     raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] == (2,)

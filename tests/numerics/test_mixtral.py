@@ -135,7 +135,7 @@ def test_outputs_have_the_losses_that_the_router_asks_for():
     """Balance and z-loss by name, where their weight is not zero; the part that was dropped, where some can be."""
     outputs, *_ = run(CONFIG)
     assert set(outputs.losses) == {"balance_loss", "z_loss"}
-    assert set(outputs.metrics) == {"load_spread"}
+    assert set(outputs.metrics) == {"load_spread", "extra_passes"}
     outputs, *_ = run(replaced({"balance": 0.0, "z_loss": 0.0, "dispatch": "capacity", "capacity_factor": 0.5}))
     assert (set(outputs.losses), set(outputs.metrics)) == (set(), {"load_spread", "dropped"})
     assert 0.4 < float(outputs.metrics["dropped"]) < 1

@@ -1,0 +1,119 @@
+"""Sharding of an expert layer: of its tokens, of its kernels, and of the hidden units of experts."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from spmd.errors import AnnotationError, Problem
+from spmd.layers.expert_dispatch import ExpertAxis
+from spmd.plan.fsdp import ParamPlacement
+from spmd.plan.manual import Dims, all_gather, extra_axes, spec_dims, split_axes, sum_gradient
+from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.rules import spec_text
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertKernel:
+    """The kernels of all experts of a layer; `placed` is from `spmd.plan.fsdp.placement_of`, None outside a plan."""
+
+    array: Float[Array, "expert in out"]
+    placed: ParamPlacement | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLayout:
+    """Sharding of the manual program of a layer; the default is for one device. All axes are of size above 1.
+
+    Attributes:
+        tokens: The axes of examples, and of the tokens of one.
+        stored: The axes of each dimension of each kernel outside the program; `used` in a product, and `kept` of its
+            gradient.
+        expert: The axis that experts are split over.
+        tensor: The axes that hidden units are split over.
+        save_gathered: Whether the backward pass keeps gathered kernels.
+    """
+
+    mesh: AnyMesh | None = None
+    tokens: Dims = ((), ())
+    stored: tuple[Dims, ...] = ()
+    used: tuple[Dims, ...] = ()
+    kept: tuple[Dims, ...] = ()
+    expert: ExpertAxis | None = None
+    tensor: tuple[str, ...] = ()
+    save_gathered: bool = True
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes that tokens are split over."""
+        return tuple(itertools.chain(*self.tokens))
+
+    def gather(self, kernels: Sequence[Array], dtype: jnp.dtype) -> list[Array]:
+        """Gather kernels over the axes that products have whole, inside the program."""
+        kernels = [kernel.astype(dtype) for kernel in kernels]
+        if self.mesh is None:
+            return kernels
+        dims = map(extra_axes, self.stored, self.used)
+        return [all_gather(kernel, axes) for kernel, axes in zip(kernels, dims, strict=True)]
+
+    def sum_gradients(self, gradients: Sequence[Array]) -> list[Array]:
+        """Sum the gradients of kernels over devices, into the sharding in which the plan keeps them."""
+        if self.mesh is None:
+            return list(gradients)
+        found = []
+        for gradient, used, kept in zip(gradients, self.used, self.kept, strict=True):
+            axes = [axis for axis in self.over if axis not in itertools.chain(*used)]
+            found.append(sum_gradient(gradient, extra_axes(kept, used), axes))
+        return found
+
+
+def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> ExpertLayout:
+    """Return the sharding of a layer whose tokens are split like `tokens`.
+
+    Raises:
+        AnnotationError: There are no collectives for it.
+    """
+    split = split_axes(mesh)
+    placements = [kernel.placed for kernel in kernels if kernel.placed]
+    if len(placements) < len(kernels):
+        fix = "make the model by spmd.from_nnx, and give the table a rule for each of them"
+        problem = Problem("the experts' kernels", "are not all in the rule table", fix=fix)
+        raise AnnotationError("The sharding of the expert layer is not known:", [problem])
+    used = [spec_dims(placed.used, 3, split) for placed in placements]
+    stored = [spec_dims(placed.stored, 3, split) for placed in placements]
+    expert, tensor, _ = used[-1]
+    batch, seq, width = spec_dims(tokens, 3, split)
+    problems = []
+    if used != [[expert, (), tensor]] * (len(used) - 1) + [[expert, tensor, ()]] or len(expert) > 1:
+        what = "are split, apart from fsdp, " + " and ".join(spec_text(P(*spec)) for spec in used)
+        fix = 'P("expert", "fsdp", "tensor") into the hidden units and P("expert", "tensor", "fsdp") out of them'
+        problems.append(Problem("the experts' kernels", what, fix=fix))
+    pairs = [pair for specs in zip(stored, used, strict=True) for pair in zip(*specs, strict=True)]
+    if any(own[: len(kept)] != kept for own, kept in pairs):
+        what = "are stored " + " and ".join(spec_text(P(*spec)) for spec in stored) + ": shards are not contiguous"
+        problems.append(Problem("the experts' kernels", what, fix='"fsdp" last in its dimension'))
+    gathered = {axis for own, kept in pairs for axis in own if axis not in kept}
+    if missing := sorted(gathered - {*batch, *seq}):
+        what = f"is split {spec_text(tokens)}, and not over {missing}, which kernels are gathered over"
+        problems.append(Problem("activation 'expert_tokens'", what, fix='P(("data", "fsdp", "expert"), "sequence")'))
+    if width or not {*expert} <= {*batch, *seq} or {*tensor} & {*batch, *seq}:
+        what = f"is split {spec_text(tokens)}, experts over {[*expert]} and their hidden units over {[*tensor]}"
+        fix = 'P(("data", "fsdp", "expert"), "sequence"): over expert, and not over tensor'
+        problems.append(Problem("activation 'expert_tokens'", what, fix=fix))
+    if problems:
+        raise AnnotationError("The expert layer has no collectives for this rule table:", problems)
+    is_ragged = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu"
+    return ExpertLayout(
+        mesh=mesh,
+        tokens=(batch, seq),
+        stored=tuple(map(tuple, stored)),
+        used=tuple(map(tuple, used)),
+        kept=tuple(tuple(spec_dims(placed.gradient, 3, split)) for placed in placements),
+        expert=ExpertAxis(expert[0], mesh.shape[expert[0]], is_ragged) if expert else None,
+        tensor=tensor,
+        save_gathered=all(placed.save_gathered for placed in placements),
+    )
