@@ -5,12 +5,11 @@ import itertools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from spmd.errors import AnnotationError, Problem
-from spmd.layers.expert_dispatch import ExpertAxis
+from spmd.layers.expert_exchange import ExpertAxis, has_ragged
 from spmd.plan.fsdp import ParamPlacement
 from spmd.plan.manual import Dims, all_gather, extra_axes, spec_dims, split_axes, sum_gradient
 from spmd.sharding.mesh import AnyMesh
@@ -106,14 +105,13 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
         problems.append(Problem("activation 'expert_tokens'", what, fix=fix))
     if problems:
         raise AnnotationError("The expert layer has no collectives for this rule table:", problems)
-    is_ragged = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu"
     return ExpertLayout(
         mesh=mesh,
         tokens=(batch, seq),
         stored=tuple(map(tuple, stored)),
         used=tuple(map(tuple, used)),
         kept=tuple(tuple(spec_dims(placed.gradient, 3, split)) for placed in placements),
-        expert=ExpertAxis(expert[0], mesh.shape[expert[0]], is_ragged) if expert else None,
+        expert=ExpertAxis(expert[0], mesh.shape[expert[0]], has_ragged(mesh)) if expert else None,
         tensor=tensor,
         save_gathered=all(placed.save_gathered for placed in placements),
     )

@@ -17,7 +17,7 @@ from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.errors import AnnotationError, RuleError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.layers import moe
+from spmd.layers import expert_layout, moe
 from spmd.layers.expert_layout import ExpertKernel
 from spmd.layers.moe import mixture_of_experts
 from spmd.layers.router import RouterConfig, Routing, route
@@ -182,23 +182,42 @@ def over_devices(factor, sizes):
     return [functools.partial(both(layer), arrays) for layer in (ours, by_hand)]
 
 
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What XLA:CPU lacks, from the rows of all devices: the interface as `jax.lax` documents it."""
+    parts = [jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)]
+    me, place = jax.lax.axis_index(axis_name), jnp.arange(output.shape[0])
+    for number, (rows, starts, sizes, ends) in enumerate(zip(*parts, strict=True)):
+        offset = place - ends[me]
+        is_here = (offset >= 0) & (offset < jnp.minimum(sizes[me], recv_sizes[number]))
+        found = rows.at[starts[me] + offset].get(mode="clip")
+        output = jnp.where(is_here.reshape(-1, *(1,) * (output.ndim - 1)), found, output)
+    return output
+
+
+BOTH = {False: "all-to-all", True: "ragged"}
 CASES = (
     (1.0, {"expert": 8}, (0, 3, 3, 0, 2)),
-    (1.25, {"data": 2, "expert": 4}, (0, 0, 1, 0, 0)),
+    (1.25, {"data": 2, "expert": 4}, (0, 1, 2, 0, 0)),
     (8.0, {"expert": 8}, (0, 0, 0, 0, 0)),
     (1.0, {"fsdp": 2, "expert": 2, "tensor": 2}, (0, 0, 1, 0, 0)),
     (1.0, {"sequence": 2, "expert": 4}, (0, 1, 3, 0, 1)),
 )
 
 
+@pytest.mark.parametrize("ragged", BOTH, ids=BOTH.get)
 @pytest.mark.parametrize(("factor", "sizes", "extra"), CASES, ids=lambda value: str(value).replace(" ", ""))
-def test_many_passes_equal_a_dense_sum(factor, sizes, extra):
+def test_many_passes_equal_a_dense_sum(factor, sizes, extra, ragged, monkeypatch):
     """Outputs and all gradients, however uneven the load: nothing is dropped, and no buffer is larger."""
+    if ragged:
+        monkeypatch.setattr(expert_layout, "has_ragged", lambda mesh: True)
+        monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+        monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     ours, by_hand = over_devices(factor, sizes)
     for (name, chosen), passes in zip(CHOSEN.items(), extra, strict=True):
         (_, (y, counts)), gradients = ours(chosen)
         (_, (expected, _)), others = by_hand(chosen)
-        assert float(counts["extra_passes"]) == passes, name
+        assert ragged or float(counts["extra_passes"]) == passes, name
+        assert float(counts["extra_passes"]) <= passes, name
         scales = [max(np.abs(other).max(), 1e-3) for other in jax.tree.leaves((expected, others))]
         pairs = zip(jax.tree.leaves((y, gradients)), jax.tree.leaves((expected, others)), scales, strict=True)
         assert all(np.abs(a - b).max() <= 1e-5 * scale for a, b, scale in pairs), name

@@ -1,0 +1,157 @@
+"""Exchange of rows between the devices that experts are split over, pass by pass.
+
+Each device has rows sorted by expert. In a pass it sends some of them to the devices of their experts, each of which
+receives them in one buffer; the buffer goes back the same way. Numbers of rows are known to all, `[sender, receiver,
+own expert]`, so each device knows which pass a row is in, and where.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from spmd.sharding.mesh import AnyMesh
+
+_TILE, _SUBLANES = 128, 16
+"""Rows of a buffer, and of a block, are multiples of these: kernels work on whole tiles."""
+
+_ROUTED = 16
+"""Most TPU v5e in a slice whose links allow a ragged all-to-all (XLA: "limited ICI routing")."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertAxis:
+    """Mesh axis that experts are split over; `ragged` selects `jax.lax.ragged_all_to_all`."""
+
+    name: str
+    size: int
+    ragged: bool
+
+
+def has_ragged(mesh: AnyMesh) -> bool:
+    """Return whether there is a ragged all-to-all on a mesh: on neither CPUs nor large slices of TPU v5e."""
+    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "cpu":
+        return False
+    return not (mesh.devices.flat[0].device_kind.startswith("TPU v5 lite") and mesh.size > _ROUTED)
+
+
+def exchange(counts: Int[Array, "expert"], axis: ExpertAxis, rows: int, factor: float) -> "Ragged | Blocks":
+    """Return the exchange of this device's `rows`, with a buffer of `factor` times as many."""
+    every = jax.lax.all_gather(counts, axis.name).reshape(axis.size, axis.size, -1)
+    return (Ragged if axis.ragged else Blocks)(every, axis, rows, factor)
+
+
+class Ragged:
+    """Exchange by `jax.lax.ragged_all_to_all`: a pass has the next rows of each receiver, in the order of senders.
+
+    Buffers begin uninitialised: what nobody writes, nobody reads.
+    """
+
+    def __init__(self, every: Int[Array, "sender receiver own"], axis: ExpertAxis, rows: int, factor: float) -> None:
+        wanted = math.ceil(factor * rows)
+        self.buffer = min(axis.size * rows, wanted + -wanted % _TILE)
+        self._axis, self._rows, self._me = axis, rows, jax.lax.axis_index(axis.name)
+        self._sent = every.sum(axis=2)
+        self._leaves = jnp.cumsum(self._sent, axis=1) - self._sent
+        self._arrives = jnp.cumsum(self._sent, axis=0) - self._sent
+        self._mine = jax.lax.dynamic_index_in_dim(every, self._me, axis=1, keepdims=False).reshape(-1)
+        self._own = every.shape[2]
+        is_bounded = self.buffer < axis.size * rows
+        self.passes = -(-self._sent.sum(axis=0).max() // self.buffer) if is_bounded else 1
+
+    def send(self, rows: Float[Array, "row *d"], turn: Any) -> Float[Array, "buffer *d"]:
+        """Return the rows that this device receives in a pass."""
+        leaves, arrives, count = self._window(turn)
+        return self._move(rows, self._empty(self.buffer, rows), leaves, arrives, count)
+
+    def back(self, received: Float[Array, "buffer *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
+        """Return received rows to their senders, `onto` those of other passes."""
+        leaves, arrives, count = (pairs.T for pairs in self._window(turn))
+        onto = self._empty(self._rows, received) if onto is None else onto
+        return self._move(received, onto, arrives, leaves, count)
+
+    def sizes(self, turn: Any) -> Int[Array, "own"]:
+        """Return the number of received rows of each own expert."""
+        first, last = self._segments(turn)
+        return (last - first).reshape(-1, self._own).sum(axis=0)
+
+    def experts(self, turn: Any) -> Int[Array, "buffer"] | None:
+        """Return the own expert of each received row, their number where there is none; None if rows are sorted."""
+        if self._own == 1:
+            return None
+        _, ends = self._segments(turn)
+        segment = (jnp.arange(self.buffer)[:, None] >= ends[None]).sum(axis=1)
+        return jnp.where(segment < ends.size, segment % self._own, self._own)
+
+    def _window(self, turn: Any) -> tuple[Array, Array, Array]:
+        """Return, `[sender, receiver]`, where the rows of a pass leave and arrive, and their number."""
+        low = turn * self.buffer
+        first, last = (jnp.clip(x - low, 0, self.buffer) for x in (self._arrives, self._arrives + self._sent))
+        return self._leaves + jnp.clip(low - self._arrives, 0, self._sent), first, last - first
+
+    def _segments(self, turn: Any) -> tuple[Array, Array]:
+        """Return where the rows of each sender for each own expert begin and end."""
+        ends = jnp.cumsum(self._mine)
+        first, last = (jnp.clip(x - turn * self.buffer, 0, self.buffer) for x in (ends - self._mine, ends))
+        return first, last
+
+    def _move(self, rows: Array, onto: Array, starts: Array, ends: Array, counts: Array) -> Array:
+        me = self._me
+        offsets = starts[me], counts[me], ends[me], counts[:, me]
+        return jax.lax.ragged_all_to_all(rows, onto, *offsets, axis_name=self._axis.name)
+
+    def _empty(self, rows: int, like: Array) -> Array:
+        return jax.lax.empty((rows, *like.shape[1:]), like.dtype)
+
+
+class Blocks:
+    """Exchange by an all-to-all: a pass has the next rows of each pair of devices, which fill part of a block."""
+
+    def __init__(self, every: Int[Array, "sender receiver own"], axis: ExpertAxis, rows: int, factor: float) -> None:
+        wanted = math.ceil(factor * rows / axis.size)
+        self._block = min(rows, wanted + -wanted % _SUBLANES)
+        self._axis, self._rows, me = axis, rows, jax.lax.axis_index(axis.name)
+        sent = every.sum(axis=2)
+        self._sent = sent[me]
+        self._mine = jax.lax.dynamic_index_in_dim(every, me, axis=1, keepdims=False)
+        self.passes = -(-sent.max() // self._block) if self._block < rows else 1
+
+    def send(self, rows: Float[Array, "row *d"], turn: Any) -> Float[Array, "buffer *d"]:
+        """Return the rows that this device receives in a pass."""
+        place = turn * self._block + jnp.arange(self._block)[None]
+        leaves = (jnp.cumsum(self._sent) - self._sent)[:, None]
+        source = jnp.where(place < self._sent[:, None], leaves + place, rows.shape[0])
+        parts = rows.at[source].get(mode="fill", fill_value=0)
+        return self._swap(parts).reshape(-1, *rows.shape[1:])
+
+    def back(self, received: Float[Array, "buffer *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
+        """Return received rows to their senders, `onto` those of other passes."""
+        parts = self._swap(received.reshape(self._axis.size, self._block, *received.shape[1:]))
+        row, ends = jnp.arange(self._rows), jnp.cumsum(self._sent)
+        to = (row[:, None] >= ends[None]).sum(axis=1)
+        place = row - (ends - self._sent).at[to].get(mode="clip") - turn * self._block
+        is_here = (place >= 0) & (place < self._block) & (to < ends.size)
+        source = jnp.where(is_here, to * self._block + place, received.shape[0])
+        flat = parts.reshape(-1, *received.shape[1:])
+        if onto is None:
+            return flat.at[source].get(mode="fill", fill_value=0)
+        is_here = is_here.reshape(-1, *(1,) * (received.ndim - 1))
+        return jnp.where(is_here, flat.at[source].get(mode="clip"), onto)
+
+    def sizes(self, turn: Any) -> Int[Array, "own"]:
+        """Return the number of received rows of each own expert."""
+        ends = jnp.cumsum(self._mine, axis=1)
+        first, last = (jnp.clip(x - turn * self._block, 0, self._block) for x in (ends - self._mine, ends))
+        return (last - first).sum(axis=0)
+
+    def experts(self, turn: Any) -> Int[Array, "buffer"]:
+        """Return the own expert of each received row, their number where there is none."""
+        place = turn * self._block + jnp.arange(self._block)
+        return (place[None, :, None] >= jnp.cumsum(self._mine, axis=1)[:, None]).sum(axis=2).reshape(-1)
+
+    def _swap(self, parts: Array) -> Array:
+        return jax.lax.all_to_all(parts, self._axis.name, 0, 0, tiled=True)
