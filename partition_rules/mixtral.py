@@ -24,7 +24,7 @@ def _over_experts(spec: P) -> P:
 
 _EXPERTS = (
     ("experts/(gate|up)_proj/kernel", P("expert", "fsdp", "tensor")),  # [expert, d, d_ff]
-    ("experts/down_proj/kernel", P("expert", "tensor", "fsdp")),  # [expert, d_ff, d]
+    ("experts/down_proj/kernel", P("expert", ("tensor", "fsdp"))),  # [expert, d_ff, d]
     ("router/(kernel|bias)", replicate("a router is a few hundred KiB, and every token needs all of it")),
 )
 _ROUTED = (

@@ -89,7 +89,7 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
     problems = []
     if used != [[expert, (), tensor]] * (len(used) - 1) + [[expert, tensor, ()]] or len(expert) > 1:
         what = "are split, apart from fsdp, " + " and ".join(spec_text(P(*spec)) for spec in used)
-        fix = 'P("expert", "fsdp", "tensor") into the hidden units and P("expert", "tensor", "fsdp") out of them'
+        fix = 'P("expert", "fsdp", "tensor") into the hidden units and P("expert", ("tensor", "fsdp")) out of them'
         problems.append(Problem("the experts' kernels", what, fix=fix))
     pairs = [pair for specs in zip(stored, used, strict=True) for pair in zip(*specs, strict=True)]
     if any(own[: len(kept)] != kept for own, kept in pairs):

@@ -37,9 +37,11 @@ def psum_scatter(x: Array, mesh: AnyMesh | None, axis: str, dim: int, dtype: jnp
     The sum has a dtype of its own; terms are sent in that of `x`.
     """
     count = jax.lax.axis_size(axis)
-    if not _spans_slice(mesh, axis, "TPU"):
+    if not _is_kind(mesh, "TPU"):
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True).astype(dtype)
     x = jnp.moveaxis(x, dim, 0)  # of other dimensions XLA:TPU scatters none, or a copy
+    if not _spans_slice(mesh, axis, "TPU"):
+        return jnp.moveaxis(jax.lax.psum_scatter(x, axis, tiled=True).astype(dtype), 0, dim)
     if count > 2:
         x = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True, axis_index_groups=_halves(count))
     first, second = jnp.split(x, 2)
@@ -59,8 +61,12 @@ def _pairs(count: int) -> list[list[int]]:
 
 def _spans_slice(mesh: AnyMesh | None, axis: str, kind: str) -> bool:
     """Return whether the devices along an axis are all those of a slice, of a kind of TPU."""
-    if not isinstance(mesh, Mesh) or not mesh.devices.flat[0].device_kind.startswith(kind):
+    if not isinstance(mesh, Mesh) or not _is_kind(mesh, kind):
         return False
     count, numbers = mesh.shape[axis], [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
     lines = np.moveaxis(np.reshape(numbers, mesh.devices.shape), mesh.axis_names.index(axis), -1)
     return count % 2 == 0 and count == numbers.count(numbers[0]) and bool((lines == lines[..., :1]).all())
+
+
+def _is_kind(mesh: AnyMesh | None, kind: str) -> bool:
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].device_kind.startswith(kind)
