@@ -1,4 +1,4 @@
-"""MaxText's train step as its own `train_compile` compiles it: the program's text and its temporaries, into a file.
+"""MaxText's train step as its own `train_compile` compiles it: the program's text and its memory, into a file.
 
     PYTHON benchmarks/maxtext_step.py FILE.json compile_topology=v5e-256 model_name=llama3-8b …
 
@@ -24,7 +24,8 @@ def main() -> None:
 
     def analyse_and_write(compiled: Any) -> Any:
         memory = analyse(compiled)
-        found = {"text": compiled.as_text(), "temporaries": memory.temp_size_in_bytes}
+        sizes = {"temporaries": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes}
+        found = {"text": compiled.as_text(), "memory": sizes}
         Path(file).write_text(json.dumps(found), encoding="utf-8")
         return memory
 

@@ -3,10 +3,10 @@
     python -m benchmarks.pods
     python -m benchmarks.pods --only 8b 8b-tensor --json pods.json --maxtext maxtext/bin/python
 
-Each job is compiled by `spmd plan --compile` in a process of its own: bf16, AdamW, full remat, 8,192 tokens in each
-sequence, one sequence for each device. A figure is of one device: temporaries in GiB; GiB on the wire in one step, as
-`spmd.analysis.collective_record` counts them (an all-reduce is twice its buffer); and the seconds of the cycles that
-the compiler estimates for a step, without collectives and Pallas kernels.
+Each job is compiled by `spmd plan --compile` in a process of its own: bf16, AdamW, full remat. A figure is of one
+device: GiB of temporaries and arguments; GiB on the wire in one step, as `spmd.analysis.collective_record` counts them
+(an all-reduce is twice its buffer); and the seconds of the cycles that the compiler estimates for a step, without
+collectives and Pallas kernels.
 
 MaxText's figures are stored; `--maxtext` compiles its programs anew and reads them with the same readers. The exit code
 is 1 if a bar is missed, else 2 if a job was not compiled.
@@ -44,6 +44,8 @@ class Figures:
         reduced: GiB of all-reduces and reduce-scatters.
         sent: GiB of all collectives. Permutes of a matmul in windows are gathers and reductions, and only here.
         compute: Seconds.
+        arguments: GiB of the training state and the batch.
+        exchanged: GiB of the buffers of all-to-alls, ragged or not.
     """
 
     temporaries: float | None = None
@@ -51,9 +53,11 @@ class Figures:
     reduced: float | None = None
     sent: float | None = None
     compute: float | None = None
+    arguments: float | None = None
+    exchanged: float | None = None
 
 
-UNITS = {"temporaries": "GiB", "gathered": "GiB", "reduced": "GiB", "sent": "GiB", "compute": "s"}
+UNITS = {field.name: "s" if field.name == "compute" else "GiB" for field in dataclasses.fields(Figures)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Job:
     Attributes:
         maxtext: MaxText's figures.
         maxtext_arguments: Of its `train_compile`, besides the common ones; empty where it is not compared.
+        sequences: For each device.
+        tokens: In a sequence.
     """
 
     name: str
@@ -72,6 +78,8 @@ class Job:
     bars: Figures
     maxtext: Figures = Figures()
     maxtext_arguments: Sequence[str] = ()
+    sequences: int = 1
+    tokens: int = 8192
 
     @property
     def machine(self) -> Topology:
@@ -83,7 +91,8 @@ class Job:
         """Of `spmd plan`."""
         sizes = {"data": 1, "tensor": 1, **self.mesh}
         flags = {f"mesh.{axis}": size for axis, size in sizes.items()}
-        flags |= {"data.batch": self.machine.devices, "data.sequence": 8192, "precision": "bf16", "remat": "full"}
+        flags |= {"data.batch": self.sequences * self.machine.devices, "data.sequence": self.tokens}
+        flags |= {"precision": "bf16", "remat": "full"}
         given = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         return ["plan", self.config, "--topology", self.topology, *given, "--compile", "--json"]
 
@@ -151,6 +160,23 @@ JOBS = (
         ("compile_topology=v5p-2048", "model_name=llama3.1-405b", "ici_fsdp_parallelism=1024"),
     ),
     Job(
+        "mixtral",
+        "mixtral-8x7b",
+        "v5p:4x4x8",
+        {"fsdp": 16, "expert": 8},
+        Figures(temporaries=29, arguments=4.1, exchanged=100, compute=3.7),
+        Figures(temporaries=29.71, arguments=4.08, exchanged=120, compute=3.71),
+        (
+            "compile_topology=v5p-256",
+            "model_name=mixtral-8x7b",
+            "ici_fsdp_parallelism=16",
+            "ici_expert_parallelism=8",
+            _SPLIT,
+        ),
+        sequences=4,
+        tokens=4096,
+    ),
+    Job(
         "70b-h100",
         "llama3-70b",
         "h100:16x8",
@@ -160,13 +186,21 @@ JOBS = (
 )
 
 
-def figures(temporaries: int, records: Sequence[Mapping[str, Any]], seconds: float | None) -> Figures:
+def figures(memory: Mapping[str, int], records: Sequence[Mapping[str, Any]], seconds: float | None) -> Figures:
     """Return the figures of a program; records of collectives are those of `CollectiveAudit.to_json`."""
 
     def sent(*kinds: str) -> float:
         return sum(record["bytes"] for record in records if not kinds or record["kind"] in kinds) / GIB
 
-    return Figures(temporaries / GIB, sent("all-gather"), sent("all-reduce", "reduce-scatter"), sent(), seconds)
+    return Figures(
+        temporaries=memory["temporaries"] / GIB,
+        gathered=sent("all-gather"),
+        reduced=sent("all-reduce", "reduce-scatter"),
+        sent=sent(),
+        compute=seconds,
+        arguments=memory["arguments"] / GIB,
+        exchanged=sent("all-to-all", "ragged-all-to-all"),
+    )
 
 
 def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -186,16 +220,15 @@ def measure(job: Job) -> Figures:
     plan = json.loads(done.stdout) if done.stdout else {}
     if "collectives" not in plan:
         raise RuntimeError(done.stderr[-2000:] or "the compiler refuses the step")
-    return figures(
-        plan["memory"]["compiled"]["temporaries"], plan["collectives"], plan.get("compute", {}).get("seconds")
-    )
+    return figures(plan["memory"]["compiled"], plan["collectives"], plan.get("compute", {}).get("seconds"))
 
 
 def measure_maxtext(job: Job, python: str) -> Figures:
     """Compile the job's step with MaxText, and read it as ours is read; errors as of `measure`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "step.json")
-        common = ["compile_topology_num_slices=1", "per_device_batch_size=1", "max_target_length=8192"]
+        common = ["compile_topology_num_slices=1", f"per_device_batch_size={job.sequences}"]
+        common += [f"max_target_length={job.tokens}"]
         common += ["remat_policy=full", "enable_checkpointing=false", "dataset_type=synthetic", "run_name=pods"]
         common += [f"base_output_directory={folder}", *job.maxtext_arguments]
         script = [python, str(Path(__file__).with_name("maxtext_step.py")), str(file)]
@@ -206,7 +239,7 @@ def measure_maxtext(job: Job, python: str) -> Figures:
     program, mesh = parse(found["text"]), abstract_mesh(MeshShape(**job.mesh))
     cycles, clock = count_cycles(program, {}), job.machine.chip.clock
     audit = audit_collectives(program, mesh, backend=job.machine.platform)
-    return figures(found["temporaries"], audit.to_json()["collectives"], cycles and cycles.to_json(clock)["seconds"])
+    return figures(found["memory"], audit.to_json()["collectives"], cycles and cycles.to_json(clock)["seconds"])
 
 
 def missed(found: Figures, bars: Figures) -> list[str]:
@@ -221,7 +254,7 @@ def missed(found: Figures, bars: Figures) -> list[str]:
 
 def line(label: str, row: Figures) -> str:
     cells = ("" if value is None else f"{value:.5g} {UNITS[name]}" for name, value in dataclasses.asdict(row).items())
-    return f"{label:12}" + "".join(f"{cell:>14}" for cell in cells)
+    return f"{label:12}" + "".join(f"{cell:>13}" for cell in cells)
 
 
 def versions() -> dict[str, str]:
@@ -238,7 +271,7 @@ def main() -> int:
     parser.add_argument("--maxtext", metavar="PYTHON", help="interpreter of an environment with MaxText")
     options = parser.parse_args()
     rows, code = [], 0
-    print(f"{'of one device':12}" + "".join(f"{name:>14}" for name in UNITS))
+    print(f"{'of one device':12}" + "".join(f"{name:>13}" for name in UNITS))
     for job in JOBS:
         if options.only and job.name not in options.only:
             continue
