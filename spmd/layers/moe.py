@@ -120,18 +120,20 @@ def _apply_forward(
     layout = layer.layout
 
     def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]) -> Any:
-        (*into, out), trip = layout.gather(kernels, x.dtype), layer.dispatch(where)
-        sent = trip.rows(_flat(x)), trip.choices(_flat(weights))
+        (*into, out), dispatch = layout.gather(kernels, x.dtype), layer.dispatch(where)
+        sent = dispatch.rows(_flat(x)), dispatch.choices(_flat(weights))
 
         def result(turn: Any) -> tuple[Array, _Received]:
-            got = _receive(trip, sent, into, turn)
+            got = _receive(dispatch, sent, into, turn)
             value = _scaled(layer.activation(*got.hidden), got.scales)
-            return grouped_matmul(value, out, trip.sizes(turn)), got
+            return grouped_matmul(value, out, dispatch.sizes(turn)), got
 
         first, got = result(0)
-        rows = _more(trip, lambda turn, rows: trip.give(result(turn)[0], turn, rows), trip.give(first, 0, None))
-        y = psum(trip.combine(rows).astype(x.dtype), layout.tensor).reshape(x.shape)
-        return y, jnp.float32(trip.passes - 1), got, (*into, out) if layout.save_gathered else ()
+        rows = _more(
+            dispatch, lambda turn, rows: dispatch.give(result(turn)[0], turn, rows), dispatch.give(first, 0, None)
+        )
+        y = psum(dispatch.combine(rows).astype(x.dtype), layout.tensor).reshape(x.shape)
+        return y, jnp.float32(dispatch.passes - 1), got, (*into, out) if layout.save_gathered else ()
 
     wholes = _specs(layout.used) if layout.save_gathered else ()
     manual = layer.manual(
@@ -148,12 +150,12 @@ def _apply_backward(
     dtypes = [kernel.dtype for kernel in kernels]
 
     def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...], got: _Received, dy: Array) -> Any:
-        trip = layer.dispatch(where)
+        dispatch = layer.dispatch(where)
         *into, out = kernels if layout.save_gathered else layout.gather(kernels, x.dtype)
-        dy = trip.rows(_flat(dy))
+        dy = dispatch.rows(_flat(dy))
 
         def gradients(got: _Received, turn: Any) -> tuple[Array, Array, list[Array]]:
-            dresult, sizes = trip.receive(dy, turn), trip.sizes(turn)
+            dresult, sizes = dispatch.receive(dy, turn), dispatch.sizes(turn)
             value, transpose = jax.vjp(layer.activation, *got.hidden)
             dscaled = grouped_matmul(dresult, out, sizes, transposed=True)
             dscales = (dscaled.astype(jnp.float32) * value.astype(jnp.float32)).sum(axis=-1)
@@ -166,19 +168,19 @@ def _apply_backward(
             return functools.reduce(jnp.add, drows), dscales, dkernels
 
         def add(turn: Any, sums: Any) -> Any:
-            sent = trip.rows(_flat(x)), trip.choices(_flat(weights))
-            drows, dscales, dkernels = gradients(_receive(trip, sent, into, turn), turn)
+            sent = dispatch.rows(_flat(x)), dispatch.choices(_flat(weights))
+            drows, dscales, dkernels = gradients(_receive(dispatch, sent, into, turn), turn)
             return (
-                trip.give(drows, turn, sums[0]),
-                trip.give(dscales, turn, sums[1]),
+                dispatch.give(drows, turn, sums[0]),
+                dispatch.give(dscales, turn, sums[1]),
                 jax.tree.map(jnp.add, sums[2], dkernels),
             )
 
         drows, dscales, dkernels = gradients(got, 0)
-        first = trip.give(drows, 0, None), trip.give(dscales, 0, None), dkernels
-        drows, dscales, dkernels = _more(trip, add, first)
-        dx = psum(trip.combine(drows).astype(x.dtype), layout.tensor).reshape(x.shape)
-        dweights = psum(trip.uncombined(dscales), layout.tensor).reshape(weights.shape).astype(weights.dtype)
+        first = dispatch.give(drows, 0, None), dispatch.give(dscales, 0, None), dkernels
+        drows, dscales, dkernels = _more(dispatch, add, first)
+        dx = psum(dispatch.combine(drows).astype(x.dtype), layout.tensor).reshape(x.shape)
+        dweights = psum(dispatch.uncombined(dscales), layout.tensor).reshape(weights.shape).astype(weights.dtype)
         return dx, dweights, tuple(layout.sum_gradients(dkernels))
 
     # The barrier keeps XLA from merging this gather with that of the forward pass and saving its result until now.
@@ -192,19 +194,19 @@ def _apply_backward(
 _apply.defvjp(_apply_forward, _apply_backward)
 
 
-def _receive(trip: Dispatch, sent: tuple[Array, Array], into: Sequence[Array], turn: Any) -> _Received:
+def _receive(dispatch: Dispatch, sent: tuple[Array, Array], into: Sequence[Array], turn: Any) -> _Received:
     """Return what the experts of this device get in a pass."""
-    rows, scales = (trip.receive(array, turn) for array in sent)
-    products = (grouped_matmul(rows, kernel, trip.sizes(turn)) for kernel in into)
+    rows, scales = (dispatch.receive(array, turn) for array in sent)
+    products = (grouped_matmul(rows, kernel, dispatch.sizes(turn)) for kernel in into)
     return _Received(rows, scales, tuple(annotate(product, "expert_hidden") for product in products))
 
 
-def _more(trip: Dispatch, body: Callable[[Any, Any], Any], first: Any) -> Any:
+def _more(dispatch: Dispatch, body: Callable[[Any, Any], Any], first: Any) -> Any:
     """Run the passes after the first."""
-    if isinstance(trip.passes, int):
+    if isinstance(dispatch.passes, int):
         return first
     with jax.named_scope(EXTRA_PASSES):
-        return jax.lax.fori_loop(1, trip.passes, body, first)
+        return jax.lax.fori_loop(1, dispatch.passes, body, first)
 
 
 def _scaled(x: Float[Array, "*row d"], scales: Float[Array, "*row"]) -> Float[Array, "*row d"]:
