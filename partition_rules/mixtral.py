@@ -8,18 +8,8 @@ and of stored kernels.
 from jax.sharding import PartitionSpec as P
 
 from spmd.partition_rules.llama import LLAMA
-from spmd.sharding.mesh import BATCH_AXES, as_entry, entry_axes
-from spmd.sharding.optimizer_state import drop_axis
+from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
-
-
-def _over_experts(spec: P) -> P:
-    """Split over `expert` what is split over `fsdp`."""
-    split = (
-        [name for axis in entry_axes(entry) for name in ((axis, "expert") if axis == "fsdp" else (axis,))]
-        for entry in drop_axis(spec, "expert")
-    )
-    return P(*map(as_entry, split))
 
 
 _EXPERTS = (
@@ -33,14 +23,20 @@ _ROUTED = (
     ("expert_hidden", P(BATCH_AXES)),  # rows of tokens, inside the manual program
 )
 _MLP = ("mlp_input", "mlp_gate", "mlp_up", "mlp_hidden")
-_PLAIN = tuple(
-    (pattern, _over_experts(value) if isinstance(value, P) else value)
-    for pattern, value in LLAMA.params
-    if not pattern.startswith("mlp/")
+_BOTH = ("fsdp", "expert")
+_PLAIN = (
+    ("embed/embedding", P("pipe", (*_BOTH, "tensor"))),  # [vocab, d]
+    ("attention/(q|k|v)_proj/kernel", P(_BOTH, "tensor")),  # [d, heads·head_dim]
+    ("attention/o_proj/kernel", P("tensor", _BOTH)),  # [heads·head_dim, d]
+    ("lm_head/kernel", P((*_BOTH, "pipe"), "tensor")),  # [d, vocab]
+    *(rule for rule in LLAMA.params if rule[0].endswith("scale")),
 )
-_ACTIVATIONS = tuple(
-    (name, _over_experts(spec) if name.startswith("embed_") else spec) for name, spec in LLAMA.activations
+_LOOKUP = (
+    ("embed_tokens", P("data", "sequence")),
+    ("embed_rows", P("data", "sequence", (*_BOTH, "tensor"))),
+    ("embed_exchange", P("data", "sequence", _BOTH)),
 )
+_ACTIVATIONS = (*_LOOKUP, *(mark for mark in LLAMA.activations if not mark[0].startswith("embed_")))
 
 MIXTRAL = Rules(
     params=(*_PLAIN, *_EXPERTS),
@@ -53,8 +49,8 @@ MIXTRAL_SHARED = Rules(
     params=(
         *_PLAIN,
         *_EXPERTS,
-        ("(mlp|shared)/(gate|up)_proj/kernel", P(("fsdp", "expert"), "tensor")),
-        ("(mlp|shared)/down_proj/kernel", P("tensor", ("fsdp", "expert"))),
+        ("(mlp|shared)/(gate|up)_proj/kernel", P(_BOTH, "tensor")),
+        ("(mlp|shared)/down_proj/kernel", P("tensor", _BOTH)),
     ),
     activations=(*_ACTIVATIONS, *_ROUTED),
     stacked={"layers": "pipe", "dense_layers": "pipe"},
