@@ -184,7 +184,7 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
     # Barriers keep XLA from merging these gathers with those of the forward pass and saving their results until now.
     if how.into and not is_recomputed() and has_other_spec("residual", how.into):
         x = annotate(constrain_like(jax.lax.optimization_barrier(x), "residual"), how.into)
-    dxs, dkernels = [], []
+    dkernels, factors = [], []
     for kernel, placed, like_kernel, dy in zip(kept, how.placed, like_kernels, dys, strict=True):
         used = (
             kernel if saves_gathered(placed) else gather(jax.lax.optimization_barrier(kernel).astype(x.dtype), placed)
@@ -193,12 +193,38 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
         dy = dy.astype(x.dtype)
         product = functools.partial(how.einsum, f"...{how.inputs},...{how.outs}->{how.axes}", dtype=like_kernel.dtype)
         dkernels.append(kernel_gradient(product, x, dy, placed, how.axes, how.outs))
-        dxs.append(how.einsum(f"...{how.outs},{how.axes}->...{how.inputs}", dy, used))
+        factors.append((dy, used, how.outs, how.axes))
     # In the order in which JAX sums cotangents: the last one first.
+    factors = _joined(factors, how, x.size)
+    dxs = [how.einsum(f"...{outs},{axes}->...{how.inputs}", dy, used) for dy, used, outs, axes in factors]
     return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
 
 
 _products.defvjp(_products_forward, _products_backward)
+
+
+_Factors = tuple[Array, Array, str, str]
+"""The gradient of an output and its kernel, and the dimensions of both."""
+
+
+def _joined(factors: list[_Factors], how: _Products, sent: int) -> list[_Factors]:
+    """Join what devices have of all outputs to one, on each device: its product is then summed over devices only once.
+
+    Nothing is joined that would copy more numbers than the `sent` ones of a sum.
+    """
+    dys, kernels, *_ = zip(*factors, strict=True)
+    dim, first = how.axes.index(how.outs[0]), how.outs[0]
+    counts = {placed.shards(dim) if placed else 1 for placed in how.placed}
+    count = max(counts)
+    if len(dys) == 1 or len(counts) > 1 or count == 1 or sum(dy.size for dy in dys) > count * sent:
+        return factors
+
+    def join(arrays: Sequence[Array], axis: int) -> Array:
+        parts = [a.reshape(*a.shape[:axis], count, -1, *a.shape[axis:][1:]) for a in arrays]
+        return jnp.concatenate(parts, axis + 1)
+
+    outs, axes = (names.replace(first, f"z{first}") for names in (how.outs, how.axes))
+    return [(join(dys, dys[0].ndim - len(how.outs)), join(kernels, dim), outs, axes)]
 
 
 def _placed(kernel: nnx.Param) -> ParamPlacement | None:

@@ -38,6 +38,10 @@ class ParamPlacement:
         """The entries of the stacked dimensions."""
         return tuple(stack.axis for stack in self.stacks)
 
+    def shards(self, dim: int) -> int:
+        """Return the number of parts of a dimension in a matmul."""
+        return shards_of(P(*self.used, *(None,) * (dim + 1))[dim], self.mesh.shape)
+
     def keeps_whole(self, dim: int, parts: int) -> bool:
         """Return whether a dimension of equal parts is split between them, and everywhere in the same way."""
         entries = {P(*spec, *(None,) * (dim + 1))[dim] for spec in (self.stored, self.used, self.gradient)}

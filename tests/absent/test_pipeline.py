@@ -8,7 +8,7 @@ from spmd.analysis.topology import missing_extra, parse_topology
 from tests.programs import run_script
 from tests.published.closed_forms import pipeline_traffic
 
-LAYERS, D, D_FF, VOCAB, SEQ, EXAMPLES = 4, 512, 1024, 512, 256, 4
+LAYERS, D, D_FF, VOCAB, SEQ, EXAMPLES = 4, 512, 1024, 512, 320, 4  # no array is as large as the stream
 COMPILE = f"""
     import json, sys
     import jax, optax, spmd
