@@ -20,7 +20,8 @@ from spmd.layers.kv_cache import cache_length
 from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
 from spmd.layers.zigzag import positions
-from spmd.models.layers import Dense, LayerNorm, columns, gelu, make_layers, rows, run_layers
+from spmd.models.layers import LayerNorm, gelu, make_layers, run_layers
+from spmd.models.linear import Dense, columns, rows
 from spmd.models.llama import Embedding
 from spmd.plan.annotate import annotate
 

@@ -19,17 +19,8 @@ from spmd.layers.attention import attend
 from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
 from spmd.layers.zigzag import positions
-from spmd.models.layers import (
-    Dense,
-    Head,
-    RMSNorm,
-    columns,
-    gated,
-    make_layers,
-    rows,
-    run_layers,
-    unembed,
-)
+from spmd.models.layers import RMSNorm, gated, make_layers, run_layers
+from spmd.models.linear import Dense, Head, columns, rows, unembed
 from spmd.models.rope import Angles, RopeScaling, rotary_angles, rotate
 from spmd.plan.annotate import annotate, cast_to_compute, placement_like
 from spmd.plan.fsdp import placement_of

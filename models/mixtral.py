@@ -25,15 +25,8 @@ from spmd.layers.moe import mixture_of_experts
 from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, balanced_bias, jittered, route
 from spmd.model_api.model import Outputs
-from spmd.models.layers import (
-    Head,
-    RMSNorm,
-    collect_layers,
-    dense,
-    gated,
-    make_layers,
-    run_layers,
-)
+from spmd.models.layers import RMSNorm, collect_layers, gated, make_layers, run_layers
+from spmd.models.linear import Head, dense
 from spmd.models.llama import MLP, Attention, Block, Embedding, LlamaConfig
 from spmd.models.rope import Angles
 from spmd.plan.annotate import annotate

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 
 from spmd.errors import ConfigError, Problem
 from spmd.models.gpt2 import Block, transformer_problems
-from spmd.models.layers import Dense, LayerNorm, biased, dense, make_layers, run_layers
+from spmd.models.layers import LayerNorm, make_layers, run_layers
+from spmd.models.linear import Dense, biased, dense
 from spmd.plan.annotate import annotate, cast_to_compute
 
 

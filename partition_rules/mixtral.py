@@ -11,7 +11,6 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
 
-
 _EXPERTS = (
     ("experts/(gate|up)_proj/kernel", P("expert", "fsdp", "tensor")),  # [expert, d, d_ff]
     ("experts/down_proj/kernel", P("expert", ("tensor", "fsdp"))),  # [expert, d_ff, d]

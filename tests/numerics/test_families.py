@@ -19,7 +19,8 @@ from spmd.gradients.losses import next_token_loss
 from spmd.models import gemma, gpt2, mistral, qwen
 from spmd.models.gemma import Gemma2Config, GemmaConfig
 from spmd.models.gpt2 import GPT2Config
-from spmd.models.layers import LayerNorm, RMSNorm, biased
+from spmd.models.layers import LayerNorm, RMSNorm
+from spmd.models.linear import biased
 from spmd.models.llama import LlamaConfig
 from spmd.models.qwen import QwenConfig
 from spmd.models.rope import RopeScaling, rotary_angles

@@ -12,7 +12,8 @@ from flax import nnx
 from spmd import tree
 from spmd.errors import ConfigError
 from spmd.layers.attention import xla_attention
-from spmd.models.layers import RMSNorm, dense, unembed
+from spmd.models.layers import RMSNorm
+from spmd.models.linear import dense, unembed
 from spmd.models.llama import PRESETS, LlamaConfig
 from spmd.models.rope import rotary_angles, rotate
 from spmd.plan import flax

@@ -1,0 +1,250 @@
+"""Linear layers under a plan: kernels gathered over `fsdp` for their product, hidden units split over `tensor`."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from spmd.layers.kernel_gradient import kernel_gradient
+from spmd.layers.lm_head import LazyLogits, is_lazy
+from spmd.layers.soft_cap import soft_capped
+from spmd.plan.annotate import annotate, attention_config, constrain_like, has_other_spec, is_recomputed
+from spmd.plan.fsdp import ParamPlacement, gather, gathered, placement_of, saves_gathered
+from spmd.plan.lora_layer import base_weight, lora_delta
+
+
+def dense(
+    x: Float[Array, "batch seq *in"],
+    kernel: nnx.Param[Float[Array, "*in out"]],
+    precision: str | None = None,
+    dtype: Any = None,
+    axes: str = "io",
+) -> Float[Array, "batch seq out"]:
+    """Return `x @ kernel`, with the kernel gathered over `fsdp` and discarded after use.
+
+    The kernel is cast to the dtype of `x` and then gathered, so the collective is in bfloat16. Its gradient leaves the
+    matmul in the kernel's own dtype, so sums over devices are in float32, and is scattered as the plan says.
+
+    Args:
+        x: Activations.
+        kernel: A parameter; its metadata has its path under a plan.
+        precision: As in `jax.lax.dot`, for the product and its derivative.
+        dtype: Dtype of the product; None for that of `x`.
+        axes: The kernel's dimensions, `o` for the output; the others are the last ones of `x`.
+    """
+    return _multiplied(x, (kernel,), _Products((_placed(kernel),), axes, dtype, precision=precision))[0]
+
+
+def columns(
+    x: Float[Array, "batch seq d"], kernels: Sequence[nnx.Param], whole: str, head: int = 0
+) -> tuple[Float[Array, "batch seq hidden"], ...]:
+    """Apply column-parallel kernels: from the residual stream into hidden units, which a table may split over `tensor`.
+
+    If the table splits the residual stream over `tensor` too, by width or by tokens (sequence parallelism, Korthikanti
+    et al., arXiv:2205.05198, section 4.2.2), tokens are gathered here, once for all kernels. For the backward pass they
+    are saved split, and gathered again, unless the whole layer is recomputed there.
+
+    Args:
+        x: Tokens.
+        kernels: Parameters.
+        whole: The activation name of gathered tokens.
+        head: The width of a head, if hidden units are heads.
+    """
+    static = _Products(tuple(map(_placed, kernels)), into=whole)
+    return _multiplied(constrain_like(x, "residual"), kernels, static, head=head)
+
+
+def rows(
+    x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str, head: int = 0
+) -> Float[Array, "batch seq d"]:
+    """Apply a row-parallel kernel: from hidden units back into the residual stream.
+
+    Args:
+        x: Hidden units.
+        kernel: A parameter.
+        whole: The activation name of the gathered gradient.
+        head: The width of a head, if hidden units are heads.
+    """
+    return constrain_like(_multiplied(x, (kernel,), _Products((_placed(kernel),), out=whole), head=head)[0], "residual")
+
+
+def unembed(
+    x: Float[Array, "batch seq d"],
+    kernel: Float[Array, "..."],
+    placed: ParamPlacement | None,
+    axes: str,
+    soft_cap: float | None = None,
+) -> Float[Array, "batch seq vocab"] | LazyLogits:
+    """Return logits in float32; `LazyLogits` inside `spmd.layers.lm_head.lazy_logits`.
+
+    Args:
+        x: The normalised residual stream.
+        kernel: `[d, vocab]` or `[vocab, d]`.
+        placed: The kernel's placement under the plan in scope.
+        axes: `"io"` for `[d, vocab]`, `"oi"` for `[vocab, d]`.
+        soft_cap: The cap of logits; None for no cap.
+    """
+    x = constrain_like(x, "residual")
+    if is_lazy():
+        return LazyLogits(x, kernel, axes, placed, soft_cap=soft_cap)
+    how = _Products((placed,), axes, jnp.float32)
+    return annotate(soft_capped(_products(x, (kernel,), how)[0], soft_cap), "logits")
+
+
+def biased(x: Float[Array, "batch seq out"], bias: nnx.Param[Float[Array, "out"]]) -> Float[Array, "batch seq out"]:
+    """Return `x + bias` in the dtype of `x`; the sum and the bias's gradient are in float32."""
+    whole = gathered(bias[...], _placed(bias))
+    return (x.astype(whole.dtype) + whole[None, None]).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Products:
+    """Options of the product of an array with kernels.
+
+    Attributes:
+        placed: The placement of each kernel under the plan in scope.
+        axes: As for `dense`, as are `dtype` and `precision`.
+        into: The activation name of the array as an input of the matmul, if any.
+        out: The activation name of a product's gradient as an input of the matmul, if any.
+        outs: The kernel's dimensions that the product has.
+    """
+
+    placed: tuple[ParamPlacement | None, ...]
+    axes: str = "io"
+    dtype: Any = None
+    into: str = ""
+    out: str = ""
+    precision: str | None = None
+    outs: str = "o"
+
+    @property
+    def inputs(self) -> str:
+        """The contracted dimensions."""
+        return "".join(dim for dim in self.axes if dim not in self.outs)
+
+    def einsum(self, form: str, a: Array, b: Array, dtype: Any = None) -> Array:
+        """Return the product of two arrays; `dtype` is theirs by default."""
+        return jnp.einsum(form, a, b, preferred_element_type=dtype, precision=self.precision)
+
+
+def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head: int = 0) -> tuple[Array, ...]:
+    """Return the product with each kernel, plus that of its LoRA adapter, if any.
+
+    With a `head`, its width, heads are a dimension of their own on TPUs: XLA can then lay out the product as attention
+    needs it, without a copy. They are the outputs of a kernel that takes tokens `into` it, else the inputs.
+    """
+    values = [kernel.get_value() for kernel in kernels]
+    bases, tokens = [base_weight(value) for value in values], x
+    dim = how.axes.index("o" if how.into else "i") if head else 0
+    heads = [kernel.shape[dim] // head for kernel in bases] if head and attention_config().platform == "tpu" else []
+    if heads and all(p is None or p.keeps_whole(dim, n) for p, n in zip(how.placed, heads, strict=True)):
+        bases = [kernel.reshape(*kernel.shape[:dim], -1, head, *kernel.shape[dim + 1 :]) for kernel in bases]
+        folded = tuple(placed and placed.with_dim(dim + 1) for placed in how.placed)
+        how = dataclasses.replace(how, placed=folded, **(_INTO_HEADS if how.into else _OUT_OF_HEADS))
+        tokens = x if how.into else x.reshape(*x.shape[:-1], -1, head)
+    ys = [y.reshape(*x.shape[:-1], -1) if heads else y for y in _products(tokens, tuple(bases), how)]
+    added = [lora_delta(x, value) for value in values]
+    return tuple(y if change is None else y + change for y, change in zip(ys, added, strict=True))
+
+
+_INTO_HEADS, _OUT_OF_HEADS = {"axes": "ihk", "outs": "hk"}, {"axes": "hko"}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _products(x: Array, kernels: tuple[Array, ...], how: _Products) -> tuple[Array, ...]:
+    return _products_forward(x, kernels, how)[0]
+
+
+def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> tuple[tuple[Array, ...], Any]:
+    tokens = annotate(x, how.into) if how.into else x
+    used = [gather(kernel.astype(x.dtype), placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
+    dtype = how.dtype or x.dtype
+    ys = tuple(how.einsum(f"...{how.inputs},{how.axes}->...{how.outs}", tokens, kernel, dtype) for kernel in used)
+    kept = [u if saves_gathered(placed) else k for u, k, placed in zip(used, kernels, how.placed, strict=True)]
+    return ys, (tokens if is_recomputed() else x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
+
+
+def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+    x, kept, like_kernels = saved
+    # Barriers keep XLA from merging these gathers with those of the forward pass and saving their results until now.
+    if how.into and not is_recomputed() and has_other_spec("residual", how.into):
+        x = annotate(constrain_like(jax.lax.optimization_barrier(x), "residual"), how.into)
+    dkernels, factors = [], []
+    for kernel, placed, like_kernel, dy in zip(kept, how.placed, like_kernels, dys, strict=True):
+        used = (
+            kernel if saves_gathered(placed) else gather(jax.lax.optimization_barrier(kernel).astype(x.dtype), placed)
+        )
+        dy = annotate(dy, how.out) if how.out else dy
+        dy = dy.astype(x.dtype)
+        product = functools.partial(how.einsum, f"...{how.inputs},...{how.outs}->{how.axes}", dtype=like_kernel.dtype)
+        dkernels.append(kernel_gradient(product, x, dy, placed, how.axes, how.outs))
+        factors.append((dy, used, how.outs, how.axes))
+    # In the order in which JAX sums cotangents: the last one first.
+    factors = _joined(factors, how, x.size)
+    dxs = [how.einsum(f"...{outs},{axes}->...{how.inputs}", dy, used) for dy, used, outs, axes in factors]
+    return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
+
+
+_products.defvjp(_products_forward, _products_backward)
+
+
+_Factors = tuple[Array, Array, str, str]
+"""The gradient of an output and its kernel, and the dimensions of both."""
+
+
+def _joined(factors: list[_Factors], how: _Products, sent: int) -> list[_Factors]:
+    """Join what devices have of all outputs to one, on each device: its product is then summed over devices only once.
+
+    Nothing is joined that would copy more numbers than the `sent` ones of a sum.
+    """
+    dys, kernels, *_ = zip(*factors, strict=True)
+    dim, first = how.axes.index(how.outs[0]), how.outs[0]
+    counts = {placed.shards(dim) if placed else 1 for placed in how.placed}
+    count = max(counts)
+    if len(dys) == 1 or len(counts) > 1 or count == 1 or sum(dy.size for dy in dys) > count * sent:
+        return factors
+
+    def join(arrays: Sequence[Array], axis: int) -> Array:
+        parts = [a.reshape(*a.shape[:axis], count, -1, *a.shape[axis:][1:]) for a in arrays]
+        return jnp.concatenate(parts, axis + 1)
+
+    outs, axes = (names.replace(first, f"z{first}") for names in (how.outs, how.axes))
+    return [(join(dys, dys[0].ndim - len(how.outs)), join(kernels, dim), outs, axes)]
+
+
+def _placed(kernel: nnx.Param) -> ParamPlacement | None:
+    return placement_of(kernel.get_metadata("path", None))
+
+
+class Dense(nnx.Module):
+    """Linear layer: `kernel` `[in, out]`, initialised with variance 1 / in, and `bias`, if it has one.
+
+    See `columns`, `rows` and `biased`.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, bias: bool = False, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.normal(scale * inputs**-0.5)
+        table = init(rngs.params(), (inputs, outputs), jnp.float32)
+        self.kernel = nnx.Param(table, gathered_by_layer=True, supports_lora=True)
+        self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32), gathered_by_layer=True) if bias else None
+
+    def with_bias(self, x: Float[Array, "batch seq out"]) -> Float[Array, "batch seq out"]:
+        """Add the bias, if any, to a product with the kernel."""
+        return x if self.bias is None else biased(x, self.bias)
+
+
+class Head(nnx.Module):
+    """Output head; its `kernel` is `[d, vocab]`, initialised with variance 1 / d."""
+
+    def __init__(self, width: int, vocab: int, *, rngs: nnx.Rngs) -> None:
+        self.kernel = Dense(width, vocab, rngs=rngs).kernel
+        self.kernel.set_metadata(supports_lora=False)  # a loss may use it in chunks
+
+    def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | LazyLogits:
+        """Return logits or `LazyLogits`."""
+        return unembed(x, self.kernel[...], _placed(self.kernel), "io")
