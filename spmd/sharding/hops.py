@@ -36,11 +36,11 @@ def psum_scatter(x: Array, mesh: AnyMesh | None, axis: str, dim: int, dtype: jnp
 
     The sum has a dtype of its own; terms are sent in that of `x`.
     """
-    count = jax.lax.axis_size(axis)
-    if not _is_kind(mesh, "TPU"):
+    count, is_whole = jax.lax.axis_size(axis), _spans_slice(mesh, axis, "TPU")
+    if not is_whole and not _is_kind(mesh, "TPU"):
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True).astype(dtype)
     x = jnp.moveaxis(x, dim, 0)  # of other dimensions XLA:TPU scatters none, or a copy
-    if not _spans_slice(mesh, axis, "TPU"):
+    if not is_whole:
         return jnp.moveaxis(jax.lax.psum_scatter(x, axis, tiled=True).astype(dtype), 0, dim)
     if count > 2:
         x = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True, axis_index_groups=_halves(count))

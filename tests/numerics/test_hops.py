@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.gradients.base import value_and_grad
 from spmd.layers.kernel_gradient import kernel_gradient
-from spmd.models import layers, rope
+from spmd.models import linear, rope
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
@@ -42,8 +42,14 @@ def over_fsdp(f, mesh, into, out):
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_they_give_what_one_collective_gives(sizes, dim, whole_slice):
-    """A gather in two hops is the array itself, and a reduce-scatter in two hops is its sum, in the same order."""
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_they_give_what_one_collective_gives(sizes, dim, is_whole, whole_slice, monkeypatch):
+    """A gather in two hops is the array itself, and a reduce-scatter in two hops is its sum, in the same order.
+
+    Over a part of a slice there is one hop, along the first dimension.
+    """
+    monkeypatch.setattr(hops, "_is_kind", lambda mesh, kind: True)
+    monkeypatch.setattr(hops, "_spans_slice", lambda mesh, axis, kind: is_whole)
     mesh, count = tiny.mesh(**sizes), sizes["fsdp"]
     split = P(*(None,) * dim, "fsdp")
     gathered = over_fsdp(lambda x: hops.all_gather(x, mesh, "fsdp", dim), mesh, split, P())(INTEGERS[0])
@@ -102,7 +108,7 @@ def test_a_kernels_gradient_fits_any_batch_and_table(examples, stored):
 @pytest.fixture
 def on_tpus(monkeypatch):
     """Let model code take the devices of the plan for TPUs."""
-    for module in (layers, rope):
+    for module in (linear, rope):
         monkeypatch.setattr(module, "attention_config", lambda: SimpleNamespace(platform="tpu"))
 
 
