@@ -111,14 +111,14 @@ class Dropless:
         return values.reshape(-1).at[self._order].get(mode="promise_in_bounds")
 
     def receive(self, rows: Array, turn: Any) -> Array:
-        """Return the rows that this device's experts get in a pass, sorted by expert."""
+        """Return the rows that this device's experts get in a pass, sorted by expert; later ones have no meaning."""
         if self._exchange is None:
             return rows
         received, experts = self._exchange.send(rows, turn), self._exchange.experts(turn)
         return received if experts is None else received.at[jnp.argsort(experts)].get(mode="promise_in_bounds")
 
-    def sizes(self, turn: Any) -> Array:
-        """Return the number of rows of each own expert in a pass; later rows have no meaning."""
+    def sizes(self, turn: Any) -> Array | None:
+        """Return the number of rows of each own expert in a pass; None if the expert is a dimension of them."""
         return self._exchange.sizes(turn) if self._exchange else self._counts
 
     def give(self, own: Array, turn: Any, onto: Array | None) -> Array:

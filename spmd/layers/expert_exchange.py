@@ -112,49 +112,44 @@ class Ragged:
 
 
 class Blocks:
-    """Exchange by an all-to-all: a pass has the next rows of each pair of devices, which fill part of a block."""
+    """Exchange by an all-to-all: each sender has a block for each expert, and a pass has the next rows of each.
+
+    The expert is a dimension of received rows, so their products are batched: CPUs and GPUs have no grouped ones.
+    """
 
     def __init__(self, every: Int[Array, "sender receiver own"], axis: ExpertAxis, rows: int, factor: float) -> None:
-        wanted = math.ceil(factor * rows / axis.size)
+        self._axis, self._rows, self._own = axis, rows, every.shape[2]
+        wanted = math.ceil(factor * rows / (axis.size * self._own))
         self._block = min(rows, wanted + -wanted % _SUBLANES)
-        self._axis, self._rows, me = axis, rows, jax.lax.axis_index(axis.name)
-        sent = every.sum(axis=2)
-        self._sent = sent[me]
-        self._mine = jax.lax.dynamic_index_in_dim(every, me, axis=1, keepdims=False)
-        self.passes = -(-sent.max() // self._block) if self._block < rows else 1
+        counts = every[jax.lax.axis_index(axis.name)].reshape(-1)
+        self._counts, self._ends = counts[:, None], jnp.cumsum(counts)
+        self.passes = -(-every.max() // self._block) if self._block < rows else 1
 
-    def send(self, rows: Float[Array, "row *d"], turn: Any) -> Float[Array, "buffer *d"]:
-        """Return the rows that this device receives in a pass."""
+    def send(self, rows: Float[Array, "row *d"], turn: Any) -> Float[Array, "own row *d"]:
+        """Return the rows that this device receives in a pass, zeros where there is none."""
         place = turn * self._block + jnp.arange(self._block)[None]
-        leaves = (jnp.cumsum(self._sent) - self._sent)[:, None]
-        source = jnp.where(place < self._sent[:, None], leaves + place, rows.shape[0])
-        parts = rows.at[source].get(mode="fill", fill_value=0)
-        return self._swap(parts).reshape(-1, *rows.shape[1:])
+        source = jnp.where(place < self._counts, self._ends[:, None] - self._counts + place, self._rows)
+        blocks = rows.at[source].get(mode="fill", fill_value=0)
+        blocks = self._swap(blocks.reshape(self._axis.size, self._own, self._block, *rows.shape[1:]))
+        return blocks.swapaxes(0, 1).reshape(self._own, -1, *rows.shape[1:])
 
-    def back(self, received: Float[Array, "buffer *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
+    def back(self, received: Float[Array, "own row *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
         """Return received rows to their senders, `onto` those of other passes."""
-        parts = self._swap(received.reshape(self._axis.size, self._block, *received.shape[1:]))
-        row, ends = jnp.arange(self._rows), jnp.cumsum(self._sent)
-        to = (row[:, None] >= ends[None]).sum(axis=1)
-        place = row - (ends - self._sent).at[to].get(mode="clip") - turn * self._block
-        is_here = (place >= 0) & (place < self._block) & (to < ends.size)
-        source = jnp.where(is_here, to * self._block + place, received.shape[0])
-        flat = parts.reshape(-1, *received.shape[1:])
-        if onto is None:
-            return flat.at[source].get(mode="fill", fill_value=0)
-        is_here = is_here.reshape(-1, *(1,) * (received.ndim - 1))
-        return jnp.where(is_here, flat.at[source].get(mode="clip"), onto)
+        kind = received.shape[2:]
+        blocks = self._swap(received.reshape(self._own, self._axis.size, self._block, *kind).swapaxes(0, 1))
+        row = jnp.arange(self._rows)
+        expert = (row[:, None] >= self._ends[None]).sum(axis=1)
+        place = row - (self._ends - self._counts[:, 0]).at[expert].get(mode="clip") - turn * self._block
+        is_here = (expert < self._ends.size) & (place >= 0) & (place < self._block)
+        found = blocks.reshape(-1, *kind).at[expert * self._block + place].get(mode="clip")
+        before = jnp.zeros_like(found) if onto is None else onto
+        return jnp.where(is_here.reshape(-1, *(1,) * len(kind)), found, before)
 
-    def sizes(self, turn: Any) -> Int[Array, "own"]:
-        """Return the number of received rows of each own expert."""
-        ends = jnp.cumsum(self._mine, axis=1)
-        first, last = (jnp.clip(x - turn * self._block, 0, self._block) for x in (ends - self._mine, ends))
-        return (last - first).sum(axis=0)
+    def sizes(self, turn: Any) -> None:
+        """Return None: the expert is a dimension of received rows."""
 
-    def experts(self, turn: Any) -> Int[Array, "buffer"]:
-        """Return the own expert of each received row, their number where there is none."""
-        place = turn * self._block + jnp.arange(self._block)
-        return (place[None, :, None] >= jnp.cumsum(self._mine, axis=1)[:, None]).sum(axis=2).reshape(-1)
+    def experts(self, turn: Any) -> None:
+        """Return None: received rows are sorted."""
 
-    def _swap(self, parts: Array) -> Array:
-        return jax.lax.all_to_all(parts, self._axis.name, 0, 0, tiled=True)
+    def _swap(self, blocks: Array) -> Array:
+        return jax.lax.all_to_all(blocks, self._axis.name, 0, 0, tiled=True)

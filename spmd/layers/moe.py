@@ -103,7 +103,9 @@ class _Layer:
     @property
     def received(self) -> _Received:
         """The specs of what experts get."""
-        leading = (None,) * (self.config.dispatch == "capacity")
+        expert = self.layout.expert
+        is_sorted = self.config.dispatch == "dropless" and (expert is None or expert.ragged)
+        leading = () if is_sorted else (None,)
         rows: Any = P(*leading, self.layout.over or None)
         hidden: Any = P(*rows, self.layout.tensor or None)
         return _Received(rows, rows, hidden)

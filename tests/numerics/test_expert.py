@@ -196,10 +196,10 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
 
 CASES = {
     "expert": (1.0, {"expert": 8}, (0, 3, 3, 0, 2)),
-    "data": (1.25, {"data": 2, "expert": 4}, (0, 1, 2, 0, 0)),
+    "data": (1.25, {"data": 2, "expert": 4}, (0, 1, 1, 0, 1)),
     "unbounded": (8.0, {"expert": 8}, (0, 0, 0, 0, 0)),
-    "fsdp-tensor": (1.0, {"fsdp": 2, "expert": 2, "tensor": 2}, (0, 0, 1, 0, 0)),
-    "sequence": (1.0, {"sequence": 2, "expert": 4}, (0, 1, 3, 0, 1)),
+    "fsdp-tensor": (1.0, {"fsdp": 2, "expert": 2, "tensor": 2}, (0, 3, 3, 0, 2)),
+    "sequence": (1.0, {"sequence": 2, "expert": 4}, (0, 3, 3, 0, 2)),
 }
 """Factor of the buffer, mesh, and extra passes of each of `CHOSEN` in blocks; a ragged exchange needs no more."""
 
