@@ -166,8 +166,10 @@ def test_control_two_percent_are_caught(audits: dict[str, CollectiveAudit]) -> N
 
 
 def test_what_cpu_writes_otherwise_is_stated(audits: dict[str, CollectiveAudit]) -> None:
-    """The partitioner's reduce-scatters are all-reduces in XLA:CPU's text, those of gradients are asked for. Records say
-    so. Of q, k and v there is one sum, so no all-reduces are added."""
+    """The partitioner's reduce-scatters are all-reduces in XLA:CPU's text, those of gradients are asked for.
+
+    Records say so. Of q, k and v there is one sum, so no all-reduces are added.
+    """
     assert {r.written_as for r in audits["zero 3"].records if r.kind == "reduce-scatter"} == {""}
     scattered = [r for r in audits["tensor"].records if r.kind == "reduce-scatter" and "lm_head" not in r.source]
     assert scattered
