@@ -29,7 +29,7 @@ from spmd.models.layers import RMSNorm, collect_layers, gated, make_layers, run_
 from spmd.models.linear import Head, dense
 from spmd.models.llama import MLP, Attention, Block, Embedding, LlamaConfig
 from spmd.models.rope import Angles
-from spmd.plan.annotate import annotate
+from spmd.plan.annotate import annotate, constrain_like
 from spmd.plan.fsdp import placement_of
 
 
@@ -226,13 +226,14 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Float[Array, "batch seq d"], dict[str, Array]]:
         """Return the experts' output, and the router's losses, load and dropped fraction."""
         noise, second = jax.random.split(key) if key is not None else (None, None)
-        logits = self.router(x, noise)
+        tokens = annotate(constrain_like(x, "residual"), "expert_tokens")
+        logits = self.router(tokens, noise)
         bias = self.router.bias[...] if self.router.bias is not None else None
         routing, report = route(logits, self.config, key=second, bias=bias)
         experts = self.experts
         into = [proj.placed() for proj in (experts.gate_proj, experts.up_proj) if proj is not None]
         y, counts = mixture_of_experts(
-            x, routing, self.config, into, experts.down_proj.placed(), gated if experts.gate_proj else jax.nn.relu
+            tokens, routing, self.config, into, experts.down_proj.placed(), gated if experts.gate_proj else jax.nn.relu
         )
         if self.shared is not None:
             y = y + self.shared(x)

@@ -58,7 +58,6 @@ def mixture_of_experts(
     where, dropped = routing.experts, jnp.zeros((), jnp.float32)
     if config.dispatch == "capacity":
         where, dropped = expert_slots(routing.experts, config.experts, capacity)
-    x = annotate(x, "expert_tokens")
     scope = placement("expert_tokens", x.shape)
     layout = expert_layout(*scope, kernels) if scope else ExpertLayout()
     layer = _Layer(config, capacity, activation, layout)
