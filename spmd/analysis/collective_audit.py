@@ -161,15 +161,17 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
         where = record.array or record.op_name or record.instruction
         where += f" ({record.source})" if record.source else ""
         amount = f"{record.kind} over {record.over}: {record.executions} × {human_bytes(record.payload)}"
-        axes, operation = record.axes or (), record.op_name.rpartition("/")[2]
+        axes = record.axes or ()
+        # Of a collective that the compiler made of several, the name is those of all, with colons between them.
+        operations = {name.rpartition("/")[2] for name in record.op_name.split(":")}
         is_float = record.operand[0] in "bf"
         if record.kind == "all-gather" and record.array.startswith("params/"):
             if "tensor" in axes and record.bytes >= MIN_SHARE * total:
                 fix = "split the activation that it meets, so that each device needs its own part"
                 yield Problem(where, "is a parameter gathered over tensor", amount, fix)
-        elif record.kind == "all-gather" and not record.array and operation != "all_gather" and is_float:
+        elif record.kind == "all-gather" and not record.array and "all_gather" not in operations and is_float:
             # A rule's constraint may gather within an example on purpose, but never all examples.
-            inner = ("sequence", "tensor") if operation != "sharding_constraint" else ()
+            inner = () if "sharding_constraint" in operations else ("sequence", "tensor")
             if {*BATCH_AXES, *inner}.intersection(axes) and record.bytes >= MIN_SHARE * total:
                 fix = "name it in the rule table, with the axes it arrives with"
                 yield Problem(where, "is no parameter and is made whole on every device", amount, fix)

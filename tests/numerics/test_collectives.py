@@ -207,6 +207,7 @@ def test_a_note_tells_what_is_sent_in_vain() -> None:
         ("", "[2,4]<=[4,2]T(1,0)", "dot_general", "made whole"),
         ("", "[4,2]<=[8]", "dot_general", "made whole"),
         ("", "[4,2]<=[8]", "sharding_constraint", ""),
+        ("", "[4,2]<=[8]", "sharding_constraint:jit(f)/dot_general", ""),  # of two gathers in one
         ("", "[2,4]<=[4,2]T(1,0)", "all_gather", ""),
     ],
 )
