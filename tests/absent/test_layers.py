@@ -65,7 +65,7 @@ def of_one_layer(records, source, payload=None):
 
 def test_tensor_parallel_communication_is_the_published_minimum(topology):
     """In each layer two all-reduces forward and two backward (arXiv:1909.08053, section 3)."""
-    found = of_one_layer(collectives(topology)["whole"], "layers.py", TOKENS)
+    found = of_one_layer(collectives(topology)["whole"], "linear.py", TOKENS)
     assert found == {("all-reduce", "forward"): 2, ("all-reduce", "backward"): 2}
 
 
@@ -73,7 +73,7 @@ def test_tensor_parallel_communication_is_the_published_minimum(topology):
 def test_a_split_stream_communicates_as_published(topology, split):
     """Each all-reduce is a reduce-scatter and an all-gather, which on a ring move as much; and the stream, which is
     kept split, is gathered again for the gradients of kernels (arXiv:2205.05198, section 4.2.2)."""
-    assert of_one_layer(collectives(topology)[split], "layers.py", TOKENS) == {
+    assert of_one_layer(collectives(topology)[split], "linear.py", TOKENS) == {
         ("all-gather", "forward"): 2,
         ("reduce-scatter", "forward"): 2,
         ("all-gather", "backward"): 2 + 2,
@@ -84,7 +84,7 @@ def test_a_split_stream_communicates_as_published(topology, split):
 def test_control_a_wrong_table_moves_something_else(topology):
     """Where a table leaves hidden units whole, the counts above notice."""
     found = collectives(topology)
-    wrong, right = (of_one_layer(found[name], "layers.py", TOKENS) for name in ("wrong", "width"))
+    wrong, right = (of_one_layer(found[name], "linear.py", TOKENS) for name in ("wrong", "width"))
     assert wrong != right
 
 
