@@ -170,7 +170,7 @@ def test_every_form_names_the_same_axes(case) -> None:
 @settings(max_examples=60, deadline=None)
 @given(meshes(), st.randoms())
 def test_control_shuffled_groups_have_other_axes(case, random) -> None:
-    """Groups over shuffled devices are named only if they are a product of axes after all: members never lie."""
+    """Groups over shuffled devices are named only if they are a product of axes after all, or a part of one axis."""
     axes, chosen = case
     groups, _ = read_groups(written_forms(axes, chosen)[0], math.prod(axes.values()))
     places = list(range(math.prod(axes.values())))
@@ -179,7 +179,9 @@ def test_control_shuffled_groups_have_other_axes(case, random) -> None:
     named = mesh_axes(shuffled, axes)
     if named is not None:
         again, _ = read_groups(written_forms(axes, set(named))[0], len(places))
-        assert {frozenset(group) for group in again} == {frozenset(group) for group in shuffled}
+        whole = [frozenset(group) for group in again]
+        assert all(any(group <= found for found in whole) for group in map(frozenset, shuffled))
+        assert len(named) == 1 or len(shuffled) == len(whole)  # only along one axis is there a part
 
 
 LOOP = """
