@@ -34,7 +34,11 @@ def programs_folder() -> Path:
     return caches / "spmd-tests" / f"jax-{version('jax')}-{kind}"
 
 
-os.environ |= FAST_TO_COMPILE | {"JAX_COMPILATION_CACHE_DIR": str(programs_folder())}
+os.environ |= FAST_TO_COMPILE
+if version("jax").startswith("0.10."):
+    # Of JAX 0.12, programs that are read back from the disk abort where branches of a pipeline have collectives
+    # (XLA:CPU: "Unexpected number of participants").
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs_folder())
 
 import jax  # noqa: E402 (JAX and XLA read variables when they are imported)
 import pytest  # noqa: E402
