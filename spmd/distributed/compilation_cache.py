@@ -38,6 +38,17 @@ def cache_dir(configured: str) -> Path | None:
     return Path("~/.cache/spmd/programs").expanduser() / hashlib.sha256(processor.encode()).hexdigest()[:16]
 
 
+def cache_fault(stages: int) -> str | None:
+    """Return why the programs of a pipeline of `stages` must not be read from a cache, None if they can be.
+
+    From JAX 0.11 on, programs that XLA:CPU reads back can abort ("Unexpected number of participants") or hang where
+    stages take different branches with collectives in them; the same programs just compiled do not.
+    """
+    if stages == 1 or jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
+        return None
+    return f"no compilation cache: with JAX {jax.__version__} on CPUs, a pipeline can hang in a program that is read back"
+
+
 @contextlib.contextmanager
 def compilation_cache(folder: Path | None) -> Iterator[None]:
     """Cache in `folder` what takes a second or more to compile; None disables the cache."""

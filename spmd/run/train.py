@@ -15,7 +15,7 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.versions import library_versions
 from spmd.data.corpus import Corpus
 from spmd.data.loader import Windows, batches, evaluation_batches
-from spmd.distributed.compilation_cache import cache_dir, compilation_cache
+from spmd.distributed.compilation_cache import cache_dir, cache_fault, compilation_cache
 from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
@@ -104,12 +104,13 @@ def train(
     """
     config, recovery = setup.config, setup.config.recovery
     with contextlib.ExitStack() as stack:
-        stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
+        fault = cache_fault(setup.mesh.shape["pipe"])
+        stack.enter_context(compilation_cache(None if fault else cache_dir(config.compilation_cache_dir)))
         log = stack.enter_context(ProcessLog(run_dir.log))
         if jax.process_count() > 1:
             redirect_native_stdout(log.file)
         watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
-        for line in said:
+        for line in (*said, *filter(None, [fault])):
             log.say(line)
         log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
         check_hosts_agree(_common_to_hosts(setup, corpus, source, resume))
