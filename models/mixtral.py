@@ -301,8 +301,9 @@ class Mixtral(nnx.Module):
     def __call__(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> Outputs:
         """Return next-token logits, losses and metrics.
 
-        Losses are summed over layers. Metrics are means over layers: `dropped` is the fraction of dropped choices, and
-        `load_spread` the load of the busiest expert relative to the mean.
+        The array `expert_load`, `[layer, expert]`, is the number of tokens that chose an expert, relative to even load.
+        Losses are sums over layers, as are the metrics `idle_experts` (those without a token) and `extra_passes`. Means
+        over layers are `load_spread`, the load of the busiest expert, and `dropped`, the fraction of dropped choices.
         """
         x, context = self.embed_inputs(tokens, segments)
         return self.compute_outputs(*self.apply_layers(x, context))
@@ -332,12 +333,14 @@ class Mixtral(nnx.Module):
         logits = self.lm_head(x) if self.lm_head else self.embed.attend(x)
         weights = {"balance_loss": config.router.balance, "z_loss": config.router.z_loss}
         load = reports["load"]
-        metrics = {"load_spread": (load.max(axis=-1) / load.mean(axis=-1)).mean()}
+        load = load / load.mean(axis=-1, keepdims=True)
+        metrics = {"load_spread": load.max(axis=-1).mean(), "idle_experts": (load == 0).sum(dtype=jnp.float32)}
         if config.router.dispatch == "capacity":
             metrics["dropped"] = reports["dropped"].mean()
         else:
             metrics["extra_passes"] = reports["extra_passes"].sum()
-        return Outputs(logits, {name: reports[name].sum() for name, w in weights.items() if w}, metrics)
+        losses = {name: reports[name].sum() for name, weight in weights.items() if weight}
+        return Outputs(logits, losses, metrics, {"expert_load": load})
 
     def _move_biases(self, load: Float[Array, "layer expert"]) -> None:
         """Update the routers' biases, once for each (micro)batch."""

@@ -46,7 +46,7 @@ def cache_fault(stages: int) -> str | None:
     """
     if stages == 1 or jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
         return None
-    return f"no compilation cache: with JAX {jax.__version__} on CPUs, a pipeline can hang in a program that is read back"
+    return f"no compilation cache: a pipeline on CPUs can hang in programs that JAX {jax.__version__} reads back"
 
 
 @contextlib.contextmanager

@@ -21,8 +21,11 @@ from spmd.layers.zigzag import zigzag_batch
 from spmd.model_api.model import Model, Outputs, as_outputs
 from spmd.sharding.mesh import BATCH_AXES
 
-Sums = dict[str, jax.Array]
-"""Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name."""
+Sums = dict[str, Any]
+"""Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name.
+
+`arrays`, if there, has arrays of such sums by their names.
+"""
 
 LossFn = Callable[[Any, Any, Any, jax.Array], tuple[Sums, Any]]
 """`(params, variables, batch, key) -> (Sums, updated variables)`; the sum `loss` is differentiated."""
@@ -42,7 +45,7 @@ def check_returned(returned: Any, variables: Any) -> tuple[Sums, Any]:
     sums, after = returned
     missing = [name for name in ("loss", "weight") if name not in sums]
     problems = [Problem("loss_fn", f"returns no {name!r} among its sums", f"{list(sums)}", _RETURN) for name in missing]
-    for name, value in sums.items():
+    for name, value in split_arrays(sums)[0].items():
         kind = jnp.result_type(value)
         if jnp.shape(value):
             problems.append(Problem(f"sum {name!r}", f"has the shape {jnp.shape(value)}", fix="sum it over the batch"))
@@ -57,7 +60,13 @@ def check_returned(returned: Any, variables: Any) -> tuple[Sums, Any]:
         problems += [dataclasses.replace(problem, fix=fix) for problem in unlike]
     if problems:
         raise ConfigError(_NO_LOSS, problems)
-    return {name: jnp.asarray(value) for name, value in sums.items()}, after
+    return jax.tree.map(jnp.asarray, dict(sums)), after
+
+
+def split_arrays(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split sums or metrics into scalars and arrays, each by name."""
+    scalars = dict(values)
+    return scalars, dict(scalars.pop("arrays", {}))
 
 
 def cross_entropy(
@@ -129,7 +138,8 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
     """Return the cross-entropy of the next token, and each auxiliary loss and metric, as weighted sums."""
     sums = cross_entropy(outputs.logits, *_take(batch, "targets", "weights"), chunk=chunk)
     # The step divides by the weight, so a value of the batch is multiplied by it: zero if all tokens are padding.
-    others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
+    arrays = {"arrays": dict(outputs.arrays)} if outputs.arrays else {}
+    others = jax.tree.map(lambda value: value * sums["weight"], {**outputs.losses, **outputs.metrics, **arrays})
     around = get_abstract_mesh()
     if others and any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES):
         problem = Problem(", ".join(others), "are of all examples of a microbatch", fix="--exchange-once none")

@@ -53,17 +53,19 @@ class Outputs:
     """The outputs of a model that returns more than logits.
 
     Losses and metrics are float32 scalars of the whole (micro)batch, padding included. Each is reported under its name,
-    as a mean over microbatches weighted by their tokens.
+    as a mean over microbatches weighted by their tokens; arrays are reported together as `"arrays"`.
 
     Attributes:
         logits: `[batch, sequence, vocab]`, or `spmd.layers.lm_head.LazyLogits`.
         losses: Name → an auxiliary loss, already weighted, which training adds to the mean loss of a token.
         metrics: Name → any other value.
+        arrays: Name → values that belong together, such as one for each layer and expert.
     """
 
     logits: Any
     losses: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    arrays: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 def as_outputs(returned: Any) -> Outputs:

@@ -13,7 +13,6 @@ formula, because utilizations by different formulas cannot be compared.
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import jax
+import numpy as np
 import rich.console
 from rich.columns import Columns
 from rich.live import Live
@@ -36,8 +36,8 @@ from rich.text import Text
 from spmd.errors import ConfigError, Problem
 from spmd.tree import human_bytes
 
-Values = Mapping[str, float | int | str | None]
-"""Values of one step by name; None is null in JSON, and skipped by the other writers."""
+Values = Mapping[str, float | int | str | np.ndarray | None]
+"""Values of one step by name; None is null in JSON, and skipped by the other writers, as are arrays on the console."""
 
 NOT_REPORTED = "not reported"
 
@@ -182,7 +182,7 @@ class JsonLines(Writer):
 
     A killed run loses at most the line it was writing, which the next open drops, with all lines of steps after
     `keep_through`, such as the step that the run resumes from. JSON has no NaN: an infinite loss is
-    `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`.
+    `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`. Arrays are lists of four digits, null where not finite.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_through: int | None = None) -> None:
@@ -202,7 +202,7 @@ class JsonLines(Writer):
     def write(self, step: int, values: Values) -> None:
         """Append one line."""
         record: dict[str, Any] = {"step": int(step)}
-        record |= {n: v if isinstance(v, int | str | None) else float(v) for n, v in values.items()}
+        record |= {n: v if isinstance(v, int | str | None) else _listed(v) for n, v in values.items()}
         bad = {n: str(v) for n, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
         if bad:
             record |= {**dict.fromkeys(bad), "non_finite": bad}
@@ -212,6 +212,17 @@ class JsonLines(Writer):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _listed(value: Any) -> Any:
+    """Return a number as a float, and an array as lists."""
+    if not np.ndim(value):
+        return float(value)
+    return (
+        [_listed(x) for x in value]
+        if np.ndim(value) > 1
+        else [float(f"{x:.4g}") if math.isfinite(x) else None for x in value]
+    )
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -260,7 +271,6 @@ class Console(Writer):
     ) -> None:
         self._total, self._columns = total_steps, columns
         self._stream = sys.stdout if stream is None else stream
-        self.say = functools.partial(print, file=self._stream, flush=True)
         self._live: Live | None = None
         self._shown: Values = {}
         if self._stream.isatty() if interactive is None else interactive:
@@ -268,6 +278,13 @@ class Console(Writer):
             # A thread that refreshes would take time from a busy host.
             self._live = Live(console=terminal, auto_refresh=False)
             self._live.start()
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self._live:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
 
     def write(self, step: int, values: Values) -> None:
         """Show one step, and the remaining time by its `step_s`."""
@@ -313,6 +330,7 @@ class Console(Writer):
         """Stop the bar, and leave its last state on the terminal."""
         if self._live:
             self._live.stop()
+            self._live = None
 
 
 def human_count(n: float) -> str:

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterator
 
+import numpy as np
+
 from spmd.observe.metrics import Values, Writer
 
 
@@ -23,7 +25,7 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 class TensorBoard(Writer):
-    """Event files in `folder`: finite numbers as scalars, texts as texts.
+    """Event files in `folder`: finite numbers as scalars, texts as texts, arrays as histograms.
 
     `keep_through` hides later steps of an earlier process, as in `JsonLines`.
     """
@@ -39,10 +41,12 @@ class TensorBoard(Writer):
         self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=first, filename_suffix=f".from_{first or 0}")
 
     def write(self, step: int, values: Values) -> None:
-        """Add a scalar for each finite number and a text for each text."""
+        """Add a scalar for each finite number, a text for each text, and a histogram for each array."""
         for name, value in values.items():
             if isinstance(value, str):
                 self._writer.add_text(name, value, step)
+            elif isinstance(value, np.ndarray):
+                self._writer.add_histogram(name, value[np.isfinite(value)], step)
             elif value is not None and math.isfinite(value):
                 self._writer.add_scalar(name, float(value), step)
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.data.loader import Batch, Windows, evaluation_batches
-from spmd.gradients.losses import Sums
+from spmd.gradients.losses import Sums, split_arrays
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.metrics import StepClock, Writers, device_memory, process_peak_rss
 from spmd.observe.stragglers import StepTimeExchange
@@ -78,14 +78,15 @@ class Log(Hook):
             with jax.transfer_guard("allow"):
                 self._rows = self._exchange.exchange(self._row)
 
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def on_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the step's metrics with throughput and memory."""
         clock = self.telemetry.clock
         clock.finished()
         if step % self.config.log_every and step != self.config.steps:
             return
-        tokens = metrics["tokens"]
-        self.last = values = {**metrics, "tokens": int(tokens) if math.isfinite(tokens) else tokens}
+        scalars, arrays = split_arrays(metrics)
+        tokens = scalars["tokens"]
+        self.last = values = {**scalars, **arrays, "tokens": int(tokens) if math.isfinite(tokens) else tokens}
         values |= {"skipped_batches": self.skipped_batches} if self.skipped_batches else {}
         if clock.median is not None and clock.p95 is not None:
             rate = self.config.data.batch * self.config.data.sequence / clock.median
@@ -150,7 +151,7 @@ class Evaluate(Hook):
                 watchdog.set_activity(doing)
                 parts.append(jax.device_get(self.step(state.params, state.variables, batch)))
                 watchdog.reset(f"evaluation batch {number} after step {step}")
-        sums = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
+        sums = {name: float(sum(part[name] for part in parts)) for name in split_arrays(parts[0])[0]}
         self.tokens, self.last_step = int(sums["weight"]), step
         self.last = {f"val_{name}": total / sums["weight"] for name, total in sums.items() if name != "weight"}
         self.telemetry.lease.renew()

@@ -20,6 +20,7 @@ from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.observe.goodput import Stopwatch
+from spmd.observe.idle_experts import IdleExperts
 from spmd.observe.metrics import Console, JsonLines, StepClock, Writers, utilization
 from spmd.observe.profiling import Profile
 from spmd.observe.tensorboard import TensorBoard
@@ -276,6 +277,7 @@ class _Run:
             record = checkpoint_record(setup, self.corpus)
             save = Save(config, record, self.checkpoints, evaluate, self.preemption, telemetry, skipped)
             guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
+            guards.append(IdleExperts(self.say))
             hooks = [*guards, log, evaluate, *self.sdc_checks(), save]
             timed = telemetry.stopwatch.time_batches(stream)
             state = fit(point.state, setup.step, timed, steps=config.steps, start=start, hooks=hooks)

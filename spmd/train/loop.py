@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from spmd.errors import BatchesEndedError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
+from spmd.gradients.losses import split_arrays
 from spmd.train.state import TrainState
 from spmd.train.step import TrainStep
 
@@ -37,8 +38,11 @@ class Hook:
     def on_start(self, step: int) -> None:
         """Run before the first step; `step` steps have been taken before."""
 
-    def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Receive the metrics of a finished step; later steps may be running."""
+    def on_metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        """Receive the metrics of a finished step; later steps may be running.
+
+        They are floats, and NumPy arrays by name in `metrics["arrays"]` if the model returns some.
+        """
 
     def on_dispatch(self, step: int) -> None:
         """Run after a step is dispatched and before the next is: here processes may exchange values."""
@@ -84,7 +88,8 @@ def fit(
         if unread is not None:
             number, metrics = unread
             unread = None
-            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            scalars, arrays = split_arrays(jax.device_get(metrics))
+            values = {name: float(value) for name, value in scalars.items()} | ({"arrays": arrays} if arrays else {})
             for hook in hooks:
                 hook.on_metrics(number, values)
 

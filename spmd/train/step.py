@@ -107,7 +107,7 @@ class TrainStep:
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
         params, optimizer_state = make_update(self.plan)(gradients, state.optimizer_state, state.params)
-        metrics = {name: total / divisor for name, total in sums.items()}
+        metrics = jax.tree.map(lambda total: total / divisor, sums)
         metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
         after = TrainState(state.step + 1, params, variables, optimizer_state, state.key)
         metrics |= {name: watched(state, after) for name, watched in self.watch.items()}

@@ -135,11 +135,26 @@ def test_outputs_have_the_losses_that_the_router_asks_for():
     """Balance and z-loss by name, where their weight is not zero; the part that was dropped, where some can be."""
     outputs, *_ = run(CONFIG)
     assert set(outputs.losses) == {"balance_loss", "z_loss"}
-    assert set(outputs.metrics) == {"load_spread", "extra_passes"}
+    assert set(outputs.metrics) == {"load_spread", "idle_experts", "extra_passes"}
     outputs, *_ = run(replaced({"balance": 0.0, "z_loss": 0.0, "dispatch": "capacity", "capacity_factor": 0.5}))
-    assert (set(outputs.losses), set(outputs.metrics)) == (set(), {"load_spread", "dropped"})
+    assert (set(outputs.losses), set(outputs.metrics)) == (set(), {"load_spread", "idle_experts", "dropped"})
     assert 0.4 < float(outputs.metrics["dropped"]) < 1
     assert float(outputs.metrics["load_spread"]) > 1
+
+
+def test_the_load_of_each_expert_is_relative_to_even_load():
+    """Of a router that knows half of the experts: twice as much for those, and none for the others, which are idle."""
+    config, key = replaced({"bias_rate": 1e-9}), jax.random.key(0)
+    params, variables = model(config).init(key), model(config).init_variables(key)
+    shape = config.layers, config.router.experts
+    known = np.arange(config.router.experts) < config.router.experts // 2
+    variables["layers"]["moe"]["router"]["bias"] = jnp.broadcast_to(jnp.where(known, 1e3, -1e3), shape)
+    outputs, _ = forward(config, True, params, variables)
+    load = np.asarray(outputs.arrays["expert_load"])
+    assert load.shape == shape
+    np.testing.assert_allclose(load.mean(axis=1), 1, rtol=1e-6)
+    assert not load[:, ~known].any()
+    assert (load == 0).sum() == float(outputs.metrics["idle_experts"])
 
 
 def test_the_loss_is_cross_entropy_and_the_routers_losses():

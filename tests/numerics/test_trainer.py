@@ -46,6 +46,23 @@ def run(at=(), steps=4, **kwargs):
     return events
 
 
+def test_arrays_of_a_model_are_apart_from_its_numbers():
+    """NumPy arrays by name, in "arrays"; without any there is no such entry."""
+    seen = []
+
+    class Look(Hook):
+        def on_metrics(self, step, metrics):
+            seen.append(metrics)
+
+    def step(state, batch):
+        return state + 1, {"loss": jax.device_put(1.0), "arrays": {"load": jax.device_put(np.ones((2, 3)))}}
+
+    fit(0, step, range(9), steps=1, hooks=[Look()])
+    assert seen[0]["loss"] == 1.0
+    assert isinstance(seen[0]["arrays"]["load"], np.ndarray)
+    assert seen[0]["arrays"]["load"].shape == (2, 3)
+
+
 def test_metrics_of_a_step_are_read_while_the_next_one_runs():
     """Step n + 1 is dispatched before the metrics of step n are read."""
     assert run() == [

@@ -18,6 +18,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from spmd.errors import ConfigError
+from spmd.observe.idle_experts import IdleExperts
 from spmd.observe.metrics import (
     COLUMNS,
     NOT_REPORTED,
@@ -243,6 +244,34 @@ def test_what_is_not_reported_is_null_or_left_out(tmp_path: Path) -> None:
     assert stream.getvalue() == "step 1/9   loss  1.0000\n"
 
 
+def test_arrays_are_lists_and_histograms_and_not_on_the_console(tmp_path: Path) -> None:
+    """One number for each layer and expert, four digits of it."""
+    stream = io.StringIO()
+    writers = Writers([JsonLines(tmp_path / "m.jsonl"), TensorBoard(tmp_path / "tb"), Console(9, stream)])
+    writers.write(1, {"loss": 1.0, "expert_load": np.array([[1.23456, 0.0], [math.inf, 2.0]], np.float32)})
+    writers.close()
+    (line,) = read_json_lines(tmp_path / "m.jsonl")
+    assert line["expert_load"] == [[1.235, 0.0], [None, 2.0]]
+    histograms = [v for e in read_events(tmp_path / "tb") for v in e.summary.value if v.HasField("histo")]
+    assert [(v.tag, v.histo.num) for v in histograms] == [("expert_load", 3)]
+    assert stream.getvalue() == "step 1/9   loss  1.0000\n"
+
+
+def test_an_idle_expert_is_named_once_until_it_is_chosen() -> None:
+    """After as many steps as were asked for, with its layer; not one step before, and again only after a token."""
+    said: list[str] = []
+    watch = IdleExperts(said.append, steps=3)
+    watch.on_metrics(1, {"loss": 1.0})
+    for step, load in enumerate([[0, 1], [0, 0], [0, 0], [0, 0], [1, 0], [0, 1], [0, 1], [0, 1]], 1):
+        watch.on_metrics(step, {"arrays": {"expert_load": np.array([[1, 1], load])}})
+    assert [line.partition(":")[0] for line in said] == [
+        f"step {step}   no token in 3 steps for expert {expert} of layer 1" for step, expert in ((3, 0), (4, 1), (8, 0))
+    ]
+    watch = IdleExperts(said.append, steps=1)
+    watch.on_metrics(1, {"arrays": {"expert_load": np.zeros((2, 8))}})
+    assert "7 of layer 0 and 8 more: raise" in said[-1]
+
+
 def read_events(folder: Path) -> list[Any]:
     """The events of a folder, from the framing of TFRecord: length, its checksum, data, its checksum."""
     events = []
@@ -313,6 +342,7 @@ def test_console_draws_a_bar_on_a_terminal() -> None:
     console = Console(200, stream, interactive=True)
     console.write(199, VALUES)
     console.write(199, {"val_loss": 3.25})
+    console.say("[a line] above the bar")
     console.summary(steps=200, seconds=1.0, tokens=10)
     console.close()
     plain = "".join(part.split("m", 1)[-1] for part in stream.getvalue().split("\x1b["))
@@ -321,6 +351,7 @@ def test_console_draws_a_bar_on_a_terminal() -> None:
     assert "432 ms left" in plain
     assert "loss  5.4321   val loss  3.2500" in plain
     assert "━" in plain
+    assert "[a line] above the bar" in plain
     assert stream.getvalue().index("\x1b[?25h") < stream.getvalue().index("done:"), "the cursor is back"
 
 

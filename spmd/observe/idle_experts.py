@@ -1,0 +1,36 @@
+"""Experts that no token chooses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from spmd.train.loop import Hook
+
+NAMED = 8
+"""Most experts in one line."""
+
+
+class IdleExperts(Hook):
+    """Says which experts no token has chosen for `steps` steps, each once until a token does.
+
+    It reads the array `expert_load`, `[layer, expert]`, of a step's metrics.
+    """
+
+    def __init__(self, say: Callable[[str], None], steps: int = 100) -> None:
+        self._say, self._steps = say, steps
+        self._idle: Any = 0
+
+    def on_metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        """Count the steps since each expert was chosen."""
+        load = metrics.get("arrays", {}).get("expert_load")
+        if load is None:
+            return
+        self._idle = np.where(load > 0, 0, self._idle + 1)
+        found = [f"{expert} of layer {layer}" for layer, expert in np.argwhere(self._idle == self._steps)]
+        if found:
+            more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            self._say(
+                f"step {step}   no token in {self._steps} steps for expert {', '.join(found[:NAMED])}{more}: "
+                "raise --model.router.balance or --model.router.bias-rate"
+            )
