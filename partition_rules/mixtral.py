@@ -5,16 +5,18 @@ expert layer is manual over the mesh (`spmd.layers.moe`), so the table has the s
 and of stored kernels.
 """
 
+import dataclasses
+
 from jax.sharding import PartitionSpec as P
 
 from spmd.partition_rules.llama import LLAMA
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
 
+_INTO, _OUT = "experts/(gate|up)_proj/kernel", "experts/down_proj/kernel"
 _EXPERTS = (
-    ("experts/(gate|up)_proj/kernel", P("expert", "fsdp", "tensor")),  # [expert, d, d_ff]
-    ("experts/down_proj/kernel", P("expert", ("tensor", "fsdp"))),  # [expert, d_ff, d]
-    ("router/(kernel|bias)", replicate("a router is a few hundred KiB, and every token needs all of it")),
+    (_INTO, P("expert", "fsdp", "tensor")),  # [expert, d, d_ff]
+    (_OUT, P("expert", ("tensor", "fsdp"))),  # [expert, d_ff, d]
 )
 _ROUTED = (
     ("router_logits", P(BATCH_AXES, "sequence")),  # [batch, seq, expert]
@@ -28,7 +30,8 @@ _PLAIN = (
     ("attention/(q|k|v)_proj/kernel", P(_BOTH, "tensor")),  # [d, heads·head_dim]
     ("attention/o_proj/kernel", P("tensor", _BOTH)),  # [heads·head_dim, d]
     ("lm_head/kernel", P((*_BOTH, "pipe"), "tensor")),  # [d, vocab]
-    *(rule for rule in LLAMA.params if rule[0].endswith("scale")),
+    ("router/kernel", P(_BOTH)),  # [d, expert]
+    ("(attention_norm|mlp_norm|norm)/scale|router/bias", replicate("a number for each channel or expert: a few KiB")),
 )
 _LOOKUP = (
     ("embed_tokens", P("data", "sequence")),
@@ -55,3 +58,17 @@ MIXTRAL_SHARED = Rules(
     stacked={"layers": "pipe", "dense_layers": "pipe"},
 )
 """For models with a shared expert, or with dense layers."""
+
+
+def folded(rules: Rules) -> Rules:
+    """Split experts over `expert` and `tensor` together, and none of them in itself (Liu et al., arXiv:2504.14960).
+
+    Tokens are then split over `tensor`, too, and must divide. Small experts stay whole, and no device computes with the
+    tokens of another but in the experts it has.
+    """
+    assert _OUT in dict(rules.params), "the table has no experts"
+    kernels, tokens = P(("expert", "tensor"), "fsdp"), P(BATCH_AXES, ("sequence", "tensor"))
+    params = [(name, kernels if name in (_INTO, _OUT) else spec) for name, spec in rules.params]
+    routed = ("router_logits", "expert_tokens")
+    activations = [(name, tokens if name in routed else spec) for name, spec in rules.activations]
+    return dataclasses.replace(rules, params=params, activations=activations)

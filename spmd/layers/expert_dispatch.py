@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spmd.layers.expert_exchange import ExpertAxis, exchange
+from spmd.layers.expert_exchange import ExpertAxes, exchange
 from spmd.layers.router import RouterConfig
 
 EXTRA_PASSES = "extra_passes"
@@ -37,7 +37,7 @@ class Capacity:
     passes = 1
 
     def __init__(
-        self, slots: Int[Array, "example seq choice"], config: RouterConfig, axis: ExpertAxis | None, capacity: int
+        self, slots: Int[Array, "example seq choice"], config: RouterConfig, axes: ExpertAxes | None, capacity: int
     ) -> None:
         """Take the slots of `spmd.layers.router.expert_slots`."""
         examples, seq, self._k = slots.shape
@@ -45,8 +45,8 @@ class Capacity:
         first = size * jax.lax.broadcasted_iota(jnp.int32, slots.shape, 0)
         self._slot = jnp.where(slots < size, slots + first, examples * size).reshape(-1, self._k)
         self._source = _inverse(self._slot, examples * size)
-        self._axis, self._tokens, self._scatters = axis, examples * seq, config.choice == "expert"
-        parts = axis.size if axis else 1
+        self._axes, self._tokens, self._scatters = axes.names if axes else (), examples * seq, config.choice == "expert"
+        parts = axes.size if axes else 1
         self._parts = examples, parts, config.experts // parts, capacity
 
     def rows(self, tokens: Array) -> Array:
@@ -83,14 +83,14 @@ class Capacity:
         return _take(rows, self._slot)
 
     def _exchange(self, parts: Array) -> Array:
-        return jax.lax.all_to_all(parts, self._axis.name, 0, 0, tiled=True) if self._axis else parts
+        return jax.lax.all_to_all(parts, self._axes, 0, 0, tiled=True) if self._axes else parts
 
 
 class Dropless:
     """Dropless dispatch: rows sorted by expert, in as many passes as the fullest device's experts need."""
 
     def __init__(
-        self, experts: Int[Array, "token choice"], config: RouterConfig, axis: ExpertAxis | None, over: Sequence[str]
+        self, experts: Int[Array, "token choice"], config: RouterConfig, axes: ExpertAxes | None, over: Sequence[str]
     ) -> None:
         """Take each token's choices, and the axes over which devices make equally many passes."""
         self._k, n = experts.shape[1], experts.size
@@ -98,7 +98,7 @@ class Dropless:
         self._order = jnp.argsort(queue)
         self._slot = jnp.where(queue < config.experts, jnp.argsort(self._order), n).reshape(-1, self._k)
         self._counts = jax.nn.one_hot(queue, config.experts, dtype=jnp.int32).sum(axis=0)
-        self._exchange = exchange(self._counts, axis, n, config.buffer_factor) if axis else None
+        self._exchange = exchange(self._counts, axes, n, config.buffer_factor) if axes else None
         most = self._exchange.passes if self._exchange else 1
         self.passes = most if isinstance(most, int) else jnp.maximum(1, jax.lax.pmax(most, tuple(over)))
 

@@ -24,28 +24,40 @@ _ROUTED = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertAxis:
-    """Mesh axis that experts are split over; `ragged` selects `jax.lax.ragged_all_to_all`."""
+class ExpertAxes:
+    """Mesh axes that experts are split over, none of them of size 1.
 
-    name: str
-    size: int
-    ragged: bool
-
-
-def has_ragged(mesh: AnyMesh) -> bool:
-    """Return whether a mesh has a ragged all-to-all to rely on: TPUs, but for large slices of v5e.
-
-    On GPUs XLA's latency-hiding scheduler was seen to corrupt its rows (marin-community/marin, pull request 8081).
+    Attributes:
+        names: Several make up one, the first is the major one.
+        size: Of all together.
+        kind: What sends rows: `Ragged`, `Blocks`, or None for rows that stay where they are.
     """
+
+    names: tuple[str, ...]
+    size: int
+    kind: "type[Ragged | Blocks] | None"
+
+
+def expert_axes(mesh: AnyMesh, names: tuple[str, ...]) -> ExpertAxes:
+    """Return the axes with the exchange for a mesh's devices.
+
+    TPUs have a ragged all-to-all, but for large slices of v5e, and a grouped matmul, so that a device with all experts
+    keeps its rows sorted. On GPUs XLA's latency-hiding scheduler was seen to corrupt a ragged all-to-all
+    (marin-community/marin, pull request 8081).
+    """
+    size = math.prod(mesh.shape[name] for name in names)
     if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "tpu":
-        return False
-    return not (mesh.devices.flat[0].device_kind.startswith("TPU v5 lite") and mesh.size > _ROUTED)
+        return ExpertAxes(names, size, Blocks)
+    is_large_v5e = mesh.devices.flat[0].device_kind.startswith("TPU v5 lite") and mesh.size > _ROUTED
+    return ExpertAxes(names, size, None if size == 1 else Blocks if is_large_v5e else Ragged)
 
 
-def exchange(counts: Int[Array, "expert"], axis: ExpertAxis, rows: int, factor: float) -> "Ragged | Blocks":
+def exchange(counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: float) -> "Ragged | Blocks | None":
     """Return the exchange of this device's `rows`, with a buffer of `factor` times as many."""
-    every = jax.lax.all_gather(counts, axis.name).reshape(axis.size, axis.size, -1)
-    return (Ragged if axis.ragged else Blocks)(every, axis, rows, factor)
+    if axes.kind is None:
+        return None
+    every = jax.lax.all_gather(counts, axes.names) if axes.names else counts
+    return axes.kind(every.reshape(axes.size, axes.size, -1), axes, rows, factor)
 
 
 class Ragged:
@@ -54,16 +66,16 @@ class Ragged:
     Buffers begin uninitialised: what nobody writes, nobody reads.
     """
 
-    def __init__(self, every: Int[Array, "sender receiver own"], axis: ExpertAxis, rows: int, factor: float) -> None:
+    def __init__(self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float) -> None:
         wanted = math.ceil(factor * rows)
-        self.buffer = min(axis.size * rows, wanted + -wanted % _TILE)
-        self._axis, self._rows, self._me = axis, rows, jax.lax.axis_index(axis.name)
+        self.buffer = min(axes.size * rows, wanted + -wanted % _TILE)
+        self._axes, self._rows, self._me = axes, rows, jax.lax.axis_index(axes.names)
         self._sent = every.sum(axis=2)
         self._leaves = jnp.cumsum(self._sent, axis=1) - self._sent
         self._arrives = jnp.cumsum(self._sent, axis=0) - self._sent
         self._mine = jax.lax.dynamic_index_in_dim(every, self._me, axis=1, keepdims=False).reshape(-1)
         self._own = every.shape[2]
-        is_bounded = self.buffer < axis.size * rows
+        is_bounded = self.buffer < axes.size * rows
         self.passes = -(-self._sent.sum(axis=0).max() // self.buffer) if is_bounded else 1
 
     def send(self, rows: Float[Array, "row *d"], turn: Any) -> Float[Array, "buffer *d"]:
@@ -105,10 +117,21 @@ class Ragged:
     def _move(self, rows: Array, onto: Array, starts: Array, ends: Array, counts: Array) -> Array:
         me = self._me
         offsets = starts[me], counts[me], ends[me], counts[:, me]
-        return jax.lax.ragged_all_to_all(rows, onto, *offsets, axis_name=self._axis.name)
+        return jax.lax.ragged_all_to_all(rows, onto, *offsets, axis_name=self._axes.names)
 
     def _empty(self, rows: int, like: Array) -> Array:
-        return jax.lax.empty((rows, *like.shape[1:]), like.dtype)
+        """Return an uninitialised buffer.
+
+        It depends on a layer's numbers, and cannot be known before them: a buffer made before the scan over layers
+        would be held by all of them, and copied by each.
+        """
+
+        @jax.checkpoint
+        def allocate(after: Array) -> Array:
+            buffer = jax.lax.empty((rows, *like.shape[1:]), like.dtype)
+            return jax.lax.optimization_barrier((buffer, after))[0]
+
+        return allocate(like)
 
 
 class Blocks:
@@ -117,11 +140,11 @@ class Blocks:
     The expert is a dimension of received rows, so their products are batched: CPUs and GPUs have no grouped ones.
     """
 
-    def __init__(self, every: Int[Array, "sender receiver own"], axis: ExpertAxis, rows: int, factor: float) -> None:
-        self._axis, self._rows, self._own = axis, rows, every.shape[2]
-        wanted = math.ceil(factor * rows / (axis.size * self._own))
+    def __init__(self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float) -> None:
+        self._axes, self._rows, self._own = axes, rows, every.shape[2]
+        wanted = math.ceil(factor * rows / (axes.size * self._own))
         self._block = min(rows, wanted + -wanted % _SUBLANES)
-        counts = every[jax.lax.axis_index(axis.name)].reshape(-1)
+        counts = (every[jax.lax.axis_index(axes.names)] if axes.names else every).reshape(-1)
         self._counts, self._ends = counts[:, None], jnp.cumsum(counts)
         self.passes = -(-every.max() // self._block) if self._block < rows else 1
 
@@ -130,13 +153,13 @@ class Blocks:
         place = turn * self._block + jnp.arange(self._block)[None]
         source = jnp.where(place < self._counts, self._ends[:, None] - self._counts + place, self._rows)
         blocks = rows.at[source].get(mode="fill", fill_value=0)
-        blocks = self._swap(blocks.reshape(self._axis.size, self._own, self._block, *rows.shape[1:]))
+        blocks = self._swap(blocks.reshape(self._axes.size, self._own, self._block, *rows.shape[1:]))
         return blocks.swapaxes(0, 1).reshape(self._own, -1, *rows.shape[1:])
 
     def back(self, received: Float[Array, "own row *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
         """Return received rows to their senders, `onto` those of other passes."""
         kind = received.shape[2:]
-        blocks = self._swap(received.reshape(self._own, self._axis.size, self._block, *kind).swapaxes(0, 1))
+        blocks = self._swap(received.reshape(self._own, self._axes.size, self._block, *kind).swapaxes(0, 1))
         row = jnp.arange(self._rows)
         expert = (row[:, None] >= self._ends[None]).sum(axis=1)
         place = row - (self._ends - self._counts[:, 0]).at[expert].get(mode="clip") - turn * self._block
@@ -152,4 +175,4 @@ class Blocks:
         """Return None: received rows are sorted."""
 
     def _swap(self, blocks: Array) -> Array:
-        return jax.lax.all_to_all(blocks, self._axis.name, 0, 0, tiled=True)
+        return jax.lax.all_to_all(blocks, self._axes.names, 0, 0, tiled=True) if self._axes.names else blocks

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from spmd.errors import AnnotationError, Problem
-from spmd.layers.expert_exchange import ExpertAxis, has_ragged
+from spmd.layers.expert_exchange import ExpertAxes, expert_axes
 from spmd.plan.fsdp import ParamPlacement
 from spmd.plan.manual import Dims, all_gather, extra_axes, spec_dims, split_axes, sum_gradient
 from spmd.sharding.mesh import AnyMesh
@@ -32,7 +32,7 @@ class ExpertLayout:
         tokens: The axes of examples, and of the tokens of one.
         stored: The axes of each dimension of each kernel outside the program; `used` in a product, and `kept` of its
             gradient.
-        expert: The axis that experts are split over.
+        expert: The axes that experts are split over; None outside a plan.
         tensor: The axes that hidden units are split over.
         save_gathered: Whether the backward pass keeps gathered kernels.
     """
@@ -42,7 +42,7 @@ class ExpertLayout:
     stored: tuple[Dims, ...] = ()
     used: tuple[Dims, ...] = ()
     kept: tuple[Dims, ...] = ()
-    expert: ExpertAxis | None = None
+    expert: ExpertAxes | None = None
     tensor: tuple[str, ...] = ()
     save_gathered: bool = True
 
@@ -87,7 +87,7 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
     expert, tensor, _ = used[-1]
     batch, seq, width = spec_dims(tokens, 3, split)
     problems = []
-    if used != [[expert, (), tensor]] * (len(used) - 1) + [[expert, tensor, ()]] or len(expert) > 1:
+    if used != [[expert, (), tensor]] * (len(used) - 1) + [[expert, tensor, ()]]:
         what = "are split, apart from fsdp, " + " and ".join(spec_text(P(*spec)) for spec in used)
         fix = 'P("expert", "fsdp", "tensor") into the hidden units and P("expert", ("tensor", "fsdp")) out of them'
         problems.append(Problem("the experts' kernels", what, fix=fix))
@@ -111,7 +111,7 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
         stored=tuple(map(tuple, stored)),
         used=tuple(map(tuple, used)),
         kept=tuple(tuple(spec_dims(placed.gradient, 3, split)) for placed in placements),
-        expert=ExpertAxis(expert[0], mesh.shape[expert[0]], has_ragged(mesh)) if expert else None,
+        expert=expert_axes(mesh, tuple(expert)),
         tensor=tensor,
         save_gathered=all(placed.save_gathered for placed in placements),
     )

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from spmd.layers.expert_dispatch import EXTRA_PASSES, Capacity, Dispatch, Dropless
+from spmd.layers.expert_exchange import Blocks
 from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
 from spmd.layers.grouped_matmul import grouped_gradient, grouped_matmul
 from spmd.layers.router import RouterConfig, Routing, expert_slots
@@ -55,12 +56,14 @@ def mixture_of_experts(
         out: Kernels `[expert, hidden, d]`.
     """
     kernels, capacity = (*into, out), config.capacity(x.shape[1])
-    where, dropped = routing.experts, jnp.zeros((), jnp.float32)
-    if config.dispatch == "capacity":
-        where, dropped = expert_slots(routing.experts, config.experts, capacity)
     scope = placement("expert_tokens", x.shape)
     layout = expert_layout(*scope, kernels) if scope else ExpertLayout()
     layer = _Layer(config, capacity, activation, layout)
+    where, dropped = routing.experts, jnp.zeros((), jnp.float32)
+    if config.dispatch == "capacity":
+        slots, dropped = expert_slots(routing.experts, config.experts, capacity)
+        is_kept = slots < config.experts * capacity
+        where = jnp.where(is_kept, routing.experts, config.experts) if layer.is_dropless else slots
     arrays = tuple(kernel.array for kernel in kernels)
     y, extra = _apply(layer, x, where, routing.weights, arrays)
     return y, {"dropped": dropped, "extra_passes": extra}
@@ -83,9 +86,17 @@ class _Layer:
     activation: Activation
     layout: ExpertLayout
 
+    @property
+    def is_dropless(self) -> bool:
+        """Whether rows have no slots: for capacities too where an example is split, since a part of it fills any slot.
+
+        Where experts choose, a token has a choice for each of them, nearly all without an expert: too many for rows.
+        """
+        return self.config.dispatch == "dropless" or (self.config.choice == "token" and bool(self.layout.tokens[1]))
+
     def dispatch(self, where: Array) -> Dispatch:
         """Return the ways of the rows of one device."""
-        if self.config.dispatch == "dropless":
+        if self.is_dropless:
             return Dropless(where.reshape(-1, where.shape[-1]), self.config, self.layout.expert, self.layout.over)
         return Capacity(where, self.config, self.layout.expert, self.capacity)
 
@@ -103,7 +114,7 @@ class _Layer:
     def received(self) -> _Received:
         """The specs of what experts get."""
         expert = self.layout.expert
-        is_sorted = self.config.dispatch == "dropless" and (expert is None or expert.ragged)
+        is_sorted = self.is_dropless and (expert is None or expert.kind is not Blocks)
         leading = () if is_sorted else (None,)
         rows: Any = P(*leading, self.layout.over or None)
         hidden: Any = P(*rows, self.layout.tensor or None)

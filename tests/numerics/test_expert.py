@@ -16,11 +16,12 @@ from spmd.errors import AnnotationError, RuleError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.layers import expert_layout, moe
+from spmd.layers.expert_exchange import ExpertAxes, Ragged
 from spmd.layers.expert_layout import ExpertKernel
 from spmd.layers.moe import mixture_of_experts
 from spmd.layers.router import RouterConfig, Routing, route
 from spmd.models.mixtral import PRESETS, Experts, MixtralConfig
-from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.partition_rules.mixtral import MIXTRAL, folded
 from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
@@ -149,12 +150,12 @@ CHOSEN = {
 }
 
 
-def over_devices(factor, sizes):
+def over_devices(factor, sizes, rules=MIXTRAL, **router):
     """Outputs, gradients and passes of `OnlyExperts` under a plan, and of every expert on every token."""
-    router = RouterConfig(experts=8, buffer_factor=factor)
+    router = RouterConfig(experts=8, buffer_factor=factor, **router)
     config = MixtralConfig(vocab=8, d_model=D, layers=1, heads=1, kv_heads=1, d_ff=HIDDEN, router=router)
     model = flax.from_nnx(lambda rngs: OnlyExperts(config, rngs=rngs))
-    rules = Rules([rule for rule in MIXTRAL.params if "experts/" in rule[0]], MIXTRAL.activations)
+    rules = Rules([rule for rule in rules.params if "experts/" in rule[0]], rules.activations)
     made = make_plan(tiny.mesh(**sizes), rules, model, optax.identity())
     x, weights = random(*TOKENS, D), jax.nn.softmax(random(*TOKENS, CHOICES, seed=3))
     arrays = (model.init(jax.random.key(0)), x, weights)
@@ -191,12 +192,19 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return output
 
 
+def axes_of_tpus(mesh, names):
+    return ExpertAxes(names, math.prod(mesh.shape[name] for name in names), Ragged if names else None)
+
+
 CASES = {
     "expert": (1.0, {"expert": 8}, (0, 3, 3, 0, 2)),
     "data": (1.25, {"data": 2, "expert": 4}, (0, 1, 1, 0, 1)),
     "unbounded": (8.0, {"expert": 8}, (0, 0, 0, 0, 0)),
     "fsdp-tensor": (1.0, {"fsdp": 2, "expert": 2, "tensor": 2}, (0, 3, 3, 0, 2)),
     "sequence": (1.0, {"sequence": 2, "expert": 4}, (0, 3, 3, 0, 2)),
+    "folded": (1.0, {"expert": 4, "tensor": 2}, (0, 3, 3, 0, 2), folded(MIXTRAL)),
+    "folded-of-all": (1.0, {"fsdp": 2, "tensor": 4}, (0, 3, 3, 0, 2), folded(MIXTRAL)),
+    "no-exchange": (1.0, {"data": 4, "fsdp": 2}, (0, 3, 3, 0, 2)),
 }
 """Factor of the buffer, mesh, and extra passes of each of `CHOSEN` in blocks; a ragged exchange needs no more."""
 
@@ -206,11 +214,11 @@ CASES = {
 def test_many_passes_equal_a_dense_sum(case, ragged, monkeypatch):
     """Outputs and all gradients, however uneven the load: nothing is dropped, and no buffer is larger."""
     if ragged:
-        monkeypatch.setattr(expert_layout, "has_ragged", lambda mesh: True)
+        monkeypatch.setattr(expert_layout, "expert_axes", axes_of_tpus)
         monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
         monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    factor, sizes, extra = CASES[case]
-    ours, by_hand = over_devices(factor, sizes)
+    factor, sizes, extra, *rules = CASES[case]
+    ours, by_hand = over_devices(factor, sizes, *rules)
     for (name, chosen), passes in zip(CHOSEN.items(), extra, strict=True):
         (_, (y, counts)), gradients = ours(chosen)
         (_, (expected, _)), others = by_hand(chosen)
