@@ -69,6 +69,7 @@ class Job:
         maxtext_arguments: Of its `train_compile`, besides the common ones; empty where it is not compared.
         sequences: For each device.
         tokens: In a sequence.
+        model: Fields of the model that differ from the config's.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Job:
     maxtext_arguments: Sequence[str] = ()
     sequences: int = 1
     tokens: int = 8192
+    model: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def machine(self) -> Topology:
@@ -92,7 +94,7 @@ class Job:
         sizes = {"data": 1, "tensor": 1, **self.mesh}
         flags = {f"mesh.{axis}": size for axis, size in sizes.items()}
         flags |= {"data.batch": self.sequences * self.machine.devices, "data.sequence": self.tokens}
-        flags |= {"precision": "bf16", "remat": "full"}
+        flags |= {"precision": "bf16", "remat": "full", **{f"model.{name}": n for name, n in self.model.items()}}
         given = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         return ["plan", self.config, "--topology", self.topology, *given, "--compile", "--json"]
 
@@ -173,6 +175,46 @@ JOBS = (
             "ici_expert_parallelism=8",
             _SPLIT,
         ),
+        sequences=4,
+        tokens=4096,
+    ),
+    # Of DeepSeek-V3's size, with Mixtral's layers on both sides: 256 experts, 8 a token. With four sequences a device
+    # MaxText needs 250 GiB of temporaries, for it has room for the worst load.
+    Job(
+        "deepseek",
+        "mixtral-8x7b",
+        "v5p:8x8x16",
+        {"fsdp": 16, "expert": 64},
+        Figures(temporaries=90.9, arguments=7.66, exchanged=300, compute=3),
+        Figures(90.89, 94.96, 65.59, 2803, 31.76, 7.658, 2642),
+        (
+            *("compile_topology=v5p-2048", "ici_fsdp_parallelism=16", "ici_expert_parallelism=64", _SPLIT),
+            *("decoder_block=mixtral", "num_experts=256", "num_experts_per_tok=8", "base_emb_dim=7168"),
+            *("base_num_query_heads=64", "base_num_kv_heads=32", "head_dim=112", "base_mlp_dim=2048"),
+            *("base_moe_mlp_dim=2048", "base_num_decoder_layers=61", "vocab_size=129280"),
+            *("enable_dropout=False", "logits_via_embedding=False"),
+        ),
+        tokens=4096,
+        model={
+            **{"vocab": 129_280, "d-model": 7168, "layers": 61, "heads": 64, "kv-heads": 32, "d-ff": 2048},
+            **{"router.experts": 256, "router.top-k": 8},
+        },
+    ),
+    # Where MaxText's ragged all-to-all is refused by the compiler ("limited ICI routing").
+    Job(
+        "mixtral-v5e",
+        "mixtral-8x7b",
+        "v5e:16x16",
+        {"fsdp": 32, "expert": 8},
+        Figures(temporaries=8, compute=1),
+        tokens=4096,
+    ),
+    Job(
+        "mixtral-h100",
+        "mixtral-8x7b",
+        "h100:16x8",
+        {"fsdp": 16, "expert": 8},
+        Figures(temporaries=14),
         sequences=4,
         tokens=4096,
     ),

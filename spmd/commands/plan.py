@@ -20,7 +20,7 @@ from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
 from spmd.run.build import TrainSetup, build_flags, build_schedule, make_setup, planned_mesh
 from spmd.run.config import M, TrainConfig
-from spmd.run.describe import exchange_line, execution_lines, flags_text, pipeline_line
+from spmd.run.describe import exchange_line, execution_lines, experts_line, flags_text, pipeline_line
 from spmd.run.init_from import check_init
 from spmd.run.load_config import load_config, other_config
 from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
@@ -152,6 +152,7 @@ def _to_json(
     return {
         **setup.plan.to_json(),
         "pipeline": pipeline_line(setup).strip() or None,
+        "experts": experts_line(setup, (platform, kind)).strip() or None,
         "exchange": exchange_line(setup).strip() or None,
         "topology": str(report.topology),
         "wrap": report.topology.wrap,
@@ -166,7 +167,7 @@ def _print_plan(
 ) -> None:
     platform, kind = report.topology.platform, report.topology.chip.device_kind
     tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
-    print(audit if audit else setup.plan.text(*tables), end=f"{execution_lines(setup)}\n")
+    print(audit if audit else setup.plan.text(*tables), end=f"{execution_lines(setup, (platform, kind))}\n")
     if init:
         print(init)
     print(flags_text(setup, platform, kind), exports(platform), sep="", end="")

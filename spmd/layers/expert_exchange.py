@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from spmd.layers.router import RouterConfig
 from spmd.sharding.mesh import AnyMesh
 
 _TILE, _SUBLANES = 128, 16
@@ -38,18 +39,35 @@ class ExpertAxes:
     kind: "type[Ragged | Blocks] | None"
 
 
-def expert_axes(mesh: AnyMesh, names: tuple[str, ...]) -> ExpertAxes:
-    """Return the axes with the exchange for a mesh's devices.
+def expert_axes(mesh: AnyMesh, names: tuple[str, ...], device: tuple[str, str] | None = None) -> ExpertAxes:
+    """Return the axes with the exchange for a mesh's devices, or for a platform and kind of `device`.
 
     TPUs have a ragged all-to-all, but for large slices of v5e, and a grouped matmul, so that a device with all experts
     keeps its rows sorted. On GPUs XLA's latency-hiding scheduler was seen to corrupt a ragged all-to-all
     (marin-community/marin, pull request 8081).
     """
     size = math.prod(mesh.shape[name] for name in names)
-    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "tpu":
+    if device is None and isinstance(mesh, Mesh):
+        device = mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind
+    platform, kind = device or ("cpu", "")
+    if platform != "tpu":
         return ExpertAxes(names, size, Blocks)
-    is_large_v5e = mesh.devices.flat[0].device_kind.startswith("TPU v5 lite") and mesh.size > _ROUTED
+    is_large_v5e = kind.startswith("TPU v5 lite") and mesh.size > _ROUTED
     return ExpertAxes(names, size, None if size == 1 else Blocks if is_large_v5e else Ragged)
+
+
+def describe_exchange(axes: ExpertAxes, config: RouterConfig) -> str:
+    """Return how rows are sent to experts, and what multiplies them there."""
+    batched = f"a batched product of {'slots' if config.dispatch == 'capacity' else 'blocks'}"
+    product = batched if config.dispatch == "capacity" or axes.kind is Blocks else "jax.lax.ragged_dot, a Mosaic kernel"
+    if config.dispatch == "capacity":
+        sent, size = "all-to-all of slots", f"capacity {config.capacity_factor:g}"
+    else:
+        sent = "ragged all-to-all" if axes.kind is Ragged else "all-to-all of blocks"
+        size = f"buffers of {config.buffer_factor:g}"
+    if axes.size == 1:
+        sent, size = "no exchange", "" if axes.kind is None and config.dispatch == "dropless" else size
+    return f"{config.dispatch}, {sent}{size and f', {size} × even load'}, {product}"
 
 
 def exchange(counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: float) -> "Ragged | Blocks | None":

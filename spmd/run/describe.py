@@ -1,17 +1,24 @@
-"""Lines that follow a plan's text: the pipeline, the slices, and XLA's flags."""
+"""Lines that follow a plan's text: the pipeline, experts, the slices, and XLA's flags."""
 
 import math
+import re
 
 from spmd.distributed.xla_flags import describe
 from spmd.gradients.exchange import AXES, exchange_bytes
+from spmd.layers.expert_exchange import describe_exchange, expert_axes
+from spmd.layers.router import RouterConfig
 from spmd.pipeline.tick_table import describe_execution
+from spmd.plan.manual import spec_dims, split_axes
 from spmd.run.build import TrainSetup, build_flags, count_microbatches
 from spmd.tree import human_bytes
 
 
-def execution_lines(setup: TrainSetup) -> str:
-    """Return the lines of the pipeline, the exchange of gradients and the slices, each after a line break."""
-    return f"{pipeline_line(setup)}{exchange_line(setup)}{slices_line(setup)}"
+def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) -> str:
+    """Return the lines of the pipeline, experts, the exchange of gradients and the slices, each after a line break.
+
+    `device` is the platform and kind of absent devices; by default, those of the mesh.
+    """
+    return f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{slices_line(setup)}"
 
 
 def pipeline_line(setup: TrainSetup) -> str:
@@ -20,6 +27,18 @@ def pipeline_line(setup: TrainSetup) -> str:
     if schedule is None:
         return ""
     return f"\npipeline {schedule.name}, {schedule.microbatches} microbatches; {describe_execution(schedule)}"
+
+
+def experts_line(setup: TrainSetup, device: tuple[str, str] | None = None) -> str:
+    """Return the experts of a layer, their devices, and how these get tokens; empty for a model without experts."""
+    router = getattr(setup.config.model, "router", None)
+    placed = [x for path, x in setup.plan.placements.items() if re.search(r"\bexperts/.*kernel", path)]
+    if not isinstance(router, RouterConfig) or not placed:
+        return ""
+    (names, *_) = spec_dims(placed[0].used, 3, split_axes(setup.mesh))
+    axes = expert_axes(setup.mesh, names, device)
+    over = "".join(f" over {'+'.join(names)}={axes.size}" for _ in names[:1])
+    return f"\nexperts {router.experts}{over}, {router.top_k} a token: {describe_exchange(axes, router)}"
 
 
 def exchange_line(setup: TrainSetup) -> str:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import AnnotationError, RuleError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
+from spmd.jaxpr import equations
 from spmd.layers import expert_layout, moe
 from spmd.layers.expert_exchange import ExpertAxes, Ragged
 from spmd.layers.expert_layout import ExpertKernel
@@ -227,6 +228,21 @@ def test_many_passes_equal_a_dense_sum(case, ragged, monkeypatch):
         scales = [max(np.abs(other).max(), 1e-3) for other in jax.tree.leaves((expected, others))]
         pairs = zip(jax.tree.leaves((y, gradients)), jax.tree.leaves((expected, others)), scales, strict=True)
         assert all(np.abs(a - b).max() <= 1e-5 * scale for a, b, scale in pairs), name
+
+
+def test_capacity_of_a_split_example_takes_no_more_room():
+    """The parts of an example fill any of its slots: their rows are exchanged without slots, and give the same sums."""
+    sent = {}
+    for sizes in ({"expert": 8}, {"sequence": 2, "expert": 4}):
+        ours, by_hand = over_devices(1.0, sizes, dispatch="capacity", capacity_factor=4.0)
+        (_, (y, _)), gradients = ours(CHOSEN["even"])
+        (_, (expected, _)), others = by_hand(CHOSEN["even"])
+        pairs = zip(jax.tree.leaves((y, gradients)), jax.tree.leaves((expected, others)), strict=True)
+        assert all(np.abs(a - b).max() <= 1e-5 * np.abs(b).max() for a, b in pairs)
+        moves = [e for e in equations(jax.make_jaxpr(ours)(CHOSEN["even"])) if e.primitive.name == "all_to_all"]
+        sent[len(sizes)] = max(e.invars[0].aval.size for e in moves)
+    assert sent[2] == 128 * D, "of rows, not of slots"
+    assert sent[1] == 4 * 128 * D, "the control: one example a device, whose slots are four times its rows"
 
 
 def test_control_a_pass_that_is_lost(monkeypatch):
