@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spmd.layers.expert_exchange import ExpertAxes, exchange
+from spmd.layers.expert_exchange import ExpertAxes, Ragged, exchange, row_by_row
 from spmd.layers.router import RouterConfig
 
 EXTRA_PASSES = "extra_passes"
@@ -104,6 +104,7 @@ class Dropless:
 
     def rows(self, tokens: Array) -> Array:
         """Return the token of each row, in order of experts."""
+        tokens = row_by_row(tokens) if isinstance(self._exchange, Ragged) else tokens
         return tokens.at[self._order // self._k].get(mode="promise_in_bounds")
 
     def choices(self, values: Array) -> Array:

@@ -78,6 +78,15 @@ def exchange(counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: 
     return axes.kind(every.reshape(axes.size, axes.size, -1), axes, rows, factor)
 
 
+def row_by_row(x: Float[Array, "row *d"]) -> Float[Array, "row *parts"]:
+    """Reshape rows to where XLA:TPU keeps each by itself, as a ragged all-to-all moves them: `[row, 2, d/2]` in bf16.
+
+    A tile of `[row, d]` has parts of 8 rows or 16. What is made in this shape need not be copied into it.
+    """
+    parts = max(1, 4 // x.dtype.itemsize)
+    return x.reshape(x.shape[0], parts, -1) if x.ndim == 2 and x.shape[1] % parts == 0 else x
+
+
 class Ragged:
     """Exchange by `jax.lax.ragged_all_to_all`: a pass has the next rows of each receiver, in the order of senders.
 
@@ -99,13 +108,16 @@ class Ragged:
     def send(self, rows: Float[Array, "row *d"], turn: Any) -> Float[Array, "buffer *d"]:
         """Return the rows that this device receives in a pass."""
         leaves, arrives, count = self._window(turn)
-        return self._move(rows, self._empty(self.buffer, rows), leaves, arrives, count)
+        received = self._move(rows, self._empty(self.buffer, rows), leaves, arrives, count)
+        return received.reshape(self.buffer, *(-1,) * (rows.ndim > 1))
 
     def back(self, received: Float[Array, "buffer *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
         """Return received rows to their senders, `onto` those of other passes."""
         leaves, arrives, count = (pairs.T for pairs in self._window(turn))
-        onto = self._empty(self._rows, received) if onto is None else onto
-        return self._move(received, onto, arrives, leaves, count)
+        received = row_by_row(received)
+        onto = self._empty(self._rows, received) if onto is None else row_by_row(onto)
+        rows = self._move(received, onto, arrives, leaves, count)
+        return rows.reshape(self._rows, *(-1,) * (rows.ndim > 1))
 
     def sizes(self, turn: Any) -> Int[Array, "own"]:
         """Return the number of received rows of each own expert."""
