@@ -18,6 +18,7 @@ beyond the first is computed again in it.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from spmd.errors import ConfigError, Problem
 from spmd.layers.expert_dispatch import EXTRA_PASSES, Capacity, Dispatch, Dropless
 from spmd.layers.expert_exchange import Blocks
 from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
@@ -100,6 +102,19 @@ class _Layer:
             return Dropless(where.reshape(-1, where.shape[-1]), self.config, self.layout.expert, self.layout.over)
         return Capacity(where, self.config, self.layout.expert, self.capacity)
 
+    def chunks(self, *arrays: Array) -> list[list[Array]]:
+        """Split arrays of a device's tokens into chunks: a list of parts for each."""
+        count = self.config.chunks
+        if count == 1:
+            return [list(arrays)]
+        tokens = math.prod(arrays[0].shape[:-1])
+        if tokens % count:
+            what, detail = "does not divide a device's tokens", f"{tokens} / {count} = {tokens / count:.4g}"
+            raise ConfigError(
+                "The experts' tokens cannot be split:", [Problem("router.chunks", what, detail, "1, or a divisor")]
+            )
+        return list(map(list, zip(*(jnp.split(_flat(array), count) for array in arrays), strict=True)))
+
     def manual(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Run `local` on the shards of each device."""
         mesh = self.layout.mesh
@@ -132,25 +147,30 @@ def _apply_forward(
     layout = layer.layout
 
     def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]) -> Any:
-        (*into, out), dispatch = layout.gather(kernels, x.dtype), layer.dispatch(where)
-        sent = dispatch.rows(_flat(x)), dispatch.choices(_flat(weights))
+        *into, out = layout.gather(kernels, x.dtype)
 
-        def result(turn: Any) -> tuple[Array, _Received]:
-            got = _receive(dispatch, sent, into, turn)
-            value = _scaled(layer.activation(*got.hidden), got.scales)
-            return grouped_matmul(value, out, dispatch.sizes(turn)), got
+        def chunk(x: Array, where: Array, weights: Array) -> tuple[Array, Any, _Received]:
+            dispatch = layer.dispatch(where)
+            sent = dispatch.rows(_flat(x)), dispatch.choices(_flat(weights))
 
-        first, got = result(0)
-        rows = _more(
-            dispatch, lambda turn, rows: dispatch.give(result(turn)[0], turn, rows), dispatch.give(first, 0, None)
-        )
-        y = psum(dispatch.combine(rows).astype(x.dtype), layout.tensor).reshape(x.shape)
-        return y, jnp.float32(dispatch.passes - 1), got, (*into, out) if layout.save_gathered else ()
+            def result(turn: Any) -> tuple[Array, _Received]:
+                got = _receive(dispatch, sent, into, turn)
+                value = _scaled(layer.activation(*got.hidden), got.scales)
+                return grouped_matmul(value, out, dispatch.sizes(turn)), got
+
+            first, got = result(0)
+            rows = _more(
+                dispatch, lambda turn, rows: dispatch.give(result(turn)[0], turn, rows), dispatch.give(first, 0, None)
+            )
+            return dispatch.combine(rows).astype(x.dtype), dispatch.passes - 1, got
+
+        ys, extra, got = zip(*(chunk(*part) for part in layer.chunks(x, where, weights)), strict=True)
+        y = psum(jnp.concatenate(ys), layout.tensor).reshape(x.shape)
+        return y, jnp.float32(sum(extra)), got, (*into, out) if layout.save_gathered else ()
 
     wholes = _specs(layout.used) if layout.save_gathered else ()
-    manual = layer.manual(
-        local, (*(layer.tokens,) * 3, _specs(layout.stored)), (layer.tokens, P(), layer.received, wholes)
-    )
+    received = (layer.received,) * layer.config.chunks
+    manual = layer.manual(local, (*(layer.tokens,) * 3, _specs(layout.stored)), (layer.tokens, P(), received, wholes))
     y, extra, got, gathered = manual(x, where, weights, kernels)
     return (y, extra), (x, where, weights, kernels, got, gathered)
 
@@ -161,9 +181,18 @@ def _apply_backward(
     layout, (x, where, weights, kernels, got, gathered) = layer.layout, saved
     dtypes = [kernel.dtype for kernel in kernels]
 
-    def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...], got: _Received, dy: Array) -> Any:
-        dispatch = layer.dispatch(where)
+    def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...], got: Any, dy: Array) -> Any:
         *into, out = kernels if layout.save_gathered else layout.gather(kernels, x.dtype)
+        chunks = zip(layer.chunks(x, where, weights, dy), got, strict=True)
+        dxs, dscales, dkernels = zip(*(chunk(into, out, had, *part) for part, had in chunks), strict=True)
+        dx, dweights = (psum(jnp.concatenate(parts), layout.tensor) for parts in (dxs, dscales))
+        sums = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *dkernels)
+        return dx.reshape(x.shape), dweights.reshape(weights.shape), tuple(layout.sum_gradients(sums))
+
+    def chunk(
+        into: Sequence[Array], out: Array, got: _Received, x: Array, where: Array, weights: Array, dy: Array
+    ) -> tuple[Array, Array, list[Array]]:
+        dispatch = layer.dispatch(where)
         dy = dispatch.rows(_flat(dy))
 
         def gradients(got: _Received, turn: Any) -> tuple[Array, Array, list[Array]]:
@@ -191,13 +220,11 @@ def _apply_backward(
         drows, dscales, dkernels = gradients(got, 0)
         first = dispatch.give(drows, 0, None), dispatch.give(dscales, 0, None), dkernels
         drows, dscales, dkernels = _more(dispatch, add, first)
-        dx = psum(dispatch.combine(drows).astype(x.dtype), layout.tensor).reshape(x.shape)
-        dweights = psum(dispatch.uncombined(dscales), layout.tensor).reshape(weights.shape).astype(weights.dtype)
-        return dx, dweights, tuple(layout.sum_gradients(dkernels))
+        return dispatch.combine(drows).astype(x.dtype), dispatch.uncombined(dscales).astype(weights.dtype), dkernels
 
     # The barrier keeps XLA from merging this gather with that of the forward pass and saving its result until now.
     kernels, used = (gathered, layout.used) if gathered else (jax.lax.optimization_barrier(kernels), layout.stored)
-    in_specs = (*(layer.tokens,) * 3, _specs(used), layer.received, layer.tokens)
+    in_specs = (*(layer.tokens,) * 3, _specs(used), (layer.received,) * layer.config.chunks, layer.tokens)
     manual = layer.manual(local, in_specs, (layer.tokens, layer.tokens, _specs(layout.kept)))
     dx, dweights, dkernels = manual(x, where, weights, kernels, got, dys[0])
     return dx, None, dweights, dkernels

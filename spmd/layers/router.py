@@ -65,10 +65,12 @@ class RouterConfig:
     """Capacity of an expert with dispatch=capacity, relative to even load; inf drops nothing."""
     buffer_factor: float = 1.25
     """Rows that a device takes in a pass with dispatch=dropless, relative to even load; more passes take the others."""
+    chunks: int = 1
+    """Parts of a device's tokens with dispatch=dropless: rows of one are sent while another's are multiplied."""
 
     def __post_init__(self) -> None:
         rules = {
-            **dict.fromkeys(("experts", "top_k", "groups", "top_groups"), "at least 1"),
+            **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "chunks"), "at least 1"),
             **dict.fromkeys(("bias_rate", "balance", "z_loss"), "at least 0 and finite"),
             "jitter": "at least 0 and below 1",
             "scale": "above 0 and finite",
@@ -91,6 +93,9 @@ class RouterConfig:
         if self.random_second and not self.normalise:
             why = "its probability is defined for weights that add up to 1"
             problems.append(Problem("router.random_second", "needs normalised weights", why, "normalise=True"))
+        if self.chunks > 1 and self.dispatch == "capacity":
+            why = "slots are of whole examples"
+            problems.append(Problem("router.chunks", "cannot be used with dispatch=capacity", why, "dropless"))
         if self.choice == "expert":
             conflicts = (
                 ("dispatch", self.dispatch == "dropless", "experts take as many tokens as their capacity", "capacity"),

@@ -206,6 +206,7 @@ CASES = {
     "folded": (1.0, {"expert": 4, "tensor": 2}, (0, 3, 3, 0, 2), folded(MIXTRAL)),
     "folded-of-all": (1.0, {"fsdp": 2, "tensor": 4}, (0, 3, 3, 0, 2), folded(MIXTRAL)),
     "no-exchange": (1.0, {"data": 4, "fsdp": 2}, (0, 3, 3, 0, 2)),
+    "chunks": (1.0, {"fsdp": 2, "expert": 4}, (0, 2, 2, 0, 2), MIXTRAL, 2),
 }
 """Factor of the buffer, mesh, and extra passes of each of `CHOSEN` in blocks; a ragged exchange needs no more."""
 
@@ -218,8 +219,8 @@ def test_many_passes_equal_a_dense_sum(case, ragged, monkeypatch):
         monkeypatch.setattr(expert_layout, "expert_axes", axes_of_tpus)
         monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
         monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    factor, sizes, extra, *rules = CASES[case]
-    ours, by_hand = over_devices(factor, sizes, *rules)
+    factor, sizes, extra, rules, chunks = (*CASES[case], *(MIXTRAL, 1)[len(CASES[case]) - 3 :])
+    ours, by_hand = over_devices(factor, sizes, rules, chunks=chunks)
     for (name, chosen), passes in zip(CHOSEN.items(), extra, strict=True):
         (_, (y, counts)), gradients = ours(chosen)
         (_, (expected, _)), others = by_hand(chosen)
