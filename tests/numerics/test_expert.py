@@ -293,6 +293,19 @@ def test_many_devices_equal_one(dispatch, sizes):
     job(dispatch).assert_parity(**sizes)
 
 
+PAIRS = [(dispatch, axis) for dispatch in CONFIGS for axis in ("data", "fsdp", "sequence", "tensor", "pipe")]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("dispatch", "axis"), PAIRS)
+def test_experts_beside_every_axis_equal_one_device(dispatch, axis):
+    """Two devices of experts and four of the other axis, and experts over both where that is `tensor`."""
+    size = 2 if axis in ("tensor", "pipe") else 4  # as many as key/value heads, and layers
+    job(dispatch).assert_parity(expert=2, **{axis: size})
+    if axis == "tensor":
+        job(dispatch).assert_parity(rules=folded(MIXTRAL), expert=4, tensor=2)
+
+
 def test_control_tokens_that_stay_where_they_are(monkeypatch):
     """An all-to-all that sends nothing is noticed."""
     monkeypatch.setattr(jax.lax, "all_to_all", lambda x, *_, **__: x)

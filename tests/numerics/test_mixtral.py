@@ -18,6 +18,7 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import cross_entropy, next_token_loss
 from spmd.jaxpr import equations
+from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.model_api.model import Model, Outputs
 from spmd.models.mixtral import DEEPSEEK_V3, GSHARD, PRESETS, SWITCH, MixtralConfig
@@ -25,6 +26,7 @@ from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
 from spmd.run.load_config import load_config
+from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import assert_parity, token_batches
 from tests import tiny
 from tests.rounding import assert_close, noise_of
@@ -306,8 +308,41 @@ def test_shipped_configs_are_found_and_planned(capsys):
     assert plan["parameters"] == EXACT["mixtral-8x7b"][0]
     specs = {leaf["path"]: leaf["spec"] for leaf in plan["params"]}
     assert specs["layers/moe/experts/up_proj/kernel"] == "P(pipe, expert, fsdp, tensor)"
+    exchange = "dropless, all-to-all of blocks, buffers of 1.25 × even load, a batched product of blocks"
+    assert plan["experts"] == f"experts 8 over expert=8, 2 a token: {exchange}"
     active = load_config("mixtral-tiny").model.matmul_params
     assert active == pytest.approx(load_config("demo").model.matmul_params, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "dispatch", "said"),
+    [
+        (
+            ("expert",),
+            ("tpu", "TPU v5"),
+            "dropless",
+            "ragged all-to-all, buffers of 1.25 × even load, jax.lax.ragged_dot",
+        ),
+        (
+            ("expert",),
+            ("tpu", "TPU v5 lite"),
+            "dropless",
+            "all-to-all of blocks, buffers of 1.25 × even load, a batched",
+        ),
+        (
+            ("expert",),
+            ("cuda", "H100"),
+            "capacity",
+            "all-to-all of slots, capacity 1.25 × even load, a batched product",
+        ),
+        ((), ("tpu", "TPU v5 lite"), "dropless", "no exchange, jax.lax.ragged_dot, a Mosaic kernel"),
+        ((), ("cuda", "H100"), "dropless", "no exchange, buffers of 1.25 × even load, a batched product of blocks"),
+    ],
+)
+def test_the_exchange_is_that_of_the_devices(names, device, dispatch, said):
+    """A slice of more than 16 v5e and GPUs send blocks, other TPUs what there is."""
+    axes = expert_axes(abstract_mesh(MeshShape(fsdp=8, expert=8)), names, device)
+    assert describe_exchange(axes, RouterConfig(dispatch=dispatch)).startswith(f"{dispatch}, {said}")
 
 
 def test_router_errors_reach_the_config():
