@@ -29,6 +29,7 @@ from spmd.layers.grouped_matmul import grouped_gradient, grouped_matmul
 GIB = 2**30
 SHAPES = {"mixtral-8x7b": (1, 40_960, 4096, 14_336), "deepseek-v3": (4, 163_840, 7168, 2048)}
 """Experts of a device, the rows it takes, and the two sides of a kernel: 4 sequences of 4096 tokens a device."""
+PALLAS = "jax.experimental.pallas.ops"
 TILES = (512, 512, 512)
 
 
@@ -41,7 +42,7 @@ def ragged(x: jax.Array, dy: jax.Array, kernel: jax.Array, sizes: jax.Array) -> 
 
 
 def megablox(x: jax.Array, dy: jax.Array, kernel: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
-    kernels = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")  # the package hides the module
+    kernels = importlib.import_module(f"{PALLAS}.tpu.megablox.gmm")  # the package hides the module
     return (
         kernels.gmm(x, kernel, sizes, x.dtype, TILES),
         kernels.gmm(dy, kernel, sizes, x.dtype, TILES, transpose_rhs=True),
@@ -50,13 +51,14 @@ def megablox(x: jax.Array, dy: jax.Array, kernel: jax.Array, sizes: jax.Array) -
 
 
 def mosaic_gpu(x: jax.Array, dy: jax.Array, kernel: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
-    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
-
+    products, gradients = (
+        importlib.import_module(f"{PALLAS}.gpu.{name}_mgpu") for name in ("ragged_dot", "transposed_ragged_dot")
+    )
     tiles = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 1}
     return (
-        ragged_dot_mgpu.ragged_dot(x, kernel, group_sizes=sizes, **tiles),
-        ragged_dot_mgpu.ragged_dot(dy, kernel, group_sizes=sizes, transpose_rhs=True, **tiles),
-        transposed_ragged_dot_mgpu.transposed_ragged_dot(x, dy, group_sizes=sizes, **tiles),
+        products.ragged_dot(x, kernel, group_sizes=sizes, **tiles),
+        products.ragged_dot(dy, kernel, group_sizes=sizes, transpose_rhs=True, **tiles),
+        gradients.transposed_ragged_dot(x, dy, group_sizes=sizes, **tiles),
     )
 
 
