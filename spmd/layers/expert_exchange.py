@@ -56,18 +56,17 @@ def expert_axes(mesh: AnyMesh, names: tuple[str, ...], device: tuple[str, str] |
     return ExpertAxes(names, size, None if size == 1 else Blocks if is_large_v5e else Ragged)
 
 
-def describe_exchange(axes: ExpertAxes, config: RouterConfig) -> str:
-    """Return how rows are sent to experts, and what multiplies them there."""
-    batched = f"a batched product of {'slots' if config.dispatch == 'capacity' else 'blocks'}"
-    product = batched if config.dispatch == "capacity" or axes.kind is Blocks else "jax.lax.ragged_dot, a Mosaic kernel"
-    if config.dispatch == "capacity":
-        sent, size = "all-to-all of slots", f"capacity {config.capacity_factor:g}"
-    else:
-        sent = "ragged all-to-all" if axes.kind is Ragged else "all-to-all of blocks"
-        size = f"buffers of {config.buffer_factor:g}"
-    if axes.size == 1:
-        sent, size = "no exchange", "" if axes.kind is None and config.dispatch == "dropless" else size
-    return f"{config.dispatch}, {sent}{size and f', {size} × even load'}, {product}"
+def describe_exchange(axes: ExpertAxes, config: RouterConfig, *, slots: bool) -> str:
+    """Return how rows are sent to experts, in `slots` or not, and what multiplies them there."""
+    factor, is_batched = (config.capacity_factor if slots else config.buffer_factor), slots or axes.kind is Blocks
+    parts = (
+        config.dispatch,
+        "no exchange" if axes.size == 1 else "all-to-all" if is_batched else "ragged all-to-all",
+        f"{'slots' if slots else 'buffers'} of {factor:g} × even load" if slots or axes.kind else "",
+        "batched products" if is_batched else "jax.lax.ragged_dot",
+        f"{config.chunks} chunks" if config.chunks > 1 else "",
+    )
+    return ", ".join(filter(None, parts))
 
 
 def exchange(counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: float) -> "Ragged | Blocks | None":

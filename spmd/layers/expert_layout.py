@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -50,6 +51,11 @@ class ExpertLayout:
     def over(self) -> tuple[str, ...]:
         """The axes that tokens are split over."""
         return tuple(itertools.chain(*self.tokens))
+
+    @property
+    def parts(self) -> int:
+        """The number of devices that tokens are split over."""
+        return math.prod(self.mesh.shape[axis] for axis in self.over) if self.mesh else 1
 
     def gather(self, kernels: Sequence[Array], dtype: jnp.dtype) -> list[Array]:
         """Gather kernels over the axes that products have whole, inside the program."""

@@ -27,7 +27,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from spmd.errors import ConfigError, Problem
 from spmd.layers.expert_dispatch import EXTRA_PASSES, Capacity, Dispatch, Dropless
 from spmd.layers.expert_exchange import Blocks
 from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
@@ -60,7 +59,8 @@ def mixture_of_experts(
     kernels, capacity = (*into, out), config.capacity(x.shape[1])
     scope = placement("expert_tokens", x.shape)
     layout = expert_layout(*scope, kernels) if scope else ExpertLayout()
-    layer = _Layer(config, capacity, activation, layout)
+    tokens = x.shape[0] * x.shape[1] // layout.parts
+    layer = _Layer(config, capacity, activation, layout, math.gcd(tokens, config.chunks))
     where, dropped = routing.experts, jnp.zeros((), jnp.float32)
     if config.dispatch == "capacity":
         slots, dropped = expert_slots(routing.experts, config.experts, capacity)
@@ -87,6 +87,7 @@ class _Layer:
     capacity: int
     activation: Activation
     layout: ExpertLayout
+    chunks: int
 
     @property
     def is_dropless(self) -> bool:
@@ -102,18 +103,11 @@ class _Layer:
             return Dropless(where.reshape(-1, where.shape[-1]), self.config, self.layout.expert, self.layout.over)
         return Capacity(where, self.config, self.layout.expert, self.capacity)
 
-    def chunks(self, *arrays: Array) -> list[list[Array]]:
+    def split(self, *arrays: Array) -> list[list[Array]]:
         """Split arrays of a device's tokens into chunks: a list of parts for each."""
-        count = self.config.chunks
-        if count == 1:
+        if self.chunks == 1:
             return [list(arrays)]
-        tokens = math.prod(arrays[0].shape[:-1])
-        if tokens % count:
-            what, detail = "does not divide a device's tokens", f"{tokens} / {count} = {tokens / count:.4g}"
-            raise ConfigError(
-                "The experts' tokens cannot be split:", [Problem("router.chunks", what, detail, "1, or a divisor")]
-            )
-        return list(map(list, zip(*(jnp.split(_flat(array), count) for array in arrays), strict=True)))
+        return list(map(list, zip(*(jnp.split(_flat(array), self.chunks) for array in arrays), strict=True)))
 
     def manual(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Run `local` on the shards of each device."""
@@ -164,12 +158,12 @@ def _apply_forward(
             )
             return dispatch.combine(rows).astype(x.dtype), dispatch.passes - 1, got
 
-        ys, extra, got = zip(*(chunk(*part) for part in layer.chunks(x, where, weights)), strict=True)
+        ys, extra, got = zip(*(chunk(*part) for part in layer.split(x, where, weights)), strict=True)
         y = psum(jnp.concatenate(ys), layout.tensor).reshape(x.shape)
         return y, jnp.float32(sum(extra)), got, (*into, out) if layout.save_gathered else ()
 
     wholes = _specs(layout.used) if layout.save_gathered else ()
-    received = (layer.received,) * layer.config.chunks
+    received = (layer.received,) * layer.chunks
     manual = layer.manual(local, (*(layer.tokens,) * 3, _specs(layout.stored)), (layer.tokens, P(), received, wholes))
     y, extra, got, gathered = manual(x, where, weights, kernels)
     return (y, extra), (x, where, weights, kernels, got, gathered)
@@ -183,7 +177,7 @@ def _apply_backward(
 
     def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...], got: Any, dy: Array) -> Any:
         *into, out = kernels if layout.save_gathered else layout.gather(kernels, x.dtype)
-        chunks = zip(layer.chunks(x, where, weights, dy), got, strict=True)
+        chunks = zip(layer.split(x, where, weights, dy), got, strict=True)
         dxs, dscales, dkernels = zip(*(chunk(into, out, had, *part) for part, had in chunks), strict=True)
         dx, dweights = (psum(jnp.concatenate(parts), layout.tensor) for parts in (dxs, dscales))
         sums = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *dkernels)
@@ -224,7 +218,7 @@ def _apply_backward(
 
     # The barrier keeps XLA from merging this gather with that of the forward pass and saving its result until now.
     kernels, used = (gathered, layout.used) if gathered else (jax.lax.optimization_barrier(kernels), layout.stored)
-    in_specs = (*(layer.tokens,) * 3, _specs(used), (layer.received,) * layer.config.chunks, layer.tokens)
+    in_specs = (*(layer.tokens,) * 3, _specs(used), (layer.received,) * layer.chunks, layer.tokens)
     manual = layer.manual(local, in_specs, (layer.tokens, layer.tokens, _specs(layout.kept)))
     dx, dweights, dkernels = manual(x, where, weights, kernels, got, dys[0])
     return dx, None, dweights, dkernels

@@ -66,7 +66,8 @@ class RouterConfig:
     buffer_factor: float = 1.25
     """Rows that a device takes in a pass with dispatch=dropless, relative to even load; more passes take the others."""
     chunks: int = 1
-    """Parts of a device's tokens with dispatch=dropless: rows of one are sent while another's are multiplied."""
+    """Parts of a device's tokens with dispatch=dropless, if they divide: rows of one are sent while another's are
+    multiplied."""
 
     def __post_init__(self) -> None:
         rules = {

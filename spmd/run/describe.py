@@ -38,7 +38,9 @@ def experts_line(setup: TrainSetup, device: tuple[str, str] | None = None) -> st
     (names, *_) = spec_dims(placed[0].used, 3, split_axes(setup.mesh))
     axes = expert_axes(setup.mesh, names, device)
     over = "".join(f" over {'+'.join(names)}={axes.size}" for _ in names[:1])
-    return f"\nexperts {router.experts}{over}, {router.top_k} a token: {describe_exchange(axes, router)}"
+    is_whole = setup.mesh.shape["sequence"] == 1 and "tensor" not in names
+    slots = router.dispatch == "capacity" and (is_whole or router.choice == "expert")
+    return f"\nexperts {router.experts}{over}, {router.top_k} a token: {describe_exchange(axes, router, slots=slots)}"
 
 
 def exchange_line(setup: TrainSetup) -> str:
