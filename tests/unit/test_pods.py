@@ -40,11 +40,11 @@ def test_missed() -> None:
 
 @pytest.mark.parametrize("job", JOBS, ids=[job.name for job in JOBS])
 def test_jobs_are_plans(job) -> None:
-    """Each is a `spmd plan` whose mesh is as large as its machine, with at least 8,192 tokens for a device."""
+    """Each is a `spmd plan` whose mesh is as large as its machine, with the tokens that it says."""
     command, _ = parse_command(PlanCommand, job.arguments[1:], "plan")
     data, devices = command.config.data, job.machine.devices
     assert planned_mesh(command.config).size == devices
-    assert data.batch * data.sequence >= 8192 * devices
+    assert data.batch * data.sequence == job.sequences * job.tokens * devices
     assert data.batch % devices == 0
     assert (command.config.precision, command.config.remat) == ("bf16", "full")
     assert command.config.optimizer.name == "adamw"
