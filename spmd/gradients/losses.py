@@ -138,14 +138,14 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
     """Return the cross-entropy of the next token, and each auxiliary loss and metric, as weighted sums."""
     sums = cross_entropy(outputs.logits, *_take(batch, "targets", "weights"), chunk=chunk)
     # The step divides by the weight, so a value of the batch is multiplied by it: zero if all tokens are padding.
-    arrays = {"arrays": dict(outputs.arrays)} if outputs.arrays else {}
-    others = jax.tree.map(lambda value: value * sums["weight"], {**outputs.losses, **outputs.metrics, **arrays})
+    others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
+    arrays = {name: value * sums["weight"] for name, value in outputs.arrays.items()}
     around = get_abstract_mesh()
-    if others and any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES):
-        problem = Problem(", ".join(others), "are of all examples of a microbatch", fix="--exchange-once none")
+    if (others or arrays) and any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES):
+        problem = Problem(", ".join([*others, *arrays]), "are of all examples of a microbatch", fix="--exchange-once none")
         raise ConfigError("A device cannot compute the loss of its examples alone:", [problem])
     loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])
-    return {**sums, **others, "loss": loss}
+    return {**sums, **others, "loss": loss, **({"arrays": arrays} if arrays else {})}
 
 
 def _tokens(batch: Any) -> tuple[Any, ...]:
