@@ -142,7 +142,8 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
     arrays = {name: value * sums["weight"] for name, value in outputs.arrays.items()}
     around = get_abstract_mesh()
     if (others or arrays) and any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES):
-        problem = Problem(", ".join([*others, *arrays]), "are of all examples of a microbatch", fix="--exchange-once none")
+        named = ", ".join([*others, *arrays])
+        problem = Problem(named, "are of all examples of a microbatch", fix="--exchange-once none")
         raise ConfigError("A device cannot compute the loss of its examples alone:", [problem])
     loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])
     return {**sums, **others, "loss": loss, **({"arrays": arrays} if arrays else {})}
