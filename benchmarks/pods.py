@@ -185,7 +185,9 @@ JOBS = (
         "mixtral-8x7b",
         "v5p:8x8x16",
         {"fsdp": 16, "expert": 64},
-        Figures(temporaries=90.8, gathered=94.9, reduced=65.5, sent=2802, compute=31.7, arguments=7.657, exchanged=2642),
+        Figures(
+            temporaries=90.8, gathered=94.9, reduced=65.5, sent=2802, compute=31.7, arguments=7.657, exchanged=2642
+        ),
         Figures(90.89, 94.96, 65.59, 2803, 31.76, 7.658, 2642),
         (
             *("compile_topology=v5p-2048", "ici_fsdp_parallelism=16", "ici_expert_parallelism=64", _SPLIT),
