@@ -18,7 +18,6 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from spmd.errors import ConfigError
-from spmd.observe.idle_experts import IdleExperts
 from spmd.observe.metrics import (
     COLUMNS,
     NOT_REPORTED,
@@ -255,21 +254,6 @@ def test_arrays_are_lists_and_histograms_and_not_on_the_console(tmp_path: Path) 
     histograms = [v for e in read_events(tmp_path / "tb") for v in e.summary.value if v.HasField("histo")]
     assert [(v.tag, v.histo.num) for v in histograms] == [("expert_load", 3)]
     assert stream.getvalue() == "step 1/9   loss  1.0000\n"
-
-
-def test_an_idle_expert_is_named_once_until_it_is_chosen() -> None:
-    """After as many steps as were asked for, with its layer; not one step before, and again only after a token."""
-    said: list[str] = []
-    watch = IdleExperts(said.append, steps=3)
-    watch.on_metrics(1, {"loss": 1.0})
-    for step, load in enumerate([[0, 1], [0, 0], [0, 0], [0, 0], [1, 0], [0, 1], [0, 1], [0, 1]], 1):
-        watch.on_metrics(step, {"arrays": {"expert_load": np.array([[1, 1], load])}})
-    assert [line.partition(":")[0] for line in said] == [
-        f"step {step}   no token in 3 steps for expert {expert} of layer 1" for step, expert in ((3, 0), (4, 1), (8, 0))
-    ]
-    watch = IdleExperts(said.append, steps=1)
-    watch.on_metrics(1, {"arrays": {"expert_load": np.zeros((2, 8))}})
-    assert "7 of layer 0 and 8 more: raise" in said[-1]
 
 
 def read_events(folder: Path) -> list[Any]:
