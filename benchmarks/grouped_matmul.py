@@ -5,8 +5,8 @@
 
 Forward and both gradients of one expert layer's kernel, in bf16, by each way there is: `jax.lax.ragged_dot`, which the
 library uses on TPUs; `megablox` and `mosaic_gpu`, JAX's own Pallas kernels; and `blocks`, a batched product, which the
-library uses elsewhere. A line has GiB of temporaries, GFLOP outside Pallas kernels, the seconds of the
-compiler's cycles outside them (on TPUs), and their number. No compiler counts the cycles of a Pallas kernel.
+library uses elsewhere. A line has GiB of temporaries, GFLOP (0 for GPUs, whose compiler counts none), and on TPUs the
+number of Pallas kernels and the seconds of the compiler's cycles outside them: it counts none in a Pallas kernel.
 """
 
 import argparse

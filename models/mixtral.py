@@ -335,10 +335,9 @@ class Mixtral(nnx.Module):
         load = reports["load"]
         load = load / load.mean(axis=-1, keepdims=True)
         metrics = {"load_spread": load.max(axis=-1).mean(), "idle_experts": (load == 0).sum(dtype=jnp.float32)}
+        metrics["extra_passes"] = reports["extra_passes"].sum()
         if config.router.dispatch == "capacity":
             metrics["dropped"] = reports["dropped"].mean()
-        else:
-            metrics["extra_passes"] = reports["extra_passes"].sum()
         losses = {name: reports[name].sum() for name, weight in weights.items() if weight}
         return Outputs(logits, losses, metrics, {"expert_load": load})
 
