@@ -15,7 +15,8 @@ _FORWARDS = ("opt-barrier", "async-done", "async-update", "call-done", "call-upd
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY\s+)?%?(?P<name>[\w.~-]+)\s*(?:\(.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT\s+)?%?(?P<name>[\w.~-]+) = ")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{[^{}]*?(?:S\((\d+)\))?\})?")
+_HOST_SPACE = "5"
 _CALLEES = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.~-]+)")
 _CALLEE_LISTS = re.compile(r"\b(branch_computations|called_computations|calls)=\{([^}]*)\}")
 _NOT_NAMES = re.compile(r"/\*.*?\*/|\{[^{}]*\}|\[[^\]]*\]")
@@ -23,10 +24,11 @@ _TABLE_ROW = re.compile(r"(\d+) (?:\"(.*)\"|\{(.*)\})$")
 
 
 class HloArray(NamedTuple):
-    """Element type and dimensions of one array on one device."""
+    """Element type and dimensions of one array on one device, or in host memory for it."""
 
     dtype: str
     dims: tuple[int, ...]
+    on_host: bool = False
 
     @property
     def size(self) -> int:
@@ -325,8 +327,8 @@ def _instruction(name: str, text: str) -> Instruction:
             bare = re.sub(r"\([^()]*\)", "", bare)
         operands = tuple(part.split()[-1].lstrip("%") for part in bare.split(","))
     arrays = tuple(
-        HloArray(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n))
-        for dtype, dims in _ARRAY.findall(shape)
+        HloArray(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), space == _HOST_SPACE)
+        for dtype, dims, space in _ARRAY.findall(shape)
     )
     return Instruction(name, opcode, arrays, operands, literal, rest[stop:])
 

@@ -6,6 +6,7 @@ A mesh is a plain `jax.sharding.Mesh` (or `AbstractMesh`, without devices) with 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -120,9 +121,14 @@ def make_mesh(
 
 def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str, int] | None = None) -> Mesh:
     """Make a mesh from a `MeshShape`, as `make_mesh` does from keyword arguments."""
-    shape = shape.resolve(len(devices))
-    check_slices(shape, slices or {})
-    outer = tuple((slices or {}).get(axis, 1) for axis in AXES)
+    grid = arrange_devices(shape.resolve(len(devices)), devices, slices or {})
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def arrange_devices(shape: MeshShape, devices: Sequence[Any], slices: Mapping[str, int]) -> np.ndarray:
+    """Return the devices of a mesh shape without -1, one dimension for each axis; they may be only descriptions."""
+    check_slices(shape, slices)
+    outer = tuple(slices.get(axis, 1) for axis in AXES)
     inner = tuple(size // n for size, n in zip(shape.sizes.values(), outer, strict=True))
     parts = _split(devices, math.prod(outer))
     if devices[0].platform == "cpu":
@@ -131,8 +137,7 @@ def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str
         grids = [mesh_utils.create_device_mesh(inner, part, allow_split_physical_axes=True) for part in parts]
     # [slices of each axis, the axes inside one slice] → each axis with its slices outermost.
     order = [dim for axis in range(len(AXES)) for dim in (axis, axis + len(AXES))]
-    grid = np.stack(grids).reshape(*outer, *inner).transpose(order).reshape(tuple(shape.sizes.values()))
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return np.stack(grids).reshape(*outer, *inner).transpose(order).reshape(tuple(shape.sizes.values()))
 
 
 def check_slices(shape: MeshShape, slices: Mapping[str, int]) -> None:
@@ -161,7 +166,7 @@ def slice_numbers(sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.nda
     return np.kron(numbers, np.ones(inner, int)).reshape(-1)
 
 
-def _split(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
+def _split(devices: Sequence[Any], count: int) -> list[list[Any]]:
     """Return the devices of each of `count` slices: groups of TPU slices, of hosts, or of one process's devices."""
     platform, numbers = devices[0].platform, [getattr(device, "slice_index", None) or 0 for device in devices]
     what = "slices"

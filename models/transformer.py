@@ -1,0 +1,137 @@
+"""Decoder of any published shape: a Llama whose MLP and attention windows are a choice, for plans and benchmarks.
+
+```python
+config = TransformerConfig(32_768, 5120, 32, 32, 32, 32_768, head_dim=256, mlp="relu", tied=True)
+```
+
+Where windows differ, a scanned layer is a group with one of each: `layers/block_0/…`, `layers/block_1/…`. Pipeline
+stages hold whole groups, and for a remat policy a group is one layer.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from spmd.errors import Problem
+from spmd.layers.ring_attention import Segments
+from spmd.models.layers import RMSNorm, gated, gelu, gelu_gated, make_layers
+from spmd.models.linear import Dense, Head, columns, rows
+from spmd.models.llama import Attention, Embedding, Llama, LlamaConfig
+from spmd.models.llama import MLP as GatedMLP
+from spmd.models.rope import Angles
+from spmd.plan.annotate import annotate
+
+_GATES = {"swiglu": gated, "geglu": gelu_gated}
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": functools.partial(gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig(LlamaConfig):
+    """Shape of a decoder."""
+
+    mlp: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"
+    """MLP: swiglu and geglu have three matrices (Shazeer, arXiv:2002.05202), gelu and relu two."""
+    windows: tuple[int, ...] = ()
+    """Sliding windows of consecutive layers, repeated; 0 for all preceding tokens, empty for `window` everywhere."""
+
+    def problems(self) -> list[Problem]:
+        """Return a problem for each invalid field."""
+        problems = super().problems()
+        if self.windows and self.layers % len(self.windows):
+            detail = f"{self.layers} / {len(self.windows)} = {self.layers / len(self.windows):.4g}"
+            problems.append(Problem("model.layers", "is no multiple of the windows", detail, "change one of them"))
+        return problems
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters in matmuls: kernels and the output head, not the embedding lookup."""
+        unused = 0 if self.mlp in _GATES else self.layers * self.d_model * self.d_ff
+        return super().matmul_params - unused
+
+    def build(self, rngs: nnx.Rngs) -> "Transformer":
+        """Build the model."""
+        return Transformer(self, rngs=rngs)
+
+
+PRESETS = {
+    "test": TransformerConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64, mlp="relu", tied=True),
+    "test-windows": TransformerConfig(64, 32, 4, 4, 2, 64, mlp="geglu", windows=(5, 0)),
+}
+"""Small shapes for tests."""
+
+
+class MLP(nnx.Module):
+    """`down(f(up(x)))` without biases."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.kind = config.mlp
+        self.up_proj = Dense(config.d_model, config.d_ff, rngs=rngs)
+        self.down_proj = Dense(config.d_ff, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
+        """Apply the MLP."""
+        (up,) = columns(x, (self.up_proj.kernel,), "mlp_input")
+        hidden = annotate(_ACTIVATIONS[self.kind](annotate(up, "mlp_up")), "mlp_hidden")
+        return rows(hidden, self.down_proj.kernel, "mlp_input")
+
+
+class Block(nnx.Module):
+    """Decoder layer: attention and MLP, each on a normalised copy of the residual stream.
+
+    Its input has a name of its own, `layer_input`, which remat policies may offload alone.
+    """
+
+    def __init__(self, config: TransformerConfig, *, window: int, rngs: nnx.Rngs) -> None:
+        self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config, window=window, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        gate = _GATES.get(config.mlp)
+        self.mlp = GatedMLP(config, gate=gate, rngs=rngs) if gate else MLP(config, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
+    ) -> Float[Array, "batch seq d"]:
+        """Return the residual stream after this layer."""
+        x = annotate(x, "layer_input")
+        x = annotate(x + self.attention(self.attention_norm(x), angles, segments), "residual")
+        return annotate(x + self.mlp(self.mlp_norm(x)), "residual")
+
+
+class Group(nnx.Module):
+    """Consecutive layers, one for each window."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        for number, window in enumerate(config.windows):
+            setattr(self, f"block_{number}", Block(config, window=window, rngs=rngs))
+        self.count = len(config.windows)
+
+    def __call__(
+        self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
+    ) -> Float[Array, "batch seq d"]:
+        """Return the residual stream after all of them."""
+        for number in range(self.count):
+            x = getattr(self, f"block_{number}")(x, angles, segments)
+        return x
+
+
+class Transformer(Llama):
+    """Causal language model from tokens to next-token logits."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        def make(rngs: nnx.Rngs) -> nnx.Module:
+            return Group(config, rngs=rngs) if config.windows else Block(config, window=config.window, rngs=rngs)
+
+        self.config = config
+        self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
+        count = config.layers // max(1, len(config.windows))
+        self.layers = make_layers(make, count, rngs.params(), stacked=config.stacked)
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.lm_head = None if config.tied else Head(config.d_model, config.vocab, rngs=rngs)

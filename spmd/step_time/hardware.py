@@ -1,0 +1,56 @@
+"""Published speeds of the chips that a topology can name, of one JAX device each.
+
+Sources: Google Cloud's pages on TPU system architecture; for one-way link and network speeds also "How to Scale Your
+Model" (Austin et al., 2025), chapter 2; NVIDIA's data sheets of A100, H100, H200, B200 (dense matmuls, NVLink, and one
+network card of 200 or 400 Gbit/s for each GPU).
+"""
+
+import dataclasses
+
+from spmd.analysis.topology import CHIPS, Topology
+from spmd.errors import ConfigError, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Speeds of one device; bytes/s are of one direction.
+
+    Attributes:
+        peak: FLOP/s of dense bfloat16 matmuls.
+        memory_bandwidth: Bytes/s between the device and its own memory.
+        link: Bytes/s of one torus link of a TPU, or of a GPU's NVLinks together.
+        network: Bytes/s of the network between slices or hosts.
+        host: Bytes/s between the device and its host's memory.
+        latency: Seconds of one hop of a collective.
+        network_latency: The same, between slices or hosts.
+    """
+
+    peak: float
+    memory_bandwidth: float
+    link: float
+    network: float
+    host: float
+    latency: float = 1e-6
+    network_latency: float = 10e-6
+
+
+HARDWARE = {
+    "v4": Hardware(275e12, 1228e9, 45e9, 6.25e9, 16e9),
+    "v5e": Hardware(197e12, 819e9, 45e9, 3.125e9, 16e9),
+    "v5p": Hardware(459e12, 2765e9, 90e9, 6.25e9, 16e9),
+    "v6e": Hardware(918e12, 1640e9, 90e9, 12.5e9, 32e9),
+    "tpu7x": Hardware(2307e12 / 2, 7380e9 / 2, 90e9 / 2, 12.5e9 / 2, 32e9),  # two devices share a chip's links
+    "a100": Hardware(312e12, 2039e9, 300e9, 25e9, 32e9, 5e-6),
+    "h100": Hardware(989e12, 3350e9, 450e9, 50e9, 64e9, 5e-6),
+    "h200": Hardware(989e12, 4800e9, 450e9, 50e9, 64e9, 5e-6),
+    "b200": Hardware(2250e12, 8000e9, 900e9, 50e9, 64e9, 5e-6),
+}
+"""Kind of chip → speeds."""
+
+
+def hardware_of(topology: Topology) -> Hardware:
+    """Return the speeds of a machine's devices; raise `ConfigError` for simulated ones, which have none."""
+    if topology.kind not in HARDWARE:
+        what, fix = f"{topology} has no published speed", f"one of: {', '.join(kind for kind in CHIPS if kind in HARDWARE)}"
+        raise ConfigError("Its time cannot be predicted:", [Problem("topology", what, fix=fix)])
+    return HARDWARE[topology.kind]

@@ -1,0 +1,164 @@
+"""Time of collectives on a machine's network: the torus of a TPU slice, NVLink inside a host, and what joins them.
+
+| machine | inside | between |
+|---|---|---|
+| TPU | links to both neighbours in each dimension of the torus, where it wraps around; a line where it does not | slices |
+| GPU | all GPUs of a host with each other | hosts |
+
+A gather of V bytes over a ring of n chips takes V·(n − 1)/n over the bandwidth of both directions; over several
+dimensions of a torus, of all of them together. A line has half of that: its ends receive everything over one link.
+Members that are s chips apart share their links with s − 1 other groups ("How to Scale Your Model", Austin et al., 2025,
+chapters 2 and 3).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spmd.analysis.topology import Topology
+from spmd.sharding.mesh import AXES, MeshShape, arrange_devices
+from spmd.step_time.hardware import Hardware, hardware_of
+
+_EXCHANGES = ("all-to-all", "ragged-all-to-all")
+_ONE_TO_ONE = ("collective-permute", "collective-broadcast")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Position of a device that is absent; has the attributes of a `jax.Device` that meshes are arranged by."""
+
+    id: int
+    platform: str
+    device_kind: str
+    coords: tuple[int, ...]
+    core_on_chip: int = 0
+    slice_index: int = 0
+    process_index: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Extent of a group of devices.
+
+    Attributes:
+        rings: For each dimension of the torus that the group extends along: chips, the distance between them, and
+            whether it closes to a ring.
+        local: Members in one slice or host.
+        parts: Slices or hosts.
+        cores: Members on one chip.
+    """
+
+    rings: tuple[tuple[int, int, bool], ...]
+    local: int
+    parts: int
+    cores: int = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """Network under a mesh.
+
+    Attributes:
+        places: `[device, (part, core, x, y, z)]` in the order of the mesh; a part is a slice or a host.
+        efficiency: Share of the published bandwidth that large collectives have.
+    """
+
+    topology: Topology
+    hardware: Hardware
+    places: np.ndarray
+    shape: Mapping[str, int]
+    efficiency: float = 0.8
+
+    def axis_group(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """Return one group of devices that differ along some mesh axes only."""
+        numbers = np.arange(len(self.places)).reshape([self.shape[axis] for axis in AXES])
+        return tuple(numbers[tuple(slice(None) if axis in axes else 0 for axis in AXES)].ravel().tolist())
+
+    def span(self, group: Sequence[int]) -> Span:
+        """Return the extent of a group."""
+        return _span(self, tuple(group))
+
+    def seconds(self, kind: str, payload: float, group: Sequence[int]) -> float:
+        """Return the time of a collective alone on the network; `payload` is that of the audit's records."""
+        return self.inside(kind, payload, group) + self.between(kind, payload, group)
+
+    def inside(self, kind: str, payload: float, group: Sequence[int]) -> float:
+        """Return the time of the part of a collective inside slices or hosts."""
+        span, hops = self.span(group), len(group)
+        if span.local < 2:
+            return 0.0
+        latency = self.hardware.latency
+        if self.topology.platform != "tpu":
+            volume = payload * (span.local - 1) / span.local * (2 if kind == "all-reduce" else 1)
+            return volume / (self.hardware.link * self.efficiency) + latency * math.log2(hops)
+        link = self.hardware.link * self.efficiency
+        if not span.rings:  # the cores of one chip
+            return latency
+        if kind in _ONE_TO_ONE:
+            return payload / link + latency
+        if kind in _EXCHANGES:  # each link carries what is sent across the middle of its ring
+            each = (payload * chips * far / (8 if ring else 4) for chips, far, ring in span.rings)
+            return span.cores * max(each) / (link * span.cores) + latency * hops
+        chips = math.prod(chips for chips, _, _ in span.rings)
+        bandwidth = span.cores * link * sum((2 if ring else 1) / far for _, far, ring in span.rings)
+        volume = payload * (chips - 1) / chips * (2 if kind == "all-reduce" else 1)
+        return volume / bandwidth + latency * sum(chips for chips, _, _ in span.rings)
+
+    def between(self, kind: str, payload: float, group: Sequence[int]) -> float:
+        """Return the time of the part of a collective between slices or hosts."""
+        span = self.span(group)
+        if span.parts < 2:
+            return 0.0
+        share = (span.parts - 1) / span.parts
+        # What is gathered or reduced inside crosses once for all members there; the rest is each member's own.
+        each = payload if kind in (*_EXCHANGES, *_ONE_TO_ONE) else payload / span.local
+        volume = each * share * (2 if kind == "all-reduce" else 1)
+        rounds = math.log2(span.parts) + 1
+        return volume / (self.hardware.network * self.efficiency) + rounds * self.hardware.network_latency
+
+
+def make_network(
+    topology: Topology, shape: MeshShape, slices: Mapping[str, int], hardware: Hardware | None = None
+) -> Network:
+    """Return the network under a mesh on a machine, whose devices need not exist."""
+    sizes = shape.resolve(topology.devices)
+    places = [_place(topology, number) for number in range(topology.devices)]
+    grid = arrange_devices(sizes, places, slices).ravel()
+    table = np.array([(_part(topology, p), p.core_on_chip, *p.coords) for p in grid])
+    return Network(topology, hardware or hardware_of(topology), table, sizes.sizes)
+
+
+@functools.lru_cache(1024)
+def _span(network: Network, group: tuple[int, ...]) -> Span:
+    places = network.places[list(group)]
+    first = places[places[:, 0] == places[0, 0]]
+    parts, cores = len(np.unique(places[:, 0])), len(np.unique(first[:, 1]))
+    rings = []
+    wraps, lengths = network.topology.wrap, (*network.topology.shape, 1, 1)
+    for dim in range(3 if network.topology.platform == "tpu" else 0):
+        positions = np.unique(first[:, 2 + dim])
+        if len(positions) > 1:
+            far = int(np.diff(positions).min())
+            closes = wraps[dim] and len(positions) * far == lengths[dim]
+            rings.append((len(positions), far, bool(closes)))
+    return Span(tuple(rings), len(first), parts, cores)
+
+
+def _place(topology: Topology, number: int) -> Place:
+    chip, kind = topology.chip, topology.chip.device_kind
+    if topology.platform != "tpu":
+        host, each = divmod(number, topology.shape[-1])
+        return Place(number, "gpu", kind, (each, 0, 0), process_index=host)
+    each = math.prod(topology.shape) * chip.devices
+    inside = number % each
+    x, y, z = (*topology.shape, 1, 1)[:3]
+    at, core = divmod(inside, chip.devices)
+    coords = (at % x, at // x % y, at // (x * y) % z)
+    return Place(number, "tpu", kind, coords, core, number // each, number // 4)
+
+
+def _part(topology: Topology, place: Place) -> int:
+    return place.slice_index if topology.platform == "tpu" else place.process_index

@@ -1,0 +1,146 @@
+"""Run of a schedule on one device: when each operation starts, what waits, and where the time goes."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from spmd.step_time.hardware import Hardware
+from spmd.step_time.network import Network
+from spmd.step_time.program import Block, Operation, Schedule, Transfer
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Calibration of compiled programs of one kind of chip; fitted to published steps by `benchmarks.backtest`.
+
+    Attributes:
+        matmul: Time of matmuls relative to the compiler's cycles.
+        memory: The same, of all other operations with cycles.
+        attention: Share of the peak FLOP/s that attention kernels reach.
+        network: Share of the published bandwidth that collectives reach.
+        straggling: Relative time added by each doubling of the slices.
+    """
+
+    matmul: float = 1.0
+    memory: float = 1.0
+    attention: float = 0.5
+    network: float = 0.8
+    straggling: float = 0.02
+
+
+class Span(NamedTuple):
+    """Occupation of a lane by one operation, in seconds."""
+
+    name: str
+    lane: str
+    start: float
+    seconds: float
+
+
+@dataclasses.dataclass
+class Timeline:
+    """Result of a run.
+
+    Attributes:
+        seconds: Length of the step.
+        spent: What the device does → seconds; they add up to the length.
+        exposed: Collective → seconds in which the device only waits for it.
+        moving: Collective → seconds in which it is moved.
+        spans: In order of their start, if they were asked for.
+    """
+
+    seconds: float = 0.0
+    spent: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    exposed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    moving: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    spans: list[Span] = dataclasses.field(default_factory=list)
+
+
+_LABELS = {"matmul": "matmuls", "attention": "attention", "kernel": "other kernels", "memory": "memory-bound work"}
+
+
+def run_schedule(
+    schedule: Schedule, network: Network, clock: float, rates: Rates, *, keep_spans: bool = False
+) -> Timeline:
+    """Run a schedule on a device with a clock in Hz.
+
+    Transfers over the same network wait for each other. A body of a loop is run once, and counted as often as it
+    repeats: its transfers end in it.
+    """
+    run = _Run(network, clock, rates, keep_spans)
+    run.execute(schedule, 1.0)
+    run.line.seconds = sum(run.line.spent.values())
+    return run.line
+
+
+class _Run:
+    def __init__(self, network: Network, clock: float, rates: Rates, keep_spans: bool) -> None:
+        self.network, self.clock, self.rates, self.keep_spans = network, clock, rates, keep_spans
+        self.hardware: Hardware = network.hardware
+        self.line, self.now = Timeline(), 0.0
+        self.free: dict[str, float] = collections.defaultdict(float)
+        self.ends: dict[tuple[str, ...], float] = {}
+
+    def execute(self, schedule: Schedule, times: float) -> None:
+        for entry in schedule:
+            if isinstance(entry, Block):
+                self._block(entry, times)
+            else:
+                self._operation(entry, times)
+
+    def _block(self, block: Block, times: float) -> None:
+        turns = float(block.times)
+        if not turns:
+            return
+        whole = int(turns) if self.keep_spans and turns == int(turns) else 1
+        before = self.now
+        for _ in range(whole):
+            self.execute(block.body, times * turns / whole)
+        self.now = before + (self.now - before) * turns / whole
+
+    def _operation(self, operation: Operation, times: float) -> None:
+        if operation.kind == "start":
+            self._start(operation, times)
+        elif operation.kind == "done":
+            assert operation.transfer is not None
+            wait = max(0.0, self.ends.pop(operation.key, self.now) - self.now)
+            self._wait(operation.transfer, wait, times)
+        elif operation.kind == "transfer":
+            assert operation.transfer is not None
+            self._start(operation, times)
+            self._wait(operation.transfer, self.ends.pop(operation.key) - self.now, times)
+        else:
+            self._spend(operation.name, _LABELS[operation.kind], self._seconds(operation), times)
+
+    def _seconds(self, operation: Operation) -> float:
+        rates, hardware = self.rates, self.hardware
+        if operation.kind in ("attention", "kernel"):
+            moved = operation.bytes / hardware.memory_bandwidth
+            return max(operation.flops / (hardware.peak * rates.attention), moved)
+        return operation.cycles / self.clock * (rates.matmul if operation.kind == "matmul" else rates.memory)
+
+    def _start(self, operation: Operation, times: float) -> None:
+        transfer = operation.transfer
+        assert transfer is not None
+        if transfer.over == "host":
+            lane, length = transfer.kind, transfer.payload / self.hardware.host
+        else:
+            lane = "network"
+            length = self.network.seconds(transfer.kind, transfer.payload, transfer.group)
+        begin = max(self.now, self.free[lane])
+        self.free[lane] = self.ends[operation.key] = begin + length
+        self.line.moving[transfer.instruction] += length * times
+        if self.keep_spans:
+            self.line.spans.append(Span(f"{transfer.kind} {transfer.over} {transfer.instruction}", lane, begin, length))
+
+    def _wait(self, transfer: Transfer, seconds: float, times: float) -> None:
+        self.line.exposed[transfer.instruction] += seconds * times
+        label = "host transfers" if transfer.over == "host" else f"exposed collectives over {transfer.over}"
+        self._spend(f"wait for {transfer.instruction}", label, seconds, times)
+
+    def _spend(self, name: str, label: str, seconds: float, times: float) -> None:
+        if self.keep_spans and seconds:
+            self.line.spans.append(Span(name, label, self.now, seconds))
+        self.line.spent[label] += seconds * times
+        self.now += seconds
