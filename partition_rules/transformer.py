@@ -1,17 +1,20 @@
-"""Transformer of any published shape: Llama's tables, for the parts that its config has."""
+"""Transformer of any published shape: Llama's tables, for the parts that a model has."""
 
 import dataclasses
 
-from spmd.models.transformer import TransformerConfig
 from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
 from spmd.sharding.rules import Rules, replicate
 
 
-def transformer_rules(config: TransformerConfig) -> Rules:
-    """Return Llama's table without what the config does not have: a head of its own, a gate."""
-    rules = LLAMA_TIED if config.tied else LLAMA
-    absent = () if config.mlp in ("swiglu", "geglu") else ("mlp_gate",)
-    activations = [(name, spec) for name, spec in rules.activations if name not in absent]
-    activations.append(("layer_input", dict(activations)["residual"]))
-    norms = [("attention/(q|k)_norm/scale", replicate("norm scales are a few KiB"))] if config.qk_norm else []
-    return dataclasses.replace(rules, params=(*rules.params, *norms), activations=activations)
+def transformer_rules(*, gated: bool = True, tied: bool = False, qk_norm: bool = False) -> Rules:
+    """Return the table of a model with or without a gate in its MLP, a head of its own, and norms of queries and keys.
+
+    Example:
+        >>> "mlp_gate" in dict(transformer_rules(gated=False).activations)
+        False
+    """
+    rules = LLAMA_TIED if tied else LLAMA
+    activations = {name: spec for name, spec in rules.activations if gated or name != "mlp_gate"}
+    activations["layer_input"] = activations["residual"]
+    norms = [("attention/(q|k)_norm/scale", replicate("norm scales are a few KiB"))] if qk_norm else []
+    return dataclasses.replace(rules, params=(*rules.params, *norms), activations=tuple(activations.items()))

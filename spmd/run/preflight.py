@@ -70,6 +70,12 @@ def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | N
     return collectives, read_memory(compiled), cycles
 
 
+def compile_text(setup: TrainSetup) -> str:
+    """Return the text of the compiled step."""
+    with compilation_cache(None), compiler_log():
+        return setup.step.compile(abstract_batch(setup.config)).as_text() or ""
+
+
 def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
     """Return the config's mesh over the devices of an absent machine."""
     return mesh_of(config.mesh, topology_devices(topology), config.slices.sizes)

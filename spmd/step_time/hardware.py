@@ -9,6 +9,7 @@ import dataclasses
 
 from spmd.analysis.topology import CHIPS, Topology
 from spmd.errors import ConfigError, Problem
+from spmd.observe.metrics import peak_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +35,21 @@ class Hardware:
     network_latency: float = 10e-6
 
 
+_SPEEDS = {
+    "v4": (1228e9, 45e9, 6.25e9, 16e9),
+    "v5e": (819e9, 45e9, 3.125e9, 16e9),
+    "v5p": (2765e9, 90e9, 6.25e9, 16e9),
+    "v6e": (1640e9, 90e9, 12.5e9, 32e9),
+    "tpu7x": (7380e9 / 2, 90e9 / 2, 12.5e9 / 2, 32e9),  # two devices share a chip's memory and links
+    "a100": (2039e9, 300e9, 25e9, 32e9, 5e-6),
+    "h100": (3350e9, 450e9, 50e9, 64e9, 5e-6),
+    "h200": (4800e9, 450e9, 50e9, 64e9, 5e-6),
+    "b200": (8000e9, 900e9, 50e9, 64e9, 5e-6),
+}
 HARDWARE = {
-    "v4": Hardware(275e12, 1228e9, 45e9, 6.25e9, 16e9),
-    "v5e": Hardware(197e12, 819e9, 45e9, 3.125e9, 16e9),
-    "v5p": Hardware(459e12, 2765e9, 90e9, 6.25e9, 16e9),
-    "v6e": Hardware(918e12, 1640e9, 90e9, 12.5e9, 32e9),
-    "tpu7x": Hardware(2307e12 / 2, 7380e9 / 2, 90e9 / 2, 12.5e9 / 2, 32e9),  # two devices share a chip's links
-    "a100": Hardware(312e12, 2039e9, 300e9, 25e9, 32e9, 5e-6),
-    "h100": Hardware(989e12, 3350e9, 450e9, 50e9, 64e9, 5e-6),
-    "h200": Hardware(989e12, 4800e9, 450e9, 50e9, 64e9, 5e-6),
-    "b200": Hardware(2250e12, 8000e9, 900e9, 50e9, 64e9, 5e-6),
+    kind: Hardware(peak, *speeds)
+    for kind, speeds in _SPEEDS.items()
+    if (peak := peak_flops(CHIPS[kind].device_kind)) is not None
 }
 """Kind of chip → speeds."""
 
@@ -51,6 +57,7 @@ HARDWARE = {
 def hardware_of(topology: Topology) -> Hardware:
     """Return the speeds of a machine's devices; raise `ConfigError` for simulated ones, which have none."""
     if topology.kind not in HARDWARE:
-        what, fix = f"{topology} has no published speed", f"one of: {', '.join(kind for kind in CHIPS if kind in HARDWARE)}"
-        raise ConfigError("Its time cannot be predicted:", [Problem("topology", what, fix=fix)])
+        what = f"is {topology}: no speeds are known of {topology.kind}"
+        problem = Problem("topology", what, fix=f"one of: {', '.join(HARDWARE)}")
+        raise ConfigError("The time of a step cannot be predicted:", [problem])
     return HARDWARE[topology.kind]

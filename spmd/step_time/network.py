@@ -82,8 +82,12 @@ class Network:
         return _span(self, tuple(group))
 
     def seconds(self, kind: str, payload: float, group: Sequence[int]) -> float:
-        """Return the time of a collective alone on the network; `payload` is that of the audit's records."""
-        return self.inside(kind, payload, group) + self.between(kind, payload, group)
+        """Return the time of a collective alone on the network; `payload` is that of the audit's records.
+
+        A TPU's hosts get what slices have finished inside; GPUs send to other hosts what they still gather inside.
+        """
+        parts = self.inside(kind, payload, group), self.between(kind, payload, group)
+        return sum(parts) if self.topology.platform == "tpu" else max(parts)
 
     def inside(self, kind: str, payload: float, group: Sequence[int]) -> float:
         """Return the time of the part of a collective inside slices or hosts."""

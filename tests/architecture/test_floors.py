@@ -32,6 +32,7 @@ FLOORS = (
         "observe",
         "resilience",
         "analysis",
+        "step_time",
         "parity",
         "testing",
         "hf",

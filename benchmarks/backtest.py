@@ -1,0 +1,238 @@
+"""Backtest of the predicted step time against published throughput.
+
+    python -m benchmarks.backtest --rows FILE
+    python -m benchmarks.backtest --rows FILE --compile --json
+
+Each row of FILE (`benchmarks.published_rows`) is rebuilt, and its tokens/s of one chip are predicted by closed forms;
+with `--compile`, those of TPUs by the schedule of the compiled program (`benchmarks.backtest_compile`). Rates are fitted
+for each chip on the rows of all model families but one, and that one is predicted; a chip with one family is fitted on
+it. The baseline is one constant MFU of each chip, the median of the same folds. Of each chip are printed: rows and how
+many were rebuilt, mean absolute error, the baseline's, and Kendall's rank correlation within families of five rows.
+
+`--fit` prints the rates fitted on all rows, as `spmd/step_time/calibration.py` has them.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+from scipy.stats import kendalltau
+
+from benchmarks.backtest_compile import CompiledRow, compile_rows
+from benchmarks.published_rows import Rebuilt, Row, read_rows, rebuild
+from spmd.errors import SpmdError
+from spmd.step_time.closed_form import ClosedRates, closed_form
+from spmd.step_time.timeline import Rates
+
+CLOSED_PRIORS = {
+    "cuda": ClosedRates(matmul=0.8, half=500, attention=0.28, passes=1.6, exposed=1.1, hop=3e-5),
+    "tpu": ClosedRates(matmul=0.72, half=300, attention=0.45, passes=1.5, exposed=0.5, hop=1e-5),
+}
+"""Rates before any row of a chip is seen; a fit is drawn to them, so that few rows move what they show."""
+
+COMPILED_PRIOR = Rates()
+_PULL = 0.25
+"""Weight of a relative deviation from the prior, where that of a row's relative error is 1."""
+_TOLERANCE = 0.1  # relative error above which a row pulls less than in proportion
+_BOUNDS = 6.0  # a rate stays within this factor of its prior
+_FAMILY = 5
+"""Fewest rows of a family whose order is judged."""
+
+Predict = Callable[[Rebuilt, Any], float]
+
+
+def predict_closed(job: Rebuilt, rates: ClosedRates) -> float:
+    """Return the tokens in a second on one chip, by closed forms."""
+    return job.tokens_per_second(sum(closed_form(job.work, job.network, rates).values()))
+
+
+def fit(jobs: Sequence[Rebuilt], predict: Predict, prior: Any) -> Any:
+    """Return the rates that fit rows best; relative errors, with a pull to the prior."""
+    fixed = {field.name for field in dataclasses.fields(prior)} & {"spread"}
+    names = [field.name for field in dataclasses.fields(prior) if field.name not in fixed]
+    start = np.log([getattr(prior, name) for name in names])
+
+    def rates(x: np.ndarray) -> Any:
+        return dataclasses.replace(prior, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        found = rates(x)
+        rows = [np.log(predict(job, found) / job.published) for job in jobs]
+        return np.array([*rows, *(_PULL * (x - start))])
+
+    bounds = (start - np.log(_BOUNDS), start + np.log(_BOUNDS))
+    return rates(least_squares(errors, start, bounds=bounds, loss="soft_l1", f_scale=_TOLERANCE).x)
+
+
+def family(job: Rebuilt) -> str:
+    """Return the model family of a row: rows of one model belong together."""
+    return str(job.row["model"])
+
+
+def leave_one_out(jobs: Sequence[Rebuilt], predict: Predict, prior: Any) -> tuple[list[float], list[float]]:
+    """Return the prediction and the baseline of each row, fitted on the rows of other families."""
+    predicted, baseline = dict[int, float](), dict[int, float]()
+    for held in sorted({family(job) for job in jobs}):
+        others = [job for job in jobs if family(job) != held] or list(jobs)
+        found = fit(others, predict, prior)
+        each = [job.work.model_flops / job.work.tokens for job in others]
+        flops = statistics.median(job.published * n for job, n in zip(others, each, strict=True))
+        for job in jobs:
+            if family(job) == held:
+                predicted[id(job)] = predict(job, found)
+                baseline[id(job)] = flops / (job.work.model_flops / job.work.tokens)
+    return [predicted[id(job)] for job in jobs], [baseline[id(job)] for job in jobs]
+
+
+def error(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> float:
+    """Return the mean absolute relative error."""
+    return statistics.mean(abs(p / job.published - 1) for job, p in zip(jobs, predicted, strict=True))
+
+
+def rank(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> dict[str, float]:
+    """Return family → Kendall's τ of its rows."""
+    groups = collections.defaultdict(list)
+    for job, p in zip(jobs, predicted, strict=True):
+        groups[family(job)].append((job.published, p))
+    return {
+        name: float(kendalltau(*zip(*pairs, strict=True)).statistic)
+        for name, pairs in groups.items()
+        if len(pairs) >= _FAMILY
+    }
+
+
+def slopes(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> list[str]:
+    """Return, for each family, the change of speed between its rows that differ most: published and predicted."""
+    lines = []
+    for what, key in (
+        ("slices", lambda job: job.topology.slices),
+        ("sequence", lambda job: job.work.sequence),
+        ("tensor", lambda job: job.work.mesh["tensor"]),
+    ):
+        for name in sorted({family(job) for job in jobs}):
+            rows = sorted((key(j), j.published, p) for j, p in zip(jobs, predicted, strict=True) if family(j) == name)
+            if rows and rows[0][0] != rows[-1][0]:
+                (a, before, guess), (b, after, guessed) = rows[0], rows[-1]
+                lines.append(f"{name}, {what} {a} → {b}: {after / before - 1:+.1%}, predicted {guessed / guess - 1:+.1%}")
+    return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class ChipResult:
+    """Backtest of one chip."""
+
+    rows: int
+    built: int
+    mape: float
+    baseline: float
+    tau: Mapping[str, float]
+    spread: float
+    rates: Any
+    slopes: Sequence[str]
+    predictions: Sequence[tuple[Rebuilt, float]]
+
+
+def backtest(jobs: Sequence[Rebuilt], rows: int, predict: Predict, prior: Any) -> ChipResult:
+    """Backtest the rows of one chip."""
+    predicted, baseline = leave_one_out(jobs, predict, prior)
+    wrong = sorted(abs(p / job.published - 1) for job, p in zip(jobs, predicted, strict=True))
+    return ChipResult(
+        rows=rows,
+        built=len(jobs),
+        mape=error(jobs, predicted),
+        baseline=error(jobs, baseline),
+        tau=rank(jobs, predicted),
+        spread=wrong[min(len(wrong) - 1, int(0.9 * len(wrong)))],
+        rates=fit(jobs, predict, prior),
+        slopes=slopes(jobs, predicted),
+        predictions=list(zip(jobs, predicted, strict=True)),
+    )
+
+
+def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> tuple[dict[str, ChipResult], dict[int, str]]:
+    """Backtest all chips; return chip → result, and number of a row → why it was not rebuilt.
+
+    Experts are only in rows of their own: the rates are fitted on dense rows, and both are predicted.
+    """
+    found = {number: rebuild(row) for number, row in enumerate(rows)}
+    reasons = {number: job for number, job in found.items() if isinstance(job, str)}
+    results = {}
+    for chip in dict.fromkeys(row["chip"] for row in rows):
+        jobs = {n: job for n, job in found.items() if isinstance(job, Rebuilt) and job.row["chip"] == chip}
+        if compiled is not None:
+            jobs = {n: job for n, job in jobs.items() if n in compiled}
+        chosen = [job for job in jobs.values() if job.is_dense]
+        if not chosen:
+            continue
+        total = sum(row["chip"] == chip for row in rows)
+        if compiled is None:
+            results[chip] = backtest(chosen, total, predict_closed, CLOSED_PRIORS[chosen[0].topology.platform])
+        else:
+            programs = {id(job): compiled[n] for n, job in jobs.items()}
+            results[chip] = backtest(
+                chosen, total, lambda job, rates, of=programs: of[id(job)].tokens_per_second(job, rates), COMPILED_PRIOR
+            )
+    return results, reasons
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", required=True, metavar="FILE", help="published rows, a JSON list")
+    parser.add_argument("--compile", action="store_true", help="compile the rows of TPUs and read their schedules")
+    parser.add_argument("--cache", default="build/backtest", metavar="FOLDER", help="compiled programs, to resume from")
+    parser.add_argument("--json", action="store_true", help="print one object, chip → figures")
+    parser.add_argument("--fit", action="store_true", help="print the rates fitted on all rows")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each row")
+    options = parser.parse_args()
+    try:
+        rows = read_rows(options.rows)
+    except SpmdError as problem:
+        print(f"backtest: {problem}", file=sys.stderr)
+        return 2
+    jobs = {n: job for n, row in enumerate(rows) if isinstance(job := rebuild(row), Rebuilt)}
+    compiled, failed = compile_rows(jobs, options.cache) if options.compile else (None, {})
+    results, reasons = run(rows, compiled)
+    reasons |= failed
+    if options.json:
+        figures = ("rows", "built", "mape", "baseline", "tau")
+        print(json.dumps({c: {name: getattr(r, name) for name in figures} for c, r in results.items()}, indent=2))
+        return 0
+    _print(results, reasons, rows, options.fit, options.verbose)
+    return 0
+
+
+def _print(
+    results: Mapping[str, ChipResult], reasons: Mapping[int, str], rows: Sequence[Row], fitted: bool, verbose: bool
+) -> None:
+    print(f"{'chip':16}{'rows':>6}{'rebuilt':>9}{'error':>8}{'constant MFU':>14}  rank correlation (τ) in families")
+    for chip, result in results.items():
+        taus = ", ".join(f"{name} {tau:.2f}" for name, tau in result.tau.items())
+        print(f"{chip:16}{result.rows:6}{result.built:9}{result.mape:8.1%}{result.baseline:14.1%}  {taus}")
+    for chip, result in results.items():
+        for line in result.slopes:
+            print(f"{chip}: {line}")
+        if verbose:
+            for job, predicted in result.predictions:
+                mesh = ", ".join(f"{axis}={size}" for axis, size in job.row["mesh"].items())
+                what = f"{job.row['model']} on {job.topology}, {mesh}, {job.row['seq']} tokens, {job.row['remat'][:20]}"
+                print(f"{chip}: {what}: {job.published:.5g}, predicted {predicted:.5g} ({predicted / job.published - 1:+.1%})")
+        if fitted:
+            print(f"{chip}: {dataclasses.replace(result.rates, **_spread(result))}")
+    counts = collections.Counter((reason, rows[number]["chip"]) for number, reason in reasons.items())
+    for (reason, chip), count in counts.items():
+        print(f"not rebuilt: {count} of {chip}: {reason}")
+
+
+def _spread(result: ChipResult) -> dict[str, float]:
+    return {"spread": result.spread} if hasattr(result.rates, "spread") else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

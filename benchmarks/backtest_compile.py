@@ -1,0 +1,153 @@
+"""Compiled programs of published rows, one process each, kept in a folder.
+
+Rows that differ in the number of slices share the program of one slice: between slices a gradient is reduced, whose time
+is added, and slices wait for the slowest.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import spmd
+from benchmarks.published_rows import Rebuilt
+from spmd.analysis.hlo import parse
+from spmd.analysis.topology import missing_extra, parse_topology
+from spmd.distributed.initialize import initialize
+from spmd.models.transformer import TransformerConfig
+from spmd.observe.waiting import show_waiting_for
+from spmd.partition_rules.transformer import transformer_rules
+from spmd.run.build import make_setup
+from spmd.run.preflight import compile_text, topology_mesh
+from spmd.sharding.mesh import AXES, MeshShape, slice_numbers
+from spmd.step_time.network import Network, make_network
+from spmd.step_time.program import Schedule, read_schedule
+from spmd.step_time.timeline import Rates, run_schedule
+
+_FLAGS = {"v6e": ("preset", "xla_tpu_scoped_vmem_limit_kib=98304")}
+"""Chip → flags that its published recipes set, besides those of this package (tpu-recipes, training/trillium)."""
+
+_MLPS = {"relu": "relu", "gelu": "gelu", "geglu": "geglu", "swiglu": "swiglu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledRow:
+    """Schedule of a row's program on one slice."""
+
+    schedule: Schedule
+    network: Network
+
+    def tokens_per_second(self, job: Rebuilt, rates: Rates) -> float:
+        """Return the tokens in a second on one chip."""
+        network = dataclasses.replace(self.network, efficiency=rates.network)
+        clock = network.topology.chip.clock
+        assert clock is not None
+        seconds = run_schedule(self.schedule, network, clock, rates).seconds
+        if (count := job.topology.slices) > 1:
+            shards = math.prod(size for axis, size in job.work.mesh.items() if axis != "data")
+            group = job.network.axis_group(("data",))
+            seconds += job.network.between("all-reduce", job.work.params / shards * job.work.reduced_bytes, group)
+            seconds *= 1 + rates.straggling * math.log2(count)
+        return job.tokens_per_second(seconds)
+
+
+def describe(job: Rebuilt) -> dict[str, Any]:
+    """Return what determines the program of one slice, as JSON values."""
+    row, extra = job.row, job.row.get("extra", {})
+    topology = job.topology
+    mesh = {axis: job.work.mesh[axis] // job.slices[axis] for axis in AXES}
+    numbers = [int(word) for word in extra.get("sliding_pattern", "").split() if word.isdigit()]
+    window = extra.get("sliding_window", 0)
+    windows = [window] * numbers[0] + [0] * numbers[1] if len(numbers) == 2 else []
+    # XLA's partitioner aborts on a tied head that is split over fsdp and tensor.
+    tied = bool(extra.get("tied_embeddings")) and mesh["tensor"] == 1
+    mlp = next((name for word, name in _MLPS.items() if extra.get("mlp", "swiglu").startswith(word)), "swiglu")
+    shape = {name: row[name] for name in ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "head_dim")}
+    return {
+        "topology": f"{topology.kind}:{'x'.join(map(str, topology.shape))}",
+        "model": {**shape, "mlp": mlp, "tied": tied, "windows": windows, "qk_norm": "gemma3" in row["model"]},
+        "mesh": mesh,
+        "sequence": row["seq"],
+        "batch": round(job.work.batch / topology.slices),
+        "remat": job.remat.policy,
+        "xla": _FLAGS.get(topology.kind, ("preset",)),
+    }
+
+
+def compile_rows(jobs: Mapping[int, Rebuilt], folder: str) -> tuple[dict[int, CompiledRow], dict[int, str]]:
+    """Compile the dense rows of TPUs; return number → program, and number → why there is none.
+
+    Programs that are in the folder are not compiled again, nor are those that the compiler refused.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    wanted = {n: job for n, job in jobs.items() if job.topology.platform == "tpu" and job.is_dense}
+    names = {n: _file(folder, job) for n, job in wanted.items()}
+    missing = {names[n]: job for n, job in wanted.items() if not names[n].exists() and not _failed(names[n]).exists()}
+    for file, job in show_waiting_for(iter(missing.items()), "compiling rows"):
+        what = f"{job.row['model']} for {describe(job)['topology']}"
+        print(f"compiling {what}", file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", "benchmarks.backtest_compile", json.dumps(describe(job)), str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+        if not file.exists():
+            reason = done.stderr.strip().splitlines()[-1:] or [f"the compiler ended with {done.returncode}"]
+            _failed(file).write_text(reason[0], encoding="utf-8")
+    programs = {file: _read(file, wanted[n]) for n, file in names.items() if file.exists()}
+    failed = {n: f"not compiled: {_failed(file).read_text()}" for n, file in names.items() if not file.exists()}
+    return {n: programs[file] for n, file in names.items() if file in programs}, failed
+
+
+def _file(folder: str, job: Rebuilt) -> Path:
+    text = json.dumps(describe(job), sort_keys=True)
+    return Path(folder, f"{job.row['model']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.hlo.gz")
+
+
+def _failed(file: Path) -> Path:
+    return file.with_suffix(".failed")
+
+
+def _read(file: Path, job: Rebuilt) -> CompiledRow:
+    about = describe(job)
+    topology, shape = parse_topology(about["topology"]), MeshShape(**about["mesh"])
+    program = parse(gzip.decompress(file.read_bytes()).decode())
+    schedule = read_schedule(program, shape.sizes, {}, slice_numbers(shape.sizes, {}))
+    return CompiledRow(schedule, make_network(topology, shape, {}, job.network.hardware))
+
+
+def make_config(about: Mapping[str, Any]) -> spmd.TrainConfig[TransformerConfig]:
+    """Return the config of a description."""
+    model = TransformerConfig(**{**about["model"], "windows": tuple(about["model"]["windows"])})
+    gated = model.mlp in ("swiglu", "geglu")
+    return spmd.TrainConfig(
+        model=model,
+        rules=transformer_rules(gated=gated, tied=model.tied, qk_norm=model.qk_norm),
+        mesh=MeshShape(**about["mesh"]),
+        remat=about["remat"],
+        precision="bf16",
+        xla=tuple(about["xla"]),
+        data=spmd.DataConfig(sequence=about["sequence"], batch=about["batch"]),
+    )
+
+
+def main() -> None:
+    """Compile the program of a description, and write its text: `DESCRIPTION FILE`."""
+    about, file = json.loads(sys.argv[1]), Path(sys.argv[2])
+    topology = parse_topology(about["topology"])
+    if absent := missing_extra(topology):
+        sys.exit(str(absent))
+    initialize(0, target_platform=topology.platform)
+    config = make_config(about)
+    text = compile_text(make_setup(config, topology_mesh(config, topology)))
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(gzip.compress(text.encode()))
+    partial.rename(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Published training throughput, rebuilt as jobs of this package.
+
+A row is one published measurement: model shape, chip, mesh, batch, remat, precision → tokens/s of one chip. A row that
+publishes only MFU or TFLOP/s has `derived_tokens_per_s_per_chip`, by its source's own convention.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd.analysis.topology import CHIPS, Topology, parse_topology
+from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.sharding.mesh import AXES, MeshShape
+from spmd.step_time.closed_form import Workload
+from spmd.step_time.hardware import HARDWARE, Hardware
+from spmd.step_time.network import Network, make_network
+
+Row = Mapping[str, Any]
+
+REQUIRED = (
+    *("model", "chip", "chips", "mesh", "layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "vocab", "seq"),
+    *("remat", "precision"),
+)
+_GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
+_GPU_MEMORY = {"A100-SXM-40GB": 1555e9}  # bytes/s, NVIDIA's data sheet
+_SHAPES_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_PUBLISHED_AXES = {"dcn_data": "data", "dcn_fsdp": "fsdp", "fsdp_transpose": "fsdp"}
+_NARROW = ("fp8", "int8", "nvfp4", "mxfp8")
+_NO_DECODER = ("MLA", "shared_experts", "global_head_dim")
+_POWER_LIMIT = (500 / 700) ** (1 / 3)
+"""Clock of an H100 that is limited to 500 of 700 W: power grows with the cube of the clock."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """What a published policy computes again.
+
+    Attributes:
+        policy: The policy of this package that is nearest.
+        again: Projections that are computed again: of `"qkv"`, `"o"`, `"in"` (gate and up) and `"down"`.
+        attention: Whether attention is.
+    """
+
+    policy: str
+    again: Sequence[str] = ()
+    attention: bool = False
+
+
+_QKV = "attention_query,attention_key,attention_value"
+_KEEP_DOTS = f"save:{_QKV},attention_out,mlp_up"
+_REMATS = (  # how a policy's description begins → the policy; the first that fits
+    ("full", Remat("full", ("qkv", "o", "in"), True)),
+    ("none", Remat("none")),
+    ("minimal", Remat(_KEEP_DOTS, ("o",), False)),
+    ("selective", Remat("selective", ("half",), False)),
+    ("save_dot_except_mlpwi", Remat(f"save:{_QKV},attention_out", ("o", "in"), False)),
+    ("qkv_proj_offloaded", Remat(f"offload:{_QKV}", ("o", "in"), True)),
+    ("custom: offload decoder_layer_input, q, k, v", Remat(f"offload:layer_input,{_QKV}", ("o", "in"), True)),
+    ("custom: offload decoder_layer_input, out_proj, q, k, v", Remat(f"offload:layer_input,{_QKV}", ("in",), True)),
+    ("custom: offload decoder_layer_input and mlpwo", Remat("offload:layer_input", ("qkv", "o", "in"), True)),
+    ("custom: keep decoder_layer_input, context, q, k, v", Remat(f"save:{_QKV},attention_out", ("o", "in"), False)),
+    ("custom", Remat("full", ("qkv", "o", "in"), True)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rebuilt:
+    """A row as a job: its numbers, its network, and what it published."""
+
+    row: Row
+    work: Workload
+    network: Network
+    slices: Mapping[str, int]
+    remat: Remat
+
+    @property
+    def topology(self) -> Topology:
+        """The machine."""
+        return self.network.topology
+
+    @property
+    def published(self) -> float:
+        """Tokens in a second on one chip."""
+        return float(self.row.get("tokens_per_s_per_chip") or self.row["derived_tokens_per_s_per_chip"])
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every token meets all parameters."""
+        return not self.row.get("extra", {}).get("experts")
+
+    def tokens_per_second(self, seconds: float) -> float:
+        """Return the tokens in a second on one chip, of steps of a length."""
+        return self.work.tokens / seconds / self.topology.chips
+
+
+def read_rows(file: str) -> list[Row]:
+    """Read a file of rows.
+
+    Raises:
+        ConfigError: It cannot be read, or rows lack inputs; all problems at once.
+    """
+    try:
+        rows = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        fix = "a JSON list of published rows"
+        raise ConfigError("There are no rows:", [Problem("rows", f"{file}: {error}", fix=fix)]) from None
+    problems = []
+    for number, row in enumerate(rows):
+        where = f"row {number} ({row.get('model', 'no model')} on {row.get('chip', 'no chip')})"
+        missing = [name for name in REQUIRED if row.get(name) is None]
+        if row.get("per_device_batch") is None and row.get("global_batch") is None:
+            missing.append("per_device_batch or global_batch")
+        if not (row.get("tokens_per_s_per_chip") or row.get("derived_tokens_per_s_per_chip")):
+            missing.append("tokens_per_s_per_chip or derived_tokens_per_s_per_chip")
+        if missing:
+            problems.append(Problem(where, f"lacks {', '.join(missing)}", fix="add what was published, or drop the row"))
+    if problems:
+        raise ConfigError("The rows cannot be rebuilt:", problems)
+    return list(rows)
+
+
+def rebuild(row: Row) -> Rebuilt | str:
+    """Return a row as a job, or the reason why there is none."""
+    extra, precision = row.get("extra", {}), row["precision"].lower()
+    if any(word in precision for word in _NARROW):
+        return f"precision {row['precision']}: matmuls of fewer than 16 bits do not exist here"
+    if any(name in extra or name in str(extra.get("attention", "")) for name in _NO_DECODER):
+        return "layers of several kinds: shared experts, latent attention or heads of several widths"
+    if "not a plain transformer" in row.get("notes", ""):
+        return "no plain transformer: embeddings of each layer, shared keys and values"
+    try:
+        topology = parse_topology(_machine(row))
+        sizes, slices = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 1)
+        for axis, size in row["mesh"].items():
+            name = _PUBLISHED_AXES.get(axis, axis)
+            sizes[name] *= size
+            slices[name] *= size if axis.startswith("dcn_") else 1
+        shape = MeshShape(**sizes).resolve(topology.devices)
+        network = make_network(topology, shape, slices, _hardware(row, topology))
+    except (SpmdError, NotImplementedError, KeyError) as error:
+        return f"mesh {row['mesh']} on {row['chips']} {row['chip']}: {str(error).splitlines()[-1].strip()}"
+    remat = next((remat for text, remat in _REMATS if row["remat"].startswith(text)), None)
+    if remat is None:
+        return f"remat {row['remat']!r}: no such policy"
+    return Rebuilt(row, _workload(row, topology, shape, remat), network, slices, remat)
+
+
+def _machine(row: Row) -> str:
+    chip, chips = row["chip"], row["chips"]
+    if found := next((kind for name, kind in _GPUS.items() if chip.startswith(name)), None):
+        return f"{found}:{max(1, chips // 8)}x{min(8, chips)}"
+    if chip not in CHIPS:
+        raise KeyError(f"no chip {chip!r}")
+    slices = math.prod(size for axis, size in row["mesh"].items() if axis.startswith("dcn_"))
+    each = chips // slices
+    size = _SHAPES_2D[each] if CHIPS[chip].dims == 2 else "x".join(map(str, _cuboid(each)))
+    return f"{slices}x{chip}:{size}" if slices > 1 else f"{chip}:{size}"
+
+
+def _cuboid(chips: int) -> tuple[int, int, int]:
+    """Return the most cubic slice of whole cubes of 4 × 4 × 4 chips."""
+    sides = [4 * n for n in range(1, 17)]
+    found = [(x, y, chips // (x * y)) for x in sides for y in sides if chips % (x * y) == 0]
+    fitting = [shape for shape in found if shape[0] <= shape[1] <= shape[2] and shape[2] % 4 == 0]
+    if not fitting:
+        raise KeyError(f"no slice of {chips} chips")
+    return min(fitting, key=sum)
+
+
+def _hardware(row: Row, topology: Topology) -> Hardware:
+    hardware = HARDWARE[topology.kind]
+    if row["chip"] in _GPU_MEMORY:
+        hardware = dataclasses.replace(hardware, memory_bandwidth=_GPU_MEMORY[row["chip"]])
+    if "500 W" in row.get("notes", ""):
+        hardware = dataclasses.replace(hardware, peak=hardware.peak * _POWER_LIMIT)
+    return hardware
+
+
+def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Remat) -> Workload:
+    extra, d, layers = row.get("extra", {}), row["d_model"], row["layers"]
+    heads, kv = row["heads"] * row["head_dim"], row["kv_heads"] * row["head_dim"]
+    matrices = 2 if "2 matrices" in extra.get("mlp", "") else 3
+    routed = extra.get("experts_per_token", 0)
+    room = 1.25 if "capacity factor 1.25" in row.get("notes", "") else 1.0
+    kernels = {"qkv": d * (heads + 2 * kv), "o": d * heads}
+    kernels |= {"in": (matrices - 1) * d * row["d_ff"], "down": d * row["d_ff"]}
+    stored = layers * (sum(kernels.values()) + (extra.get("experts", 1) - 1) * matrices * d * row["d_ff"])
+    active = {name: size * layers * (room * max(1, routed) if name in ("in", "down") else 1) for name, size in kernels.items()}
+    layer_params = sum(active.values())
+    again = {"half"} & set(remat.again) and 0.5 * layer_params or sum(active[name] for name in remat.again)
+    if topology.platform == "cuda" and remat.policy == "full":  # PyTorch repeats a whole layer
+        again = layer_params
+    wide = {"layer_input": d, "attention_query": heads, "attention_key": kv, "attention_value": kv}
+    offloaded = remat.policy.removeprefix("offload:").split(",") if remat.policy.startswith("offload:") else ()
+    parts, is_pure = row.get("grad_accum") or 1, "PURE" in row["precision"]
+    batch = row["per_device_batch"] * topology.devices * parts if row.get("per_device_batch") else row["global_batch"]
+    return Workload(
+        layers=layers,
+        width=d,
+        hidden=row["d_ff"] * max(1, routed),
+        attention_width=heads,
+        kv_width=kv,
+        keys=_keys(row["seq"], extra),
+        vocab=row["vocab"],
+        layer_params=layer_params,
+        head_params=d * row["vocab"],
+        params=stored + d * row["vocab"] * (1 if extra.get("tied_embeddings") else 2),
+        sequence=row["seq"],
+        batch=batch,
+        mesh=shape.sizes,
+        microbatches=parts,
+        recomputed=again / layer_params,
+        recomputes_attention=remat.attention,
+        reduced_bytes=4 if topology.platform == "cuda" and not is_pure else 2,
+        state_bytes=16 if is_pure else 28,
+        routed=routed,
+        offloaded=2 * sum(wide[name] for name in offloaded),
+        is_fused=topology.platform == "tpu" or "compile" in row["precision"],
+    )
+
+
+def _keys(sequence: int, extra: Mapping[str, Any]) -> float:
+    """Return the keys that a query sees; a pattern is `"5 local : 1 global"`."""
+    window = min(extra.get("sliding_window", sequence), sequence)
+    local = window - window * window / (2 * sequence)
+    numbers = [int(word) for word in extra.get("sliding_pattern", "").split() if word.isdigit()]
+    some, all_of = numbers if len(numbers) == 2 else (1 if window < sequence else 0, 0 if window < sequence else 1)
+    return (some * local + all_of * sequence / 2) / (some + all_of)

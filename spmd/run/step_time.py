@@ -1,0 +1,145 @@
+"""Predicted time of a config's step: by closed forms, or from its compiled program."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import jax.numpy as jnp
+
+from spmd.analysis.topology import Topology
+from spmd.layers.router import RouterConfig
+from spmd.model_api.remat import make_remat
+from spmd.plan.plan import ShardingPlan
+from spmd.plan.records import PlanEntry
+from spmd.run.build import TrainSetup, build_precision
+from spmd.run.config import TrainConfig
+from spmd.sharding.mesh import AXES, MeshShape
+from spmd.step_time.calibration import CLOSED
+from spmd.step_time.closed_form import Workload, closed_form
+from spmd.step_time.hardware import hardware_of
+from spmd.step_time.network import make_network
+from spmd.step_time.report import StepTime
+
+_SAVES = {
+    **{"attention_query": "q", "attention_key": "k", "attention_value": "v"},
+    **{"mlp_gate": "gate", "mlp_up": "up", "residual": "o"},
+}
+"""Activation → the projection whose output it is, which is not computed again if it is saved."""
+
+_CORE = "attention_out"
+"""Activation whose saving keeps attention itself from being computed again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelNumbers:
+    """Numbers of a model and its optimizer that no mesh changes.
+
+    Attributes:
+        kernels: Projection, such as `"down"` → parameters that a token meets, of all layers.
+        params: All parameters.
+        state_bytes: Bytes of the state of one parameter, itself included.
+    """
+
+    kernels: Mapping[str, float]
+    head_params: float
+    params: float
+    state_bytes: float
+    width: int
+    hidden: int
+    routed: int
+
+
+def count_model(setup: TrainSetup) -> ModelNumbers:
+    """Count the parameters of a config's model from its plan."""
+    model, plan = setup.config.model, setup.plan
+    router = getattr(model, "router", None)
+    routed = router.top_k if isinstance(router, RouterConfig) else 0
+    kernels = collections.Counter[str]()
+    for entry in plan.params:
+        if not entry.path.endswith("kernel") or not plan.rules.stacks.keys() & set(entry.path.split("/")):
+            continue
+        active = routed / router.experts if router and re.search(r"\bexperts/", entry.path) else 1.0
+        name = entry.path.split("/")[-2].removesuffix("_proj")
+        kernels[name] += math.prod(entry.shape) * active
+    params = _size(plan.params)
+    layers = sum(kernels.values())
+    state = _bytes(plan.params) + _bytes(plan.optimizer_state)
+    width = getattr(model, "d_model", 0) or min(plan.params[0].shape[-2:])
+    hidden = getattr(model, "d_ff", 4 * width) * max(1, routed)
+    head = max(0.0, model.matmul_params - layers)
+    return ModelNumbers(kernels, head, params, state / params, width, hidden, routed)
+
+
+def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workload:
+    """Return the numbers of a config's step on a mesh shape without -1."""
+    remat, saved = make_remat(config.remat), set(make_remat(config.remat).names)
+    layer_params = sum(model.kernels.values())
+    repeats = remat.kind in ("full", "names")
+    # The last product of a layer is not repeated: nothing in its backward pass reads it.
+    kept = {"down", *(name for activation, name in _SAVES.items() if activation in saved)}
+    again = sum(size for name, size in model.kernels.items() if name not in kept) / layer_params if repeats else 0.0
+    precision = build_precision(config)
+    compute, exchange = (jnp.dtype(name).itemsize for name in (precision.compute, precision.exchange))
+    stages, sizes = mesh.pipe, {axis: mesh.sizes[axis] for axis in AXES}
+    microbatches = config.accumulate * _microbatches(config, mesh)
+    chunks = config.pipeline.chunks or (2 if config.pipeline.schedule == "interleaved" else 1)
+    heads = config.model.attention_width
+    kv_width = getattr(config.model, "kv_width", heads)
+    widths = {"residual": model.width, "layer_input": model.width, "attention_query": heads, "attention_out": heads}
+    widths |= {"attention_key": kv_width, "attention_value": kv_width}
+    return Workload(
+        layers=config.model.layers,
+        width=model.width,
+        hidden=model.hidden,
+        attention_width=heads,
+        kv_width=kv_width,
+        keys=_keys(config),
+        vocab=config.model.vocab,
+        layer_params=layer_params,
+        head_params=model.head_params,
+        params=model.params,
+        sequence=config.data.sequence,
+        batch=config.data.batch,
+        mesh=sizes,
+        microbatches=microbatches,
+        recomputed=again / remat.every,
+        recomputes_attention=remat.kind != "none" and _CORE not in saved,
+        zero=config.zero,
+        gathered_bytes=compute,
+        reduced_bytes=exchange,
+        state_bytes=2 * model.state_bytes + 4,
+        routed=model.routed,
+        offloaded=2 * sum(widths.get(name, model.hidden) for name in remat.offload),
+        bubble=(stages - 1) / (microbatches * chunks),
+    )
+
+
+def estimate_time(setup: TrainSetup, topology: Topology) -> StepTime:
+    """Predict the step of a config by closed forms; raise `ConfigError` for a machine without known speeds."""
+    hardware, shape = hardware_of(topology), MeshShape(**setup.mesh.shape)
+    rates = CLOSED[topology.kind]
+    work = workload(setup.config, count_model(setup), shape)
+    network = make_network(topology, shape, setup.config.slices.sizes, hardware)
+    return StepTime(topology, "closed forms", work, hardware, closed_form(work, network, rates), rates.spread)
+
+
+def _microbatches(config: TrainConfig, mesh: MeshShape) -> int:
+    return config.pipeline.microbatches or (4 * mesh.pipe if mesh.pipe > 1 else 1)
+
+
+def _keys(config: TrainConfig) -> float:
+    """Return the keys that a query sees, on average over positions and layers."""
+    length = config.data.sequence
+    windows = getattr(config.model, "windows", ()) or (getattr(config.model, "window", 0),)
+    seen = [min(w or length, length) for w in windows]
+    return sum(w - w * w / (2 * length) for w in seen) / len(seen)
+
+
+def _size(entries: Iterable[PlanEntry]) -> float:
+    return float(sum(math.prod(entry.shape) for entry in entries))
+
+
+def _bytes(entries: Iterable[PlanEntry]) -> float:
+    return float(sum(math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize for entry in entries))
