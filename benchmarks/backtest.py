@@ -4,10 +4,12 @@
     python -m benchmarks.backtest --rows FILE --compile --json
 
 Each row of FILE (`benchmarks.published_rows`) is rebuilt, and its tokens/s of one chip are predicted by closed forms;
-with `--compile`, those of TPUs by the schedule of the compiled program (`benchmarks.backtest_compile`). Rates are fitted
-for each chip on the rows of all model families but one, and that one is predicted; a chip with one family is fitted on
-it. The baseline is one constant MFU of each chip, the median of the same folds. Of each chip are printed: rows and how
-many were rebuilt, mean absolute error, the baseline's, and Kendall's rank correlation within families of five rows.
+with `--compile`, those of TPUs by the schedule of the compiled program (`benchmarks.backtest_compile`).
+
+Rates are fitted for each chip on the rows of all model families but one, and that one is predicted; a chip with one
+family is fitted on it. The baseline is one constant MFU of each chip, the median of the same folds. Of each chip are
+printed: rows and how many were rebuilt, mean absolute error, the baseline's, and Kendall's rank correlation within
+families of five rows.
 
 `--fit` prints the rates fitted on all rows, as `spmd/step_time/calibration.py` has them.
 """
@@ -108,19 +110,27 @@ def rank(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> dict[str, float
     }
 
 
+_SLOPES: Mapping[str, Callable[[Rebuilt], float]] = {
+    "slices": lambda job: job.topology.slices,
+    "sequence": lambda job: job.work.sequence,
+    "tensor": lambda job: job.work.mesh["tensor"],
+}
+
+
 def slopes(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> list[str]:
-    """Return, for each family, the change of speed between its rows that differ most: published and predicted."""
+    """Return changes of speed, published and predicted, between rows of one model that differ in little else."""
     lines = []
-    for what, key in (
-        ("slices", lambda job: job.topology.slices),
-        ("sequence", lambda job: job.work.sequence),
-        ("tensor", lambda job: job.work.mesh["tensor"]),
-    ):
-        for name in sorted({family(job) for job in jobs}):
-            rows = sorted((key(j), j.published, p) for j, p in zip(jobs, predicted, strict=True) if family(j) == name)
-            if rows and rows[0][0] != rows[-1][0]:
-                (a, before, guess), (b, after, guessed) = rows[0], rows[-1]
-                lines.append(f"{name}, {what} {a} → {b}: {after / before - 1:+.1%}, predicted {guessed / guess - 1:+.1%}")
+    for what, key in _SLOPES.items():
+        groups = collections.defaultdict(list)
+        for job, p in zip(jobs, predicted, strict=True):
+            alike = [other(job) for name, other in _SLOPES.items() if name != what]
+            each = job.topology.chips // job.topology.slices
+            groups[family(job), job.row["remat"], each, *alike].append((key(job), job.published, p))
+        for (name, *_), rows in groups.items():
+            (a, before, guess), (b, after, guessed) = min(rows), max(rows)
+            if a != b:
+                change = f"{after / before - 1:+.1%}, predicted {guessed / guess - 1:+.1%}"
+                lines.append(f"{name}, {what} {a} → {b}: {change}")
     return lines
 
 
@@ -156,7 +166,10 @@ def backtest(jobs: Sequence[Rebuilt], rows: int, predict: Predict, prior: Any) -
     )
 
 
-def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> tuple[dict[str, ChipResult], dict[int, str]]:
+Results = tuple[dict[str, ChipResult], dict[int, str]]
+
+
+def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> Results:
     """Backtest all chips; return chip → result, and number of a row → why it was not rebuilt.
 
     Experts are only in rows of their own: the rates are fitted on dense rows, and both are predicted.
@@ -222,7 +235,8 @@ def _print(
             for job, predicted in result.predictions:
                 mesh = ", ".join(f"{axis}={size}" for axis, size in job.row["mesh"].items())
                 what = f"{job.row['model']} on {job.topology}, {mesh}, {job.row['seq']} tokens, {job.row['remat'][:20]}"
-                print(f"{chip}: {what}: {job.published:.5g}, predicted {predicted:.5g} ({predicted / job.published - 1:+.1%})")
+                off = f"{predicted / job.published - 1:+.1%}"
+                print(f"{chip}: {what}: {job.published:.5g}, predicted {predicted:.5g} ({off})")
         if fitted:
             print(f"{chip}: {dataclasses.replace(result.rates, **_spread(result))}")
     counts = collections.Counter((reason, rows[number]["chip"]) for number, reason in reasons.items())

@@ -1,7 +1,7 @@
 """Compiled programs of published rows, one process each, kept in a folder.
 
-Rows that differ in the number of slices share the program of one slice: between slices a gradient is reduced, whose time
-is added, and slices wait for the slowest.
+Rows that differ in the number of slices share the program of one slice: between slices a gradient is reduced, whose
+time is added, and slices wait for the slowest.
 """
 
 import dataclasses

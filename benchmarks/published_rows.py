@@ -116,7 +116,9 @@ def read_rows(file: str) -> list[Row]:
         if not (row.get("tokens_per_s_per_chip") or row.get("derived_tokens_per_s_per_chip")):
             missing.append("tokens_per_s_per_chip or derived_tokens_per_s_per_chip")
         if missing:
-            problems.append(Problem(where, f"lacks {', '.join(missing)}", fix="add what was published, or drop the row"))
+            problems.append(
+                Problem(where, f"lacks {', '.join(missing)}", fix="add what was published, or drop the row")
+            )
     if problems:
         raise ConfigError("The rows cannot be rebuilt:", problems)
     return list(rows)
@@ -188,9 +190,11 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Remat) -> W
     kernels = {"qkv": d * (heads + 2 * kv), "o": d * heads}
     kernels |= {"in": (matrices - 1) * d * row["d_ff"], "down": d * row["d_ff"]}
     stored = layers * (sum(kernels.values()) + (extra.get("experts", 1) - 1) * matrices * d * row["d_ff"])
-    active = {name: size * layers * (room * max(1, routed) if name in ("in", "down") else 1) for name, size in kernels.items()}
+    active = {
+        name: size * layers * (room * max(1, routed) if name in ("in", "down") else 1) for name, size in kernels.items()
+    }
     layer_params = sum(active.values())
-    again = {"half"} & set(remat.again) and 0.5 * layer_params or sum(active[name] for name in remat.again)
+    again = ({"half"} & set(remat.again) and 0.5 * layer_params) or sum(active[name] for name in remat.again)
     if topology.platform == "cuda" and remat.policy == "full":  # PyTorch repeats a whole layer
         again = layer_params
     wide = {"layer_input": d, "attention_query": heads, "attention_key": kv, "attention_value": kv}

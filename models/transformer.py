@@ -21,8 +21,8 @@ from spmd.errors import Problem
 from spmd.layers.ring_attention import Segments
 from spmd.models.layers import RMSNorm, gated, gelu, gelu_gated, make_layers
 from spmd.models.linear import Dense, Head, columns, rows
-from spmd.models.llama import Attention, Embedding, Llama, LlamaConfig
 from spmd.models.llama import MLP as GatedMLP
+from spmd.models.llama import Attention, Embedding, Llama, LlamaConfig
 from spmd.models.rope import Angles
 from spmd.plan.annotate import annotate
 

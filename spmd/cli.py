@@ -1,4 +1,4 @@
-"""Command line: `spmd train | launch | script | plan | check | generate | import | export`.
+"""Command line: `spmd train | launch | script | plan | search | check | generate | import | export`.
 
 Every field of a `TrainConfig` is a flag by its dotted path. User errors are printed without a traceback and exit with
 2, as do errors of the operating system, such as a full disk; a check that fails exits with 1, a plan that exceeds the
@@ -24,6 +24,7 @@ from spmd.commands.import_hf import ImportCommand, run_import
 from spmd.commands.launch import LaunchCommand, run_launch
 from spmd.commands.plan import PlanCommand, run_plan
 from spmd.commands.script import run_script
+from spmd.commands.search import SearchCommand, run_search
 from spmd.commands.train import TrainCommand, run_train
 from spmd.distributed.initialize import exit_process
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
@@ -43,8 +44,12 @@ usage: spmd COMMAND …
        [--all] [--json]                                        … also of gradients and optimizer state; as JSON
        [--topology v5e:16x16]                                  for a machine that is not here; 3 if it does not fit
        [--compile]                                             memory and collectives of the compiled step, by mesh axis
+       [--estimate] [--time] [--trace FILE]                    time of a step: closed forms; its compiled schedule
        [--diff CONFIG]                                         difference from another config's plan
        [--schedule] [--svg FILE]                               chart of the pipeline schedule, here and in FILE
+  spmd search CONFIG --topology v5p:4x4x8                      the fastest layout of a machine: flags to paste
+       [--confirm K] [--write FILE]                            … compiling the best K; as a config
+       [--days N] [--largest-batch]                            the fewest chips; the largest batch that fits
   spmd check CONFIG [--FIELD VALUE …]                          compare the first steps on the mesh with one device
        [--check-steps N] [--leaves] [--json] [--inject BUG]    … by leaf; as JSON; with a bug that must be found
        [--products 2]                                          … on every axis and every pair of axes, one line for each
@@ -63,6 +68,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "launch": (run_launch, (LaunchCommand, TrainCommand)),
     "script": (run_script, (SlurmJob, KubernetesJob, TrainCommand)),
     "plan": (run_plan, (PlanCommand,)),
+    "search": (run_search, (SearchCommand,)),
     "check": (run_check, (CheckCommand,)),
     "generate": (run_generate, (GenerateCommand,)),
     "import": (run_import, (ImportCommand,)),

@@ -90,7 +90,8 @@ class Chip:
 
 _MEGACORE = (("chip_config_name", "megacore"),)
 # TPUs: Google Cloud's pages on TPU system architecture. GPUs: NVIDIA's data sheets and CUDA programming guide.
-# A clock is the peak of bfloat16 by the multipliers of all matrix units; those of TPU7x are not published.
+# A clock is the peak of bfloat16 by the multipliers of all matrix units; of those a TPU7x is taken to have as many for
+# each device as a v6e.
 # The compiler reserves 0.25 to 1.25 GiB of each TPU's memory; this is what its error messages leave.
 _CHIPS = (
     Chip("cpu", "cpu", "cpu"),
@@ -98,7 +99,7 @@ _CHIPS = (
     Chip("v5e", "tpu", "TPU v5 lite", int(15.75 * _GIB), dims=2, max_chips=256, clock=1.5e9),
     Chip("v5p", "tpu", "TPU v5", int(95.74 * _GIB), dims=3, max_chips=8960, clock=1.75e9),
     Chip("v6e", "tpu", "TPU v6 lite", int(31.25 * _GIB), dims=2, max_chips=256, clock=1.75e9),
-    Chip("tpu7x", "tpu", "TPU7x", int(94.75 * _GIB), devices=2, dims=3, max_chips=9216),
+    Chip("tpu7x", "tpu", "TPU7x", int(94.75 * _GIB), devices=2, dims=3, max_chips=9216, clock=2.2e9),
     Chip("a100", "cuda", "NVIDIA A100-SXM4-80GB", 80 * _GIB, gpu=Gpu(108, 2039, (8, 0), 40, 1.41, 164, lanes=64)),
     Chip("h100", "cuda", "NVIDIA H100 80GB HBM3", 80 * _GIB, gpu=Gpu(132, 3350, (9, 0), 50, 1.98, 228)),
     Chip("h200", "cuda", "NVIDIA H200", 141 * 10**9, gpu=Gpu(132, 4800, (9, 0), 50, 1.98, 228)),

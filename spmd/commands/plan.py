@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic
 
@@ -24,7 +25,9 @@ from spmd.run.describe import exchange_line, execution_lines, experts_line, flag
 from spmd.run.init_from import check_init
 from spmd.run.load_config import load_config, other_config
 from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
+from spmd.run.step_time import estimate_time, time_compiled_step
 from spmd.sharding.mesh import AnyMesh
+from spmd.step_time.report import StepTime
 from spmd.tree import human_bytes
 
 
@@ -50,24 +53,36 @@ class PlanCommand(Generic[M]):
     """File of the chart; empty for none."""
     compile: bool = False
     """Compile the step; print the traffic of its collectives, by axis and by source, its memory and compute time."""
+    estimate: bool = False
+    """Print the time of a step by closed forms, with its range and where it goes; nothing is traced or compiled."""
+    time: bool = False
+    """Compile the step; print its time from the program's schedule, with its range and where it goes."""
+    trace: str = ""
+    """With --time: file for the schedule in Chrome's trace format."""
 
 
 def run_plan(arguments: list[str]) -> int:
     """Run `spmd plan`; return 3 if the plan exceeds the memory of the chips."""
     command, _ = parse_command(PlanCommand, arguments, "plan")
-    views = [name for name in ("all", "diff", "compile", "schedule") if getattr(command, name)]
+    views = [name for name in ("all", "diff", "compile", "schedule", "estimate", "time") if getattr(command, name)]
     if len(views) > 1:
         problems = [Problem(f"--{name}", "is one of several views", fix="ask for one of them") for name in views]
         raise ConfigError("A plan has one view at a time:", problems)
+    if problems := list(_time_problems(command)):
+        raise ConfigError("The time of a step cannot be predicted:", problems)
     config = command.config
     if command.topology:
         config = dataclasses.replace(config, devices=parse_topology(command.topology).devices)
-    mesh = _mesh(command, config)
+    mesh = mesh_on(command.topology, config)
     if command.schedule:  # before the step, which some schedules cannot run
         return _print_schedule(command, build_schedule(config, mesh))
     setup = make_setup(config, mesh)
     topology = parse_topology(command.topology or f"cpu:{setup.mesh.size}")
+    if command.estimate:
+        return _print_time(command, estimate_time(setup, topology))
     preflight(setup)
+    if command.time:
+        return _print_time(command, time_compiled_step(config, topology, command.trace))
     if command.diff:
         with other_config():
             other = load_config(command.diff)
@@ -87,7 +102,7 @@ def run_plan(arguments: list[str]) -> int:
         initialize(simulated, target_platform="" if simulated else topology.platform)
         try:
             with show_waiting(f"compiling for {topology}"):
-                audit, compiled, cycles = compile_step(make_setup(config, topology_mesh(config, topology)))
+                audit, compiled, cycles, _ = compile_step(make_setup(config, topology_mesh(config, topology)))
             report = dataclasses.replace(report, compiled=compiled)
         except MemoryError as error:
             refusal = str(error)
@@ -115,16 +130,31 @@ def run_plan(arguments: list[str]) -> int:
     return 3 if fits is False else 0
 
 
-def _mesh(command: PlanCommand, config: TrainConfig) -> AnyMesh:
+def _time_problems(command: PlanCommand) -> Iterator[Problem]:
+    asked = next((f"--{name}" for name in ("estimate", "time") if getattr(command, name)), "")
+    if asked and not command.topology:
+        yield Problem(asked, "needs a machine", fix="--topology v5p:4x4x8")
+    if command.trace and not command.time:
+        yield Problem("--trace", "is the schedule of a compiled program", fix="add --time")
+
+
+def _print_time(command: PlanCommand, found: StepTime) -> int:
+    print(json.dumps(found.to_json(), indent=2) if command.json else found)
+    if command.trace and not command.json:
+        print(f"written to {command.trace}")
+    return 0
+
+
+def mesh_on(topology: str, config: TrainConfig) -> AnyMesh:
     """Return the planned mesh; on a named machine nothing is simulated, so no error proposes that."""
     try:
         return planned_mesh(config)
     except MeshError as error:
-        if not command.topology:
+        if not topology:
             raise
         fix = f"--mesh sizes whose product is {config.devices}, one of them may be -1; or another --topology"
         problems = [dataclasses.replace(p, fix=fix) if "--devices" in p.fix else p for p in error.problems]
-        raise MeshError(f"The mesh does not fit {command.topology}:", problems) from None
+        raise MeshError(f"The mesh does not fit {topology}:", problems) from None
 
 
 def _print_schedule(command: PlanCommand, schedule: Schedule | None) -> int:

@@ -16,7 +16,7 @@ a transfer takes a tick (eager 1F1B, Zhuang et al., arXiv:2211.05322). The lengt
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 import numpy as np
@@ -81,6 +81,14 @@ class TickTable:
 
         Of `from_loss`, the share of the last stage's backward tasks.
         """
+        return self._shares(lambda tasks: int(tasks.sum(axis=0).max()))
+
+    @property
+    def waited(self) -> dict[str, Fraction]:
+        """Share of the ticks in which any stage takes a branch, so that all wait for it; keys as those of `taken`."""
+        return self._shares(lambda tasks: int(tasks.any(axis=1).sum()))
+
+    def _shares(self, count: Callable[[np.ndarray], int]) -> dict[str, Fraction]:
         forward, backward = self.forward >= 0, self.backward >= 0
         branches = {
             "pipeline_forward": forward,
@@ -88,7 +96,7 @@ class TickTable:
             "pipeline_embedding": (forward & (self.forward_chunk == 0))[:, :1],
             "pipeline_embedding_backward": (backward & (self.backward_chunk == 0))[:, :1],
         }
-        shares = {name: Fraction(int(tasks.sum(axis=0).max()), self.ticks) for name, tasks in branches.items()}
+        shares = {name: Fraction(count(tasks), self.ticks) for name, tasks in branches.items()}
         return shares | {"pipeline_from_loss": Fraction(1, self.chunks)}
 
     def time(self, forward: float, backward: float) -> float:

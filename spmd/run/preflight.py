@@ -1,13 +1,13 @@
 """Check and measure a run before it starts: its batch, its trace, its memory, and its compiled step."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
 from spmd.analysis.cycles import Cycles, count_cycles
-from spmd.analysis.hlo import parse
+from spmd.analysis.hlo import HloModule, parse
 from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import check_batch_size
@@ -52,8 +52,17 @@ def estimate_step(setup: TrainSetup, platform: str = "cpu") -> Estimate:
     return estimate_memory(setup.step, abstract_batch(setup.config), platform)
 
 
-def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | None, Cycles | None]:
-    """Return the compiled step's collectives, memory and cycles; raise `MemoryError` if the compiler finds no room."""
+class CompiledStep(NamedTuple):
+    """Compiled step, read; memory and cycles are None where the compiler reports none."""
+
+    audit: CollectiveAudit
+    memory: CompiledMemory | None
+    cycles: Cycles | None
+    program: HloModule
+
+
+def compile_step(setup: TrainSetup) -> CompiledStep:
+    """Compile the step and read the program; raise `MemoryError` if the compiler finds no room."""
     with compilation_cache(None), compiler_log() as log:  # a cached program has no compiler log
         try:
             compiled = setup.step.compile(abstract_batch(setup.config))
@@ -67,7 +76,7 @@ def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | N
         cycles = count_cycles(program, taken)
     except ConfigError as error:  # a loop of unknown length is no reason to show nothing
         cycles, collectives = None, dataclasses.replace(collectives, warnings=(*collectives.warnings, *error.problems))
-    return collectives, read_memory(compiled), cycles
+    return CompiledStep(collectives, read_memory(compiled), cycles, program)
 
 
 def compile_text(setup: TrainSetup) -> str:

@@ -8,19 +8,26 @@ from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
 
-from spmd.analysis.topology import Topology
+from spmd.analysis.hlo import HloModule
+from spmd.analysis.topology import Topology, missing_extra
+from spmd.distributed.initialize import initialize
+from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
 from spmd.model_api.remat import make_remat
-from spmd.plan.plan import ShardingPlan
+from spmd.observe.waiting import show_waiting
+from spmd.pipeline.tick_table import tabulate
 from spmd.plan.records import PlanEntry
-from spmd.run.build import TrainSetup, build_precision
+from spmd.run.build import TrainSetup, build_precision, make_setup, planned_mesh
 from spmd.run.config import TrainConfig
-from spmd.sharding.mesh import AXES, MeshShape
-from spmd.step_time.calibration import CLOSED
+from spmd.run.preflight import compile_step, topology_mesh
+from spmd.sharding.mesh import AXES, MeshShape, slice_numbers
+from spmd.step_time.calibration import CLOSED, COMPILED
 from spmd.step_time.closed_form import Workload, closed_form
-from spmd.step_time.hardware import hardware_of
+from spmd.step_time.hardware import Hardware, hardware_of
 from spmd.step_time.network import make_network
-from spmd.step_time.report import StepTime
+from spmd.step_time.program import read_schedule
+from spmd.step_time.report import StepTime, write_trace
+from spmd.step_time.timeline import Timeline, run_schedule
 
 _SAVES = {
     **{"attention_query": "q", "attention_key": "k", "attention_value": "v"},
@@ -56,7 +63,7 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     model, plan = setup.config.model, setup.plan
     router = getattr(model, "router", None)
     routed = router.top_k if isinstance(router, RouterConfig) else 0
-    kernels = collections.Counter[str]()
+    kernels = collections.defaultdict[str, float](float)
     for entry in plan.params:
         if not entry.path.endswith("kernel") or not plan.rules.stacks.keys() & set(entry.path.split("/")):
             continue
@@ -123,6 +130,54 @@ def estimate_time(setup: TrainSetup, topology: Topology) -> StepTime:
     work = workload(setup.config, count_model(setup), shape)
     network = make_network(topology, shape, setup.config.slices.sizes, hardware)
     return StepTime(topology, "closed forms", work, hardware, closed_form(work, network, rates), rates.spread)
+
+
+def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "") -> StepTime:
+    """Compile the step of a config for a machine and predict its time; write a trace if a file is named.
+
+    Programs of GPUs have no cycles: their time is that of the closed forms.
+
+    Raises:
+        ConfigError: There is no compiler or no speed for the machine, the step does not fit, or the trace cannot be
+            written.
+    """
+    hardware = hardware_of(topology)
+    if absent := missing_extra(topology):
+        raise ConfigError("The step cannot be compiled:", [absent])
+    if topology.platform != "tpu":
+        if trace:
+            problem = Problem("trace", f"{topology.kind} has no cycles, so no schedule", fix="a TPU, or no --trace")
+            raise ConfigError("There is no trace:", [problem])
+        return estimate_time(make_setup(config, planned_mesh(config)), topology)
+    initialize(0, target_platform=topology.platform)
+    setup = make_setup(config, topology_mesh(config, topology))
+    try:
+        with show_waiting(f"compiling for {topology}"):
+            program = compile_step(setup).program
+    except MemoryError as error:
+        problem = Problem("topology", f"has no room for the step: {error}", fix="spmd plan says what would fit")
+        raise ConfigError("The step cannot be compiled:", [problem]) from None
+    found, line = schedule_time(setup, topology, hardware, program)
+    if trace:
+        write_trace(trace, line.spans, str(topology))
+    return found
+
+
+def schedule_time(
+    setup: TrainSetup, topology: Topology, hardware: Hardware, program: HloModule
+) -> tuple[StepTime, Timeline]:
+    """Return the time of a compiled TPU program, and its timeline."""
+    shape, slices, rates = MeshShape(**setup.mesh.shape), setup.config.slices.sizes, COMPILED[topology.kind]
+    network = make_network(topology, shape, slices, hardware, rates.network)
+    taken = tabulate(setup.schedule).waited if setup.schedule else {}
+    schedule = read_schedule(program, shape.sizes, taken, slice_numbers(shape.sizes, slices))
+    assert topology.chip.clock is not None
+    line = run_schedule(schedule, network, topology.chip.clock, rates, keep_spans=True)
+    work = workload(setup.config, count_model(setup), shape)
+    spent = dict(line.spent)
+    if topology.slices > 1:
+        spent["waiting for the slowest slice"] = line.seconds * rates.straggling * math.log2(topology.slices)
+    return StepTime(topology, "compiled program", work, hardware, spent, rates.spread), line
 
 
 def _microbatches(config: TrainConfig, mesh: MeshShape) -> int:

@@ -12,7 +12,6 @@ For one device and one microbatch of T tokens, with P parameters, N of them in m
 Once a step: the optimizer, gradients over `data`, the bubble of a pipeline, and waiting for the slowest slice.
 """
 
-import collections
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -124,12 +123,12 @@ _FUSED = 0.4
 """Share of these passes that is left by a compiler which fuses element-wise operations."""
 
 
-def closed_form(work: Workload, network: Network, rates: ClosedRates) -> collections.Counter[str]:
+def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[str, float]:
     """Return what a device does in one step → seconds."""
     hardware, mesh = network.hardware, work.mesh
     tensor, pipe = mesh["tensor"], mesh["pipe"]
     tokens = work.tokens / math.prod(mesh[axis] for axis in ("data", "fsdp", "expert", "sequence")) / work.microbatches
-    parts = collections.Counter[str]()
+    parts = dict[str, float]()
     flops = 6 * (work.layer_params + work.head_params) + 2 * work.recomputed * work.layer_params
     slower = 1 + rates.half * (1 / work.width + tensor / work.hidden + 1 / tokens)
     parts["matmuls"] = tokens * flops / (tensor * pipe) / (hardware.peak * rates.matmul) * slower

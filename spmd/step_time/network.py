@@ -2,13 +2,13 @@
 
 | machine | inside | between |
 |---|---|---|
-| TPU | links to both neighbours in each dimension of the torus, where it wraps around; a line where it does not | slices |
+| TPU | links to both neighbours in each dimension: a ring where it wraps around, else a line | slices |
 | GPU | all GPUs of a host with each other | hosts |
 
 A gather of V bytes over a ring of n chips takes V·(n − 1)/n over the bandwidth of both directions; over several
 dimensions of a torus, of all of them together. A line has half of that: its ends receive everything over one link.
-Members that are s chips apart share their links with s − 1 other groups ("How to Scale Your Model", Austin et al., 2025,
-chapters 2 and 3).
+Members that are s chips apart share their links with s − 1 other groups ("How to Scale Your Model", Austin et al.,
+2025, chapters 2 and 3).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import numpy as np
 
 from spmd.analysis.topology import Topology
 from spmd.sharding.mesh import AXES, MeshShape, arrange_devices
-from spmd.step_time.hardware import Hardware, hardware_of
+from spmd.step_time.hardware import Hardware
 
 _EXCHANGES = ("all-to-all", "ragged-all-to-all")
 _ONE_TO_ONE = ("collective-permute", "collective-broadcast")
@@ -125,14 +125,14 @@ class Network:
 
 
 def make_network(
-    topology: Topology, shape: MeshShape, slices: Mapping[str, int], hardware: Hardware | None = None
+    topology: Topology, shape: MeshShape, slices: Mapping[str, int], hardware: Hardware, efficiency: float = 0.8
 ) -> Network:
     """Return the network under a mesh on a machine, whose devices need not exist."""
     sizes = shape.resolve(topology.devices)
     places = [_place(topology, number) for number in range(topology.devices)]
     grid = arrange_devices(sizes, places, slices).ravel()
     table = np.array([(_part(topology, p), p.core_on_chip, *p.coords) for p in grid])
-    return Network(topology, hardware or hardware_of(topology), table, sizes.sizes)
+    return Network(topology, hardware, table, sizes.sizes, efficiency)
 
 
 @functools.lru_cache(1024)

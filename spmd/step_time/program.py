@@ -49,7 +49,9 @@ class Transfer:
     @property
     def over(self) -> str:
         """Axes as text, or the host."""
-        return self.kind.partition(" ")[2] and "host" or ("no product of axes" if self.axes is None else "+".join(self.axes))
+        if self.kind.endswith(" host"):
+            return "host"
+        return "no product of axes" if self.axes is None else "+".join(self.axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,8 +226,9 @@ class _Reader:
         groups, pairs = read_groups(instruction.attributes, self.devices)
         places = groups if len(self.places) == 1 else [row[list(g)].tolist() for row in self.places for g in groups]
         places = self.places.T.tolist() if between else places
-        computation = next(c for c in self.program.computations.values() if c.instructions.get(instruction.name) is instruction)
-        payload = sum(computation.instructions[name].arrays[0].bytes for name in instruction.operands)
+        inside = self.program.computations.values()
+        around = next(c.instructions for c in inside if c.instructions.get(instruction.name) is instruction)
+        payload = sum(around[name].arrays[0].bytes for name in instruction.operands)
         payload *= max(map(len, places)) if kind == "all-gather" else 1
         return Transfer(kind, payload, instruction.name, tuple(places[0]), mesh_axes(places, self.axes, pairs=pairs))
 

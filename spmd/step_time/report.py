@@ -118,7 +118,9 @@ def write_trace(file: str, spans: Sequence[Span], what: str) -> None:
     try:
         Path(file).write_text(json.dumps({"traceEvents": [process, *named, *events]}), encoding="utf-8")
     except OSError as error:
-        problem = Problem("trace", f"cannot be written: {error.strerror}: {file}", fix="--trace FILE in a folder that exists")
+        problem = Problem(
+            "trace", f"cannot be written: {error.strerror}: {file}", fix="--trace FILE in a folder that exists"
+        )
         raise ConfigError("There is no trace:", [problem]) from None
 
 

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.step_time.hardware import Hardware
@@ -20,6 +19,7 @@ class Rates:
         attention: Share of the peak FLOP/s that attention kernels reach.
         network: Share of the published bandwidth that collectives reach.
         straggling: Relative time added by each doubling of the slices.
+        spread: As for `ClosedRates`.
     """
 
     matmul: float = 1.0
@@ -27,6 +27,7 @@ class Rates:
     attention: float = 0.5
     network: float = 0.8
     straggling: float = 0.02
+    spread: float = 0.1
 
 
 class Span(NamedTuple):
@@ -36,6 +37,10 @@ class Span(NamedTuple):
     lane: str
     start: float
     seconds: float
+
+
+def _sums() -> dict[str, float]:
+    return collections.defaultdict(float)
 
 
 @dataclasses.dataclass
@@ -51,9 +56,9 @@ class Timeline:
     """
 
     seconds: float = 0.0
-    spent: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    exposed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    moving: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    spent: dict[str, float] = dataclasses.field(default_factory=_sums)
+    exposed: dict[str, float] = dataclasses.field(default_factory=_sums)
+    moving: dict[str, float] = dataclasses.field(default_factory=_sums)
     spans: list[Span] = dataclasses.field(default_factory=list)
 
 

@@ -158,7 +158,7 @@ def test_a_plan_warns_of_a_loop_of_unknown_length() -> None:
     step = types.SimpleNamespace(compile=lambda batch: compiled)
     mesh = abstract_mesh(MeshShape(fsdp=2))
     setup = types.SimpleNamespace(config=load_config("demo"), mesh=mesh, schedule=None, step=step)
-    audit, _, cycles = compile_step(setup)
+    audit, _, cycles, program = compile_step(setup)
     assert cycles is None
     assert "is a loop of unknown length" in {warning.what for warning in audit.warnings}
 
@@ -170,7 +170,7 @@ def test_a_plan_has_the_compute_time(monkeypatch, capsys) -> None:
     monkeypatch.setattr(plan, "initialize", lambda *given, **named: None)
     monkeypatch.setattr(plan, "missing_extra", lambda topology: None)
     monkeypatch.setattr(plan, "topology_mesh", lambda config, topology: planned_mesh(config))
-    monkeypatch.setattr(plan, "compile_step", lambda setup: (audit, None, cycles))
+    monkeypatch.setattr(plan, "compile_step", lambda setup: (audit, None, cycles, None))
     command = [
         "demo",
         "--topology",

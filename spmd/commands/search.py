@@ -1,0 +1,205 @@
+"""`spmd search`."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic
+
+from spmd.analysis.topology import EXAMPLES, Topology, missing_extra, parse_topology
+from spmd.commands.parsing import ConfigFields, parse_command
+from spmd.commands.plan import mesh_on
+from spmd.errors import ConfigError, Problem
+from spmd.observe.waiting import show_waiting, show_waiting_for
+from spmd.run.config import M, TrainConfig
+from spmd.run.load_config import load_config, shipped
+from spmd.run.search import Candidate, Search, largest_batch, slice_sizes
+from spmd.tree import human_bytes
+
+_ROWS = 10
+"""Candidates that are printed, besides those that fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchCommand(Generic[M]):
+    """Search for the fastest layout of a config on a machine: mesh, ZeRO stage, remat, microbatches, pipeline.
+
+    All settings are ranked by closed forms; from the fastest on their memory is estimated, and the best are compiled.
+    The machine need not exist. An interrupted search resumes.
+    """
+
+    config: ConfigFields
+    topology: str = ""
+    """Target machine, such as v5e:16x16 or h100:16x8."""
+    confirm: int = 3
+    """Number of settings that fit and are compiled, where programs have cycles: on TPUs; 0 for none."""
+    days: float = 0.0
+    """Search for the fewest chips of the machine's kind that train all steps in so many days."""
+    largest_batch: bool = False
+    """Search for the largest batch that fits with the config's own settings."""
+    write: str = ""
+    """Write a config with the best settings to this Python file."""
+    state: str = ""
+    """File of what is known of settings, to resume from; empty for runs/search/NAME-TOPOLOGY.json."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def run_search(arguments: list[str]) -> int:
+    """Run `spmd search`; return 3 if nothing fits."""
+    command, path = parse_command(SearchCommand, arguments, "search")
+    if problems := list(_problems(command)):
+        raise ConfigError("Nothing to search for:", problems)
+    topology, config = parse_topology(command.topology), command.config
+    if command.largest_batch:
+        return _print_largest(command, config, topology)
+    if command.days:
+        smallest = _fewest(command, config, topology)
+        if smallest is None:
+            return 3
+        topology = smallest
+    search = _search(command, config, topology, path)
+    fitting = _examine(command, search)
+    for number, candidate in enumerate(fitting[: command.confirm] if topology.platform == "tpu" else [], 1):
+        if candidate.compiled is None and not command.json:
+            print(f"compiling {number} of {min(command.confirm, len(fitting))}: {candidate.flags}", flush=True)
+        search.confirm(candidate)
+    best = search.best
+    if command.json:
+        print(json.dumps(_to_json(search, best), indent=2))
+        return 0 if best else 3
+    if best is None:
+        _print_nothing(search)
+        return 3
+    _print_table(search, best)
+    if command.write:
+        _write(command, path, best)
+    return 0
+
+
+def _problems(command: SearchCommand) -> Iterator[Problem]:
+    if not command.topology:
+        yield Problem("--topology", "is not given", fix=f"a machine, such as {EXAMPLES.split(', ')[2]}")
+        return
+    if command.confirm < 0:
+        yield Problem("--confirm", f"is {command.confirm}", fix="at least 0")
+    if command.days < 0:
+        yield Problem("--days", f"is {command.days}", fix="above 0")
+    if command.days and command.largest_batch:
+        yield Problem("--days", "is another search than --largest-batch", fix="ask for one of them")
+    topology = parse_topology(command.topology)
+    if command.confirm and topology.platform == "tpu" and (absent := missing_extra(topology)):
+        yield dataclasses.replace(absent, fix=f"{absent.fix}, or --confirm 0")
+
+
+def _search(command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path) -> Search:
+    name = f"{path.stem}-{str(topology).replace(':', '-')}.json"
+    with show_waiting("ranking settings"):
+        return Search(config, topology, Path(command.state or Path("runs", "search", name)))
+
+
+def _examine(command: SearchCommand, search: Search) -> list[Candidate]:
+    """Return the fastest candidates that fit."""
+    known = len(search.known)
+    if not command.json:
+        resumed = f", {known} of them known from {search.file}" if known else ""
+        print(f"{len(search.candidates)} settings{resumed}", flush=True)
+    wanted = max(1, command.confirm)
+    examined = show_waiting_for(search.fitting(wanted), "estimating memory, the fastest settings first")
+    return [candidate for candidate in examined if not candidate.refused]
+
+
+def _fewest(command: SearchCommand, config: TrainConfig[Any], topology: Topology) -> Topology | None:
+    """Return the smallest machine of a kind that trains all steps in time, or None."""
+    for machine in slice_sizes(topology):
+        search = _search(dataclasses.replace(command, state=""), config, machine, Path(f"days-{config.data.batch}"))
+        fitting = next((c for c in search.fitting(1) if not c.refused), None)
+        days = fitting and fitting.seconds * config.steps / 86_400
+        if not command.json:
+            found = f"{days:.3g} days" if days else "nothing fits"
+            print(f"{machine}: {machine.chips} chips: {found}", flush=True)
+        if days and days <= command.days:
+            return machine
+    print(f"no machine of up to {topology.chip.max_chips} chips trains {config.steps} steps in {command.days:g} days")
+    return None
+
+
+def _print_largest(command: SearchCommand, config: TrainConfig[Any], topology: Topology) -> int:
+    with show_waiting("estimating memory of larger and larger batches"):
+        devices = dataclasses.replace(config, devices=topology.devices)
+        batch, memory = largest_batch(devices, topology, mesh_on(str(topology), devices))
+    if command.json:
+        print(json.dumps({"batch": batch or None, "memory": memory}))
+    elif batch:
+        print(f"--data.batch {batch} fits {topology}: {human_bytes(memory)} on each device")
+    else:
+        print(f"no batch fits {topology}: {human_bytes(memory)} with one example on each device")
+    return 0 if batch else 3
+
+
+def _print_table(search: Search, best: Candidate) -> None:
+    examined = [c for c in search.candidates if c.memory is not None or c.refused]
+    shown = [c for c in examined if not c.refused] + [c for c in examined if c.refused][:_ROWS]
+    shown += [c for c in search.candidates if c not in examined][: max(0, _ROWS - len(shown))]
+    print(f"\n{'closed':>9}{'compiled':>10}{'memory':>10}  settings")
+    for candidate in sorted(shown, key=lambda c: (bool(c.refused), c.seconds)):
+        compiled = f"{candidate.compiled:.3f} s" if candidate.compiled else ""
+        memory = human_bytes(candidate.memory) if candidate.memory else ""
+        print(f"{sum(candidate.spent.values()):7.3f} s{compiled:>10}{memory:>10}  {candidate.flags}")
+        if candidate is not best:
+            print(f"{'':31}{candidate.loses(best)}")
+    how = "its compiled program" if best.compiled else "closed forms"
+    print(f"\nbest, {best.seconds:.4g} s by {how}:\n{best.flags}")
+
+
+def _print_nothing(search: Search) -> None:
+    print(f"nothing fits {search.topology}: {human_bytes(search.topology.memory or 0)} on each device")
+    nearest = search.nearest
+    if nearest is not None and nearest.memory is not None:
+        print(f"nearest: {human_bytes(nearest.memory)} with {nearest.flags}")
+    else:
+        print(f"nearest: {search.candidates[0].refused}" if search.candidates else "no mesh divides batch and model")
+    print("try more chips, a smaller --data.batch, or --offload optimizer_state")
+
+
+def _to_json(search: Search, best: Candidate | None) -> dict[str, Any]:
+    def one(candidate: Candidate) -> dict[str, Any]:
+        return {
+            "flags": candidate.flags,
+            "seconds": candidate.seconds,
+            "closed_form": sum(candidate.spent.values()),
+            "compiled": candidate.compiled,
+            "memory": candidate.memory,
+            "loses": None if candidate is best else candidate.loses(best) if best else candidate.refused,
+        }
+
+    examined: Sequence[Candidate] = [c for c in search.candidates if c.memory is not None or c.compiled is not None]
+    found = one(best) if best else None
+    return {
+        "topology": str(search.topology),
+        "settings": len(search.candidates),
+        "best": found,
+        "examined": [*map(one, examined)],
+    }
+
+
+def _write(command: SearchCommand, path: Path, best: Candidate) -> None:
+    config = load_config(str(path))
+    settings = {name: value for name, value in best.settings.items() if value != getattr(config, name)}
+    name = next((name for name, file in shipped().items() if file == path), str(path))
+    lines = "".join(f"    {name}={_code(value)},\n" for name, value in settings.items())
+    text = (
+        f'"""{path.stem} on {command.topology}, as found by `spmd search`: {best.seconds:.4g} s a step."""\n\n'
+        "import dataclasses\n\nimport spmd\nfrom spmd.run.load_config import load_config\n\n"
+        f"config = dataclasses.replace(\n    load_config({json.dumps(name)}),\n{lines})\n"
+    )
+    try:
+        Path(command.write).write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = Problem("--write", f"{command.write}: {error.strerror}", fix="a file in a folder that exists")
+        raise ConfigError("The config cannot be written:", [problem]) from None
+    print(f"written to {command.write}")
+
+
+def _code(value: Any) -> str:
+    return f"spmd.{value!r}" if dataclasses.is_dataclass(value) else json.dumps(value)
