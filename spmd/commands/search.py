@@ -173,14 +173,9 @@ def _to_json(search: Search, best: Candidate | None) -> dict[str, Any]:
             "loses": None if candidate is best else candidate.loses(best) if best else candidate.refused,
         }
 
-    examined: Sequence[Candidate] = [c for c in search.candidates if c.memory is not None or c.compiled is not None]
-    found = one(best) if best else None
-    return {
-        "topology": str(search.topology),
-        "settings": len(search.candidates),
-        "best": found,
-        "examined": [*map(one, examined)],
-    }
+    examined = [one(c) for c in search.candidates if c.memory is not None or c.compiled is not None]
+    counts = {"topology": str(search.topology), "settings": len(search.candidates)}
+    return counts | {"best": one(best) if best else None, "examined": examined}
 
 
 def _write(command: SearchCommand, path: Path, best: Candidate) -> None:
@@ -202,4 +197,9 @@ def _write(command: SearchCommand, path: Path, best: Candidate) -> None:
 
 
 def _code(value: Any) -> str:
-    return f"spmd.{value!r}" if dataclasses.is_dataclass(value) else json.dumps(value)
+    """Return a setting as code, without fields of a dataclass that have their default."""
+    if not dataclasses.is_dataclass(value):
+        return json.dumps(value)
+    fields = ((field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value))
+    given = ", ".join(f"{name}={json.dumps(own)}" for name, own, default in fields if own != default)
+    return f"spmd.{type(value).__name__}({given})"
