@@ -42,13 +42,18 @@ class TracedValue:
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """One operation, with its bodies: the body of a loop, the branches of a condition."""
+    """One operation, with its bodies: the body of a loop, the branches of a condition.
+
+    Attributes:
+        equation: The equation of the jaxpr; None for slices and stacks of unrolled loops.
+    """
 
     primitive: str
     inputs: list[TracedValue]
     outputs: list[TracedValue]
     params: Mapping[str, Any]
     bodies: "list[TracedProgram]" = dataclasses.field(default_factory=list)
+    equation: Any = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -137,7 +142,7 @@ def _read(jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eag
         bodies = [_read(body, None, {}, eager) for body in (found if isinstance(found, tuple) else (found,))]
         outputs = list(map(_value, equation.outvars))
         env.update(zip(equation.outvars, outputs, strict=True))
-        program.operations.append(Operation(name, operands, outputs, params, bodies))
+        program.operations.append(Operation(name, operands, outputs, params, bodies, equation))
     program.outputs = [read(atom) for atom in jaxpr.outvars]
     return program
 
