@@ -86,6 +86,7 @@ class _Check:
     def __init__(self) -> None:
         self._found: dict[Operation, tuple[str, str]] = {}  # operation → operands, reason
         self._known: dict[Any, list[Dims] | str] = {}
+        self._constants = set[TracedValue]()  # of manual regions: they are sharded over manual axes only
 
     def run(self, program: TracedProgram, mesh: AbstractMesh, returned: Mapping[TracedValue, Dims]) -> None:
         """Set the sharding of every value; `returned` has those of results that are decided by the caller."""
@@ -107,19 +108,19 @@ class _Check:
         """Return one record for equal operations of a line."""
         counts, forward = Counter[tuple[str, ...]](), set()
         for operation, (operands, reason) in self._found.items():
-            info = operation.equation.source_info
-            frames = [(f.file_name, f.line_num) for f in info.traceback.frames] if info.traceback else []
+            infos = [equation.source_info for equation in operation.equations]
+            frames = [(f.file_name, f.line_num) for info in infos if info.traceback for f in info.traceback.frames]
             own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
             key = (source_line(own or frames), operation.primitive, operands, reason)
             counts[key] += 1
-            if "transpose(" not in str(info.name_stack):
+            if not any("transpose(" in str(info.name_stack) for info in infos):
                 forward.add(key)
         return tuple(sorted(UndecidedLayout(key not in forward, *key, n) for key, n in counts.items()))
 
     def _report(self, operation: Operation, reason: str) -> None:
         arrays = [
             f"{atom.aval.str_short(short_dtypes=True)} {spec_text(dims_spec(value.dims or ((),) * len(value.shape)))}"
-            for atom, value in zip(operation.equation.invars, operation.inputs, strict=False)
+            for atom, value in zip(operation.equations[0].invars, operation.inputs, strict=False)
             if value.shape
         ]
         self._found[operation] = (", ".join(arrays), reason)
@@ -129,17 +130,17 @@ class _Check:
     ) -> Sequence[Dims | None]:
         given = [value.dims for value in operation.inputs]
         if (spec := _chosen_spec(operation)) is not None:
-            return [_dims(spec, output, mesh.shape, next(iter(given), None)) for output in operation.outputs]
+            return [_dims(spec, operation.outputs[0], mesh.shape, given[0])]
         if operation.primitive == "device_put":
             return given
         if not any(any(dims) for dims in given if dims):
             is_constant = all(value.dims is None or not value.shape for value in operation.inputs)
             return [None if is_constant else _whole(output) for output in operation.outputs]
-        if operation.equation is None or _is_collective(operation):
+        if not operation.equations or _is_collective(operation):
             return _propagated(operation, mesh)
         found = self._evaluate(operation, [dims or _whole(v) for v, dims in zip(operation.inputs, given, strict=True)], mesh)
         if isinstance(found, str) and None in given:  # constants take any layout
-            found = self._evaluate(operation, _with_constants(operation), mesh)
+            found = self._evaluate(operation, _with_constants(operation, mesh), mesh)
         if not isinstance(found, str):
             return found
         if all(output in decided for output in operation.outputs):
@@ -151,7 +152,7 @@ class _Check:
         """Return the shardings of the results by JAX's rules, or the reason why there are none."""
         key = operation, tuple(given), mesh
         if key not in self._known:
-            self._known[key] = _evaluate(operation.equation, given, mesh)
+            self._known[key] = _evaluate(operation.equations[0], given, mesh)
         return self._known[key]
 
     def _loop(self, operation: Operation, mesh: AbstractMesh) -> list[Dims | None]:
@@ -198,12 +199,15 @@ class _Check:
         axes = {axis: size for axis, size in mesh.shape.items() if axis not in manual}
         if axes:
             for value, inner in zip(operation.inputs, body.inputs, strict=True):
-                inner.dims = None if value.dims is None else _within(value.dims, axes)
+                is_constant = value.dims is None or value in self._constants
+                inner.dims = None if is_constant else _within(value.dims or (), axes)
             self.run(body, _explicit(axes), {})
         results = []
         for output, inner, spec in zip(operation.outputs, body.outputs, operation.params["out_specs"], strict=True):
             own, rest = _dims(spec, output, mesh.shape), (inner.dims if axes and inner.dims else _whole(output))
             results.append(tuple((*a, *b) for a, b in zip(own, rest, strict=True)))
+            if axes and inner.dims is None:
+                self._constants.add(output)
         return results
 
 
@@ -212,14 +216,16 @@ def _evaluate(equation: Any, given: Sequence[Dims], mesh: AbstractMesh) -> list[
         jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=NamedSharding(mesh, dims_spec(dims)))
         for atom, dims in zip(equation.invars, given, strict=True)
     ]
-    bind = functools.partial(equation.primitive.bind, **equation.params)
+    # Under Auto axes JAX itself notes shardings of results, on a mesh of that type.
+    params = {key: None if isinstance(x, NamedSharding) else x for key, x in equation.params.items()}
+    bind = functools.partial(equation.primitive.bind, **params)
     try:
         with jax.sharding.use_abstract_mesh(mesh):  # sums of gradients have no rule of their own
             results = jax.eval_shape(jax.lax.add if equation.primitive.name == "add_any" else bind, *arrays)
     except Exception as error:
         if type(error).__name__ != "ShardingTypeError":  # it has no public name
             raise
-        return re.split(r"\.? Got |\. ", str(error))[0].rstrip(".")
+        return re.split(r"[.,]? [Gg]ot |\. ", str(error))[0].rstrip(".")
     return [_dims(x.sharding.spec if x.sharding else P(), x, mesh.shape) for x in jax.tree.leaves(results)]
 
 
@@ -241,7 +247,7 @@ def _decided_later(
             dims = None
             if operation.primitive == "shard_map" and set(mesh.axis_names) <= operation.params["newly_manual_axes"]:
                 dims = _dims(operation.params["in_specs"][i], value, mesh.shape)
-            elif spec is not None and operation.primitive in ("sharding_constraint", "reshard"):
+            elif spec is not None:
                 dims = _dims(spec, value, mesh.shape)
             elif operation.primitive in _ELEMENTWISE and value.shape == operation.outputs[0].shape:
                 dims = agreed(operation.outputs[0])
@@ -253,10 +259,10 @@ def _decided_later(
 
 
 def _chosen_spec(operation: Operation) -> P | None:
-    """Return the spec that an operation gives to its result."""
-    targets = [operation.params.get(name) for name in ("sharding", "dst_sharding", "out_sharding")]
-    targets += operation.params["devices"] if operation.primitive == "device_put" else ()
-    return next((target.spec for target in targets if isinstance(target, NamedSharding)), None)
+    """Return the spec that a constraint gives to its operand."""
+    names = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+    target = operation.params.get(names.get(operation.primitive, ""))
+    return target.spec if isinstance(target, NamedSharding) else None
 
 
 def _is_collective(operation: Operation) -> bool:
@@ -282,14 +288,17 @@ def _propagated(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
     ]
 
 
-def _with_constants(operation: Operation) -> list[Dims]:
-    """Return the operands' shardings, with constants sharded like another operand as far as it divides them."""
-    results = []
+def _with_constants(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
+    """Return the operands' shardings, with constants sharded like the result or another operand."""
+    results = list(zip(operation.outputs, _propagated(operation, mesh), strict=True))
+    arrays = [*results, *((v, v.dims) for v in operation.inputs if v.dims and any(v.dims))]
+    shardings = []
     for value in operation.inputs:
-        like = next((v for v in operation.inputs if v.dims and any(v.dims) and len(v.shape) == len(value.shape)), value)
-        sizes = zip(value.shape, like.shape, like.dims or _whole(value), strict=True)
-        results.append(value.dims or tuple(axes if size % other == 0 else () for size, other, axes in sizes))
-    return results
+        alike = [(v, dims) for v, dims in arrays if len(v.shape) == len(value.shape)]
+        like, dims = next(((v, dims) for v, dims in alike if v.shape == value.shape), (alike or [(value, _whole(value))])[-1])
+        sizes = zip(value.shape, like.shape, dims, strict=True)
+        shardings.append(value.dims or tuple(axes if size % other == 0 else () for size, other, axes in sizes))
+    return shardings
 
 
 def _explicit(axes: Mapping[str, int]) -> AbstractMesh:
