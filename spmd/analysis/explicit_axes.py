@@ -23,9 +23,9 @@ from spmd.analysis.explicit_rules import (
     decided_dims,
     dims_with_constants,
     explicit_mesh,
-    is_backward,
     is_collective,
     mesh_dims,
+    phase_of,
     propagated_dims,
     result_dims,
     unsharded,
@@ -37,10 +37,11 @@ from spmd.train.state import abstract_arguments
 from spmd.train.step import TrainStep
 
 FIXES = {
-    False: "annotate(x, NAME) its result, with NAME in the rule table's activations, or constrain it",
-    True: "annotate(x, NAME) the array whose gradient it computes: a gradient is constrained like its array",
+    "forward": "annotate(x, NAME) its result, with NAME in the rule table's activations, or constrain it",
+    "backward": "annotate(x, NAME) the array whose gradient it computes: a gradient is constrained like its array",
+    "rest of the step": "jax.lax.with_sharding_constraint in the optimizer or gradient function",
 }
-"""Fix for an operation of the forward pass (False) and of the backward pass."""
+"""Phase of the step → fix for its operations."""
 
 _LIBRARIES = tuple(f"{os.path.dirname(str(library.__file__))}{os.sep}" for library in (jax, flax))
 
@@ -50,14 +51,14 @@ class UndecidedLayout:
     """An operation whose result may be sharded in several ways.
 
     Attributes:
-        is_backward: True if it is part of the backward pass.
+        phase: Phase of the step, a key of `FIXES`.
         source: `file:line`.
-        operands: Dtype, shape and spec of each array that it takes.
+        operands: Dtype, shape and spec of each array that it takes; empty for a loop or condition.
         reason: The reason, in JAX's words.
         count: Number of equal operations of this line.
     """
 
-    is_backward: bool
+    phase: str
     source: str
     primitive: str
     operands: str
@@ -66,7 +67,7 @@ class UndecidedLayout:
 
     def __str__(self) -> str:
         times = f" ×{self.count}" if self.count > 1 else ""
-        return f"{self.source}: {self.primitive}{times} of {self.operands}: {self.reason}"
+        return f"{self.source}: {self.primitive}{times}{' of ' * bool(self.operands)}{self.operands}: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +77,7 @@ class ExplicitCheck:
     Attributes:
         axes: Axis → size, of those above 1.
         operations: Number of operations on sharded arrays.
-        undecided: Records of operations that leave a layout open: of the forward pass, then of the backward pass, by
-            line.
+        undecided: Records of operations that leave a layout open, by phase and line.
     """
 
     axes: Mapping[str, int]
@@ -93,11 +93,9 @@ class ExplicitCheck:
         if not self.axes:
             return "nothing to decide: every axis of the mesh has size 1"
         lines = []
-        for backward in (False, True):
-            records = [record for record in self.undecided if record.is_backward == backward]
-            if records:
-                lines += [f"{'backward' if backward else 'forward'} pass; fix: {FIXES[backward]}"]
-                lines += [f"  {record}" for record in records]
+        for phase, fix in FIXES.items():
+            if records := [record for record in self.undecided if record.phase == phase]:
+                lines += [f"{phase}; fix: {fix}", *(f"  {record}" for record in records)]
         count, sizes = (
             sum(record.count for record in self.undecided),
             " ".join(f"{a}={n}" for a, n in self.axes.items()),
@@ -110,7 +108,7 @@ class ExplicitCheck:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        records = [dataclasses.asdict(record) | {"fix": FIXES[record.is_backward]} for record in self.undecided]
+        records = [dataclasses.asdict(record) | {"fix": FIXES[record.phase]} for record in self.undecided]
         return {"ok": self.ok, "mesh": dict(self.axes), "operations": self.operations, "undecided": records}
 
 
@@ -161,22 +159,21 @@ class _Check:
 
     def undecided(self) -> tuple[UndecidedLayout, ...]:
         """Return one record for equal operations of a line."""
-        counts, forward = Counter[tuple[str, str, str, str]](), set()
+        counts, phases = Counter[tuple[str, str, str, str]](), dict[tuple[str, str, str, str], str]()
         for operation, (operands, reason) in self._found.items():
             traces = [equation.source_info.traceback for equation in operation.equations]
             frames = [(frame.file_name, frame.line_num) for trace in traces if trace for frame in trace.frames]
             own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
             key = (source_line(own or frames), operation.primitive, operands, reason)
             counts[key] += 1
-            if not is_backward(operation):
-                forward.add(key)
-        records = [UndecidedLayout(key not in forward, *key, count=n) for key, n in counts.items()]
+            phases[key] = min(phase_of(operation), phases.get(key, "rest of the step"), key=list(FIXES).index)
+        records = [UndecidedLayout(phases[key], *key, count=n) for key, n in counts.items()]
         return tuple(sorted(records, key=_position))
 
     def _report(self, operation: Operation, reason: str) -> None:
         atoms = zip(operation.equations[0].invars, operation.inputs, strict=True)
         arrays = [f"{atom.aval.str_short(short_dtypes=True)} {_text(value)}" for atom, value in atoms if value.shape]
-        self._found[operation] = (", ".join(arrays), reason)
+        self._found[operation] = ("" if operation.bodies else ", ".join(arrays), reason)
 
     def _results(
         self, operation: Operation, mesh: AbstractMesh, decided: Mapping[TracedValue, Dims]
@@ -269,7 +266,7 @@ class _Check:
 
 def _position(record: UndecidedLayout) -> tuple[Any, ...]:
     file, _, line = record.source.rpartition(":")
-    return record.is_backward, file, len(line), line, record.primitive, record.operands
+    return list(FIXES).index(record.phase), file, len(line), line, record.primitive, record.operands
 
 
 def _text(value: TracedValue) -> str:

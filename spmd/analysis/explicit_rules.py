@@ -70,7 +70,7 @@ def result_dims(operation: Operation, given: Sequence[Dims], mesh: AbstractMesh)
             raise
         if operation.primitive == "reshape" and _keeps_dims(operation, given[0]):
             return propagated_dims(operation, mesh)
-        return re.split(r"[.,]? [Gg]ot |\. ", re.sub("^Use .* as (?=out sharding)", "", str(error)))[0].rstrip(".")
+        return re.split(r"[.,]? Got |, got |\. ", re.sub("^Use .* as (?=out sharding)", "", str(error)))[0].rstrip(".")
     return [mesh_dims(x.sharding.spec if x.sharding else P(), x, mesh.shape) for x in jax.tree.leaves(results)]
 
 
@@ -118,13 +118,15 @@ def decided_dims(
 ) -> dict[TracedValue, Dims]:
     """Return the shardings of values whose uses reach one sharding constraint, through element-wise operations alone.
 
-    The backward pass's uses of a value of the forward pass do not count. Of values that the program returns, `returned`
-    has those that its caller decides.
+    A sum of a whole array does not count, as it takes any layout, and neither does what the backward pass does with a
+    value of the forward pass. Of values that the program returns, `returned` has those that its caller decides.
     """
-    backward = {output for operation in program.operations if is_backward(operation) for output in operation.outputs}
+    backward = {value for o in program.operations if phase_of(o) == "backward" for value in o.outputs}
     wanted: dict[TracedValue, set[Dims | None]] = {value: {dims} for value, dims in returned.items()}
     for operation in reversed(program.operations):
-        spec, is_counted = constraint_spec(operation), not is_backward(operation)
+        if operation.outputs and not any(output.shape for output in operation.outputs):
+            continue
+        spec, is_counted = constraint_spec(operation), phase_of(operation) != "backward"
         after = wanted.get(operation.outputs[0], set()) if operation.outputs else set()
         for i, value in enumerate(operation.inputs):
             dims: set[Dims | None] = {None}
@@ -157,7 +159,9 @@ def is_collective(operation: Operation) -> bool:
     return any(isinstance(name, str) for axes in names for name in (axes if isinstance(axes, tuple) else (axes,)))
 
 
-def is_backward(operation: Operation) -> bool:
-    """Return whether an operation is part of the backward pass, other than what that recomputes."""
+def phase_of(operation: Operation) -> str:
+    """Return the phase of the step that an operation is part of; recomputation is part of the forward pass."""
     names = "/".join(str(equation.source_info.name_stack) for equation in operation.equations)
-    return "transpose(" in names and "rematted_computation" not in names
+    if "transpose(" in names and "rematted_computation" not in names:
+        return "backward"
+    return "forward" if "jvp(" in names else "rest of the step"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
@@ -22,7 +23,7 @@ from tests.command_line import run, write_config
 
 pytestmark = [pytest.mark.unit, pytest.mark.compat]
 
-FSDP = P("fsdp")
+FSDP, SGD = P("fsdp"), optax.sgd(1e-2)
 SHARDED = {"up": P(None, "tensor"), "down": P("tensor", None)}
 TOKENS = {
     "tokens": jax.ShapeDtypeStruct((8, 16), jnp.int32),
@@ -35,17 +36,32 @@ def marked(x: jax.Array) -> jax.Array:
     return spmd.annotate(x, "marked")
 
 
-def check(apply, *, spec=FSDP, **axes: int) -> ExplicitCheck:
+def check(apply, *, spec=FSDP, table=SHARDED, optimizer=SGD, zero=3, **axes: int) -> ExplicitCheck:
     """The check of a model `apply(params, x)` of two kernels, `up` [16, 32] and `down` [32, 16]."""
     model = spmd.Model(lambda _: {"up": jnp.zeros((16, 32)), "down": jnp.zeros((32, 16))}, apply)
-    rules = spmd.Rules(list(SHARDED.items()), activations=[("marked", spec)])
-    plan = spmd.make_plan(abstract_mesh(MeshShape(**axes)), rules, model, optax.sgd(1e-2))
+    rules = spmd.Rules(list(table.items()), activations=[("marked", spec)])
+    plan = spmd.make_plan(abstract_mesh(MeshShape(**axes)), rules, model, optimizer, zero=zero)
 
     def loss_fn(params, variables, batch, key):
         loss = jnp.square(apply(params, batch["x"])).sum()
         return {"loss": loss, "weight": jnp.float32(8)}, variables
 
     return check_explicit(spmd.make_train_step(plan, loss_fn), {"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)})
+
+
+def is_refused(function) -> bool:
+    """Whether JAX refuses to trace `function(x, up, down)` under Explicit axes."""
+    mesh = AbstractMesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    arrays = [((8, 16), FSDP), ((16, 32), SHARDED["up"]), ((32, 16), SHARDED["down"])]
+    shapes = [jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec)) for shape, spec in arrays]
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            jax.eval_shape(function, *shapes)
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError":
+            raise
+        return True
+    return False
 
 
 def line_of(mark: str) -> str:
@@ -87,7 +103,7 @@ def test_a_missing_annotation_is_listed_with_its_line():
     assert (found.source, found.primitive, found.count) == (line_of("row-parallel"), "dot_general", 1)
     assert found.operands == "f32[8,32] P(fsdp, tensor), f32[32,16] P(tensor, .)"
     assert "Contracting dimensions are sharded" in found.reason
-    assert not found.is_backward
+    assert found.phase == "forward"
     assert check(lambda params, x: marked(apply(params, x)), fsdp=2, tensor=2).ok
 
 
@@ -100,7 +116,7 @@ def test_all_operations_are_listed():
         return jnp.sort(rows[0] + rows[1] * rows[2], axis=0)  # sorted
 
     found = check(apply, fsdp=2, tensor=2).undecided
-    forward = [(record.source, record.primitive, record.count) for record in found if not record.is_backward]
+    forward = [(record.source, record.primitive, record.count) for record in found if record.phase == "forward"]
     assert forward == [(line_of("three"), "dot_general", 3), (line_of("sorted"), "sort", 1)]
 
 
@@ -113,8 +129,47 @@ def test_operations_of_the_backward_pass_are_marked():
 
     (found,) = check(apply, fsdp=2, tensor=2).undecided
     assert (found.source, found.primitive) == (line_of("column-parallel"), "dot_general")
-    assert found.is_backward
+    assert found.phase == "backward"
     assert check(lambda params, x: apply(params, x, marked), fsdp=2, tensor=2).ok
+
+
+def test_operations_of_the_optimizer_are_marked():
+    """Under ZeRO stage 1, a moment whose axes differ from those of the gradient in one dimension; not under stage 3."""
+
+    def apply(params, x):
+        return marked(marked(x) @ params["up"] @ params["down"])
+
+    table = {"up": P(None, ("fsdp", "tensor")), "down": P(("fsdp", "tensor"))}
+    options = {"table": table, "optimizer": optax.adam(1e-2), "spec": P("data"), "data": 2, "fsdp": 2, "tensor": 2}
+    rest = [record for record in check(apply, zero=1, **options).undecided if record.phase == "rest of the step"]
+    assert {record.source.rpartition("/")[2].partition(":")[0] for record in rest} == {"_tree_math.py"}
+    assert "add got incompatible shardings" in rest[0].reason
+    assert not any(r.phase == "rest of the step" for r in check(apply, zero=3, **options).undecided)
+
+
+def test_the_check_is_that_of_jax():
+    """Without marks, an operation of the forward pass is listed where JAX refuses to trace under Explicit axes."""
+    functions = {
+        "column-parallel": lambda params, x: x @ params["up"],
+        "row-parallel": lambda params, x: x @ params["up"] @ params["down"],
+        "element-wise": lambda params, x: jnp.tanh(x) * params["up"].sum(),
+        "conflict": lambda params, x: x + params["down"][:8] * params["up"].T[:8],
+        "sorted": lambda params, x: jnp.sort(x, axis=0),
+        "not-sorted": lambda params, x: jnp.sort(x, axis=1),
+        "cumulated": lambda params, x: jnp.cumsum(x @ params["up"], axis=1),
+        "rows": lambda params, x: params["down"][jnp.arange(8)],
+        "flat": lambda params, x: (x @ params["up"]).reshape(-1),
+        "split": lambda params, x: x.reshape(2, 4, 16),
+        "uneven": lambda params, x: x[:3],
+    }
+    refused, listed = [], []
+    for name, function in functions.items():
+        if is_refused(lambda x, *kernels, function=function: function(dict(zip(SHARDED, kernels, strict=True)), x)):
+            refused.append(name)
+        found = check(lambda params, x, function=function: function(params, x) * marked(x).sum(), fsdp=2, tensor=2)
+        listed += [name] if any(record.phase == "forward" for record in found.undecided) else []
+    assert listed == refused
+    assert 0 < len(refused) < len(functions)
 
 
 def test_loops_and_branches_are_checked():
@@ -127,10 +182,10 @@ def test_loops_and_branches_are_checked():
 
         return jax.lax.scan(body, marked(x), None, length=3)[0]  # loop
 
-    sources = {record.source for record in check(apply, fsdp=2, tensor=2).undecided if not record.is_backward}
+    sources = {record.source for record in check(apply, fsdp=2, tensor=2).undecided if record.phase == "forward"}
     assert sources == {line_of("body")}
     found = check(lambda params, x: apply(params, marked(x)), spec=P("fsdp", "tensor"), fsdp=2, tensor=2).undecided
-    carried = [record for record in found if record.primitive == "scan" and not record.is_backward]
+    carried = [record for record in found if record.primitive == "scan" and record.phase == "forward"]
     assert [record.source for record in carried] == [line_of("loop")]
     assert "is carried P(fsdp, tensor) into an iteration and P(fsdp, .) out of it" in carried[0].reason
 
@@ -156,7 +211,7 @@ def test_manual_regions_are_decided_by_their_author():
     axes = {"fsdp": 2, "tensor": 2}
     assert check(lambda params, x: apply(params, x, AXES), **axes).ok
     found = check(lambda params, x: apply(params, x, ("fsdp",)), **axes).undecided
-    assert line_of("manual") in {record.source for record in found if not record.is_backward}
+    assert line_of("manual") in {record.source for record in found if record.phase == "forward"}
 
 
 def test_constants_take_any_layout():
