@@ -16,6 +16,7 @@ from spmd.analysis.explicit_axes import ExplicitCheck, check_explicit
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.plan.annotate import annotate
 from spmd.plan.context import current
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh
 from tests import tiny
@@ -66,9 +67,14 @@ def is_refused(function) -> bool:
 
 def line_of(mark: str) -> str:
     """The line of this file that ends with a mark, as `file:line`."""
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    (number,) = (n for n, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
-    return f"tests/unit/test_explicit.py:{number}"
+    return line_with(f"# {mark}\n", "tests/unit/test_explicit.py")
+
+
+def line_with(code: str, file: str) -> str:
+    """The only line of a file with this code, as `file:line`."""
+    lines = (Path(__file__).parents[2] / file).read_text(encoding="utf-8").splitlines(keepends=True)
+    (number,) = (n for n, line in enumerate(lines, 1) if code in line)
+    return f"{file}:{number}"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +86,25 @@ def test_llama_is_decided(axes):
     plan = spmd.make_plan(abstract_mesh(MeshShape(**axes)), LLAMA, model, tiny.OPTIMIZER)
     found = check_explicit(spmd.make_train_step(plan, tiny.loss_fn()), TOKENS)
     assert str(found).endswith("operations on sharded arrays are decided")
+    assert found.axes == axes  # and no axis of size 1
     assert found.operations > 300
+
+
+def test_llama_without_a_mark_is_not_decided(monkeypatch):
+    """The control: without the mark on the residual stream, both row-parallel products are listed, and their sums."""
+    monkeypatch.setattr("spmd.models.linear.constrain_like", lambda x, name: x)
+    monkeypatch.setattr("spmd.models.llama.annotate", lambda x, name: x if name == "residual" else annotate(x, name))
+    monkeypatch.setattr("spmd.train.step.check_annotations", lambda plan, jaxpr: None)
+    plan = spmd.make_plan(abstract_mesh(MeshShape(fsdp=2, tensor=2)), LLAMA, tiny.model(), tiny.OPTIMIZER)
+    found = check_explicit(spmd.make_train_step(plan, tiny.loss_fn()), TOKENS).undecided
+    listed = [(record.source, record.primitive, record.operands) for record in found if record.phase == "forward"]
+    product, total = (
+        line_with("in _products(", "spmd/models/linear.py"),
+        line_with("self.attention(", "spmd/models/llama.py"),
+    )
+    assert (product, "dot_general", "f32[8,16,32] P(fsdp, ., tensor), f32[32,32] P(tensor, .)") in listed
+    assert (product, "dot_general", "f32[8,16,64] P(fsdp, ., tensor), f32[64,32] P(tensor, .)") in listed
+    assert (total, "add", "f32[8,16,32] P(., ., fsdp), f32[8,16,32] P(fsdp, ., .)") in listed
 
 
 def test_mixtral_is_decided():
