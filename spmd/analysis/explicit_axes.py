@@ -96,14 +96,12 @@ class ExplicitCheck:
         for phase, fix in FIXES.items():
             if records := [record for record in self.undecided if record.phase == phase]:
                 lines += [f"{phase}; fix: {fix}", *(f"  {record}" for record in records)]
-        count, sizes = (
+        count, total = (
             sum(record.count for record in self.undecided),
-            " ".join(f"{a}={n}" for a, n in self.axes.items()),
+            f"{self.operations:,} operations on sharded arrays",
         )
-        what = f"{count:,} of {self.operations:,} operations on sharded arrays leave their layout open"
-        lines.append(
-            f"{sizes}: {what if count else f'all {self.operations:,} operations on sharded arrays are decided'}"
-        )
+        what = f"{count:,} of {total} leave their layout open" if count else f"all {total} are decided"
+        lines.append(f"{' '.join(f'{axis}={size}' for axis, size in self.axes.items())}: {what}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh
 from tests import tiny
 from tests.command_line import run, write_config
 
-pytestmark = [pytest.mark.unit, pytest.mark.compat]
+pytestmark = pytest.mark.compat
 
 FSDP, SGD = P("fsdp"), optax.sgd(1e-2)
 SHARDED = {"up": P(None, "tensor"), "down": P("tensor", None)}
@@ -212,6 +212,53 @@ def test_loops_and_branches_are_checked():
     carried = [record for record in found if record.primitive == "scan" and record.phase == "forward"]
     assert [record.source for record in carried] == [line_of("loop")]
     assert "is carried P(fsdp, tensor) into an iteration and P(fsdp, .) out of it" in carried[0].reason
+
+
+def test_branches_agree():
+    """A condition whose branches return different shardings is listed with both."""
+
+    def apply(params, x):
+        x = marked(x)
+        return jax.lax.cond(x.sum() > 0, lambda: x, lambda: (x @ params["up"])[:, :16])  # condition
+
+    found = [record for record in check(apply, fsdp=2, tensor=2).undecided if record.phase == "forward"]
+    assert [(record.source, record.primitive) for record in found] == [(line_of("condition"), "cond")]
+    assert "P(fsdp, .)" in found[0].reason
+    assert "P(fsdp, tensor)" in found[0].reason
+
+
+def test_later_constraints_decide():
+    """A mark after element-wise operations decides, whatever their derivative keeps, and beside a sum of all elements;
+    so does the new state. A mark after any other operation does not."""
+
+    def update(gradients, _):
+        wide = jnp.concatenate([gradients["down"], gradients["down"]], axis=1)
+        return {"up": gradients["up"] @ wide, "down": gradients["down"]}
+
+    def product(params, x):
+        return marked(x) @ params["up"] @ params["down"]
+
+    def listed(apply, optimizer=SGD):
+        records = check(apply, optimizer=optimizer, fsdp=2, tensor=2).undecided
+        return {record.phase for record in records}
+
+    assert "forward" not in listed(lambda params, x: marked(jax.nn.silu(product(params, x))))
+    assert "forward" not in listed(lambda params, x: marked(y := product(params, x)) + y.sum())
+    assert "forward" in listed(lambda params, x: marked(jnp.sort(product(params, x), axis=1)))
+    decided = lambda params, x: marked(product(params, x))  # noqa: E731
+    assert "rest of the step" not in listed(decided, optax.stateless(update))
+    twice = optax.chain(optax.stateless(update), optax.stateless(lambda g, _: jax.tree.map(jnp.flip, g)))
+    assert "rest of the step" in listed(decided, twice)
+
+
+def test_dimensions_that_a_reshape_keeps_stay_sharded():
+    """JAX has no rule for a reshape of several dimensions; one that keeps each sharded dimension is decided."""
+    shapes = (8, 2, 2, 2, 2), (4, 2, 4, 2, 2)
+    kept, split = (
+        lambda params, x, to=to: marked(x).reshape(8, 4, 4).reshape(to) + params["up"].sum() for to in shapes
+    )
+    assert check(kept, fsdp=2, tensor=2).ok
+    assert [record.primitive for record in check(split, fsdp=2, tensor=2).undecided] == ["reshape"]
 
 
 def test_manual_regions_are_decided_by_their_author():
