@@ -245,7 +245,10 @@ def test_later_constraints_decide():
     assert "forward" not in listed(lambda params, x: marked(jax.nn.silu(product(params, x))))
     assert "forward" not in listed(lambda params, x: marked(y := product(params, x)) + y.sum())
     assert "forward" in listed(lambda params, x: marked(jnp.sort(product(params, x), axis=1)))
-    decided = lambda params, x: marked(product(params, x))  # noqa: E731
+
+    def decided(params, x):
+        return marked(product(params, x))
+
     assert "rest of the step" not in listed(decided, optax.stateless(update))
     twice = optax.chain(optax.stateless(update), optax.stateless(lambda g, _: jax.tree.map(jnp.flip, g)))
     assert "rest of the step" in listed(decided, twice)
