@@ -1,4 +1,4 @@
-"""What a user's own tests need: parity of layouts, injected bugs, expected collectives, and test batches."""
+"""What a user's own tests need: parity of layouts, decided layouts, bugs, expected collectives, and test batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 
 from spmd.analysis.collective_audit import expect_collectives as expect_collectives
+from spmd.analysis.explicit_axes import ExplicitCheck as ExplicitCheck
+from spmd.analysis.explicit_axes import UndecidedLayout as UndecidedLayout
+from spmd.analysis.explicit_axes import check_explicit as check_explicit
 from spmd.gradients.base import GradFn
 from spmd.optim.layerwise import assert_layerwise as assert_layerwise
 from spmd.parity.bugs import BUGS as BUGS

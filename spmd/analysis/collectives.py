@@ -16,7 +16,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
 
@@ -217,9 +217,7 @@ class _Search:
         return known[0] if known else instruction
 
     def _source(self, metadata: Instruction) -> str:
-        frames = self.program.frames(metadata)
-        outside = [frame for frame in frames if not frame[0].endswith(_WRAPPERS)]
-        return next((f"{_relative(file)}:{line}" for file, line in outside or frames), "")
+        return source_line(self.program.frames(metadata))
 
     def _own_part(self, operand: HloValue, members: int) -> HloValue | None:
         """Return what a device puts into an array that is otherwise zeros, if it is 1/members of that."""
@@ -304,6 +302,12 @@ def _path(parameter: Instruction) -> str:
     parts = ["".join(part) for part in re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)", parameter.op_name)]
     starts = [i for i, part in enumerate(parts) if part in ("params", "variables", "optimizer_state")]
     return "/".join(parts[starts[0] :] if starts else parts)
+
+
+def source_line(frames: Sequence[tuple[str, int]]) -> str:
+    """Return `file:line` of the innermost frame outside of the modules that apply constraints for their caller."""
+    outside = [frame for frame in frames if not frame[0].endswith(_WRAPPERS)]
+    return next((f"{_relative(file)}:{line}" for file, line in outside or frames), "")
 
 
 def _relative(file: str) -> str:

@@ -42,13 +42,18 @@ class TracedValue:
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """One operation, with its bodies: the body of a loop, the branches of a condition."""
+    """One operation, with its bodies: the body of a loop, the branches of a condition.
+
+    Attributes:
+        equations: Its equation and those around it, innermost first; empty for slices and stacks of unrolled loops.
+    """
 
     primitive: str
     inputs: list[TracedValue]
     outputs: list[TracedValue]
     params: Mapping[str, Any]
     bodies: "list[TracedProgram]" = dataclasses.field(default_factory=list)
+    equations: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,7 +78,7 @@ def read_program(jaxpr: Any, *, eager: bool = False) -> TracedProgram:
     With `eager`, operations run as early as possible, as in XLA:CPU: all layers of an unrolled model are then
     recomputed before the first is differentiated.
     """
-    return _read(jaxpr, None, {}, eager)
+    return _read(jaxpr, None, {}, eager, ())
 
 
 def matmul_flops(program: TracedProgram) -> int:
@@ -108,7 +113,9 @@ _Stacks = dict[TracedValue, list[TracedValue]]
 """Stacked array → its slices, where both are known: the results of unrolled loops."""
 
 
-def _read(jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eager: bool) -> TracedProgram:
+def _read(
+    jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eager: bool, around: tuple[Any, ...]
+) -> TracedProgram:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     program = TracedProgram(list(map(_value, jaxpr.invars) if inputs is None else inputs), [], [])
     env: dict[Any, TracedValue] = dict(zip(jaxpr.invars, program.inputs, strict=True))
@@ -118,7 +125,7 @@ def _read(jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eag
         return _value(atom) if hasattr(atom, "val") else env[atom]
 
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
+        name, inside = equation.primitive.name, (equation, *around)
         params = _scan_params(equation) if name == "scan" else equation.params
         operands = [read(atom) for atom in equation.invars]
         called, inlined = next((params[key] for key in _CALLS if key in params), None), None
@@ -126,18 +133,18 @@ def _read(jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eag
             inlined = TracedProgram(operands, operands, [])
         elif called is not None and name not in (*_BODIES, "pallas_call"):
             own = operands[len(operands) - len(getattr(called, "jaxpr", called).invars) :]
-            inlined = _read(called, own, stacks, eager)
+            inlined = _read(called, own, stacks, eager, inside)
         elif name == "scan" and 1 < params["length"] <= params["unroll"]:
-            inlined = _unroll(params, operands, stacks, eager)
+            inlined = _unroll(params, operands, stacks, eager, inside)
         if inlined is not None:
             program.operations += inlined.operations
             env.update(zip(equation.outvars, inlined.outputs, strict=True))
             continue
         found = params[_BODIES[name]] if name in _BODIES else ()
-        bodies = [_read(body, None, {}, eager) for body in (found if isinstance(found, tuple) else (found,))]
+        bodies = [_read(body, None, {}, eager, inside) for body in (found if isinstance(found, tuple) else (found,))]
         outputs = list(map(_value, equation.outvars))
         env.update(zip(equation.outvars, outputs, strict=True))
-        program.operations.append(Operation(name, operands, outputs, params, bodies))
+        program.operations.append(Operation(name, operands, outputs, params, bodies, inside))
     program.outputs = [read(atom) for atom in jaxpr.outvars]
     return program
 
@@ -154,7 +161,9 @@ def _scan_params(equation: Any) -> dict[str, Any]:
     return {key: equation.params[key] for key in ("jaxpr", "length", "reverse", "unroll")} | counts
 
 
-def _unroll(params: Mapping[str, Any], operands: list[TracedValue], stacks: _Stacks, eager: bool) -> TracedProgram:
+def _unroll(
+    params: Mapping[str, Any], operands: list[TracedValue], stacks: _Stacks, eager: bool, inside: tuple[Any, ...]
+) -> TracedProgram:
     """Convert a fully unrolled loop into a straight program."""
     count, consts, length = params["num_carry"], operands[: params["num_consts"]], params["length"]
     carry, xs = operands[len(consts) :][:count], operands[len(consts) + count :]
@@ -167,7 +176,7 @@ def _unroll(params: Mapping[str, Any], operands: list[TracedValue], stacks: _Sta
     iterations: list[list[TracedValue]] = []
     late: list[Operation] = []
     for i in reversed(range(length)) if params["reverse"] else range(length):
-        body = _read(params["jaxpr"], [*consts, *carry, *(stacks[stack][i] for stack in xs)], stacks, eager)
+        body = _read(params["jaxpr"], [*consts, *carry, *(stacks[stack][i] for stack in xs)], stacks, eager, inside)
         waiting = set(carry)
         for operation in body.operations:
             waits = not eager or not waiting.isdisjoint(operation.inputs)

@@ -4,14 +4,16 @@ import dataclasses
 import json
 from typing import Any, Generic, Literal
 
+from spmd.analysis.explicit_axes import check_explicit
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.observe.waiting import show_waiting, show_waiting_for
-from spmd.run.build import config_mesh
+from spmd.run.build import abstract_batch, config_mesh, make_setup, planned_mesh
 from spmd.run.check import Check, Sweep, axes_text
 from spmd.run.config import M, TrainConfig
 from spmd.run.init_from import check_init
+from spmd.run.preflight import check_microbatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,9 @@ class CheckCommand(Generic[M]):
     inject: Literal["", "reduction", "token-weight", "gradient-scale", "leaf-scale", "stale-microbatch"] = ""
     """Inject a bug into the run on the mesh, which the check must find: gradients summed over half of the examples,
     padding with weight, all gradients or those of one parameter 1 % too large, a microbatch that counts twice."""
+    explicit: bool = False
+    """Instead of taking steps, list the operations whose layout nobody decided: those that JAX refuses under Explicit
+    axes, and no sharding constraint follows. Needs no device, and compiles nothing. Exit with 1 if there are any."""
 
 
 def run_check(arguments: list[str]) -> int:
@@ -47,8 +52,13 @@ def run_check(arguments: list[str]) -> int:
         problems.append(Problem("products", f"is {command.products}", fix="the number of axes to combine, such as 2"))
     if command.products and command.leaves:
         problems.append(Problem("leaves", "shows one mesh", fix="--mesh.AXIS sizes instead of --products"))
+    for name in ("products", "leaves", "inject"):
+        if command.explicit and getattr(command, name):
+            problems.append(Problem(name, "compares steps, and --explicit takes none", fix="ask for one of them"))
     if problems:
         raise ConfigError("Nothing to check:", problems)
+    if command.explicit:
+        return _check_explicit(command)
     initialize(config.devices)
     check = Check(config, command.check_steps)
     if (init := check_init(check.one_device)) and not command.json:
@@ -76,6 +86,15 @@ def _check_mesh(command: CheckCommand, check: Check) -> int:
         agree = "; ".join(filter(None, ["the layouts agree", parity.ending]))
         print(agree if parity.ok else "THE LAYOUTS DIFFER")
     return 0 if parity.ok else 1
+
+
+def _check_explicit(command: CheckCommand) -> int:
+    setup = make_setup(command.config, planned_mesh(command.config))
+    check_microbatches(setup)
+    with show_waiting("checking the layout of each operation"):
+        result = check_explicit(setup.step, abstract_batch(command.config))
+    print(json.dumps(result.to_json(), indent=2) if command.json else result)
+    return 0 if result.ok else 1
 
 
 def _check_products(command: CheckCommand, check: Check) -> int:

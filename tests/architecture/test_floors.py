@@ -73,6 +73,7 @@ NAME_MAPS_MAY_IMPORT = (
 
 # Code of others that may raise anything leaves no choice: one handler for each module named here.
 ONE_BROAD_EXCEPT = {
+    "analysis.explicit_rules": "the error of JAX's rules for Explicit axes has no public name; others are raised again",
     "data.tokenizer": "tokenizers raises `Exception` for a file that is not a tokenizer",
     "run.load_config": "a config is a user's program, whose failures are his, of whatever type",
 }
