@@ -20,6 +20,7 @@ from spmd.plan.host_params import HostParam, host_param_error, is_host_param
 from spmd.plan.lora_layer import is_lora
 from spmd.plan.manual import all_gather, dims_spec, extra_axes, is_prefix, manual_over, spec_dims, split_axes
 from spmd.plan.records import ParamPlacement
+from spmd.plan.scopes import in_scope
 
 
 def placement_of(path: str | None) -> ParamPlacement | None:
@@ -42,18 +43,20 @@ def gather(kernel: jax.Array, placement: ParamPlacement | None) -> jax.Array:
         return kernel
     mesh, split = placement.mesh, split_axes(placement.mesh)
     stored, used = (spec_dims(spec, kernel.ndim, split) for spec in (placement.stored, placement.used))
-    if stored == used or not is_prefix(used, stored):
-        return constrain(kernel, mesh, placement.used, "a layer's parameter")
-    kernel = constrain(kernel, mesh, placement.stored, "a layer's parameter")
-    local = functools.partial(all_gather, dims=extra_axes(stored, used))
-    return manual_over(mesh, split, local, dims_spec(stored), dims_spec(used))(kernel)
+    with in_scope(placement.scope):
+        if stored == used or not is_prefix(used, stored):
+            return constrain(kernel, mesh, placement.used, "a layer's parameter")
+        kernel = constrain(kernel, mesh, placement.stored, "a layer's parameter")
+        local = functools.partial(all_gather, dims=extra_axes(stored, used))
+        return manual_over(mesh, split, local, dims_spec(stored), dims_spec(used))(kernel)
 
 
 def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
     """Sum a layer's gradient over devices, into the sharding in which the plan keeps it."""
     if placement is None:
         return gradient
-    return constrain(gradient, placement.mesh, placement.gradient, "a layer's gradient")
+    with in_scope(placement.scope):
+        return constrain(gradient, placement.mesh, placement.gradient, "a layer's gradient")
 
 
 def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda path: False) -> Any:
