@@ -22,6 +22,23 @@ KINDS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """The decision that makes a collective necessary (`spmd.analysis.causes`).
+
+    Attributes:
+        kind: `"rule"` of a parameter, `"annotate"` of an activation, `"layer"` with a collective of its own, `"sum"`
+            over a dimension that is split, `"step"` for the optimizer and metrics, or `"none"`: the compiler's choice.
+        text: Such as `rule 'mlp/(gate|up)_proj/kernel' → P(fsdp, tensor): used whole, ZeRO 3`.
+    """
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
     """One array that a collective instruction moves; an instruction that combines several arrays has several records.
@@ -40,6 +57,7 @@ class Collective:
         crosses: Whether a group has devices in several slices, so that the slow network is used.
         is_overlapped: Whether it is asynchronous, and something is computed between its start and its end.
         overlapped_cycles: Cycles of that, by a TPU compiler's estimate, in one execution (`spmd.analysis.overlap`).
+        cause: None if the audit has no plan.
     """
 
     kind: str
@@ -59,6 +77,7 @@ class Collective:
     crosses: bool
     is_overlapped: bool
     overlapped_cycles: int
+    cause: Cause | None = None
 
     @property
     def bytes(self) -> int:

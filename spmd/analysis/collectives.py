@@ -168,7 +168,7 @@ class _Search:
             elif reduces and self._keeps_part(results[0], arrays[0], groups):
                 stands_for = "reduce-scatter"
             means = stands_for if stands_for == "reduce-scatter" and (form != kind or self.cpu) else kind
-            metadata = self._metadata(name, instruction, results[0])
+            metadata = self._metadata(name, instruction, operands[0], results[0])
             key = self._key(name, instruction, part)
             if means == "all-reduce":
                 self._reduced[results[0]] = key
@@ -208,13 +208,15 @@ class _Search:
             instruction = later[0]
         return HloValue(name, instruction.name)
 
-    def _metadata(self, name: str, instruction: Instruction, result: HloValue) -> Instruction:
+    def _metadata(self, name: str, instruction: Instruction, operand: HloValue, result: HloValue) -> Instruction:
         """Return the instruction with the most specific metadata on the origin of a result."""
         users = [user for user, _ in self.program.computations[name].users[result.name]]
         element = [u for u in users if u.opcode == "get-tuple-element" and u.index == result.element]
         calls = [call for _, call, _ in self.program.callers[name]]
         known = [i for i in (*element[:1], instruction, self.program.at(result), *calls) if "op_name=" in i.attributes]
-        return known[0] if known else instruction
+        # Combined collectives may have none; then that of what is moved, or of what uses an argument of the program.
+        near = [] if any("/" in i.op_name for i in known) else [*map(self.program.at, self._origins(operand)), *users]
+        return next((i for i in (*known, *near) if "/" in i.op_name), known[0] if known else instruction)
 
     def _source(self, metadata: Instruction) -> str:
         frames = self.program.frames(metadata)

@@ -62,7 +62,9 @@ def compile_step(setup: TrainSetup) -> tuple[CollectiveAudit, CompiledMemory | N
                 raise
             raise MemoryError(str(error).partition("\n")[0]) from None
     program, taken = parse(compiled.as_text() or ""), tabulate(setup.schedule).taken if setup.schedule else {}
-    collectives = audit_collectives(program, setup.mesh, log=log, slices=setup.config.slices.sizes, taken=taken)
+    collectives = audit_collectives(
+        program, setup.mesh, log=log, slices=setup.config.slices.sizes, taken=taken, plan=setup.plan
+    )
     try:
         cycles = count_cycles(program, taken)
     except ConfigError as error:  # a loop of unknown length is no reason to show nothing

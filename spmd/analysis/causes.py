@@ -1,0 +1,130 @@
+"""Causes of collectives: the rule, the annotation or the source line that makes each of them necessary.
+
+The plan's operations have name scopes (`spmd.plan.scopes`), so most collectives name their parameter or activation in
+the metadata of the compiled program. Layers that are manual over the mesh, sums over split dimensions, and the
+optimizer are found by operation and source line. What remains is the compiler's choice, and has no rule.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+
+from spmd.analysis.collective_record import Cause, Collective
+from spmd.gradients import exchange
+from spmd.layers import expert_dispatch, expert_exchange, lm_head, moe, ring_attention, sequential_stages, zigzag
+from spmd.pipeline import executor, grad_fn, interleave, pipedream, shared_params
+from spmd.plan.plan import ShardingPlan
+from spmd.plan.records import PlanEntry
+from spmd.plan.scopes import METRICS, OPTIMIZER, read_scope
+from spmd.sharding.mesh import BATCH_SPEC, entry_axes
+from spmd.sharding.optimizer_state import drop_fsdp
+from spmd.sharding.rules import spec_text
+
+NO_RULE = "no rule"
+"""Begins the text of a collective that is the compiler's choice."""
+
+_EXPLICIT = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
+_CONSTRAINTS = ("sharding_constraint", "shard_map")
+_SUMS = ("add_any", "argmax", "argmin", "conv_general_dilated", "dot_general", "reduce", "scatter")
+_TOKENS = {axis for entry in BATCH_SPEC for axis in entry_axes(entry)}
+
+_LAYERS = {
+    executor: "pipeline, from stage to stage",
+    exchange: "gradients, exchanged once a step",
+    expert_dispatch: "experts, exchange of tokens",
+    expert_exchange: "experts, exchange of tokens",
+    grad_fn: "pipeline, sums of all stages",
+    interleave: "pipeline, layers to their stages",
+    lm_head: "head and loss, split by vocabulary",
+    moe: "experts",
+    pipedream: "pipeline",
+    ring_attention: "attention, context parallel",
+    sequential_stages: "pipeline, stages in sequence",
+    shared_params: "pipeline, parameters of all stages",
+    zigzag: "zigzag order of tokens",
+}
+
+
+def add_causes(records: Iterable[Collective], plan: ShardingPlan) -> tuple[Collective, ...]:
+    """Return the records of a step of the plan, each with its cause."""
+    search = _Search(plan)
+    return tuple(dataclasses.replace(record, cause=search.cause(record)) for record in records)
+
+
+class _Search:
+    """Search for causes in the tables of one plan."""
+
+    def __init__(self, plan: ShardingPlan) -> None:
+        self.plan = plan
+        self.activations = dict(plan.rules.activations)
+        self.entries: dict[str, PlanEntry] = {}
+        for table in ("variables", "params"):
+            for entry in getattr(plan, table):
+                self.entries |= {entry.path: entry, plan.rules.layer_path(entry.path)[0]: entry}
+
+    def cause(self, record: Collective) -> Cause:
+        """Return the cause of one collective."""
+        return next(self._candidates(record))
+
+    def _candidates(self, record: Collective) -> Iterator[Cause]:
+        scope, name = read_scope(record.op_name)
+        at = f" at {record.source}" if record.source else ""
+        steps = record.op_name.split(":")[-1].split("/")
+        operation = steps[-1]
+        is_sum = record.kind in ("all-reduce", "reduce-scatter") and record.stands_for != "all-gather"
+        own = record.array.partition("/")[2] if record.array.startswith(("params/", "variables/")) else ""
+        if scope == "annotate" and name in self.activations:
+            yield Cause("annotate", f"annotate {name!r} → {spec_text(self.activations[name])}{at}")
+        # A parameter that is gathered over axes that split it in its use, too, is gathered for something else.
+        if (entry := self.entries.get(own)) and (is_sum or not _axes(drop_fsdp(entry.spec)) & {*(record.axes or ())}):
+            yield self._rule(entry, record, steps)
+        if record.array.startswith("optimizer_state/") or OPTIMIZER in steps:
+            yield Cause("step", f"optimizer, ZeRO {self.plan.zero}{at}")
+        if METRICS in steps:
+            yield Cause("step", f"metrics{at}")
+        is_explicit = operation.startswith((*_EXPLICIT, *_CONSTRAINTS))
+        if scope == "param" and (entry := self.entries.get(name)) and (is_sum or is_explicit):
+            yield self._rule(entry, record, steps)
+        if is_explicit:
+            layer = _layer(record.source)
+            yield Cause("layer", f"{layer} ({operation}){at}" if layer else f"{operation}{at}")
+        if is_sum and operation.startswith(_SUMS) and (split := set(record.axes or ())):
+            if split <= _TOKENS:
+                yield Cause("sum", f"sum over the batch{at}")
+            names = [name for name, spec in self.activations.items() if _axes(spec) - _TOKENS == split - _TOKENS]
+            if names:
+                shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
+                yield Cause("sum", f"sum over {record.over}, which splits {shown}{at}")
+        if record.array.startswith("batch/"):
+            yield Cause("annotate", f"{record.array} → {spec_text(BATCH_SPEC)}, its use{at}")
+        where = record.source or record.op_name or record.instruction
+        yield Cause("none", f"{NO_RULE}: {where} ({operation}); name the activation with annotate")
+
+    def _rule(self, entry: PlanEntry, record: Collective, steps: list[str]) -> Cause:
+        rule = f"rule {entry.rule!r} → {entry.requested}"
+        return Cause("rule", f"{rule}: {self._use(entry, record, steps)}")
+
+    def _use(self, entry: PlanEntry, record: Collective, steps: list[str]) -> str:
+        """Describe what is done with a parameter: its use whole, its product, its gradient, or its new value."""
+        zero = f"ZeRO {self.plan.zero}"
+        if OPTIMIZER in steps:
+            return f"new value, {zero}"
+        if record.kind in ("all-reduce", "reduce-scatter"):
+            is_product = set(record.axes or ()) <= _axes(drop_fsdp(entry.spec)) and "dot_general" in steps[-1]
+            return "sum of products" if is_product else f"gradient, {zero}"
+        is_used = steps[-1].startswith((*_EXPLICIT, *_CONSTRAINTS)) or "jvp(" in record.op_name
+        return f"used whole, {zero}" if is_used and "transpose(" not in record.op_name else f"gradient, {zero}"
+
+
+def _axes(spec: Iterable) -> set[str]:
+    return {axis for entry in spec for axis in entry_axes(entry)}
+
+
+def _layer(source: str) -> str:
+    """Return the layer of this package that a source line belongs to, or an empty string."""
+    file = source.rpartition(":")[0]
+    return next((text for module, text in _LAYERS.items() if file.endswith(_path(module))), "")
+
+
+def _path(module: ModuleType) -> str:
+    return f"{module.__name__.replace('.', '/')}.py"
