@@ -7,8 +7,9 @@ optimizer are found by operation and source line. What remains is the compiler's
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
+from spmd.analysis.annotated import Annotated
 from spmd.analysis.collective_record import Cause, Collective
 from spmd.gradients import exchange
 from spmd.layers import expert_dispatch, expert_exchange, lm_head, moe, ring_attention, sequential_stages, zigzag
@@ -23,6 +24,7 @@ from spmd.sharding.rules import spec_text
 NO_RULE = "no rule"
 """Begins the text of a collective that is the compiler's choice."""
 
+_NOTHING: Annotated = MappingProxyType({})
 _EXPLICIT = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
 _CONSTRAINTS = ("sharding_constraint", "shard_map")
 _SUMS = ("add_any", "argmax", "argmin", "conv_general_dilated", "dot_general", "reduce", "scatter")
@@ -35,27 +37,29 @@ _LAYERS = {
     expert_exchange: "experts, exchange of tokens",
     grad_fn: "pipeline, sums of all stages",
     interleave: "pipeline, layers to their stages",
-    lm_head: "head and loss, split by vocabulary",
+    lm_head: "vocabulary-parallel head",
     moe: "experts",
     pipedream: "pipeline",
-    ring_attention: "attention, context parallel",
+    ring_attention: "context-parallel attention",
     sequential_stages: "pipeline, stages in sequence",
     shared_params: "pipeline, parameters of all stages",
     zigzag: "zigzag order of tokens",
 }
 
 
-def add_causes(records: Iterable[Collective], plan: ShardingPlan) -> tuple[Collective, ...]:
+def add_causes(
+    records: Iterable[Collective], plan: ShardingPlan, annotated: Annotated = _NOTHING
+) -> tuple[Collective, ...]:
     """Return the records of a step of the plan, each with its cause."""
-    search = _Search(plan)
+    search = _Search(plan, annotated)
     return tuple(dataclasses.replace(record, cause=search.cause(record)) for record in records)
 
 
 class _Search:
     """Search for causes in the tables of one plan."""
 
-    def __init__(self, plan: ShardingPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: ShardingPlan, annotated: Annotated) -> None:
+        self.plan, self.annotated = plan, annotated
         self.activations = dict(plan.rules.activations)
         self.entries: dict[str, PlanEntry] = {}
         for table in ("variables", "params"):
@@ -72,9 +76,9 @@ class _Search:
         steps = record.op_name.split(":")[-1].split("/")
         operation = steps[-1]
         is_sum = record.kind in ("all-reduce", "reduce-scatter") and record.stands_for != "all-gather"
-        own = record.array.partition("/")[2] if record.array.startswith(("params/", "variables/")) else ""
+        own, factor = map(_param, (record.array, record.factor))
         if scope == "annotate" and name in self.activations:
-            yield Cause("annotate", f"annotate {name!r} → {spec_text(self.activations[name])}{at}")
+            yield self._annotation(name, at)
         # A parameter that is gathered over axes that split it in its use, too, is gathered for something else.
         if (entry := self.entries.get(own)) and (is_sum or not _axes(drop_fsdp(entry.spec)) & {*(record.axes or ())}):
             yield self._rule(entry, record, steps)
@@ -85,20 +89,26 @@ class _Search:
         is_explicit = operation.startswith((*_EXPLICIT, *_CONSTRAINTS))
         if scope == "param" and (entry := self.entries.get(name)) and (is_sum or is_explicit):
             yield self._rule(entry, record, steps)
+        if entry := self.entries.get(factor):
+            yield self._rule(entry, record, steps)
         if is_explicit:
             layer = _layer(record.source)
             yield Cause("layer", f"{layer} ({operation}){at}" if layer else f"{operation}{at}")
         if is_sum and operation.startswith(_SUMS) and (split := set(record.axes or ())):
             if split <= _TOKENS:
                 yield Cause("sum", f"sum over the batch{at}")
-            names = [name for name, spec in self.activations.items() if _axes(spec) - _TOKENS == split - _TOKENS]
-            if names:
+            if names := [name for name, spec in self.activations.items() if record.axes in map(entry_axes, spec)]:
                 shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
-                yield Cause("sum", f"sum over {record.over}, which splits {shown}{at}")
+                yield Cause("sum", f"sum over {record.over}{at}, which splits {shown}")
+        if not is_sum and (name := self.annotated.get((operation, record.source), "")):
+            yield self._annotation(name, at)
         if record.array.startswith("batch/"):
             yield Cause("annotate", f"{record.array} → {spec_text(BATCH_SPEC)}, its use{at}")
         where = record.source or record.op_name or record.instruction
         yield Cause("none", f"{NO_RULE}: {where} ({operation}); name the activation with annotate")
+
+    def _annotation(self, name: str, at: str) -> Cause:
+        return Cause("annotate", f"annotate {name!r}{at} → {spec_text(self.activations[name])}")
 
     def _rule(self, entry: PlanEntry, record: Collective, steps: list[str]) -> Cause:
         rule = f"rule {entry.rule!r} → {entry.requested}"
@@ -114,6 +124,12 @@ class _Search:
             return "sum of products" if is_product else f"gradient, {zero}"
         is_used = steps[-1].startswith((*_EXPLICIT, *_CONSTRAINTS)) or "jvp(" in record.op_name
         return f"used whole, {zero}" if is_used and "transpose(" not in record.op_name else f"gradient, {zero}"
+
+
+def _param(array: str) -> str:
+    """Return the path of a parameter or variable, or an empty string for another array."""
+    table, _, path = array.partition("/")
+    return path if table in ("params", "variables") else ""
 
 
 def _axes(spec: Iterable) -> set[str]:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from spmd.analysis.annotated import find_annotated
 from spmd.analysis.causes import NO_RULE, add_causes
 from spmd.analysis.collective_record import Collective
 from spmd.analysis.collectives import find_collectives
@@ -134,6 +135,7 @@ def audit_collectives(
     slices: Mapping[str, int] | None = None,
     taken: Mapping[str, Fraction] = MappingProxyType({}),
     plan: ShardingPlan | None = None,
+    jaxpr: Any = None,
 ) -> CollectiveAudit:
     """Read the collectives of a compiled program, or of its text, parsed or not.
 
@@ -144,6 +146,8 @@ def audit_collectives(
         slices: Axis → number of slices that it spans.
         taken: How often a pipeline takes the branches of a tick: `TickTable.taken`.
         plan: The plan of the step, for the cause of each collective.
+        jaxpr: The traced step, `step.trace(batch).jaxpr`. With it, a collective of what is annotated right after has
+            the annotation as its cause.
 
     Raises:
         MeshError: The program is for another number of devices.
@@ -159,7 +163,8 @@ def audit_collectives(
         backend = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "an unknown backend"
     numbers = slice_numbers(mesh.shape, slices)
     records = find_collectives(program, mesh.shape, cpu=backend == "cpu", slices=numbers, taken=taken)
-    records = add_causes(records, plan) if plan else records
+    if plan:
+        records = add_causes(records, plan, {} if jaxpr is None else find_annotated(jaxpr))
     axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     crossing = {axis: count for axis, count in slices.items() if count > 1}
     return CollectiveAudit(axes, backend, records, tuple(_warnings(records, backend, log)), crossing)

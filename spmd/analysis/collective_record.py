@@ -53,7 +53,8 @@ class Collective:
         operand: Element type and dimensions of the operand on one device.
         array: The argument of the step that is moved, or whose gradient or new value is made, if known:
             `params/layers/mlp/up_proj/kernel`.
-        source: `file:line`, the innermost line outside of the wrappers of this package.
+        factor: The parameter whose products are summed, if known.
+        source: `file:line`, the innermost line outside of libraries and of the wrappers of this package.
         crosses: Whether a group has devices in several slices, so that the slow network is used.
         is_overlapped: Whether it is asynchronous, and something is computed between its start and its end.
         overlapped_cycles: Cycles of that, by a TPU compiler's estimate, in one execution (`spmd.analysis.overlap`).
@@ -70,6 +71,7 @@ class Collective:
     stands_for: str
     operand: str
     array: str
+    factor: str = ""
     op_name: str
     source: str
     instruction: str

@@ -3,6 +3,7 @@
 Outside a plan every function here is the identity.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -37,13 +38,18 @@ def saves_gathered(placement: ParamPlacement | None) -> bool:
     return placement is None or placement.save_gathered
 
 
+def named_after(placement: ParamPlacement | None) -> contextlib.AbstractContextManager:
+    """Name the operations inside after a parameter, for the audit of collectives."""
+    return in_scope(placement.scope if placement else "")
+
+
 def gather(kernel: jax.Array, placement: ParamPlacement | None) -> jax.Array:
     """Gather a layer's parameter over `fsdp`. Whether the backward pass keeps the result is up to the remat policy."""
     if placement is None:
         return kernel
     mesh, split = placement.mesh, split_axes(placement.mesh)
     stored, used = (spec_dims(spec, kernel.ndim, split) for spec in (placement.stored, placement.used))
-    with in_scope(placement.scope):
+    with named_after(placement):
         if stored == used or not is_prefix(used, stored):
             return constrain(kernel, mesh, placement.used, "a layer's parameter")
         kernel = constrain(kernel, mesh, placement.stored, "a layer's parameter")
@@ -55,7 +61,7 @@ def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
     """Sum a layer's gradient over devices, into the sharding in which the plan keeps it."""
     if placement is None:
         return gradient
-    with in_scope(placement.scope):
+    with named_after(placement):
         return constrain(gradient, placement.mesh, placement.gradient, "a layer's gradient")
 
 
