@@ -72,15 +72,15 @@ class _Search:
 
     def _candidates(self, record: Collective) -> Iterator[Cause]:
         scope, name = read_scope(record.op_name)
-        at = f" at {record.source}" if record.source else ""
+        at, axes = f" at {record.source}" if record.source else "", record.axes or ()
         steps = record.op_name.split(":")[-1].split("/")
         operation = steps[-1]
-        is_sum = record.kind in ("all-reduce", "reduce-scatter") and record.stands_for != "all-gather"
+        is_sum = _is_sum(record)
         own, factor = map(_param, (record.array, record.factor))
         if scope == "annotate" and name in self.activations:
             yield self._annotation(name, at)
         # A parameter that is gathered over axes that split it in its use, too, is gathered for something else.
-        if (entry := self.entries.get(own)) and (is_sum or not _axes(drop_fsdp(entry.spec)) & {*(record.axes or ())}):
+        if (entry := self.entries.get(own)) and (is_sum or not _axes(drop_fsdp(entry.spec)).intersection(axes)):
             yield self._rule(entry, record, steps)
         if record.array.startswith("optimizer_state/") or OPTIMIZER in steps:
             yield Cause("step", f"optimizer, ZeRO {self.plan.zero}{at}")
@@ -94,16 +94,18 @@ class _Search:
         if is_explicit:
             layer = _layer(record.source)
             yield Cause("layer", f"{layer} ({operation}){at}" if layer else f"{operation}{at}")
-        if is_sum and operation.startswith(_SUMS) and (split := set(record.axes or ())):
-            if split <= _TOKENS:
+        if is_sum and operation.startswith(_SUMS) and axes:
+            if _TOKENS.issuperset(axes):
                 yield Cause("sum", f"sum over the batch{at}")
-            if names := [name for name, spec in self.activations.items() if record.axes in map(entry_axes, spec)]:
+            if names := [name for name, spec in self.activations.items() if axes in [entry_axes(e) for e in spec]]:
                 shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
                 yield Cause("sum", f"sum over {record.over}{at}, which splits {shown}")
         if not is_sum and (name := self.annotated.get((operation, record.source), "")):
             yield self._annotation(name, at)
-        if record.array.startswith("batch/"):
-            yield Cause("annotate", f"{record.array} → {spec_text(BATCH_SPEC)}, its use{at}")
+        if record.array.startswith("batch/"):  # XLA:TPU moves it before the first operation
+            fewer = (name for name, spec in self.activations.items() if not _axes(spec[:1]).intersection(axes))
+            if name := next(fewer, ""):
+                yield self._annotation(name, f" of {record.array}")
         where = record.source or record.op_name or record.instruction
         yield Cause("none", f"{NO_RULE}: {where} ({operation}); name the activation with annotate")
 
@@ -119,11 +121,18 @@ class _Search:
         zero = f"ZeRO {self.plan.zero}"
         if OPTIMIZER in steps:
             return f"new value, {zero}"
-        if record.kind in ("all-reduce", "reduce-scatter"):
-            is_product = set(record.axes or ()) <= _axes(drop_fsdp(entry.spec)) and "dot_general" in steps[-1]
+        operation = steps[-1]
+        if _is_sum(record):
+            is_product = set(record.axes or ()) <= _axes(drop_fsdp(entry.spec)) and "dot_general" in operation
             return "sum of products" if is_product else f"gradient, {zero}"
-        is_used = steps[-1].startswith((*_EXPLICIT, *_CONSTRAINTS)) or "jvp(" in record.op_name
-        return f"used whole, {zero}" if is_used and "transpose(" not in record.op_name else f"gradient, {zero}"
+        # Outside of the derivative, only what moves a parameter for its use is in its scope.
+        is_forward = "jvp(" in record.op_name or read_scope(record.op_name)[0] == "param"
+        is_use = is_forward and "transpose(" not in record.op_name and operation not in _EXPLICIT
+        return f"used whole, {zero}" if is_use or operation.startswith("all_gather") else f"gradient, {zero}"
+
+
+def _is_sum(record: Collective) -> bool:
+    return record.kind in ("all-reduce", "reduce-scatter") and record.stands_for != "all-gather"
 
 
 def _param(array: str) -> str:

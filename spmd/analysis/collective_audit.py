@@ -308,8 +308,8 @@ def _cause_lines(groups: _Groups) -> list[str]:
     for (kind, over, cause), records in groups.items():
         sent, _, _, runs, _ = _row(records, kind, over)
         rows.append((sent, kind, over, runs, cause))
-    sent, kind, over, runs, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = [f"{a:>{sent}}  {b:<{kind}}  {c:<{over}}  {d:>{runs}}  {e}" for a, b, c, d, e in rows]
+    w = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{a:>{w[0]}}  {b:<{w[1]}}  {c:<{w[2]}}  {d:>{w[3]}}  {e}" for a, b, c, d, e in rows]
     return [line if len(line) <= 120 else f"{line[:119]}…" for line in lines]
 
 
