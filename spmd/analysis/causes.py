@@ -81,19 +81,19 @@ class _Search:
             yield self._annotation(name, at)
         # A parameter that is gathered over axes that split it in its use, too, is gathered for something else.
         if (entry := self.entries.get(own)) and (is_sum or not _axes(drop_fsdp(entry.spec)).intersection(axes)):
-            yield self._rule(entry, record, steps)
+            yield _rule(entry, self._use(entry, record, steps))
         if record.array.startswith("optimizer_state/") or OPTIMIZER in steps:
             yield Cause("step", f"optimizer, ZeRO {self.plan.zero}{at}")
         if METRICS in steps:
             yield Cause("step", f"metrics{at}")
         is_explicit = operation.startswith((*_EXPLICIT, *_CONSTRAINTS))
         if scope == "param" and (entry := self.entries.get(name)) and (is_sum or is_explicit):
-            yield self._rule(entry, record, steps)
-        if entry := self.entries.get(factor):
-            yield self._rule(entry, record, steps)
+            yield _rule(entry, self._use(entry, record, steps))
         if is_explicit:
             layer = _layer(record.source)
             yield Cause("layer", f"{layer} ({operation}){at}" if layer else f"{operation}{at}")
+        if entry := self.entries.get(factor):
+            yield _rule(entry, "sum of products")
         if is_sum and operation.startswith(_SUMS) and axes:
             if _TOKENS.issuperset(axes):
                 yield Cause("sum", f"sum over the batch{at}")
@@ -112,10 +112,6 @@ class _Search:
     def _annotation(self, name: str, at: str) -> Cause:
         return Cause("annotate", f"annotate {name!r}{at} → {spec_text(self.activations[name])}")
 
-    def _rule(self, entry: PlanEntry, record: Collective, steps: list[str]) -> Cause:
-        rule = f"rule {entry.rule!r} → {entry.requested}"
-        return Cause("rule", f"{rule}: {self._use(entry, record, steps)}")
-
     def _use(self, entry: PlanEntry, record: Collective, steps: list[str]) -> str:
         """Describe what is done with a parameter: its use whole, its product, its gradient, or its new value."""
         zero = f"ZeRO {self.plan.zero}"
@@ -129,6 +125,10 @@ class _Search:
         is_forward = "jvp(" in record.op_name or read_scope(record.op_name)[0] == "param"
         is_use = is_forward and "transpose(" not in record.op_name and operation not in _EXPLICIT
         return f"used whole, {zero}" if is_use or operation.startswith("all_gather") else f"gradient, {zero}"
+
+
+def _rule(entry: PlanEntry, use: str) -> Cause:
+    return Cause("rule", f"rule {entry.rule!r} → {entry.requested}: {use}")
 
 
 def _is_sum(record: Collective) -> bool:

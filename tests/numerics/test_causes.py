@@ -42,7 +42,7 @@ CASES = {  # a config, its mesh, its ZeRO stage → causes that it has, by kind 
         ("reduce-scatter", "tensor", PRODUCT),
         ("all-reduce", "data+fsdp", NORM),
         ("all-gather", "tensor", "annotate 'mlp_input' at spmd/models/linear.py:"),
-        ("all-gather", "tensor", "vocabulary-parallel head (all_gather) at spmd/layers/lm_head.py:"),
+        ("reduce-scatter", "tensor", "vocabulary-parallel head (reduce_scatter) at spmd/layers/lm_head.py:"),
         ("all-reduce", "tensor", "sum over tensor at spmd/models/layers.py:"),
         ("all-reduce", "data+fsdp", "sum over the batch at spmd/gradients/losses.py:"),
         ("all-reduce", "fsdp", "optimizer, ZeRO 3 at spmd/optim/config.py:"),
