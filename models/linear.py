@@ -195,7 +195,8 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
     for (dy, used, outs, axes), placed in zip(_joined(factors, how, x.size), how.placed, strict=False):
         with named_after(placed):
             dxs.append(how.einsum(f"...{outs},{axes}->...{how.inputs}", dy, used))
-    return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
+    with named_after(how.placed[0]):
+        return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
 
 
 _products.defvjp(_products_forward, _products_backward)

@@ -27,7 +27,8 @@ NO_RULE = "no rule"
 _NOTHING: Annotated = MappingProxyType({})
 _EXPLICIT = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
 _CONSTRAINTS = ("sharding_constraint", "shard_map")
-_SUMS = ("add_any", "argmax", "argmin", "conv_general_dilated", "dot_general", "reduce", "scatter")
+_PRODUCTS = ("add", "dot_general")  # compilers add products before they sum over devices
+_SUMS = ("add", "argmax", "argmin", "conv_general_dilated", "dot_general", "reduce", "scatter")
 _TOKENS = {axis for entry in BATCH_SPEC for axis in entry_axes(entry)}
 
 _LAYERS = {
@@ -119,7 +120,7 @@ class _Search:
             return f"new value, {zero}"
         operation = steps[-1]
         if _is_sum(record):
-            is_product = set(record.axes or ()) <= _axes(drop_fsdp(entry.spec)) and "dot_general" in operation
+            is_product = set(record.axes or ()) <= _axes(drop_fsdp(entry.spec)) and operation in _PRODUCTS
             return "sum of products" if is_product else f"gradient, {zero}"
         # Outside of the derivative, only what moves a parameter for its use is in its scope.
         is_forward = "jvp(" in record.op_name or read_scope(record.op_name)[0] == "param"
