@@ -41,9 +41,8 @@ class Reader(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Return the scores `[batch, sequence, vocab]`."""
-        x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens) + nn.Embed(SEQUENCE, WIDTH, name="place")(
-            jnp.arange(tokens.shape[1])[None]
-        )
+        places = nn.Embed(SEQUENCE, WIDTH, name="place")(jnp.arange(tokens.shape[1])[None])
+        x = spmd.annotate(nn.Embed(VOCAB, WIDTH, name="embed")(tokens) + places, "residual")
         for number in range(2):
             x = spmd.annotate(Block(name=f"block_{number}")(x), "residual")
         return nn.Dense(VOCAB, use_bias=False, name="head")(nn.LayerNorm(name="norm")(x))

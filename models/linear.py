@@ -14,7 +14,7 @@ from spmd.layers.kernel_gradient import kernel_gradient
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.soft_cap import soft_capped
 from spmd.plan.annotate import annotate, attention_config, constrain_like, has_other_spec, is_recomputed
-from spmd.plan.fsdp import ParamPlacement, gather, gathered, placement_of, saves_gathered
+from spmd.plan.fsdp import ParamPlacement, gather, gathered, named_after, placement_of, saves_gathered
 from spmd.plan.lora_layer import base_weight, lora_delta
 
 
@@ -148,7 +148,10 @@ def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head:
         how = dataclasses.replace(how, placed=folded, **(_INTO_HEADS if how.into else _OUT_OF_HEADS))
         tokens = x if how.into else x.reshape(*x.shape[:-1], -1, head)
     ys = [y.reshape(*x.shape[:-1], -1) if heads else y for y in _products(tokens, tuple(bases), how)]
-    added = [lora_delta(x, value) for value in values]
+    added = []
+    for value, placed in zip(values, how.placed, strict=True):
+        with named_after(placed):
+            added.append(lora_delta(x, value))
     return tuple(y if change is None else y + change for y, change in zip(ys, added, strict=True))
 
 
@@ -164,9 +167,12 @@ def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> t
     tokens = annotate(x, how.into) if how.into else x
     used = [gather(kernel.astype(x.dtype), placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
     dtype = how.dtype or x.dtype
-    ys = tuple(how.einsum(f"...{how.inputs},{how.axes}->...{how.outs}", tokens, kernel, dtype) for kernel in used)
+    ys, form = [], f"...{how.inputs},{how.axes}->...{how.outs}"
+    for kernel, placed in zip(used, how.placed, strict=True):
+        with named_after(placed):
+            ys.append(how.einsum(form, tokens, kernel, dtype))
     kept = [u if saves_gathered(placed) else k for u, k, placed in zip(used, kernels, how.placed, strict=True)]
-    return ys, (tokens if is_recomputed() else x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
+    return tuple(ys), (tokens if is_recomputed() else x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
 
 
 def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
@@ -185,9 +191,12 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
         dkernels.append(kernel_gradient(product, x, dy, placed, how.axes, how.outs))
         factors.append((dy, used, how.outs, how.axes))
     # In the order in which JAX sums cotangents: the last one first.
-    factors = _joined(factors, how, x.size)
-    dxs = [how.einsum(f"...{outs},{axes}->...{how.inputs}", dy, used) for dy, used, outs, axes in factors]
-    return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
+    dxs = []
+    for (dy, used, outs, axes), placed in zip(_joined(factors, how, x.size), how.placed, strict=False):
+        with named_after(placed):
+            dxs.append(how.einsum(f"...{outs},{axes}->...{how.inputs}", dy, used))
+    with named_after(how.placed[0]):
+        return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
 
 
 _products.defvjp(_products_forward, _products_backward)

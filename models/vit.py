@@ -132,7 +132,7 @@ class ViT(nnx.Module):
             arithmetic = f"{' × '.join(map(str, shape))} ≠ {side} × {side} × {channels}"
             fix = "cut or scale them, or change model.image and model.channels"
             raise ConfigError("This ViT cannot see:", [Problem("images", "have another shape", arithmetic, fix)])
-        x = self.patch_proj(cast_to_compute(images))
+        x = annotate(self.patch_proj(cast_to_compute(images)), "residual")
         first = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (batch, 1, x.shape[-1]))
         x = jnp.concatenate([first, x], axis=1) + self.positions[...].astype(x.dtype)
         return annotate(x, "residual"), None
@@ -143,5 +143,6 @@ class ViT(nnx.Module):
 
     def compute_outputs(self, x: Float[Array, "batch token d"], values: None) -> Float[Array, "batch class"]:
         """Return the score of each class, from the class token after the last layer."""
-        logits = dense(self.norm(x[:, :1]), self.head.kernel, dtype=jnp.float32)
+        x = self.norm(annotate(x[:, :1], "head_input"))
+        logits = dense(x, self.head.kernel, dtype=jnp.float32)
         return annotate(self.head.with_bias(logits)[:, 0], "class_logits")

@@ -22,6 +22,7 @@ VIT = Rules(
         ("residual", P(BATCH_AXES, None, "tensor")),  # [batch, patches + 1, d], as are the next two
         *((name, P(BATCH_AXES)) for name in _WHOLE),
         *((name, P(BATCH_AXES, None, "tensor")) for name in _SPLIT),
+        ("head_input", P(BATCH_AXES)),  # [batch, 1, d]
         ("class_logits", P(BATCH_AXES)),  # [batch, classes]
     ),
     stacked={"layers": "pipe"},

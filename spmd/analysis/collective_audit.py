@@ -23,10 +23,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from spmd.analysis.annotated import find_annotated
+from spmd.analysis.causes import NO_RULE, add_causes
 from spmd.analysis.collective_record import Collective
 from spmd.analysis.collectives import find_collectives
 from spmd.analysis.hlo import HloModule, parse
 from spmd.errors import MeshError, Problem
+from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, slice_numbers
 from spmd.train.step import TrainStep
 from spmd.tree import human_bytes
@@ -93,6 +96,8 @@ class CollectiveAudit:
             by_source = _grouped(executed, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
             parts.append("\n".join(_lines(self.by_axes(), heading)))
             parts.append("\n".join(_lines(by_source, (*heading, "of", "at"))))
+            if causes := _grouped((r for r in self.records if r.executions and r.cause), _cause_key):
+                parts.append("\n".join(_cause_lines(causes)))
         notes = {f"{r.kind} is written as {r.written_as}" for r in self.records if r.written_as}
         in_vain = (r for r in self.records if r.kind == "all-reduce" and r.stands_for and r.payload >= MIN_BYTES)
         for (means, over), records in _grouped(in_vain, lambda r: (r.stands_for, r.over)).items():
@@ -101,6 +106,9 @@ class CollectiveAudit:
         notes |= set(_overlaps(self.records)) if self.backend != "cpu" else set()
         notes |= {"≥: a loop of unknown length is counted once" for r in self.records if not r.is_counted}
         notes |= {_EVEN for r in self.records if not r.executions}
+        if undecided := [r for r in self.records if r.cause and r.cause.kind == "none"]:
+            sent = human_bytes(sum(r.bytes for r in undecided))
+            notes.add(f"{NO_RULE}: the compiler chose {len(undecided)} collectives, {sent}; name activations there")
         notes |= {"?: in a branch, counted as always taken" for r in self.records if r.is_conditional}
         parts += ["\n".join(sorted(notes))] if notes else []
         return "\n\n".join([*parts, *(f"warning: {warning}" for warning in self.warnings)])
@@ -126,6 +134,8 @@ def audit_collectives(
     log: Sequence[str] = (),
     slices: Mapping[str, int] | None = None,
     taken: Mapping[str, Fraction] = MappingProxyType({}),
+    plan: ShardingPlan | None = None,
+    jaxpr: Any = None,
 ) -> CollectiveAudit:
     """Read the collectives of a compiled program, or of its text, parsed or not.
 
@@ -135,6 +145,9 @@ def audit_collectives(
         log: From `compiler_log`.
         slices: Axis → number of slices that it spans.
         taken: How often a pipeline takes the branches of a tick: `TickTable.taken`.
+        plan: The plan of the step, for the cause of each collective.
+        jaxpr: The traced step, `step.trace(batch).jaxpr`. With it, a collective of what is annotated right after has
+            the annotation as its cause.
 
     Raises:
         MeshError: The program is for another number of devices.
@@ -150,6 +163,8 @@ def audit_collectives(
         backend = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "an unknown backend"
     numbers = slice_numbers(mesh.shape, slices)
     records = find_collectives(program, mesh.shape, cpu=backend == "cpu", slices=numbers, taken=taken)
+    if plan:
+        records = add_causes(records, plan, {} if jaxpr is None else find_annotated(jaxpr))
     axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     crossing = {axis: count for axis, count in slices.items() if count > 1}
     return CollectiveAudit(axes, backend, records, tuple(_warnings(records, backend, log)), crossing)
@@ -218,7 +233,8 @@ def expect_collectives(
     """
     if isinstance(step, TrainStep):
         assert batch is not None or step.programs, "the step is not compiled yet: give a batch"
-        step = audit_collectives(step.programs[-1] if batch is None else step.compile(batch), step.plan.mesh)
+        program = step.programs[-1] if batch is None else step.compile(batch)
+        step = audit_collectives(program, step.plan.mesh, plan=step.plan)
     expected = {
         "all-gather": all_gather,
         "all-reduce": all_reduce,
@@ -280,6 +296,21 @@ def _row(records: list[Collective], kind: str, over: str, *rest: str) -> tuple[s
     each = human_bytes(sizes[0]) + (f" to {human_bytes(sizes[-1])}" if len(sizes) > 1 else "")
     total, runs = sum(r.bytes for r in records), sum(r.executions for r in records)
     return (mark + human_bytes(total), kind, over, str(runs), each, *rest)
+
+
+def _cause_key(record: Collective) -> tuple[str, ...]:
+    return (record.kind, record.over, str(record.cause))
+
+
+def _cause_lines(groups: _Groups) -> list[str]:
+    """Align bytes, runs, kind, axes and cause; the last one is cut to 120 characters."""
+    rows = [("sent", "kind", "over", "runs", "cause")]
+    for (kind, over, cause), records in groups.items():
+        sent, _, _, runs, _ = _row(records, kind, over)
+        rows.append((sent, kind, over, runs, cause))
+    w = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{a:>{w[0]}}  {b:<{w[1]}}  {c:<{w[2]}}  {d:>{w[3]}}  {e}" for a, b, c, d, e in rows]
+    return [line if len(line) <= 120 else f"{line[:119]}…" for line in lines]
 
 
 def _lines(groups: _Groups, *heading: tuple[str, ...]) -> list[str]:

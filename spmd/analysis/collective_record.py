@@ -22,6 +22,23 @@ KINDS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """The decision that makes a collective necessary (`spmd.analysis.causes`).
+
+    Attributes:
+        kind: `"rule"` of a parameter, `"annotate"` of an activation, `"layer"` with a collective of its own, `"sum"`
+            over a dimension that is split, `"step"` for the optimizer and metrics, or `"none"`: the compiler's choice.
+        text: Such as `rule 'mlp/(gate|up)_proj/kernel' → P(fsdp, tensor): used whole, ZeRO 3`.
+    """
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
     """One array that a collective instruction moves; an instruction that combines several arrays has several records.
@@ -36,10 +53,12 @@ class Collective:
         operand: Element type and dimensions of the operand on one device.
         array: The argument of the step that is moved, or whose gradient or new value is made, if known:
             `params/layers/mlp/up_proj/kernel`.
-        source: `file:line`, the innermost line outside of the wrappers of this package.
+        factor: The parameter whose products are summed, if known.
+        source: `file:line`, the innermost line outside of libraries and of the wrappers of this package.
         crosses: Whether a group has devices in several slices, so that the slow network is used.
         is_overlapped: Whether it is asynchronous, and something is computed between its start and its end.
         overlapped_cycles: Cycles of that, by a TPU compiler's estimate, in one execution (`spmd.analysis.overlap`).
+        cause: None if the audit has no plan.
     """
 
     kind: str
@@ -52,6 +71,7 @@ class Collective:
     stands_for: str
     operand: str
     array: str
+    factor: str = ""
     op_name: str
     source: str
     instruction: str
@@ -59,6 +79,7 @@ class Collective:
     crosses: bool
     is_overlapped: bool
     overlapped_cycles: int
+    cause: Cause | None = None
 
     @property
     def bytes(self) -> int:

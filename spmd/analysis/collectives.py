@@ -39,6 +39,8 @@ _MAX_VALUES = 4000
 # These modules apply constraints for their caller, which is one frame up.
 _WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp, hops, manual))
 
+_LIBRARIES = ("flax", "jax", "optax")
+
 _Key = tuple[str, ...]
 
 
@@ -168,7 +170,7 @@ class _Search:
             elif reduces and self._keeps_part(results[0], arrays[0], groups):
                 stands_for = "reduce-scatter"
             means = stands_for if stands_for == "reduce-scatter" and (form != kind or self.cpu) else kind
-            metadata = self._metadata(name, instruction, results[0])
+            metadata = self._metadata(name, instruction, operands[0], results[0])
             key = self._key(name, instruction, part)
             if means == "all-reduce":
                 self._reduced[results[0]] = key
@@ -182,8 +184,9 @@ class _Search:
                     stands_for=stands_for,
                     operand=str(moved[0]) + (f"×{len(moved)}" if len(moved) > 1 else ""),
                     array=self._argument(source) or self._destination(results[0]),
+                    factor=self._factor(source) if kind in ("all-reduce", "reduce-scatter") else "",
                     op_name=metadata.op_name,
-                    source=self._source(metadata),
+                    source=source_line(self.program.frames(metadata)),
                     instruction=instruction.name,
                     groups=written,
                     crosses=spans(places, self.slices),
@@ -208,16 +211,15 @@ class _Search:
             instruction = later[0]
         return HloValue(name, instruction.name)
 
-    def _metadata(self, name: str, instruction: Instruction, result: HloValue) -> Instruction:
+    def _metadata(self, name: str, instruction: Instruction, operand: HloValue, result: HloValue) -> Instruction:
         """Return the instruction with the most specific metadata on the origin of a result."""
         users = [user for user, _ in self.program.computations[name].users[result.name]]
         element = [u for u in users if u.opcode == "get-tuple-element" and u.index == result.element]
         calls = [call for _, call, _ in self.program.callers[name]]
         known = [i for i in (*element[:1], instruction, self.program.at(result), *calls) if "op_name=" in i.attributes]
-        return known[0] if known else instruction
-
-    def _source(self, metadata: Instruction) -> str:
-        return source_line(self.program.frames(metadata))
+        # Combined collectives may have none; then that of what is moved, or of what uses an argument of the program.
+        near = [] if any("/" in i.op_name for i in known) else [*map(self.program.at, self._origins(operand)), *users]
+        return next((i for i in (*known, *near) if "/" in i.op_name), known[0] if known else instruction)
 
     def _own_part(self, operand: HloValue, members: int) -> HloValue | None:
         """Return what a device puts into an array that is otherwise zeros, if it is 1/members of that."""
@@ -279,6 +281,15 @@ class _Search:
         is_argument = self.program.at(last).opcode == "parameter" and last.computation == self.program.entry
         return _path(self.program.at(last)) if is_argument else ""
 
+    def _factor(self, value: HloValue) -> str:
+        """Return the path of the argument whose product a value is, or an empty string."""
+        product = self.program.settled(value)
+        instruction = self.program.at(product)
+        if instruction.opcode not in ("convolution", "dot"):
+            return ""
+        paths = (self._argument(HloValue(product.computation, operand)) for operand in instruction.operands)
+        return next((path for path in paths if path.startswith(("params/", "variables/"))), "")
+
     def _destination(self, result: HloValue) -> str:
         """Return the path of the only parameter whose new value depends element-wise on a value, or an empty string."""
         inputs = self.program.computations[self.program.entry].parameters
@@ -297,17 +308,19 @@ class _Search:
         return params.pop() if len(params) == 1 and len(seen) < _MAX_VALUES else ""
 
 
+def source_line(frames: Sequence[tuple[str, int]]) -> str:
+    """Return `file:line` of the innermost frame outside of libraries and wrappers, or the innermost of all."""
+    outside = [(_relative(file), line) for file, line in frames if not file.endswith(_WRAPPERS)]
+    own = [frame for frame in outside if frame[0].partition(os.sep)[0] not in _LIBRARIES]
+    inner = [(_relative(file), line) for file, line in frames[:1]]
+    return next((f"{file}:{line}" for file, line in (*own, *outside, *inner)), "")
+
+
 def _path(parameter: Instruction) -> str:
     """Return the path of an argument: `state.params['mlp']['kernel']` as `params/mlp/kernel`."""
     parts = ["".join(part) for part in re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)", parameter.op_name)]
     starts = [i for i, part in enumerate(parts) if part in ("params", "variables", "optimizer_state")]
     return "/".join(parts[starts[0] :] if starts else parts)
-
-
-def source_line(frames: Sequence[tuple[str, int]]) -> str:
-    """Return `file:line` of the innermost frame outside of the modules that apply constraints for their caller."""
-    outside = [frame for frame in frames if not frame[0].endswith(_WRAPPERS)]
-    return next((f"{_relative(file)}:{line}" for file, line in outside or frames), "")
 
 
 def _relative(file: str) -> str:

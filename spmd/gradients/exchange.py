@@ -18,6 +18,7 @@ from spmd.model_api.precision import split_loss_scale
 from spmd.plan.context import constrain, current, use_plan
 from spmd.plan.manual import dims_spec, extra_axes, manual_over, psum, spec_dims, split_axes, sum_gradient
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.scopes import in_scope
 from spmd.sharding.mesh import AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 
@@ -96,7 +97,8 @@ def _exchange(path: str, g: jax.Array, mesh: AnyMesh, over: tuple[str, ...]) -> 
     scatters = extra_axes(wanted, kept)
     after = dims_spec([own + more for own, more in zip(kept, scatters, strict=True)])
     before = P(over, *dims_spec(kept))
-    return manual_over(mesh, split, lambda g: sum_gradient(g[0], scatters, over), before, after)(g)
+    with in_scope(current().placements[path].scope):
+        return manual_over(mesh, split, lambda g: sum_gradient(g[0], scatters, over), before, after)(g)
 
 
 @dataclasses.dataclass(frozen=True)

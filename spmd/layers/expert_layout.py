@@ -13,6 +13,7 @@ from spmd.errors import AnnotationError, Problem
 from spmd.layers.expert_exchange import ExpertAxes, expert_axes
 from spmd.plan.fsdp import ParamPlacement
 from spmd.plan.manual import Dims, all_gather, extra_axes, spec_dims, split_axes, sum_gradient
+from spmd.plan.scopes import in_scope
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.rules import spec_text
 
@@ -36,6 +37,7 @@ class ExpertLayout:
         expert: The axes that experts are split over; None outside a plan.
         tensor: The axes that hidden units are split over.
         save_gathered: Whether the backward pass keeps gathered kernels.
+        scopes: The name scope of each kernel.
     """
 
     mesh: AnyMesh | None = None
@@ -46,6 +48,7 @@ class ExpertLayout:
     expert: ExpertAxes | None = None
     tensor: tuple[str, ...] = ()
     save_gathered: bool = True
+    scopes: tuple[str, ...] = ()
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -62,17 +65,21 @@ class ExpertLayout:
         kernels = [kernel.astype(dtype) for kernel in kernels]
         if self.mesh is None:
             return kernels
-        dims = map(extra_axes, self.stored, self.used)
-        return [all_gather(kernel, axes) for kernel, axes in zip(kernels, dims, strict=True)]
+        gathered = []
+        for kernel, stored, used, scope in zip(kernels, self.stored, self.used, self.scopes, strict=True):
+            with in_scope(scope):
+                gathered.append(all_gather(kernel, extra_axes(stored, used)))
+        return gathered
 
     def sum_gradients(self, gradients: Sequence[Array]) -> list[Array]:
         """Sum the gradients of kernels over devices, into the sharding in which the plan keeps them."""
         if self.mesh is None:
             return list(gradients)
         found = []
-        for gradient, used, kept in zip(gradients, self.used, self.kept, strict=True):
+        for gradient, used, kept, scope in zip(gradients, self.used, self.kept, self.scopes, strict=True):
             axes = [axis for axis in self.over if axis not in itertools.chain(*used)]
-            found.append(sum_gradient(gradient, extra_axes(kept, used), axes))
+            with in_scope(scope):
+                found.append(sum_gradient(gradient, extra_axes(kept, used), axes))
         return found
 
 
@@ -120,4 +127,5 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
         expert=expert_axes(mesh, tuple(expert)),
         tensor=tensor,
         save_gathered=all(placed.save_gathered for placed in placements),
+        scopes=tuple(placed.scope for placed in placements),
     )

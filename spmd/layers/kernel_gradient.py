@@ -6,7 +6,7 @@ from itertools import chain
 
 from jaxtyping import Array, Float
 
-from spmd.plan.fsdp import scatter
+from spmd.plan.fsdp import named_after, scatter
 from spmd.plan.manual import dims_spec, extra_axes, is_prefix, manual_over, spec_dims, split_axes, sum_gradient
 from spmd.plan.records import ParamPlacement
 from spmd.sharding.mesh import BATCH_SPEC, AnyMesh
@@ -40,14 +40,16 @@ def kernel_gradient(
     summed = set(chain(*tokens))
     scatters = extra_axes(kept, used)
     if not is_prefix(used, kept) or not summed.issuperset(chain(*scatters)) or not summed.isdisjoint(chain(*used)):
-        return scatter(product(x, dy), placed)  # the compiler finds the collectives
+        with named_after(placed):
+            return scatter(product(x, dy), placed)  # the compiler finds the collectives
     into, out = ([names for dim, names in zip(axes, used, strict=True) if (dim in outs) == is_out] for is_out in (0, 1))
 
     def local(x: Array, dy: Array) -> Array:
         return sum_gradient(product(x, dy), scatters, tuple(name for name in split if name in summed))
 
     specs = dims_spec([*tokens, *into]), dims_spec([*tokens, *out])
-    return manual_over(placed.mesh, split, local, specs, dims_spec(kept))(x, dy)
+    with named_after(placed):
+        return manual_over(placed.mesh, split, local, specs, dims_spec(kept))(x, dy)
 
 
 def _dividing(names: tuple[str, ...], size: int, mesh: AnyMesh) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ from spmd.plan.manual import (
     split_axes,
     sum_gradient,
 )
+from spmd.plan.scopes import in_scope
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
 CHUNK = 1024
@@ -102,6 +103,7 @@ class _Layout:
     width: tuple[str, ...] = ()  # those of them that also split the width of `x`
     gathers: tuple[tuple[str, ...], ...] = ()  # the axes that each dimension of the kernel is gathered over
     scatters: tuple[tuple[str, ...], ...] = ()  # the axes that each dimension of its gradient is scattered over
+    scope: str = ""  # the name scope of the kernel
 
     def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
         """Run `_local` on each device's part of `x`, the kernel, targets and weights."""
@@ -190,6 +192,7 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
         width=width if set(width) <= set(vocabulary) else (),
         gathers=extra_axes(stored, used),
         scatters=extra_axes(gradient, used),
+        scope=head.placed.scope,
     )
 
 
@@ -224,7 +227,8 @@ def _local(
         flat = a.reshape(count, *a.shape[2:])
         return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, 1, -1, *flat.shape[1:])
 
-    head = _Head(layout, all_gather(kernel.astype(x.dtype), layout.gathers), tokens)
+    with in_scope(layout.scope):
+        head = _Head(layout, all_gather(kernel.astype(x.dtype), layout.gathers), tokens)
     parts = tuple(split(a) for a in (x, targets, weights))
 
     def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
@@ -238,7 +242,8 @@ def _local(
         return totals
     dx = saved[1] if len(saved) > 1 else head.dx(saved[0])
     gathered = tuple(all_gather(a, ((), *layout.along)[: a.ndim]) for a in parts)
-    dkernel = head.dkernel(saved[0], *gathered, dtype=kernel.dtype)
+    with in_scope(layout.scope):
+        dkernel = head.dkernel(saved[0], *gathered, dtype=kernel.dtype)
     # Without the barrier XLA:TPU computes it after the backward pass of all layers, and holds its operands until then.
     dx, dkernel = jax.lax.optimization_barrier((dx, dkernel))
     return *totals, dx.reshape(-1, width)[:count].reshape(x.shape), dkernel

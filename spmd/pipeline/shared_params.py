@@ -13,6 +13,7 @@ from spmd import tree
 from spmd.pipeline.interleave import AXIS
 from spmd.plan.context import constrain, current
 from spmd.plan.manual import dims_spec, extra_axes, manual_over, psum, psum_scatter, spec_dims
+from spmd.plan.scopes import in_scope
 from spmd.sharding.optimizer_state import drop_axis
 
 
@@ -22,7 +23,8 @@ def gather_over_stages(arrays: Any) -> Any:
     def gather(path: str, x: jax.Array) -> jax.Array:
         if (placed := current().placements.get(path)) is None:
             return x
-        return constrain(x, placed.mesh, drop_axis(placed.of_stack().stored, AXIS), "a parameter of all stages")
+        with in_scope(placed.scope):
+            return constrain(x, placed.mesh, drop_axis(placed.of_stack().stored, AXIS), "a parameter of all stages")
 
     return tree.map_with_path(gather, arrays)
 
@@ -45,6 +47,7 @@ def sum_over_stages(gradients: Any) -> Any:
         def local(d: jax.Array) -> jax.Array:
             return psum_scatter(d[0], over) if any(over) else psum(d[0], (AXIS,))
 
-        return manual_over(placed.mesh, placed.mesh.axis_names, local, dims_spec([(AXIS,), *rest]), split)(d)
+        with in_scope(placed.scope):
+            return manual_over(placed.mesh, placed.mesh.axis_names, local, dims_spec([(AXIS,), *rest]), split)(d)
 
     return tree.map_with_path(add, gradients)

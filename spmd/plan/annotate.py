@@ -19,6 +19,7 @@ from spmd.plan.context import TraceContext, constrain, current, override
 from spmd.plan.host_params import fetch
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
+from spmd.plan.scopes import annotate_scope, in_scope
 from spmd.sharding.mesh import AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import drop_fsdp
 
@@ -44,13 +45,16 @@ def annotate(x: jax.Array, name: str, *, param: ParamPlacement | None = None) ->
     mesh, spec = found
     if param is not None and all("fsdp" not in entry_axes(entry) for entry in param.stored):
         spec = drop_fsdp(spec)
-    return checkpoint_name(constrain(x, mesh, spec, f"activation {name!r}"), name)
+    with in_scope(annotate_scope(name)):
+        x = constrain(x, mesh, spec, f"activation {name!r}")
+    return checkpoint_name(x, name)
 
 
 def constrain_like(x: jax.Array, name: str) -> jax.Array:
     """Constrain `x` to the spec of activation `name`, without naming it for remat or offload."""
     found = placement(name, x.shape)
-    return x if found is None else constrain(x, *found, f"what is split like activation {name!r}")
+    with in_scope(annotate_scope(name)):
+        return x if found is None else constrain(x, *found, f"what is split like activation {name!r}")
 
 
 def placement(name: str, shape: tuple[int, ...] = ()) -> tuple[AnyMesh, P] | None:
@@ -71,7 +75,8 @@ def has_other_spec(name: str, other: str) -> bool:
 def placement_like(name: str) -> ParamPlacement | None:
     """Return the placement of a parameter that is used with the spec of activation `name`; None outside a plan."""
     found = placement(name)
-    return None if found is None else ParamPlacement(found[0], found[1], found[1], found[1])
+    scope = annotate_scope(name)
+    return None if found is None else ParamPlacement(found[0], found[1], found[1], found[1], scope=scope)
 
 
 def _spec_of(context: TraceContext, name: str, shape: tuple[int, ...] = ()) -> P:

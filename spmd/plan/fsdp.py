@@ -3,6 +3,7 @@
 Outside a plan every function here is the identity.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from spmd.plan.host_params import HostParam, host_param_error, is_host_param
 from spmd.plan.lora_layer import is_lora
 from spmd.plan.manual import all_gather, dims_spec, extra_axes, is_prefix, manual_over, spec_dims, split_axes
 from spmd.plan.records import ParamPlacement
+from spmd.plan.scopes import in_scope
 
 
 def placement_of(path: str | None) -> ParamPlacement | None:
@@ -36,24 +38,31 @@ def saves_gathered(placement: ParamPlacement | None) -> bool:
     return placement is None or placement.save_gathered
 
 
+def named_after(placement: ParamPlacement | None) -> contextlib.AbstractContextManager:
+    """Name the operations inside after a parameter, for the audit of collectives."""
+    return in_scope(placement.scope if placement else "")
+
+
 def gather(kernel: jax.Array, placement: ParamPlacement | None) -> jax.Array:
     """Gather a layer's parameter over `fsdp`. Whether the backward pass keeps the result is up to the remat policy."""
     if placement is None:
         return kernel
     mesh, split = placement.mesh, split_axes(placement.mesh)
     stored, used = (spec_dims(spec, kernel.ndim, split) for spec in (placement.stored, placement.used))
-    if stored == used or not is_prefix(used, stored):
-        return constrain(kernel, mesh, placement.used, "a layer's parameter")
-    kernel = constrain(kernel, mesh, placement.stored, "a layer's parameter")
-    local = functools.partial(all_gather, dims=extra_axes(stored, used))
-    return manual_over(mesh, split, local, dims_spec(stored), dims_spec(used))(kernel)
+    with named_after(placement):
+        if stored == used or not is_prefix(used, stored):
+            return constrain(kernel, mesh, placement.used, "a layer's parameter")
+        kernel = constrain(kernel, mesh, placement.stored, "a layer's parameter")
+        local = functools.partial(all_gather, dims=extra_axes(stored, used))
+        return manual_over(mesh, split, local, dims_spec(stored), dims_spec(used))(kernel)
 
 
 def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
     """Sum a layer's gradient over devices, into the sharding in which the plan keeps it."""
     if placement is None:
         return gradient
-    return constrain(gradient, placement.mesh, placement.gradient, "a layer's gradient")
+    with named_after(placement):
+        return constrain(gradient, placement.mesh, placement.gradient, "a layer's gradient")
 
 
 def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda path: False) -> Any:

@@ -29,6 +29,7 @@ from spmd.optim.two_phase import phases
 from spmd.plan import resolve
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.plan.render import diff_texts, format_entries, format_footer
+from spmd.plan.scopes import param_scope
 from spmd.sharding.layer_paths import own_stacks
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import ZERO_KEEPS
@@ -233,7 +234,8 @@ def make_plan(
 
     def placement(path: str) -> ParamPlacement:
         stacks = own_stacks(path, rules.stacks)
-        return resolve.resolve_placement(mesh, matches[path], stacks, zero, on_host=path in on_host)
+        scope = param_scope(rules.layer_path(path)[0])  # equal layers have equal placements
+        return resolve.resolve_placement(mesh, matches[path], stacks, zero, on_host=path in on_host, scope=scope)
 
     gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
     by_module = {module: placement(path) for path, module in info.frozen.items()}

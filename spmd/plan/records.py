@@ -23,6 +23,7 @@ class ParamPlacement:
         gradient: The spec that its gradient is reduced to, by the ZeRO stage.
         stacks: Its stacks, the outermost first.
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering it again.
+        scope: Name scope of the operations on it (`spmd.plan.scopes`).
     """
 
     mesh: AnyMesh
@@ -32,6 +33,7 @@ class ParamPlacement:
     stacks: tuple[Stack, ...] = ()
     on_host: bool = False
     save_gathered: bool = True
+    scope: str = ""
 
     @property
     def leading(self) -> tuple[str | None, ...]:

@@ -91,13 +91,13 @@ def apply_zero(match: Match, table: str, zero: int) -> P:
 
 
 def resolve_placement(
-    mesh: AnyMesh, match: Match, stacks: tuple[Stack, ...], zero: int, *, on_host: bool
+    mesh: AnyMesh, match: Match, stacks: tuple[Stack, ...], zero: int, *, on_host: bool, scope: str
 ) -> ParamPlacement:
     """Return the placement of one layer's parameter in these stacks."""
     spec = P() if isinstance(match.requested, Replicate) else match.requested
     used = drop_fsdp(spec)
     stored, gradient = (spec if table in ZERO_KEEPS[zero] else used for table in ("params", "gradients"))
-    return ParamPlacement(mesh, stored, used, gradient, stacks, on_host)
+    return ParamPlacement(mesh, stored, used, gradient, stacks, on_host, scope=scope)
 
 
 def resolve_optimizer_state(

@@ -71,7 +71,11 @@ def compile_step(setup: TrainSetup) -> CompiledStep:
                 raise
             raise MemoryError(str(error).partition("\n")[0]) from None
     program, taken = parse(compiled.as_text() or ""), tabulate(setup.schedule).taken if setup.schedule else {}
-    collectives = audit_collectives(program, setup.mesh, log=log, slices=setup.config.slices.sizes, taken=taken)
+    traced = setup.step.trace(abstract_batch(setup.config))  # JAX still has it
+    slices = setup.config.slices.sizes
+    collectives = audit_collectives(
+        program, setup.mesh, log=log, slices=slices, taken=taken, plan=setup.plan, jaxpr=traced.jaxpr
+    )
     try:
         cycles = count_cycles(program, taken)
     except ConfigError as error:  # a loop of unknown length is no reason to show nothing

@@ -20,6 +20,7 @@ from spmd.plan.annotate import check_annotations
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.scopes import METRICS, OPTIMIZER
 from spmd.train.batch import place_batch
 from spmd.train.offloaded_update import make_update
 from spmd.train.state import TrainState, abstract_arguments, abstract_state, check_state
@@ -106,11 +107,13 @@ class TrainStep:
         divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
-        params, optimizer_state = make_update(self.plan)(gradients, state.optimizer_state, state.params)
+        with jax.named_scope(OPTIMIZER):
+            params, optimizer_state = make_update(self.plan)(gradients, state.optimizer_state, state.params)
         metrics = jax.tree.map(lambda total: total / divisor, sums)
-        metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
         after = TrainState(state.step + 1, params, variables, optimizer_state, state.key)
-        metrics |= {name: watched(state, after) for name, watched in self.watch.items()}
+        with jax.named_scope(METRICS):
+            metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
+            metrics |= {name: watched(state, after) for name, watched in self.watch.items()}
         if self.keep_gradients:
             metrics["gradients"] = gradients
         return after, metrics

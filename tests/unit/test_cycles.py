@@ -155,10 +155,11 @@ def test_a_loop_of_unknown_length_is_refused() -> None:
 def test_a_plan_warns_of_a_loop_of_unknown_length() -> None:
     """The step's collectives and memory are still shown."""
     compiled = types.SimpleNamespace(as_text=lambda: text(start="partition-id()"), memory_analysis=lambda: None)
-    step = types.SimpleNamespace(compile=lambda batch: compiled)
+    traced = types.SimpleNamespace(jaxpr=None)
+    step = types.SimpleNamespace(compile=lambda batch: compiled, trace=lambda batch: traced)
     mesh = abstract_mesh(MeshShape(fsdp=2))
-    setup = types.SimpleNamespace(config=load_config("demo"), mesh=mesh, schedule=None, step=step)
-    audit, _, cycles, program = compile_step(setup)
+    setup = types.SimpleNamespace(config=load_config("demo"), mesh=mesh, schedule=None, step=step, plan=None)
+    audit, _, cycles, _ = compile_step(setup)
     assert cycles is None
     assert "is a loop of unknown length" in {warning.what for warning in audit.warnings}
 

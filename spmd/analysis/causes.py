@@ -1,0 +1,156 @@
+"""Causes of collectives: the rule, the annotation or the source line that makes each of them necessary.
+
+The plan's operations have name scopes (`spmd.plan.scopes`), so most collectives name their parameter or activation in
+the metadata of the compiled program. Layers that are manual over the mesh, sums over split dimensions, and the
+optimizer are found by operation and source line. What remains is the compiler's choice, and has no rule.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from types import MappingProxyType, ModuleType
+
+from spmd.analysis.annotated import Annotated
+from spmd.analysis.collective_record import Cause, Collective
+from spmd.gradients import exchange
+from spmd.layers import expert_dispatch, expert_exchange, lm_head, moe, ring_attention, sequential_stages, zigzag
+from spmd.pipeline import executor, grad_fn, interleave, pipedream, shared_params
+from spmd.plan.plan import ShardingPlan
+from spmd.plan.records import PlanEntry
+from spmd.plan.scopes import METRICS, OPTIMIZER, read_scope
+from spmd.sharding.mesh import BATCH_SPEC, entry_axes
+from spmd.sharding.optimizer_state import drop_fsdp
+from spmd.sharding.rules import spec_text
+
+NO_RULE = "no rule"
+"""Begins the text of a collective that is the compiler's choice."""
+
+_NOTHING: Annotated = MappingProxyType({})
+_EXPLICIT = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
+_CONSTRAINTS = ("sharding_constraint", "shard_map")
+_PRODUCTS = ("add", "dot_general")  # compilers add products before they sum over devices
+_SUMS = ("add", "argmax", "argmin", "conv_general_dilated", "dot_general", "reduce", "scatter")
+_TOKENS = {axis for entry in BATCH_SPEC for axis in entry_axes(entry)}
+
+_LAYERS = {
+    executor: "pipeline, from stage to stage",
+    exchange: "gradients, exchanged once a step",
+    expert_dispatch: "experts, exchange of tokens",
+    expert_exchange: "experts, exchange of tokens",
+    grad_fn: "pipeline, sums of all stages",
+    interleave: "pipeline, layers to their stages",
+    lm_head: "vocabulary-parallel head",
+    moe: "experts",
+    pipedream: "pipeline",
+    ring_attention: "context-parallel attention",
+    sequential_stages: "pipeline, stages in sequence",
+    shared_params: "pipeline, parameters of all stages",
+    zigzag: "zigzag order of tokens",
+}
+
+
+def add_causes(
+    records: Iterable[Collective], plan: ShardingPlan, annotated: Annotated = _NOTHING
+) -> tuple[Collective, ...]:
+    """Return the records of a step of the plan, each with its cause."""
+    search = _Search(plan, annotated)
+    return tuple(dataclasses.replace(record, cause=search.cause(record)) for record in records)
+
+
+class _Search:
+    """Search for causes in the tables of one plan."""
+
+    def __init__(self, plan: ShardingPlan, annotated: Annotated) -> None:
+        self.plan, self.annotated = plan, annotated
+        self.activations = dict(plan.rules.activations)
+        self.entries: dict[str, PlanEntry] = {}
+        for table in ("variables", "params"):
+            for entry in getattr(plan, table):
+                self.entries |= {entry.path: entry, plan.rules.layer_path(entry.path)[0]: entry}
+
+    def cause(self, record: Collective) -> Cause:
+        """Return the cause of one collective."""
+        return next(self._candidates(record))
+
+    def _candidates(self, record: Collective) -> Iterator[Cause]:
+        scope, name = read_scope(record.op_name)
+        at, axes = f" at {record.source}" if record.source else "", record.axes or ()
+        steps = record.op_name.split(":")[-1].split("/")
+        operation = steps[-1]
+        is_sum = _is_sum(record)
+        own, factor = map(_param, (record.array, record.factor))
+        if scope == "annotate" and name in self.activations:
+            yield self._annotation(name, at)
+        # A parameter that is gathered over axes that split it in its use, too, is gathered for something else.
+        if (entry := self.entries.get(own)) and (is_sum or not _axes(drop_fsdp(entry.spec)).intersection(axes)):
+            yield _rule(entry, self._use(entry, record, steps))
+        if record.array.startswith("optimizer_state/") or OPTIMIZER in steps:
+            yield Cause("step", f"optimizer, ZeRO {self.plan.zero}{at}")
+        if METRICS in steps:
+            yield Cause("step", f"metrics{at}")
+        is_explicit = operation.startswith((*_EXPLICIT, *_CONSTRAINTS))
+        if scope == "param" and (entry := self.entries.get(name)) and (is_sum or is_explicit):
+            yield _rule(entry, self._use(entry, record, steps))
+        if is_explicit:
+            layer = _layer(record.source)
+            yield Cause("layer", f"{layer} ({operation}){at}" if layer else f"{operation}{at}")
+        if entry := self.entries.get(factor):
+            yield _rule(entry, "sum of products")
+        if is_sum and operation.startswith(_SUMS) and axes:
+            if _TOKENS.issuperset(axes):
+                yield Cause("sum", f"sum over the batch{at}")
+            if names := [name for name, spec in self.activations.items() if axes in [entry_axes(e) for e in spec]]:
+                shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
+                yield Cause("sum", f"sum over {record.over}{at}, which splits {shown}")
+        if not is_sum and (name := self.annotated.get((operation, record.source), "")):
+            yield self._annotation(name, at)
+        if record.array.startswith("batch/"):  # XLA:TPU moves it before the first operation
+            fewer = (name for name, spec in self.activations.items() if not _axes(spec[:1]).intersection(axes))
+            if name := next(fewer, ""):
+                yield self._annotation(name, f" of {record.array}")
+        where = record.source or record.op_name or record.instruction
+        yield Cause("none", f"{NO_RULE}: {where} ({operation}); name the activation with annotate")
+
+    def _annotation(self, name: str, at: str) -> Cause:
+        return Cause("annotate", f"annotate {name!r}{at} → {spec_text(self.activations[name])}")
+
+    def _use(self, entry: PlanEntry, record: Collective, steps: list[str]) -> str:
+        """Describe what is done with a parameter: its use whole, its product, its gradient, or its new value."""
+        zero = f"ZeRO {self.plan.zero}"
+        if OPTIMIZER in steps:
+            return f"new value, {zero}"
+        operation = steps[-1]
+        if _is_sum(record):
+            is_product = set(record.axes or ()) <= _axes(drop_fsdp(entry.spec)) and operation in _PRODUCTS
+            return "sum of products" if is_product else f"gradient, {zero}"
+        # Outside of the derivative, only what moves a parameter for its use is in its scope.
+        is_forward = "jvp(" in record.op_name or read_scope(record.op_name)[0] == "param"
+        is_use = is_forward and "transpose(" not in record.op_name and operation not in _EXPLICIT
+        return f"used whole, {zero}" if is_use or operation.startswith("all_gather") else f"gradient, {zero}"
+
+
+def _rule(entry: PlanEntry, use: str) -> Cause:
+    return Cause("rule", f"rule {entry.rule!r} → {entry.requested}: {use}")
+
+
+def _is_sum(record: Collective) -> bool:
+    return record.kind in ("all-reduce", "reduce-scatter") and record.stands_for != "all-gather"
+
+
+def _param(array: str) -> str:
+    """Return the path of a parameter or variable, or an empty string for another array."""
+    table, _, path = array.partition("/")
+    return path if table in ("params", "variables") else ""
+
+
+def _axes(spec: Iterable) -> set[str]:
+    return {axis for entry in spec for axis in entry_axes(entry)}
+
+
+def _layer(source: str) -> str:
+    """Return the layer of this package that a source line belongs to, or an empty string."""
+    file = source.rpartition(":")[0]
+    return next((text for module, text in _LAYERS.items() if file.endswith(_path(module))), "")
+
+
+def _path(module: ModuleType) -> str:
+    return f"{module.__name__.replace('.', '/')}.py"

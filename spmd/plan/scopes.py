@@ -1,0 +1,42 @@
+"""Name scopes of operations that the plan decides, by which an audit finds the rule of a collective.
+
+JAX writes scopes into the metadata of a compiled program: `jit(_step)/jvp(annotate(residual))/sharding_constraint`.
+"""
+
+import contextlib
+import re
+
+import jax
+
+OPTIMIZER, METRICS = "optimizer", "metrics"
+"""Scopes of the optimizer's update, and of metrics such as the gradient norm."""
+
+_SCOPE = re.compile(r"\b(annotate|param)\(([^()]+)\)")
+
+
+def annotate_scope(name: str) -> str:
+    """Return the scope of an activation."""
+    return f"annotate({name})"
+
+
+def param_scope(path: str) -> str:
+    """Return the scope of what moves a parameter or its gradient, or multiplies by it."""
+    return f"param({path})"
+
+
+def in_scope(scope: str) -> contextlib.AbstractContextManager:
+    """Name the operations inside; an empty scope names nothing."""
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
+
+
+def read_scope(op_name: str) -> tuple[str, str]:
+    """Return the innermost scope of an operation: `annotate` or `param`, and the name; empty if there is none.
+
+    Example:
+        >>> read_scope("jit(_step)/transpose(jvp(param(layers/mlp/up_proj/kernel)))/dot_general")
+        ('param', 'layers/mlp/up_proj/kernel')
+        >>> read_scope("jit(_step)/reduce_sum")
+        ('', '')
+    """
+    found = _SCOPE.findall(op_name)
+    return found[-1] if found else ("", "")
