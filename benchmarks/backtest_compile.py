@@ -31,9 +31,6 @@ from spmd.step_time.network import Network, make_network
 from spmd.step_time.program import Schedule, read_schedule
 from spmd.step_time.timeline import Rates, run_schedule
 
-_FLAGS = {"v6e": ("preset", "xla_tpu_scoped_vmem_limit_kib=98304")}
-"""Chip → flags that its published recipes set, besides those of this package (tpu-recipes, training/trillium)."""
-
 _MLPS = {"relu": "relu", "gelu": "gelu", "geglu": "geglu", "swiglu": "swiglu"}
 
 
@@ -77,7 +74,7 @@ def describe(job: Rebuilt) -> dict[str, Any]:
         "sequence": row["seq"],
         "batch": round(job.work.batch / topology.slices),
         "remat": job.remat.policy,
-        "xla": _FLAGS.get(topology.kind, ("preset",)),
+        "xla": ["preset"],
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
 
+from spmd.analysis.collective_audit import CollectiveAudit
 from spmd.analysis.hlo import HloModule
 from spmd.analysis.topology import Topology, missing_extra
 from spmd.distributed.initialize import initialize
@@ -26,7 +27,8 @@ from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import Hardware, hardware_of
 from spmd.step_time.network import make_network
 from spmd.step_time.program import read_schedule
-from spmd.step_time.report import StepTime, write_trace
+from spmd.step_time.report import CollectiveTime, StepTime, write_trace
+from spmd.step_time.roofline import roofline
 from spmd.step_time.timeline import Timeline, run_schedule
 
 _SAVES = {
@@ -129,7 +131,8 @@ def estimate_time(setup: TrainSetup, topology: Topology) -> StepTime:
     rates = CLOSED[topology.kind]
     work = workload(setup.config, count_model(setup), shape)
     network = make_network(topology, shape, setup.config.slices.sizes, hardware)
-    return StepTime(topology, "closed forms", work, hardware, closed_form(work, network, rates), rates.spread)
+    spent, answers = closed_form(work, network, rates), roofline(work, network, rates, setup.config.steps)
+    return StepTime(topology, "closed forms", work, hardware, spent, rates.spread, roofline=answers)
 
 
 def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "") -> StepTime:
@@ -153,11 +156,12 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
     setup = make_setup(config, topology_mesh(config, topology))
     try:
         with show_waiting(f"compiling for {topology}"):
-            program = compile_step(setup).program
+            compiled = compile_step(setup)
     except MemoryError as error:
         problem = Problem("topology", f"has no room for the step: {error}", fix="spmd plan says what would fit")
         raise ConfigError("The step cannot be compiled:", [problem]) from None
-    found, line = schedule_time(setup, topology, hardware, program)
+    found, line = schedule_time(setup, topology, hardware, compiled.program)
+    found = dataclasses.replace(found, collectives=_collective_times(compiled.audit, line))
     if trace:
         write_trace(trace, line.spans, str(topology))
     return found
@@ -178,6 +182,18 @@ def schedule_time(
     if topology.slices > 1:
         spent["waiting for the slowest slice"] = line.seconds * rates.straggling * math.log2(topology.slices)
     return StepTime(topology, "compiled program", work, hardware, spent, rates.spread), line
+
+
+def _collective_times(audit: CollectiveAudit, line: Timeline) -> tuple[CollectiveTime, ...]:
+    """Return the times of an audit's collectives by kind, axes and cause, the longest first."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for name in dict.fromkeys(record.instruction for record in audit.records):
+        record = next(record for record in audit.records if record.instruction == name)
+        sums = groups.setdefault((record.kind, record.over, record.cause.text if record.cause else ""), [0.0, 0.0])
+        sums[0] += line.moving.get(name, 0.0)
+        sums[1] += line.exposed.get(name, 0.0)
+    found = [CollectiveTime(*key, *sums) for key, sums in groups.items() if sums[0]]
+    return tuple(sorted(found, key=lambda c: (-c.exposed, -c.seconds)))
 
 
 def _microbatches(config: TrainConfig, mesh: MeshShape) -> int:

@@ -11,10 +11,28 @@ from spmd.analysis.topology import Topology
 from spmd.errors import ConfigError, Problem
 from spmd.step_time.closed_form import Workload
 from spmd.step_time.hardware import Hardware
+from spmd.step_time.roofline import Roofline
 from spmd.step_time.timeline import Span
 
 _SHOWN = 0.0005
 """Smallest share of a step that has a line of its own."""
+_MOST_CAUSES, _WIDTH = 12, 120
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTime:
+    """Predicted time of the collectives of one cause, in one step.
+
+    Attributes:
+        seconds: In which data is moved.
+        exposed: In which the device only waits.
+    """
+
+    kind: str
+    over: str
+    cause: str
+    seconds: float
+    exposed: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +43,8 @@ class StepTime:
         method: `"closed forms"` or `"compiled program"`.
         spent: What a device does → seconds; they add up to the step.
         spread: Half of the range that holds nine steps of ten, relative, by the backtest of the chip's rows.
+        collectives: Of a compiled program, the longest first.
+        roofline: Of closed forms.
     """
 
     topology: Topology
@@ -33,6 +53,8 @@ class StepTime:
     hardware: Hardware
     spent: Mapping[str, float]
     spread: float
+    collectives: Sequence[CollectiveTime] = ()
+    roofline: Roofline | None = None
 
     @property
     def seconds(self) -> float:
@@ -61,12 +83,13 @@ class StepTime:
 
     @property
     def formula(self) -> str:
-        """Formula of the MFU."""
+        """Formula of the MFU, on two lines."""
         work, peak = self.work, self.hardware.peak
         params = work.layer_params + work.head_params
         return (
-            f"(6·N + 12·L·A·K)·tokens/s / {peak / 1e12:.4g} TFLOP/s, N={params / 1e9:.4g}B matmul parameters, "
-            f"L={work.layers}, A={work.attention_width}, K={work.keys:g} keys on average; no recompute"
+            f"(6·N + 12·L·A·K) · tokens/s of a device / {peak / 1e12:.4g} TFLOP/s\n"
+            f"      N={params / 1e9:.4g}B matmul parameters, L={work.layers}, A={work.attention_width}, "
+            f"K={work.keys:g} keys on average; no recomputation"
         )
 
     def __str__(self) -> str:
@@ -79,7 +102,12 @@ class StepTime:
         for name, seconds in sorted(self.spent.items(), key=lambda item: -item[1]):
             if seconds >= _SHOWN * self.seconds:
                 lines.append(f"{_time(seconds):>10}  {seconds / self.seconds:6.1%}  {name}")
-        return "\n".join(lines)
+        if self.collectives:
+            lines.append(f"\n{'exposed':>10}{'hidden':>12}  {'kind':18}{'over':14}cause")
+        for c in self.collectives[:_MOST_CAUSES]:
+            line = f"{_time(c.exposed):>10}{_time(c.seconds - c.exposed):>12}  {c.kind:18}{c.over:14}{c.cause}"
+            lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
+        return "\n".join([*lines, *(self.roofline.lines() if self.roofline else ())])
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values, in seconds."""
@@ -91,8 +119,10 @@ class StepTime:
             "tokens_per_second_per_chip": self.tokens_per_second,
             "mfu": self.mfu,
             "hfu": self.hfu,
-            "mfu_formula": self.formula,
+            "mfu_formula": " ".join(self.formula.split()),
             "spent": dict(self.spent),
+            "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
+            "roofline": self.roofline and dataclasses.asdict(self.roofline),
         }
 
 
@@ -126,6 +156,8 @@ def write_trace(file: str, spans: Sequence[Span], what: str) -> None:
 
 def _time(seconds: float) -> str:
     """Return a duration with four digits in the largest unit that fits."""
+    if not seconds:
+        return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.{max(0, 3 - int(math.log10(seconds / size)))}f} {unit}"
