@@ -95,12 +95,15 @@ class _Search:
             yield Cause("layer", f"{layer} ({operation}){at}" if layer else f"{operation}{at}")
         if entry := self.entries.get(factor):
             yield _rule(entry, "sum of products")
-        if is_sum and operation.startswith(_SUMS) and axes:
-            if _TOKENS.issuperset(axes):
+        # XLA:TPU multiplies in windows, with permutes between them, in place of a gather or a sum.
+        is_windowed = record.kind == "collective-permute" and operation == "dot_general"
+        if (is_windowed or (is_sum and operation.startswith(_SUMS))) and axes:
+            if is_sum and _TOKENS.issuperset(axes):
                 yield Cause("sum", f"sum over the batch{at}")
             if names := [name for name, spec in self.activations.items() if axes in [entry_axes(e) for e in spec]]:
                 shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
-                yield Cause("sum", f"sum over {record.over}{at}, which splits {shown}")
+                what = "product in windows" if is_windowed else "sum"
+                yield Cause("sum", f"{what} over {record.over}{at}, which splits {shown}")
         if not is_sum and (name := self.annotated.get((operation, record.source), "")):
             yield self._annotation(name, at)
         if record.array.startswith("batch/"):  # XLA:TPU moves it before the first operation

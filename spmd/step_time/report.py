@@ -25,7 +25,7 @@ class CollectiveTime:
 
     Attributes:
         seconds: In which data is moved.
-        exposed: In which the device only waits.
+        exposed: In which the device only waits, also for other collectives that have the network before it.
     """
 
     kind: str
@@ -33,6 +33,11 @@ class CollectiveTime:
     cause: str
     seconds: float
     exposed: float
+
+    @property
+    def hidden(self) -> float:
+        """Seconds in which data is moved while something is computed."""
+        return max(0.0, self.seconds - self.exposed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +108,9 @@ class StepTime:
             if seconds >= _SHOWN * self.seconds:
                 lines.append(f"{_time(seconds):>10}  {seconds / self.seconds:6.1%}  {name}")
         if self.collectives:
-            lines.append(f"\n{'exposed':>10}{'hidden':>12}  {'kind':18}{'over':14}cause")
+            lines.append(f"\n{'exposed':>10}{'hidden':>12}  {'kind':20}{'over':12}cause")
         for c in self.collectives[:_MOST_CAUSES]:
-            line = f"{_time(c.exposed):>10}{_time(c.seconds - c.exposed):>12}  {c.kind:18}{c.over:14}{c.cause}"
+            line = f"{_time(c.exposed):>10}{_time(c.hidden):>12}  {c.kind:20}{c.over:12}{c.cause}"
             lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
         return "\n".join([*lines, *(self.roofline.lines() if self.roofline else ())])
 
@@ -132,14 +137,14 @@ def write_trace(file: str, spans: Sequence[Span], what: str) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    lanes = list(dict.fromkeys(span.lane for span in spans))
+    lanes = list(dict.fromkeys(("device", "network", *(span.lane for span in spans))))
     named = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": lane}}
         for number, lane in enumerate(lanes)
     ]
     events = [
         {
-            **{"ph": "X", "name": span.name, "cat": span.lane, "pid": 1, "tid": lanes.index(span.lane)},
+            **{"ph": "X", "name": span.name, "cat": span.what, "pid": 1, "tid": lanes.index(span.lane)},
             **{"ts": round(span.start * 1e6, 3), "dur": round(span.seconds * 1e6, 3)},
         }
         for span in spans
@@ -161,4 +166,4 @@ def _time(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.{max(0, 3 - int(math.log10(seconds / size)))}f} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e6:.0f} µs"

@@ -31,10 +31,11 @@ class Rates:
 
 
 class Span(NamedTuple):
-    """Occupation of a lane by one operation, in seconds."""
+    """Occupation of a lane by one operation, in seconds: of the device, the network, or a link to the host."""
 
     name: str
     lane: str
+    what: str
     start: float
     seconds: float
 
@@ -137,7 +138,7 @@ class _Run:
         self.free[lane] = self.ends[operation.key] = begin + length
         self.line.moving[transfer.instruction] += length * times
         if self.keep_spans:
-            self.line.spans.append(Span(f"{transfer.kind} {transfer.over} {transfer.instruction}", lane, begin, length))
+            self.line.spans.append(Span(f"{transfer.kind} {transfer.instruction}", lane, transfer.over, begin, length))
 
     def _wait(self, transfer: Transfer, seconds: float, times: float) -> None:
         self.line.exposed[transfer.instruction] += seconds * times
@@ -146,6 +147,6 @@ class _Run:
 
     def _spend(self, name: str, label: str, seconds: float, times: float) -> None:
         if self.keep_spans and seconds:
-            self.line.spans.append(Span(name, label, self.now, seconds))
+            self.line.spans.append(Span(name, "device", label, self.now, seconds))
         self.line.spent[label] += seconds * times
         self.now += seconds
