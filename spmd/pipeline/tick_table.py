@@ -77,15 +77,12 @@ class TickTable:
 
     @property
     def taken(self) -> dict[str, Fraction]:
-        """Share of the ticks in which the busiest stage takes a branch, by the scope of the branch in the executor.
-
-        Of `from_loss`, the share of the last stage's backward tasks.
-        """
+        """Share of ticks in which the busiest stage takes a branch, by its scope; of `from_loss`, of backward tasks."""
         return self._shares(lambda tasks: int(tasks.sum(axis=0).max()))
 
     @property
     def waited(self) -> dict[str, Fraction]:
-        """Share of the ticks in which any stage takes a branch, so that all wait for it; keys as those of `taken`."""
+        """Share of ticks in which any stage takes a branch, so that all wait for it; keys as of `taken`."""
         return self._shares(lambda tasks: int(tasks.any(axis=1).sum()))
 
     def _shares(self, count: Callable[[np.ndarray], int]) -> dict[str, Fraction]:

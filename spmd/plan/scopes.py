@@ -35,8 +35,6 @@ def read_scope(op_name: str) -> tuple[str, str]:
     Example:
         >>> read_scope("jit(_step)/transpose(jvp(param(layers/mlp/up_proj/kernel)))/dot_general")
         ('param', 'layers/mlp/up_proj/kernel')
-        >>> read_scope("jit(_step)/reduce_sum")
-        ('', '')
     """
     found = _SCOPE.findall(op_name)
     return found[-1] if found else ("", "")

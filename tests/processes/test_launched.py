@@ -145,6 +145,7 @@ def test_mpirun_trains_as_one_process(folder, environment, by_mpi):
     )
 
 
+@pytest.mark.soak
 def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
     """`spmd launch` trains in two processes; one is killed, the other ends too, and the message says which it was."""
     out, printed = folder / "rehearsed", folder / "rehearsed.txt"

@@ -140,7 +140,7 @@ def test_data_that_hang_on_one_end_both(folder):
     assert_goes_on_from(out, *range(5, 30, 5))
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_one_that_dies_takes_the_other_down(folder, dead):
     """SIGKILL: the other ends within a minute, not with 0, and says that a process is gone."""
     out = folder / f"dead{dead}"
@@ -161,6 +161,7 @@ def test_one_that_dies_takes_the_other_down(folder, dead):
         assert_goes_on_from(out, *range(5, 30, 5))
 
 
+@pytest.mark.soak
 def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder):
     """SIGKILL in the thread that writes: the other does not wait for it, and the checkpoint before is gone on from."""
     out = folder / "unwritten"
