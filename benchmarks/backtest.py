@@ -20,16 +20,19 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import kendalltau
 
-from benchmarks.backtest_compile import CompiledRow, compile_rows
+from benchmarks.backtest_compile import CompiledRow, compile_rows, describe, make_config
 from benchmarks.published_rows import Rebuilt, Row, read_rows, rebuild
 from spmd.errors import SpmdError
+from spmd.run.build import make_setup
+from spmd.run.preflight import estimate_step
+from spmd.sharding.mesh import abstract_mesh
 from spmd.step_time.closed_form import ClosedRates, closed_form
 from spmd.step_time.timeline import Rates
 
@@ -170,12 +173,11 @@ Results = tuple[dict[str, ChipResult], dict[int, str]]
 
 
 def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> Results:
-    """Backtest all chips; return chip → result, and number of a row → why it was not rebuilt.
-
-    Experts are only in rows of their own: the rates are fitted on dense rows, and both are predicted.
-    """
+    """Backtest the dense rows of all chips; return chip → result, and number of a row → why it is in none."""
     found = {number: rebuild(row) for number, row in enumerate(rows)}
     reasons = {number: job for number, job in found.items() if isinstance(job, str)}
+    experts = (n for n, job in found.items() if isinstance(job, Rebuilt) and not job.is_dense)
+    reasons |= dict.fromkeys(experts, "mixture of experts: rates are fitted to dense models")
     results = {}
     for chip in dict.fromkeys(row["chip"] for row in rows):
         jobs = {n: job for n, job in found.items() if isinstance(job, Rebuilt) and job.row["chip"] == chip}
@@ -193,6 +195,18 @@ def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> Resu
                 chosen, total, lambda job, rates, of=programs: of[id(job)].tokens_per_second(job, rates), COMPILED_PRIOR
             )
     return results, reasons
+
+
+def memory_lines(jobs: Iterable[Rebuilt]) -> Iterator[str]:
+    """Yield the memory of rows that have it: the peak of PyTorch's allocator, and our ledger's estimate."""
+    for job in jobs:
+        if published := job.row.get("memory_gib"):
+            config = make_config(describe(job))
+            estimate = (
+                estimate_step(make_setup(config, abstract_mesh(config.mesh)), job.topology.platform).total / 2**30
+            )
+            what = f"{job.row['model']} on {job.topology}, {job.row['precision']}"
+            yield f"memory of {what}: {published} GiB, estimated {estimate:.1f} GiB ({estimate / published - 1:+.1%})"
 
 
 def main() -> int:
@@ -218,6 +232,8 @@ def main() -> int:
         print(json.dumps({c: {name: getattr(r, name) for name in figures} for c, r in results.items()}, indent=2))
         return 0
     _print(results, reasons, rows, options.fit, options.verbose)
+    for line in memory_lines(jobs.values()):
+        print(line)
     return 0
 
 

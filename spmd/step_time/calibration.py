@@ -18,5 +18,11 @@ CLOSED = {
 }
 """Kind of chip → rates of the closed forms. The least spread is 5 %: published tables are not more exact."""
 
-COMPILED = {kind: Rates() for kind in ("v4", "v5e", "v5p", "v6e", "tpu7x")}
-"""Kind of TPU → rates of compiled programs."""
+COMPILED = {
+    "v4": Rates(matmul=1.04, spread=0.10),
+    "v5e": Rates(spread=0.20),
+    "v5p": Rates(matmul=0.92, spread=0.30),
+    "v6e": Rates(matmul=0.94, spread=0.10),
+    "tpu7x": Rates(matmul=0.94, spread=0.10),
+}
+"""Kind of TPU → rates of compiled programs. Published steps are of other programs than ours, with other collectives."""
