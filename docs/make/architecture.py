@@ -18,6 +18,7 @@ SERVICES = [
     ("observe", "metrics, goodput, traces"),
     ("resilience", "watchdog, preemption, SDC"),
     ("analysis", "memory, collectives"),
+    ("step_time", "predicted time of a step"),
     ("parity", "each step against one device"),
     ("testing", "for tests of users"),
     ("hf", "Hugging Face checkpoints"),
