@@ -14,6 +14,7 @@ from spmd.observe.waiting import show_waiting, show_waiting_for
 from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
 from spmd.run.search import Candidate, Search, largest_batch, slice_sizes
+from spmd.step_time.report import format_time
 from spmd.tree import human_bytes
 
 _ROWS = 10
@@ -25,22 +26,23 @@ class SearchCommand(Generic[M]):
     """Search for the fastest layout of a config on a machine: mesh, ZeRO stage, remat, microbatches, pipeline.
 
     All settings are ranked by closed forms; from the fastest on their memory is estimated, and the best are compiled.
-    The machine need not exist. An interrupted search resumes.
+    The machine need not exist. An interrupted search resumes. Fields that are searched (mesh, slices, zero, remat,
+    accumulate, pipeline) are not taken from the config, except with --largest-batch.
     """
 
     config: ConfigFields
     topology: str = ""
     """Target machine, such as v5e:16x16 or h100:16x8."""
     confirm: int = 3
-    """Number of settings that fit and are compiled, where programs have cycles: on TPUs; 0 for none."""
+    """Number of settings that fit and are compiled; 0 for none, as for GPUs, whose programs have no cycles."""
     days: float = 0.0
-    """Search for the fewest chips of the machine's kind that train all steps in so many days."""
+    """Search for the fewest chips of the machine's kind that train all steps in so many days; its size is not used."""
     largest_batch: bool = False
     """Search for the largest batch that fits with the config's own settings."""
     write: str = ""
     """Write a config with the best settings to this Python file."""
     state: str = ""
-    """File of what is known of settings, to resume from; empty for runs/search/NAME-TOPOLOGY.json."""
+    """File of what is known of settings, to resume from; empty for runs/search/FILE-TOPOLOGY.json of the config's file."""
     json: bool = False
     """Print one JSON object."""
 
@@ -54,7 +56,7 @@ def run_search(arguments: list[str]) -> int:
     if command.largest_batch:
         return _print_largest(command, config, topology)
     if command.days:
-        smallest = _fewest(command, config, topology)
+        smallest = _fewest(command, config, topology, path)
         if smallest is None:
             return 3
         topology = smallest
@@ -73,7 +75,7 @@ def run_search(arguments: list[str]) -> int:
         return 3
     _print_table(search, best)
     if command.write:
-        _write(command, path, best)
+        _write(command.write, topology, path, best)
     return 0
 
 
@@ -102,17 +104,17 @@ def _examine(command: SearchCommand, search: Search) -> list[Candidate]:
     """Return the fastest candidates that fit."""
     known = len(search.known)
     if not command.json:
-        resumed = f", {known} of them known from {search.file}" if known else ""
-        print(f"{len(search.candidates)} settings{resumed}", flush=True)
+        resumed = f"; {known} are known from {search.file}" if known else ""
+        print(f"{len(search.candidates)} settings, whose memory is estimated from the fastest on{resumed}", flush=True)
     wanted = max(1, command.confirm)
     examined = show_waiting_for(search.fitting(wanted), "estimating memory, the fastest settings first")
     return [candidate for candidate in examined if not candidate.refused]
 
 
-def _fewest(command: SearchCommand, config: TrainConfig[Any], topology: Topology) -> Topology | None:
+def _fewest(command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path) -> Topology | None:
     """Return the smallest machine of a kind that trains all steps in time, or None."""
     for machine in slice_sizes(topology):
-        search = _search(dataclasses.replace(command, state=""), config, machine, Path(f"days-{config.data.batch}"))
+        search = _search(dataclasses.replace(command, state=""), config, machine, path)
         fitting = next((c for c in search.fitting(1) if not c.refused), None)
         days = fitting and fitting.seconds * config.steps / 86_400
         if not command.json:
@@ -141,15 +143,16 @@ def _print_table(search: Search, best: Candidate) -> None:
     examined = [c for c in search.candidates if c.memory is not None or c.refused]
     shown = [c for c in examined if not c.refused] + [c for c in examined if c.refused][:_ROWS]
     shown += [c for c in search.candidates if c not in examined][: max(0, _ROWS - len(shown))]
-    print(f"\n{'closed':>9}{'compiled':>10}{'memory':>10}  settings")
+    print(f"\n{'closed form':>12}{'compiled':>12}{'memory':>10}  settings")
     for candidate in sorted(shown, key=lambda c: (bool(c.refused), c.seconds)):
-        compiled = f"{candidate.compiled:.3f} s" if candidate.compiled else ""
+        compiled = format_time(candidate.compiled) if candidate.compiled else ""
         memory = human_bytes(candidate.memory) if candidate.memory else ""
-        print(f"{sum(candidate.spent.values()):7.3f} s{compiled:>10}{memory:>10}  {candidate.flags}")
+        closed = format_time(sum(candidate.spent.values()))
+        print(f"{closed:>12}{compiled:>12}{memory:>10}  {candidate.flags}")
         if candidate is not best:
-            print(f"{'':31}{candidate.loses(best)}")
+            print(f"{'':36}{candidate.loses(best)}")
     how = "its compiled program" if best.compiled else "closed forms"
-    print(f"\nbest, {best.seconds:.4g} s by {how}:\n{best.flags}")
+    print(f"\nbest, {format_time(best.seconds)} by {how}:\n{best.flags}")
 
 
 def _print_nothing(search: Search) -> None:
@@ -178,22 +181,22 @@ def _to_json(search: Search, best: Candidate | None) -> dict[str, Any]:
     return counts | {"best": one(best) if best else None, "examined": examined}
 
 
-def _write(command: SearchCommand, path: Path, best: Candidate) -> None:
+def _write(file: str, topology: Topology, path: Path, best: Candidate) -> None:
     config = load_config(str(path))
     settings = {name: value for name, value in best.settings.items() if value != getattr(config, name)}
     name = next((name for name, file in shipped().items() if file == path), str(path))
     lines = "".join(f"    {name}={_code(value)},\n" for name, value in settings.items())
     text = (
-        f'"""{path.stem} on {command.topology}, as found by `spmd search`: {best.seconds:.4g} s a step."""\n\n'
+        f'"""{path.stem} on {topology}, as found by `spmd search`: {best.seconds:.4g} s a step."""\n\n'
         "import dataclasses\n\nimport spmd\nfrom spmd.run.load_config import load_config\n\n"
         f"config = dataclasses.replace(\n    load_config({json.dumps(name)}),\n{lines})\n"
     )
     try:
-        Path(command.write).write_text(text, encoding="utf-8")
+        Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        problem = Problem("--write", f"{command.write}: {error.strerror}", fix="a file in a folder that exists")
+        problem = Problem("--write", f"{file}: {error.strerror}", fix="a file in a folder that exists")
         raise ConfigError("The config cannot be written:", [problem]) from None
-    print(f"written to {command.write}")
+    print(f"written to {file}")
 
 
 def _code(value: Any) -> str:

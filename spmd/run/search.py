@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import SpmdError
@@ -21,7 +23,7 @@ from spmd.run.config import PipelineConfig, TrainConfig, config_values
 from spmd.run.preflight import check_microbatches, estimate_step
 from spmd.run.step_time import ModelNumbers, count_model, time_compiled_step, workload
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, MeshShape, abstract_mesh
-from spmd.step_time.calibration import CLOSED
+from spmd.step_time.calibration import CLOSED, COMPILED
 from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import hardware_of
 from spmd.step_time.network import Network, make_network
@@ -119,7 +121,8 @@ class Search:
     @property
     def key(self) -> str:
         """Digest of what the results depend on."""
-        text = json.dumps([config_values(self.config), str(self.topology)], sort_keys=True)
+        about = [str(self.topology), repr(self.rates), repr(COMPILED.get(self.topology.kind)), jax.__version__]
+        text = json.dumps([config_values(self.config), *about], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _load(self) -> dict[str, dict[str, Any]]:

@@ -145,13 +145,13 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
             written.
     """
     hardware = hardware_of(topology)
-    if absent := missing_extra(topology):
-        raise ConfigError("The step cannot be compiled:", [absent])
     if topology.platform != "tpu":
         if trace:
-            problem = Problem("trace", f"{topology.kind} has no cycles, so no schedule", fix="a TPU, or no --trace")
+            problem = Problem("--trace", f"programs for {topology.kind} have no cycles", fix="a TPU, or no --trace")
             raise ConfigError("There is no trace:", [problem])
         return estimate_time(make_setup(config, planned_mesh(config)), topology)
+    if absent := missing_extra(topology):
+        raise ConfigError("The step cannot be compiled:", [absent])
     initialize(0, target_platform=topology.platform)
     setup = make_setup(config, topology_mesh(config, topology))
     try:

@@ -58,6 +58,6 @@ def hardware_of(topology: Topology) -> Hardware:
     """Return the speeds of a machine's devices; raise `ConfigError` for simulated ones, which have none."""
     if topology.kind not in HARDWARE:
         what = f"is {topology}: no speeds are known of {topology.kind}"
-        problem = Problem("topology", what, fix=f"one of: {', '.join(HARDWARE)}")
+        problem = Problem("topology", what, fix="a TPU or a GPU, such as v5e:16x16 or h100:16x8")
         raise ConfigError("The time of a step cannot be predicted:", [problem])
     return HARDWARE[topology.kind]

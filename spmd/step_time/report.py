@@ -94,23 +94,23 @@ class StepTime:
         return (
             f"(6·N + 12·L·A·K) · tokens/s of a device / {peak / 1e12:.4g} TFLOP/s\n"
             f"      N={params / 1e9:.4g}B matmul parameters, L={work.layers}, A={work.attention_width}, "
-            f"K={work.keys:g} keys on average; no recomputation"
+            f"K={work.keys:g} keys on average"
         )
 
     def __str__(self) -> str:
-        low, high = self.range
+        length, low, high = map(format_time, (self.seconds, *self.range))
         lines = [
-            f"step on {self.topology}: {_time(self.seconds)}, from {_time(low)} to {_time(high)} ({self.method})",
-            f"{self.tokens_per_second:,.4g} tokens/s on each chip; MFU {self.mfu:.1%}, HFU {self.hfu:.1%}",
+            f"step on {self.topology}: {length}, from {low} to {high} ({self.method})",
+            f"{self.tokens_per_second:,.0f} tokens/s on each chip; MFU {self.mfu:.1%}, HFU {self.hfu:.1%}",
             f"MFU = {self.formula}",
         ]
         for name, seconds in sorted(self.spent.items(), key=lambda item: -item[1]):
             if seconds >= _SHOWN * self.seconds:
-                lines.append(f"{_time(seconds):>10}  {seconds / self.seconds:6.1%}  {name}")
+                lines.append(f"{format_time(seconds):>10}  {seconds / self.seconds:6.1%}  {name}")
         if self.collectives:
             lines.append(f"\n{'exposed':>10}{'hidden':>12}  {'kind':20}{'over':12}cause")
         for c in self.collectives[:_MOST_CAUSES]:
-            line = f"{_time(c.exposed):>10}{_time(c.hidden):>12}  {c.kind:20}{c.over:12}{c.cause}"
+            line = f"{format_time(c.exposed):>10}{format_time(c.hidden):>12}  {c.kind:20}{c.over:12}{c.cause}"
             lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
         return "\n".join([*lines, *(self.roofline.lines() if self.roofline else ())])
 
@@ -159,7 +159,7 @@ def write_trace(file: str, spans: Sequence[Span], what: str) -> None:
         raise ConfigError("There is no trace:", [problem]) from None
 
 
-def _time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Return a duration with four digits in the largest unit that fits."""
     if not seconds:
         return "0 s"
