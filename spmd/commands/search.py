@@ -42,7 +42,7 @@ class SearchCommand(Generic[M]):
     write: str = ""
     """Write a config with the best settings to this Python file."""
     state: str = ""
-    """File of what is known of settings, to resume from; empty for runs/search/FILE-TOPOLOGY.json of the config's file."""
+    """File of what is known of settings, to resume from; empty for runs/search/FILE-TOPOLOGY.json of the file."""
     json: bool = False
     """Print one JSON object."""
 
