@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -130,12 +131,12 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "reason"), REASONS, ids=[f"{list(c.values())[0]}"[:24] for c, _ in REASONS])
+@pytest.mark.parametrize(("changes", "reason"), REASONS, ids=[f"{next(iter(c.values()))}"[:24] for c, _ in REASONS])
 def test_what_is_not_rebuilt_has_a_reason(changes, reason) -> None:
     """fp8, unknown chips, other meshes and other models are listed, and do not stop the rest."""
     found = rebuild({**ROWS[0], **changes})
     assert isinstance(found, str)
-    pytest.raises(AssertionError, job, ROWS[0], **changes).match(reason)
+    assert re.search(reason, found)
     results, reasons = backtest.run([{**ROWS[0], **changes}, ROWS[1]], None)
     assert reasons == {0: found}
     assert results["A100-SXM-40GB"].built == 1

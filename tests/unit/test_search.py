@@ -197,7 +197,7 @@ def test_settings_that_cannot_run_are_skipped(tmp_path, ledger) -> None:
 
 
 def test_a_state_that_is_too_large_is_not_asked(tmp_path, ledger, monkeypatch) -> None:
-    """Its arithmetic is enough: 12 bytes of 5 billion parameters fit in four parts, by ZeRO 3 or in tensors and stages."""
+    """Its arithmetic is enough: 12 bytes of 5 billion parameters fit in four parts, by ZeRO 3, tensors or stages."""
     asked = ledger(lambda config: 8 * GIB).asked
     large = dataclasses.replace(counted(), params=5e9)
     monkeypatch.setattr(Search, "_count", lambda self: large)
@@ -293,7 +293,7 @@ def test_mistakes_on_the_command_line(arguments, message) -> None:
 def test_a_file_that_cannot_be_written(tmp_path, ledger) -> None:
     """Is an error with the flag."""
     ledger(lambda config: 8 * GIB)
-    with pytest.raises(ConfigError, match="--write: .*No such file"):
+    with pytest.raises(ConfigError, match=r"--write: .*No such file"):
         run_search(asked_by(tmp_path, "--write", str(tmp_path / "none" / "found.py")))
 
 
