@@ -104,6 +104,8 @@ def read_rows(file: str) -> list[Row]:
     """
     try:
         rows = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
+            raise ValueError("no list of objects")
     except (OSError, ValueError) as error:
         fix = "a JSON list of published rows"
         raise ConfigError("There are no rows:", [Problem("rows", f"{file}: {error}", fix=fix)]) from None

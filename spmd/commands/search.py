@@ -122,7 +122,10 @@ def _fewest(command: SearchCommand, config: TrainConfig[Any], topology: Topology
             print(f"{machine}: {machine.chips} chips: {found}", flush=True)
         if days and days <= command.days:
             return machine
-    print(f"no machine of up to {topology.chip.max_chips} chips trains {config.steps} steps in {command.days:g} days")
+    if command.json:
+        print(json.dumps({"best": None}))
+    else:
+        print(f"no machine of up to {machine.chips} chips trains {config.steps} steps in {command.days:g} days")
     return None
 
 
@@ -183,7 +186,10 @@ def _to_json(search: Search, best: Candidate | None) -> dict[str, Any]:
 
 def _write(file: str, topology: Topology, path: Path, best: Candidate) -> None:
     config = load_config(str(path))
-    settings = {name: value for name, value in best.settings.items() if value != getattr(config, name)}
+    # A number of simulated devices would contradict the mesh.
+    settings = {
+        name: value for name, value in (*best.settings.items(), ("devices", 0)) if value != getattr(config, name)
+    }
     name = next((name for name, file in shipped().items() if file == path), str(path))
     lines = "".join(f"    {name}={_code(value)},\n" for name, value in settings.items())
     text = (

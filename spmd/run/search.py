@@ -81,7 +81,9 @@ class Candidate:
         same = all(self.settings[name] == other.settings[name] for name in alike) and all(
             mine.sizes[axis] == theirs.sizes[axis] for axis in ("pipe", "expert", "sequence", "tensor")
         )
-        return same and (mine.fsdp, self.settings["zero"]) > (theirs.fsdp, other.settings["zero"])
+        own, others = (mine.fsdp, self.settings["zero"]), (theirs.fsdp, other.settings["zero"])
+        # ZeRO 1 on many devices may need more than ZeRO 3 on few: both have to be larger.
+        return same and own != others and all(a >= b for a, b in zip(own, others, strict=True))
 
     def loses(self, best: "Candidate") -> str:
         """Return why it is not chosen: what it does not fit, or what takes longer than in the best one."""

@@ -90,7 +90,8 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
     kept = {"down", *(name for activation, name in _SAVES.items() if activation in saved)}
     again = sum(size for name, size in model.kernels.items() if name not in kept) / layer_params if repeats else 0.0
     precision = build_precision(config)
-    compute, exchange = (jnp.dtype(name).itemsize for name in (precision.compute, precision.exchange))
+    reduced = precision.exchange or precision.gradients
+    compute, exchange = (jnp.dtype(name).itemsize for name in (precision.compute, reduced))
     stages, sizes = mesh.pipe, {axis: mesh.sizes[axis] for axis in AXES}
     microbatches = config.accumulate * _microbatches(config, mesh)
     chunks = config.pipeline.chunks or (2 if config.pipeline.schedule == "interleaved" else 1)

@@ -106,7 +106,7 @@ class Network:
         if kind in _EXCHANGES:  # each link carries what is sent across the middle of its ring
             each = (payload * chips * far / (8 if ring else 4) for chips, far, ring in span.rings)
             return span.cores * max(each) / (link * span.cores) + latency * hops
-        chips = math.prod(chips for chips, _, _ in span.rings)
+        chips = span.local // span.cores
         bandwidth = span.cores * link * sum((2 if ring else 1) / far for _, far, ring in span.rings)
         volume = payload * (chips - 1) / chips * (2 if kind == "all-reduce" else 1)
         return volume / bandwidth + latency * sum(chips for chips, _, _ in span.rings)

@@ -187,9 +187,9 @@ class _Reader:
         instructions = self.program.computations[name].instructions
         inputs = [array for operand in instruction.operands for array in instructions[operand].arrays[:1]]
         size = sum(array.bytes for array in (*inputs, *instruction.arrays))
-        which = instruction.attribute(r"splash_mha_(fwd|dq|dkv)") or re.sub(r".*splash_mha_|_.*", "", instruction.name)
-        if which in _PASSES:
-            return Operation(instruction.name, "attention", flops=_attention_flops(inputs, _PASSES[which]), bytes=size)
+        if which := re.search(r"splash_mha_(fwd|dq|dkv)", f"{instruction.attributes} {instruction.name}"):
+            flops = _attention_flops(inputs, _PASSES[which[1]])
+            return Operation(instruction.name, "attention", flops=flops, bytes=size)
         return Operation(instruction.name, "kernel", bytes=size)
 
     def _start(self, name: str, done: Instruction) -> Instruction:

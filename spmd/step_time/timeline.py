@@ -85,6 +85,7 @@ class _Run:
         self.network, self.clock, self.rates, self.keep_spans = network, clock, rates, keep_spans
         self.hardware: Hardware = network.hardware
         self.line, self.now = Timeline(), 0.0
+        self.share = 1.0  # of the cases in which the current branch is taken: its operations last that much shorter
         self.free: dict[str, float] = collections.defaultdict(float)
         self.ends: dict[tuple[str, ...], float] = {}
 
@@ -97,7 +98,11 @@ class _Run:
 
     def _block(self, block: Block, times: float) -> None:
         turns = float(block.times)
-        if not turns:
+        if turns < 1:
+            self.share, share = self.share * turns, self.share
+            if turns:
+                self.execute(block.body, times)
+            self.share = share
             return
         whole = int(turns) if self.keep_spans and turns == int(turns) else 1
         before = self.now
@@ -123,8 +128,9 @@ class _Run:
         rates, hardware = self.rates, self.hardware
         if operation.kind in ("attention", "kernel"):
             moved = operation.bytes / hardware.memory_bandwidth
-            return max(operation.flops / (hardware.peak * rates.attention), moved)
-        return operation.cycles / self.clock * (rates.matmul if operation.kind == "matmul" else rates.memory)
+            return self.share * max(operation.flops / (hardware.peak * rates.attention), moved)
+        seconds = operation.cycles / self.clock * self.share
+        return seconds * (rates.matmul if operation.kind == "matmul" else rates.memory)
 
     def _start(self, operation: Operation, times: float) -> None:
         transfer = operation.transfer
@@ -134,6 +140,7 @@ class _Run:
         else:
             lane = "network"
             length = self.network.seconds(transfer.kind, transfer.payload, transfer.group)
+        length *= self.share
         begin = max(self.now, self.free[lane])
         self.free[lane] = self.ends[operation.key] = begin + length
         self.line.moving[transfer.instruction] += length * times

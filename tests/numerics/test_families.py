@@ -16,7 +16,7 @@ from spmd.generate.generator import Generator
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.models import gemma, gpt2, mistral, qwen
+from spmd.models import gemma, gpt2, mistral, qwen, transformer
 from spmd.models.gemma import Gemma2Config, GemmaConfig
 from spmd.models.gpt2 import GPT2Config
 from spmd.models.layers import LayerNorm, RMSNorm
@@ -68,7 +68,7 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
 }
-ALL = {f"{m.__name__}:{name}": c for m in (gpt2, gemma, mistral, qwen) for name, c in m.PRESETS.items()}
+ALL = {f"{m.__name__}:{name}": c for m in (gpt2, gemma, mistral, qwen, transformer) for name, c in m.PRESETS.items()}
 
 FAMILIES = {
     "mistral": (mistral.PRESETS["test"], MISTRAL),

@@ -158,7 +158,10 @@ def test_operations_of_the_backward_pass_are_marked():
 
 
 def test_operations_of_the_optimizer_are_marked():
-    """Under ZeRO stage 1, a moment whose axes differ from those of the gradient in one dimension; not under stage 3."""
+    """Under ZeRO stage 1, a moment whose axes differ from those of the gradient in one dimension; not under stage 3.
+
+    optax is a library: the line is that of its call.
+    """
 
     def apply(params, x):
         return marked(marked(x) @ params["up"] @ params["down"])
@@ -166,7 +169,7 @@ def test_operations_of_the_optimizer_are_marked():
     table = {"up": P(None, ("fsdp", "tensor")), "down": P(("fsdp", "tensor"))}
     options = {"table": table, "optimizer": optax.adam(1e-2), "spec": P("data"), "data": 2, "fsdp": 2, "tensor": 2}
     rest = [record for record in check(apply, zero=1, **options).undecided if record.phase == "rest of the step"]
-    assert {record.source.rpartition("/")[2].partition(":")[0] for record in rest} == {"_tree_math.py"}
+    assert {record.source for record in rest} == {line_with("plan.optimizer.update(", "spmd/train/offloaded_update.py")}
     assert "add got incompatible shardings" in rest[0].reason
     assert not any(r.phase == "rest of the step" for r in check(apply, zero=3, **options).undecided)
 

@@ -1,0 +1,269 @@
+"""A schedule of a TPU program takes as long as its operations, and as what is not hidden beside them."""
+
+import dataclasses
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from spmd.analysis.hlo import parse
+from spmd.analysis.topology import parse_topology
+from spmd.errors import ConfigError
+from spmd.sharding.mesh import MeshShape
+from spmd.step_time.hardware import Hardware
+from spmd.step_time.network import make_network
+from spmd.step_time.program import Block, Operation, Schedule, read_schedule
+from spmd.step_time.report import write_trace
+from spmd.step_time.timeline import Rates, Timeline, run_schedule
+
+COST = 'backend_config={{"estimated_cycles":"{}"}}'.format
+GROUPS = "replica_groups=[1,4]<=[4], channel_id=1, dimensions={0}"
+PROGRAM = f"""HloModule m, num_partitions=4
+
+product {{
+  p = bf16[64,32]{{1,0}} parameter(0)
+  w = bf16[32,16]{{1,0}} constant({{...}})
+  ROOT q = bf16[64,16]{{1,0}} dot(p, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+halved {{
+  p = f32[1024] parameter(0)
+  ROOT q = f32[1024] multiply(p, p)
+}}
+
+chain_start {{
+  p = f32[1024] parameter(0)
+  g = f32[4096] all-gather(p), {GROUPS}, frontend_attributes={{chain_id="6"}}
+  ROOT c = (f32[1024], f32[4096]) custom-call(g), custom_call_target="AsyncCollectiveStart"
+}}
+
+chain_end {{
+  p = f32[1024] parameter(0)
+  g = f32[4096] all-gather(p), {GROUPS}, frontend_attributes={{chain_id="6"}}
+  ROOT c = f32[4096] custom-call(g), custom_call_target="AsyncCollectiveDone"
+}}
+
+condition {{
+  p = (s32[], f32[1024]) parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  n = s32[] constant(3)
+  ROOT c = pred[] compare(i, n), direction=LT
+}}
+
+turn {{
+  p = (s32[], f32[1024]) parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  x = f32[1024] get-tuple-element(p), index=1
+BODY
+  one = s32[] constant(1)
+  next = s32[] add(i, one)
+  ROOT t = (s32[], f32[1024]) tuple(next, x)
+}}
+
+taken {{
+  x = f32[1024] parameter(0)
+  g = f32[4096] all-gather(x), {GROUPS}
+  ROOT y = f32[1024] fusion(x), kind=kLoop, calls=halved, {COST(10_000)}
+}}
+
+skipped {{
+  x = f32[1024] parameter(0)
+  ROOT y = f32[1024] negate(x), {COST(1000)}
+}}
+
+ENTRY main {{
+  x = f32[1024] parameter(0)
+  m = bf16[64,32]{{1,0}} parameter(1)
+ENTRY_BODY
+  ROOT r = f32[1024] copy(x)
+}}
+"""
+ROUND = Hardware(peak=1e12, memory_bandwidth=1e9, link=1e9, network=1e9, host=1e9, latency=0, network_latency=0)
+NETWORK = make_network(parse_topology("v5e:2x2"), MeshShape(fsdp=4), {}, ROUND, efficiency=1.0)
+CLOCK, GATHER = 1e9, 4096 * 4 * 3 / 4 / 2e9
+"""Seconds of a gather of 16 KiB over two lines of two chips: 6.144 µs."""
+
+SYNCHRONOUS = f"g = f32[4096] all-gather(x), {GROUPS}"
+MATMUL = f"y = bf16[64,16]{{1,0}} fusion(m), kind=kOutput, calls=product, {COST(4000)}"
+START = f"s = (f32[1024], f32[4096]) all-gather-start(x), {GROUPS}"
+DONE = "d = f32[4096] all-gather-done(s)"
+LOOP = """zero = s32[] constant(0)
+  before = (s32[], f32[1024]) tuple(zero, x)
+  loop = (s32[], f32[1024]) while(before), condition=condition, body=turn"""
+BRANCH = """w = s32[] partition-id()
+  b = f32[1024] conditional(w, x, x), branch_computations={skipped, taken}, metadata={op_name="jit(f)/forward/cond"}"""
+TO_HOST = f"""s = (f32[1024]{{0:T(1024)S(5)}}, f32[1024]{{0:T(1024)}}, u32[]) copy-start(x)
+  y = f32[1024] fusion(x), kind=kLoop, calls=halved, {COST(1000)}
+  d = f32[1024]{{0:T(1024)S(5)}} copy-done(s)"""
+FROM_HOST = """h = f32[1024]{0:T(1024)S(5)} parameter(2)
+  s = (f32[1024]{0:T(1024)}, f32[1024]{0:T(1024)S(5)}, u32[]) copy-start(h)
+  d = f32[1024]{0:T(1024)} copy-done(s)"""
+
+
+def schedule(*lines: str, body: str = "", taken: dict[str, Fraction] | None = None) -> Schedule:
+    text = PROGRAM.replace("ENTRY_BODY", "\n".join(f"  {line}" for line in lines)).replace("BODY", f"  {body}")
+    return read_schedule(parse(text), MeshShape(fsdp=4).sizes, taken or {}, np.zeros(4, int))
+
+
+def run(*lines: str, body: str = "", rates: Rates | None = None, **taken: Fraction) -> Timeline:
+    found = schedule(*lines, body=body, taken=taken)
+    line = run_schedule(found, NETWORK, CLOCK, rates or Rates(), keep_spans=True)
+    quick = run_schedule(found, NETWORK, CLOCK, rates or Rates())
+    assert quick.seconds == pytest.approx(line.seconds)  # a loop that is run once and counted
+    assert quick.exposed == pytest.approx(line.exposed)
+    assert line.seconds == pytest.approx(sum(line.spent.values()))
+    return line
+
+
+def test_operations_have_kinds_cycles_and_flops() -> None:
+    """A product of M × K × N has 2·M·K·N FLOPs; a gather moves the bytes of all members over its axes."""
+    matmul, gather = schedule(MATMUL, SYNCHRONOUS)
+    assert isinstance(matmul, Operation)
+    assert (matmul.kind, matmul.cycles) == ("matmul", 4000)
+    assert matmul.flops == pytest.approx(2 * 64 * 32 * 16)
+    assert isinstance(gather, Operation)
+    assert gather.kind == "transfer"
+    assert gather.transfer is not None
+    moved = gather.transfer
+    assert (moved.kind, moved.payload, moved.over, moved.group) == ("all-gather", 4096 * 4, "fsdp", (0, 1, 2, 3))
+
+
+def test_matmuls_and_memory_have_their_rates() -> None:
+    """Cycles at the clock, times the rate of their kind."""
+    lines = MATMUL, f"z = f32[1024] fusion(x), kind=kLoop, calls=halved, {COST(1000)}"
+    assert run(*lines).spent == pytest.approx({"matmuls": 4e-6, "memory-bound work": 1e-6})
+    slow = run(*lines, rates=Rates(matmul=2.0, memory=3.0))
+    assert slow.spent == pytest.approx({"matmuls": 8e-6, "memory-bound work": 3e-6})
+
+
+def test_a_synchronous_gather_is_exposed() -> None:
+    """The device only waits."""
+    line = run(SYNCHRONOUS, MATMUL)
+    assert line.spent == pytest.approx({"exposed collectives over fsdp": GATHER, "matmuls": 4e-6})
+    assert line.exposed == line.moving == pytest.approx({"g": GATHER})
+
+
+@pytest.mark.parametrize(("cycles", "exposed"), [(10_000, 0.0), (4000, GATHER - 4e-6)], ids=["all", "a part"])
+def test_an_asynchronous_gather_is_hidden(cycles, exposed) -> None:
+    """Beside a fusion that lasts longer nothing is exposed, else what is left of it."""
+    line = run(START, MATMUL.replace(COST(4000), COST(cycles)), DONE)
+    assert line.exposed == pytest.approx({"s": exposed})
+    assert line.seconds == pytest.approx(cycles / CLOCK + exposed)
+    assert line.moving == pytest.approx({"s": GATHER})
+
+
+def test_the_order_of_the_program_decides() -> None:
+    """The control: the same operations, with the end before the matmul, hide nothing."""
+    beside, after = run(START, MATMUL, DONE), run(START, DONE, MATMUL)
+    assert after.seconds == pytest.approx(4e-6 + GATHER)
+    assert beside.seconds == pytest.approx(max(4e-6, GATHER))
+    assert beside.moving == after.moving
+
+
+def test_a_chain_of_fusions_is_asynchronous() -> None:
+    """The forms of XLA:TPU for v5e: first and last fusions with the collective inside."""
+    first = "async-collective-start.1 = (f32[1024], f32[4096]) fusion(x), kind=kCustom, calls=chain_start"
+    last = "async-collective-done.1 = f32[4096] fusion(x), kind=kCustom, calls=chain_end"
+    line = run(first, MATMUL, last)
+    assert line.exposed == pytest.approx({"g": GATHER - 4e-6})
+
+
+def test_transfers_share_the_network() -> None:
+    """A second gather begins when the first has ended; both are hidden only in part."""
+    second = START.replace("s = ", "s2 = "), DONE.replace("d = ", "d2 = ").replace("(s)", "(s2)")
+    line = run(START, second[0], MATMUL, DONE, second[1])
+    assert line.exposed == pytest.approx({"s": GATHER - 4e-6, "s2": GATHER})
+    gathers = [span for span in line.spans if span.lane == "network"]
+    assert [span.start for span in gathers] == pytest.approx([0, GATHER])
+
+
+def test_transfers_to_the_host() -> None:
+    """4 KiB at 1 GB/s, in each direction its own lane; a copy between memories of the device moves nothing."""
+    moved = 4096 / 1e9
+    assert run(TO_HOST).spent == pytest.approx({"memory-bound work": 1e-6, "host transfers": moved - 1e-6})
+    assert run(TO_HOST).exposed == pytest.approx({"s": moved - 1e-6})
+    assert run(FROM_HOST).spent == pytest.approx({"host transfers": moved})
+    assert {span.lane for span in run(FROM_HOST).spans} == {"from host", "host transfers"}
+    assert "to host" in {span.lane for span in run(TO_HOST).spans}
+    assert run(FROM_HOST.replace("S(5)", "S(1)")).seconds == 0
+
+
+def test_a_loop_repeats_its_body() -> None:
+    """Three turns, each of a gather beside a matmul."""
+    body = "\n  ".join((START, MATMUL.replace("fusion(m)", "fusion(x)"), DONE))
+    line = run(LOOP, body=body)
+    assert line.spent == pytest.approx({"matmuls": 3 * 4e-6, "exposed collectives over fsdp": 3 * (GATHER - 4e-6)})
+    (block,) = schedule(LOOP, body=body)
+    assert isinstance(block, Block)
+    assert (block.times, block.is_counted) == (3, True)
+    assert len([span for span in line.spans if span.lane == "matmuls"]) == 3
+
+
+def test_a_loop_of_unknown_length_counts_once() -> None:
+    """And the schedule has the information."""
+    (block,) = schedule(LOOP.replace("constant(0)", "partition-id()"), body=SYNCHRONOUS)
+    assert isinstance(block, Block)
+    assert (block.times, block.is_counted) == (1, False)
+
+
+def test_branches_are_weighted() -> None:
+    """By the share of the schedule: the listed second is taken in two fifths; of an unknown share, each in half."""
+    line = run(BRANCH, forward=Fraction(2, 5))
+    assert line.spent == pytest.approx(
+        {"memory-bound work": 0.4 * 10e-6 + 0.6 * 1e-6, "exposed collectives over fsdp": 0.4 * GATHER}
+    )
+    unknown = run(BRANCH)
+    assert unknown.spent["memory-bound work"] == pytest.approx(0.5 * 11e-6)
+    assert [block.is_counted for block in schedule(BRANCH) if isinstance(block, Block)] == [False, False]
+
+
+def test_a_branch_does_not_delay_what_follows() -> None:
+    """A gather in a branch of a tenth of the cases keeps the network busy for a tenth of its time."""
+    line = run(BRANCH, SYNCHRONOUS, forward=Fraction(1, 10))
+    assert line.exposed["g"] == pytest.approx(1.1 * GATHER)
+
+
+def test_kernels_have_the_time_of_flops_or_bytes() -> None:
+    """Three heads of splash attention of 2 of 2 blocks, causal: 3/4 of all pairs; other kernels move their bytes."""
+    lines = (
+        "t = s8[3,2,2] constant({...})",
+        "q = bf16[3,512,64]{2,1,0} constant({...})",
+        "k = bf16[3,512,64]{2,1,0} constant({...})",
+        'splash_mha_fwd.1 = bf16[3,512,64]{2,1,0} custom-call(t, q, k), custom_call_target="tpu_custom_call"',
+        'other = f32[1024] custom-call(x), custom_call_target="tpu_custom_call"',
+    )
+    attention, other = schedule(*lines)
+    assert isinstance(attention, Operation)
+    assert isinstance(other, Operation)
+    assert attention.flops == 2 * 2 * 3 * 512 * 512 * 64 * 0.75
+    assert (other.kind, other.bytes) == ("kernel", 2 * 4096)
+    fast = dataclasses.replace(NETWORK, hardware=dataclasses.replace(ROUND, memory_bandwidth=1e12))
+    spent = run_schedule((attention, other), fast, CLOCK, Rates(attention=0.5)).spent
+    assert spent == pytest.approx({"attention": attention.flops / 0.5e12, "other kernels": 2 * 4096 / 1e12})
+
+
+def test_a_trace_has_no_two_events_at_once(tmp_path) -> None:
+    """A file for trace viewers: what a lane does starts when its last event has ended, and so does the device's."""
+    file = tmp_path / "step.json"
+    body = "\n  ".join((START, MATMUL.replace("fusion(m)", "fusion(x)"), DONE))
+    line = run(LOOP, BRANCH, TO_HOST, SYNCHRONOUS.replace("g =", "g2 ="), body=body, forward=Fraction(2, 5))
+    write_trace(str(file), line.spans, "v5e:2x2")
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [e for e in events if e["ph"] == "X"]
+    assert {names[e["tid"]] for e in slices} == {span.lane for span in line.spans} >= {"network", "to host", "matmuls"}
+    moving = {"network", "to host", "from host"}
+    device = [e for e in slices if names[e["tid"]] not in moving]
+    lanes = [[e for e in slices if names[e["tid"]] == lane] for lane in moving]
+    for lane in (device, *lanes):
+        ordered = sorted(lane, key=lambda e: e["ts"])
+        ends = [e["ts"] + e["dur"] for e in ordered]
+        assert all(end <= after["ts"] + 0.002 for end, after in zip(ends, ordered[1:], strict=False))
+    assert sum(e["dur"] for e in device) == pytest.approx(line.seconds * 1e6, abs=0.05)
+
+
+def test_a_trace_that_cannot_be_written(tmp_path) -> None:
+    """Is an error with the flag."""
+    with pytest.raises(ConfigError, match=r"(?s)cannot be written: No such file.*--trace FILE in a folder that exists"):
+        write_trace(str(tmp_path / "none" / "step.json"), [], "v5e:2x2")

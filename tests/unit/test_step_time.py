@@ -1,0 +1,255 @@
+"""The time of a step follows by hand from its numbers: by closed forms, and from the schedule of a TPU program."""
+
+import dataclasses
+import functools
+import json
+import math
+from fractions import Fraction
+
+import pytest
+
+from spmd.analysis.topology import parse_topology
+from spmd.commands.plan import run_plan
+from spmd.errors import ConfigError
+from spmd.models.transformer import TransformerConfig
+from spmd.partition_rules.transformer import transformer_rules
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import tabulate
+from spmd.run.build import make_setup, planned_mesh
+from spmd.run.load_config import load_config
+from spmd.run.step_time import count_model, estimate_time, workload
+from spmd.sharding.mesh import AXES, MeshShape
+from spmd.step_time.closed_form import ClosedRates, Workload, closed_form, collective_seconds
+from spmd.step_time.hardware import Hardware
+from spmd.step_time.network import Network, make_network
+from spmd.step_time.report import StepTime
+
+ROUND = Hardware(peak=1e12, memory_bandwidth=1e9, link=1e9, network=1e8, host=1e9, latency=0, network_latency=0)
+RATES = ClosedRates(matmul=0.5, half=0.0, attention=0.25, passes=1.0, exposed=0.5, hop=0.0, straggling=0.1)
+
+
+def network(topology: str = "v5e:1x1", **sizes: int) -> Network:
+    slices = {"data": sizes["data"]} if topology.startswith("2x") else {}
+    return make_network(parse_topology(topology), MeshShape(**sizes), slices, ROUND, efficiency=1.0)
+
+
+def work(sizes: dict[str, int] | None = None, **fields) -> Workload:
+    """4 layers of width 64, a batch of 32 × 128 tokens."""
+    numbers = {"layers": 4, "width": 64, "hidden": 256, "attention_width": 64, "kv_width": 32, "keys": 64.0}
+    numbers |= {"vocab": 512, "layer_params": 2e5, "head_params": 3e4, "params": 3e5, "sequence": 128, "batch": 32}
+    return Workload(mesh={axis: 1 for axis in AXES} | (sizes or {}), **numbers | fields)
+
+
+def spent(sizes: dict[str, int] | None = None, topology: str = "v5e:1x1", **fields) -> dict[str, float]:
+    return closed_form(work(sizes, **fields), network(topology, **sizes or {}), RATES)
+
+
+TOKENS = 32 * 128
+
+
+def test_matmuls_attention_and_memory_by_hand() -> None:
+    """One device, no recomputation, nothing moved: four parts."""
+    parts = spent()
+    assert parts["matmuls"] == pytest.approx(TOKENS * 6 * 2.3e5 / 0.5e12)
+    assert parts["attention"] == pytest.approx(TOKENS * 4 * 4 * 64 * 64 * 3.5 / 0.25e12)
+    passes = 4 * (16 * 64 + 4 * 256) * 2 + 8 * 512 * 2
+    assert parts["memory-bound work"] == pytest.approx(TOKENS * passes * 0.4 / 1e9)
+    assert parts["optimizer"] == pytest.approx(3e5 * 28 / 1e9)
+    assert {name for name, seconds in parts.items() if seconds} == {*list(parts)[:3], "optimizer"}
+    assert spent(is_fused=False)["memory-bound work"] == pytest.approx(TOKENS * passes / 1e9)
+
+
+def test_narrow_matrices_are_slower() -> None:
+    """By the width at which efficiency halves: of the stream, of hidden units on a device, and of its tokens."""
+    rates = dataclasses.replace(RATES, half=64.0)
+    slow = closed_form(work({"tensor": 2}), network("v5e:1x2", tensor=2), rates)
+    fast = spent({"tensor": 2}, "v5e:1x2")
+    assert slow["matmuls"] / fast["matmuls"] == pytest.approx(1 + 64 * (1 / 64 + 2 / 256 + 1 / TOKENS))
+
+
+def test_full_remat_costs_a_third_of_the_layers() -> None:
+    """A forward pass is a third of the rest; attention's is 1 of 3.5."""
+    parts, again = spent(), spent(recomputed=1.0, recomputes_attention=True)
+    assert again["matmuls"] - parts["matmuls"] == pytest.approx(TOKENS * 2 * 2e5 / 0.5e12)
+    assert again["attention"] / parts["attention"] == pytest.approx(4.5 / 3.5)
+    assert again["memory-bound work"] > parts["memory-bound work"]
+    both = work(), work(recomputed=1.0, recomputes_attention=True)
+    assert both[0].model_flops == both[1].model_flops == TOKENS * (6 * 2.3e5 + 12 * 4 * 64 * 64)
+    assert both[1].hardware_flops - both[0].hardware_flops == TOKENS * (2 * 2e5 + 4 * 4 * 64 * 64)
+
+
+def test_parts_of_two_slices_add_up() -> None:
+    """Waiting for the slowest slice is a share of all the rest."""
+    sizes = {"data": 2, "fsdp": 256}
+    parts = spent(sizes, "2xv5e:16x16", batch=512)
+    waiting = parts.pop("waiting for the slowest slice")
+    assert waiting == pytest.approx(0.1 * sum(parts.values()))
+    assert parts["exposed collectives over data"] == pytest.approx(0.5 * 3e5 * 2 / 256 / 1e8)
+    assert parts["optimizer"] == pytest.approx(3e5 / 256 * 28 / 1e9)
+
+
+def test_stages_of_zero_by_hand() -> None:
+    """Stage 3 gathers twice and reduces once; 2 gathers once a step, and 1 reduces to all devices."""
+    sizes, once = {"fsdp": 4}, 3e5 * 2 * 3 / 4 / 2e9  # two lines of two chips
+
+    def over(zero: int, microbatches: int = 1) -> float:
+        numbers = work(sizes, zero=zero, microbatches=microbatches)
+        return collective_seconds(numbers, network("v5e:2x2", **sizes))["fsdp"] / once
+
+    assert over(3) == pytest.approx(3)
+    assert over(2, microbatches=4) == pytest.approx(1 / 4 + 1)
+    assert over(1) == pytest.approx(1 + 2)
+    parts = spent(sizes, "v5e:2x2", microbatches=4)
+    assert parts["exposed collectives over fsdp"] == pytest.approx(4 * 0.5 * 3 * once)
+    assert spent(sizes, "v5e:2x2")["matmuls"] == pytest.approx(parts["matmuls"])
+
+
+def test_collectives_of_activations_by_hand() -> None:
+    """Each axis alone on a line of two chips: a tensor axis gathers and scatters the residual stream four times."""
+
+    def over(axis: str, **fields) -> float:
+        return collective_seconds(work({axis: 2}, **fields), network("v5e:1x2", **{axis: 2}))[axis]
+
+    stream = TOKENS * 64 * 2
+    assert over("tensor") == pytest.approx(4 * 8 * stream / 2 / 1e9)
+    assert over("tensor", recomputed=1.0) == pytest.approx(4 * 10 * stream / 2 / 1e9)
+    assert over("expert", routed=2) == pytest.approx(4 * 4 * (stream / 2 * 2) * 2 / 4 / 1e9)
+    assert over("sequence") == pytest.approx(4 * 3 * 2 * (TOKENS / 2) * 32 * 2 / 1e9)
+    assert over("pipe", microbatches=4) == pytest.approx(2 * stream / 4 / 1e9)
+    assert collective_seconds(work(), network()) == {}
+
+
+def test_a_pipeline_has_a_bubble() -> None:
+    """Relative to all that is done for microbatches; the optimizer comes after it."""
+    parts = spent({"pipe": 2}, "v5e:1x2", microbatches=4, bubble=0.25)
+    bubble, optimizer = parts.pop("pipeline bubble"), parts.pop("optimizer")
+    assert bubble == pytest.approx(sum(parts.values()) / 4)
+    assert optimizer == pytest.approx(3e5 / 2 * 28 / 1e9)
+    assert parts["matmuls"] == pytest.approx(spent()["matmuls"] / 2)
+
+
+def test_transfers_to_the_host_hide_behind_matmuls() -> None:
+    """A third of the matmuls' time hides them; more is exposed."""
+    matmuls = spent()["matmuls"]
+    assert spent(offloaded=1024)["host transfers"] == pytest.approx(TOKENS * 4 * 1024 / 1e9 - matmuls / 3)
+    assert spent(offloaded=64)["host transfers"] == 0
+
+
+@functools.cache
+def setup(name: str):
+    config = load_config(name)
+    return make_setup(config, planned_mesh(config))
+
+
+def numbers(name: str, **fields) -> Workload:
+    built = setup(name)
+    return workload(dataclasses.replace(built.config, **fields), count_model(built), MeshShape(**built.mesh.shape))
+
+
+@pytest.mark.parametrize(("name", "total"), [("llama3-8b", 8_030_261_248), ("mixtral-8x7b", 46_702_792_704)])
+def test_numbers_of_shipped_configs(name, total) -> None:
+    """Parameters in matmuls are those of the model: of Mixtral, two experts of eight."""
+    found, model = numbers(name), setup(name).config.model
+    assert found.layer_params + found.head_params == model.matmul_params
+    assert found.head_params == model.vocab * model.d_model
+    assert (found.params, found.layers, found.width) == (total, 32, 4096)
+    assert (found.attention_width, found.kv_width, found.keys) == (4096, 1024, found.sequence / 2)
+    assert found.routed == (2 if name == "mixtral-8x7b" else 0)
+    assert found.state_bytes == pytest.approx(2 * 12 + 4)  # read and written: parameter and two moments; a gradient
+
+
+def test_remat_policies_as_numbers() -> None:
+    """The last product of a layer is never repeated, nor one whose output is saved."""
+    layer = {"q": 4096**2, "k": 4096 * 1024, "v": 4096 * 1024, "o": 4096**2, "mlp": 4096 * 14336}
+    rest = sum(layer.values()) - layer["mlp"]
+    total = rest + 3 * layer["mlp"]
+    full = numbers("llama3-8b")
+    assert full.recomputed == pytest.approx((rest + 2 * layer["mlp"]) / total)
+    assert full.recomputes_attention
+    saved = numbers("llama3-8b", remat="save:attention_query,attention_out,mlp_up")
+    assert saved.recomputed == pytest.approx((rest - layer["q"] + layer["mlp"]) / total)
+    assert not saved.recomputes_attention
+    none = numbers("llama3-8b", remat="none")
+    assert (none.recomputed, none.recomputes_attention) == (0, False)
+
+
+def test_precision_and_microbatches_as_numbers() -> None:
+    """float32 gathers and reduces 4 bytes a parameter; microbatches multiply; a pipeline has a bubble."""
+    assert (numbers("llama3-8b").gathered_bytes, numbers("llama3-8b").reduced_bytes) == (2, 2)
+    wide = numbers("llama3-8b", precision="float32")
+    assert (wide.gathered_bytes, wide.reduced_bytes) == (4, 4)
+    assert numbers("llama3-8b", accumulate=4).microbatches == 4
+    built = setup("llama3-8b")
+    piped = workload(built.config, count_model(built), MeshShape(pipe=4, fsdp=16))
+    assert (piped.microbatches, piped.bubble) == (16, 3 / 16)
+
+
+def test_windows_as_keys() -> None:
+    """A window of w tokens sees w − w²/2s keys, one of all tokens s/2; layers alternate."""
+    model = TransformerConfig(64, 32, 4, 4, 2, 64, windows=(16, 0))
+    built = setup("llama3-8b")
+    data = dataclasses.replace(built.config.data, sequence=128)
+    config = dataclasses.replace(built.config, model=model, rules=transformer_rules(), data=data)
+    found = workload(config, count_model(built), MeshShape(fsdp=64))
+    assert found.keys == ((16 - 16**2 / 256) + 64) / 2
+
+
+def test_mfu_is_the_formula() -> None:
+    """Model FLOPs of the peak of all devices; HFU with what is recomputed; a chip of TPU7x is two devices."""
+    topology = parse_topology("tpu7x:2x2x1")
+    numbers = work({"fsdp": 8}, recomputed=1.0, recomputes_attention=True)
+    found = StepTime(topology, "closed forms", numbers, ROUND, {"matmuls": 0.5, "optimizer": 1.5}, 0.25)
+    assert found.seconds == 2
+    assert found.mfu == pytest.approx(TOKENS * (6 * 2.3e5 + 12 * 4 * 64 * 64) / (2 * 1e12 * 8))
+    assert found.hfu / found.mfu == pytest.approx(numbers.hardware_flops / numbers.model_flops)
+    assert found.tokens_per_second == TOKENS / 2 / 4
+    assert found.range == (1.6, 2.5)
+    lines = str(found).splitlines()
+    assert lines[0] == "step on tpu7x:2x2x1: 2.000 s, from 1.600 s to 2.500 s (closed forms)"
+    assert "N=0.00023B matmul parameters, L=4, A=64, K=64 keys on average; no recompute" in lines[2]
+    assert [line.split() for line in lines[3:]] == [
+        ["1.500", "s", "75.0%", "optimizer"],
+        ["500.0", "ms", "25.0%", "matmuls"],
+    ]
+
+
+def test_the_command_estimates(capsys) -> None:
+    """As a table and as JSON, which is the estimate of the setup."""
+    expected = estimate_time(setup("llama3-8b"), parse_topology("v5e:8x8"))
+    assert run_plan(["llama3-8b", "--topology", "v5e:8x8", "--estimate", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(json.dumps(expected.to_json()))
+    assert found["seconds"] == pytest.approx(sum(found["spent"].values()))
+    assert found["range"][0] < found["seconds"] < found["range"][1]
+    assert 0.3 < found["mfu"] < found["hfu"] < 0.8
+    assert math.prod(found["range"]) == pytest.approx(found["seconds"] ** 2)
+    assert run_plan(["llama3-8b", "--topology", "v5e:8x8", "--estimate"]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+MISTAKES = [
+    (["--estimate"], r"--estimate: needs a machine"),
+    (["--time"], r"--time: needs a machine"),
+    (["--topology", "v5e:8x8", "--trace", "step.json"], r"--trace: is the schedule of a compiled program"),
+    (["--topology", "v5e:8x8", "--estimate", "--trace", "step.json"], r"--trace: is the schedule"),
+    (["--topology", "v5e:8x8", "--estimate", "--time"], r"(?s)--estimate: is one of several views.*--time"),
+    (["--topology", "cpu:64", "--estimate"], r"topology: is cpu:64: no speeds are known of cpu"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES, ids=[" ".join(flags) for flags, _ in MISTAKES])
+def test_mistakes_on_the_command_line(flags, message) -> None:
+    """Are errors by the flag's name."""
+    with pytest.raises(ConfigError, match=message):
+        run_plan(["llama3-8b", *flags])
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_all_stages_wait_for_a_task_of_any(name, chunks) -> None:
+    """The share of ticks in which any stage has a task is at least that of the busiest, and smaller than 1."""
+    table = tabulate(make_schedule(name, 4, 8, chunks))
+    ticks = sum(any(task >= 0 for task in row) for row in table.forward.tolist())
+    assert table.waited["pipeline_forward"] == Fraction(ticks, table.ticks)
+    assert all(table.taken[branch] <= share <= 1 for branch, share in table.waited.items())
+    assert table.taken["pipeline_forward"] < table.waited["pipeline_forward"]
+    assert table.waited["pipeline_embedding"] == Fraction(8, table.ticks)
