@@ -136,6 +136,8 @@ def _time_problems(command: PlanCommand) -> Iterator[Problem]:
         yield Problem(asked, "needs a machine", fix="--topology v5p:4x4x8")
     if command.trace and not command.time:
         yield Problem("--trace", "is the schedule of a compiled program", fix="add --time")
+    if command.trace and not Path(command.trace).absolute().parent.is_dir():  # before minutes of compilation
+        yield Problem("--trace", f"{command.trace} is in no folder that exists", fix="--trace FILE in one that does")
 
 
 def _print_time(command: PlanCommand, found: StepTime) -> int:

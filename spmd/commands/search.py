@@ -90,6 +90,10 @@ def _problems(command: SearchCommand) -> Iterator[Problem]:
     if command.days and command.largest_batch:
         yield Problem("--days", "is another search than --largest-batch", fix="ask for one of them")
     topology = parse_topology(command.topology)
+    if command.largest_batch and topology.memory is None:
+        yield Problem(
+            "--largest-batch", f"{topology} has no memory of its own", fix="a TPU or a GPU, such as v5e:16x16"
+        )
     if command.confirm and topology.platform == "tpu" and (absent := missing_extra(topology)):
         yield dataclasses.replace(absent, fix=f"{absent.fix}, or --confirm 0")
 

@@ -184,7 +184,7 @@ def test_transfers_to_the_host() -> None:
     assert run(TO_HOST).spent == pytest.approx({"memory-bound work": 1e-6, "host transfers": moved - 1e-6})
     assert run(TO_HOST).exposed == pytest.approx({"s": moved - 1e-6})
     assert run(FROM_HOST).spent == pytest.approx({"host transfers": moved})
-    assert {span.lane for span in run(FROM_HOST).spans} == {"from host", "host transfers"}
+    assert {span.lane for span in run(FROM_HOST).spans} == {"from host", "device"}
     assert "to host" in {span.lane for span in run(TO_HOST).spans}
     assert run(FROM_HOST.replace("S(5)", "S(1)")).seconds == 0
 
@@ -197,7 +197,7 @@ def test_a_loop_repeats_its_body() -> None:
     (block,) = schedule(LOOP, body=body)
     assert isinstance(block, Block)
     assert (block.times, block.is_counted) == (3, True)
-    assert len([span for span in line.spans if span.lane == "matmuls"]) == 3
+    assert len([span for span in line.spans if span.what == "matmuls"]) == 3
 
 
 def test_a_loop_of_unknown_length_counts_once() -> None:
@@ -252,7 +252,7 @@ def test_a_trace_has_no_two_events_at_once(tmp_path) -> None:
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices = [e for e in events if e["ph"] == "X"]
-    assert {names[e["tid"]] for e in slices} == {span.lane for span in line.spans} >= {"network", "to host", "matmuls"}
+    assert {names[e["tid"]] for e in slices} == {span.lane for span in line.spans} >= {"network", "to host", "device"}
     moving = {"network", "to host", "from host"}
     device = [e for e in slices if names[e["tid"]] not in moving]
     lanes = [[e for e in slices if names[e["tid"]] == lane] for lane in moving]
