@@ -169,7 +169,7 @@ def _print_nothing(search: Search) -> None:
         print(f"nearest: {human_bytes(nearest.memory)} with {nearest.flags}")
     else:
         print(f"nearest: {search.candidates[0].refused}" if search.candidates else "no mesh divides batch and model")
-    print("try more chips, a smaller --data.batch, or --offload optimizer_state")
+    print("try more chips, a smaller --data.batch, or --offload optimizer_state params")
 
 
 def _to_json(search: Search, best: Candidate | None) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class Search:
         state = work.params * self.model.state_bytes / shards / (mesh["fsdp"] if work.zero else 1)
         if work.zero in (1, 2) and mesh["fsdp"] > 1:
             state += work.params * 4 / shards * (1 - 1 / mesh["fsdp"])
-        if limit is not None and state > limit and "optimizer_state" not in self.config.offload:
+        if limit is not None and state > limit and not candidate.settings["offload"]:
             candidate.memory = int(state)
             candidate.refused = f"{_TOO_LARGE}: training state {human_bytes(int(state))} of {human_bytes(limit)}"
 
@@ -238,6 +238,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
     experts = getattr(getattr(model, "router", None), "experts", 1)
     inside = topology.devices // slices
     remats = dict.fromkeys((*(r for r in REMATS if _knows(config, r)), config.remat))
+    offloads = dict.fromkeys((config.offload, ("optimizer_state",)))
     tensors = [n for n in _divisors(inside) if n <= _MOST_TENSOR and heads % n == 0 and kv_heads % n == 0]
     sequences = [n for n in _divisors(inside) if n == 1 or (data.sequence >= _LONG and n <= 16)]
     pipes = [n for n in _divisors(inside) if n <= 16 and model.layers % n == 0]
@@ -249,8 +250,8 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
         for fsdp in _divisors(rest):
             replicas = slices * rest // fsdp
             shape = MeshShape(pipe, replicas, fsdp, expert, sequence, tensor)
-            for zero, remat, parts, kind in itertools.product(
-                (3, 1) if fsdp > 1 else (0,), remats, _MICROBATCHES, _schedules(pipe)
+            for zero, remat, parts, kind, offload in itertools.product(
+                (3, 1) if fsdp > 1 else (0,), remats, _MICROBATCHES, _schedules(pipe), offloads
             ):
                 shards = replicas * fsdp * expert
                 if data.batch % (shards * parts) or (pipe > 1 and parts < pipe):
@@ -263,7 +264,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
                     "remat": remat,
                     "accumulate": 1 if pipe > 1 else parts,
                     "pipeline": pipeline,
-                    "offload": config.offload,
+                    "offload": offload,
                 }
 
 

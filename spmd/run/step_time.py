@@ -121,6 +121,7 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
         reduced_bytes=exchange,
         state_bytes=2 * model.state_bytes + 4,
         routed=model.routed,
+        offloads_state="optimizer_state" in config.offload,
         offloaded=2 * sum(widths.get(name, model.hidden) for name in remat.offload),
         bubble=(stages - 1) / (microbatches * chunks),
     )

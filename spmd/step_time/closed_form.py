@@ -44,6 +44,7 @@ class Workload:
         state_bytes: Bytes of a parameter's state that an update reads and writes.
         routed: Copies of a token that are sent to experts in each layer.
         offloaded: Bytes of a token's activations in each layer that are sent to the host.
+        offloads_state: Whether the optimizer's state is in host memory.
         bubble: Time in which a stage is idle, relative to that in which it works.
         is_fused: Whether a compiler fuses element-wise operations.
     """
@@ -70,6 +71,7 @@ class Workload:
     state_bytes: float = 28
     routed: int = 0
     offloaded: float = 0.0
+    offloads_state: bool = False
     bubble: float = 0.0
     is_fused: bool = True
 
@@ -151,7 +153,8 @@ def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[st
     if work.bubble:
         parts["pipeline bubble"] = work.bubble * sum(parts.values())
     shards = tensor * pipe * mesh["expert"] * (mesh["fsdp"] if work.zero else 1)
-    parts["optimizer"] = work.params / shards * work.state_bytes / hardware.memory_bandwidth
+    bandwidth = hardware.host if work.offloads_state else hardware.memory_bandwidth
+    parts["optimizer"] = work.params / shards * work.state_bytes / bandwidth
     if network.topology.slices > 1:
         doublings = math.log2(network.topology.slices)
         parts["waiting for the slowest slice"] = sum(parts.values()) * rates.straggling * doublings

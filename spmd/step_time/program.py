@@ -227,8 +227,10 @@ class _Reader:
         places = groups if len(self.places) == 1 else [row[list(g)].tolist() for row in self.places for g in groups]
         places = self.places.T.tolist() if between else places
         inside = self.program.computations.values()
-        around = next(c.instructions for c in inside if c.instructions.get(instruction.name) is instruction)
-        payload = sum(around[name].arrays[0].bytes for name in instruction.operands)
+        around = next(c for c in inside if c.instructions.get(instruction.name) is instruction)
+        if kind == "all-reduce" and around.name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # XLA:TPU reduces and keeps each device's part in one fusion
+        payload = sum(around.instructions[name].arrays[0].bytes for name in instruction.operands)
         payload *= max(map(len, places)) if kind == "all-gather" else 1
         return Transfer(kind, payload, instruction.name, tuple(places[0]), mesh_axes(places, self.axes, pairs=pairs))
 

@@ -61,6 +61,12 @@ BODY
   ROOT t = (s32[], f32[1024]) tuple(next, x)
 }}
 
+all-reduce-scatter.1 {{
+  p = f32[1024] parameter(0)
+  g = f32[1024] all-reduce(p), {GROUPS}, to_apply=sum
+  ROOT c = f32[256] dynamic-slice(g, p)
+}}
+
 taken {{
   x = f32[1024] parameter(0)
   g = f32[4096] all-gather(x), {GROUPS}
@@ -85,6 +91,7 @@ CLOCK, GATHER = 1e9, 4096 * 4 * 3 / 4 / 2e9
 """Seconds of a gather of 16 KiB over two lines of two chips: 6.144 µs."""
 
 SYNCHRONOUS = f"g = f32[4096] all-gather(x), {GROUPS}"
+SCATTERED = "g = f32[256] fusion(x), kind=kCustom, calls=all-reduce-scatter.1"
 MATMUL = f"y = bf16[64,16]{{1,0}} fusion(m), kind=kOutput, calls=product, {COST(4000)}"
 START = f"s = (f32[1024], f32[4096]) all-gather-start(x), {GROUPS}"
 DONE = "d = f32[4096] all-gather-done(s)"
@@ -142,6 +149,14 @@ def test_a_synchronous_gather_is_exposed() -> None:
     line = run(SYNCHRONOUS, MATMUL)
     assert line.spent == pytest.approx({"exposed collectives over fsdp": GATHER, "matmuls": 4e-6})
     assert line.exposed == line.moving == pytest.approx({"g": GATHER})
+
+
+def test_a_fusion_that_keeps_a_part_is_a_reduce_scatter() -> None:
+    """XLA:TPU's fused all-reduce and slice is sent once, a plain all-reduce twice."""
+    reduced = run("g = f32[1024] all-reduce(x), replica_groups={{0,1,2,3}}, channel_id=1")
+    scattered = run(SCATTERED)
+    assert scattered.seconds == pytest.approx(GATHER / 4)
+    assert reduced.seconds == pytest.approx(2 * scattered.seconds)
 
 
 @pytest.mark.parametrize(("cycles", "exposed"), [(10_000, 0.0), (4000, GATHER - 4e-6)], ids=["all", "a part"])
