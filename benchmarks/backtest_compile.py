@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -57,9 +58,10 @@ class CompiledRow:
 
 def describe(job: Rebuilt) -> dict[str, Any]:
     """Return what determines the program of one slice, as JSON values."""
-    row, extra = job.row, job.row.get("extra", {})
+    row, extra = job.row, job.row.get("extra") or {}
     topology = job.topology
-    mesh = {axis: job.work.mesh[axis] // job.slices[axis] for axis in AXES}
+    slices = job.slices if topology.slices > 1 else dict.fromkeys(AXES, 1)
+    mesh = {axis: job.work.mesh[axis] // slices[axis] for axis in AXES}
     numbers = [int(word) for word in extra.get("sliding_pattern", "").split() if word.isdigit()]
     window = extra.get("sliding_window", 0)
     windows = [window] * numbers[0] + [0] * numbers[1] if len(numbers) == 2 else []
@@ -73,6 +75,7 @@ def describe(job: Rebuilt) -> dict[str, Any]:
         "mesh": mesh,
         "sequence": row["seq"],
         "batch": round(job.work.batch / topology.slices),
+        "accumulate": job.work.microbatches,
         "remat": job.remat.policy,
         "xla": ["preset"],
     }
@@ -102,7 +105,8 @@ def compile_rows(jobs: Mapping[int, Rebuilt], folder: str) -> tuple[dict[int, Co
 
 def _file(folder: str, job: Rebuilt) -> Path:
     text = json.dumps(describe(job), sort_keys=True)
-    return Path(folder, f"{job.row['model']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.hlo.gz")
+    model = re.sub(r"[^\w.-]", "-", str(job.row["model"]))
+    return Path(folder, f"{model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.hlo.gz")
 
 
 def _failed(file: Path) -> Path:
@@ -126,6 +130,7 @@ def make_config(about: Mapping[str, Any]) -> spmd.TrainConfig[TransformerConfig]
         rules=transformer_rules(gated=gated, tied=model.tied, qk_norm=model.qk_norm),
         mesh=MeshShape(**about["mesh"]),
         remat=about["remat"],
+        accumulate=about["accumulate"],
         precision="bf16",
         xla=tuple(about["xla"]),
         data=spmd.DataConfig(sequence=about["sequence"], batch=about["batch"]),

@@ -35,7 +35,7 @@ _POWER_LIMIT = (500 / 700) ** (1 / 3)
 
 
 @dataclasses.dataclass(frozen=True)
-class Remat:
+class Recompute:
     """What a published policy computes again.
 
     Attributes:
@@ -52,17 +52,17 @@ class Remat:
 _QKV = "attention_query,attention_key,attention_value"
 _KEEP_DOTS = f"save:{_QKV},attention_out,mlp_up"
 _REMATS = (  # how a policy's description begins → the policy; the first that fits
-    ("full", Remat("full", ("qkv", "o", "in"), True)),
-    ("none", Remat("none")),
-    ("minimal", Remat(_KEEP_DOTS, ("o",), False)),
-    ("selective", Remat("selective", ("half",), False)),
-    ("save_dot_except_mlpwi", Remat(f"save:{_QKV},attention_out", ("o", "in"), False)),
-    ("qkv_proj_offloaded", Remat(f"offload:{_QKV}", ("o", "in"), True)),
-    ("custom: offload decoder_layer_input, q, k, v", Remat(f"offload:layer_input,{_QKV}", ("o", "in"), True)),
-    ("custom: offload decoder_layer_input, out_proj, q, k, v", Remat(f"offload:layer_input,{_QKV}", ("in",), True)),
-    ("custom: offload decoder_layer_input and mlpwo", Remat("offload:layer_input", ("qkv", "o", "in"), True)),
-    ("custom: keep decoder_layer_input, context, q, k, v", Remat(f"save:{_QKV},attention_out", ("o", "in"), False)),
-    ("custom", Remat("full", ("qkv", "o", "in"), True)),
+    ("full", Recompute("full", ("qkv", "o", "in"), True)),
+    ("none", Recompute("none")),
+    ("minimal", Recompute(_KEEP_DOTS, ("o",), False)),
+    ("selective", Recompute("selective", ("half",), False)),
+    ("save_dot_except_mlpwi", Recompute(f"save:{_QKV},attention_out", ("o", "in"), False)),
+    ("qkv_proj_offloaded", Recompute(f"offload:{_QKV}", ("o", "in"), True)),
+    ("custom: offload decoder_layer_input, q, k, v", Recompute(f"offload:layer_input,{_QKV}", ("o", "in"), True)),
+    ("custom: offload decoder_layer_input, out_proj, q, k, v", Recompute(f"offload:layer_input,{_QKV}", ("in",), True)),
+    ("custom: offload decoder_layer_input and mlpwo", Recompute("offload:layer_input", ("qkv", "o", "in"), True)),
+    ("custom: keep decoder_layer_input, context, q, k, v", Recompute(f"save:{_QKV},attention_out", ("o", "in"), False)),
+    ("custom", Recompute("full", ("qkv", "o", "in"), True)),
 )
 
 
@@ -74,7 +74,7 @@ class Rebuilt:
     work: Workload
     network: Network
     slices: Mapping[str, int]
-    remat: Remat
+    remat: Recompute
 
     @property
     def topology(self) -> Topology:
@@ -89,7 +89,7 @@ class Rebuilt:
     @property
     def is_dense(self) -> bool:
         """Whether every token meets all parameters."""
-        return not self.row.get("extra", {}).get("experts")
+        return not (self.row.get("extra") or {}).get("experts")
 
     def tokens_per_second(self, seconds: float) -> float:
         """Return the tokens in a second on one chip, of steps of a length."""
@@ -128,12 +128,12 @@ def read_rows(file: str) -> list[Row]:
 
 def rebuild(row: Row) -> Rebuilt | str:
     """Return a row as a job, or the reason why there is none."""
-    extra, precision = row.get("extra", {}), row["precision"].lower()
+    extra, precision = (row.get("extra") or {}), row["precision"].lower()
     if any(word in precision for word in _NARROW):
         return f"precision {row['precision']}: matmuls of fewer than 16 bits do not exist here"
     if any(name in extra or name in str(extra.get("attention", "")) for name in _NO_DECODER):
         return "layers of several kinds: shared experts, latent attention or heads of several widths"
-    if "not a plain transformer" in row.get("notes", ""):
+    if "not a plain transformer" in (row.get("notes") or ""):
         return "no plain transformer: embeddings of each layer, shared keys and values"
     try:
         topology = parse_topology(_machine(row))
@@ -178,17 +178,17 @@ def _hardware(row: Row, topology: Topology) -> Hardware:
     hardware = HARDWARE[topology.kind]
     if row["chip"] in _GPU_MEMORY:
         hardware = dataclasses.replace(hardware, memory_bandwidth=_GPU_MEMORY[row["chip"]])
-    if "500 W" in row.get("notes", ""):
+    if "500 W" in (row.get("notes") or ""):
         hardware = dataclasses.replace(hardware, peak=hardware.peak * _POWER_LIMIT)
     return hardware
 
 
-def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Remat) -> Workload:
-    extra, d, layers = row.get("extra", {}), row["d_model"], row["layers"]
+def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) -> Workload:
+    extra, d, layers = (row.get("extra") or {}), row["d_model"], row["layers"]
     heads, kv = row["heads"] * row["head_dim"], row["kv_heads"] * row["head_dim"]
     matrices = 2 if "2 matrices" in extra.get("mlp", "") else 3
     routed = extra.get("experts_per_token", 0)
-    room = 1.25 if "capacity factor 1.25" in row.get("notes", "") else 1.0
+    room = 1.25 if "capacity factor 1.25" in (row.get("notes") or "") else 1.0
     kernels = {"qkv": d * (heads + 2 * kv), "o": d * heads}
     kernels |= {"in": (matrices - 1) * d * row["d_ff"], "down": d * row["d_ff"]}
     stored = layers * (sum(kernels.values()) + (extra.get("experts", 1) - 1) * matrices * d * row["d_ff"])

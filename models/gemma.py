@@ -62,6 +62,11 @@ class Gemma2Config(GemmaConfig):
     logits_soft_cap: float = 30.0
     """Soft cap of logits."""
 
+    @property
+    def windows(self) -> tuple[int, int]:
+        """Windows of a pair of layers; 0 for all preceding tokens."""
+        return self.window, 0
+
     def problems(self) -> list[Problem]:
         """Return a problem for each invalid field."""
         problems = [p for p in super().problems() if p.where != "model.window"]

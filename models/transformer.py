@@ -45,6 +45,8 @@ class TransformerConfig(LlamaConfig):
     def problems(self) -> list[Problem]:
         """Return a problem for each invalid field."""
         problems = super().problems()
+        if any(window < 0 for window in self.windows):
+            problems.append(Problem("model.windows", f"is {self.windows}", fix="at least 0 each"))
         if self.windows and self.layers % len(self.windows):
             detail = f"{self.layers} / {len(self.windows)} = {self.layers / len(self.windows):.4g}"
             problems.append(Problem("model.layers", "is no multiple of the windows", detail, "change one of them"))

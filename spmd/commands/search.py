@@ -61,22 +61,18 @@ def run_search(arguments: list[str]) -> int:
             return 3
         topology = smallest
     search = _search(command, config, topology, path)
-    fitting = _examine(command, search)
-    for number, candidate in enumerate(fitting[: command.confirm] if topology.platform == "tpu" else [], 1):
-        if candidate.compiled is None and not command.json:
-            print(f"compiling {number} of {min(command.confirm, len(fitting))}: {candidate.flags}", flush=True)
-        search.confirm(candidate)
+    _examine(command, search)
     best = search.best
+    if best is not None and command.write:
+        _write(command, topology, path, best)
     if command.json:
         print(json.dumps(_to_json(search, best), indent=2))
-        return 0 if best else 3
-    if best is None:
+    elif best is None:
         _print_nothing(search)
-        return 3
-    _print_table(search, best)
-    if command.write:
-        _write(command.write, topology, path, best)
-    return 0
+    else:
+        _print_table(search, best)
+        print(*([f"written to {command.write}"] if command.write else []), sep="\n", end="\n" * bool(command.write))
+    return 0 if best else 3
 
 
 def _problems(command: SearchCommand) -> Iterator[Problem]:
@@ -87,6 +83,10 @@ def _problems(command: SearchCommand) -> Iterator[Problem]:
         yield Problem("--confirm", f"is {command.confirm}", fix="at least 0")
     if command.days < 0:
         yield Problem("--days", f"is {command.days}", fix="above 0")
+    if command.write and command.largest_batch:
+        yield Problem("--write", "has no settings to write with --largest-batch", fix="ask for one of them")
+    if command.write and not Path(command.write).absolute().parent.is_dir():  # before minutes of compilation
+        yield Problem("--write", f"{command.write} is in no folder that exists", fix="--write FILE in one that does")
     if command.days and command.largest_batch:
         yield Problem("--days", "is another search than --largest-batch", fix="ask for one of them")
     topology = parse_topology(command.topology)
@@ -104,15 +104,22 @@ def _search(command: SearchCommand, config: TrainConfig[Any], topology: Topology
         return Search(config, topology, Path(command.state or Path("runs", "search", name)))
 
 
-def _examine(command: SearchCommand, search: Search) -> list[Candidate]:
-    """Return the fastest candidates that fit."""
-    known = len(search.known)
+def _examine(command: SearchCommand, search: Search) -> None:
+    """Estimate and compile settings from the fastest on, until as many as asked for are compiled, or one fits."""
+    wanted, compiled, known = command.confirm if search.topology.platform == "tpu" else 0, 0, len(search.known)
     if not command.json:
         resumed = f"; {known} are known from {search.file}" if known else ""
         print(f"{len(search.candidates)} settings, whose memory is estimated from the fastest on{resumed}", flush=True)
-    wanted = max(1, command.confirm)
-    examined = show_waiting_for(search.fitting(wanted), "estimating memory, the fastest settings first")
-    return [candidate for candidate in examined if not candidate.refused]
+    for candidate in show_waiting_for(search.fitting(len(search.candidates)), "estimating memory"):
+        if candidate.refused:
+            continue
+        if wanted and candidate.compiled is None and not command.json:
+            print(f"compiling {compiled + 1} of {wanted}: {candidate.flags}", flush=True)
+        if wanted:
+            search.confirm(candidate)
+        compiled += candidate.compiled is not None
+        if compiled >= wanted:
+            return
 
 
 def _fewest(command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path) -> Topology | None:
@@ -149,7 +156,7 @@ def _print_largest(command: SearchCommand, config: TrainConfig[Any], topology: T
 def _print_table(search: Search, best: Candidate) -> None:
     examined = [c for c in search.candidates if c.memory is not None or c.refused]
     shown = [c for c in examined if not c.refused] + [c for c in examined if c.refused][:_ROWS]
-    shown += [c for c in search.candidates if c not in examined][: max(0, _ROWS - len(shown))]
+    shown += [c for c in search.candidates if c.memory is None and not c.refused][: max(0, _ROWS - len(shown))]
     print(f"\n{'closed form':>12}{'compiled':>12}{'memory':>10}  settings")
     for candidate in sorted(shown, key=lambda c: (bool(c.refused), c.seconds)):
         compiled = format_time(candidate.compiled) if candidate.compiled else ""
@@ -188,31 +195,31 @@ def _to_json(search: Search, best: Candidate | None) -> dict[str, Any]:
     return counts | {"best": one(best) if best else None, "examined": examined}
 
 
-def _write(file: str, topology: Topology, path: Path, best: Candidate) -> None:
-    config = load_config(str(path))
-    # A number of simulated devices would contradict the mesh.
-    settings = {
-        name: value for name, value in (*best.settings.items(), ("devices", 0)) if value != getattr(config, name)
-    }
+def _write(command: SearchCommand, topology: Topology, path: Path, best: Candidate) -> None:
     name = next((name for name, file in shipped().items() if file == path), str(path))
-    lines = "".join(f"    {name}={_code(value)},\n" for name, value in settings.items())
+    # A number of simulated devices would contradict the mesh.
+    found = dataclasses.replace(command.config, **best.settings, devices=0)
     text = (
         f'"""{path.stem} on {topology}, as found by `spmd search`: {best.seconds:.4g} s a step."""\n\n'
-        "import dataclasses\n\nimport spmd\nfrom spmd.run.load_config import load_config\n\n"
-        f"config = dataclasses.replace(\n    load_config({json.dumps(name)}),\n{lines})\n"
+        "import dataclasses\n\nfrom spmd.run.load_config import load_config\n\n"
+        f"base = load_config({json.dumps(name)})\nconfig = {_code(found, load_config(str(path)), 'base')}\n"
     )
     try:
-        Path(file).write_text(text, encoding="utf-8")
+        Path(command.write).write_text(text, encoding="utf-8")
     except OSError as error:
-        problem = Problem("--write", f"{file}: {error.strerror}", fix="a file in a folder that exists")
+        problem = Problem("--write", f"{command.write}: {error.strerror}", fix="a file in a folder that exists")
         raise ConfigError("The config cannot be written:", [problem]) from None
-    print(f"written to {file}")
 
 
-def _code(value: Any) -> str:
-    """Return a setting as code, without fields of a dataclass that have their default."""
+def _code(value: Any, old: Any, expression: str) -> str:
+    """Return code for a value; of a dataclass, code that replaces what differs from an old one."""
+    if isinstance(value, tuple):
+        return f"({' '.join(_code(item, None, '') + ',' for item in value)})"
     if not dataclasses.is_dataclass(value):
-        return json.dumps(value)
-    fields = ((field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value))
-    given = ", ".join(f"{name}={json.dumps(own)}" for name, own, default in fields if own != default)
-    return f"spmd.{type(value).__name__}({given})"
+        return json.dumps(value) if isinstance(value, str) else repr(value)
+    names = [field.name for field in dataclasses.fields(value)]
+    changed = [name for name in names if getattr(value, name) != getattr(old, name)]
+    given = [f"{n}={_code(getattr(value, n), getattr(old, n), f'{expression}.{n}')}" for n in changed]
+    if expression == "base":
+        return "dataclasses.replace(\n" + "".join(f"    {line},\n" for line in (expression, *given)) + ")"
+    return f"dataclasses.replace({', '.join([expression, *given])})"

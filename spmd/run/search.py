@@ -132,7 +132,7 @@ class Search:
             saved = json.loads(self.file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return saved["known"] if saved.get("key") == self.key else {}
+        return saved["known"] if isinstance(saved, dict) and saved.get("key") == self.key else {}
 
     def _save(self, candidate: Candidate) -> None:
         results = {"memory": candidate.memory, "compiled": candidate.compiled, "refused": candidate.refused}
@@ -256,7 +256,8 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
                 shards = replicas * fsdp * expert
                 if data.batch % (shards * parts) or (pipe > 1 and parts < pipe):
                     continue
-                pipeline = dataclasses.replace(config.pipeline, schedule=kind, microbatches=parts if pipe > 1 else 0)
+                chunks = config.pipeline.chunks if kind == "interleaved" else 0
+                pipeline = PipelineConfig(kind, parts if pipe > 1 else 0, chunks)
                 yield {
                     "mesh": shape,
                     "slices": MeshShape(data=slices),
@@ -292,25 +293,22 @@ def _flags(settings: Settings) -> dict[str, str]:
     if mesh["pipe"] > 1:
         pipeline = settings["pipeline"]
         flags |= {"pipeline.schedule": pipeline.schedule, "pipeline.microbatches": str(pipeline.microbatches)}
+        flags |= {"pipeline.chunks": str(pipeline.chunks)} if pipeline.chunks else {}
     return flags | ({"offload": " ".join(settings["offload"])} if settings["offload"] else {})
 
 
 def slice_sizes(topology: Topology) -> Iterator[Topology]:
     """Yield machines of a topology's kind, the smallest first."""
-    shape, limit = [2] * max(1, topology.chip.dims), topology.chip.max_chips or 4096
     if topology.platform == "cuda":
         for hosts in (2**n for n in range(10)):
             yield parse_topology(f"{topology.kind}:{hosts}x8")
         return
-    if topology.chip.dims == 3:
-        shape = [2, 2, 1]
+    shape, limit = [2, 2] if topology.chip.dims == 2 else [2, 2, 1], topology.chip.max_chips
     while math.prod(shape) <= limit:
         yield parse_topology(f"{topology.kind}:{'x'.join(map(str, shape))}")
         smallest = min(range(len(shape)), key=lambda dim: (shape[dim], -dim))
         shape[smallest] = 2 * shape[smallest]
         shape.sort()
-        if topology.chip.dims == 3 and 1 in shape:
-            shape = [*shape[1:], 1]
 
 
 def largest_batch(config: TrainConfig[Any], topology: Topology, mesh: AnyMesh) -> tuple[int, int]:

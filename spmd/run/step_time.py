@@ -18,10 +18,10 @@ from spmd.model_api.remat import make_remat
 from spmd.observe.waiting import show_waiting
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.records import PlanEntry
-from spmd.run.build import TrainSetup, build_precision, make_setup, planned_mesh
+from spmd.run.build import TrainSetup, build_precision, build_schedule, make_setup, planned_mesh
 from spmd.run.config import TrainConfig
 from spmd.run.preflight import compile_step, topology_mesh
-from spmd.sharding.mesh import AXES, MeshShape, slice_numbers
+from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
 from spmd.step_time.calibration import CLOSED, COMPILED
 from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import Hardware, hardware_of
@@ -61,8 +61,11 @@ class ModelNumbers:
 
 
 def count_model(setup: TrainSetup) -> ModelNumbers:
-    """Count the parameters of a config's model from its plan."""
+    """Count the parameters of a config's model from its plan; raise `ConfigError` for adapters."""
     model, plan = setup.config.model, setup.plan
+    if setup.config.lora.targets:
+        what, fix = "has adapters, whose steps no rates are fitted to", "--lora.targets, without any"
+        raise ConfigError("The time of a step cannot be predicted:", [Problem("lora.targets", what, fix=fix)])
     router = getattr(model, "router", None)
     routed = router.top_k if isinstance(router, RouterConfig) else 0
     kernels = collections.defaultdict[str, float](float)
@@ -72,6 +75,8 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         active = routed / router.experts if router and re.search(r"\bexperts/", entry.path) else 1.0
         name = entry.path.split("/")[-2].removesuffix("_proj")
         kernels[name] += math.prod(entry.shape) * active
+    if not kernels:  # layers that are no stack, or weights of other names
+        kernels["all"] = model.matmul_params
     params = _size(plan.params)
     layers = sum(kernels.values())
     state = _bytes(plan.params) + _bytes(plan.optimizer_state)
@@ -92,9 +97,7 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
     precision = build_precision(config)
     reduced = precision.exchange or precision.gradients
     compute, exchange = (jnp.dtype(name).itemsize for name in (precision.compute, reduced))
-    stages, sizes = mesh.pipe, {axis: mesh.sizes[axis] for axis in AXES}
-    microbatches = config.accumulate * _microbatches(config, mesh)
-    chunks = config.pipeline.chunks or (2 if config.pipeline.schedule == "interleaved" else 1)
+    parts, bubble = _pipeline(config, mesh)
     heads = config.model.attention_width
     kv_width = getattr(config.model, "kv_width", heads)
     widths = {"residual": model.width, "layer_input": model.width, "attention_query": heads, "attention_out": heads}
@@ -112,18 +115,19 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
         params=model.params,
         sequence=config.data.sequence,
         batch=config.data.batch,
-        mesh=sizes,
-        microbatches=microbatches,
+        mesh={axis: mesh.sizes[axis] for axis in AXES},
+        microbatches=config.accumulate * parts,
         recomputed=again / remat.every,
         recomputes_attention=remat.kind != "none" and _CORE not in saved,
         zero=config.zero,
+        regathers=remat.kind != "none",
         gathered_bytes=compute,
         reduced_bytes=exchange,
         state_bytes=2 * model.state_bytes + 4,
         routed=model.routed,
         offloads_state="optimizer_state" in config.offload,
         offloaded=2 * sum(widths.get(name, model.hidden) for name in remat.offload),
-        bubble=(stages - 1) / (microbatches * chunks),
+        bubble=bubble,
     )
 
 
@@ -162,7 +166,7 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
     except MemoryError as error:
         problem = Problem("topology", f"has no room for the step: {error}", fix="spmd plan says what would fit")
         raise ConfigError("The step cannot be compiled:", [problem]) from None
-    found, line = schedule_time(setup, topology, hardware, compiled.program)
+    found, line = schedule_time(setup, topology, hardware, compiled.program, keep_spans=bool(trace))
     found = dataclasses.replace(found, collectives=_collective_times(compiled.audit, line))
     if trace:
         write_trace(trace, line.spans, str(topology))
@@ -170,7 +174,7 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
 
 
 def schedule_time(
-    setup: TrainSetup, topology: Topology, hardware: Hardware, program: HloModule
+    setup: TrainSetup, topology: Topology, hardware: Hardware, program: HloModule, *, keep_spans: bool = False
 ) -> tuple[StepTime, Timeline]:
     """Return the time of a compiled TPU program, and its timeline."""
     shape, slices, rates = MeshShape(**setup.mesh.shape), setup.config.slices.sizes, COMPILED[topology.kind]
@@ -178,7 +182,7 @@ def schedule_time(
     taken = tabulate(setup.schedule).waited if setup.schedule else {}
     schedule = read_schedule(program, shape.sizes, taken, slice_numbers(shape.sizes, slices))
     assert topology.chip.clock is not None
-    line = run_schedule(schedule, network, topology.chip.clock, rates, keep_spans=True)
+    line = run_schedule(schedule, network, topology.chip.clock, rates, keep_spans=keep_spans)
     work = workload(setup.config, count_model(setup), shape)
     spent = dict(line.spent)
     if topology.slices > 1:
@@ -198,8 +202,17 @@ def _collective_times(audit: CollectiveAudit, line: Timeline) -> tuple[Collectiv
     return tuple(sorted(found, key=lambda c: (-c.exposed, -c.seconds)))
 
 
-def _microbatches(config: TrainConfig, mesh: MeshShape) -> int:
-    return config.pipeline.microbatches or (4 * mesh.pipe if mesh.pipe > 1 else 1)
+def _pipeline(config: TrainConfig, mesh: MeshShape) -> tuple[int, float]:
+    """Return the microbatches of a pipeline or in its place, and the idle time of a stage relative to its work."""
+    name, microbatches, chunks = dataclasses.astuple(config.pipeline)
+    if mesh.pipe == 1:
+        return microbatches or 1, 0.0
+    if not microbatches or name.endswith(".csv"):
+        schedule = build_schedule(config, abstract_mesh(mesh))
+        assert schedule is not None
+        microbatches, chunks = schedule.microbatches, schedule.chunks
+    chunks = chunks or (2 if name == "interleaved" else 1)
+    return microbatches, 0.0 if name == "pipedream" else (mesh.pipe - 1) / (microbatches * chunks)
 
 
 def _keys(config: TrainConfig) -> float:

@@ -40,6 +40,7 @@ class Workload:
         recomputed: Share of the layers' forward matmuls that the backward pass repeats.
         recomputes_attention: Whether it repeats attention.
         zero: ZeRO stage.
+        regathers: Whether ZeRO 3 gathers parameters again for the backward pass.
         gathered_bytes: Of a parameter when it is gathered; `reduced_bytes` of a gradient when it is reduced.
         state_bytes: Bytes of a parameter's state that an update reads and writes.
         routed: Copies of a token that are sent to experts in each layer.
@@ -66,6 +67,7 @@ class Workload:
     recomputed: float = 0.0
     recomputes_attention: bool = False
     zero: int = 3
+    regathers: bool = True
     gathered_bytes: float = 2
     reduced_bytes: float = 2
     state_bytes: float = 28
@@ -172,11 +174,12 @@ def collective_seconds(work: Workload, network: Network, hop: float = 0.0) -> di
     def add(axis: str, kind: str, payload: float, times: float) -> None:
         if mesh[axis] > 1:
             group = network.axis_group((axis,))
-            late = hop * (network.span(group).parts - 1) * layers
+            late = hop * (network.extent(group).parts - 1) * layers
             found[axis] = found.get(axis, 0.0) + times * network.seconds(kind, payload, group) + late
 
     own = work.params / split / mesh["expert"]
-    add("fsdp", "all-gather", own * work.gathered_bytes, 2 if work.zero == 3 else 1 / work.microbatches)
+    gathers = {3: 1 + work.regathers, 0: 0}.get(work.zero, 1 / work.microbatches)
+    add("fsdp", "all-gather", own * work.gathered_bytes, gathers)
     reduction = "reduce-scatter" if work.zero >= 2 else "all-reduce"
     add("fsdp", reduction, own * work.reduced_bytes, 1)
     add("data", "all-reduce", own * work.reduced_bytes / (mesh["fsdp"] if work.zero >= 2 else 1), 1)

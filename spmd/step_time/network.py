@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class Extent:
     """Extent of a group of devices.
 
     Attributes:
@@ -77,9 +77,9 @@ class Network:
         numbers = np.arange(len(self.places)).reshape([self.shape[axis] for axis in AXES])
         return tuple(numbers[tuple(slice(None) if axis in axes else 0 for axis in AXES)].ravel().tolist())
 
-    def span(self, group: Sequence[int]) -> Span:
+    def extent(self, group: Sequence[int]) -> Extent:
         """Return the extent of a group."""
-        return _span(self, tuple(group))
+        return _extent(self, tuple(group))
 
     def seconds(self, kind: str, payload: float, group: Sequence[int]) -> float:
         """Return the time of a collective alone on the network; `payload` is that of the audit's records.
@@ -91,36 +91,36 @@ class Network:
 
     def inside(self, kind: str, payload: float, group: Sequence[int]) -> float:
         """Return the time of the part of a collective inside slices or hosts."""
-        span, hops = self.span(group), len(group)
-        if span.local < 2:
+        extent, hops = self.extent(group), len(group)
+        if extent.local < 2:
             return 0.0
         latency = self.hardware.latency
         if self.topology.platform != "tpu":
-            volume = payload * (span.local - 1) / span.local * (2 if kind == "all-reduce" else 1)
+            volume = payload * (extent.local - 1) / extent.local * (2 if kind == "all-reduce" else 1)
             return volume / (self.hardware.link * self.efficiency) + latency * math.log2(hops)
         link = self.hardware.link * self.efficiency
-        if not span.rings:  # the cores of one chip
+        if not extent.rings:  # the cores of one chip
             return latency
         if kind in _ONE_TO_ONE:
             return payload / link + latency
         if kind in _EXCHANGES:  # each link carries what is sent across the middle of its ring
-            each = (payload * chips * far / (8 if ring else 4) for chips, far, ring in span.rings)
-            return span.cores * max(each) / (link * span.cores) + latency * hops
-        chips = span.local // span.cores
-        bandwidth = span.cores * link * sum((2 if ring else 1) / far for _, far, ring in span.rings)
+            each = (payload * chips * far / (8 if ring else 4) for chips, far, ring in extent.rings)
+            return max(each) / link + latency * hops
+        chips = extent.local // extent.cores
+        bandwidth = extent.cores * link * sum((2 if ring else 1) / far for _, far, ring in extent.rings)
         volume = payload * (chips - 1) / chips * (2 if kind == "all-reduce" else 1)
-        return volume / bandwidth + latency * sum(chips for chips, _, _ in span.rings)
+        return volume / bandwidth + latency * sum(chips for chips, _, _ in extent.rings)
 
     def between(self, kind: str, payload: float, group: Sequence[int]) -> float:
         """Return the time of the part of a collective between slices or hosts."""
-        span = self.span(group)
-        if span.parts < 2:
+        extent = self.extent(group)
+        if extent.parts < 2:
             return 0.0
-        share = (span.parts - 1) / span.parts
+        share = (extent.parts - 1) / extent.parts
         # What is gathered or reduced inside crosses once for all members there; the rest is each member's own.
-        each = payload if kind in (*_EXCHANGES, *_ONE_TO_ONE) else payload / span.local
+        each = payload if kind in (*_EXCHANGES, *_ONE_TO_ONE) else payload / extent.local
         volume = each * share * (2 if kind == "all-reduce" else 1)
-        rounds = math.log2(span.parts) + 1
+        rounds = math.log2(extent.parts) + 1
         return volume / (self.hardware.network * self.efficiency) + rounds * self.hardware.network_latency
 
 
@@ -136,7 +136,7 @@ def make_network(
 
 
 @functools.lru_cache(1024)
-def _span(network: Network, group: tuple[int, ...]) -> Span:
+def _extent(network: Network, group: tuple[int, ...]) -> Extent:
     places = network.places[list(group)]
     first = places[places[:, 0] == places[0, 0]]
     parts, cores = len(np.unique(places[:, 0])), len(np.unique(first[:, 1]))
@@ -148,7 +148,7 @@ def _span(network: Network, group: tuple[int, ...]) -> Span:
             far = int(np.diff(positions).min())
             closes = wraps[dim] and len(positions) * far == lengths[dim]
             rings.append((len(positions), far, bool(closes)))
-    return Span(tuple(rings), len(first), parts, cores)
+    return Extent(tuple(rings), len(first), parts, cores)
 
 
 def _place(topology: Topology, number: int) -> Place:

@@ -63,13 +63,13 @@ def roofline(work: Workload, network: Network, rates: ClosedRates, steps: int) -
     slices = network.topology.slices
     group = network.axis_group(("data",))
     shards = math.prod(size for axis, size in work.mesh.items() if axis != "data")
-    crossing = network.between("all-reduce", work.params / shards * work.reduced_bytes, group) if slices > 1 else None
+    crossing = network.between("all-reduce", work.params / shards * work.reduced_bytes, group)
     return Roofline(
         communication=communication,
         critical_batch=fsdp and work.batch * fsdp / matmuls,
         largest_tensor=tensor and work.mesh["tensor"] * matmuls / tensor,
         largest_fsdp=fsdp and work.mesh["fsdp"] * matmuls / fsdp,
-        slice_batch=crossing and work.batch / slices * crossing / matmuls,
+        slice_batch=work.batch / slices * crossing / matmuls if crossing else None,
         model_flops=work.model_flops,
         hardware_flops=work.hardware_flops,
         days=steps * sum(parts.values()) / 86_400,

@@ -71,8 +71,7 @@ def run_schedule(
 ) -> Timeline:
     """Run a schedule on a device with a clock in Hz.
 
-    Transfers over the same network wait for each other. A body of a loop is run once, and counted as often as it
-    repeats: its transfers end in it.
+    Transfers over the same network wait for each other.
     """
     run = _Run(network, clock, rates, keep_spans)
     run.execute(schedule, 1.0)
@@ -104,11 +103,8 @@ class _Run:
                 self.execute(block.body, times)
             self.share = share
             return
-        whole = int(turns) if self.keep_spans and turns == int(turns) else 1
-        before = self.now
-        for _ in range(whole):
-            self.execute(block.body, times * turns / whole)
-        self.now = before + (self.now - before) * turns / whole
+        for _ in range(int(turns)):
+            self.execute(block.body, times)
 
     def _operation(self, operation: Operation, times: float) -> None:
         if operation.kind == "start":

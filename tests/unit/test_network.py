@@ -8,7 +8,7 @@ from spmd.analysis.topology import parse_topology
 from spmd.errors import ConfigError
 from spmd.sharding.mesh import MeshShape
 from spmd.step_time.hardware import HARDWARE, Hardware, hardware_of
-from spmd.step_time.network import Network, Span, make_network
+from spmd.step_time.network import Extent, Network, make_network
 
 LINK, NETWORK = 1e9, 1e8
 ROUND = Hardware(peak=1e12, memory_bandwidth=1e9, link=LINK, network=NETWORK, host=1e9, latency=0, network_latency=0)
@@ -26,30 +26,30 @@ def seconds(kind: str, payload: float, axis: str, topology: str, slices: dict[st
 
 RING, SIDE = (16, 1, True), (4, 1, True)
 SPANS = [
-    ("v5e:16x16", {}, {"fsdp": 256}, {"fsdp": Span((RING, RING), 256, 1)}),
+    ("v5e:16x16", {}, {"fsdp": 256}, {"fsdp": Extent((RING, RING), 256, 1)}),
     (
         *("v5e:16x16", {}, {"fsdp": 64, "tensor": 4}),
-        {"fsdp": Span(((4, 4, True), RING), 64, 1), "tensor": Span(((4, 1, False),), 4, 1)},
+        {"fsdp": Extent(((4, 4, True), RING), 64, 1), "tensor": Extent(((4, 1, False),), 4, 1)},
     ),
-    ("v5e:4x4", {}, {"fsdp": 16}, {"fsdp": Span(((4, 1, False),) * 2, 16, 1)}),
-    ("v5p:4x4x4", {}, {"fsdp": 64}, {"fsdp": Span((SIDE,) * 3, 64, 1)}),
+    ("v5e:4x4", {}, {"fsdp": 16}, {"fsdp": Extent(((4, 1, False),) * 2, 16, 1)}),
+    ("v5p:4x4x4", {}, {"fsdp": 64}, {"fsdp": Extent((SIDE,) * 3, 64, 1)}),
     (
         *("v5p:4x4x4", {}, {"fsdp": 16, "tensor": 4}),
-        {"fsdp": Span((SIDE,) * 2, 16, 1), "tensor": Span((SIDE,), 4, 1)},
+        {"fsdp": Extent((SIDE,) * 2, 16, 1), "tensor": Extent((SIDE,), 4, 1)},
     ),
-    ("v5p:2x2x2", {}, {"fsdp": 8}, {"fsdp": Span(((2, 1, False),) * 3, 8, 1)}),
-    ("tpu7x:4x4x4", {}, {"fsdp": 128}, {"fsdp": Span((SIDE,) * 3, 128, 1, cores=2)}),
+    ("v5p:2x2x2", {}, {"fsdp": 8}, {"fsdp": Extent(((2, 1, False),) * 3, 8, 1)}),
+    ("tpu7x:4x4x4", {}, {"fsdp": 128}, {"fsdp": Extent((SIDE,) * 3, 128, 1, cores=2)}),
     (
         *("tpu7x:4x4x4", {}, {"fsdp": 64, "tensor": 2}),
-        {"fsdp": Span((SIDE,) * 3, 64, 1), "tensor": Span((), 2, 1, cores=2)},
+        {"fsdp": Extent((SIDE,) * 3, 64, 1), "tensor": Extent((), 2, 1, cores=2)},
     ),
-    ("h100:4x8", {}, {"fsdp": 32}, {"fsdp": Span((), 8, 4)}),
-    ("h100:4x8", {}, {"fsdp": 4, "tensor": 8}, {"fsdp": Span((), 1, 4), "tensor": Span((), 8, 1)}),
+    ("h100:4x8", {}, {"fsdp": 32}, {"fsdp": Extent((), 8, 4)}),
+    ("h100:4x8", {}, {"fsdp": 4, "tensor": 8}, {"fsdp": Extent((), 1, 4), "tensor": Extent((), 8, 1)}),
     (
         *("2xv5e:16x16", {"data": 2}, {"data": 2, "fsdp": 256}),
-        {"data": Span((), 1, 2), "fsdp": Span((RING, RING), 256, 1)},
+        {"data": Extent((), 1, 2), "fsdp": Extent((RING, RING), 256, 1)},
     ),
-    ("2xv5e:16x16", {"fsdp": 2}, {"fsdp": 512}, {"fsdp": Span((RING, RING), 256, 2)}),
+    ("2xv5e:16x16", {"fsdp": 2}, {"fsdp": 512}, {"fsdp": Extent((RING, RING), 256, 2)}),
 ]
 
 
@@ -59,13 +59,13 @@ SPANS = [
 def test_spans_of_axes(topology, slices, sizes, spans) -> None:
     """Each axis of a mesh extends along rings where a dimension wraps around and all of it is in the group."""
     found = network(topology, slices, **sizes)
-    assert {axis: found.span(found.axis_group((axis,))) for axis in sizes} == spans
+    assert {axis: found.extent(found.axis_group((axis,))) for axis in sizes} == spans
 
 
 def test_groups_of_several_axes() -> None:
     """The group of all axes is the machine, whatever the mesh; that of none is one device."""
     found = network("v5e:16x16", fsdp=64, tensor=4)
-    assert found.span(found.axis_group(("fsdp", "tensor"))) == Span((RING, RING), 256, 1)
+    assert found.extent(found.axis_group(("fsdp", "tensor"))) == Extent((RING, RING), 256, 1)
     assert found.axis_group(()) == (0,)
     assert found.seconds("all-gather", 1e9, found.axis_group(())) == 0
 
@@ -110,7 +110,7 @@ def test_the_members_of_an_irregular_group_are_counted() -> None:
     """A pair on a diagonal moves half, not three quarters as a square of four would."""
     pair, square = (seconds("all-gather", 1e9, axis, "v5e:2x4", data=2, tensor=4) for axis in ("data", "tensor"))
     found = network("v5e:2x4", data=2, tensor=4)
-    span = found.span(found.axis_group(("data",)))
+    span = found.extent(found.axis_group(("data",)))
     assert span.local == 2
     assert pair == pytest.approx(1e9 / 2 / (LINK * sum(1 / far for _, far, _ in span.rings)))
     assert square == pytest.approx(1e9 * 3 / 4 / (2 * LINK))

@@ -143,7 +143,7 @@ def test_dominated_settings_are_not_asked(tmp_path, ledger) -> None:
     skipped = [c for c in found.candidates if "more than with mesh.fsdp" in c.refused]
     assert len(skipped) + len(asked) == len(found.candidates)
     assert len(examined) == len(asked)
-    assert {(c.settings["zero"], c.settings["mesh"].fsdp) for c in skipped} == {(0, 1), (1, 2), (3, 2)}
+    assert {(c.settings["zero"], c.settings["mesh"].fsdp) for c in skipped} == {(0, 1), (1, 2), (1, 4), (3, 2)}
 
     def candidate(zero: int, **mesh: int):
         shape = MeshShape(**mesh)
@@ -184,16 +184,16 @@ def test_an_interrupted_search_resumes(tmp_path, ledger) -> None:
 
 def test_settings_that_cannot_run_are_skipped(tmp_path, ledger) -> None:
     """An error of the setup is a reason; it is saved, too."""
-    no = ConfigError("no", [Problem("zero", "cannot be 1 here")])
-    asked = ledger(lambda config: no if config.zero == 1 else 8 * GIB).asked
+    no = ConfigError("no", [Problem("zero", "cannot be 3 here")])
+    asked = ledger(lambda config: no if config.zero == 3 else 8 * GIB).asked
     found = start(tmp_path)
-    (wrong,) = [c for c in found.fitting(1) if c.refused]
-    assert wrong.refused == "cannot run: zero: cannot be 1 here"
+    wrong = [c for c in found.fitting(1) if c.refused]
+    assert {c.refused for c in wrong} == {"cannot run: zero: cannot be 3 here"}
     assert found.best is not None
-    assert found.best.settings["zero"] == 3
-    assert len(asked) == 2
+    assert found.best.settings["zero"] != 3
+    assert len(asked) == len(wrong) + 1
     list(start(tmp_path).fitting(1))
-    assert len(asked) == 2
+    assert len(asked) == len(wrong) + 1
 
 
 def test_a_state_that_is_too_large_is_not_asked(tmp_path, ledger, monkeypatch) -> None:
@@ -294,7 +294,7 @@ def test_mistakes_on_the_command_line(arguments, message) -> None:
 def test_a_file_that_cannot_be_written(tmp_path, ledger) -> None:
     """Is an error with the flag."""
     ledger(lambda config: 8 * GIB)
-    with pytest.raises(ConfigError, match=r"--write: .*No such file"):
+    with pytest.raises(ConfigError, match=r"--write: .* is in no folder that exists"):
         run_search(asked_by(tmp_path, "--write", str(tmp_path / "none" / "found.py")))
 
 

@@ -181,7 +181,7 @@ def test_precision_and_microbatches_as_numbers() -> None:
     assert numbers("llama3-8b", accumulate=4).microbatches == 4
     built = setup("llama3-8b")
     piped = workload(built.config, count_model(built), MeshShape(pipe=4, fsdp=16))
-    assert (piped.microbatches, piped.bubble) == (16, 3 / 16)
+    assert (piped.microbatches, piped.bubble) == (4, 3 / 4)  # as many as 64 examples on 16 devices allow
 
 
 def test_windows_as_keys() -> None:
