@@ -78,6 +78,7 @@ class Run:
     def __init__(self, output: IO[bytes]) -> None:
         self._output = output
         self.pid = int(output.readline())
+        assert self.pid > 1, "an earlier run of this server was not waited for"  # a signal to 0 is for the whole group
 
     def ended(self) -> bool:
         """Whether it is over; does not wait."""

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     config = write_tiny(folder, PACED)
     serve = f"from tests import forked; forked.serve_commands({str(folder / 'xla')!r}, {str(config)!r})"
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(forked.server(serve, PACE="0.1")) for _ in range(2)]
+        servers = [stack.enter_context(forked.server(serve, PACE="0.25")) for _ in range(2)]
         yield folder, servers
 
 
@@ -50,7 +50,8 @@ def start(folder, request):
     yield start, out
     for run in runs:
         if not run.wait.cache_info().currsize:
-            os.kill(run.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(run.pid, signal.SIGKILL)
             run.wait()
 
 
