@@ -48,11 +48,11 @@ class CompiledRow:
         clock = network.topology.chip.clock
         assert clock is not None
         seconds = run_schedule(self.schedule, network, clock, rates).seconds
-        if (count := job.topology.slices) > 1:
+        if job.topology.slices > 1:
             shards = math.prod(size for axis, size in job.work.mesh.items() if axis != "data")
             group = job.network.axis_group(("data",))
             seconds += job.network.between("all-reduce", job.work.params / shards * job.work.reduced_bytes, group)
-            seconds *= 1 + rates.straggling * math.log2(count)
+            seconds += job.network.waiting(seconds, rates.straggling)
         return job.tokens_per_second(seconds)
 
 

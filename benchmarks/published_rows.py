@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.analysis.topology import CHIPS, Topology, parse_topology
-from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.sharding.mesh import AXES, MeshShape
 from spmd.step_time.closed_form import Workload
 from spmd.step_time.hardware import HARDWARE, Hardware
@@ -135,6 +135,8 @@ def rebuild(row: Row) -> Rebuilt | str:
         return "layers of several kinds: shared experts, latent attention or heads of several widths"
     if "not a plain transformer" in (row.get("notes") or ""):
         return "no plain transformer: embeddings of each layer, shared keys and values"
+    if problem := _unknown(row):
+        return problem
     try:
         topology = parse_topology(_machine(row))
         sizes, slices = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 1)
@@ -144,7 +146,7 @@ def rebuild(row: Row) -> Rebuilt | str:
             slices[name] *= size if axis.startswith("dcn_") else 1
         shape = MeshShape(**sizes).resolve(topology.devices)
         network = make_network(topology, shape, slices, _hardware(row, topology))
-    except (SpmdError, NotImplementedError, KeyError) as error:
+    except (SpmdError, NotImplementedError) as error:  # JAX arranges no such mesh on a torus
         return f"mesh {row['mesh']} on {row['chips']} {row['chip']}: {str(error).splitlines()[-1].strip()}"
     remat = next((remat for text, remat in _REMATS if row["remat"].startswith(text)), None)
     if remat is None:
@@ -152,26 +154,32 @@ def rebuild(row: Row) -> Rebuilt | str:
     return Rebuilt(row, _workload(row, topology, shape, remat), network, slices, remat)
 
 
+def _unknown(row: Row) -> str:
+    """Return what a row names that does not exist here; empty if there is nothing."""
+    if row["chip"] not in CHIPS and not row["chip"].startswith(tuple(_GPUS)):
+        return f"no chip {row['chip']!r}"
+    axes = [axis for axis in row["mesh"] if _PUBLISHED_AXES.get(axis, axis) not in AXES]
+    return f"no mesh axis {', '.join(axes)}" if axes else ""
+
+
 def _machine(row: Row) -> str:
     chip, chips = row["chip"], row["chips"]
     if found := next((kind for name, kind in _GPUS.items() if chip.startswith(name)), None):
         return f"{found}:{max(1, chips // 8)}x{min(8, chips)}"
-    if chip not in CHIPS:
-        raise KeyError(f"no chip {chip!r}")
     slices = math.prod(size for axis, size in row["mesh"].items() if axis.startswith("dcn_"))
     each = chips // slices
-    size = _SHAPES_2D[each] if CHIPS[chip].dims == 2 else "x".join(map(str, _cuboid(each)))
+    size = _SHAPES_2D.get(each, "") if CHIPS[chip].dims == 2 else "x".join(map(str, _cuboid(each)))
+    if not size:
+        raise MeshError("This is no machine:", [Problem("chips", f"no slice of {each} chips")])
     return f"{slices}x{chip}:{size}" if slices > 1 else f"{chip}:{size}"
 
 
-def _cuboid(chips: int) -> tuple[int, int, int]:
-    """Return the most cubic slice of whole cubes of 4 × 4 × 4 chips."""
+def _cuboid(chips: int) -> tuple[int, ...]:
+    """Return the most cubic slice of whole cubes of 4 × 4 × 4 chips; empty if there is none."""
     sides = [4 * n for n in range(1, 17)]
     found = [(x, y, chips // (x * y)) for x in sides for y in sides if chips % (x * y) == 0]
     fitting = [shape for shape in found if shape[0] <= shape[1] <= shape[2] and shape[2] % 4 == 0]
-    if not fitting:
-        raise KeyError(f"no slice of {chips} chips")
-    return min(fitting, key=sum)
+    return min(fitting, key=sum, default=())
 
 
 def _hardware(row: Row, topology: Topology) -> Hardware:

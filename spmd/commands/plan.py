@@ -144,7 +144,7 @@ def _print_time(command: PlanCommand, found: StepTime) -> int:
     print(json.dumps(found.to_json(), indent=2) if command.json else found)
     if command.trace and not command.json:
         print(f"written to {command.trace}")
-    return 0
+    return 3 if found.fits is False else 0
 
 
 def mesh_on(topology: str, config: TrainConfig) -> AnyMesh:

@@ -10,11 +10,11 @@ from spmd.analysis.topology import EXAMPLES, Topology, missing_extra, parse_topo
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.commands.plan import mesh_on
 from spmd.errors import ConfigError, Problem
+from spmd.observe.metrics import human_duration
 from spmd.observe.waiting import show_waiting, show_waiting_for
 from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
 from spmd.run.search import Candidate, Search, largest_batch, slice_sizes
-from spmd.step_time.report import format_time
 from spmd.tree import human_bytes
 
 _ROWS = 10
@@ -26,8 +26,8 @@ class SearchCommand(Generic[M]):
     """Search for the fastest layout of a config on a machine: mesh, ZeRO stage, remat, microbatches, pipeline.
 
     All settings are ranked by closed forms; from the fastest on their memory is estimated, and the best are compiled.
-    The machine need not exist. An interrupted search resumes. Fields that are searched (mesh, slices, zero, remat,
-    accumulate, pipeline) are not taken from the config, except with --largest-batch.
+    The machine need not exist. An interrupted search resumes. Of the fields that are searched (mesh, slices, zero,
+    remat, accumulate, pipeline, offload) only remat, offload and pipeline.chunks of the config are tried too.
     """
 
     config: ConfigFields
@@ -42,7 +42,7 @@ class SearchCommand(Generic[M]):
     write: str = ""
     """Write a config with the best settings to this Python file."""
     state: str = ""
-    """File of what is known of settings, to resume from; empty for runs/search/FILE-TOPOLOGY.json of the file."""
+    """What is known of settings, to resume from; empty for runs/search/CONFIG-TOPOLOGY.json, by the file's name."""
     json: bool = False
     """Print one JSON object."""
 
@@ -71,7 +71,8 @@ def run_search(arguments: list[str]) -> int:
         _print_nothing(search)
     else:
         _print_table(search, best)
-        print(*([f"written to {command.write}"] if command.write else []), sep="\n", end="\n" * bool(command.write))
+        if command.write:
+            print(f"written to {command.write}")
     return 0 if best else 3
 
 
@@ -159,23 +160,22 @@ def _print_table(search: Search, best: Candidate) -> None:
     shown += [c for c in search.candidates if c.memory is None and not c.refused][: max(0, _ROWS - len(shown))]
     print(f"\n{'closed form':>12}{'compiled':>12}{'memory':>10}  settings")
     for candidate in sorted(shown, key=lambda c: (bool(c.refused), c.seconds)):
-        compiled = format_time(candidate.compiled) if candidate.compiled else ""
+        compiled = human_duration(candidate.compiled) if candidate.compiled else ""
         memory = human_bytes(candidate.memory) if candidate.memory else ""
-        closed = format_time(sum(candidate.spent.values()))
+        closed = human_duration(sum(candidate.spent.values()))
         print(f"{closed:>12}{compiled:>12}{memory:>10}  {candidate.flags}")
         if candidate is not best:
             print(f"{'':36}{candidate.loses(best)}")
     how = "its compiled program" if best.compiled else "closed forms"
-    print(f"\nbest, {format_time(best.seconds)} by {how}:\n{best.flags}")
+    print(f"\nbest, {human_duration(best.seconds)} by {how}:\n{best.flags}")
 
 
 def _print_nothing(search: Search) -> None:
     print(f"nothing fits {search.topology}: {human_bytes(search.topology.memory or 0)} on each device")
-    nearest = search.nearest
-    if nearest is not None and nearest.memory is not None:
-        print(f"nearest: {human_bytes(nearest.memory)} with {nearest.flags}")
+    if (nearest := search.nearest) is not None:
+        print(f"nearest: {human_bytes(nearest.memory or 0)} with {nearest.flags}")
     else:
-        print(f"nearest: {search.candidates[0].refused}" if search.candidates else "no mesh divides batch and model")
+        print("no mesh divides batch and model, or none of them can run")
     print("try more chips, a smaller --data.batch, or --offload optimizer_state params")
 
 

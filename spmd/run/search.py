@@ -9,16 +9,16 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import SpmdError
-from spmd.run.build import TrainSetup, build_schedule, count_microbatches, make_setup
+from spmd.run.build import build_schedule, count_microbatches, make_setup
 from spmd.run.config import PipelineConfig, TrainConfig, config_values
 from spmd.run.preflight import check_microbatches, estimate_step
 from spmd.run.step_time import ModelNumbers, count_model, time_compiled_step, workload
@@ -189,7 +189,8 @@ class Search:
 
     def _ask_ledger(self, candidate: Candidate) -> None:
         try:
-            setup = self._setup(candidate.settings)
+            config = dataclasses.replace(self.config, devices=self.topology.devices, **candidate.settings)
+            setup = make_setup(config, abstract_mesh(config.mesh))
             check_microbatches(setup)
             report = MemoryReport(self.topology, estimate_step(setup, self.topology.platform))
         except SpmdError as error:
@@ -201,17 +202,17 @@ class Search:
             over = f"{human_bytes(report.total)} of {human_bytes(self.topology.memory or 0)}"
             candidate.refused = f"{_TOO_LARGE}: {over}, most of it {CATEGORIES[report.largest]}"
 
-    def _setup(self, settings: Settings) -> TrainSetup:
-        config = dataclasses.replace(self.config, devices=self.topology.devices, **settings)
-        return make_setup(config, abstract_mesh(config.mesh))
-
     def confirm(self, candidate: Candidate) -> None:
         """Compile a candidate, unless that is known."""
         if candidate.compiled is not None or candidate.refused:
             return
         try:
             config = dataclasses.replace(self.config, devices=self.topology.devices, **candidate.settings)
-            candidate.compiled = time_compiled_step(config, self.topology).seconds
+            found = time_compiled_step(config, self.topology)
+            candidate.compiled = found.seconds
+            if found.fits is False:
+                over = f"{human_bytes(found.memory or 0)} of {human_bytes(self.topology.memory or 0)}"
+                candidate.refused = f"does not fit when compiled: {over}"
         except SpmdError as error:
             candidate.refused = f"the compiler refuses it: {' '.join(str(error).split())[-90:]}"
         self._save(candidate)
@@ -251,7 +252,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
             replicas = slices * rest // fsdp
             shape = MeshShape(pipe, replicas, fsdp, expert, sequence, tensor)
             for zero, remat, parts, kind, offload in itertools.product(
-                (3, 1) if fsdp > 1 else (0,), remats, _MICROBATCHES, _schedules(pipe), offloads
+                (3, 1) if fsdp > 1 else (0,), remats, _MICROBATCHES, ("1f1b", "interleaved")[: 1 + (pipe > 1)], offloads
             ):
                 shards = replicas * fsdp * expert
                 if data.batch % (shards * parts) or (pipe > 1 and parts < pipe):
@@ -267,10 +268,6 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
                     "pipeline": pipeline,
                     "offload": offload,
                 }
-
-
-def _schedules(pipe: int) -> Sequence[Literal["1f1b", "interleaved"]]:
-    return ("1f1b", "interleaved") if pipe > 1 else ("1f1b",)
 
 
 def _knows(config: TrainConfig[Any], remat: str) -> bool:

@@ -77,7 +77,7 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         kernels[name] += math.prod(entry.shape) * active
     if not kernels:  # layers that are no stack, or weights of other names
         kernels["all"] = model.matmul_params
-    params = _size(plan.params)
+    params = float(sum(math.prod(entry.shape) for entry in plan.params))
     layers = sum(kernels.values())
     state = _bytes(plan.params) + _bytes(plan.optimizer_state)
     width = getattr(model, "d_model", 0) or min(plan.params[0].shape[-2:])
@@ -167,7 +167,8 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
         problem = Problem("topology", f"has no room for the step: {error}", fix="spmd plan says what would fit")
         raise ConfigError("The step cannot be compiled:", [problem]) from None
     found, line = schedule_time(setup, topology, hardware, compiled.program, keep_spans=bool(trace))
-    found = dataclasses.replace(found, collectives=_collective_times(compiled.audit, line))
+    memory = compiled.memory.total if compiled.memory else None
+    found = dataclasses.replace(found, collectives=_collective_times(compiled.audit, line), memory=memory)
     if trace:
         write_trace(trace, line.spans, str(topology))
     return found
@@ -185,9 +186,10 @@ def schedule_time(
     line = run_schedule(schedule, network, topology.chip.clock, rates, keep_spans=keep_spans)
     work = workload(setup.config, count_model(setup), shape)
     spent = dict(line.spent)
-    if topology.slices > 1:
-        spent["waiting for the slowest slice"] = line.seconds * rates.straggling * math.log2(topology.slices)
-    return StepTime(topology, "compiled program", work, hardware, spent, rates.spread), line
+    if waiting := network.waiting(line.seconds, rates.straggling):
+        spent["waiting for the slowest slice"] = waiting
+    method, uncounted = "compiled program", tuple(line.uncounted)
+    return StepTime(topology, method, work, hardware, spent, rates.spread, uncounted=uncounted), line
 
 
 def _collective_times(audit: CollectiveAudit, line: Timeline) -> tuple[CollectiveTime, ...]:
@@ -221,10 +223,6 @@ def _keys(config: TrainConfig) -> float:
     windows = getattr(config.model, "windows", ()) or (getattr(config.model, "window", 0),)
     seen = [min(w or length, length) for w in windows]
     return sum(w - w * w / (2 * length) for w in seen) / len(seen)
-
-
-def _size(entries: Iterable[PlanEntry]) -> float:
-    return float(sum(math.prod(entry.shape) for entry in entries))
 
 
 def _bytes(entries: Iterable[PlanEntry]) -> float:

@@ -157,9 +157,8 @@ def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[st
     shards = tensor * pipe * mesh["expert"] * (mesh["fsdp"] if work.zero else 1)
     bandwidth = hardware.host if work.offloads_state else hardware.memory_bandwidth
     parts["optimizer"] = work.params / shards * work.state_bytes / bandwidth
-    if network.topology.slices > 1:
-        doublings = math.log2(network.topology.slices)
-        parts["waiting for the slowest slice"] = sum(parts.values()) * rates.straggling * doublings
+    if waiting := network.waiting(sum(parts.values()), rates.straggling):
+        parts["waiting for the slowest slice"] = waiting
     return parts
 
 

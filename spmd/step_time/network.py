@@ -123,6 +123,10 @@ class Network:
         rounds = math.log2(extent.parts) + 1
         return volume / (self.hardware.network * self.efficiency) + rounds * self.hardware.network_latency
 
+    def waiting(self, seconds: float, straggling: float) -> float:
+        """Return the time in which slices wait for the slowest: a share of a step for each doubling of their number."""
+        return seconds * straggling * math.log2(self.topology.slices)
+
 
 def make_network(
     topology: Topology, shape: MeshShape, slices: Mapping[str, int], hardware: Hardware, efficiency: float = 0.8
@@ -131,7 +135,8 @@ def make_network(
     sizes = shape.resolve(topology.devices)
     places = [_place(topology, number) for number in range(topology.devices)]
     grid = arrange_devices(sizes, places, slices).ravel()
-    table = np.array([(_part(topology, p), p.core_on_chip, *p.coords) for p in grid])
+    part = "slice_index" if topology.platform == "tpu" else "process_index"
+    table = np.array([(getattr(p, part), p.core_on_chip, *p.coords) for p in grid])
     return Network(topology, hardware, table, sizes.sizes, efficiency)
 
 
@@ -162,7 +167,3 @@ def _place(topology: Topology, number: int) -> Place:
     at, core = divmod(inside, chip.devices)
     coords = (at % x, at // x % y, at // (x * y) % z)
     return Place(number, "tpu", kind, coords, core, number // each, number // 4)
-
-
-def _part(topology: Topology, place: Place) -> int:
-    return place.slice_index if topology.platform == "tpu" else place.process_index

@@ -82,7 +82,7 @@ class Block:
 
     Attributes:
         times: Trips of a loop, or the share of a branch.
-        is_counted: False for a loop of unknown length, which is counted once.
+        is_counted: False for a loop of unknown length, which is counted once, or a branch of unknown share.
     """
 
     name: str

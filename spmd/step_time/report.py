@@ -2,17 +2,18 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spmd.analysis.topology import Topology
 from spmd.errors import ConfigError, Problem
+from spmd.observe.metrics import human_duration
 from spmd.step_time.closed_form import Workload
 from spmd.step_time.hardware import Hardware
 from spmd.step_time.roofline import Roofline
 from spmd.step_time.timeline import Span
+from spmd.tree import human_bytes
 
 _SHOWN = 0.0005
 """Smallest share of a step that has a line of its own."""
@@ -50,6 +51,8 @@ class StepTime:
         spread: Half of the range that holds nine steps of ten, relative, by the backtest of the chip's rows.
         collectives: Of a compiled program, the longest first.
         roofline: Of closed forms.
+        memory: Bytes of a device, as compiled.
+        uncounted: Loops and branches of a program whose length or share is unknown.
     """
 
     topology: Topology
@@ -60,11 +63,19 @@ class StepTime:
     spread: float
     collectives: Sequence[CollectiveTime] = ()
     roofline: Roofline | None = None
+    memory: int | None = None
+    uncounted: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
         """Length of the step."""
         return sum(self.spent.values())
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the compiled step fits; None if it was not compiled."""
+        limit = self.topology.memory
+        return None if self.memory is None or limit is None else self.memory <= limit
 
     @property
     def range(self) -> tuple[float, float]:
@@ -98,7 +109,7 @@ class StepTime:
         )
 
     def __str__(self) -> str:
-        length, low, high = map(format_time, (self.seconds, *self.range))
+        length, low, high = map(human_duration, (self.seconds, *self.range))
         lines = [
             f"step on {self.topology}: {length}, from {low} to {high} ({self.method})",
             f"{self.tokens_per_second:,.0f} tokens/s on each chip; MFU {self.mfu:.1%}, HFU {self.hfu:.1%}",
@@ -106,12 +117,17 @@ class StepTime:
         ]
         for name, seconds in sorted(self.spent.items(), key=lambda item: -item[1]):
             if seconds >= _SHOWN * self.seconds:
-                lines.append(f"{format_time(seconds):>10}  {seconds / self.seconds:6.1%}  {name}")
+                lines.append(f"{human_duration(seconds):>10}  {seconds / self.seconds:6.1%}  {name}")
         if self.collectives:
             lines.append(f"\n{'exposed':>10}{'hidden':>12}  {'kind':20}{'over':12}cause")
         for c in self.collectives[:_MOST_CAUSES]:
-            line = f"{format_time(c.exposed):>10}{format_time(c.hidden):>12}  {c.kind:20}{c.over:12}{c.cause}"
+            line = f"{human_duration(c.exposed):>10}{human_duration(c.hidden):>12}  {c.kind:20}{c.over:12}{c.cause}"
             lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
+        if self.uncounted:
+            lines.append(f"of unknown length or share, counted once or in equal parts: {', '.join(self.uncounted)}")
+        if self.fits is False:
+            held, limit = human_bytes(self.memory or 0), human_bytes(self.topology.memory or 0)
+            lines.append(f"DOES NOT FIT: {held} of {limit} on each device")
         return "\n".join([*lines, *(self.roofline.lines() if self.roofline else ())])
 
     def to_json(self) -> dict[str, Any]:
@@ -127,6 +143,9 @@ class StepTime:
             "mfu_formula": " ".join(self.formula.split()),
             "spent": dict(self.spent),
             "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
+            "memory": self.memory,
+            "fits": self.fits,
+            "uncounted": list(self.uncounted),
             "roofline": self.roofline and dataclasses.asdict(self.roofline),
         }
 
@@ -157,13 +176,3 @@ def write_trace(file: str, spans: Sequence[Span], what: str) -> None:
             "trace", f"cannot be written: {error.strerror}: {file}", fix="--trace FILE in a folder that exists"
         )
         raise ConfigError("There is no trace:", [problem]) from None
-
-
-def format_time(seconds: float) -> str:
-    """Return a duration with four digits in the largest unit that fits."""
-    if not seconds:
-        return "0 s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.{max(0, 3 - int(math.log10(seconds / size)))}f} {unit}"
-    return f"{seconds * 1e6:.0f} µs"

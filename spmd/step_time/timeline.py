@@ -53,6 +53,7 @@ class Timeline:
         spent: What the device does → seconds; they add up to the length.
         exposed: Collective → seconds in which the device only waits for it.
         moving: Collective → seconds in which it is moved.
+        uncounted: Loops of unknown length, counted once, and branches of unknown share, counted in equal parts.
         spans: In order of their start, if they were asked for.
     """
 
@@ -60,10 +61,16 @@ class Timeline:
     spent: dict[str, float] = dataclasses.field(default_factory=_sums)
     exposed: dict[str, float] = dataclasses.field(default_factory=_sums)
     moving: dict[str, float] = dataclasses.field(default_factory=_sums)
+    uncounted: dict[str, None] = dataclasses.field(default_factory=dict)
     spans: list[Span] = dataclasses.field(default_factory=list)
 
 
-_LABELS = {"matmul": "matmuls", "attention": "attention", "kernel": "other kernels", "memory": "memory-bound work"}
+_LABELS = {
+    "matmul": "matmuls",
+    "attention": "attention",
+    "kernel": "other kernels, by their bytes",
+    "memory": "memory-bound work",
+}
 
 
 def run_schedule(
@@ -97,6 +104,8 @@ class _Run:
 
     def _block(self, block: Block, times: float) -> None:
         turns = float(block.times)
+        if not block.is_counted:
+            self.line.uncounted[block.name] = None
         if turns < 1:
             self.share, share = self.share * turns, self.share
             if turns:

@@ -220,6 +220,8 @@ def test_a_loop_of_unknown_length_counts_once() -> None:
     (block,) = schedule(LOOP.replace("constant(0)", "partition-id()"), body=SYNCHRONOUS)
     assert isinstance(block, Block)
     assert (block.times, block.is_counted) == (1, False)
+    assert list(run(LOOP.replace("constant(0)", "partition-id()"), body=SYNCHRONOUS).uncounted) == ["loop"]
+    assert not run(LOOP, body=SYNCHRONOUS).uncounted
 
 
 def test_branches_are_weighted() -> None:
@@ -255,7 +257,9 @@ def test_kernels_have_the_time_of_flops_or_bytes() -> None:
     assert (other.kind, other.bytes) == ("kernel", 2 * 4096)
     fast = dataclasses.replace(NETWORK, hardware=dataclasses.replace(ROUND, memory_bandwidth=1e12))
     spent = run_schedule((attention, other), fast, CLOCK, Rates(attention=0.5)).spent
-    assert spent == pytest.approx({"attention": attention.flops / 0.5e12, "other kernels": 2 * 4096 / 1e12})
+    assert spent == pytest.approx(
+        {"attention": attention.flops / 0.5e12, "other kernels, by their bytes": 2 * 4096 / 1e12}
+    )
 
 
 def test_a_trace_has_no_two_events_at_once(tmp_path) -> None:

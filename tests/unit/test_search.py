@@ -220,14 +220,16 @@ def test_compiled_programs_decide(tmp_path, ledger, monkeypatch) -> None:
         compiled.append(config)
         if len(compiled) == 1:
             raise ConfigError("no", [Problem("topology", "has no room for the step")])
-        return SimpleNamespace(seconds=9.0 - len(compiled))
+        fits = len(compiled) < 4
+        return SimpleNamespace(seconds=9.0 - len(compiled), fits=fits, memory=(8 if fits else 20) * GIB)
 
     monkeypatch.setattr(search, "time_compiled_step", time)
     found = start(tmp_path)
-    fits = list(found.fitting(3))
+    fits = list(found.fitting(4))
     for candidate in (*fits, *fits):
         found.confirm(candidate)
-    assert len(compiled) == 3
+    assert len(compiled) == 4
+    assert fits[3].refused == "does not fit when compiled: 20 GiB of 15.8 GiB"  # though it is the fastest
     assert "the compiler refuses it" in fits[0].refused
     assert "has no room for the step" in fits[0].refused
     assert found.best is fits[2]

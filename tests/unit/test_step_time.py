@@ -204,12 +204,14 @@ def test_mfu_is_the_formula() -> None:
     assert found.hfu / found.mfu == pytest.approx(numbers.hardware_flops / numbers.model_flops)
     assert found.tokens_per_second == TOKENS / 2 / 4
     assert found.range == (1.6, 2.5)
+    assert (found.fits, dataclasses.replace(found, memory=2**40).fits) == (None, False)
+    assert "DOES NOT FIT: 1 TiB of 94.8 GiB" in str(dataclasses.replace(found, memory=2**40))
     lines = str(found).splitlines()
-    assert lines[0] == "step on tpu7x:2x2x1: 2.000 s, from 1.600 s to 2.500 s (closed forms)"
+    assert lines[0] == "step on tpu7x:2x2x1: 2 s, from 1.6 s to 2.5 s (closed forms)"
     assert lines[3].strip() == "N=0.00023B matmul parameters, L=4, A=64, K=64 keys on average"
     assert [line.split() for line in lines[4:]] == [
-        ["1.500", "s", "75.0%", "optimizer"],
-        ["500.0", "ms", "25.0%", "matmuls"],
+        ["1.5", "s", "75.0%", "optimizer"],
+        ["500", "ms", "25.0%", "matmuls"],
     ]
 
 
