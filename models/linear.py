@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from spmd.layers.kernel_gradient import kernel_gradient
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.soft_cap import soft_capped
-from spmd.plan.annotate import annotate, attention_config, constrain_like, has_other_spec, is_recomputed
+from spmd.plan.annotate import annotate, attention_config, constrain_like, is_recomputed, placement
 from spmd.plan.fsdp import ParamPlacement, gather, gathered, named_after, placement_of, saves_gathered
 from spmd.plan.lora_layer import base_weight, lora_delta
 
@@ -178,7 +178,7 @@ def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> t
 def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
     x, kept, like_kernels = saved
     # Barriers keep XLA from merging these gathers with those of the forward pass and saving their results until now.
-    if how.into and not is_recomputed() and has_other_spec("residual", how.into):
+    if how.into and not is_recomputed() and placement("residual") != placement(how.into):
         x = annotate(constrain_like(jax.lax.optimization_barrier(x), "residual"), how.into)
     dkernels, factors = [], []
     for kernel, placed, like_kernel, dy in zip(kept, how.placed, like_kernels, dys, strict=True):

@@ -22,7 +22,7 @@ from spmd.layers.zigzag import positions
 from spmd.models.layers import RMSNorm, gated, make_layers, run_layers
 from spmd.models.linear import Dense, Head, columns, rows, unembed
 from spmd.models.rope import Angles, RopeScaling, rotary_angles, rotate
-from spmd.plan.annotate import annotate, cast_to_compute, placement_like
+from spmd.plan.annotate import annotate, annotate_param, cast_to_compute
 from spmd.plan.fsdp import placement_of
 
 
@@ -252,9 +252,9 @@ class Embedding(nnx.Module):
         self, x: Float[Array, "batch seq d"], soft_cap: float | None = None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Apply the tied head: return logits with an optional soft cap, or `LazyLogits`."""
-        stored = placement_of(self.embedding.get_metadata("path", None))
-        table = annotate(annotate(self.embedding[...], "tied_columns", param=stored), "tied_head")
-        return unembed(x, table, placement_like("tied_head"), "oi", soft_cap)
+        placed = placement_of(self.embedding.get_metadata("path", None))
+        table, placed = annotate_param(self.embedding[...], placed, "tied_columns")
+        return unembed(x, table, placed, "oi", soft_cap)
 
 
 class Llama(nnx.Module):

@@ -30,7 +30,7 @@ GPT2 = Rules(
     stacked={"layers": "pipe"},
 )
 
-_WHOLE = {"tied_columns": P(None, "fsdp"), "tied_head": P(), "logits": P(BATCH_AXES, "sequence")}
+_WHOLE = {"tied_columns": P(None, "fsdp"), "logits": P(BATCH_AXES, "sequence")}
 GPT2_WHOLE_VOCABULARY = dataclasses.replace(
     GPT2, activations=[(name, _WHOLE.get(name, spec)) for name, spec in GPT2.activations]
 )

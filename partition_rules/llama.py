@@ -59,7 +59,6 @@ LLAMA_TIED = Rules(
         *_LOOKUP,
         *_ACTIVATIONS,
         ("tied_columns", P(("pipe", "tensor"), "fsdp")),  # [vocab, d]: columns are exchanged for rows, …
-        ("tied_head", P(("pipe", "tensor"))),  # … which are then gathered over fsdp
     ),
     stacked={"layers": "pipe"},
 )

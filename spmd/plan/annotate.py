@@ -4,6 +4,7 @@ One mark, `x = annotate(x, "mlp_hidden")`, is a sharding constraint, a remat che
 Outside a plan every function here is the identity, so a model that uses them runs by itself.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,11 +17,12 @@ from spmd.jaxpr import equations
 from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.remat import Remat
 from spmd.plan.context import TraceContext, constrain, current, override
+from spmd.plan.fsdp import gathered
 from spmd.plan.host_params import fetch
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import annotate_scope, in_scope
-from spmd.sharding.mesh import AnyMesh, entry_axes
+from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import drop_fsdp
 
 F = TypeVar("F", bound=Callable)
@@ -29,32 +31,23 @@ REMAT_MARK = "what the remat policy acts on"
 _NUMBERED = "remat_layer(layer, scanned=…, number=i), or a policy without an interval"
 
 
-def annotate(x: jax.Array, name: str, *, param: ParamPlacement | None = None) -> jax.Array:
+def annotate(x: jax.Array, name: str) -> jax.Array:
     """Mark `x` as an activation of the rule table: constrain its sharding, then name it for remat and offload.
 
-    `x` has its global shape; inside `shard_map`, the shape within the manual axes. `param` is the placement of the
-    parameter that `x` is: where the ZeRO stage keeps it whole over `fsdp`, the spec does not split it over `fsdp`.
+    `x` has its global shape; inside `shard_map`, the shape within the manual axes.
 
     Raises:
         AnnotationError: The plan in scope has no such name, or its spec does not divide `x`. (JAX itself drops an
             indivisible constraint silently.)
     """
-    found = placement(name, x.shape)
-    if found is None:
-        return x
-    mesh, spec = found
-    if param is not None and all("fsdp" not in entry_axes(entry) for entry in param.stored):
-        spec = drop_fsdp(spec)
-    with in_scope(annotate_scope(name)):
-        x = constrain(x, mesh, spec, f"activation {name!r}")
-    return checkpoint_name(x, name)
+    return x if current().mesh is None else checkpoint_name(constrain_like(x, name), name)
 
 
 def constrain_like(x: jax.Array, name: str) -> jax.Array:
     """Constrain `x` to the spec of activation `name`, without naming it for remat or offload."""
     found = placement(name, x.shape)
     with in_scope(annotate_scope(name)):
-        return x if found is None else constrain(x, *found, f"what is split like activation {name!r}")
+        return x if found is None else constrain(x, *found, f"activation {name!r}")
 
 
 def placement(name: str, shape: tuple[int, ...] = ()) -> tuple[AnyMesh, P] | None:
@@ -66,17 +59,20 @@ def placement(name: str, shape: tuple[int, ...] = ()) -> tuple[AnyMesh, P] | Non
     return None if context.mesh is None else (context.mesh, _spec_of(context, name, shape))
 
 
-def has_other_spec(name: str, other: str) -> bool:
-    """Return whether the plan in scope splits activations `name` and `other` differently."""
-    context = current()
-    return context.mesh is not None and _spec_of(context, name) != _spec_of(context, other)
+def annotate_param(x: jax.Array, param: ParamPlacement | None, name: str) -> tuple[jax.Array, ParamPlacement | None]:
+    """Mark a parameter as an activation; return its placement as such, over `fsdp` only where the plan splits it so.
 
-
-def placement_like(name: str) -> ParamPlacement | None:
-    """Return the placement of a parameter that is used with the spec of activation `name`; None outside a plan."""
-    found = placement(name)
-    scope = annotate_scope(name)
-    return None if found is None else ParamPlacement(found[0], found[1], found[1], found[1], scope=scope)
+    The parameter and its gradient are split as the plan keeps them before: XLA:TPU ends the process if it looks rows up
+    in a table, or adds their gradients to one, whose columns are split over fewer axes than those of the rows.
+    """
+    if param is None:
+        return x, None
+    whole = drop_fsdp(spec := _spec_of(current(), name))
+    stored, gradient = (spec if drop_fsdp(own) != own else whole for own in (param.stored, param.gradient))
+    placed = dataclasses.replace(param, stored=stored, used=whole, gradient=gradient)
+    for split in (param, placed):
+        x = gathered(x, dataclasses.replace(split, used=split.stored))
+    return checkpoint_name(x, name), placed
 
 
 def _spec_of(context: TraceContext, name: str, shape: tuple[int, ...] = ()) -> P:
@@ -134,9 +130,9 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
         problem = Problem(f"remat {remat}", "has an interval, and the layers have no numbers", fix=_NUMBERED)
         raise AnnotationError("This model does not number its layers:", [problem])
     if (number or 0) % remat.every:
-        return _overriding(layer, remat=Remat("none"), regather=True)
+        return override(remat=Remat("none"), regather=True)(layer)
     if remat.kind == "selective":
-        return _overriding(layer, regather=True)
+        return override(regather=True)(layer)
     checkpointed = _marked(remat.apply(layer, scanned=scanned))
 
     def run(*arrays: Any) -> Any:
@@ -159,14 +155,6 @@ def remat_attention(core: F, *, keeps_scores: bool = True) -> F:
 
 def _fetching(layer: F) -> F:
     return lambda *arrays: layer(*fetch(arrays))  # type: ignore[return-value]
-
-
-def _overriding(layer: F, **changes: Any) -> F:
-    def run(*arrays: Any) -> Any:
-        with override(**changes):
-            return layer(*arrays)
-
-    return run  # type: ignore[return-value]
 
 
 def _marked(layer: Callable) -> Callable:

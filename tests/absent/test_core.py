@@ -13,11 +13,14 @@ from tests.absent.test_pipeline import compiled as pipelines
 from tests.programs import LITTLE_EFFORT, run_script
 
 VOCAB, WIDTH, LAYERS, HEADS, D_FF, EXAMPLES, LENGTH, CHIPS = 512, 512, 2, 4, 1024, 16, 128, 8
+MICROBATCHES = 2
 COMPILE = f"""
-    import json, sys
+    import collections, json, sys
     import jax, spmd
+    from spmd.gradients.accumulate import accumulate
+    from spmd.gradients.base import value_and_grad
     from spmd.models.llama import LlamaConfig
-    from spmd.partition_rules.llama import LLAMA
+    from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
     from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.memory import read_memory
@@ -43,6 +46,14 @@ COMPILE = f"""
             "reduced": sum(r.bytes for r in records if r.kind in ("reduce-scatter", "all-reduce")),
             "permuted": sum(r.bytes for r in records if r.kind == "collective-permute"),
         }}
+    tied = spmd.from_nnx(LlamaConfig({VOCAB}, {WIDTH}, {LAYERS}, {HEADS}, {HEADS}, {D_FF}, tied=True).build)
+    mesh = spmd.make_mesh(devices=topology_devices(parse_topology("v5e:2x4")), fsdp={CHIPS // 2}, tensor=2)
+    plan = spmd.make_plan(mesh, LLAMA_TIED, tied, optimizer, remat="full", precision="bf16")
+    step = spmd.make_train_step(plan, grad_fn=accumulate(value_and_grad(spmd.next_token_loss(tied)), {MICROBATCHES}))
+    found["tied"] = collections.Counter()
+    for record in audit_collectives(step.compile(batch), mesh).records:
+        if "embed/embedding" in record.op_name or "tied" in record.op_name:
+            found["tied"][record.kind] += record.bytes
     print(json.dumps(found))
 """
 KERNELS = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * D_FF) + WIDTH * VOCAB
@@ -93,6 +104,18 @@ def test_offloaded_moments_leave_the_chip() -> None:
     assert (before["host"], after["host"]) == (0, moments)
     assert before["arguments"] - after["arguments"] == moments
     assert after["temporaries"] - before["temporaries"] < moments / 2
+
+
+def test_a_tied_head_sends_what_a_head_sends_and_its_columns() -> None:
+    """The head is gathered over fsdp and its gradient scattered, as without ties; columns are exchanged over tensor.
+
+    A newer compiler ends the process if the lookup's table, or the sum of its two gradients, is split like the head.
+    """
+    found = compiled()["tied"]
+    head, columns = BF16 * WIDTH * VOCAB // 2, FLOAT32 * WIDTH * VOCAB // CHIPS
+    assert found.keys() == {"all-gather", "reduce-scatter", "all-to-all"}
+    assert found["all-gather"] == found["reduce-scatter"] == MICROBATCHES * head
+    assert found["all-to-all"] <= (1 + MICROBATCHES) * columns  # the table once a step
 
 
 def test_a_pipeline_sends_streams_and_shared_gradients() -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from spmd.analysis.collectives import find_collectives
 from spmd.analysis.hlo import parse
@@ -91,7 +92,8 @@ def test_a_tied_head_is_exchanged_over_tensor_alone(monkeypatch):
 
     exchanged = f"f32[1,{config.vocab // 2},{config.d_model // 2}]"
     assert exchanged not in permuted()
-    monkeypatch.setattr(llama, "placement_of", lambda path: None)
+    whole, split = llama.placement_of, P(None, ("fsdp", "tensor"))
+    monkeypatch.setattr(llama, "placement_of", lambda path: dataclasses.replace(whole(path), stored=split))
     assert exchanged in permuted(), "the control: the table is split over fsdp, and gathered again"
 
 
