@@ -57,8 +57,9 @@ def annotate(x: jax.Array, name: str, *, param: ParamPlacement | None = None) ->
         with in_scope(annotate_scope(name)):
             return constrain(part, mesh, spec, f"stored activation {name!r}")
 
-    size = x.shape[-1] // shards_of(spec_dims(spec, x.ndim, split_axes(mesh))[-1], mesh.shape)
-    return store(x, name, codec, size, place, on_host=name in remat.offload)
+    dims = spec_dims(spec, x.ndim, split_axes(mesh))
+    shard = tuple(size // shards_of(axes, mesh.shape) for size, axes in zip(x.shape, dims, strict=True))
+    return store(x, name, codec, shard, place, on_host=name in remat.offload)
 
 
 def constrain_like(x: jax.Array, name: str) -> jax.Array:

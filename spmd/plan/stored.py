@@ -7,7 +7,8 @@ codes cross from one to the other, and what runs again reads the decoded array. 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ class _Stored:
     Attributes:
         name: The activation.
         codec: Its codec.
-        size: Elements of its last dimension on each device.
+        size: Elements of its last dimension on one device.
         save: `x -> (x, *codes)`; None if no block divides the last dimension.
         load: `(*codes) -> x`.
     """
@@ -43,7 +44,13 @@ class _Stored:
 
 
 def store(
-    x: jax.Array, name: str, codec: Codec, size: int, place: Callable[[jax.Array], jax.Array], *, on_host: bool
+    x: jax.Array,
+    name: str,
+    codec: Codec,
+    shard: tuple[int, ...],
+    place: Callable[[jax.Array], jax.Array],
+    *,
+    on_host: bool,
 ) -> jax.Array:
     """Return `x`, of which the backward pass of the `jax.checkpoint` around it has only codes.
 
@@ -51,26 +58,29 @@ def store(
         x: The activation.
         name: Its name; the ledger has its codes and scales under it, with their bits.
         codec: The codec.
-        size: Elements of the last dimension on each device: blocks do not cross shards.
+        shard: The shape of `x` on one device: blocks do not cross shards.
         place: Constrains an array whose dimensions are split as those of `x` are.
         on_host: Whether codes are moved to host memory. Scales are not.
     """
-    block = codec.block_of(size)
+    block = codec.block_of(shard[-1])
     if not block:
-        return _stored.bind(x, how=_Stored(name, codec, size))  # `store_problems` reports it
+        return _stored.bind(x, how=_Stored(name, codec, shard[-1]))  # `store_problems` reports it
+    rows = 1 if shard[-2:-1] == () or shard[-2] % 8 else 8
     label = f"{name} ({codec.bits(block):g}-bit {codec.name})"
 
     def save(x: jax.Array) -> tuple[jax.Array, ...]:
-        codes, *scales = (checkpoint_name(place(part), label) for part in codec.encode(x, block) if part is not None)
+        codes, *scales = (
+            checkpoint_name(place(part), label) for part in codec.encode(x, block, rows) if part is not None
+        )
         return x, jax.device_put(codes, jax.memory.Space.Host) if on_host else codes, *scales
 
     def load(codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         codes = jax.device_put(codes, jax.memory.Space.Device) if on_host else codes
-        return place(codec.decode(Encoded(codes, scale), x.dtype))
+        return place(codec.decode(Encoded(codes, scale), x.dtype, rows))
 
     saved = jax.make_jaxpr(save)(x)
     loaded = jax.make_jaxpr(load)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in saved.out_avals[1:]))
-    return _stored.bind(x, how=_Stored(name, codec, size, saved, loaded))
+    return _stored.bind(x, how=_Stored(name, codec, shard[-1], saved, loaded))
 
 
 def _identity(x: Any, *, how: _Stored) -> Any:
@@ -82,20 +92,16 @@ def _jvp(primals: Any, tangents: Any, *, how: _Stored) -> Any:
 
 
 def _partial_eval(
-    saveable: Any, unknown: list[bool], instantiated: list[bool], equation: JaxprEqn
-) -> tuple[JaxprEqn | None, JaxprEqn, list[bool], list[bool], list[Var]]:
+    saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], equation: JaxprEqn
+) -> tuple[JaxprEqn | None, JaxprEqn | None, Sequence[bool], Sequence[bool], list[Var]]:
     """Divide the equation: the known part returns `x` and its codes, the staged part decodes them."""
     how = equation.params["how"]
     if unknown[0]:
         return None, equation, [True], [True], []
     codes = [Var(aval) for aval in how.save.out_avals[1:]]
-    known, staged = (
-        equation.replace(primitive=primitives.closed_call_p, invars=ins, outvars=outs, params={"call_jaxpr": called})
-        for ins, outs, called in (
-            (equation.invars, [*equation.outvars, *codes], how.save),
-            (codes, equation.outvars, how.load),
-        )
-    )
+    call = functools.partial(equation.replace, primitive=primitives.closed_call_p)
+    known = call(outvars=[*equation.outvars, *codes], params={"call_jaxpr": how.save})
+    staged = call(invars=[*codes], params={"call_jaxpr": how.load})
     return known, staged, [False], [True], codes
 
 
