@@ -22,7 +22,7 @@ Every policy but `none` gathers parameters again in the backward pass, also in t
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -148,7 +148,13 @@ class Remat:
             )
         elif self.save:
             policy = policies.save_only_these_names(*self.save)
+        if self.store:  # the primitive of `spmd.plan.stored`
+            policy = _with_stored(policy or policies.nothing_saveable)
         return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # type: ignore[return-value]
+
+
+def _with_stored(policy: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda primitive, *avals, **params: primitive.name == "stored" or policy(primitive, *avals, **params)
 
 
 def make_remat(policy: "str | Remat") -> Remat:

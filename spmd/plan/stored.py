@@ -98,6 +98,10 @@ def _partial_eval(
     how = equation.params["how"]
     if unknown[0]:
         return None, equation, [True], [True], []
+    if (
+        saveable(_stored, equation.invars[0].aval, how=how) is not True
+    ):  # such as in a `while` loop, which saves nothing
+        return equation, equation if instantiated[0] else None, [False], list(instantiated), []
     codes = [Var(aval) for aval in how.save.out_avals[1:]]
     call = functools.partial(equation.replace, primitive=primitives.closed_call_p)
     known = call(outvars=[*equation.outvars, *codes], params={"call_jaxpr": how.save})
