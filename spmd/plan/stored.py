@@ -28,12 +28,7 @@ _BETWEEN = ("sharding_constraint", "convert_element_type")
 class _Stored:
     """Parameters of the primitive.
 
-    Attributes:
-        name: The activation.
-        codec: Its codec.
-        size: Elements of its last dimension on one device.
-        save: `x -> (x, *codes)`; None if no block divides the last dimension.
-        load: `(*codes) -> x`.
+    `save` is `x -> (x, *codes)`, None if no block divides `size`, the last dimension on a device; `load` decodes.
     """
 
     name: str
