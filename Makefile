@@ -81,7 +81,7 @@ check: install ## lint, formatting, types, floors, documentation
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest tests/architecture
 
-bench: install ## time step and layers against hand-written JAX, generation with and without a cache, pipelines against predictions (ARGS="--layers 2" is for the step)
+bench: install ## time step and layers against hand-written JAX, generation with and without a cache, pipelines and the demo against predictions (ARGS="--layers 2" is for the step)
 	@set -e; for mesh in $(BENCH_MESHES); do \
 	  echo "$(VENV)/bin/python benchmarks/step.py --mesh $$mesh $(ARGS)"; \
 	  $(VENV)/bin/python benchmarks/step.py --mesh $$mesh $(ARGS); \
@@ -90,6 +90,7 @@ bench: install ## time step and layers against hand-written JAX, generation with
 	$(VENV)/bin/python -m benchmarks.generate
 	$(VENV)/bin/python -m benchmarks.pipeline
 	$(VENV)/bin/python -m benchmarks.pipeline --work matmuls --stages 8 --microbatches 16
+	$(VENV)/bin/python -m benchmarks.cpu_prediction
 
 docs: $(DOCS_INSTALLED) ## build the documentation with its API reference into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict --site-dir site

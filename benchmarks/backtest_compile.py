@@ -22,6 +22,7 @@ from benchmarks.published_rows import Rebuilt
 from spmd.analysis.hlo import parse
 from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.distributed.initialize import initialize
+from spmd.distributed.xla_flags import PRESET, flags_for
 from spmd.models.transformer import TransformerConfig
 from spmd.observe.waiting import show_waiting_for
 from spmd.partition_rules.transformer import transformer_rules
@@ -77,7 +78,7 @@ def describe(job: Rebuilt) -> dict[str, Any]:
         "batch": round(job.work.batch / topology.slices),
         "accumulate": job.work.microbatches,
         "remat": job.remat.policy,
-        "xla": ["preset"],
+        "xla": [str(flag) for flag in flags_for([PRESET], "tpu", topology.chip.device_kind, crossing=False)],
     }
 
 

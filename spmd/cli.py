@@ -30,7 +30,6 @@ from spmd.distributed.initialize import exit_process
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.run.load_config import shipped
-from spmd.run.renamed import renamed_flags
 
 USAGE = """\
 usage: spmd COMMAND …
@@ -143,8 +142,6 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         problem = Problem(command, "is an unknown command", fix=did_you_mean(command, COMMANDS))
         raise ConfigError("There is no such command:", [problem])
-    if problems := renamed_flags(arguments):
-        raise ConfigError("These options have been renamed:", problems)
     run, _ = COMMANDS[command]
     return run(arguments[1:])
 

@@ -12,7 +12,8 @@ import jax
 from spmd.analysis.traced_program import TracedProgram, TracedValue
 
 _ALIASES = {
-    *("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "name", "sharding_constraint", "stack_iterations")
+    *("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "name", "stored", "sharding_constraint"),
+    "stack_iterations",
 }
 """Operations whose result has the elements of their operands, and is read in their place."""
 

@@ -24,9 +24,13 @@ from spmd.sharding.rules import spec_text
 NO_RULE = "no rule"
 """Begins the text of a collective that is the compiler's choice."""
 
+GRADIENT, USED_WHOLE, NEW_VALUE, PRODUCT = "gradient", "used whole", "new value", "sum of products"
+"""Uses of a parameter, for which it, its gradient or its products are sent."""
+
 _NOTHING: Annotated = MappingProxyType({})
-_EXPLICIT = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
+EXPLICIT = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
 _CONSTRAINTS = ("sharding_constraint", "shard_map")
+_CONVERSIONS = ("clamp", "convert_element_type", "div", "mul", "round")  # partitioners move them before a gather
 _PRODUCTS = ("add", "dot_general")  # compilers add products before they sum over devices
 _SUMS = ("add", "argmax", "argmin", "conv_general_dilated", "dot_general", "reduce", "scatter")
 _TOKENS = {axis for entry in BATCH_SPEC for axis in entry_axes(entry)}
@@ -82,19 +86,20 @@ class _Search:
             yield self._annotation(name, at)
         # A parameter that is gathered over axes that split it in its use, too, is gathered for something else.
         if (entry := self.entries.get(own)) and (is_sum or not _axes(drop_fsdp(entry.spec)).intersection(axes)):
-            yield _rule(entry, self._use(entry, record, steps))
+            yield self._rule(entry, self._use(entry, record, steps))
         if record.array.startswith("optimizer_state/") or OPTIMIZER in steps:
             yield Cause("step", f"optimizer, ZeRO {self.plan.zero}{at}")
         if METRICS in steps:
             yield Cause("step", f"metrics{at}")
-        is_explicit = operation.startswith((*_EXPLICIT, *_CONSTRAINTS))
-        if scope == "param" and (entry := self.entries.get(name)) and (is_sum or is_explicit):
-            yield _rule(entry, self._use(entry, record, steps))
+        is_explicit = operation.startswith((*EXPLICIT, *_CONSTRAINTS))
+        is_converted = record.kind == "all-gather" and operation in _CONVERSIONS
+        if scope == "param" and (entry := self.entries.get(name)) and (is_sum or is_explicit or is_converted):
+            yield self._rule(entry, self._use(entry, record, steps))
         if is_explicit:
             layer = _layer(record.source)
             yield Cause("layer", f"{layer} ({operation}){at}" if layer else f"{operation}{at}")
         if entry := self.entries.get(factor):
-            yield _rule(entry, "sum of products")
+            yield self._rule(entry, PRODUCT)
         # XLA:TPU multiplies in windows, with permutes between them, in place of a gather or a sum.
         is_windowed = record.kind == "collective-permute" and operation == "dot_general"
         if (is_windowed or (is_sum and operation.startswith(_SUMS))) and axes:
@@ -118,21 +123,21 @@ class _Search:
 
     def _use(self, entry: PlanEntry, record: Collective, steps: list[str]) -> str:
         """Describe what is done with a parameter: its use whole, its product, its gradient, or its new value."""
-        zero = f"ZeRO {self.plan.zero}"
         if OPTIMIZER in steps:
-            return f"new value, {zero}"
+            return NEW_VALUE
         operation = steps[-1]
         if _is_sum(record):
             is_product = set(record.axes or ()) <= _axes(drop_fsdp(entry.spec)) and operation in _PRODUCTS
-            return "sum of products" if is_product else f"gradient, {zero}"
+            return PRODUCT if is_product else GRADIENT
         # Outside of the derivative, only what moves a parameter for its use is in its scope.
         is_forward = "jvp(" in record.op_name or read_scope(record.op_name)[0] == "param"
-        is_use = is_forward and "transpose(" not in record.op_name and operation not in _EXPLICIT
-        return f"used whole, {zero}" if is_use or operation.startswith("all_gather") else f"gradient, {zero}"
+        is_use = is_forward and "transpose(" not in record.op_name and operation not in EXPLICIT
+        is_gather = "all-gather" in (record.kind, record.stands_for) and _axes(entry.spec).issuperset(record.axes or ())
+        return USED_WHOLE if is_use or is_gather or operation.startswith("all_gather") else GRADIENT
 
-
-def _rule(entry: PlanEntry, use: str) -> Cause:
-    return Cause("rule", f"rule {entry.rule!r} → {entry.requested}: {use}")
+    def _rule(self, entry: PlanEntry, use: str) -> Cause:
+        zero = "" if use == PRODUCT else f", ZeRO {self.plan.zero}"
+        return Cause("rule", f"rule {entry.rule!r} → {entry.requested}: {use}{zero}", entry.path, use)
 
 
 def _is_sum(record: Collective) -> bool:

@@ -5,7 +5,7 @@ with compiler_log() as log:
     compiled = step.compile(batch)
 audit = audit_collectives(compiled, plan.mesh, log=log)
 print(audit)
-expect_collectives(audit, all_gather={"fsdp": 64_000_000}, all_to_all=0)
+expect_collectives(audit, all_gather={"fsdp": {"bf16": 64_000_000}}, all_to_all=0)
 ```
 
 Bytes are those on the wire: an all-reduce is twice its buffer (`spmd.analysis.collective_record`). Backends write some
@@ -25,20 +25,19 @@ from jax.sharding import Mesh
 
 from spmd.analysis.annotated import find_annotated
 from spmd.analysis.causes import NO_RULE, add_causes
-from spmd.analysis.collective_record import Collective
+from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.collectives import find_collectives
 from spmd.analysis.hlo import HloModule, parse
+from spmd.analysis.promises import broken_promises, find_promises
 from spmd.errors import MeshError, Problem
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, slice_numbers
 from spmd.train.step import TrainStep
 from spmd.tree import human_bytes
 
-Expected = int | Mapping[str, int | EllipsisType] | None
-"""Bytes over all axes, or axes → bytes (`...` for any amount), or None for no expectation."""
-
-MIN_BYTES = 1024
-"""Payloads below it are ignored: the loss and other scalars."""
+Amount = int | EllipsisType
+Expected = int | Mapping[str, Amount | Mapping[str, Amount]] | None
+"""Bytes over all axes, or axes → bytes or dtype → bytes (`...` for any amount), or None for no expectation."""
 
 LARGE = 2**20
 """Smallest payload of a collective that should run beside compute."""
@@ -60,6 +59,7 @@ class CollectiveAudit:
     Attributes:
         mesh: Axis → size, of the axes larger than 1.
         slices: Axis → number of slices, of the axes that cross the slow network.
+        broken: Transfers that are wider than the plan promises (`spmd.analysis.promises`).
     """
 
     mesh: Mapping[str, int]
@@ -67,15 +67,23 @@ class CollectiveAudit:
     records: tuple[Collective, ...]
     warnings: tuple[Problem, ...]
     slices: Mapping[str, int]
+    broken: tuple[Problem, ...] = ()
 
-    def bytes(self, kind: str | None = None, axes: str | None = None, *, crossing: bool = False) -> int:
+    def bytes(
+        self, kind: str | None = None, axes: str | None = None, dtype: str | None = None, *, crossing: bool = False
+    ) -> int:
         """Return the bytes that one device sends in one step, of all collectives or only of some.
 
-        Those of a kind (`"all-gather"`), over exactly some axes (`"data+fsdp"`), or between slices (`crossing`).
+        Those of a kind (`"all-gather"`), over exactly some axes (`"data+fsdp"`), of a dtype (`"bf16"`), or between
+        slices (`crossing`).
         """
         over = axes and _in_order(axes, self.mesh)
-        chosen = (r for r in self.records if r.crosses or not crossing)
+        chosen = (r for r in self.records if dtype in (None, r.dtype) and (r.crosses or not crossing))
         return sum(r.bytes for r in chosen if kind in (None, r.kind) and over in (None, r.over))
+
+    def slice_bytes(self) -> int:
+        """Return the bytes that all devices of a slice together get from other slices in one step."""
+        return sum(r.slice_bytes for r in self.records)
 
     def by_axes(self, *, crossing: bool = False) -> _Groups:
         """Return (kind, axes) → records that are executed, or only those between slices; the most bytes first."""
@@ -89,15 +97,18 @@ class CollectiveAudit:
         if self.slices:
             axes = " ".join(f"{axis}={count}" for axis, count in self.slices.items())
             head = f"over the slow network, slices {axes}: {human_bytes(self.bytes(crossing=True))} in each step"
+            head += f", {human_bytes(self.slice_bytes())} into each slice"
             parts.append("\n".join([head, *_lines(self.by_axes(crossing=True))]))
         if self.records:
             heading = ("sent", "kind", "over", "runs", "buffer")
-            executed = (r for r in self.records if r.executions)
+            executed = [r for r in self.records if r.executions]
             by_source = _grouped(executed, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
             parts.append("\n".join(_lines(self.by_axes(), heading)))
+            by_dtype = _grouped(executed, lambda r: (r.dtype, r.over))
+            parts.append("\n".join(_lines(by_dtype, (heading[0], "dtype", *heading[2:]))))
             parts.append("\n".join(_lines(by_source, (*heading, "of", "at"))))
-            if causes := _grouped((r for r in self.records if r.executions and r.cause), _cause_key):
-                parts.append("\n".join(_cause_lines(causes)))
+            if causes := _grouped((r for r in executed if r.cause), lambda r: (r.kind, r.over, str(r.cause))):
+                parts.append("\n".join(_lines(causes, (*heading, "cause"))))
         notes = {f"{r.kind} is written as {r.written_as}" for r in self.records if r.written_as}
         in_vain = (r for r in self.records if r.kind == "all-reduce" and r.stands_for and r.payload >= MIN_BYTES)
         for (means, over), records in _grouped(in_vain, lambda r: (r.stands_for, r.over)).items():
@@ -111,7 +122,8 @@ class CollectiveAudit:
             notes.add(f"{NO_RULE}: the compiler chose {len(undecided)} collectives, {sent}; name activations there")
         notes |= {"?: in a branch, counted as always taken" for r in self.records if r.is_conditional}
         parts += ["\n".join(sorted(notes))] if notes else []
-        return "\n\n".join([*parts, *(f"warning: {warning}" for warning in self.warnings)])
+        broken = (f"BROKEN PROMISE: {promise}" for promise in self.broken)
+        return "\n\n".join([*parts, *(f"warning: {warning}" for warning in self.warnings), *broken])
 
     def to_json(self) -> dict[str, Any]:
         """Return records and warnings as JSON values."""
@@ -121,8 +133,11 @@ class CollectiveAudit:
             "bytes": self.bytes(),
             "slices": dict(self.slices),
             "crossing_bytes": self.bytes(crossing=True),
+            "slice_bytes": self.slice_bytes(),
+            "dtype_bytes": {dtype: self.bytes(dtype=dtype) for dtype in sorted({r.dtype for r in self.records})},
             "collectives": [{**dataclasses.asdict(record), "bytes": record.bytes} for record in self.records],
             "warnings": [dataclasses.asdict(warning) for warning in self.warnings],
+            "broken_promises": [dataclasses.asdict(promise) for promise in self.broken],
         }
 
 
@@ -145,7 +160,7 @@ def audit_collectives(
         log: From `compiler_log`.
         slices: Axis → number of slices that it spans.
         taken: How often a pipeline takes the branches of a tick: `TickTable.taken`.
-        plan: The plan of the step, for the cause of each collective.
+        plan: The plan of the step, for the cause of each collective, and for broken promises.
         jaxpr: The traced step, `step.trace(batch).jaxpr`. With it, a collective of what is annotated right after has
             the annotation as its cause.
 
@@ -167,7 +182,8 @@ def audit_collectives(
         records = add_causes(records, plan, {} if jaxpr is None else find_annotated(jaxpr))
     axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     crossing = {axis: count for axis, count in slices.items() if count > 1}
-    return CollectiveAudit(axes, backend, records, tuple(_warnings(records, backend, log)), crossing)
+    broken = tuple(broken_promises(records, find_promises(plan))) if plan else ()
+    return CollectiveAudit(axes, backend, records, tuple(_warnings(records, backend, log)), crossing, broken)
 
 
 def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -> Iterator[Problem]:
@@ -179,7 +195,7 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
         axes = record.axes or ()
         # Of a collective that the compiler made of several, the name is those of all, with colons between them.
         operations = {name.rpartition("/")[2] for name in record.op_name.split(":")}
-        is_float = record.operand[0] in "bf"
+        is_float = record.dtype[0] in "bf"
         if record.kind == "all-gather" and record.array.startswith("params/"):
             if "tensor" in axes and record.bytes >= MIN_SHARE * total:
                 fix = "split the activation that it meets, so that each device needs its own part"
@@ -223,7 +239,8 @@ def expect_collectives(
     `step` is an audit or a train step; `batch` has arrays or `jax.ShapeDtypeStruct`s, by default of the shapes that the
     step was last compiled for. An expectation is the bytes that one device sends in a step over all axes, 0 for none at
     all; or a dictionary from axes (`"fsdp"`, `"data+fsdp"`) to bytes, or to `...` for any amount: then exactly these
-    axes occur. An all-reduce is twice its buffer, others are their whole array once, whatever the size of the group.
+    axes occur; or to a dictionary from dtypes as XLA names them (`"s8"`, `"bf16"`) to bytes, with no other dtype over
+    these axes. An all-reduce is twice its buffer, others are their whole array once, whatever the size of the group.
     Bytes may differ by `tolerance`, relative to those expected; collectives with a payload of fewer than `ignore_below`
     bytes do not count. XLA:CPU writes reduce-scatters as all-reduces, which count as reduce-scatters there, and only
     there.
@@ -249,17 +266,22 @@ def expect_collectives(
         if wanted is None:
             continue
         records = [record for record in step.records if record.kind == kind and record.payload >= ignore_below]
+        named = {"all axes": wanted} if isinstance(wanted, int) else wanted
+        named = {_in_order(axes, step.mesh): amounts for axes, amounts in named.items()}
+        limits: dict[str, Amount] = {}
+        for axes, amounts in named.items():
+            by_dtype = amounts.items() if isinstance(amounts, Mapping) else [("", amounts)]
+            limits |= {f"{axes} in {dtype}" if dtype else axes: amount for dtype, amount in by_dtype}
         found = collections.Counter[str]()
         for record in records:
-            found["all axes" if isinstance(wanted, int) else record.over] += record.bytes
-        limits = {"all axes": wanted} if isinstance(wanted, int) else wanted
-        limits = {_in_order(axes, step.mesh): limit for axes, limit in limits.items()}
-        for axes in {**limits, **found}:
-            amount, limit = found[axes], limits.get(axes, 0)
-            if limit is ... and amount == 0:
-                wrong.append(f"{kind} over {axes}: expected, and there is none")
-            elif limit is not ... and abs(amount - limit) > tolerance * limit:
-                wrong.append(f"{kind} over {axes}: {amount:,} bytes in each step; expected {limit:,} ± {tolerance:.2%}")
+            axes = "all axes" if isinstance(wanted, int) else record.over
+            found[f"{axes} in {record.dtype}" if isinstance(named.get(axes), Mapping) else axes] += record.bytes
+        for over in {**limits, **found}:
+            amount, limit = found[over], limits.get(over, 0)
+            if isinstance(limit, EllipsisType):
+                wrong += [f"{kind} over {over}: expected, and there is none"] if amount == 0 else []
+            elif abs(amount - limit) > tolerance * limit:
+                wrong.append(f"{kind} over {over}: {amount:,} bytes in each step; expected {limit:,} ± {tolerance:.2%}")
         if any(limit is not ... for limit in limits.values()):
             unknown = [record.instruction for record in records if not record.is_counted]
             wrong += [f"{kind}: {name} runs in a loop of unknown length" for name in unknown]
@@ -298,30 +320,17 @@ def _row(records: list[Collective], kind: str, over: str, *rest: str) -> tuple[s
     return (mark + human_bytes(total), kind, over, str(runs), each, *rest)
 
 
-def _cause_key(record: Collective) -> tuple[str, ...]:
-    return (record.kind, record.over, str(record.cause))
-
-
-def _cause_lines(groups: _Groups) -> list[str]:
-    """Align bytes, runs, kind, axes and cause; the last one is cut to 120 characters."""
-    rows = [("sent", "kind", "over", "runs", "cause")]
-    for (kind, over, cause), records in groups.items():
-        sent, _, _, runs, _ = _row(records, kind, over)
-        rows.append((sent, kind, over, runs, cause))
-    w = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{a:>{w[0]}}  {b:<{w[1]}}  {c:<{w[2]}}  {d:>{w[3]}}  {e}" for a, b, c, d, e in rows]
-    return [line if len(line) <= 120 else f"{line[:119]}…" for line in lines]
-
-
 def _lines(groups: _Groups, *heading: tuple[str, ...]) -> list[str]:
-    """Align columns: bytes and runs to the right, text to the left; the column of arrays is cut to 120 characters."""
+    """Align columns of 120 characters: bytes and runs to the right, text to the left, the end of arrays' names."""
     rows = [*heading, *(_row(records, *key) for key, records in groups.items())]
+    if heading and heading[0][-1] == "cause":  # buffers are in the other tables
+        rows = [(*row[:4], *row[5:]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if len(widths) > 5:
+    if len(widths) > 6:
         widths[5] = max(12, min(widths[5], 120 - sum(widths[:5]) - widths[6] - 2 * len(widths) + 2))
     lines = []
     for row in rows:
         cut = [cell if len(cell) <= width else "…" + cell[1 - width :] for cell, width in zip(row, widths, strict=True)]
         cells = [cut[i].rjust(width) if i in (0, 3) else cut[i].ljust(width) for i, width in enumerate(widths)]
         lines.append("  ".join(cells).rstrip())
-    return lines
+    return [line if len(line) <= 120 else f"{line[:119]}…" for line in lines]

@@ -16,6 +16,9 @@ them, except for permutes; the factor is not counted anywhere, so that figures d
 
 import dataclasses
 
+MIN_BYTES = 1024
+"""Payloads below it are ignored: the loss and other scalars."""
+
 KINDS = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
@@ -29,11 +32,15 @@ class Cause:
     Attributes:
         kind: `"rule"` of a parameter, `"annotate"` of an activation, `"layer"` with a collective of its own, `"sum"`
             over a dimension that is split, `"step"` for the optimizer and metrics, or `"none"`: the compiler's choice.
+        param: The parameter or variable of a rule.
+        use: What it is sent for: `"used whole"`, `"gradient"`, `"new value"` or `"sum of products"`.
         text: Such as `rule 'mlp/(gate|up)_proj/kernel' → P(fsdp, tensor): used whole, ZeRO 3`.
     """
 
     kind: str
     text: str
+    param: str = ""
+    use: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -50,6 +57,8 @@ class Collective:
         written_as: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
         stands_for: What would do in place of an all-reduce: `"reduce-scatter"` where each device keeps only its own
             part, `"all-gather"` where each adds its own part to zeros; else empty.
+        dtype: Element type as XLA names it: `"bf16"`, `"s8"`.
+        entering: How many payloads one run sends into a slice, over the slow network.
         operand: Element type and dimensions of the operand on one device.
         array: The argument of the step that is moved, or whose gradient or new value is made, if known:
             `params/layers/mlp/up_proj/kernel`.
@@ -69,6 +78,8 @@ class Collective:
     is_conditional: bool = False
     written_as: str
     stands_for: str
+    entering: int
+    dtype: str
     operand: str
     array: str
     factor: str = ""
@@ -85,6 +96,11 @@ class Collective:
     def bytes(self) -> int:
         """Bytes that one device sends in one step."""
         return self.payload * self.executions * (2 if self.kind == "all-reduce" else 1)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes that all devices of a slice get from other slices in one step."""
+        return self.bytes * self.entering
 
     @property
     def over(self) -> str:

@@ -7,7 +7,8 @@ Compilers write some collectives in another form, noted in `written_as`:
   Elsewhere one that is left counts as the all-reduce it is; most TPUs leave them over most slices (`xla_flags.CHIPS`).
 - XLA:TPU makes all-reduces, of zeros with each device's own part, of small gathers and of gathers over a slice without
   wrap-around links. They count as the all-reduces they are.
-- XLA:CPU converts 16-bit floats to float32 before a collective, and back after it.
+- XLA:CPU converts 16-bit floats to float32 and 8-bit floats to float16 before a collective, and back after it.
+- Between TPU slices a collective is a `send` and a `recv` with the same rendezvous.
 - XLA:CPU keeps all-reduces whose results are only added to each other, where GPU and TPU compilers add first and reduce
   once: the backward pass of several kernels with one input, under tensor parallelism.
 """
@@ -26,7 +27,7 @@ from spmd.analysis.collective_record import KINDS, Collective
 from spmd.analysis.executions import Execution, executions
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.overlap import chain_of, compute_beside
-from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, per_device, read_groups, spans
+from spmd.analysis.replica_groups import Groups, entering, kind_of, mesh_axes, per_device, read_groups
 from spmd.plan import annotate, context, fsdp, manual
 from spmd.sharding import hops
 
@@ -36,6 +37,7 @@ _GATHERS = {"all-gather", "all-gather-done", "all-gather-start"}
 _PERMUTES = {"collective-permute", "collective-permute-done", "collective-permute-start", "dynamic-update-slice"}
 _MIXES = {"convolution", "custom-call", "dot", "gather", "reduce", "reduce-window", "scatter", "sort"}
 _MAX_VALUES = 4000
+_WIDENED = {"f32": ("bf16", "f16"), "f16": ("f8e4m3fn", "f8e5m2")}  # by XLA:CPU: type in the program → that of the data
 # These modules apply constraints for their caller, which is one frame up.
 _WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp, hops, manual))
 
@@ -148,17 +150,18 @@ class _Search:
         if axes == ():
             return
         written = instruction.attribute(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)")
-        last = self._done(name, instruction)
+        last, enters = self._done(name, instruction), entering(places, self.slices, kind, pairs=pairs)
         is_overlapped, cycles = compute_beside(self.program, name, instruction)
         in_place = kind == "collective-permute" and "slice_sizes=" in instruction.attributes
         parts = 1 if between else len(instruction.operands)
         apart = parts > 1 and kind not in _ONE_ARRAY and not in_place
         for part in range(parts if apart else 1):
-            names = instruction.operands if kind == "all-to-all" else instruction.operands[part : part + 1]
+            is_tuple = kind == "all-to-all" and not between
+            names = instruction.operands if is_tuple else instruction.operands[part : part + 1]
             operands = [HloValue(name, operand) for operand in names]
             arrays = [self.program.at(operand).arrays[0] for operand in operands]
             results = [last]
-            if apart or (len(self.program.at(last).arrays) > 1 and kind == "all-to-all"):
+            if apart or (len(self.program.at(last).arrays) > 1 and is_tuple):
                 results = [last._replace(element=part + i) for i in range(len(operands))]
             narrow = self._narrow(instruction, operands, arrays[0], results) if self.cpu else ""
             moved = [HloArray(narrow or array.dtype, array.dims) for array in arrays]
@@ -182,6 +185,8 @@ class _Search:
                     payload=sum(a.bytes for a in moved) * (max(map(len, places)) if kind == "all-gather" else 1),
                     written_as=f"{arrays[0].dtype} {kind}" if narrow else form if form != means else "",
                     stands_for=stands_for,
+                    entering=enters,
+                    dtype=moved[0].dtype,
                     operand=str(moved[0]) + (f"×{len(moved)}" if len(moved) > 1 else ""),
                     array=self._argument(source) or self._destination(results[0]),
                     factor=self._factor(source) if kind in ("all-reduce", "reduce-scatter") else "",
@@ -189,7 +194,7 @@ class _Search:
                     source=source_line(self.program.frames(metadata)),
                     instruction=instruction.name,
                     groups=written,
-                    crosses=spans(places, self.slices),
+                    crosses=enters > 0,
                     is_overlapped=is_overlapped,
                     overlapped_cycles=cycles,
                 ),
@@ -202,7 +207,9 @@ class _Search:
         return (name, instruction.name, str(part))
 
     def _done(self, name: str, instruction: Instruction) -> HloValue:
-        """Return the result of an instruction; of an asynchronous start, that of its `-done`."""
+        """Return the result of an instruction: of a start that of its `-done`, of a send the received."""
+        if instruction.opcode == "send":
+            return HloValue(name, next(self._peers(name, instruction), instruction).name, 0)
         while instruction.opcode.endswith(("-start", "-update")):
             users = self.program.computations[name].users[instruction.name]
             later = [user for user, _ in users if user.opcode.endswith(("-done", "-update"))]
@@ -211,15 +218,26 @@ class _Search:
             instruction = later[0]
         return HloValue(name, instruction.name)
 
+    def _peers(self, name: str, instruction: Instruction) -> Iterator[Instruction]:
+        """Yield the other end of a transfer between slices: `recv-done` of a `send`, or `send` of a `recv-done`."""
+        computation, rendezvous = self.program.computations[name], r'_xla_host_transfer_rendezvous="([^"]*)"'
+        is_send = instruction.opcode == "send"
+        key = (instruction if is_send else computation.instructions[instruction.operands[0]]).attribute(rendezvous)
+        for other in computation.instructions.values():
+            if other.opcode == ("recv" if is_send else "send") and other.attribute(rendezvous) == key != "":
+                yield from (user for user, _ in computation.users[other.name]) if is_send else [other]
+
     def _metadata(self, name: str, instruction: Instruction, operand: HloValue, result: HloValue) -> Instruction:
         """Return the instruction with the most specific metadata on the origin of a result."""
         users = [user for user, _ in self.program.computations[name].users[result.name]]
         element = [u for u in users if u.opcode == "get-tuple-element" and u.index == result.element]
         calls = [call for _, call, _ in self.program.callers[name]]
-        known = [i for i in (*element[:1], instruction, self.program.at(result), *calls) if "op_name=" in i.attributes]
+        loops = [call for call in calls if call.opcode in ("while", "conditional")]
+        inner = (call for call in calls if call not in loops)
+        known = [i for i in (*element[:1], instruction, self.program.at(result), *inner) if "op_name=" in i.attributes]
         # Combined collectives may have none; then that of what is moved, or of what uses an argument of the program.
         near = [] if any("/" in i.op_name for i in known) else [*map(self.program.at, self._origins(operand)), *users]
-        return next((i for i in (*known, *near) if "/" in i.op_name), known[0] if known else instruction)
+        return next((i for i in (*known, *near, *loops) if "/" in i.op_name), known[0] if known else instruction)
 
     def _own_part(self, operand: HloValue, members: int) -> HloValue | None:
         """Return what a device puts into an array that is otherwise zeros, if it is 1/members of that."""
@@ -250,12 +268,13 @@ class _Search:
     def _narrow(
         self, instruction: Instruction, operands: list[HloValue], array: HloArray, results: list[HloValue]
     ) -> str:
-        """Return the 16-bit type of data that is widened for this collective only, or an empty string."""
+        """Return the type of data that is widened for this collective only, or an empty string."""
         before = {a.dtype for o in operands for v in self._origins(o) for a in self.program.at(v).arrays}
-        halves = [dtype for dtype in sorted(before) if HloArray(dtype, (1,)).bytes == 2]
-        if array.dtype != "f32" or "_promoted" not in instruction.attribute(r"to_apply=(\S+)"):
-            return halves[0] if array.dtype == "f32" and halves and "to_apply=" not in instruction.attributes else ""
-        # The compiler marks the reductions that it has widened; their users convert back to the type.
+        narrow = sorted(before.intersection(_WIDENED.get(array.dtype, ())))
+        reducer = instruction.attribute(r"to_apply=(\S+)")
+        if not reducer:
+            return narrow[0] if narrow else ""
+        # The users of a widened reduction convert back to the type. The compiler marks it, but not a combined one.
         todo, types = list(results), set[str]()
         while todo:
             for computation, user, _ in self.program.uses(todo.pop()):
@@ -263,7 +282,11 @@ class _Search:
                     types.add(user.arrays[0].dtype)
                 elif user is not None and (user.is_move or user.opcode in _SLICES):
                     todo.append(HloValue(computation, user.name))
-        return next(iter(sorted({*types, *halves})), "bf16")
+                else:
+                    types.add(array.dtype)
+        if array.dtype == "f32" and "_promoted" in reducer:
+            return next(iter(sorted({*types, *narrow} - {"f32"})), "bf16")
+        return narrow[0] if narrow and types == {narrow[0]} else ""
 
     def _origins(self, value: HloValue) -> Iterator[HloValue]:
         """Yield the values that a value comes from, through moves, conversions, slices, gathers and permutes."""
@@ -271,7 +294,9 @@ class _Search:
             value = self.program.producer(value)
             yield value
             instruction = self.program.at(value)
-            if not instruction.is_move and instruction.opcode not in _SLICES | _GATHERS | _PERMUTES:
+            if instruction.opcode == "recv-done":
+                instruction = next(self._peers(value.computation, instruction), instruction)
+            elif not instruction.is_move and instruction.opcode not in _SLICES | _GATHERS | _PERMUTES:
                 return
             value = HloValue(value.computation, instruction.operands[0])
 
@@ -300,7 +325,7 @@ class _Search:
                     if (number := self.program.aliases.get(position)) is not None:
                         reached.add(_path(self.program.at(HloValue(self.program.entry, inputs[number]))))
                 elif user.is_move or user.opcode not in _MIXES:
-                    following = HloValue(computation, user.name)
+                    following = self._done(computation, user)
                     if following not in seen and any(a.size > 1 and a.dtype != "pred" for a in user.arrays):
                         seen.add(following)
                         todo.append(following)

@@ -19,7 +19,7 @@ _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf"),
     *("exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max"),
     *("min", "mul", "name", "ne", "neg", "not", "or", "pow", "reduce_precision", "rsqrt", "select_n", "sign", "sin"),
-    *("sqrt", "square", "stop_gradient", "sub", "tanh"),
+    *("sqrt", "square", "stop_gradient", "stored", "sub", "tanh"),
 }
 _LIKE_ADD = ("add_any", "select_n")
 """Element-wise operations that follow the rule of `add`; JAX's own has none, or refuses a mask of fewer axes."""

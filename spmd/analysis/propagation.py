@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from spmd.analysis.traced_program import Dims, Operation, TracedProgram, TracedValue
 from spmd.sharding.mesh import entry_axes
 
-_VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "reduce_precision")
+_VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "reduce_precision", "stored")
 """Operations that change only the form of an array; its name is kept."""
 
 

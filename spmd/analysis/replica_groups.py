@@ -128,9 +128,16 @@ def mesh_axes(groups: Groups, axes: Mapping[str, int], *, pairs: bool = False) -
     return named if pairs or (whole and everyone) else None
 
 
-def spans(groups: Groups, parts: np.ndarray) -> bool:
-    """Tell whether a group has devices in several parts; `parts` has the part of each device, such as its slice."""
-    return any(len(np.unique(parts[list(group)])) > 1 for group in groups)
+def entering(groups: Groups, parts: np.ndarray, kind: str, *, pairs: bool) -> int:
+    """Return how many payloads a run of a collective sends into a part from others; the most into any.
+
+    One for each group that spans parts, or for each device in it where every device gets data of its own.
+    """
+    members = [parts[list(group)].tolist() for group in groups]
+    spanning = [numbers[1:] if pairs else numbers for numbers in members if len(set(numbers)) > 1]
+    is_own = pairs or kind in ("all-to-all", "collective-permute", "ragged-all-to-all")
+    counts = (sum(numbers.count(n) if is_own else n in numbers for numbers in spanning) for n in set(parts.tolist()))
+    return max(counts, default=0)
 
 
 def per_device(program: HloModule, value: HloValue, devices: int) -> np.ndarray | None:

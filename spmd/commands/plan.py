@@ -62,7 +62,7 @@ class PlanCommand(Generic[M]):
 
 
 def run_plan(arguments: list[str]) -> int:
-    """Run `spmd plan`; return 3 if the plan exceeds the memory of the chips."""
+    """Run `spmd plan`; return 3 if the plan exceeds the memory of the chips, 4 if the step breaks its promises."""
     command, _ = parse_command(PlanCommand, arguments, "plan")
     views = [name for name in ("all", "diff", "compile", "schedule", "estimate", "time") if getattr(command, name)]
     if len(views) > 1:
@@ -127,7 +127,9 @@ def run_plan(arguments: list[str]) -> int:
     if absent:
         print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
         return 2
-    return 3 if fits is False else 0
+    if fits is False:
+        return 3
+    return 4 if audit and audit.broken else 0
 
 
 def _time_problems(command: PlanCommand) -> Iterator[Problem]:

@@ -38,6 +38,8 @@ _SCHEDULER = "latency-hiding scheduler: orders the program so that it computes w
 _FUSION = "async collective fusion: all-gathers of parameters run during the matmuls of the layer before"
 _GATHERS = "a SparseCore gathers parameters, along one dimension of the torus or several, during the matmuls"
 _SCATTERS = "a SparseCore reduce-scatters gradients during the matmuls; in a 3D torus over whole slices too"
+_WHOLE = "does not cut the matmuls of tensor parallelism into parts: the cut ones wait for each part's transfer"
+_ON_CHIP = "matmuls have this much of the on-chip memory (VMEM): larger tiles, and longer compilation"
 _COMBINE = "combines all-reduces of gradients up to 256 MiB: the slow network has long latencies"
 _MEMORY = "JAX takes this part of a GPU's memory; its default is 0.75"
 
@@ -54,11 +56,20 @@ _SPARSE_CORE = (
     *(Flag(f"{_OFFLOAD}_{form}reduce_scatter", True, _SCATTERS) for form in ("", "nd_")),
 )
 
+_WINDOWED = Flag("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000, _WHOLE)
+
+
+def _on_chip(mib: int) -> Flag:
+    return Flag("xla_tpu_scoped_vmem_limit_kib", 1024 * mib, _ON_CHIP)
+
+
 CHIPS: Mapping[str, tuple[Flag, ...]] = {
-    "TPU v5 lite": (Flag("xla_tpu_enable_async_collective_fusion", True, _FUSION),),
-    **{"TPU v5": _SPARSE_CORE, "TPU v6 lite": _SPARSE_CORE, "TPU7x": _SPARSE_CORE},
+    "TPU v5 lite": (Flag("xla_tpu_enable_async_collective_fusion", True, _FUSION), _on_chip(32)),
+    "TPU v5": (*_SPARSE_CORE, _WINDOWED, _on_chip(32)),
+    "TPU v6 lite": (*_SPARSE_CORE, _WINDOWED, _on_chip(64)),
+    "TPU7x": (*_SPARSE_CORE, _WINDOWED, _on_chip(60)),
 }
-"""Kind of device, as JAX names it → flags added there, with which large collectives are asynchronous."""
+"""Kind of device, as JAX names it → flags added there: asynchronous collectives, and tiles of matmuls."""
 
 CROSSING: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),

@@ -12,7 +12,8 @@ from jax.sharding import get_abstract_mesh
 
 from spmd.errors import ConfigError, Problem, check_call
 from spmd.gradients.losses import LossFn, Sums, check_returned
-from spmd.model_api.precision import scale_loss, split_loss_scale
+from spmd.model_api.precision import LOSS_SCALE, scale_loss
+from spmd.model_api.variables import split_variables
 from spmd.plan.fsdp import grad_targets, params_for_forward
 
 GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
@@ -38,7 +39,7 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
         raise ConfigError("This is no loss function:", problems)
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        own, scaling = split_loss_scale(variables)
+        own, scaling = split_variables(variables, LOSS_SCALE)
         around = get_abstract_mesh()
         if "pipe" in around.manual_axes and around.shape["pipe"] > 1:
             problem = Problem("mesh.pipe", "splits the layers of the model", fix="spmd.pipeline.grad_fn.pipeline")

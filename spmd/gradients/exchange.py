@@ -1,7 +1,6 @@
 """Gradients that each device sums over all microbatches of its examples, and that devices exchange once a step."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -14,13 +13,13 @@ from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
 from spmd.model_api.model import PRNG
-from spmd.model_api.precision import split_loss_scale
+from spmd.model_api.precision import LOSS_SCALE
+from spmd.model_api.variables import split_variables
 from spmd.plan.context import constrain, current, use_plan
 from spmd.plan.manual import dims_spec, extra_axes, manual_over, psum, spec_dims, split_axes, sum_gradient
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import in_scope
 from spmd.sharding.mesh import AnyMesh, entry_axes
-from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 
 AXES = ("data", "fsdp")
 """The axes over which an exchange can wait for the end of a step."""
@@ -48,7 +47,7 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
         over = () if mesh is None else tuple(axis for axis in axes if mesh.shape[axis] > 1)
         if mesh is None or not over:
             return grad_fn(params, variables, batch, key)
-        own = [path for path in tree.flatten(split_loss_scale(variables)[0]) if path not in placements]
+        own = [path for path in tree.flatten(split_variables(variables, LOSS_SCALE)[0]) if path not in placements]
         problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in own]
         problems += [Problem(path, "is in host memory", fix=_FIX) for path in placements if placements[path].on_host]
         if problems:
@@ -128,20 +127,3 @@ def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str
         except SpmdError as error:
             return Exchange((), f"{error.problems[0].where} {error.problems[0].what}")
     return Exchange(axes)
-
-
-def exchange_bytes(plan: ShardingPlan, axes: tuple[str, ...]) -> tuple[int, int, int]:
-    """Return the bytes of gradients and of parameters on the wire for an exchange over axes of size above 1.
-
-    They count as in `spmd.analysis.collective_record`. The third number is what is held beyond the plan's shards.
-    """
-    sizes, sent, gathered, held = plan.mesh.shape, 0, 0, 0
-    for leaf in plan.gradients:
-        specs = (leaf.spec, functools.reduce(drop_axis, axes, leaf.spec))
-        shard, local = (shard_bytes(leaf.shape, plan.precision.accumulation, spec, sizes) for spec in specs)
-        is_split = {axis for entry in leaf.spec for axis in entry_axes(entry)}.issuperset(axes)
-        sent, held = sent + local * (local > shard) + 2 * shard * (not is_split), held + local - shard
-    for leaf in (*plan.params, *plan.variables):
-        local = shard_bytes(leaf.shape, leaf.dtype, functools.reduce(drop_axis, axes, leaf.spec), sizes)
-        gathered += local * (local > leaf.bytes_per_device)
-    return sent, gathered, held + gathered

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
 from spmd.model_api.model import Model
+from spmd.model_api.variables import with_variables
 
 LOSS_SCALE = "loss_scale"
 """The name of the loss-scale state among the model's variables."""
@@ -225,37 +226,12 @@ def with_loss_scale(model: Model, loss_scale: LossScale | None) -> Model:
     """
     if loss_scale is None:
         return model
-
-    def init_variables(key: jax.Array) -> Any:
-        return {**model.init_variables(key), LOSS_SCALE: loss_scale.init()}
-
-    def forward(params: Any, variables: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
-        own, scaling = split_loss_scale(variables)
-        outputs, after = model.forward(params, own, *inputs, train=train, **keywords)
-        return outputs, {**after, **scaling}
-
-    def info() -> Any:
-        known = model.info()
-        paths = (f"{LOSS_SCALE}/{name}" for name in loss_scale.init())
-        return dataclasses.replace(known, replicated={**known.replicated, **dict.fromkeys(paths, _REASON)})
-
-    return dataclasses.replace(model, init_variables=init_variables, forward=forward, info=info)
-
-
-def split_loss_scale(variables: Any) -> tuple[Any, dict[str, Any]]:
-    """Split variables into the model's own, and a dictionary of the loss-scale state, empty if there is none.
-
-    Example:
-        >>> split_loss_scale({"loss_scale": {"scale": 2.0}, "mean": 1.0})
-        ({'mean': 1.0}, {'loss_scale': {'scale': 2.0}})
-    """
-    if not isinstance(variables, Mapping) or LOSS_SCALE not in variables:
-        return variables, {}
-    return {name: value for name, value in variables.items() if name != LOSS_SCALE}, {LOSS_SCALE: variables[LOSS_SCALE]}
+    reasons = dict.fromkeys(loss_scale.init(), _REASON)
+    return with_variables(model, LOSS_SCALE, lambda key: loss_scale.init(), replicated=reasons)
 
 
 def scale_loss(loss: jax.Array, scaling: Mapping[str, Any]) -> jax.Array:
-    """Multiply the loss by the scale, if `scaling` from `split_loss_scale` has one."""
+    """Multiply the loss by the scale, if `scaling`, the state split from the variables, has one."""
     return loss * scaling[LOSS_SCALE]["scale"].astype(loss.dtype) if scaling else loss
 
 

@@ -9,6 +9,11 @@
 | `save:a,b` | the layer's input, and the activations with the checkpoint names `a` and `b` |
 | `offload:a,b` | the same, with `a` and `b` in host memory |
 | `save:a offload:b` | both |
+| `store:int8=a` | the layer's input, and `a` in 8 bits (`int8`, `fp8`), or 1 (`mask`): see `spmd.model_api.codecs` |
+| `store:int8=a offload:a` | the same, with the codes of `a` in host memory |
+
+The forward pass computes with a stored activation in full; only the backward pass has the decoded one (Gist's delayed
+precision reduction, Jain et al., ISCA 2018).
 
 A suffix such as `full/2` is an interval: the first of every two layers has the policy, the other saves everything.
 
@@ -16,17 +21,18 @@ Every policy but `none` gathers parameters again in the backward pass, also in t
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 
 from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.model_api.codecs import CODECS, Codec
 
 F = TypeVar("F", bound=Callable)
 
 _PLAIN = ("none", "selective", "dots", "full")
-_FORMS = (*_PLAIN, "save:NAME", "offload:NAME")
+_FORMS = (*_PLAIN, "save:NAME", "offload:NAME", "store:CODEC=NAME")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +40,11 @@ class Remat:
     """A rematerialization policy.
 
     Args:
-        kind: `"none"`, `"selective"`, `"dots"`, `"full"` or `"names"`; `save=` or `offload=` imply `"names"`.
+        kind: `"none"`, `"selective"`, `"dots"`, `"full"` or `"names"`; names imply `"names"`.
         save: Checkpoint names of activations to save.
         offload: Checkpoint names of activations to save in host memory.
         every: The interval in layers.
+        store: Checkpoint name → codec, or such pairs. A name that is also in `offload` has its codes in host memory.
 
     Raises:
         ConfigError: All problems of the policy.
@@ -51,10 +58,13 @@ class Remat:
     save: Sequence[str] = ()
     offload: Sequence[str] = ()
     every: int = 1
+    store: Mapping[str, str] | Sequence[tuple[str, str]] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "save", tuple(self.save))
         object.__setattr__(self, "offload", tuple(self.offload))
+        pairs = self.store.items() if isinstance(self.store, Mapping) else self.store
+        object.__setattr__(self, "store", tuple((str(name), str(codec)) for name, codec in pairs))
         if not self.kind:
             object.__setattr__(self, "kind", "names" if self.names else "none")
         if problems := list(self._problems()):
@@ -65,12 +75,19 @@ class Remat:
             yield Problem("remat", f"{self.kind!r} does not exist", fix=did_you_mean(self.kind, _FORMS))
         elif bool(self.names) != (self.kind == "names"):
             what = f"{self.kind!r} with save={list(self.save)} offload={list(self.offload)}"
+            what += f" store={dict(self._pairs)}" if self.store else ""
             fix = "save:NAME,NAME or offload:NAME,NAME with at least one name, or another policy without names"
             yield Problem("remat", what, fix=fix)
-        for name in sorted({name for name in self.names if self.names.count(name) > 1}):
-            both = name in self.save and name in self.offload
-            what = f"{name} is both saved and offloaded" if both else f"{name} is named twice"
-            yield Problem("remat", what, fix="name it once")
+        for codec in sorted({codec for _, codec in self._pairs} - set(CODECS)):
+            yield Problem("remat", f"store:{codec}= is no codec", fix=did_you_mean(codec, CODECS))
+        stored = [name for name, _ in self._pairs]
+        for name in dict.fromkeys(self.names):
+            lists = {"saved": self.save, "offloaded": self.offload, "stored": stored}
+            classes = [word for word, names in lists.items() if name in names]
+            if len(classes) > 1 and "saved" in classes:
+                yield Problem("remat", f"{name} is both {' and '.join(classes)}", fix="name it once")
+            elif any(list(names).count(name) > 1 for names in lists.values()):
+                yield Problem("remat", f"{name} is named twice", fix="name it once")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             yield Problem("remat", f"{self.every!r} is not an interval of layers", fix="1 or more")
         elif self.kind == "none" and self.every > 1:
@@ -79,20 +96,36 @@ class Remat:
     def check_names(self, known: Collection[str], what: str) -> list[Problem]:
         """Return a problem for each checkpoint name that is not known; `what` says so."""
         return [
-            Problem(f"remat {word}:{name}", what, fix=f"one of: {', '.join(known)}")
-            for word, names in (("save", self.save), ("offload", self.offload))
+            Problem(f"remat {word}{name}", what, fix=f"one of: {', '.join(known)}")
+            for word, names in self._lists.items()
             for name in names
             if name not in known
         ]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The checkpoint names, saved and offloaded."""
-        return (*self.save, *self.offload)
+        """The checkpoint names: saved, offloaded and stored."""
+        return tuple(dict.fromkeys(name for names in self._lists.values() for name in names))
+
+    def codec(self, name: str) -> Codec | None:
+        """Return the codec of an activation; None if it is not stored in fewer bits."""
+        codec = dict(self._pairs).get(name)
+        return None if codec is None else CODECS[codec]
+
+    @property
+    def _pairs(self) -> tuple[tuple[str, str], ...]:
+        return self.store  # type: ignore[return-value]
+
+    @property
+    def _lists(self) -> dict[str, Sequence[str]]:
+        """The words of the policy with their names, such as `save:` and `store:int8=`."""
+        stored: dict[str, Sequence[str]] = {}
+        for name, codec in self._pairs:
+            stored[f"store:{codec}="] = (*stored.get(f"store:{codec}=", ()), name)
+        return {"save:": self.save, **stored, "offload:": self.offload}
 
     def __str__(self) -> str:
-        lists = {"save": self.save, "offload": self.offload}
-        named = [f"{word}:{','.join(names)}" for word, names in lists.items() if names]
+        named = [f"{word}{','.join(names)}" for word, names in self._lists.items() if names]
         return " ".join(named or [self.kind]) + (f"/{self.every}" if self.every > 1 else "")
 
     def apply(self, layer: F, *, scanned: bool) -> F:
@@ -106,16 +139,22 @@ class Remat:
         policies, policy = jax.checkpoint_policies, None
         if self.kind == "dots":
             policy = policies.dots_with_no_batch_dims_saveable
-        elif self.offload:
+        elif offloaded := [name for name in self.offload if self.codec(name) is None]:
             policy = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(self.save),
-                names_which_can_be_offloaded=list(self.offload),
+                names_which_can_be_offloaded=offloaded,
                 offload_src="device",
                 offload_dst="pinned_host",
             )
         elif self.save:
             policy = policies.save_only_these_names(*self.save)
+        if self.store:  # the primitive of `spmd.plan.stored`
+            policy = _with_stored(policy or policies.nothing_saveable)
         return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # type: ignore[return-value]
+
+
+def _with_stored(policy: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda primitive, *avals, **params: primitive.name == "stored" or policy(primitive, *avals, **params)
 
 
 def make_remat(policy: "str | Remat") -> Remat:
@@ -124,17 +163,24 @@ def make_remat(policy: "str | Remat") -> Remat:
     Example:
         >>> make_remat("save:attention_out,mlp_hidden").save
         ('attention_out', 'mlp_hidden')
+        >>> make_remat("store:int8=mlp_gate offload:mlp_gate").store
+        (('mlp_gate', 'int8'),)
     """
     if isinstance(policy, Remat):
         return policy
     text, slash, interval = str(policy).partition("/")
     words: list[str] = []
     names: dict[str, tuple[str, ...]] = {"save": (), "offload": ()}
+    store: tuple[tuple[str, str], ...] = ()
     for word in text.split():
         head, _, listed = word.partition(":")
-        if head in names and (found := tuple(name for name in listed.split(",") if name)):
+        codec, equals, listed = listed.partition("=") if head == "store" else ("", "", listed)
+        found = tuple(name for name in listed.split(",") if name)
+        if found and head in names:
             names[head] += found
+        elif found and equals:
+            store += tuple((name, codec) for name in found)
         else:
             words.append(word)  # `Remat` reports an invalid word with all other problems
     every = int(interval) if interval.isdecimal() else interval if slash else 1
-    return Remat(" ".join(words), names["save"], names["offload"], every)  # type: ignore[arg-type]
+    return Remat(" ".join(words), names["save"], names["offload"], every, store)  # type: ignore[arg-type]

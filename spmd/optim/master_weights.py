@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.model_api.precision import Precision
+from spmd.model_api.precision import Precision, cast_floats
 from spmd.optim.skip_updates import skip_bad_updates
 from spmd.optim.stochastic_rounding import round_stochastically, salt_of, seed_of
 from spmd.optim.two_phase import phases, two_phase
 from spmd.tree import map_with_path
+
+_wide = functools.partial(cast_floats, dtype=jnp.float32)
 
 
 class MasterState(NamedTuple):
@@ -91,10 +93,6 @@ def _in_float32(inner: optax.GradientTransformationExtraArgs) -> optax.GradientT
         return inner.update(_wide(updates), state, _wide(params), **extra)
 
     return optax.GradientTransformationExtraArgs(lambda params: inner.init(_wide(params)), update)
-
-
-def _wide(params: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
 
 
 def _difference(after: Any, before: Any) -> Any:

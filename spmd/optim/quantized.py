@@ -10,7 +10,6 @@ A moment is an exponential average: with a decay of 0.999 it moves by 0.1 % in a
 two numbers of a narrow dtype. Round-to-nearest would lose every update, so all rounding is stochastic.
 """
 
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd.errors import ConfigError, Problem
+from spmd.model_api.codecs import Encoded, block_of
 from spmd.optim.stochastic_rounding import random_bits, round_stochastically, salt_of, seed_of
 from spmd.sharding.layer_paths import dims_of, read_stacked
 from spmd.tree import PyTree, flatten, map_with_path
@@ -27,15 +27,7 @@ Kind = Literal["float32", "bfloat16", "8bit"]
 BLOCK = 256
 """Largest number of elements of the last dimension that share a scale."""
 
-_LEAST_BLOCK = 8
 _PER_OCTAVE = 8
-
-
-class Blocks(NamedTuple):
-    """An array in 8 bits per element: uint8 (squares) or int8, and the largest magnitude of each block in float32."""
-
-    codes: jax.Array
-    scale: jax.Array
 
 
 class QuantizedState(NamedTuple):
@@ -43,17 +35,6 @@ class QuantizedState(NamedTuple):
 
     steps: jax.Array
     inner: Any
-
-
-def block_of(size: int, largest: int = BLOCK) -> int:
-    """Return the largest block that divides a last dimension, or 0 if that is too small to save memory.
-
-    Example:
-        >>> block_of(4096), block_of(192), block_of(50257)
-        (256, 64, 0)
-    """
-    block = math.gcd(size, largest)
-    return block if block >= min(_LEAST_BLOCK, largest) else 0
 
 
 def check_block(field: str, block: int) -> list[Problem]:
@@ -118,14 +99,14 @@ def _load(state: PyTree) -> PyTree:
     """Return a state with its moments in float32."""
 
     def wide(node: Any) -> Any:
-        if isinstance(node, Blocks):
+        if isinstance(node, Encoded):
             return dequantize(node)
         return node.astype(jnp.float32) if node.dtype == jnp.bfloat16 else node
 
-    return jax.tree.map(wide, state, is_leaf=lambda node: isinstance(node, Blocks))
+    return jax.tree.map(wide, state, is_leaf=lambda node: isinstance(node, Encoded))
 
 
-def quantize(x: jax.Array, block: int, seed: jax.Array, *, signed: bool) -> Blocks:
+def quantize(x: jax.Array, block: int, seed: jax.Array, *, signed: bool) -> Encoded:
     """Quantize a float32 array `[..., n]` to 8 bits per element, rounded stochastically.
 
     Scales per block are from Dettmers et al. (arXiv:2110.02861, section 2.1). Their codes are a table with an exponent
@@ -147,11 +128,12 @@ def quantize(x: jax.Array, block: int, seed: jax.Array, *, signed: bool) -> Bloc
     chance = (bits >> 8).astype(jnp.float32) * 2.0**-24
     level = level + (chance < (part - low) / (high - low))
     codes = (jnp.sign(blocks) * level if signed else jnp.maximum(level, 1)).astype(dtype)
-    return Blocks(codes.reshape(x.shape), scale)
+    return Encoded(codes.reshape(x.shape), scale)
 
 
-def dequantize(stored: Blocks) -> jax.Array:
+def dequantize(stored: Encoded) -> jax.Array:
     """Return the float32 array of quantized blocks."""
+    assert stored.scale is not None
     blocks = stored.codes.reshape(*stored.scale.shape, -1).astype(jnp.float32)
     magnitude = _magnitude(jnp.abs(blocks), jnp.iinfo(stored.codes.dtype).max) * stored.scale[..., None]
     return (jnp.sign(blocks) * magnitude).reshape(stored.codes.shape)

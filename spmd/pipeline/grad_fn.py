@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import LossFn, Sums
-from spmd.model_api.precision import scale_loss, split_loss_scale
+from spmd.model_api.precision import LOSS_SCALE, scale_loss
+from spmd.model_api.variables import split_variables
 from spmd.pipeline.executor import cond, first_carry, run_ticks, shift, zeros
 from spmd.pipeline.interleave import AXIS, interleave
-from spmd.pipeline.partition import StageModel, Stream, partition, split_in_flight
+from spmd.pipeline.partition import IN_FLIGHT, StageModel, Stream, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import current
@@ -37,7 +38,7 @@ def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
     """
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        own, scaling = split_loss_scale(variables)
+        own, scaling = split_variables(variables, LOSS_SCALE)
         arrays = partition(grad_targets(params), own, batch, key, table.stages, table.chunks, table.microbatches)
         scale = scale_loss(jnp.float32(1), scaling)
         local = functools.partial(_backward, loss_fn=loss_fn, table=table)
@@ -57,7 +58,7 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
     """Return a loss function for evaluation that pipelines microbatches through the stages of `pipe`."""
 
     def pipelined_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        arrays = partition(params, split_in_flight(variables)[0], batch, key, stages, 1, microbatches)
+        arrays = partition(params, split_variables(variables, IN_FLIGHT)[0], batch, key, stages, 1, microbatches)
         local = functools.partial(_forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches)
         return shard_over_stages(local, P(), *arrays), variables
 

@@ -32,11 +32,6 @@ IN_FLIGHT = "in_flight"
 """The name, among the variables, of what PipeDream carries from one step to the next."""
 
 
-def split_in_flight(variables: Any) -> tuple[Any, Any]:
-    """Split the variables into the model's own and those in flight; None for nothing."""
-    return {name: value for name, value in variables.items() if name != IN_FLIGHT}, variables.get(IN_FLIGHT)
-
-
 def read_slot(slots: Any, slot: Any) -> Any:
     """Return the contents of a slot."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), slots)

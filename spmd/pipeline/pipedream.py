@@ -10,7 +10,6 @@ A step takes batch *t* and returns the gradients and sums of batch *t* − 1; th
 in flight between steps is part of the training state, among the variables.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -22,11 +21,12 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import LossFn, Sums
-from spmd.model_api.model import PRNG, Model, ModelInfo
+from spmd.model_api.model import PRNG, Model
+from spmd.model_api.variables import split_variables, with_variables
 from spmd.pipeline.executor import Carry, first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages
 from spmd.pipeline.interleave import AXIS
-from spmd.pipeline.partition import IN_FLIGHT, TITLE, StageModel, Stream, partition, split_in_flight
+from spmd.pipeline.partition import IN_FLIGHT, TITLE, StageModel, Stream, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import use_plan
@@ -46,11 +46,11 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
     """
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        own, flight = split_in_flight(variables)
-        if flight is None:
+        own, states = split_variables(variables, IN_FLIGHT)
+        if not states:
             fix = "make the plan for with_in_flight(model, …)"
             raise ConfigError(TITLE, [Problem(IN_FLIGHT, "is not among the variables", fix=fix)])
-        data = {"batch": batch, "key": jax.random.key_data(key)}
+        flight, data = states[IN_FLIGHT], {"batch": batch, "key": jax.random.key_data(key)}
 
         def arrays(params: Any, data: Any) -> tuple[Any, Any, Any]:
             key = jax.random.wrap_key_data(data["key"], impl=PRNG)
@@ -127,19 +127,10 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
     abstract = plan.abstract_params, plan.abstract_variables, batch
     local = jax.eval_shape(empty_carry, *abstract, jax.random.key(0, impl=PRNG))
 
-    def init_variables(key: jax.Array) -> Any:
+    def init(key: jax.Array) -> Any:
         data = {"batch": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch), "key": jnp.zeros((2,), jnp.uint32)}
         stages = jax.tree.map(lambda x: jnp.zeros((table.stages * x.shape[0], *x.shape[1:]), x.dtype), local)
-        flight = {"params": model.init(key), "data": data, "stages": stages}
-        return {**model.init_variables(key), IN_FLIGHT: flight}
-
-    def forward(params: Any, variables: Any, *inputs: Any, train: bool) -> tuple[Any, Any]:
-        own, flight = split_in_flight(variables)
-        outputs, after = model.forward(params, own, *inputs, train=train)
-        return outputs, {**after, IN_FLIGHT: flight}
-
-    def info() -> ModelInfo:
-        return dataclasses.replace(model.info(), placed={f"{IN_FLIGHT}/{path}": spec for path, spec in placed.items()})
+        return {"params": model.init(key), "data": data, "stages": stages}
 
     rows = batch_sharding(plan.mesh).spec
     gradients = {leaf.path: drop_axis(leaf.spec, AXIS) for leaf in plan.gradients}
@@ -149,4 +140,4 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
             is_x = name in _STREAMS and path == "0"
             spec = gradients[path] if name == "of_others" else rows if is_x else P()
             placed[f"stages/{name}/{path}"] = P(AXIS, *spec)
-    return dataclasses.replace(model, init_variables=init_variables, forward=forward, info=info)
+    return with_variables(model, IN_FLIGHT, init, placed=placed)

@@ -19,10 +19,12 @@ from spmd.model_api.remat import Remat
 from spmd.plan.context import TraceContext, constrain, current, override
 from spmd.plan.fsdp import gathered
 from spmd.plan.host_params import fetch
+from spmd.plan.manual import spec_dims, split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import annotate_scope, in_scope
-from spmd.sharding.mesh import AnyMesh
+from spmd.plan.stored import store, store_problems
+from spmd.sharding.mesh import AnyMesh, shards_of
 from spmd.sharding.optimizer_state import drop_fsdp
 
 F = TypeVar("F", bound=Callable)
@@ -40,14 +42,30 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
         AnnotationError: The plan in scope has no such name, or its spec does not divide `x`. (JAX itself drops an
             indivisible constraint silently.)
     """
-    return x if current().mesh is None else checkpoint_name(constrain_like(x, name), name)
+    found = placement(name, x.shape)
+    if found is None:
+        return x
+    mesh, spec = found
+    with in_scope(annotate_scope(name)):
+        x = constrain(x, mesh, spec, f"activation {name!r}")
+    x, remat = checkpoint_name(x, name), current().remat
+    if (codec := remat.codec(name)) is None:
+        return x
+
+    def place(part: jax.Array) -> jax.Array:
+        with in_scope(annotate_scope(name)):
+            return constrain(part, mesh, spec, f"stored activation {name!r}")
+
+    dims = spec_dims(spec, x.ndim, split_axes(mesh))
+    shard = tuple(size // shards_of(axes, mesh.shape) for size, axes in zip(x.shape, dims, strict=True))
+    return store(x, name, codec, shard, place, on_host=name in remat.offload)
 
 
 def constrain_like(x: jax.Array, name: str) -> jax.Array:
     """Constrain `x` to the spec of activation `name`, without naming it for remat or offload."""
     found = placement(name, x.shape)
     with in_scope(annotate_scope(name)):
-        return x if found is None else constrain(x, *found, f"activation {name!r}")
+        return x if found is None else constrain(x, *found, f"what is split like activation {name!r}")
 
 
 def placement(name: str, shape: tuple[int, ...] = ()) -> tuple[AnyMesh, P] | None:
@@ -164,9 +182,13 @@ def _marked(layer: Callable) -> Callable:
 
 def _check_names(remat: Remat, layer: Callable, arrays: tuple[Any, ...]) -> None:
     """Check that a layer marks every name of the policy; JAX ignores a name that is not marked."""
-    marked = sorted(_marks(jax.make_jaxpr(layer)(*arrays)))
-    if problems := remat.check_names(marked, "is marked in no layer"):
-        raise AnnotationError("The remat policy names activations that the model's layers do not have:", problems)
+    jaxpr = jax.make_jaxpr(layer)(*arrays)
+    problems = remat.check_names(sorted(_marks(jaxpr)), "is marked in no layer")
+    title = "The remat policy names activations that the model's layers do not have:"
+    if wrong := store_problems(jaxpr, remat):
+        title = "The remat policy cannot save these activations of the model's layers:"
+    if problems + wrong:
+        raise AnnotationError(title, problems + wrong)
 
 
 def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
@@ -188,4 +210,5 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
 
 
 def _marks(jaxpr: Any) -> set[str]:
-    return {equation.params["name"] for equation in equations(jaxpr) if equation.primitive.name == "name"}
+    names = {equation.params["name"] for equation in equations(jaxpr) if equation.primitive.name == "name"}
+    return {name.partition(" (")[0] for name in names}  # as codes of stored activations are named

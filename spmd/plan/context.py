@@ -97,6 +97,7 @@ def constrain(x: jax.Array, mesh: AnyMesh, spec: P, what: str) -> jax.Array:
     manual = get_abstract_mesh().manual_axes
     for axis in manual:
         spec = drop_axis(spec, axis)
-    if problems := audit_spec(what, x.shape, spec, mesh.shape, f"its spec {spec_text(spec)}"):
+    problems = audit_spec(what, x.shape, spec, mesh.shape, f"its spec {spec_text(spec)}")
+    if problems:
         raise AnnotationError("An array cannot be split as the rule table says:", problems)
     return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(mesh, spec))

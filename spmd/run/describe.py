@@ -1,15 +1,19 @@
 """Lines that follow a plan's text: the pipeline, experts, the slices, and XLA's flags."""
 
+import functools
 import math
 import re
 
 from spmd.distributed.xla_flags import describe
-from spmd.gradients.exchange import AXES, exchange_bytes
+from spmd.gradients.exchange import AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.manual import spec_dims, split_axes
+from spmd.plan.plan import ShardingPlan
 from spmd.run.build import TrainSetup, build_flags, count_microbatches
+from spmd.sharding.mesh import entry_axes
+from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 from spmd.tree import human_bytes
 
 
@@ -77,3 +81,20 @@ def flags_text(setup: TrainSetup, platform: str, kind: str) -> str:
     """Return XLA's flags for a kind of device with their reasons; empty where there are none."""
     flags = build_flags(setup.config, platform, kind)
     return describe(f"\nflags for XLA on {platform}", flags) if flags else ""
+
+
+def exchange_bytes(plan: ShardingPlan, axes: tuple[str, ...]) -> tuple[int, int, int]:
+    """Return the bytes of gradients and of parameters on the wire for an exchange over axes of size above 1.
+
+    They count as in `spmd.analysis.collective_record`. The third number is what is held beyond the plan's shards.
+    """
+    sizes, sent, gathered, held = plan.mesh.shape, 0, 0, 0
+    for leaf in plan.gradients:
+        specs = (leaf.spec, functools.reduce(drop_axis, axes, leaf.spec))
+        shard, local = (shard_bytes(leaf.shape, plan.precision.accumulation, spec, sizes) for spec in specs)
+        is_split = {axis for entry in leaf.spec for axis in entry_axes(entry)}.issuperset(axes)
+        sent, held = sent + local * (local > shard) + 2 * shard * (not is_split), held + local - shard
+    for leaf in (*plan.params, *plan.variables):
+        local = shard_bytes(leaf.shape, leaf.dtype, functools.reduce(drop_axis, axes, leaf.spec), sizes)
+        gathered += local * (local > leaf.bytes_per_device)
+    return sent, gathered, held + gathered

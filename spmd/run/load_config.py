@@ -19,7 +19,6 @@ from pathlib import Path
 
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
 from spmd.run.config import TrainConfig
-from spmd.run.renamed import rename_hint
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 """Folder of the configs that ship with the package."""
@@ -116,7 +115,7 @@ def load_config(name: str) -> TrainConfig:
     except SyntaxError as error:
         raise _unreadable(f"{error.filename or path}:{error.lineno}", f"is not Python: {error.msg}") from error
     except BaseException as error:
-        raise _unreadable(_line_of(error, path), f"fails: {_text(error)}", rename_hint(error)) from error
+        raise _unreadable(_line_of(error, path), f"fails: {_text(error)}") from error
     sys.modules[module.__name__] = module  # where `typing` and `inspect` look for what its classes refer to
     config = vars(module).get("config")
     if not isinstance(config, TrainConfig):

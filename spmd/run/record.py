@@ -9,7 +9,6 @@ from spmd.data.corpus import Corpus
 from spmd.errors import CheckpointError, Problem
 from spmd.run.build import TrainSetup
 from spmd.run.config import TrainConfig, config_difference, config_values
-from spmd.run.renamed import current_fields
 from spmd.run.run_dir import IMPORTED
 
 _TEXT = ("data.source", "data.tokenizer", "data.text_field", "data.validation")
@@ -103,7 +102,7 @@ def _counts_skips(values: Mapping[str, Any]) -> bool:
 def _recorded(record: Mapping[str, Any], config: TrainConfig) -> dict[str, Any]:
     """Return the recorded config; a field that the record lacks, since an earlier version wrote it, had its default."""
     defaults = {**config_values(type(config)), "model": config_values(type(config.model))}
-    return _merged(defaults, current_fields(record["config"]))
+    return _merged(defaults, record["config"])
 
 
 def _merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

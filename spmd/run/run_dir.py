@@ -31,7 +31,6 @@ from spmd.errors import CheckpointError, Problem
 from spmd.resilience.lease import Lease
 from spmd.run.config import TrainConfig, config_difference, config_values, with_values
 from spmd.run.load_config import copy_config, load_config, other_config
-from spmd.run.renamed import current_fields
 
 IMPORTED = "imported"
 """Key in the record of a checkpoint that has imported parameters and no training state."""
@@ -125,7 +124,12 @@ class RunDir:
             is_json = isinstance(error, KeyError | TypeError)
             what = "has a config.json that is not of a run" if is_json else str(error)
             raise CheckpointError("There is no run:", [Problem(str(self.path), what, fix=fix)]) from error
-        config = with_values(load_config(str(self.path / "config.py")), current_fields(values))
+        config = load_config(str(self.path / "config.py"))
+        if unknown := sorted(set(values) - set(config_values(config))):
+            what = "is no field of this version's TrainConfig"
+            problems = [Problem(f"config.json: {name}", what) for name in unknown]
+            raise CheckpointError(f"The run {self.path} cannot be read:", problems)
+        config = with_values(config, values)
         recorded, own = Path(config.data.tokenizer).expanduser(), self.path / TOKENIZER
         moved = recorded.name == TOKENIZER and not recorded.exists() and own.exists()
         return with_values(config, {"data": {"tokenizer": str(own.absolute())}}) if moved else config

@@ -126,7 +126,10 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
         state_bytes=2 * model.state_bytes + 4,
         routed=model.routed,
         offloads_state="optimizer_state" in config.offload,
-        offloaded=2 * sum(widths.get(name, model.hidden) for name in remat.offload),
+        offloaded=sum(
+            (codec.bits(128) / 8 if (codec := remat.codec(name)) else 2) * widths.get(name, model.hidden)
+            for name in remat.offload
+        ),
         bubble=bubble,
     )
 

@@ -238,12 +238,13 @@ class _Reader:
 def _attention_flops(inputs: list[HloArray], matmuls: int) -> float:
     """Return the FLOPs of a kernel of causal attention, from its operands: a table of blocks, then queries and keys.
 
-    The table is `[heads, query blocks, key blocks]`; where windows end early it has fewer key blocks than there are.
+    The table is `[heads, query blocks, key blocks]`. Where windows end early it lists only the blocks that a query
+    block meets, or that a key block meets in the kernel of their gradients; blocks of both are equally long.
     """
     wide = [array for array in inputs if array.dtype in ("bf16", "f32") and len(array.dims) >= 3]
     *batch, queries, width = wide[0].dims
     keys = wide[1].dims[-2]
     blocks = next((array.dims[-2:] for array in inputs if array.dtype == "s8" and len(array.dims) == 3), (1, 1))
-    most = keys * blocks[0] // queries  # blocks of keys, if they are as long as those of queries
-    share = (blocks[0] + 1) / (2 * blocks[0]) if blocks[1] >= most else blocks[1] / most
+    met, of = sorted((blocks[0] * keys, blocks[1] * queries))
+    share = met / of if met < of else (blocks[0] + 1) / (2 * blocks[0])
     return matmuls * 2 * math.prod(batch) * queries * keys * width * share

@@ -16,7 +16,7 @@ IMPORT = re.compile(
     rf"(?:import (?:[\w.]+, )*(?P<module>{MODULE}) *(?=[,\"'#]|$)|from (?P<package>{MODULE}) import)",
     re.MULTILINE,
 )
-EXCEPTIONS = ("tests/processes/test_wheel.py", "tests/unit/test_renamed.py", "tests/architecture/test_imports.py")
+EXCEPTIONS = ("tests/processes/test_wheel.py", "tests/architecture/test_imports.py")
 """Tests about such imports."""
 
 

@@ -48,8 +48,8 @@ CASES = {  # a config, its mesh, its ZeRO stage → causes that it has, by kind 
         ("all-reduce", "fsdp", "optimizer, ZeRO 3 at spmd/optim/config.py:"),
         ("all-reduce", "fsdp", "metrics at spmd/train/step.py:"),
     ],
-    (demo, MeshShape(data=2, fsdp=2), 1): [("all-gather", "fsdp", NEW)],
-    (demo, MeshShape(sequence=2, tensor=2), 3): [
+    (demo, MeshShape(sequence=2, fsdp=2), 1): [
+        ("all-gather", "fsdp", NEW),
         ("collective-permute", "sequence", "context-parallel attention (ppermute) at spmd/layers/ring_attention.py:"),
         ("collective-permute", "sequence", "zigzag order of tokens (ppermute) at spmd/layers/zigzag.py:"),
     ],

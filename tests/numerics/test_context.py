@@ -2,6 +2,9 @@
 
 import functools
 import importlib.util
+import math
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd.models.llama
+from spmd.analysis.collective_audit import audit_collectives
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
@@ -235,54 +239,29 @@ def test_what_cannot_be_split_is_refused_before_anything_compiles(seq, config, c
     assert all(problem.fix for problem in caught.value.problems)
 
 
-ASK = """
-    import json, re
-    import jax, numpy as np, optax, spmd
-    from spmd.analysis.collective_audit import audit_collectives
-    from tests import tiny
-
-    spmd.simulate_devices(8)
-    CONFIG = tiny.replaced(kv_heads=4)
-
-    def compile_step(length, options, sizes, batch=1):
-        ids = jax.ShapeDtypeStruct((batch, length), "int32")
-        shapes = {"tokens": ids, "targets": ids, "weights": jax.ShapeDtypeStruct((batch, length), "float32")}
-        plan = tiny.plan(CONFIG, options=tuple(options.items()), **sizes)
-        return plan, spmd.make_train_step(plan, tiny.loss_fn(CONFIG)).compile(shapes)
-
-    def largest(compiled):
-        sizes = re.findall(r" (?:pred|[a-z]+[0-9]+)\\[([0-9,]+)\\]", compiled.as_text())
-        return max(int(np.prod([int(n) for n in size.split(",")])) for size in sizes)
-
-    def moved(options, sizes):
-        plan, compiled = compile_step(64, options, sizes, batch=4)
-        audit = audit_collectives(compiled, plan.mesh)
-        found = {}
-        for record in audit.records:
-            what = "order" if record.source.startswith("spmd/layers/zigzag") else "rest"
-            if record.over == "sequence" or "sequence" in record.over.split("+"):
-                found[f"{record.kind} {what}"] = found.get(f"{record.kind} {what}", 0) + record.executions
-        return {"counts": found, "warnings": len(audit.warnings)}
-
-    answers = {
-        "ring": moved({}, {"sequence": 4, "fsdp": 2}),
-        "by heads": moved({"context": "all-to-all"}, {"sequence": 4, "fsdp": 2}),
-        "largest": {k: largest(compile_step(1024, {"attention": k}, {})[1]) for k in ("xla", "chunked")},
-        "temporaries": {
-            n: compile_step(32768, {}, {"sequence": n})[1].memory_analysis().temp_size_in_bytes for n in (2, 8)
-        },
-    }
-    print(json.dumps(answers))
-"""
+AUDITED = tiny.replaced(kv_heads=4)
+LAYERS, TURNS = AUDITED.layers, 4 - 1
 
 
-@functools.cache
-def answers():
-    """What the optimised program says, from one process for all questions."""
-    return run_script(ASK)
+def compile_step(length, sizes, **options):
+    """A plan, and the compiled step of a batch of one example."""
+    ids = jax.ShapeDtypeStruct((1, length), "int32")
+    shapes = {"tokens": ids, "targets": ids, "weights": jax.ShapeDtypeStruct((1, length), "float32")}
+    plan = tiny.plan(AUDITED, options=tuple(options.items()), **sizes)
+    return plan, make_train_step(plan, tiny.loss_fn(AUDITED)).compile(shapes)
 
 
-LAYERS, TURNS = tiny.CONFIG.layers, 4 - 1
+def sent(context):
+    """How often each kind of collective over `sequence` runs, those of the order of tokens apart; and warnings."""
+    before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)  # audits read whole stacks
+    plan, compiled = compile_step(64, {"sequence": 4}, context=context)
+    jax.config.update("jax_traceback_in_locations_limit", before)
+    audited, found = audit_collectives(compiled, plan.mesh), Counter()
+    for record in audited.records:
+        kind = "order" if record.source.startswith("spmd/layers/zigzag") else "rest"
+        found[f"{record.kind} {kind}"] += record.executions
+    return found, audited.warnings
 
 
 def test_a_ring_sends_what_it_says():
@@ -290,32 +269,37 @@ def test_a_ring_sends_what_it_says():
 
     The batch, of three arrays, takes two for each; nothing of the sequence is gathered.
     """
-    counts = answers()["ring"]["counts"]
+    counts, warnings = sent("ring")
     assert counts["collective-permute rest"] == LAYERS * TURNS * (2 + 2 + 2)
     assert counts["collective-permute order"] == 3 * 2
     assert set(counts) == {"collective-permute rest", "collective-permute order", "all-reduce rest"}
-    assert answers()["ring"]["warnings"] == 0
+    assert not warnings
 
 
 def test_an_exchange_by_heads_sends_what_it_says():
     """Four all-to-alls forward and four backward for each layer, and nothing is gathered, not the batch either."""
-    counts = answers()["by heads"]["counts"]
+    counts, warnings = sent("all-to-all")
     assert counts["all-to-all rest"] == LAYERS * 8
     assert set(counts) == {"all-to-all rest", "all-reduce rest"}
-    assert answers()["by heads"]["warnings"] == 0
+    assert not warnings
 
 
 def test_no_buffer_grows_with_the_square_of_the_sequence():
     """In chunks, the largest array of the whole step is smaller than one head's scores; XLA's form holds more."""
-    chunked, xla = answers()["largest"]["chunked"], answers()["largest"]["xla"]
-    assert chunked <= 4 * 512 * 512  # four heads of one pair of chunks
-    assert xla > 1024 * 1024 / 2
+
+    def largest(attention):
+        _, compiled = compile_step(1024, {}, attention=attention)
+        sizes = re.findall(r" (?:pred|[a-z]+[0-9]+)\[([0-9,]+)\]", compiled.as_text())
+        return max(math.prod(map(int, size.split(","))) for size in sizes)
+
+    assert largest("chunked") <= 4 * 512 * 512  # four heads of one pair of chunks
+    assert largest("xla") > 1024 * 1024 / 2
 
 
 def test_memory_falls_as_devices_are_added():
     """Temporaries of 32,768 tokens: of 8 devices, each needs less than half of what each of 2 needs."""
-    temporaries = answers()["temporaries"]
-    assert temporaries["8"] < temporaries["2"] / 2
+    of_2, of_8 = (compile_step(32768, {"sequence": n})[1].memory_analysis().temp_size_in_bytes for n in (2, 8))
+    assert of_8 < of_2 / 2
 
 
 ON_TPU = """

@@ -16,7 +16,8 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.loss_scale import keep_variables, unscale
 from spmd.model_api.model import Model
-from spmd.model_api.precision import LOSS_SCALE, POLICIES, LossScale, Precision, split_loss_scale, with_loss_scale
+from spmd.model_api.precision import LOSS_SCALE, POLICIES, LossScale, Precision, with_loss_scale
+from spmd.model_api.variables import split_variables
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh
@@ -244,7 +245,7 @@ def test_evaluation_and_the_model_do_not_mind_the_scale():
     assert sorted(after) == [LOSS_SCALE, "mean"]
     assert with_loss_scale(MODEL, None) is MODEL
     assert unscale(GRAD_FN, None) is GRAD_FN
-    assert split_loss_scale({}) == ({}, {})
+    assert split_variables({}, LOSS_SCALE) == ({}, {})
 
 
 def test_float16_gradients_vanish_without_a_scale():

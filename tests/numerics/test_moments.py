@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.data.loader import Windows, batches, load_corpus
 from spmd.errors import ConfigError, RuleError
+from spmd.model_api.codecs import Encoded, block_of
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.per_layer import per_layer
-from spmd.optim.quantized import BLOCK, Blocks, Kind, QuantizedState, block_of, dequantize, quantize, quantize_moments
+from spmd.optim.quantized import BLOCK, Kind, QuantizedState, dequantize, quantize, quantize_moments
 from spmd.sharding.optimizer_state import optimizer_specs
 from spmd.train.state import init_state
 from spmd.train.step import make_train_step
@@ -82,7 +83,7 @@ def test_a_slow_average_does_not_stand_still(kind: Kind) -> None:
 
     def second(state: QuantizedState) -> np.ndarray:
         nu = state.inner.nu["w"]
-        return np.asarray(dequantize(nu) if isinstance(nu, Blocks) else nu, np.float64)[jnp.arange(4096) % 256 != 0]
+        return np.asarray(dequantize(nu) if isinstance(nu, Encoded) else nu, np.float64)[jnp.arange(4096) % 256 != 0]
 
     np.testing.assert_allclose(second(after).mean() / second(state).mean(), 0.999**500, rtol=0.1)
 
@@ -149,7 +150,7 @@ def test_what_cannot_be_stored_so_is_refused() -> None:
             OptimizerConfig(name=name, moments="8bit")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="power of two"):
         quantize_moments(optax.scale_by_adam(), "8bit", 100)
-    assert [block_of(n) for n in (1, 8, 48, 14336, 128256)] == [0, 8, 16, 256, 256]
+    assert [block_of(n, BLOCK) for n in (1, 8, 48, 14336, 128256)] == [0, 8, 16, 256, 256]
 
 
 @functools.cache

@@ -10,11 +10,12 @@ from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
 from spmd.gradients import exchange
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.exchange import exchange_bytes, exchange_once
+from spmd.gradients.exchange import exchange_once
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.plan import ShardingPlan
+from spmd.run.describe import exchange_bytes
 from spmd.testing import Parity, Reference, token_batches
 from tests import tiny
 from tests.one_device import REORDERED, SGD

@@ -10,7 +10,7 @@ import spmd
 from spmd.commands.parsing import parse_command
 from spmd.commands.plan import PlanCommand
 from spmd.distributed.initialize import initialize
-from spmd.errors import ConfigError, MeshError
+from spmd.errors import CheckpointError, ConfigError, MeshError
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.config import config_difference, config_values, with_values
@@ -300,6 +300,19 @@ def test_a_run_folder_gets_what_its_config_imports(tmp_path, imports):
     source.with_name("beside.py").unlink()
     assert run.config().model.d_model == 32
     assert sys.modules["beside"].__file__ == str(run.path / "beside.py")
+
+
+def test_a_run_folder_of_another_version_is_refused(tmp_path):
+    """Each field that there is no more is named; without it, the folder is read."""
+    source = write(tmp_path / "mine.py", "WIDTH = 32", MODEL)
+    run = RunDir(tmp_path / "run")
+    run.describe(load_config(str(source)), source, "plan")
+    assert run.config().model.d_model == 32
+    record = run.path / "config.json"
+    values = json.loads(record.read_text())
+    record.write_text(json.dumps({"config": values["config"] | {"keep": 3}}))
+    with pytest.raises(CheckpointError, match=r"config\.json: keep: is no field"):
+        run.config()
 
 
 def test_a_module_named_config_is_refused(tmp_path, imports):

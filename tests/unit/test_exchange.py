@@ -13,13 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import ConfigError
-from spmd.gradients.exchange import exchange_bytes
 from spmd.models.llama import LlamaConfig
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.run.build import make_setup, planned_mesh
-from spmd.run.describe import exchange_line
+from spmd.run.describe import exchange_bytes, exchange_line
 from spmd.run.preflight import preflight
 from spmd.sharding.mesh import abstract_mesh
 

@@ -262,6 +262,28 @@ def test_kernels_have_the_time_of_flops_or_bytes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("kernel", "table", "matmuls", "share"),
+    [
+        ("fwd_residuals", "1,4,4", 2, 5 / 8),
+        ("fwd_residuals", "1,4,2", 2, 2 / 4),
+        ("dq_no_residuals", "1,4,2", 3, 2 / 4),
+        ("dkv_no_residuals", "1,2,4", 4, 2 / 4),
+    ],
+)
+def test_kernels_of_windows_compute_the_blocks_of_their_table(kernel, table, matmuls, share) -> None:
+    """Causal attention of 4 of 4 blocks; a window of 2 blocks; the gradient of the keys lists the queries' blocks."""
+    lines = (
+        f"t = s8[{table}] constant({{...}})",
+        "q = bf16[3,512,64]{2,1,0} constant({...})",
+        "k = bf16[3,512,64]{2,1,0} constant({...})",
+        f'splash_mha_{kernel}.1 = bf16[3,512,64] custom-call(t, q, k), custom_call_target="tpu_custom_call"',
+    )
+    (attention,) = schedule(*lines)
+    assert isinstance(attention, Operation)
+    assert attention.flops == matmuls * 2 * 3 * 512 * 512 * 64 * share
+
+
 def test_a_trace_has_no_two_events_at_once(tmp_path) -> None:
     """A file for trace viewers: what a lane does starts when its last event has ended, and so does the device's."""
     file = tmp_path / "step.json"

@@ -1,0 +1,92 @@
+"""Promises of a plan about the dtypes of transfers, and the collectives of a compiled program that break them.
+
+A conversion to fewer bits does not prove that fewer bits are sent: a partitioner or a compiler may move it behind the
+transfer. To add a promise, yield it in `find_promises`, from the value that decides the dtype in the step.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+
+import jax.numpy as jnp
+
+from spmd.analysis.causes import EXPLICIT, GRADIENT
+from spmd.analysis.collective_record import MIN_BYTES, Collective
+from spmd.analysis.hlo import HloArray
+from spmd.errors import Problem
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import BATCH_SPEC, entry_axes
+from spmd.tree import human_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """The widest dtype in which one parameter, or its gradient, is sent over each axis.
+
+    Attributes:
+        param: Its path in the plan.
+        use: `spmd.analysis.causes.USED_WHOLE` of the parameter, or `GRADIENT`.
+        dtypes: Axis → dtype as XLA names it; nothing is promised over other axes.
+        explicit: True if only the collectives that a layer writes are promised, not those of the partitioner.
+        overhead: Bytes that may be wider, as a share of the others: the scales of quantized blocks.
+        fix: The setting to change where the wider dtype is meant.
+    """
+
+    param: str
+    use: str
+    dtypes: Mapping[str, str]
+    explicit: bool = False
+    overhead: float = 0.0
+    fix: str = ""
+
+
+def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
+    """Yield the promises of a plan.
+
+    Gradients have the dtypes of the precision policy where a layer reduces them (`spmd.plan.manual.sum_gradient`), as
+    layers do for their kernels. For other parameters only an explicit collective shows that a layer does.
+    """
+    axes = [axis for entry in BATCH_SPEC for axis in entry_axes(entry) if plan.mesh.shape[axis] > 1]
+    dtypes = {axis: xla_name(dtype) for axis, dtype in plan.precision.exchange_dtypes(axes).items()}
+    kernels, fix = plan.model.info().lora_kernels, "--exchange float32, if these bytes are meant"
+    for entry in plan.params:
+        yield Promise(entry.path, GRADIENT, dtypes, explicit=entry.path not in kernels, fix=fix)
+
+
+def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) -> Iterator[Problem]:
+    """Yield a problem for each parameter that is sent in more bits than promised; the records have causes."""
+    made = {(promise.param, promise.use): promise for promise in promises}
+    sent = collections.defaultdict[tuple[str, str, str], list[Collective]](list)
+    for record in records:
+        promise = made.get((record.cause.param, record.cause.use)) if record.cause else None
+        *around, operation = record.op_name.split("/")
+        is_explicit = operation.startswith(EXPLICIT) or ("shard_map" in around and operation == "convert_element_type")
+        is_over = promise and record.axes and promise.dtypes.keys() >= set(record.axes)
+        if promise and is_over and (is_explicit or not promise.explicit):
+            sent[promise.param, promise.use, record.over].append(record)
+    for (param, use, over), group in sent.items():
+        promise = made[param, use]
+        promised = max((promise.dtypes[axis] for axis in over.split("+")), key=_bits)
+        wide = [r for r in group if _bits(r.dtype) > _bits(promised) and r.payload >= MIN_BYTES]
+        total = sum(r.bytes for r in wide)
+        if total > promise.overhead * sum(r.bytes for r in group if r not in wide):
+            dtypes, kinds = (" and ".join(sorted(names)) for names in ({r.dtype for r in wide}, {r.kind for r in wide}))
+            sources = ", ".join(sorted({f" at {r.source}" for r in wide if r.source}))
+            meant = sum(r.bytes * _bits(promised) // _bits(r.dtype) for r in wide)
+            detail = f"{kinds}{sources}: {human_bytes(total)} in each step, not {human_bytes(meant)}"
+            what = f"{'its gradient ' * (use == GRADIENT)}is sent in {dtypes} over {over}, promised {promised}"
+            yield Problem(param, what, detail, promise.fix)
+
+
+def xla_name(dtype: jnp.dtype) -> str:
+    """Return the name that XLA has for a dtype.
+
+    Example:
+        >>> [xla_name(jnp.dtype(name)) for name in ("bfloat16", "int8", "uint8", "float8_e4m3fn")]
+        ['bf16', 's8', 'u8', 'f8e4m3fn']
+    """
+    return dtype.name.replace("_", "").replace("float", "f").replace("uint", "u").replace("int", "s")
+
+
+def _bits(dtype: str) -> int:
+    return HloArray(dtype, (8,)).bytes

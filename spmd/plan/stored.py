@@ -1,0 +1,171 @@
+"""Activations that are stored in fewer bits: full precision in the forward pass, decoded codes in the backward pass.
+
+No public remat policy gives the backward pass another value than the forward pass has. `store` is an identity with a
+partial-evaluation rule that does: where `jax.checkpoint` divides a layer into what runs now and what runs again, the
+codes cross from one to the other, and what runs again reads the decoded array. So it works for every consumer
+([decision 0041](../../docs/decisions/0041-stored-activations-are-a-primitive.md)).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, primitives
+from jax.interpreters import ad, mlir, partial_eval
+
+from spmd.errors import Problem
+from spmd.jaxpr import equations, inner_jaxprs, open_jaxpr
+from spmd.model_api.codecs import Codec, Encoded
+from spmd.model_api.remat import Remat
+
+_BETWEEN = ("sharding_constraint", "convert_element_type")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stored:
+    """Parameters of the primitive.
+
+    `save` is `x -> (x, *codes)`, None if no block divides `size`, the last dimension on a device; `load` decodes.
+    """
+
+    name: str
+    codec: Codec
+    size: int
+    save: ClosedJaxpr | None = None
+    load: ClosedJaxpr | None = None
+
+
+def store(
+    x: jax.Array,
+    name: str,
+    codec: Codec,
+    shard: tuple[int, ...],
+    place: Callable[[jax.Array], jax.Array],
+    *,
+    on_host: bool,
+) -> jax.Array:
+    """Return `x`, of which the backward pass of the `jax.checkpoint` around it has only codes.
+
+    Args:
+        x: The activation.
+        name: Its name; the ledger has its codes and scales under it, with their bits.
+        codec: The codec.
+        shard: The shape of `x` on one device: blocks do not cross shards.
+        place: Constrains an array whose dimensions are split as those of `x` are.
+        on_host: Whether codes are moved to host memory. Scales are not.
+    """
+    block = codec.block_of(shard[-1])
+    if not block:
+        return _stored.bind(x, how=_Stored(name, codec, shard[-1]))  # `store_problems` reports it
+    rows = 1 if shard[-2:-1] == () or shard[-2] % 8 else 8
+    label = f"{name} ({codec.bits(block):g}-bit {codec.name})"
+
+    def save(x: jax.Array) -> tuple[jax.Array, ...]:
+        codes, *scales = (
+            checkpoint_name(place(part), label) for part in codec.encode(x, block, rows) if part is not None
+        )
+        return x, jax.device_put(codes, jax.memory.Space.Host) if on_host else codes, *scales
+
+    def load(codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+        codes = jax.device_put(codes, jax.memory.Space.Device) if on_host else codes
+        return place(codec.decode(Encoded(codes, scale), x.dtype, rows))
+
+    saved = jax.make_jaxpr(save)(x)
+    loaded = jax.make_jaxpr(load)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in saved.out_avals[1:]))
+    return _stored.bind(x, how=_Stored(name, codec, shard[-1], saved, loaded))
+
+
+def _identity(x: Any, *, how: _Stored) -> Any:
+    return x
+
+
+def _jvp(primals: Any, tangents: Any, *, how: _Stored) -> Any:
+    return _stored.bind(*primals, how=how), tangents[0]
+
+
+def _partial_eval(
+    saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], equation: JaxprEqn
+) -> tuple[JaxprEqn | None, JaxprEqn | None, Sequence[bool], Sequence[bool], list[Var]]:
+    """Divide the equation: the known part returns `x` and its codes, the staged part decodes them."""
+    how = equation.params["how"]
+    if unknown[0]:
+        return None, equation, [True], [True], []
+    if (
+        saveable(_stored, equation.invars[0].aval, how=how) is not True
+    ):  # such as in a `while` loop, which saves nothing
+        return equation, equation if instantiated[0] else None, [False], list(instantiated), []
+    codes = [Var(aval) for aval in how.save.out_avals[1:]]
+    call = functools.partial(equation.replace, primitive=primitives.closed_call_p)
+    known = call(outvars=[*equation.outvars, *codes], params={"call_jaxpr": how.save})
+    staged = call(invars=[*codes], params={"call_jaxpr": how.load})
+    return known, staged, [False], [True], codes
+
+
+_stored = Primitive("stored")
+_stored.def_impl(_identity)
+_stored.def_abstract_eval(_identity)
+mlir.register_lowering(_stored, mlir.lower_fun(_identity, multiple_results=False))
+ad.primitive_jvps[_stored] = _jvp
+partial_eval.partial_eval_jaxpr_custom_rules[_stored] = _partial_eval
+
+
+def store_problems(jaxpr: Any, remat: Remat) -> list[Problem]:
+    """Return what is wrong with the stored activations of a traced layer: last dimensions and readers of masks."""
+    found = {}
+    for inner in _jaxprs(open_jaxpr(jaxpr)):
+        for equation in inner.eqns:
+            if equation.primitive is _stored and (problem := _problem(equation, inner, remat)):
+                found[problem.where] = problem
+    return list(found.values())
+
+
+def _problem(equation: JaxprEqn, jaxpr: Jaxpr, remat: Remat) -> Problem | None:
+    how = equation.params["how"]
+    where = f"remat store:{how.codec.name}={how.name}"
+    if how.save is None:
+        what = f"no block divides its last dimension, which has {how.size} elements on a device"
+        return Problem(where, what, fix=f"a multiple of {how.codec.least}, or save:{how.name}")
+    if how.codec.name != "mask":
+        return None
+    for reader in _readers(equation.outvars[0], jaxpr):
+        if reader is None or not _is_relu(reader):
+            what = f"is read by {reader.primitive if reader else 'another function'}, not by a ReLU alone"
+            return Problem(where, what, "a mask has only the sign", fix=f"store:int8={how.name}")
+        results = list(_readers(reader.outvars[0], jaxpr))
+        if any(r is None or r.primitive.name != "name" or r.params["name"] not in remat.names for r in results):
+            names = sorted({r.params["name"] for r in results if r is not None and r.primitive.name == "name"})
+            what = "the result of its ReLU is computed again, and a mask has only the sign"
+            return Problem(where, what, fix=f"also save:{','.join(names) or 'NAME'}, or store:int8={how.name}")
+    return None
+
+
+def _readers(value: Var, jaxpr: Jaxpr) -> Iterator[JaxprEqn | None]:
+    """Yield the equations that read a value, through constraints; None for the end of the jaxpr."""
+    for equation in jaxpr.eqns:
+        if any(atom is value for atom in equation.invars):
+            if equation.primitive.name in _BETWEEN:
+                yield from _readers(equation.outvars[0], jaxpr)
+            else:
+                yield equation
+    if any(atom is value for atom in jaxpr.outvars):
+        yield None
+
+
+def _is_relu(equation: JaxprEqn) -> bool:
+    """Tell whether an equation is `jax.nn.relu`, whose derivative reads only the sign of its operand."""
+    inside = [e for jaxpr in inner_jaxprs(equation) for e in equations(jaxpr) if not inner_jaxprs(e)]
+    return (
+        equation.primitive.name == "custom_jvp_call"
+        and [e.primitive.name for e in inside] == ["max"]
+        and getattr(inside[0].invars[1], "val", None) == 0
+    )
+
+
+def _jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for inner in inner_jaxprs(equation):
+            yield from _jaxprs(inner)
