@@ -66,8 +66,7 @@ def describe(job: Rebuilt) -> dict[str, Any]:
     numbers = [int(word) for word in extra.get("sliding_pattern", "").split() if word.isdigit()]
     window = extra.get("sliding_window", 0)
     windows = [window] * numbers[0] + [0] * numbers[1] if len(numbers) == 2 else []
-    # XLA's partitioner aborts on a tied head that is split over fsdp and tensor.
-    tied = bool(extra.get("tied_embeddings")) and mesh["tensor"] == 1
+    tied = bool(extra.get("tied_embeddings"))
     mlp = next((name for word, name in _MLPS.items() if extra.get("mlp", "swiglu").startswith(word)), "swiglu")
     shape = {name: row[name] for name in ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "head_dim")}
     return {
