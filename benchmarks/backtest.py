@@ -59,7 +59,7 @@ def predict_closed(job: Rebuilt, rates: ClosedRates) -> float:
 
 
 def fit(jobs: Sequence[Rebuilt], predict: Predict, prior: Any) -> Any:
-    """Return the rates that fit rows best; relative errors, with a pull to the prior."""
+    """Return the rates that fit rows best: relative errors, with a pull to the prior, which is that of no rows."""
     fixed = {field.name for field in dataclasses.fields(prior)} & {"spread"}
     names = [field.name for field in dataclasses.fields(prior) if field.name not in fixed]
     start = np.log([getattr(prior, name) for name in names])
@@ -81,12 +81,17 @@ def family(job: Rebuilt) -> str:
     return str(job.row["model"])
 
 
-def leave_one_out(jobs: Sequence[Rebuilt], predict: Predict, prior: Any) -> tuple[list[float], list[float]]:
-    """Return the prediction and the baseline of each row, fitted on the rows of other families."""
+def leave_one_out(
+    jobs: Sequence[Rebuilt], predict: Predict, prior: Any, kin: Sequence[Rebuilt] = ()
+) -> tuple[list[float], list[float]]:
+    """Return the prediction and the baseline of each row, fitted on the rows of other families.
+
+    With rows of other chips, `kin`, a fit is drawn to that of theirs, without the family, instead of to the prior.
+    """
     predicted, baseline = dict[int, float](), dict[int, float]()
     for held in sorted({family(job) for job in jobs}):
         others = [job for job in jobs if family(job) != held] or list(jobs)
-        found = fit(others, predict, prior)
+        found = fit(others, predict, fit([job for job in kin if family(job) != held], predict, prior))
         each = [job.work.model_flops / job.work.tokens for job in others]
         flops = statistics.median(job.published * n for job, n in zip(others, each, strict=True))
         for job in jobs:
@@ -152,9 +157,11 @@ class ChipResult:
     predictions: Sequence[tuple[Rebuilt, float]]
 
 
-def backtest(jobs: Sequence[Rebuilt], rows: int, predict: Predict, prior: Any) -> ChipResult:
-    """Backtest the rows of one chip."""
-    predicted, baseline = leave_one_out(jobs, predict, prior)
+def backtest(
+    jobs: Sequence[Rebuilt], rows: int, predict: Predict, prior: Any, kin: Sequence[Rebuilt] = ()
+) -> ChipResult:
+    """Backtest the rows of one chip; `kin` as for `leave_one_out`."""
+    predicted, baseline = leave_one_out(jobs, predict, prior, kin)
     wrong = sorted(abs(p / job.published - 1) for job, p in zip(jobs, predicted, strict=True))
     return ChipResult(
         rows=rows,
@@ -163,7 +170,7 @@ def backtest(jobs: Sequence[Rebuilt], rows: int, predict: Predict, prior: Any) -
         baseline=error(jobs, baseline),
         tau=rank(jobs, predicted),
         spread=wrong[min(len(wrong) - 1, int(0.9 * len(wrong)))],
-        rates=fit(jobs, predict, prior),
+        rates=fit(jobs, predict, fit(kin, predict, prior)),
         slopes=slopes(jobs, predicted),
         predictions=list(zip(jobs, predicted, strict=True)),
     )
@@ -178,6 +185,11 @@ def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> Resu
     reasons = {number: job for number, job in found.items() if isinstance(job, str)}
     experts = (n for n, job in found.items() if isinstance(job, Rebuilt) and not job.is_dense)
     reasons |= dict.fromkeys(experts, "mixture of experts: rates are fitted to dense models")
+    programs = {id(found[number]): program for number, program in (compiled or {}).items()}
+
+    def predict_compiled(job: Rebuilt, rates: Rates) -> float:
+        return programs[id(job)].tokens_per_second(job, rates)
+
     results = {}
     for chip in dict.fromkeys(row["chip"] for row in rows):
         jobs = {n: job for n, job in found.items() if isinstance(job, Rebuilt) and job.row["chip"] == chip}
@@ -190,10 +202,8 @@ def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> Resu
         if compiled is None:
             results[chip] = backtest(chosen, total, predict_closed, CLOSED_PRIORS[chosen[0].topology.platform])
         else:
-            programs = {id(job): compiled[n] for n, job in jobs.items()}
-            results[chip] = backtest(
-                chosen, total, lambda job, rates, of=programs: of[id(job)].tokens_per_second(job, rates), COMPILED_PRIOR
-            )
+            kin = [job for job in map(found.get, compiled) if isinstance(job, Rebuilt) and job.row["chip"] != chip]
+            results[chip] = backtest(chosen, total, predict_compiled, COMPILED_PRIOR, kin)
     return results, reasons
 
 

@@ -20,9 +20,9 @@ CLOSED = {
 
 COMPILED = {
     "v4": Rates(matmul=1.04, spread=0.10),
-    "v5e": Rates(spread=0.20),
-    "v5p": Rates(matmul=0.92, spread=0.30),
-    "v6e": Rates(matmul=0.94, spread=0.10),
-    "tpu7x": Rates(matmul=0.94, spread=0.10),
+    "v5e": Rates(1.085, 0.925, 0.702, 0.746, 0.0210, spread=0.06),
+    "v5p": Rates(1.126, 0.958, 0.645, 0.810, 0.0211, spread=0.17),
+    "v6e": Rates(1.148, 0.899, 0.710, 0.794, 0.0207, spread=0.10),
+    "tpu7x": Rates(0.993, 0.948, 0.593, 0.797, 0.0200, spread=0.10),
 }
 """Kind of TPU → rates of compiled programs. Published steps are of other programs than ours, with other collectives."""

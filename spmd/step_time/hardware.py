@@ -24,6 +24,7 @@ class Hardware:
         host: Bytes/s between the device and its host's memory.
         latency: Seconds of one hop of a collective.
         network_latency: The same, between slices or hosts.
+        matrix_unit: Width of a TPU's matrix unit. Attention of narrower heads leaves a part of it idle.
     """
 
     peak: float
@@ -33,6 +34,11 @@ class Hardware:
     host: float
     latency: float = 1e-6
     network_latency: float = 10e-6
+    matrix_unit: int = dataclasses.field(default=0, kw_only=True)
+
+    def attention_peak(self, width: int) -> float:
+        """Return the peak FLOP/s in attention with heads of this width."""
+        return self.peak * min(1.0, width / self.matrix_unit if self.matrix_unit else 1.0)
 
 
 _SPEEDS = {
@@ -46,8 +52,9 @@ _SPEEDS = {
     "h200": (4800e9, 450e9, 50e9, 64e9, 5e-6),
     "b200": (8000e9, 900e9, 50e9, 64e9, 5e-6),
 }
+_MATRIX_UNITS = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
 HARDWARE = {
-    kind: Hardware(peak, *speeds)
+    kind: Hardware(peak, *speeds, matrix_unit=_MATRIX_UNITS.get(kind, 0))
     for kind, speeds in _SPEEDS.items()
     if (peak := peak_flops(CHIPS[kind].device_kind)) is not None
 }

@@ -62,6 +62,7 @@ class Operation:
         kind: `"matmul"`, `"attention"`, `"kernel"`, `"memory"`, `"transfer"`, `"start"` or `"done"`.
         cycles: Estimated by the compiler; 0 for a transfer or a kernel.
         flops: Of matmuls and attention.
+        width: Of a head, of attention.
         bytes: That a kernel reads and writes at least.
         transfer: What a transfer moves; of a start and a done too.
         key: Joins a start and its done.
@@ -71,6 +72,7 @@ class Operation:
     kind: str
     cycles: int = 0
     flops: float = 0.0
+    width: int = 0
     bytes: int = 0
     transfer: Transfer | None = None
     key: tuple[str, ...] = ()
@@ -188,8 +190,8 @@ class _Reader:
         inputs = [array for operand in instruction.operands for array in instructions[operand].arrays[:1]]
         size = sum(array.bytes for array in (*inputs, *instruction.arrays))
         if which := re.search(r"splash_mha_(fwd|dq|dkv)", f"{instruction.attributes} {instruction.name}"):
-            flops = _attention_flops(inputs, _PASSES[which[1]])
-            return Operation(instruction.name, "attention", flops=flops, bytes=size)
+            flops, width = _attention(inputs, _PASSES[which[1]])
+            return Operation(instruction.name, "attention", flops=flops, width=width, bytes=size)
         return Operation(instruction.name, "kernel", bytes=size)
 
     def _start(self, name: str, done: Instruction) -> Instruction:
@@ -235,8 +237,8 @@ class _Reader:
         return Transfer(kind, payload, instruction.name, tuple(places[0]), mesh_axes(places, self.axes, pairs=pairs))
 
 
-def _attention_flops(inputs: list[HloArray], matmuls: int) -> float:
-    """Return the FLOPs of a kernel of causal attention, from its operands: a table of blocks, then queries and keys.
+def _attention(inputs: list[HloArray], matmuls: int) -> tuple[float, int]:
+    """Return FLOPs and head width of a kernel of causal attention, from its operands: a table of blocks, queries, keys.
 
     The table is `[heads, query blocks, key blocks]`. Where windows end early it lists only the blocks that a query
     block meets, or that a key block meets in the kernel of their gradients; blocks of both are equally long.
@@ -247,4 +249,4 @@ def _attention_flops(inputs: list[HloArray], matmuls: int) -> float:
     blocks = next((array.dims[-2:] for array in inputs if array.dtype == "s8" and len(array.dims) == 3), (1, 1))
     met, of = sorted((blocks[0] * keys, blocks[1] * queries))
     share = met / of if met < of else (blocks[0] + 1) / (2 * blocks[0])
-    return matmuls * 2 * math.prod(batch) * queries * keys * width * share
+    return matmuls * 2 * math.prod(batch) * queries * keys * width * share, width

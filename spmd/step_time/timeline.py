@@ -16,7 +16,7 @@ class Rates:
     Attributes:
         matmul: Time of matmuls relative to the compiler's cycles.
         memory: The same, of all other operations with cycles.
-        attention: Share of the peak FLOP/s that attention kernels reach.
+        attention: Share of the peak FLOP/s that attention kernels reach, of heads as wide as a matrix unit.
         network: Share of the published bandwidth that collectives reach.
         straggling: Relative time added by each doubling of the slices.
         spread: As for `ClosedRates`.
@@ -133,7 +133,8 @@ class _Run:
         rates, hardware = self.rates, self.hardware
         if operation.kind in ("attention", "kernel"):
             moved = operation.bytes / hardware.memory_bandwidth
-            return self.share * max(operation.flops / (hardware.peak * rates.attention), moved)
+            peak = hardware.attention_peak(operation.width) * rates.attention
+            return self.share * max(operation.flops / peak if operation.flops else 0.0, moved)
         seconds = operation.cycles / self.clock * self.share
         return seconds * (rates.matmul if operation.kind == "matmul" else rates.memory)
 

@@ -12,6 +12,7 @@ from benchmarks.backtest import CLOSED_PRIORS, fit, leave_one_out, predict_close
 from benchmarks.backtest_compile import describe, make_config
 from benchmarks.published_rows import Rebuilt, read_rows, rebuild
 from spmd.errors import ConfigError
+from spmd.step_time.timeline import Rates
 
 # mosaicml/llm-foundry, scripts/train/benchmarking/README.md, A100 40GB: tokens/s of one GPU.
 MPT: dict[str, Any] = {
@@ -57,6 +58,20 @@ def test_rows_are_predicted_from_another_family() -> None:
     assert backtest.error(jobs, predicted) < 0.5 * backtest.error(jobs, baseline)
     assert rank(jobs, predicted) == pytest.approx({"mpt-760m": 1.0, "mpt-3b": 1.0})
     assert rank(jobs, [-p for p in predicted]) == pytest.approx({"mpt-760m": -1.0, "mpt-3b": -1.0})
+
+
+def test_other_chips_say_what_rows_of_one_chip_do_not() -> None:
+    """A fit is drawn to the rates of other chips, but not to their rows of the model that is predicted."""
+    jobs, slower = ([job(row) for row in ROWS] for _ in range(2))
+
+    def predict(of: Rebuilt, rates: Rates) -> float:
+        return 1.5 * of.published / rates.matmul
+
+    alone, _ = leave_one_out(jobs[:1], predict, Rates())
+    held, _ = leave_one_out(jobs[:1], predict, Rates(), slower[:5])  # all of this model
+    drawn, _ = leave_one_out(jobs[:1], predict, Rates(), slower[5:])
+    assert held == pytest.approx(alone)
+    assert 1 < drawn[0] / jobs[0].published < 0.99 * alone[0] / jobs[0].published
 
 
 def test_half_the_matmul_efficiency_misses() -> None:

@@ -260,6 +260,8 @@ def test_kernels_have_the_time_of_flops_or_bytes() -> None:
     assert spent == pytest.approx(
         {"attention": attention.flops / 0.5e12, "other kernels, by their bytes": 2 * 4096 / 1e12}
     )
+    twice_as_wide = dataclasses.replace(NETWORK, hardware=dataclasses.replace(fast.hardware, matrix_unit=128))
+    assert run_schedule((attention,), twice_as_wide, CLOCK, Rates(attention=0.5)).seconds == 2 * spent["attention"]
 
 
 @pytest.mark.parametrize(
