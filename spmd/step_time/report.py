@@ -37,8 +37,8 @@ class CollectiveTime:
 
     @property
     def hidden(self) -> float:
-        """Seconds in which data is moved while something is computed."""
-        return max(0.0, self.seconds - self.exposed)
+        """Seconds in which data is moved while something is computed, to a nanosecond."""
+        return round(max(0.0, self.seconds - self.exposed), 9)
 
 
 @dataclasses.dataclass(frozen=True)
