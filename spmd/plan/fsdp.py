@@ -18,8 +18,9 @@ from spmd.errors import AnnotationError
 from spmd.model_api.precision import cast_floats
 from spmd.plan.context import constrain, current
 from spmd.plan.host_params import HostParam, host_param_error, is_host_param
+from spmd.plan.local_param import local_param
 from spmd.plan.lora_layer import is_lora
-from spmd.plan.manual import all_gather, dims_spec, extra_axes, is_prefix, manual_over, spec_dims, split_axes
+from spmd.plan.manual import manual_over, split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import in_scope
 
@@ -47,14 +48,12 @@ def gather(kernel: jax.Array, placement: ParamPlacement | None) -> jax.Array:
     """Gather a layer's parameter over `fsdp`. Whether the backward pass keeps the result is up to the remat policy."""
     if placement is None:
         return kernel
-    mesh, split = placement.mesh, split_axes(placement.mesh)
-    stored, used = (spec_dims(spec, kernel.ndim, split) for spec in (placement.stored, placement.used))
+    mesh, param = placement.mesh, local_param(placement, kernel.ndim)
     with named_after(placement):
-        if stored == used or not is_prefix(used, stored):
+        if not param.is_gathered:
             return constrain(kernel, mesh, placement.used, "a layer's parameter")
         kernel = constrain(kernel, mesh, placement.stored, "a layer's parameter")
-        local = functools.partial(all_gather, dims=extra_axes(stored, used))
-        return manual_over(mesh, split, local, dims_spec(stored), dims_spec(used))(kernel)
+        return manual_over(mesh, split_axes(mesh), param.gather, *param.specs[:2])(kernel)
 
 
 def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:

@@ -90,19 +90,3 @@ def psum_scatter(x: Array, dims: Dims) -> Array:
 def psum(x: Array, axes: tuple[str, ...]) -> Array:
     """Sum over axes, if there are any."""
     return jax.lax.psum(x, axes) if axes else x
-
-
-def sum_gradient(gradient: Array, scatters: Dims, axes: Sequence[str]) -> Array:
-    """Sum a parameter's gradient over axes, and scatter each dimension over some of them.
-
-    It is sent over each axis in the dtype of the plan's precision policy, and has its own dtype in between.
-    """
-    context, dtype = current(), gradient.dtype
-    sent = dict.fromkeys(axes, dtype) if context.precision is None else context.precision.exchange_dtypes(axes)
-    for dim, names in enumerate(scatters):
-        for axis in names:
-            gradient = hops.psum_scatter(gradient.astype(sent.pop(axis)), context.mesh, axis, dim, dtype)
-    for wire in dict.fromkeys(sent.values()):
-        summed = tuple(axis for axis in sent if sent[axis] == wire)
-        gradient = jax.lax.psum(gradient.astype(wire), summed).astype(dtype)
-    return gradient
