@@ -165,7 +165,7 @@ def _products(x: Array, kernels: tuple[Array, ...], how: _Products) -> tuple[Arr
 
 def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> tuple[tuple[Array, ...], Any]:
     tokens = annotate(x, how.into) if how.into else x
-    used = [gather(kernel.astype(x.dtype), placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
+    used = [gather(kernel, placed, x.dtype) for kernel, placed in zip(kernels, how.placed, strict=True)]
     dtype = how.dtype or x.dtype
     ys, form = [], f"...{how.inputs},{how.axes}->...{how.outs}"
     for kernel, placed in zip(used, how.placed, strict=True):
@@ -182,9 +182,7 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
         x = annotate(constrain_like(jax.lax.optimization_barrier(x), "residual"), how.into)
     dkernels, factors = [], []
     for kernel, placed, like_kernel, dy in zip(kept, how.placed, like_kernels, dys, strict=True):
-        used = (
-            kernel if saves_gathered(placed) else gather(jax.lax.optimization_barrier(kernel).astype(x.dtype), placed)
-        )
+        used = kernel if saves_gathered(placed) else gather(jax.lax.optimization_barrier(kernel), placed, x.dtype)
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
         product = functools.partial(how.einsum, f"...{how.inputs},...{how.outs}->{how.axes}", dtype=like_kernel.dtype)

@@ -17,6 +17,7 @@ from spmd.pipeline import executor, grad_fn, interleave, pipedream, shared_param
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
 from spmd.plan.scopes import METRICS, OPTIMIZER, read_scope
+from spmd.plan.wires import SUM
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.optimizer_state import drop_fsdp
 from spmd.sharding.rules import spec_text
@@ -126,6 +127,8 @@ class _Search:
         if OPTIMIZER in steps:
             return NEW_VALUE
         operation = steps[-1]
+        if SUM in steps:
+            return GRADIENT
         if _is_sum(record):
             is_product = set(record.axes or ()) <= _axes(drop_fsdp(entry.spec)) and operation in _PRODUCTS
             return PRODUCT if is_product else GRADIENT

@@ -17,9 +17,10 @@ from spmd.model_api.precision import LOSS_SCALE
 from spmd.model_api.variables import split_variables
 from spmd.plan.context import constrain, current, use_plan
 from spmd.plan.local_param import local_param
-from spmd.plan.manual import dims_spec, extra_axes, manual_over, psum, spec_dims, split_axes
+from spmd.plan.manual import manual_over, psum, split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import in_scope
+from spmd.sharding.dims import dims_spec, extra_axes, spec_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
 AXES = ("data", "fsdp")
@@ -50,6 +51,9 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
             return grad_fn(params, variables, batch, key)
         own = [path for path in tree.flatten(split_variables(variables, LOSS_SCALE)[0]) if path not in placements]
         problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in own]
+        codecs = {placements[path].wire.gather for path in placements if "fsdp" in over} - {""}
+        what, fix = "is {}, and an exchange over fsdp gathers once", "--exchange-once data, or no --compress.gather"
+        problems += [Problem("compress.gather", what.format(codec), fix=fix) for codec in codecs]
         problems += [Problem(path, "is in host memory", fix=_FIX) for path in placements if placements[path].on_host]
         if problems:
             raise ConfigError(_TITLE, problems)

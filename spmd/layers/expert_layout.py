@@ -13,8 +13,9 @@ from spmd.errors import AnnotationError, Problem
 from spmd.layers.expert_exchange import ExpertAxes, expert_axes
 from spmd.plan.fsdp import ParamPlacement
 from spmd.plan.local_param import LocalParam, local_param
-from spmd.plan.manual import Dims, spec_dims, split_axes
+from spmd.plan.manual import split_axes
 from spmd.plan.scopes import in_scope
+from spmd.sharding.dims import Dims, spec_dims
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.rules import spec_text
 
@@ -58,13 +59,14 @@ class ExpertLayout:
 
     def gather(self, kernels: Sequence[Array], dtype: jnp.dtype) -> list[Array]:
         """Gather kernels over the axes that products have whole, inside the program."""
-        kernels = [kernel.astype(dtype) for kernel in kernels]
         if self.mesh is None:
-            return kernels
+            return [kernel.astype(dtype) for kernel in kernels]
+        pairs = zip(kernels, self.kernels, strict=True)
+        given = [kernel if param.wire.gather else kernel.astype(dtype) for kernel, param in pairs]
         gathered = []
-        for kernel, param in zip(kernels, self.kernels, strict=True):
+        for kernel, param in zip(given, self.kernels, strict=True):
             with in_scope(param.scope):
-                gathered.append(param.gather(kernel))
+                gathered.append(param.gather(kernel, dtype))
         return gathered
 
     def sum_gradients(self, gradients: Sequence[Array]) -> list[Array]:

@@ -8,8 +8,9 @@ from jaxtyping import Array, Float
 
 from spmd.plan.fsdp import named_after, scatter
 from spmd.plan.local_param import local_param
-from spmd.plan.manual import dims_spec, is_prefix, manual_over, spec_dims, split_axes
+from spmd.plan.manual import manual_over, split_axes
 from spmd.plan.records import ParamPlacement
+from spmd.sharding.dims import dims_spec, is_prefix, spec_dims
 from spmd.sharding.mesh import BATCH_SPEC, AnyMesh
 
 

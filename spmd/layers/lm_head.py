@@ -36,17 +36,9 @@ from spmd.plan.annotate import annotate, placement
 from spmd.plan.context import current, override
 from spmd.plan.fsdp import ParamPlacement, gather
 from spmd.plan.local_param import LocalParam, local_param
-from spmd.plan.manual import (
-    Dims,
-    all_gather,
-    dims_spec,
-    manual_over,
-    psum,
-    psum_scatter,
-    spec_dims,
-    split_axes,
-)
+from spmd.plan.manual import all_gather, manual_over, psum, psum_scatter, split_axes
 from spmd.plan.scopes import in_scope
+from spmd.sharding.dims import Dims, dims_spec, spec_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
 CHUNK = 1024
@@ -134,7 +126,7 @@ def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
         >>> materialize(LazyLogits(jnp.ones((1, 2, 4)), jnp.ones((4, 8)))).shape
         (1, 2, 8)
     """
-    kernel = gather(head.kernel.astype(head.x.dtype), head.placed)
+    kernel = gather(head.kernel, head.placed, head.x.dtype)
     logits = jnp.einsum(f"...i,{head.axes}->...o", head.x, kernel, preferred_element_type=jnp.float32)
     return annotate(soft_capped(logits, head.soft_cap), head.logits)
 
@@ -220,7 +212,7 @@ def _local(
         return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, 1, -1, *flat.shape[1:])
 
     with in_scope(layout.param.scope):
-        head = _Head(layout, layout.param.gather(kernel.astype(x.dtype)), tokens)
+        head = _Head(layout, layout.param.gather(kernel, x.dtype), tokens)
     parts = tuple(split(a) for a in (x, targets, weights))
 
     def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:

@@ -33,7 +33,8 @@ from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
 from spmd.layers.grouped_matmul import grouped_gradient, grouped_matmul
 from spmd.layers.router import RouterConfig, Routing, expert_slots
 from spmd.plan.annotate import annotate, placement
-from spmd.plan.manual import dims_spec, manual_over, psum, split_axes
+from spmd.plan.manual import manual_over, psum, split_axes
+from spmd.sharding.dims import dims_spec
 
 Activation = Callable[..., Array]
 """Function between an expert's matmuls: of one array, or of a gate and the gated array."""

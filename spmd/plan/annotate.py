@@ -4,6 +4,7 @@ One mark, `x = annotate(x, "mlp_hidden")`, is a sharding constraint, a remat che
 Outside a plan every function here is the identity, so a model that uses them runs by itself.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,14 +15,16 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import AnnotationError, Problem, did_you_mean
 from spmd.jaxpr import equations
 from spmd.model_api.attention_config import AttentionConfig
+from spmd.model_api.compress import PLAIN
 from spmd.model_api.remat import Remat
 from spmd.plan.context import TraceContext, constrain, current, override
 from spmd.plan.host_params import fetch
-from spmd.plan.manual import spec_dims, split_axes
+from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import annotate_scope, in_scope
 from spmd.plan.stored import store, store_problems
+from spmd.sharding.dims import spec_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes, shards_of
 from spmd.sharding.optimizer_state import drop_fsdp
 
@@ -84,11 +87,16 @@ def has_other_spec(name: str, other: str) -> bool:
     return context.mesh is not None and _spec_of(context, name) != _spec_of(context, other)
 
 
-def placement_like(name: str) -> ParamPlacement | None:
-    """Return the placement of a parameter that is used with the spec of activation `name`; None outside a plan."""
-    found = placement(name)
-    scope = annotate_scope(name)
-    return None if found is None else ParamPlacement(found[0], found[1], found[1], found[1], scope=scope)
+def placement_like(name: str, param: ParamPlacement | None) -> ParamPlacement | None:
+    """Return the placement of a parameter that is used with the spec of activation `name`; None outside a plan.
+
+    Its gradient is sent as that of `param`, of which it is a copy.
+    """
+    found, scope = placement(name), annotate_scope(name)
+    if found is None:
+        return None
+    wire = dataclasses.replace(param.wire, gather="") if param else PLAIN
+    return ParamPlacement(found[0], found[1], found[1], found[1], scope=scope, wire=wire)
 
 
 def _spec_of(context: TraceContext, name: str, shape: tuple[int, ...] = ()) -> P:

@@ -44,16 +44,22 @@ def named_after(placement: ParamPlacement | None) -> contextlib.AbstractContextM
     return in_scope(placement.scope if placement else "")
 
 
-def gather(kernel: jax.Array, placement: ParamPlacement | None) -> jax.Array:
-    """Gather a layer's parameter over `fsdp`. Whether the backward pass keeps the result is up to the remat policy."""
+def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
+    """Gather a layer's parameter over `fsdp` in a dtype. The remat policy decides if the backward pass keeps it.
+
+    What is sent has that dtype, or the plan's codec: codes are of the parameter as it is stored, not as it is cast.
+    """
     if placement is None:
-        return kernel
+        return kernel.astype(dtype)
     mesh, param = placement.mesh, local_param(placement, kernel.ndim)
+    if not (param.is_gathered and param.wire.gather):
+        kernel = kernel.astype(dtype)
     with named_after(placement):
         if not param.is_gathered:
             return constrain(kernel, mesh, placement.used, "a layer's parameter")
         kernel = constrain(kernel, mesh, placement.stored, "a layer's parameter")
-        return manual_over(mesh, split_axes(mesh), param.gather, *param.specs[:2])(kernel)
+        local = functools.partial(param.gather, dtype=dtype)
+        return manual_over(mesh, split_axes(mesh), local, *param.specs[:2])(kernel)
 
 
 def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
@@ -93,11 +99,11 @@ def _is_wrapped(x: Any) -> bool:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gathered(param: jax.Array, placement: ParamPlacement | None) -> jax.Array:
     """Apply `gather`, with `scatter` as the derivative: for a parameter that is used as it is, such as a bias."""
-    return gather(param, placement)
+    return gather(param, placement, param.dtype)
 
 
 gathered.defvjp(
-    lambda param, placement: (gather(param, placement), None),
+    lambda param, placement: (gather(param, placement, param.dtype), None),
     lambda placement, _, gradient: (scatter(gradient, placement),),
 )
 

@@ -2,16 +2,21 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from spmd.model_api.codecs import WIRES
+from spmd.model_api.compress import PLAIN, WITHOUT_CODES, Wire
 from spmd.plan.context import current
-from spmd.plan.manual import Dims, all_gather, dims_spec, extra_axes, is_prefix, spec_dims, split_axes
+from spmd.plan.manual import all_gather, split_axes
 from spmd.plan.records import ParamPlacement
+from spmd.plan.wires import gather_codes, scatter_codes, scatters_codes, sum_codes
 from spmd.sharding import hops
+from spmd.sharding.dims import Dims, dims_spec, extra_axes, is_prefix, spec_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +28,14 @@ class LocalParam:
         used: Those of an operand of a matmul: fewer.
         kept: Those of the gradient after its reduction.
         scope: Name scope of the operations on it (`spmd.plan.scopes`).
+        wire: What is sent of it.
     """
 
     stored: Dims
     used: Dims
     kept: Dims
     scope: str = ""
+    wire: Wire = PLAIN
 
     @property
     def specs(self) -> tuple[P, P, P]:
@@ -50,23 +57,51 @@ class LocalParam:
         """Whether a gather leads from the stored shards to the used ones."""
         return self.stored != self.used and is_prefix(self.used, self.stored)
 
-    def gather(self, kernel: Array) -> Array:
-        """Gather a shard as it is used."""
-        return all_gather(kernel, self.gathers)
+    def gather(self, kernel: Array, dtype: jnp.dtype) -> Array:
+        """Gather a shard as it is used, in a dtype."""
+        if codec := WIRES.get(self.wire.gather):
+            return gather_codes(kernel, self.gathers, codec, dtype)
+        return all_gather(kernel.astype(dtype), self.gathers)
+
+    def sent(self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, str]:
+        """Return axis → dtype or codec of the terms of a gradient of this shape, empty for its own dtype.
+
+        Args:
+            shape: Of each device's terms.
+            axes: The axes to sum over.
+            sizes: Axis → size.
+        """
+        left, wire = list(shape), dict(self.wire.gradients)
+        scattered = {axis: dim for dim, names in enumerate(self.scatters) for axis in names}
+        found = {}
+        for axis in (*scattered, *(axis for axis in axes if axis not in scattered)):
+            codec, dims = WIRES.get(wire.get(axis, "")), [scattered[axis]] if axis in scattered else range(len(left))
+            has_blocks = codec is None or any(scatters_codes(left, dim, sizes[axis], codec) for dim in dims)
+            found[axis] = wire.get(axis, "") if has_blocks else WITHOUT_CODES
+            if axis in scattered:
+                left[scattered[axis]] //= sizes[axis]
+        return found
 
     def reduce(self, gradient: Array, axes: Sequence[str]) -> Array:
         """Sum a gradient over axes, and scatter it as it is kept.
 
-        It is sent over each axis in the dtype of the plan's precision policy, and has its own dtype in between.
+        Over each axis its terms are sent in the dtype or codec of the wire; it has its own dtype in between.
         """
-        context, dtype = current(), gradient.dtype
-        sent = dict.fromkeys(axes, dtype) if context.precision is None else context.precision.exchange_dtypes(axes)
+        dtype, slices, sizes = gradient.dtype, dict(self.wire.slices), {axis: jax.lax.axis_size(axis) for axis in axes}
+        sent = {axis: name or dtype.name for axis, name in self.sent(gradient.shape, axes, sizes).items()}
         for dim, names in enumerate(self.scatters):
             for axis in names:
-                gradient = hops.psum_scatter(gradient.astype(sent.pop(axis)), context.mesh, axis, dim, dtype)
-        for wire in dict.fromkeys(sent.values()):
-            summed = tuple(axis for axis in sent if sent[axis] == wire)
-            gradient = jax.lax.psum(gradient.astype(wire), summed).astype(dtype)
+                if codec := WIRES.get(name := sent.pop(axis)):
+                    gradient = scatter_codes(gradient, axis, dim, codec, slices.get(axis, 1)).astype(dtype)
+                else:
+                    gradient = hops.psum_scatter(gradient.astype(name), current().mesh, axis, dim, dtype)
+        for name in dict.fromkeys(sent.values()):
+            summed = tuple(axis for axis in sent if sent[axis] == name)
+            if codec := WIRES.get(name):
+                for axis in summed:
+                    gradient = sum_codes(gradient, axis, codec, slices.get(axis, 1))
+            else:
+                gradient = jax.lax.psum(gradient.astype(name), summed).astype(dtype)
         return gradient
 
     @property
@@ -79,4 +114,4 @@ def local_param(placed: ParamPlacement, ndim: int) -> LocalParam:
     """Return the layout of a parameter of `ndim` dimensions, over the axes that are not manual yet."""
     split = split_axes(placed.mesh)
     stored, used, kept = (tuple(spec_dims(spec, ndim, split)) for spec in (placed.stored, placed.used, placed.gradient))
-    return LocalParam(stored, used, kept, placed.scope)
+    return LocalParam(stored, used, kept, placed.scope, placed.wire)

@@ -17,7 +17,7 @@ _TEXT = ("data.source", "data.tokenizer", "data.text_field", "data.validation")
 MAY_CHANGE = (
     # How a step is computed: the result is the same up to the order of summation.
     *("mesh", "slices", "devices", "zero", "remat", "attention", "context", "offload", "xla", "pipeline"),
-    *("exchange", "slices_exchange", "exchange_once", "accumulate", "logits_chunk", "model.unroll"),
+    *("compress", "exchange_once", "accumulate", "logits_chunk", "model.unroll"),
     *("compilation_cache_dir", "data.threads", "data.prefetch"),
     # How updates are made: the training changes.
     *("steps", "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_fraction"),
