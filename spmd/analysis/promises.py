@@ -61,7 +61,7 @@ def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
         param = local_param(placed, len(shape))
         local = [n // math.prod(sizes[axis] for axis in names) for n, names in zip(shape, param.used, strict=True)]
         names = param.sent(local, [axis for axis in batch if axis not in param.split], sizes)
-        dtypes = {axis: _wire_dtype(name or plan.precision.gradients) for axis, name in names.items()}
+        dtypes = {axis: _wire_dtype(names[axis] or plan.precision.gradients) for axis in batch if axis in names}
         scales = max((_SCALES[name] for name in names.values() if name in WIRES), default=0.0)
         fix = "--compress.gradients float32, if these bytes are meant"
         yield Promise(entry.path, GRADIENT, dtypes, entry.path not in kernels, scales, fix)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float
 
 from spmd.errors import AnnotationError, Problem
 from spmd.layers.expert_exchange import ExpertAxes, expert_axes
+from spmd.model_api.codecs import Encoded
 from spmd.plan.fsdp import ParamPlacement
 from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import split_axes
@@ -57,12 +59,22 @@ class ExpertLayout:
         """The number of devices that tokens are split over."""
         return math.prod(self.mesh.shape[axis] for axis in self.over) if self.mesh else 1
 
-    def gather(self, kernels: Sequence[Array], dtype: jnp.dtype) -> list[Array]:
+    def secondary(self, kernels: Sequence[Array]) -> tuple[Array | Encoded, ...]:
+        """Return what both passes gather kernels from: their secondary partitions inside of a slice, or themselves."""
+        if self.mesh is None:
+            return tuple(kernels)
+        found = []
+        for kernel, param in zip(kernels, self.kernels, strict=True):
+            with in_scope(param.scope):
+                found.append(param.secondary(kernel, self.mesh))
+        return tuple(found)
+
+    def gather(self, kernels: Sequence[Array | Encoded], dtype: jnp.dtype) -> list[Array]:
         """Gather kernels over the axes that products have whole, inside the program."""
         if self.mesh is None:
-            return [kernel.astype(dtype) for kernel in kernels]
+            return [kernel.astype(dtype) for kernel in kernels if not isinstance(kernel, Encoded)]
         pairs = zip(kernels, self.kernels, strict=True)
-        given = [kernel if param.wire.gather else kernel.astype(dtype) for kernel, param in pairs]
+        given = [k if isinstance(k, Encoded) or param.wire.gather else k.astype(dtype) for k, param in pairs]
         gathered = []
         for kernel, param in zip(given, self.kernels, strict=True):
             with in_scope(param.scope):
@@ -80,9 +92,11 @@ class ExpertLayout:
         return found
 
     @property
-    def specs(self) -> tuple[tuple[P, ...], ...]:
-        """The specs of all kernels as they are stored, as they are used, and of their gradients."""
-        return tuple(zip(*(param.specs for param in self.kernels), strict=True)) or ((), (), ())
+    def specs(self) -> tuple[tuple[Any, ...], ...]:
+        """The specs of all kernels as `secondary` returns them, as they are used, and of their gradients."""
+        params = self.kernels
+        given = tuple(param.secondary_spec if param.hop else param.specs[0] for param in params)
+        return given, tuple(param.specs[1] for param in params), tuple(param.specs[2] for param in params)
 
 
 def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> ExpertLayout:

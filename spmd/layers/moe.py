@@ -167,15 +167,18 @@ def _apply_forward(
     wholes = used if layout.save_gathered else ()
     received = (layer.received,) * layer.chunks
     manual = layer.manual(local, (*(layer.tokens,) * 3, stored), (layer.tokens, P(), received, wholes))
-    y, extra, got, gathered = manual(x, where, weights, kernels)
-    return (y, extra), (x, where, weights, kernels, got, gathered)
+    shards = layout.secondary(kernels)
+    y, extra, got, gathered = manual(x, where, weights, shards)
+    # Codes have not the dtype of the kernels' gradients.
+    like = tuple(jnp.zeros((0,), k.dtype) for k in kernels) if any(param.hop for param in layout.kernels) else ()
+    return (y, extra), (x, where, weights, shards, like, got, gathered)
 
 
 def _apply_backward(
     layer: _Layer, saved: Any, dys: tuple[Array, Array]
 ) -> tuple[Array, None, Array, tuple[Array, ...]]:
-    layout, (x, where, weights, kernels, got, gathered) = layer.layout, saved
-    dtypes = [kernel.dtype for kernel in kernels]
+    layout, (x, where, weights, kernels, like, got, gathered) = layer.layout, saved
+    dtypes = [array.dtype for array in like or kernels]
 
     def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...], got: Any, dy: Array) -> Any:
         *into, out = kernels if layout.save_gathered else layout.gather(kernels, x.dtype)

@@ -11,6 +11,7 @@ ZeRO++ (Wang et al., arXiv:2306.10209) does so: its qwZ is `gather`, its qgZ `gr
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -39,6 +40,9 @@ class CompressConfig:
     """Gradients that devices send to each other: float32, bf16, int8, int4; empty: as the precision policy says."""
     slices_gradients: str = ""
     """The same, over the axes that span several slices."""
+    secondary: bool = True
+    """With gather, where fsdp spans several slices: keep a second partition inside of each slice for the backward pass
+    (hpZ), which then sends nothing over the slow network."""
 
     def __str__(self) -> str:
         given = ", ".join(f"{name} {value}" for name, value in self._values.items() if value)
@@ -78,7 +82,8 @@ class CompressConfig:
 
     def on(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> "CompressConfig":
         """Return the config without the fields that are useless there."""
-        return dataclasses.replace(self, **dict.fromkeys(self.useless(sizes, slices, zero), ""))
+        useless: dict[str, Any] = dict.fromkeys(self.useless(sizes, slices, zero), "")
+        return dataclasses.replace(self, **useless)
 
     def precision(self, policy: Precision, slices: Mapping[str, int]) -> Precision:
         """Return the policy with the gradients' dtypes or codecs on the wire."""
@@ -95,11 +100,13 @@ class Wire:
         gather: Codec of the parameter where a layer gathers it; empty for the compute dtype.
         gradients: Axis → dtype or codec of its gradient's terms; its own dtype over other axes.
         slices: Axis → the slices that it spans, of those above 1.
+        hop: The axis that the parameter is gathered over in two hops, across slices and inside of one, and its slices.
     """
 
     gather: str = ""
     gradients: tuple[tuple[str, str], ...] = ()
     slices: tuple[tuple[str, int], ...] = ()
+    hop: tuple[str, int] | None = None
 
 
 PLAIN = Wire()

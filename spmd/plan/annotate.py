@@ -24,6 +24,7 @@ from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import annotate_scope, in_scope
 from spmd.plan.stored import store, store_problems
+from spmd.plan.wires import SECONDARY
 from spmd.sharding.dims import spec_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes, shards_of
 from spmd.sharding.optimizer_state import drop_fsdp
@@ -157,7 +158,8 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
         return _overriding(layer, remat=Remat("none"), regather=True)
     if remat.kind == "selective":
         return _overriding(layer, regather=True)
-    checkpointed = _marked(remat.apply(layer, scanned=scanned))
+    also = (SECONDARY,) if any(placed.wire.hop for placed in context.placements.values()) else ()
+    checkpointed = _marked(remat.apply(layer, scanned=scanned, also=also))
 
     def run(*arrays: Any) -> Any:
         if remat.names and not number:

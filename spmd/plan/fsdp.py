@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from spmd import tree
 from spmd.errors import AnnotationError
+from spmd.model_api.codecs import Encoded
 from spmd.model_api.precision import cast_floats
 from spmd.plan.context import constrain, current
 from spmd.plan.host_params import HostParam, host_param_error, is_host_param
@@ -44,11 +45,29 @@ def named_after(placement: ParamPlacement | None) -> contextlib.AbstractContextM
     return in_scope(placement.scope if placement else "")
 
 
-def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
+def secondary(kernel: jax.Array, placement: ParamPlacement | None) -> jax.Array | Encoded:
+    """Return what both passes gather a layer's parameter from: its secondary partition inside of a slice, or itself."""
+    if placement is None or placement.wire.hop is None:
+        return kernel
+    kernel = constrain(kernel, placement.mesh, placement.stored, "a layer's parameter")
+    with named_after(placement):
+        return local_param(placement, kernel.ndim).secondary(kernel, placement.mesh)
+
+
+def gather(kernel: jax.Array | Encoded, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
     """Gather a layer's parameter over `fsdp` in a dtype. The remat policy decides if the backward pass keeps it.
 
     What is sent has that dtype, or the plan's codec: codes are of the parameter as it is stored, not as it is cast.
+
+    Args:
+        kernel: The parameter, or its `secondary` partition.
     """
+    if isinstance(kernel, Encoded):
+        assert placement is not None
+        param, mesh = local_param(placement, kernel.codes.ndim - 1), placement.mesh
+        local = functools.partial(param.gather, dtype=dtype)
+        with named_after(placement):
+            return manual_over(mesh, split_axes(mesh), local, (param.secondary_spec,), param.specs[1])(kernel)
     if placement is None:
         return kernel.astype(dtype)
     mesh, param = placement.mesh, local_param(placement, kernel.ndim)

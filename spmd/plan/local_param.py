@@ -2,21 +2,24 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from spmd.model_api.codecs import WIRES
+from spmd.model_api.codecs import WIRES, Encoded, block_dim
 from spmd.model_api.compress import PLAIN, WITHOUT_CODES, Wire
 from spmd.plan.context import current
-from spmd.plan.manual import all_gather, split_axes
+from spmd.plan.manual import all_gather, manual_over, split_axes
 from spmd.plan.records import ParamPlacement
-from spmd.plan.wires import gather_codes, scatter_codes, scatters_codes, sum_codes
+from spmd.plan.wires import SECONDARY, CodedGather, scatter_codes, scatters_codes, sum_codes
 from spmd.sharding import hops
 from spmd.sharding.dims import Dims, dims_spec, extra_axes, is_prefix, spec_dims
+from spmd.sharding.mesh import AnyMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +60,40 @@ class LocalParam:
         """Whether a gather leads from the stored shards to the used ones."""
         return self.stored != self.used and is_prefix(self.used, self.stored)
 
-    def gather(self, kernel: Array, dtype: jnp.dtype) -> Array:
-        """Gather a shard as it is used, in a dtype."""
-        if codec := WIRES.get(self.wire.gather):
-            return gather_codes(kernel, self.gathers, codec, dtype)
+    @property
+    def hop(self) -> tuple[str, int] | None:
+        """The axis that is gathered in two hops, and its slices; None for one hop."""
+        return self.wire.hop if self.wire.hop and self.wire.hop[0] in itertools.chain(*self.gathers) else None
+
+    @property
+    def secondary_spec(self) -> P:
+        """The spec of both arrays that `secondary` returns."""
+        return P(None, *dims_spec(self.stored))
+
+    def coded(self, shape: Sequence[int]) -> CodedGather | None:
+        """Return the gather of a shard of this shape as codes; None for no codec, or a shape without blocks."""
+        codec = WIRES.get(self.wire.gather)
+        return CodedGather(codec, self.gathers, self.hop) if codec and block_dim(shape, codec)[1] else None
+
+    def gather(self, kernel: Array | Encoded, dtype: jnp.dtype) -> Array:
+        """Gather a shard, or what `secondary` made of it, as it is used, in a dtype."""
+        if isinstance(kernel, Encoded):
+            return CodedGather(WIRES[self.wire.gather], self.gathers, self.hop).within(kernel, dtype)
+        if coded := self.coded(kernel.shape):
+            return coded.within(coded.across(kernel), dtype)
         return all_gather(kernel.astype(dtype), self.gathers)
+
+    def secondary(self, kernel: Array, mesh: AnyMesh) -> Array | Encoded:
+        """Return the secondary partition of a parameter, outside the region; without two hops, the parameter itself.
+
+        It has a checkpoint name, and the remat policy saves it.
+        """
+        local = [n // math.prod(mesh.shape[a] for a in axes) for n, axes in zip(kernel.shape, self.stored, strict=True)]
+        coded = self.coded(local) if self.hop else None
+        if coded is None:
+            return kernel
+        run = manual_over(mesh, split_axes(mesh), coded.across, self.specs[0], self.secondary_spec)
+        return jax.tree.map(lambda part: checkpoint_name(part, SECONDARY), run(kernel))
 
     def sent(self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, str]:
         """Return axis → dtype or codec of the terms of a gradient of this shape, empty for its own dtype.

@@ -250,7 +250,7 @@ def make_plan(
         placed = resolve.resolve_placement(mesh, matches[path], stacks, zero, on_host=path in on_host, scope=scope)
         shape = without_dims({**weights, **variables}[path].shape, stored_dims(stacks))
         exactly = info.frozen.get(path, path) in info.sent_exactly
-        wire = resolve.resolve_wire(placed, shape, compress.gather, precision, slices, exactly=exactly)
+        wire = resolve.resolve_wire(placed, shape, compress, precision, slices, exactly=exactly)
         return dataclasses.replace(placed, wire=wire)
 
     gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)

@@ -17,14 +17,14 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import ConfigError, Problem, check_type, did_you_mean, shown
 from spmd.model_api.codecs import WIRES, block_dim
-from spmd.model_api.compress import WITHOUT_CODES, Wire
+from spmd.model_api.compress import WITHOUT_CODES, CompressConfig, Wire
 from spmd.model_api.model import Model, ModelInfo
 from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
 from spmd.optim.layerwise import check_layerwise
 from spmd.optim.offload_chunks import UpdateChunk
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
-from spmd.sharding.dims import is_prefix, spec_dims
+from spmd.sharding.dims import extra_axes, is_prefix, spec_dims
 from spmd.sharding.from_flax import audit_stack_names
 from spmd.sharding.layer_paths import Stack, dims_of
 from spmd.sharding.mesh import AXES, AnyMesh, entry_axes
@@ -108,7 +108,7 @@ def resolve_placement(
 def resolve_wire(
     placed: ParamPlacement,
     shape: tuple[int, ...],
-    gather: str,
+    compress: CompressConfig,
     precision: Precision,
     slices: Mapping[str, int],
     *,
@@ -117,7 +117,7 @@ def resolve_wire(
     """Return what is sent of one layer's parameter of some shape.
 
     Args:
-        gather: The codec of those that have blocks.
+        compress: The codec of those that are gathered and have blocks.
         exactly: Whether this one is never sent as codes.
     """
     sizes = placed.mesh.shape
@@ -128,9 +128,11 @@ def resolve_wire(
     has_blocks = is_gathered and block_dim(local, WIRES["int8"])[1]
     sent = precision.exchange_names(axes)
     spans = {axis: count for axis, count in slices.items() if count > 1}
+    hops = [(a, n) for names in extra_axes(stored, used) for a in names if 1 < (n := spans.get(a, 1)) < sizes[a]]
     if exactly:
         has_blocks, sent = 0, {axis: WITHOUT_CODES if name in WIRES else name for axis, name in sent.items()}
-    return Wire(gather if has_blocks else "", tuple(sent.items()), tuple(spans.items()))
+    hop = hops[0] if hops and has_blocks and compress.secondary else None
+    return Wire(compress.gather if has_blocks else "", tuple(sent.items()), tuple(spans.items()), hop)
 
 
 def resolve_optimizer_state(

@@ -104,7 +104,8 @@ def _gathered_lines(plan: ShardingPlan) -> Iterator[str]:
             plain.append(entry.path)
     named = " and ".join(f"{axis} {size}" for axis, size in over.items())
     after, before = (human_bytes(int(count * sent_bytes(name))) for name in (codec, dtype))
-    yield f"layers gather in {codec} over {named}: {after}, not {before} in {dtype}, in each pass; as they are: {', '.join(plain)}"
+    sent = f"{after}, not {before} in {dtype}, in each pass"
+    yield f"layers gather in {codec} over {named}: {sent}; without codes: {', '.join(plain)}"
 
 
 def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
@@ -131,7 +132,7 @@ def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
         parts = slices.get(axis, 1)
         inside = f": {sizes[axis] // parts} inside of a slice, then {parts} slices" if parts > 1 else f" {sizes[axis]}"
         sizes_text = f"{human_bytes(int(after))}, not {human_bytes(int(before))} in {policy.gradients}"
-        yield f"gradients in {codec} over {axis}{inside}: {sizes_text}, in each sum; as they are: {', '.join(plain)}"
+        yield f"gradients in {codec} over {axis}{inside}: {sizes_text}, in each sum; without codes: {', '.join(plain)}"
 
 
 def flags_text(setup: TrainSetup, platform: str, kind: str) -> str:
