@@ -256,6 +256,8 @@ def make_plan(
     gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
     by_module = {module: placement(path) for path, module in info.frozen.items()}
     by_path = {path: placement(path) for path in (*info.frozen, *weights) if path not in info.merged}
+    if problems := resolve.check_wires(compress, {**by_module, **by_path}, weights, info):
+        raise ConfigError("This compression cannot be used:", problems)
 
     return ShardingPlan(
         mesh=mesh,

@@ -5,7 +5,7 @@ Each function returns what is wrong instead of raising, so that a plan reports a
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -133,6 +133,23 @@ def resolve_wire(
         has_blocks, sent = 0, {axis: WITHOUT_CODES if name in WIRES else name for axis, name in sent.items()}
     hop = hops[0] if hops and has_blocks and compress.secondary else None
     return Wire(compress.gather if has_blocks else "", tuple(sent.items()), tuple(spans.items()), hop)
+
+
+def check_wires(
+    compress: CompressConfig, placements: Mapping[str, ParamPlacement], trained: Iterable[str], info: ModelInfo
+) -> list[Problem]:
+    """Return a problem for each codec that nothing of this model is sent in."""
+    problems = []
+    if compress.gather and not any(placed.wire.gather for placed in placements.values()):
+        what, fix = "and no shard of a parameter has a block", "a mesh with larger shards, or leave it out"
+        detail = "a dimension of a gathered shard must be a multiple of 32"
+        problems.append(Problem("compress.gather", f"is {compress.gather}, {what}", detail, fix))
+    reduced = set(trained) & info.gathered_by_layer - info.sent_exactly
+    for field in ("gradients", "slices_gradients"):
+        if (value := getattr(compress, field)) in WIRES and not reduced:
+            what, fix = "and the partitioner sums all gradients", "float32 or bf16: layers of spmd.models send codes"
+            problems.append(Problem(f"compress.{field}", f"is {value}, {what}", fix=fix))
+    return problems
 
 
 def resolve_optimizer_state(

@@ -93,8 +93,9 @@ def _gathered_lines(plan: ShardingPlan) -> Iterator[str]:
     if not codec:
         return
     count, plain, over = 0, ["vectors"], dict[str, int]()
-    for entry in plan.params:
-        placed = plan.placements.get(entry.path)
+    frozen = plan.model.info().frozen
+    for entry in (*plan.params, *(entry for entry in plan.variables if entry.path in frozen)):
+        placed = plan.placements.get(frozen.get(entry.path, entry.path))
         if placed is None or not (param := local_param(placed.of_stack(), len(entry.shape))).is_gathered:
             continue
         if placed.wire.gather:
@@ -111,6 +112,7 @@ def _gathered_lines(plan: ShardingPlan) -> Iterator[str]:
 def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
     sizes, policy = plan.mesh.shape, plan.precision
     slices = dict(next(iter(plan.placements.values())).wire.slices) if plan.placements else {}
+    reduced = plan.model.info().gathered_by_layer
     codecs = policy.exchange_names(a for entry in BATCH_SPEC for a in entry_axes(entry) if sizes[a] > 1)
     for axis, codec in codecs.items():
         if codec not in WIRES:
@@ -118,7 +120,7 @@ def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
         before, after, plain = 0.0, 0.0, ["vectors"]
         for entry in plan.gradients:
             placed = plan.placements.get(entry.path)
-            if placed is None or len(entry.shape) < len(placed.stacks) + 2:
+            if placed is None or entry.path not in reduced or len(entry.shape) < len(placed.stacks) + 2:
                 continue
             param = local_param(placed.of_stack(), len(entry.shape))
             if axis in param.split:

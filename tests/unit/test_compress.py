@@ -3,8 +3,12 @@
 import dataclasses
 import json
 
+import optax
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+import spmd
 from spmd.commands.parsing import parse_command
 from spmd.commands.plan import PlanCommand, run_plan
 from spmd.errors import ConfigError
@@ -14,7 +18,8 @@ from spmd.run.config import config_values, with_values
 from spmd.run.describe import compression_lines, execution_lines
 from spmd.run.load_config import load_config
 from spmd.run.step_time import count_model, workload
-from spmd.sharding.mesh import MeshShape
+from spmd.sharding.mesh import MeshShape, abstract_mesh
+from spmd.sharding.rules import Rules, replicate
 
 
 def _setup(compress):
@@ -82,3 +87,22 @@ def test_the_plan_of_a_run_says_what_is_compressed(capsys):
     assert record["compress"]["gather"] == "int8"
     assert record["compression"] == compression_lines(setup.plan)
     assert len(record["compression"]) == 3
+
+
+def test_codecs_that_a_model_does_not_send_are_refused():
+    """A shard of 8 × 8 has no block; a model of another library has no layer that reduces gradients."""
+    mesh, rules = (
+        abstract_mesh(MeshShape(fsdp=4)),
+        Rules(params=[("kernel", P("fsdp", None)), ("bias", replicate("small"))]),
+    )
+
+    def plan(size, compress):
+        model = spmd.from_nnx(lambda rngs: nnx.Linear(size, size, rngs=rngs))
+        return spmd.make_plan(mesh, rules, model, optax.sgd(0.1), compress=compress)
+
+    assert plan(64, CompressConfig("int8")).placements["kernel"].wire.gather == "int8"
+    with pytest.raises(ConfigError, match=r"compress\.gather: is int8, and no shard"):
+        plan(8, CompressConfig("int8"))
+    with pytest.raises(ConfigError, match=r"compress\.gradients: is int8, and the partitioner"):
+        plan(64, CompressConfig(gradients="int8"))
+    assert plan(64, CompressConfig(gradients="bf16")).precision.exchange == "bfloat16"
