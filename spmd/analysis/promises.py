@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
 
-from spmd.analysis.causes import EXPLICIT, GRADIENT, USED_WHOLE
+from spmd.analysis.causes import EXPLICIT, GRADIENT, USED_WHOLE, is_exchange_of_codes
 from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.hlo import HloArray
 from spmd.errors import Problem
@@ -89,7 +89,8 @@ def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) 
     for record in records:
         promise = made.get((record.cause.param, record.cause.use)) if record.cause else None
         *around, operation = record.op_name.split("/")
-        is_explicit = operation.startswith(EXPLICIT) or ("shard_map" in around and operation == "convert_element_type")
+        is_explicit = operation.startswith(EXPLICIT) or is_exchange_of_codes(record.kind, around)
+        is_explicit |= "shard_map" in around and operation == "convert_element_type"
         is_over = promise and record.axes and promise.dtypes.keys() >= set(record.axes)
         if promise and is_over and (is_explicit or not promise.explicit):
             sent[promise.param, promise.use, record.over].append(record)

@@ -131,8 +131,9 @@ def resolve_wire(
     hops = [(a, n) for names in extra_axes(stored, used) for a in names if 1 < (n := spans.get(a, 1)) < sizes[a]]
     if exactly:
         has_blocks, sent = 0, {axis: WITHOUT_CODES if name in WIRES else name for axis, name in sent.items()}
-    hop = hops[0] if hops and has_blocks and compress.secondary else None
-    return Wire(compress.gather if has_blocks else "", tuple(sent.items()), tuple(spans.items()), hop)
+    gather = compress.gather if has_blocks else ""
+    hop = hops[0] if hops and gather and compress.secondary else None
+    return Wire(gather, tuple(sent.items()), tuple(spans.items()), hop)
 
 
 def check_wires(
