@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from spmd.model_api.codecs import BlockCodec, Encoded, block_dim
+from spmd.plan.context import current
 from spmd.plan.manual import all_gather
+from spmd.sharding import hops
 from spmd.sharding.dims import Dims
 
 SECONDARY = "secondary_partition"
@@ -61,7 +63,7 @@ class CodedGather:
                 if axis != name:
                     x = all_gather(x, [(axis,) * (i == dim + x.ndim - ndim) for i in range(x.ndim)])
                     continue
-                x = jax.lax.all_gather(x, axis, axis_index_groups=_groups(axis, slices)[0])
+                x = hops.gather_within(x, current().mesh, axis, slices)
                 x = jnp.moveaxis(x, (1, 0), (dim, dim + 1))  # [member, slice, …] → [… slice, member, …]
                 x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 3 :])
         return x
