@@ -35,7 +35,7 @@ def gather_within(x: Array, mesh: AnyMesh | None, axis: str, slices: int) -> Arr
     whole = jax.lax.axis_size(axis)
     count = whole // slices
     starts = range(0, whole, count)
-    hops = ([list(range(start, start + count)) for start in starts],)
+    hops: tuple[list[list[int]], ...] = ([list(range(start, start + count)) for start in starts],)
     if _is_small(x, count) and _spans_slice(mesh, axis, "TPU v5 lite", slices):
         hops = (_pairs(whole), [[start + i for i in half] for start in starts for half in _halves(count)])
     x = x[None]
