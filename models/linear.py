@@ -14,7 +14,7 @@ from spmd.layers.kernel_gradient import kernel_gradient
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.soft_cap import soft_capped
 from spmd.plan.annotate import annotate, attention_config, constrain_like, is_recomputed, placement
-from spmd.plan.fsdp import ParamPlacement, gather, gathered, named_after, placement_of, saves_gathered
+from spmd.plan.fsdp import ParamPlacement, gather, gathered, named_after, placement_of, saves_gathered, secondary
 from spmd.plan.lora_layer import base_weight, lora_delta
 
 
@@ -165,13 +165,14 @@ def _products(x: Array, kernels: tuple[Array, ...], how: _Products) -> tuple[Arr
 
 def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> tuple[tuple[Array, ...], Any]:
     tokens = annotate(x, how.into) if how.into else x
-    used = [gather(kernel.astype(x.dtype), placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
+    shards = [secondary(kernel, placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
+    used = [gather(shard, placed, x.dtype) for shard, placed in zip(shards, how.placed, strict=True)]
     dtype = how.dtype or x.dtype
     ys, form = [], f"...{how.inputs},{how.axes}->...{how.outs}"
     for kernel, placed in zip(used, how.placed, strict=True):
         with named_after(placed):
             ys.append(how.einsum(form, tokens, kernel, dtype))
-    kept = [u if saves_gathered(placed) else k for u, k, placed in zip(used, kernels, how.placed, strict=True)]
+    kept = [u if saves_gathered(placed) else k for u, k, placed in zip(used, shards, how.placed, strict=True)]
     return tuple(ys), (tokens if is_recomputed() else x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
 
 
@@ -182,9 +183,7 @@ def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tu
         x = annotate(constrain_like(jax.lax.optimization_barrier(x), "residual"), how.into)
     dkernels, factors = [], []
     for kernel, placed, like_kernel, dy in zip(kept, how.placed, like_kernels, dys, strict=True):
-        used = (
-            kernel if saves_gathered(placed) else gather(jax.lax.optimization_barrier(kernel).astype(x.dtype), placed)
-        )
+        used = kernel if saves_gathered(placed) else gather(jax.lax.optimization_barrier(kernel), placed, x.dtype)
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
         product = functools.partial(how.einsum, f"...{how.inputs},...{how.outs}->{how.axes}", dtype=like_kernel.dtype)

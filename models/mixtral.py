@@ -175,7 +175,8 @@ class Router(nnx.Module):
         self.config = config.router
         width, experts = config.d_model, config.router.experts
         init = nnx.initializers.normal(math.sqrt(config.init_scale / width))
-        self.kernel = nnx.Param(init(rngs.params(), (width, experts), jnp.float32), gathered_by_layer=True)
+        kernel = init(rngs.params(), (width, experts), jnp.float32)
+        self.kernel = nnx.Param(kernel, gathered_by_layer=True, sent_exactly=True)
         self.bias = RouterBias(jnp.zeros((experts,), jnp.float32)) if self.config.bias_rate else None
 
     def __call__(self, x: Float[Array, "batch seq d"], key: Array | None) -> Float[Array, "batch seq expert"]:

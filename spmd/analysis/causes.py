@@ -17,6 +17,7 @@ from spmd.pipeline import executor, grad_fn, interleave, pipedream, shared_param
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
 from spmd.plan.scopes import METRICS, OPTIMIZER, read_scope
+from spmd.plan.wires import SUM
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.optimizer_state import drop_fsdp
 from spmd.sharding.rules import spec_text
@@ -93,6 +94,7 @@ class _Search:
             yield Cause("step", f"metrics{at}")
         is_explicit = operation.startswith((*EXPLICIT, *_CONSTRAINTS))
         is_converted = record.kind == "all-gather" and operation in _CONVERSIONS
+        is_converted |= is_exchange_of_codes(record.kind, steps)
         if scope == "param" and (entry := self.entries.get(name)) and (is_sum or is_explicit or is_converted):
             yield self._rule(entry, self._use(entry, record, steps))
         if is_explicit:
@@ -126,6 +128,8 @@ class _Search:
         if OPTIMIZER in steps:
             return NEW_VALUE
         operation = steps[-1]
+        if SUM in steps or is_exchange_of_codes(record.kind, steps):
+            return GRADIENT
         if _is_sum(record):
             is_product = set(record.axes or ()) <= _axes(drop_fsdp(entry.spec)) and operation in _PRODUCTS
             return PRODUCT if is_product else GRADIENT
@@ -138,6 +142,14 @@ class _Search:
     def _rule(self, entry: PlanEntry, use: str) -> Cause:
         zero = "" if use == PRODUCT else f", ZeRO {self.plan.zero}"
         return Cause("rule", f"rule {entry.rule!r} → {entry.requested}: {use}{zero}", entry.path, use)
+
+
+def is_exchange_of_codes(kind: str, steps: Iterable[str]) -> bool:
+    """Return whether a collective in a parameter's scope sends codes of its gradient (`spmd.plan.wires`).
+
+    Nothing else is exchanged by all-to-all in such a region; XLA:TPU names it after a reshape.
+    """
+    return kind == "all-to-all" and "shard_map" in steps
 
 
 def _is_sum(record: Collective) -> bool:

@@ -28,7 +28,7 @@ from spmd.analysis.executions import Execution, executions
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.overlap import chain_of, compute_beside
 from spmd.analysis.replica_groups import Groups, entering, kind_of, mesh_axes, per_device, read_groups
-from spmd.plan import annotate, context, fsdp, manual
+from spmd.plan import annotate, context, fsdp, local_param, manual, wires
 from spmd.sharding import hops
 
 _ONE_ARRAY = ("all-to-all", "ragged-all-to-all")
@@ -39,7 +39,9 @@ _MIXES = {"convolution", "custom-call", "dot", "gather", "reduce", "reduce-windo
 _MAX_VALUES = 4000
 _WIDENED = {"f32": ("bf16", "f16"), "f16": ("f8e4m3fn", "f8e5m2")}  # by XLA:CPU: type in the program → that of the data
 # These modules apply constraints for their caller, which is one frame up.
-_WRAPPERS = tuple(f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp, hops, manual))
+_WRAPPERS = tuple(
+    f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp, hops, local_param, manual, wires)
+)
 
 _LIBRARIES = ("flax", "jax", "optax")
 

@@ -31,7 +31,7 @@ from spmd.analysis.explicit_rules import (
     unsharded,
 )
 from spmd.analysis.traced_program import Dims, Operation, TracedProgram, TracedValue, read_program
-from spmd.plan.manual import dims_spec
+from spmd.sharding.dims import dims_spec
 from spmd.sharding.rules import spec_text
 from spmd.train.state import abstract_arguments
 from spmd.train.step import TrainStep

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.analysis.propagation import propagate
 from spmd.analysis.traced_program import Dims, Operation, TracedProgram, TracedValue
-from spmd.plan.manual import dims_spec
+from spmd.sharding.dims import dims_spec
 from spmd.sharding.mesh import entry_axes
 
 _ELEMENTWISE = {

@@ -6,15 +6,20 @@ transfer. To add a promise, yield it in `find_promises`, from the value that dec
 
 import collections
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
 
-from spmd.analysis.causes import EXPLICIT, GRADIENT
+from spmd.analysis.causes import EXPLICIT, GRADIENT, USED_WHOLE, is_exchange_of_codes
 from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.hlo import HloArray
 from spmd.errors import Problem
+from spmd.model_api.codecs import WIRES
+from spmd.plan.local_param import local_param
 from spmd.plan.plan import ShardingPlan
+from spmd.sharding.layer_paths import stored_dims, without_dims
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.tree import human_bytes
 
@@ -43,14 +48,38 @@ class Promise:
 def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
     """Yield the promises of a plan.
 
-    Gradients have the dtypes of the precision policy where a layer reduces them (`spmd.plan.manual.sum_gradient`), as
-    layers do for their kernels. For other parameters only an explicit collective shows that a layer does.
+    Gradients have the dtypes and codecs of the wire where a layer reduces them (`spmd.plan.local_param`), as layers do
+    for their kernels. For other parameters only an explicit collective shows that a layer does. Parameters with a codec
+    are gathered as its codes.
     """
-    axes = [axis for entry in BATCH_SPEC for axis in entry_axes(entry) if plan.mesh.shape[axis] > 1]
-    dtypes = {axis: xla_name(dtype) for axis, dtype in plan.precision.exchange_dtypes(axes).items()}
-    kernels, fix = plan.model.info().lora_kernels, "--exchange float32, if these bytes are meant"
+    sizes, kernels = plan.mesh.shape, plan.model.info().lora_kernels
+    batch = [axis for entry in BATCH_SPEC for axis in entry_axes(entry) if sizes[axis] > 1]
     for entry in plan.params:
-        yield Promise(entry.path, GRADIENT, dtypes, explicit=entry.path not in kernels, fix=fix)
+        if (placed := plan.placements.get(entry.path)) is None:
+            continue
+        shape = without_dims(entry.shape, stored_dims(placed.stacks))
+        param = local_param(placed, len(shape))
+        local = [n // math.prod(sizes[axis] for axis in names) for n, names in zip(shape, param.used, strict=True)]
+        names = param.sent(local, [axis for axis in batch if axis not in param.split], sizes)
+        dtypes = {axis: _wire_dtype(names[axis] or plan.precision.gradients) for axis in batch if axis in names}
+        scales = max((_SCALES[name] for name in names.values() if name in WIRES), default=0.0)
+        fix = "--compress.gradients float32, if these bytes are meant"
+        yield Promise(entry.path, GRADIENT, dtypes, entry.path not in kernels, scales, fix)
+        if gather := placed.wire.gather:
+            over = dict.fromkeys(itertools.chain(*param.gathers), _wire_dtype(gather))
+            fix = "leave out --compress.gather, if these bytes are meant"
+            yield Promise(entry.path, USED_WHOLE, over, overhead=_SCALES[gather], fix=fix)
+
+
+_SCALES = {name: 4 * codec.packed / codec.least for name, codec in WIRES.items()}
+"""Bytes of the scales of a codec, relative to those of the codes, at most."""
+
+
+def _wire_dtype(name: str) -> str:
+    codec = WIRES.get(name)
+    if codec is None:
+        return xla_name(jnp.dtype(name))
+    return xla_name(jnp.dtype(codec.dtype if codec.dtype == "int8" else "uint8"))
 
 
 def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) -> Iterator[Problem]:
@@ -60,7 +89,8 @@ def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) 
     for record in records:
         promise = made.get((record.cause.param, record.cause.use)) if record.cause else None
         *around, operation = record.op_name.split("/")
-        is_explicit = operation.startswith(EXPLICIT) or ("shard_map" in around and operation == "convert_element_type")
+        is_explicit = operation.startswith(EXPLICIT) or is_exchange_of_codes(record.kind, around)
+        is_explicit |= "shard_map" in around and operation == "convert_element_type"
         is_over = promise and record.axes and promise.dtypes.keys() >= set(record.axes)
         if promise and is_over and (is_explicit or not promise.explicit):
             sent[promise.param, promise.use, record.over].append(record)

@@ -18,6 +18,7 @@ from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator, stream_text
 from spmd.hf.fields import collect_errors
+from spmd.model_api.compress import NO_COMPRESSION
 from spmd.observe.waiting import show_waiting
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
@@ -66,7 +67,7 @@ def run_generate(arguments: list[str]) -> int:
     config = _override_mesh(command, run_dir.config())
     initialize(config.devices)
     prompts, tokens, sampling, tokenizer = _check_request(command, config)
-    setup = make_setup(config, config_mesh(config))
+    setup = make_setup(dataclasses.replace(config, compress=NO_COMPRESSION), config_mesh(config))
     generator = make_generator(setup.plan, tokenizer, config.data.sequence, sampling)
     with (
         show_waiting("restoring a checkpoint"),

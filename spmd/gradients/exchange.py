@@ -16,9 +16,11 @@ from spmd.model_api.model import PRNG
 from spmd.model_api.precision import LOSS_SCALE
 from spmd.model_api.variables import split_variables
 from spmd.plan.context import constrain, current, use_plan
-from spmd.plan.manual import dims_spec, extra_axes, manual_over, psum, spec_dims, split_axes, sum_gradient
+from spmd.plan.local_param import local_param
+from spmd.plan.manual import manual_over, psum, split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import in_scope
+from spmd.sharding.dims import dims_spec, extra_axes, spec_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
 AXES = ("data", "fsdp")
@@ -49,6 +51,9 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
             return grad_fn(params, variables, batch, key)
         own = [path for path in tree.flatten(split_variables(variables, LOSS_SCALE)[0]) if path not in placements]
         problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in own]
+        codecs = {placements[path].wire.gather for path in placements if "fsdp" in over} - {""}
+        what, fix = "is {}, and an exchange over fsdp gathers once", "--exchange-once data, or no --compress.gather"
+        problems += [Problem("compress.gather", what.format(codec), fix=fix) for codec in codecs]
         problems += [Problem(path, "is in host memory", fix=_FIX) for path in placements if placements[path].on_host]
         if problems:
             raise ConfigError(_TITLE, problems)
@@ -90,14 +95,13 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
 
 def _exchange(path: str, g: jax.Array, mesh: AnyMesh, over: tuple[str, ...]) -> jax.Array:
     """Sum a gradient `[device, …]` over axes, into the sharding in which the plan keeps it."""
-    split = split_axes(mesh)
-    wanted = spec_dims(current().placements[path].of_stack().gradient, g.ndim - 1, split)
-    kept = [tuple(axis for axis in dim if axis not in over) for dim in wanted]
-    scatters = extra_axes(wanted, kept)
-    after = dims_spec([own + more for own, more in zip(kept, scatters, strict=True)])
-    before = P(over, *dims_spec(kept))
-    with in_scope(current().placements[path].scope):
-        return manual_over(mesh, split, lambda g: sum_gradient(g[0], scatters, over), before, after)(g)
+    whole = local_param(current().placements[path].of_stack(), g.ndim - 1)
+    local = tuple(tuple(axis for axis in dim if axis not in over) for dim in whole.kept)
+    scattered = tuple(own + more for own, more in zip(local, extra_axes(whole.kept, local), strict=True))
+    param = dataclasses.replace(whole, used=local, kept=scattered)
+    before, after = P(over, *dims_spec(local)), dims_spec(scattered)
+    with in_scope(param.scope):
+        return manual_over(mesh, split_axes(mesh), lambda g: param.reduce(g[0], over), before, after)(g)
 
 
 @dataclasses.dataclass(frozen=True)

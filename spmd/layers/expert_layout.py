@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -11,9 +12,12 @@ from jaxtyping import Array, Float
 
 from spmd.errors import AnnotationError, Problem
 from spmd.layers.expert_exchange import ExpertAxes, expert_axes
+from spmd.model_api.codecs import Encoded
 from spmd.plan.fsdp import ParamPlacement
-from spmd.plan.manual import Dims, all_gather, extra_axes, spec_dims, split_axes, sum_gradient
+from spmd.plan.local_param import LocalParam, local_param
+from spmd.plan.manual import split_axes
 from spmd.plan.scopes import in_scope
+from spmd.sharding.dims import Dims, spec_dims
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.rules import spec_text
 
@@ -32,23 +36,18 @@ class ExpertLayout:
 
     Attributes:
         tokens: The axes of examples, and of the tokens of one.
-        stored: The axes of each dimension of each kernel outside the program; `used` in a product, and `kept` of its
-            gradient.
+        kernels: The layout of each kernel.
         expert: The axes that experts are split over; None outside a plan.
         tensor: The axes that hidden units are split over.
         save_gathered: Whether the backward pass keeps gathered kernels.
-        scopes: The name scope of each kernel.
     """
 
     mesh: AnyMesh | None = None
     tokens: Dims = ((), ())
-    stored: tuple[Dims, ...] = ()
-    used: tuple[Dims, ...] = ()
-    kept: tuple[Dims, ...] = ()
+    kernels: tuple[LocalParam, ...] = ()
     expert: ExpertAxes | None = None
     tensor: tuple[str, ...] = ()
     save_gathered: bool = True
-    scopes: tuple[str, ...] = ()
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -60,15 +59,26 @@ class ExpertLayout:
         """The number of devices that tokens are split over."""
         return math.prod(self.mesh.shape[axis] for axis in self.over) if self.mesh else 1
 
-    def gather(self, kernels: Sequence[Array], dtype: jnp.dtype) -> list[Array]:
-        """Gather kernels over the axes that products have whole, inside the program."""
-        kernels = [kernel.astype(dtype) for kernel in kernels]
+    def secondary(self, kernels: Sequence[Array]) -> tuple[Array | Encoded, ...]:
+        """Return what both passes gather kernels from: their secondary partitions inside of a slice, or themselves."""
         if self.mesh is None:
-            return kernels
+            return tuple(kernels)
+        found = []
+        for kernel, param in zip(kernels, self.kernels, strict=True):
+            with in_scope(param.scope):
+                found.append(param.secondary(kernel, self.mesh))
+        return tuple(found)
+
+    def gather(self, kernels: Sequence[Array | Encoded], dtype: jnp.dtype) -> list[Array]:
+        """Gather kernels over the axes that products have whole, inside the program."""
+        if self.mesh is None:
+            return [kernel.astype(dtype) for kernel in kernels if not isinstance(kernel, Encoded)]
+        pairs = zip(kernels, self.kernels, strict=True)
+        given = [k if isinstance(k, Encoded) or param.wire.gather else k.astype(dtype) for k, param in pairs]
         gathered = []
-        for kernel, stored, used, scope in zip(kernels, self.stored, self.used, self.scopes, strict=True):
-            with in_scope(scope):
-                gathered.append(all_gather(kernel, extra_axes(stored, used)))
+        for kernel, param in zip(given, self.kernels, strict=True):
+            with in_scope(param.scope):
+                gathered.append(param.gather(kernel, dtype))
         return gathered
 
     def sum_gradients(self, gradients: Sequence[Array]) -> list[Array]:
@@ -76,11 +86,17 @@ class ExpertLayout:
         if self.mesh is None:
             return list(gradients)
         found = []
-        for gradient, used, kept, scope in zip(gradients, self.used, self.kept, self.scopes, strict=True):
-            axes = [axis for axis in self.over if axis not in itertools.chain(*used)]
-            with in_scope(scope):
-                found.append(sum_gradient(gradient, extra_axes(kept, used), axes))
+        for gradient, param in zip(gradients, self.kernels, strict=True):
+            with in_scope(param.scope):
+                found.append(param.reduce(gradient, [axis for axis in self.over if axis not in param.split]))
         return found
+
+    @property
+    def specs(self) -> tuple[tuple[Any, ...], ...]:
+        """The specs of all kernels as `secondary` returns them, as they are used, and of their gradients."""
+        params = self.kernels
+        given = tuple(param.secondary_spec if param.hop else param.specs[0] for param in params)
+        return given, tuple(param.specs[1] for param in params), tuple(param.specs[2] for param in params)
 
 
 def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> ExpertLayout:
@@ -95,8 +111,8 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
         fix = "make the model by spmd.from_nnx, and give the table a rule for each of them"
         problem = Problem("the experts' kernels", "are not all in the rule table", fix=fix)
         raise AnnotationError("The sharding of the expert layer is not known:", [problem])
-    used = [spec_dims(placed.used, 3, split) for placed in placements]
-    stored = [spec_dims(placed.stored, 3, split) for placed in placements]
+    params = tuple(local_param(placed, 3) for placed in placements)
+    used, stored = [list(param.used) for param in params], [param.stored for param in params]
     expert, tensor, _ = used[-1]
     batch, seq, width = spec_dims(tokens, 3, split)
     problems = []
@@ -121,11 +137,8 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
     return ExpertLayout(
         mesh=mesh,
         tokens=(batch, seq),
-        stored=tuple(map(tuple, stored)),
-        used=tuple(map(tuple, used)),
-        kept=tuple(tuple(spec_dims(placed.gradient, 3, split)) for placed in placements),
+        kernels=params,
         expert=expert_axes(mesh, tuple(expert)),
         tensor=tensor,
         save_gathered=all(placed.save_gathered for placed in placements),
-        scopes=tuple(placed.scope for placed in placements),
     )

@@ -7,8 +7,10 @@ from itertools import chain
 from jaxtyping import Array, Float
 
 from spmd.plan.fsdp import named_after, scatter
-from spmd.plan.manual import dims_spec, extra_axes, is_prefix, manual_over, spec_dims, split_axes, sum_gradient
+from spmd.plan.local_param import local_param
+from spmd.plan.manual import manual_over, split_axes
 from spmd.plan.records import ParamPlacement
+from spmd.sharding.dims import dims_spec, is_prefix, spec_dims
 from spmd.sharding.mesh import BATCH_SPEC, AnyMesh
 
 
@@ -32,24 +34,25 @@ def kernel_gradient(
     if placed is None:
         return product(x, dy)
     split = split_axes(placed.mesh)
-    used, kept = (spec_dims(spec, len(axes), split) for spec in (placed.used, placed.gradient))
+    param = local_param(placed, len(axes))
     tokens = [
         _dividing(names, size, placed.mesh)
         for names, size in zip(spec_dims(BATCH_SPEC, 2, split), x.shape[:2], strict=True)
     ]
     summed = set(chain(*tokens))
-    scatters = extra_axes(kept, used)
-    if not is_prefix(used, kept) or not summed.issuperset(chain(*scatters)) or not summed.isdisjoint(chain(*used)):
+    is_contiguous = is_prefix(param.used, param.kept)
+    if not is_contiguous or not summed.issuperset(chain(*param.scatters)) or not summed.isdisjoint(param.split):
         with named_after(placed):
             return scatter(product(x, dy), placed)  # the compiler finds the collectives
-    into, out = ([names for dim, names in zip(axes, used, strict=True) if (dim in outs) == is_out] for is_out in (0, 1))
+    used = list(zip(axes, param.used, strict=True))
+    into, out = ([names for dim, names in used if (dim in outs) == is_out] for is_out in (False, True))
 
     def local(x: Array, dy: Array) -> Array:
-        return sum_gradient(product(x, dy), scatters, tuple(name for name in split if name in summed))
+        return param.reduce(product(x, dy), tuple(name for name in split if name in summed))
 
     specs = dims_spec([*tokens, *into]), dims_spec([*tokens, *out])
     with named_after(placed):
-        return manual_over(placed.mesh, split, local, specs, dims_spec(kept))(x, dy)
+        return manual_over(placed.mesh, split, local, specs, param.specs[2])(x, dy)
 
 
 def _dividing(names: tuple[str, ...], size: int, mesh: AnyMesh) -> tuple[str, ...]:

@@ -35,18 +35,10 @@ from spmd.layers.soft_cap import before_soft_cap, soft_capped
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.context import current, override
 from spmd.plan.fsdp import ParamPlacement, gather
-from spmd.plan.manual import (
-    all_gather,
-    dims_spec,
-    extra_axes,
-    manual_over,
-    psum,
-    psum_scatter,
-    spec_dims,
-    split_axes,
-    sum_gradient,
-)
+from spmd.plan.local_param import LocalParam, local_param
+from spmd.plan.manual import all_gather, manual_over, psum, psum_scatter, split_axes
 from spmd.plan.scopes import in_scope
+from spmd.sharding.dims import Dims, dims_spec, spec_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
 CHUNK = 1024
@@ -55,7 +47,7 @@ CHUNK = 1024
 _TILE = 256
 """Words of a turn are a multiple of it: XLA:TPU fuses reduce-scatters of such parts, and of few others."""
 
-_WHOLE = P()
+_WHOLE, _ONE_DEVICE = P(), LocalParam(((), ()), ((), ()), ((), ()))
 
 
 @jax.tree_util.register_dataclass
@@ -97,22 +89,18 @@ class _Layout:
     mesh: AnyMesh | None = None
     split: tuple[str, ...] = ()  # the axes of size above 1
     tokens: P = _WHOLE
-    kernel: P = _WHOLE  # as an input
-    gradient: P = _WHOLE  # of the kernel, as an output
+    param: LocalParam = _ONE_DEVICE  # the kernel
     vocabulary: tuple[str, ...] = ()  # the axes that the vocabulary is split over
     width: tuple[str, ...] = ()  # those of them that also split the width of `x`
-    gathers: tuple[tuple[str, ...], ...] = ()  # the axes that each dimension of the kernel is gathered over
-    scatters: tuple[tuple[str, ...], ...] = ()  # the axes that each dimension of its gradient is scattered over
-    scope: str = ""  # the name scope of the kernel
 
     def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
         """Run `_local` on each device's part of `x`, the kernel, targets and weights."""
         local = functools.partial(_local, layout=self, differentiate=differentiate)
         if self.mesh is None:
             return local(*arrays)
-        x = P(*self.tokens, self.width or None)
-        specs = (x, self.kernel, self.tokens, self.tokens)
-        results = (P(), P(), *([x, self.gradient] if differentiate else []))
+        x, (stored, _, kept) = P(*self.tokens, self.width or None), self.param.specs
+        specs = (x, stored, self.tokens, self.tokens)
+        results = (P(), P(), *([x, kept] if differentiate else []))
         return manual_over(self.mesh, self.split, local, specs, results)(*arrays)
 
     @property
@@ -138,7 +126,7 @@ def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
         >>> materialize(LazyLogits(jnp.ones((1, 2, 4)), jnp.ones((4, 8)))).shape
         (1, 2, 8)
     """
-    kernel = gather(head.kernel.astype(head.x.dtype), head.placed)
+    kernel = gather(head.kernel, head.placed, head.x.dtype)
     logits = jnp.einsum(f"...i,{head.axes}->...o", head.x, kernel, preferred_element_type=jnp.float32)
     return annotate(soft_capped(logits, head.soft_cap), head.logits)
 
@@ -171,28 +159,24 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
     split = split_axes(mesh)
     (*token_dims, width), dim = spec_dims(tokens, 3, split), head.axes.index("o")
     vocabulary = spec_dims(head.placed.used, 2, split)[dim]
-    used = [vocabulary if i == dim else () for i in range(2)]
+    used = tuple(vocabulary if i == dim else () for i in range(2))
 
-    def contiguous(dims: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    def contiguous(dims: Dims) -> Dims:
         """Return `dims` if a device's words are contiguous after a gather, else `used`: then the compiler reshards."""
-        return dims if dims[dim][: len(vocabulary)] == vocabulary else used
+        return tuple(dims) if dims[dim][: len(vocabulary)] == vocabulary else used
 
-    stored = contiguous(spec_dims(head.placed.stored, 2, split))
+    param = local_param(head.placed, 2)
     # Over an axis that splits neither tokens nor vocabulary, devices have equal gradients, which must not be summed.
     summed = tuple(axis for axis in split if axis in {*token_dims[0], *token_dims[1], *vocabulary})
-    gradient = contiguous(spec_dims(head.placed.gradient, 2, summed))
+    kept = contiguous(spec_dims(head.placed.gradient, 2, summed))
     return dataclasses.replace(
         layout,
         mesh=mesh,
         split=split,
         tokens=dims_spec(token_dims),
-        kernel=dims_spec(stored),
-        gradient=dims_spec(gradient),
+        param=dataclasses.replace(param, stored=contiguous(param.stored), used=used, kept=kept),
         vocabulary=vocabulary,
         width=width if set(width) <= set(vocabulary) else (),
-        gathers=extra_axes(stored, used),
-        scatters=extra_axes(gradient, used),
-        scope=head.placed.scope,
     )
 
 
@@ -227,8 +211,8 @@ def _local(
         flat = a.reshape(count, *a.shape[2:])
         return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, 1, -1, *flat.shape[1:])
 
-    with in_scope(layout.scope):
-        head = _Head(layout, all_gather(kernel.astype(x.dtype), layout.gathers), tokens)
+    with in_scope(layout.param.scope):
+        head = _Head(layout, layout.param.gather(kernel, x.dtype), tokens)
     parts = tuple(split(a) for a in (x, targets, weights))
 
     def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
@@ -242,7 +226,7 @@ def _local(
         return totals
     dx = saved[1] if len(saved) > 1 else head.dx(saved[0])
     gathered = tuple(all_gather(a, ((), *layout.along)[: a.ndim]) for a in parts)
-    with in_scope(layout.scope):
+    with in_scope(layout.param.scope):
         dkernel = head.dkernel(saved[0], *gathered, dtype=kernel.dtype)
     # Without the barrier XLA:TPU computes it after the backward pass of all layers, and holds its operands until then.
     dx, dkernel = jax.lax.optimization_barrier((dx, dkernel))
@@ -330,7 +314,7 @@ class _Head:
         `kept` is what `of_chunk` returns first. The gradient of a turn is no larger than the logits of a chunk.
         """
         layout, dim = self.layout, self.layout.axes.index("o")
-        scatters = layout.scatters or ((), ())
+        param, scatters = layout.param, layout.param.scatters
         shape = [
             n // (jax.lax.axis_size(axes) if axes else 1) for n, axes in zip(self.kernel.shape, scatters, strict=True)
         ]
@@ -353,12 +337,12 @@ class _Head:
                 is_target = _is_target(of_turn(self.words, 0), targets)
                 dlogits = self.dlogits(logits, jnp.exp(logits - kept[..., None]), is_target, weights)
             part = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=dtype)
-            return jax.lax.dynamic_update_slice_in_dim(gradient, sum_gradient(part, scatters, scattered), start, dim)
+            return jax.lax.dynamic_update_slice_in_dim(gradient, param.reduce(part, scattered), start, dim)
 
         scattered = tuple(axis for axes in scatters for axis in axes)
         gradient = jax.lax.fori_loop(0, -(-own // some), turn, jnp.zeros(shape, dtype))
         rest = tuple(axis for axis in layout.summed if axis not in scattered)
-        return sum_gradient(gradient, ((), ()), rest)
+        return dataclasses.replace(param, kept=param.used).reduce(gradient, rest)
 
 
 def _is_target(words: Int[Array, "word"], targets: Int[Array, "..."]) -> Array:

@@ -33,7 +33,8 @@ from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
 from spmd.layers.grouped_matmul import grouped_gradient, grouped_matmul
 from spmd.layers.router import RouterConfig, Routing, expert_slots
 from spmd.plan.annotate import annotate, placement
-from spmd.plan.manual import Dims, dims_spec, manual_over, psum, split_axes
+from spmd.plan.manual import manual_over, psum, split_axes
+from spmd.sharding.dims import dims_spec
 
 Activation = Callable[..., Array]
 """Function between an expert's matmuls: of one array, or of a gate and the gated array."""
@@ -162,18 +163,22 @@ def _apply_forward(
         y = psum(jnp.concatenate(ys), layout.tensor).reshape(x.shape)
         return y, jnp.float32(sum(extra)), got, (*into, out) if layout.save_gathered else ()
 
-    wholes = _specs(layout.used) if layout.save_gathered else ()
+    stored, used, _ = layout.specs
+    wholes = used if layout.save_gathered else ()
     received = (layer.received,) * layer.chunks
-    manual = layer.manual(local, (*(layer.tokens,) * 3, _specs(layout.stored)), (layer.tokens, P(), received, wholes))
-    y, extra, got, gathered = manual(x, where, weights, kernels)
-    return (y, extra), (x, where, weights, kernels, got, gathered)
+    manual = layer.manual(local, (*(layer.tokens,) * 3, stored), (layer.tokens, P(), received, wholes))
+    shards = layout.secondary(kernels)
+    y, extra, got, gathered = manual(x, where, weights, shards)
+    # Codes have not the dtype of the kernels' gradients.
+    like = tuple(jnp.zeros((0,), k.dtype) for k in kernels) if any(param.hop for param in layout.kernels) else ()
+    return (y, extra), (x, where, weights, shards, like, got, gathered)
 
 
 def _apply_backward(
     layer: _Layer, saved: Any, dys: tuple[Array, Array]
 ) -> tuple[Array, None, Array, tuple[Array, ...]]:
-    layout, (x, where, weights, kernels, got, gathered) = layer.layout, saved
-    dtypes = [kernel.dtype for kernel in kernels]
+    layout, (x, where, weights, kernels, like, got, gathered) = layer.layout, saved
+    dtypes = [array.dtype for array in like or kernels]
 
     def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...], got: Any, dy: Array) -> Any:
         *into, out = kernels if layout.save_gathered else layout.gather(kernels, x.dtype)
@@ -217,9 +222,10 @@ def _apply_backward(
         return dispatch.combine(drows).astype(x.dtype), dispatch.uncombined(dscales).astype(weights.dtype), dkernels
 
     # The barrier keeps XLA from merging this gather with that of the forward pass and saving its result until now.
-    kernels, used = (gathered, layout.used) if gathered else (jax.lax.optimization_barrier(kernels), layout.stored)
-    in_specs = (*(layer.tokens,) * 3, _specs(used), (layer.received,) * layer.chunks, layer.tokens)
-    manual = layer.manual(local, in_specs, (layer.tokens, layer.tokens, _specs(layout.kept)))
+    stored, used, kept = layout.specs
+    kernels, given = (gathered, used) if gathered else (jax.lax.optimization_barrier(kernels), stored)
+    in_specs = (*(layer.tokens,) * 3, given, (layer.received,) * layer.chunks, layer.tokens)
+    manual = layer.manual(local, in_specs, (layer.tokens, layer.tokens, kept))
     dx, dweights, dkernels = manual(x, where, weights, kernels, got, dys[0])
     return dx, None, dweights, dkernels
 
@@ -248,7 +254,3 @@ def _scaled(x: Float[Array, "*row d"], scales: Float[Array, "*row"]) -> Float[Ar
 
 def _flat(x: Float[Array, "batch seq d"]) -> Float[Array, "token d"]:
     return x.reshape(-1, x.shape[-1])
-
-
-def _specs(kernels: tuple[Dims, ...]) -> tuple[P, ...]:
-    return tuple(map(dims_spec, kernels))

@@ -4,14 +4,16 @@
 |---|---|---|
 | `int8` | 8, and a float32 for each block | 1/254 of the block's largest magnitude |
 | `fp8` | 8 (e4m3), and a float32 for each block | 1/16 of the element, 1/2^18 of the block's largest magnitude |
+| `int4` | 4, and a float32 for each block; only on the wire | 1/14 of the block's largest magnitude |
 | `mask` | 1 | only whether the element is positive is kept: what the derivative of a ReLU needs |
 
-Blocks are consecutive elements of the last dimension. A block that is all zero has the scale 0 and stays zero.
+Blocks are consecutive elements of one dimension. A block that is all zero has the scale 0 and stays zero; one with
+an element that is not finite decodes to elements that are not.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +42,8 @@ class BlockCodec:
     dtype: str
     top: float
     least: int = 32
+    packed: int = 1
+    """Codes in one element of `dtype`: 2 for `int4`, the first half of a block in the low bits."""
 
     def block_of(self, size: int) -> int:
         """Return the block for a dimension of this size, or 0 if `least` elements do not divide it."""
@@ -47,35 +51,64 @@ class BlockCodec:
 
     def bits(self, block: int) -> float:
         """Return the bits of one element, with its part of the scale."""
-        return 8 + 32 / block
+        return 8 / self.packed + 32 / block
 
-    def encode(self, x: jax.Array, block: int, rows: int = 1) -> Encoded:
-        """Encode `[..., n]` in blocks of `n`; codes have the shape of `x`, scales `[..., n / block]`.
+    def encode(self, x: jax.Array, block: int, rows: int = 1, dim: int = -1) -> Encoded:
+        """Encode `[..., n, …]` in blocks of dimension `dim`; scales are `[..., n / block, …]`, codes as `x` or packed.
 
-        `rows` divides the last dimension but one. With 8 of them, a TPU moves nothing: they are a tile of its memory.
+        `rows` divides the last dimension but one. With 8 of them, a TPU moves nothing where blocks are of the last
+        dimension: they are a tile of its memory. For other dimensions it is ignored.
         """
-        blocks = _tiles(x, block, rows).astype(jnp.float32)
-        scale = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / self.top
+        tiles = _Tiles(x.ndim, dim, rows)
+        blocks = tiles.of(x, block).astype(jnp.float32)
+        scale = jnp.max(jnp.abs(blocks), axis=tiles.axis, keepdims=True) / self.top
         # Clipped, because a cast of more than the largest float8 is not a number.
         codes = jnp.clip(blocks / jnp.where(scale > 0, scale, 1.0), -self.top, self.top)
-        codes = jnp.round(codes) if jnp.issubdtype(self.dtype, jnp.integer) else codes
-        return Encoded(_untiled(codes.astype(self.dtype), x.shape), _untiled(scale, (*x.shape[:-1], -1)))
+        codes = (jnp.round(codes) if jnp.issubdtype(self.dtype, jnp.integer) else codes).astype(self.dtype)
+        if self.packed == 2:
+            low, high = jnp.split(codes, 2, axis=tiles.axis)
+            codes = (low & 15) | (high << 4)
+        return Encoded(tiles.joined(codes, x.shape), tiles.joined(scale, x.shape))
 
-    def decode(self, coded: Encoded, dtype: Any, rows: int = 1) -> jax.Array:
-        """Return the array of some codes; `rows` as for `encode`."""
+    def decode(self, coded: Encoded, dtype: Any, rows: int = 1, dim: int = -1) -> jax.Array:
+        """Return the array of some codes; `rows` and `dim` as for `encode`."""
         codes, scale = coded
         assert scale is not None
-        blocks = _tiles(codes, codes.shape[-1] // scale.shape[-1], rows).astype(jnp.float32)
-        return _untiled((blocks * _tiles(scale, 1, rows)).astype(dtype), codes.shape)
+        tiles = _Tiles(codes.ndim, dim, rows)
+        blocks = tiles.of(codes, codes.shape[dim] // scale.shape[dim])
+        if self.packed == 2:  # shifts of signed integers keep the sign
+            blocks = jnp.concatenate([(blocks << 4) >> 4, blocks >> 4], axis=tiles.axis)
+        return tiles.joined((blocks.astype(jnp.float32) * tiles.of(scale, 1)).astype(dtype), codes.shape)
 
 
-def _tiles(x: jax.Array, block: int, rows: int) -> jax.Array:
-    """Reshape `[..., s, n]` to `[..., s / rows, n / block, rows, block]`."""
-    return x.reshape(*x.shape[:-2], -1, rows, x.shape[-1] // block, block).swapaxes(-3, -2)
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """Reshape that gives the blocks of a dimension an axis of their own."""
 
+    ndim: int
+    dim: int
+    rows: int
 
-def _untiled(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return x.swapaxes(-3, -2).reshape(shape)
+    @property
+    def axis(self) -> int:
+        """The axis of a block's elements."""
+        return -1 if self._is_last else self.dim % self.ndim + 1
+
+    @property
+    def _is_last(self) -> bool:
+        return self.dim % self.ndim == self.ndim - 1
+
+    def of(self, x: jax.Array, block: int) -> jax.Array:
+        """Reshape `[..., s, n]` to `[..., s / rows, n / block, rows, block]`, else `[..., n / block, block, …]`."""
+        if self._is_last:
+            return x.reshape(*x.shape[:-2], -1, self.rows, x.shape[-1] // block, block).swapaxes(-3, -2)
+        at = self.dim % self.ndim
+        return x.reshape(*x.shape[:at], -1, block, *x.shape[at + 1 :])
+
+    def joined(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Undo `of`, for an array of `shape` but for the number of elements of the dimension."""
+        x, at = x.swapaxes(-3, -2) if self._is_last else x, self.dim % self.ndim
+        return x.reshape(*shape[:at], -1, *shape[at + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +142,27 @@ CODECS: Mapping[str, Codec] = {
     "fp8": BlockCodec("fp8", "float8_e4m3fn", 448.0),
     "mask": MaskCodec(),
 }
-"""Name → codec."""
+"""Name → codec of stored activations."""
+
+WIRES: Mapping[str, BlockCodec] = {
+    "int8": BlockCodec("int8", "int8", 127.0),
+    "fp8": BlockCodec("fp8", "float8_e4m3fn", 448.0),
+    "int4": BlockCodec("int4", "int8", 7.0, packed=2),
+}
+"""Name → codec of what devices send to each other."""
+
+
+def block_dim(shape: Sequence[int], codec: BlockCodec) -> tuple[int, int]:
+    """Return the dimension of an array to form blocks of, and the block: the largest, of the longest dimension.
+
+    The block is 0 if no dimension has one.
+
+    Example:
+        >>> block_dim((16, 4096), WIRES["int8"]), block_dim((4096, 16), WIRES["int8"]), block_dim((9, 9), WIRES["int8"])
+        ((1, 128), (0, 128), (1, 0))
+    """
+    block, _, dim = max((codec.block_of(size), size, dim) for dim, size in enumerate(shape))
+    return dim, block
 
 
 def block_of(size: int, largest: int, *, least: int = 8) -> int:

@@ -26,6 +26,8 @@ class ModelInfo:
         replicated: Path of another variable without a rule → the reason why it is replicated.
         placed: Path of a variable without a rule → its spec.
         lora_kernels: Paths of kernels that may be `spmd.plan.lora_layer.LoRAParam`, since the module uses its matmul.
+        gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it reduces.
+        sent_exactly: Paths of parameters that are never sent as codes: lookups and routers.
         frozen: Path of a variable that never changes → the path of the module's parameter that it holds.
         merged: Paths in `frozen` that reach the module merged with an adapter. The others are used as they are: in
             stacked layers they may be in host memory, and a pipeline may split them, like parameters.
@@ -41,6 +43,8 @@ class ModelInfo:
     replicated: Mapping[str, str] = dataclasses.field(default_factory=dict)
     placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lora_kernels: frozenset[str] = frozenset()
+    gathered_by_layer: frozenset[str] = frozenset()
+    sent_exactly: frozenset[str] = frozenset()
     frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
     merged: frozenset[str] = frozenset()
     position_aware: bool = False

@@ -107,7 +107,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "params": ("float32", "bfloat16"),
     "compute": ("float32", "bfloat16", "float16"),
     "gradients": ("float32", "bfloat16"),
-    "exchange": (None, "float32", "bfloat16"),
+    "exchange": (None, "float32", "bfloat16", "int8", "int4"),
     "accumulation": ("float32", "bfloat16"),
     "master": (None, "float32"),
     "moments": (None, "float32", "bfloat16", "8bit"),
@@ -123,8 +123,9 @@ class Precision:
         params: Dtype of stored parameters.
         compute: Dtype of activations and of the operands of matmuls.
         gradients: Dtype in which matmuls return weight gradients, and in which their sums are kept.
-        exchange: Dtype in which devices send weight gradients to each other; None for that of `gradients`.
-        exchange_over: Axis → dtype for axes that differ, such as those that cross a slow network.
+        exchange: Dtype in which devices send weight gradients to each other, or a codec of
+            `spmd.model_api.codecs.WIRES`; None for the dtype of `gradients`.
+        exchange_over: Axis → dtype or codec for axes that differ, such as those that cross a slow network.
         accumulation: Dtype in which the gradients of microbatches are accumulated.
         master: Dtype of master weights in the optimizer's state, if any.
         moments: Dtype of the optimizer's moments; None leaves it to the optimizer.
@@ -167,7 +168,7 @@ class Precision:
             problems.append(Problem("rounding", "is stochastic, with exact master weights", fix="one of the two"))
         over = {f"exchange_over[{axis!r}]": dtype for axis, dtype in self.exchange_over.items()}
         problems += [
-            Problem(name, f"is {dtype!r}", fix="float32 or bfloat16")
+            Problem(name, f"is {dtype!r}", fix="float32, bfloat16, int8 or int4")
             for name, dtype in over.items()
             if dtype not in _CHOICES["exchange"]
         ]
@@ -189,9 +190,9 @@ class Precision:
         """`gradients` as a JAX dtype."""
         return jnp.dtype(self.gradients)
 
-    def exchange_dtypes(self, axes: Iterable[str]) -> dict[str, jnp.dtype]:
-        """Return axis → dtype in which weight gradients are sent over it."""
-        return {axis: jnp.dtype(self.exchange_over.get(axis, self.exchange or self.gradients)) for axis in axes}
+    def exchange_names(self, axes: Iterable[str]) -> dict[str, str]:
+        """Return axis → dtype or codec in which weight gradients are sent over it."""
+        return {axis: self.exchange_over.get(axis, self.exchange or self.gradients) for axis in axes}
 
 
 POLICIES = {

@@ -128,26 +128,28 @@ class Remat:
         named = [f"{word}{','.join(names)}" for word, names in self._lists.items() if names]
         return " ".join(named or [self.kind]) + (f"/{self.every}" if self.every > 1 else "")
 
-    def apply(self, layer: F, *, scanned: bool) -> F:
+    def apply(self, layer: F, *, scanned: bool, also: tuple[str, ...] = ()) -> F:
         """Apply the policy to one layer, a function of arrays, whatever the interval.
 
         A `scanned` layer is the body of a `lax.scan`, which already keeps XLA from merging the recomputation with the
-        original.
+        original. Checkpoint names in `also` are saved too.
         """
         if self.kind in ("none", "selective"):
             return layer
-        policies, policy = jax.checkpoint_policies, None
+        policies, policy, saved = jax.checkpoint_policies, None, (*self.save, *also)
         if self.kind == "dots":
             policy = policies.dots_with_no_batch_dims_saveable
+            if also:
+                policy = policies.save_from_both_policies(policy, policies.save_only_these_names(*also))
         elif offloaded := [name for name in self.offload if self.codec(name) is None]:
             policy = policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=list(self.save),
+                names_which_can_be_saved=list(saved),
                 names_which_can_be_offloaded=offloaded,
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        elif self.save:
-            policy = policies.save_only_these_names(*self.save)
+        elif saved:
+            policy = policies.save_only_these_names(*saved)
         if self.store:  # the primitive of `spmd.plan.stored`
             policy = _with_stored(policy or policies.nothing_saveable)
         return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # type: ignore[return-value]

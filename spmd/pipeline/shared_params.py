@@ -12,8 +12,9 @@ from jax.sharding import get_abstract_mesh
 from spmd import tree
 from spmd.pipeline.interleave import AXIS
 from spmd.plan.context import constrain, current
-from spmd.plan.manual import dims_spec, extra_axes, manual_over, psum, psum_scatter, spec_dims
+from spmd.plan.manual import manual_over, psum, psum_scatter
 from spmd.plan.scopes import in_scope
+from spmd.sharding.dims import dims_spec, extra_axes, spec_dims
 from spmd.sharding.optimizer_state import drop_axis
 
 

@@ -19,11 +19,13 @@ from spmd.model_api.remat import Remat
 from spmd.plan.context import TraceContext, constrain, current, override
 from spmd.plan.fsdp import gathered
 from spmd.plan.host_params import fetch
-from spmd.plan.manual import spec_dims, split_axes
+from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import annotate_scope, in_scope
 from spmd.plan.stored import store, store_problems
+from spmd.plan.wires import SECONDARY
+from spmd.sharding.dims import spec_dims
 from spmd.sharding.mesh import AnyMesh, shards_of
 from spmd.sharding.optimizer_state import drop_fsdp
 
@@ -87,7 +89,8 @@ def annotate_param(x: jax.Array, param: ParamPlacement | None, name: str) -> tup
         return x, None
     whole = drop_fsdp(spec := _spec_of(current(), name))
     stored, gradient = (spec if drop_fsdp(own) != own else whole for own in (param.stored, param.gradient))
-    placed = dataclasses.replace(param, stored=stored, used=whole, gradient=gradient)
+    wire = dataclasses.replace(param.wire, gather="")
+    placed = dataclasses.replace(param, stored=stored, used=whole, gradient=gradient, wire=wire)
     for split in (param, placed):
         x = gathered(x, dataclasses.replace(split, used=split.stored))
     return checkpoint_name(x, name), placed
@@ -151,7 +154,8 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
         return override(remat=Remat("none"), regather=True)(layer)
     if remat.kind == "selective":
         return override(regather=True)(layer)
-    checkpointed = _marked(remat.apply(layer, scanned=scanned))
+    also = (SECONDARY,) if any(placed.wire.hop for placed in context.placements.values()) else ()
+    checkpointed = _marked(remat.apply(layer, scanned=scanned, also=also))
 
     def run(*arrays: Any) -> Any:
         if remat.names and not number:

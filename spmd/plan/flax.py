@@ -151,6 +151,8 @@ def from_nnx(
             random_state=frozenset(random_state),
             annotations=nnx_annotations(params),
             lora_kernels=marked("supports_lora"),
+            gathered_by_layer=marked("gathered_by_layer"),
+            sent_exactly=marked("sent_exactly"),
             position_aware=position_aware,
             supports_kv_cache=getattr(module, "supports_kv_cache", position_aware),
         )

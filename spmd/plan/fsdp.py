@@ -15,11 +15,13 @@ from jax.sharding import NamedSharding
 
 from spmd import tree
 from spmd.errors import AnnotationError
+from spmd.model_api.codecs import Encoded
 from spmd.model_api.precision import cast_floats
 from spmd.plan.context import constrain, current
 from spmd.plan.host_params import HostParam, host_param_error, is_host_param
+from spmd.plan.local_param import local_param
 from spmd.plan.lora_layer import is_lora
-from spmd.plan.manual import all_gather, dims_spec, extra_axes, is_prefix, manual_over, spec_dims, split_axes
+from spmd.plan.manual import manual_over, split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import in_scope
 
@@ -43,18 +45,40 @@ def named_after(placement: ParamPlacement | None) -> contextlib.AbstractContextM
     return in_scope(placement.scope if placement else "")
 
 
-def gather(kernel: jax.Array, placement: ParamPlacement | None) -> jax.Array:
-    """Gather a layer's parameter over `fsdp`. Whether the backward pass keeps the result is up to the remat policy."""
-    if placement is None:
+def secondary(kernel: jax.Array, placement: ParamPlacement | None) -> jax.Array | Encoded:
+    """Return what both passes gather a layer's parameter from: its secondary partition inside of a slice, or itself."""
+    if placement is None or placement.wire.hop is None:
         return kernel
-    mesh, split = placement.mesh, split_axes(placement.mesh)
-    stored, used = (spec_dims(spec, kernel.ndim, split) for spec in (placement.stored, placement.used))
+    kernel = constrain(kernel, placement.mesh, placement.stored, "a layer's parameter")
     with named_after(placement):
-        if stored == used or not is_prefix(used, stored):
+        return local_param(placement, kernel.ndim).secondary(kernel, placement.mesh)
+
+
+def gather(kernel: jax.Array | Encoded, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
+    """Gather a layer's parameter over `fsdp` in a dtype. The remat policy decides if the backward pass keeps it.
+
+    What is sent has that dtype, or the plan's codec: codes are of the parameter as it is stored, not as it is cast.
+
+    Args:
+        kernel: The parameter, or its `secondary` partition.
+    """
+    if isinstance(kernel, Encoded):
+        assert placement is not None
+        param, mesh = local_param(placement, kernel.codes.ndim - 1), placement.mesh
+        local = functools.partial(param.gather, dtype=dtype)
+        with named_after(placement):
+            return manual_over(mesh, split_axes(mesh), local, (param.secondary_spec,), param.specs[1])(kernel)
+    if placement is None:
+        return kernel.astype(dtype)
+    mesh, param = placement.mesh, local_param(placement, kernel.ndim)
+    if not (param.is_gathered and param.wire.gather):
+        kernel = kernel.astype(dtype)
+    with named_after(placement):
+        if not param.is_gathered:
             return constrain(kernel, mesh, placement.used, "a layer's parameter")
         kernel = constrain(kernel, mesh, placement.stored, "a layer's parameter")
-        local = functools.partial(all_gather, dims=extra_axes(stored, used))
-        return manual_over(mesh, split, local, dims_spec(stored), dims_spec(used))(kernel)
+        local = functools.partial(param.gather, dtype=dtype)
+        return manual_over(mesh, split_axes(mesh), local, *param.specs[:2])(kernel)
 
 
 def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
@@ -94,11 +118,11 @@ def _is_wrapped(x: Any) -> bool:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gathered(param: jax.Array, placement: ParamPlacement | None) -> jax.Array:
     """Apply `gather`, with `scatter` as the derivative: for a parameter that is used as it is, such as a bias."""
-    return gather(param, placement)
+    return gather(param, placement, param.dtype)
 
 
 gathered.defvjp(
-    lambda param, placement: (gather(param, placement), None),
+    lambda param, placement: (gather(param, placement, param.dtype), None),
     lambda placement, _, gradient: (scatter(gradient, placement),),
 )
 

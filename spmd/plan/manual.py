@@ -1,52 +1,24 @@
 """Regions that are manual over the mesh (`jax.shard_map`): their axes, specs and collectives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 from jaxtyping import Array
 
 from spmd.plan.context import current
 from spmd.sharding import hops
-from spmd.sharding.mesh import AnyMesh, entry_axes
+from spmd.sharding.dims import Dims
+from spmd.sharding.mesh import AnyMesh
 
 F = TypeVar("F", bound=Callable)
-Dims = Sequence[tuple[str, ...]]
-"""Mesh axes of each dimension."""
 
 
 def split_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """Return the axes of size above 1 that are not manual yet."""
     manual = get_abstract_mesh().manual_axes
     return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
-
-
-def spec_dims(spec: P, ndim: int, axes: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the mesh axes of each dimension of a spec, restricted to `axes`.
-
-    Example:
-        >>> spec_dims(P(("data", "fsdp"), "tensor"), 3, ("fsdp", "tensor"))
-        [('fsdp',), ('tensor',), ()]
-    """
-    entries = [tuple(axis for axis in entry_axes(entry) if axis in axes) for entry in spec]
-    return [*entries, *((),) * ndim][:ndim]
-
-
-def dims_spec(dims: Dims) -> P:
-    """Return the spec of the axes of each dimension."""
-    return P(*(axes or None for axes in dims))
-
-
-def extra_axes(dims: Dims, fewer: Dims) -> tuple[tuple[str, ...], ...]:
-    """Return the axes of each dimension that `fewer` does not have."""
-    return tuple(tuple(a for a in axes if a not in kept) for axes, kept in zip(dims, fewer, strict=True))
-
-
-def is_prefix(dims: Dims, more: Dims) -> bool:
-    """Return whether `more` splits each shard of `dims` further, so that shards of a shard are contiguous."""
-    return all(names[: len(first)] == tuple(first) for first, names in zip(dims, more, strict=True))
 
 
 def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
@@ -90,19 +62,3 @@ def psum_scatter(x: Array, dims: Dims) -> Array:
 def psum(x: Array, axes: tuple[str, ...]) -> Array:
     """Sum over axes, if there are any."""
     return jax.lax.psum(x, axes) if axes else x
-
-
-def sum_gradient(gradient: Array, scatters: Dims, axes: Sequence[str]) -> Array:
-    """Sum a parameter's gradient over axes, and scatter each dimension over some of them.
-
-    It is sent over each axis in the dtype of the plan's precision policy, and has its own dtype in between.
-    """
-    context, dtype = current(), gradient.dtype
-    sent = dict.fromkeys(axes, dtype) if context.precision is None else context.precision.exchange_dtypes(axes)
-    for dim, names in enumerate(scatters):
-        for axis in names:
-            gradient = hops.psum_scatter(gradient.astype(sent.pop(axis)), context.mesh, axis, dim, dtype)
-    for wire in dict.fromkeys(sent.values()):
-        summed = tuple(axis for axis in sent if sent[axis] == wire)
-        gradient = jax.lax.psum(gradient.astype(wire), summed).astype(dtype)
-    return gradient

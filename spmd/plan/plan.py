@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import ConfigError, Problem, RuleError
 from spmd.model_api.attention_config import AttentionConfig, make_attention_config
+from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
 from spmd.model_api.model import PRNG, Model
 from spmd.model_api.precision import Precision, cast_floats, make_precision, with_loss_scale
 from spmd.model_api.remat import Remat, make_remat
@@ -30,13 +31,15 @@ from spmd.plan import resolve
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.plan.render import diff_texts, format_entries, format_footer
 from spmd.plan.scopes import param_scope
-from spmd.sharding.layer_paths import own_stacks
+from spmd.sharding.layer_paths import own_stacks, stored_dims, without_dims
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import ZERO_KEEPS
 from spmd.sharding.rules import Rules
 
 TABLES = ("params", "variables", "gradients", "optimizer_state")
 """The tables of entries that a plan has."""
+
+_ONE_SLICE: Mapping[str, int] = FrozenDict()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,7 @@ class ShardingPlan:
         params: One entry for each parameter; the other tables have one for each of their arrays.
         gradients: Gradients as they leave the reduction.
         variables: Variables that the model changes by itself; none for most models.
+        compress: What is sent in fewer bits; of each parameter, `ParamPlacement.wire` says so.
         offload: What is stored in host memory.
         update_chunks: The chunks in which offloaded state is updated; empty where nothing is offloaded.
     """
@@ -60,6 +64,7 @@ class ShardingPlan:
     zero: int
     remat: Remat
     precision: Precision
+    compress: CompressConfig
     attention: AttentionConfig
     placements: Mapping[str, ParamPlacement] = dataclasses.field(repr=False)
     params: tuple[PlanEntry, ...]
@@ -124,7 +129,7 @@ class ShardingPlan:
     def text(self, *tables: str) -> str:
         """Return the plan as text: a heading, one line for each entry of some of its `TABLES`, and the bytes."""
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
-        decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}"
+        decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}{self.compress}"
         heading = f"mesh {axes}   {decisions}   attention {self.attention}"
         entries = format_entries({table: getattr(self, table) for table in tables})
         footer = format_footer(self.params, self.bytes_per_device(), self.bytes_on_host())
@@ -142,6 +147,7 @@ class ShardingPlan:
             "zero": self.zero,
             "remat": str(self.remat),
             "precision": dataclasses.asdict(self.precision),
+            "compress": dataclasses.asdict(self.compress),
             "attention": str(self.attention),
             "parameters": sum(math.prod(entry.shape) for entry in self.params),
             "bytes_per_device": self.bytes_per_device(),
@@ -159,6 +165,8 @@ def make_plan(
     zero: int = 3,
     remat: str | Remat = "none",
     precision: str | Precision = "float32",
+    compress: CompressConfig = NO_COMPRESSION,
+    slices: Mapping[str, int] = _ONE_SLICE,
     offload: tuple[str, ...] = (),
     attention: str = "auto",
     context: str = "ring",
@@ -172,23 +180,27 @@ def make_plan(
         zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) keep the `fsdp` axis.
         remat: What the backward pass keeps: `"none"`, `"full"`, or `Remat(save=("attention_out",))`.
         precision: The name of a policy, such as `"bf16"`, or a `Precision`.
+        compress: Codecs of what devices send to each other.
+        slices: Axis → the slices that it spans, as for `make_mesh`.
         offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or nothing.
         attention: The kernel: `"auto"`, or one of `spmd.model_api.attention_config.KERNELS`.
         context: The algorithm of attention over a sequence split over `sequence`: `"ring"` or `"all-to-all"`.
 
     Raises:
         RuleError: All problems of the table, the specs and the optimizer's state, at once.
-        ConfigError: An unknown precision, remat policy, ZeRO stage or kernel.
+        ConfigError: An unknown precision, remat policy, ZeRO stage or kernel; compression of what is not sent.
     """
     problems = resolve.check_arguments(mesh, rules, model, optimizer)
     if zero not in ZERO_KEEPS:
         problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
+    if not problems:
+        problems += [*compress.problems(), *compress.useless(mesh.shape, slices, zero).values()]
     if problems:
         raise ConfigError("This plan cannot be made:", problems)
     made = jax.eval_shape(lambda: model.init(jax.random.key(0, impl=PRNG)))
     if problems := resolve.check_params(made):
         raise ConfigError("These parameters cannot be trained:", problems)
-    precision, remat = make_precision(precision), make_remat(remat)
+    precision, remat = compress.precision(make_precision(precision), slices), make_remat(remat)
     offload = resolve.check_offload(mesh, offload, remat)
     attention_config = make_attention_config(mesh, attention, context)
     model, optimizer = with_loss_scale(model, precision.loss_scale), wrap_optimizer_for_precision(optimizer, precision)
@@ -235,11 +247,17 @@ def make_plan(
     def placement(path: str) -> ParamPlacement:
         stacks = own_stacks(path, rules.stacks)
         scope = param_scope(rules.layer_path(path)[0])  # equal layers have equal placements
-        return resolve.resolve_placement(mesh, matches[path], stacks, zero, on_host=path in on_host, scope=scope)
+        placed = resolve.resolve_placement(mesh, matches[path], stacks, zero, on_host=path in on_host, scope=scope)
+        shape = without_dims({**weights, **variables}[path].shape, stored_dims(stacks))
+        exactly = info.frozen.get(path, path) in info.sent_exactly
+        wire = resolve.resolve_wire(placed, shape, compress, precision, slices, exactly=exactly)
+        return dataclasses.replace(placed, wire=wire)
 
     gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
     by_module = {module: placement(path) for path, module in info.frozen.items()}
     by_path = {path: placement(path) for path in (*info.frozen, *weights) if path not in info.merged}
+    if problems := resolve.check_wires(compress, {**by_module, **by_path}, weights, info):
+        raise ConfigError("This compression cannot be used:", problems)
 
     return ShardingPlan(
         mesh=mesh,
@@ -247,6 +265,7 @@ def make_plan(
         zero=zero,
         remat=remat,
         precision=precision,
+        compress=compress,
         attention=attention_config,
         placements=FrozenDict({**by_module, **by_path}),
         params=entries("params", weights, on_host),

@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from spmd.model_api.compress import PLAIN, Wire
 from spmd.sharding.layer_paths import Stack, insert_stacked, stored_dims
 from spmd.sharding.mesh import AnyMesh, shards_of
 from spmd.sharding.optimizer_state import shard_bytes
@@ -24,6 +25,7 @@ class ParamPlacement:
         stacks: Its stacks, the outermost first.
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering it again.
         scope: Name scope of the operations on it (`spmd.plan.scopes`).
+        wire: What is sent of it.
     """
 
     mesh: AnyMesh
@@ -34,6 +36,7 @@ class ParamPlacement:
     on_host: bool = False
     save_gathered: bool = True
     scope: str = ""
+    wire: Wire = PLAIN
 
     @property
     def leading(self) -> tuple[str | None, ...]:

@@ -19,6 +19,7 @@ from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
 from spmd.gradients.loss_scale import keep_variables
 from spmd.gradients.losses import LossFn, next_token_loss
+from spmd.model_api.compress import CompressConfig
 from spmd.model_api.model import Model
 from spmd.model_api.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
 from spmd.observe.metrics import Flops, transformer_flops
@@ -87,10 +88,13 @@ def make_setup(config: TrainConfig, mesh: AnyMesh) -> TrainSetup:
 
 def build_precision(config: TrainConfig) -> Precision:
     """Return the precision policy, with the dtypes of moments and of exchanged gradients that the config names."""
-    policy, slow = make_precision(config.precision), config.slices_exchange
-    exchange = policy.exchange if config.exchange == "policy" else config.exchange
-    over = {axis: slow for axis, count in config.slices.sizes.items() if count > 1 and slow != "same"}
-    return dataclasses.replace(policy, moments=config.optimizer.moments, exchange=exchange, exchange_over=over)
+    policy = config.compress.precision(make_precision(config.precision), config.slices.sizes)
+    return dataclasses.replace(policy, moments=config.optimizer.moments)
+
+
+def applicable_compression(config: TrainConfig) -> CompressConfig:
+    """Return the compression of what a config with this mesh, without -1, sends: nothing over axes of size 1."""
+    return config.compress.on(config.mesh.sizes, config.slices.sizes, config.zero)
 
 
 def build_base_model(config: TrainConfig) -> Model:
@@ -133,6 +137,8 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
         zero=config.zero,
         remat=config.remat,
         precision=build_precision(config),
+        compress=config.compress,
+        slices=config.slices.sizes,
         offload=config.offload,
         attention=config.attention,
         context=config.context,

@@ -25,6 +25,7 @@ from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, check_fields, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.model_api.attention_config import attention_problems
+from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
 from spmd.model_api.precision import make_precision
 from spmd.model_api.remat import make_remat
 from spmd.optim.config import OptimizerConfig
@@ -183,10 +184,8 @@ class TrainConfig(Generic[M]):
     precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = "float32"
     """float32; bf16 or fp16: compute dtype; bf16-params: parameters are also stored in it, with float32 master weights
     or stochastic rounding. Gradients are accumulated in float32. fp16 scales the loss."""
-    exchange: Literal["policy", "float32", "bfloat16"] = "policy"
-    """Dtype in which devices send gradients to each other: that of the precision policy, or this one."""
-    slices_exchange: Literal["same", "float32", "bfloat16"] = "same"
-    """The same, over the axes that span several slices."""
+    compress: CompressConfig = NO_COMPRESSION
+    """Codecs of what devices send to each other: gathered parameters, and gradients."""
     attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     """Attention kernel: auto (by device and sequence length), xla, chunked (long sequences, any device), cudnn (GPUs,
     16-bit floats), splash (TPUs)."""
@@ -252,7 +251,7 @@ class TrainConfig(Generic[M]):
             raise ConfigError("This configuration cannot be used:", problems)
         problems = check_fields(self, _FIELD_RULES) + list(_large_numbers(self))
         problems += attention_problems(self.attention, self.context)
-        problems += flag_problems(self.xla)
+        problems += [*flag_problems(self.xla), *self.compress.problems()]
         for make, name in ((make_remat, self.remat), (make_precision, self.precision)):
             try:
                 make(name)

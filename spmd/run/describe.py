@@ -3,16 +3,21 @@
 import functools
 import math
 import re
+from collections.abc import Iterator
 
 from spmd.distributed.xla_flags import describe
 from spmd.gradients.exchange import AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
+from spmd.model_api.codecs import WIRES
+from spmd.model_api.compress import sent_bytes
 from spmd.pipeline.tick_table import describe_execution
-from spmd.plan.manual import spec_dims, split_axes
+from spmd.plan.local_param import local_param
+from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import TrainSetup, build_flags, count_microbatches
-from spmd.sharding.mesh import entry_axes
+from spmd.sharding.dims import spec_dims
+from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 from spmd.tree import human_bytes
 
@@ -22,7 +27,8 @@ def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) ->
 
     `device` is the platform and kind of absent devices; by default, those of the mesh.
     """
-    return f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{slices_line(setup)}"
+    lines = f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{slices_line(setup)}"
+    return lines + "".join(f"\n{line}" for line in compression_lines(setup.plan))
 
 
 def pipeline_line(setup: TrainSetup) -> str:
@@ -75,6 +81,60 @@ def slices_line(setup: TrainSetup) -> str:
     total, sizes = math.prod(slices.values()), setup.mesh.shape
     named = ", ".join(f"{axis} {count} × {sizes[axis] // count}" for axis, count in slices.items())
     return f"\nslices {total} of {setup.mesh.size // total} devices; over the slow network, × inside: {named}"
+
+
+def compression_lines(plan: ShardingPlan) -> list[str]:
+    """Return what each codec applies to: its axes, and the bytes that a device sends, before and with it."""
+    return [*_gathered_lines(plan), *_reduced_lines(plan)]
+
+
+def _gathered_lines(plan: ShardingPlan) -> Iterator[str]:
+    codec, dtype, sizes = plan.compress.gather, plan.precision.compute, plan.mesh.shape
+    if not codec:
+        return
+    count, plain, over = 0, ["vectors"], dict[str, int]()
+    frozen = plan.model.info().frozen
+    for entry in (*plan.params, *(entry for entry in plan.variables if entry.path in frozen)):
+        placed = plan.placements.get(frozen.get(entry.path, entry.path))
+        if placed is None or not (param := local_param(placed.of_stack(), len(entry.shape))).is_gathered:
+            continue
+        if placed.wire.gather:
+            count += math.prod(entry.shape) // math.prod(sizes[axis] for axis in param.split)
+            over |= {axis: sizes[axis] for axes in param.gathers for axis in axes}
+        elif len(entry.shape) > len(placed.stacks) + 1:
+            plain.append(entry.path)
+    named = " and ".join(f"{axis} {size}" for axis, size in over.items())
+    after, before = (human_bytes(int(count * sent_bytes(name))) for name in (codec, dtype))
+    sent = f"{after}, not {before} in {dtype}, in each pass"
+    yield f"layers gather in {codec} over {named}: {sent}; without codes: {', '.join(plain)}"
+
+
+def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
+    sizes, policy = plan.mesh.shape, plan.precision
+    slices = dict(next(iter(plan.placements.values())).wire.slices) if plan.placements else {}
+    reduced = plan.model.info().gathered_by_layer
+    codecs = policy.exchange_names(a for entry in BATCH_SPEC for a in entry_axes(entry) if sizes[a] > 1)
+    for axis, codec in codecs.items():
+        if codec not in WIRES:
+            continue
+        before, after, plain = 0.0, 0.0, ["vectors"]
+        for entry in plan.gradients:
+            placed = plan.placements.get(entry.path)
+            if placed is None or entry.path not in reduced or len(entry.shape) < len(placed.stacks) + 2:
+                continue
+            param = local_param(placed.of_stack(), len(entry.shape))
+            if axis in param.split:
+                continue
+            count = math.prod(entry.shape) // math.prod(sizes[a] for axes in param.kept for a in axes if a != axis)
+            count *= 1 if axis in (a for axes in param.scatters for a in axes) else 2  # a sum is a gather as well
+            shape = [n // math.prod(sizes[a] for a in axes) for n, axes in zip(entry.shape, param.used, strict=True)]
+            sent = param.sent(shape, [axis], sizes)[axis]
+            before, after = before + count * sent_bytes(policy.gradients), after + count * sent_bytes(sent)
+            plain += [entry.path] * (sent != codec)
+        parts = slices.get(axis, 1)
+        inside = f": {sizes[axis] // parts} inside of a slice, then {parts} slices" if parts > 1 else f" {sizes[axis]}"
+        sizes_text = f"{human_bytes(int(after))}, not {human_bytes(int(before))} in {policy.gradients}"
+        yield f"gradients in {codec} over {axis}{inside}: {sizes_text}, in each sum; without codes: {', '.join(plain)}"
 
 
 def flags_text(setup: TrainSetup, platform: str, kind: str) -> str:

@@ -17,12 +17,12 @@ _TEXT = ("data.source", "data.tokenizer", "data.text_field", "data.validation")
 MAY_CHANGE = (
     # How a step is computed: the result is the same up to the order of summation.
     *("mesh", "slices", "devices", "zero", "remat", "attention", "context", "offload", "xla", "pipeline"),
-    *("exchange", "slices_exchange", "exchange_once", "accumulate", "logits_chunk", "model.unroll"),
+    *("exchange_once", "accumulate", "logits_chunk", "model.unroll"),
     *("compilation_cache_dir", "data.threads", "data.prefetch"),
     # How updates are made: the training changes.
     *("steps", "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_fraction"),
     *("optimizer.final_fraction", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.momentum"),
-    *("optimizer.weight_decay", "optimizer.no_decay", "optimizer.clip_norm", "on_nan", "recovery"),
+    *("optimizer.weight_decay", "optimizer.no_decay", "optimizer.clip_norm", "on_nan", "recovery", "compress"),
     # What is checked and written, and when.
     *("evaluate", "sample", "sdc_checks", "out", "log_every", "checkpoint_every", "max_to_keep", "keep_best"),
     *("data.cache", *_TEXT),

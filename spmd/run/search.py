@@ -18,7 +18,8 @@ import jax
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import SpmdError
-from spmd.run.build import build_schedule, count_microbatches, make_setup
+from spmd.model_api.compress import NO_COMPRESSION
+from spmd.run.build import applicable_compression, build_schedule, count_microbatches, make_setup
 from spmd.run.config import PipelineConfig, TrainConfig, config_values
 from spmd.run.preflight import check_microbatches, estimate_step
 from spmd.run.step_time import ModelNumbers, count_model, time_compiled_step, workload
@@ -118,6 +119,7 @@ class Search:
 
     def _count(self) -> ModelNumbers:
         alone = dataclasses.replace(self.config, mesh=MeshShape(), slices=MeshShape(), pipeline=PipelineConfig())
+        alone = dataclasses.replace(alone, compress=NO_COMPRESSION)
         return count_model(make_setup(alone, abstract_mesh(alone.mesh)))
 
     @property
@@ -190,6 +192,7 @@ class Search:
     def _ask_ledger(self, candidate: Candidate) -> None:
         try:
             config = dataclasses.replace(self.config, devices=self.topology.devices, **candidate.settings)
+            config = dataclasses.replace(config, compress=applicable_compression(config))
             setup = make_setup(config, abstract_mesh(config.mesh))
             check_microbatches(setup)
             report = MemoryReport(self.topology, estimate_step(setup, self.topology.platform))

@@ -14,6 +14,7 @@ from spmd.analysis.topology import Topology, missing_extra
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
+from spmd.model_api.compress import sent_bytes
 from spmd.model_api.remat import make_remat
 from spmd.observe.waiting import show_waiting
 from spmd.pipeline.tick_table import tabulate
@@ -95,8 +96,8 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
     kept = {"down", *(name for activation, name in _SAVES.items() if activation in saved)}
     again = sum(size for name, size in model.kernels.items() if name not in kept) / layer_params if repeats else 0.0
     precision = build_precision(config)
+    gathered = config.compress.gather or precision.compute
     reduced = precision.exchange or precision.gradients
-    compute, exchange = (jnp.dtype(name).itemsize for name in (precision.compute, reduced))
     parts, bubble = _pipeline(config, mesh)
     heads = config.model.attention_width
     kv_width = getattr(config.model, "kv_width", heads)
@@ -121,8 +122,8 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
         recomputes_attention=remat.kind != "none" and _CORE not in saved,
         zero=config.zero,
         regathers=remat.kind != "none",
-        gathered_bytes=compute,
-        reduced_bytes=exchange,
+        gathered_bytes=sent_bytes(gathered),
+        reduced_bytes=sent_bytes(reduced),
         state_bytes=2 * model.state_bytes + 4,
         routed=model.routed,
         offloads_state="optimizer_state" in config.offload,

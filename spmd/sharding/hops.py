@@ -23,11 +23,24 @@ def all_gather(x: Array, mesh: AnyMesh | None, axis: str, dim: int) -> Array:
     """Gather a dimension over an axis that is manual here."""
     hops: tuple[list[list[int]] | None, ...] = (None,)
     count = jax.lax.axis_size(axis)
-    is_small = count * math.prod(x.shape) * x.dtype.itemsize < _SMALL
-    if is_small and count >= _MANY and _spans_slice(mesh, axis, "TPU v5 lite"):
+    if _is_small(x, count) and _spans_slice(mesh, axis, "TPU v5 lite"):
         hops = (_pairs(count), _halves(count))
     for groups in hops:
         x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
+    return x
+
+
+def gather_within(x: Array, mesh: AnyMesh | None, axis: str, slices: int) -> Array:
+    """Gather the arrays of a slice along a new first dimension, over an axis that spans some slices."""
+    whole = jax.lax.axis_size(axis)
+    count = whole // slices
+    starts = range(0, whole, count)
+    hops: tuple[list[list[int]], ...] = ([list(range(start, start + count)) for start in starts],)
+    if _is_small(x, count) and _spans_slice(mesh, axis, "TPU v5 lite", slices):
+        hops = (_pairs(whole), [[start + i for i in half] for start in starts for half in _halves(count)])
+    x = x[None]
+    for groups in hops:
+        x = jax.lax.all_gather(x, axis, axis=0, tiled=True, axis_index_groups=groups)
     return x
 
 
@@ -51,6 +64,10 @@ def psum_scatter(x: Array, mesh: AnyMesh | None, axis: str, dim: int, dtype: jnp
     return jnp.moveaxis(jnp.where(is_second, second, first).astype(dtype) + received.astype(dtype), 0, dim)
 
 
+def _is_small(x: Array, count: int) -> bool:
+    return count >= _MANY and count * math.prod(x.shape) * x.dtype.itemsize < _SMALL
+
+
 def _halves(count: int) -> list[list[int]]:
     return [list(range(first, count, 2)) for first in range(2)]
 
@@ -59,12 +76,12 @@ def _pairs(count: int) -> list[list[int]]:
     return [[first, first + 1] for first in range(0, count, 2)]
 
 
-def _spans_slice(mesh: AnyMesh | None, axis: str, kind: str) -> bool:
-    """Return whether the devices along an axis are all those of a slice, of a kind of TPU."""
+def _spans_slice(mesh: AnyMesh | None, axis: str, kind: str, slices: int = 1) -> bool:
+    """Return whether the devices along an axis are all those of some slices, of a kind of TPU."""
     if not isinstance(mesh, Mesh) or not _is_kind(mesh, kind):
         return False
-    count, numbers = mesh.shape[axis], [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
-    lines = np.moveaxis(np.reshape(numbers, mesh.devices.shape), mesh.axis_names.index(axis), -1)
+    count, numbers = mesh.shape[axis] // slices, [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+    lines = np.moveaxis(np.reshape(numbers, mesh.devices.shape), mesh.axis_names.index(axis), -1).reshape(-1, count)
     return count % 2 == 0 and count == numbers.count(numbers[0]) and bool((lines == lines[..., :1]).all())
 
 

@@ -31,7 +31,7 @@ INTEGERS = np.random.default_rng(0).integers(-8, 9, (8, 16, 24)).astype(np.float
 @pytest.fixture
 def whole_slice(monkeypatch):
     """Let every axis pass for a whole TPU slice."""
-    monkeypatch.setattr(hops, "_spans_slice", lambda mesh, axis, kind: True)
+    monkeypatch.setattr(hops, "_spans_slice", lambda mesh, axis, kind, slices=1: True)
     monkeypatch.setattr(hops, "_MANY", 2)
 
 
@@ -61,6 +61,15 @@ def test_they_give_what_one_collective_gives(sizes, dim, is_whole, whole_slice, 
     terms = INTEGERS[:count]
     summed = over_fsdp(scatter, mesh, P("fsdp"), split)(terms)
     np.testing.assert_array_equal(summed, terms.sum(axis=0))
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_inside_of_a_slice_they_give_what_one_collective_gives(is_whole, whole_slice, monkeypatch):
+    """Of two slices of four devices, each device gets those of its own, in order."""
+    monkeypatch.setattr(hops, "_spans_slice", lambda mesh, axis, kind, slices=1: is_whole)
+    mesh, numbers = tiny.mesh(fsdp=8), np.arange(8.0)
+    gathered = over_fsdp(lambda x: hops.gather_within(x, mesh, "fsdp", 2), mesh, P("fsdp"), P("fsdp"))(numbers)
+    np.testing.assert_array_equal(gathered.reshape(8, 4), [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4)
 
 
 def test_bfloat16_is_on_the_wire_and_float32_in_the_last_sum(whole_slice):

@@ -283,7 +283,7 @@ def test_offloading_changes_no_bit():
 def test_control_a_layer_recomputed_from_something_else_is_seen(monkeypatch):
     """A checkpoint that computes another function the second time has other gradients."""
 
-    def wrong(self, layer, *, scanned):
+    def wrong(self, layer, *, scanned, also):
         @jax.custom_vjp
         def checkpointed(*arrays):
             return layer(*arrays)

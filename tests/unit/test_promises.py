@@ -185,13 +185,26 @@ def test_gradients_are_sent_as_the_precision_policy_says(precision, sent, is_bro
     assert len(audited.to_json()["broken_promises"]) == is_broken
 
 
+@pytest.mark.parametrize(("dtype", "is_broken"), [("s8", False), ("f32", True)])
+def test_codes_are_exchanged_by_all_to_all(dtype, is_broken) -> None:
+    """XLA:TPU names the exchange of a gradient's codes after a reshape; floats in their place break the promise."""
+    text = f"""
+        x = {dtype}[8,400,128]{{2,1,0}} parameter(0)
+        ROOT r = {dtype}[8,400,128]{{2,1,0}} all-to-all(x), replica_groups={GROUPS["fsdp"]}, dimensions={{0}},
+            metadata={{op_name="jit(_step)/transpose(jvp())/{UP}/shard_map/reshape"}}
+    """.replace("dimensions={0},\n            ", "dimensions={0}, ")
+    audited = audit(text, plan=plan_of(exchange="int8"))
+    assert [record.cause.use for record in audited.records] == ["gradient"]
+    assert [problem.where for problem in audited.broken] == ["layers/mlp/up_proj/kernel"] * is_broken
+
+
 def test_a_broken_promise_names_array_dtypes_bytes_and_fix() -> None:
     """The message says all that is needed to find it."""
     (problem,) = audit(reduced(), plan=plan_of()).broken
     assert str(problem).splitlines() == [
         "layers/mlp/up_proj/kernel: its gradient is sent in f32 over fsdp, promised bf16",
         "    all-reduce: 25 KiB in each step, not 12.5 KiB",
-        "    fix: --exchange float32, if these bytes are meant",
+        "    fix: --compress.gradients float32, if these bytes are meant",
     ]
 
 

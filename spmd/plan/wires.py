@@ -1,0 +1,142 @@
+"""Gathers and sums of blocks of codes, in a region that is manual over the mesh.
+
+Encoded inside of the region: a partitioner would move the conversion behind the collective, and send what is decoded.
+Codes travel as 8-bit integers, of which every backend has every collective; float8 is only what they mean.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from spmd.model_api.codecs import BlockCodec, Encoded, block_dim
+from spmd.plan.context import current
+from spmd.plan.manual import all_gather
+from spmd.sharding import hops
+from spmd.sharding.dims import Dims
+
+SECONDARY = "secondary_partition"
+"""Checkpoint name of what a device has after the hop across slices, of each parameter with two hops."""
+
+SUM = "sum_of_codes"
+"""Name scope of the gather that ends a sum, which is not one of a parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedGather:
+    """Gather of a shard over the axes of each dimension, as codes and their scales.
+
+    An axis over several slices may have two hops (hpZ: Wang et al., arXiv:2306.10209, section 3.2): `across` slices,
+    after which a device has the part of its member number of each slice, and inside of one. The backward pass gathers
+    again from the result of the first, the secondary partition, and sends nothing over the slow network.
+
+    Attributes:
+        gathers: The axes that each dimension is gathered over.
+        hop: The axis with two hops, and its slices; None for none.
+    """
+
+    codec: BlockCodec
+    gathers: Dims
+    hop: tuple[str, int] | None = None
+
+    def across(self, x: Array) -> Encoded:
+        """Encode a shard, and send its codes across slices: `[slice, …]`; without two hops, the codes of the shard."""
+        dim, block = block_dim(x.shape, self.codec)
+        coded = _as_bytes(_encode(x, self.codec, dim, block))
+        if self.hop is None:
+            return coded
+        axis, slices = self.hop
+        return Encoded(*(jax.lax.all_gather(part, axis, axis_index_groups=_groups(axis, slices)[1]) for part in coded))
+
+    def within(self, coded: Encoded, dtype: jnp.dtype) -> Array:
+        """Gather what `across` returned inside of a slice, and decode it."""
+        return _decode(jax.tree.map(self._within, coded), self.codec, dtype)
+
+    def _within(self, x: Array) -> Array:
+        if self.hop is None:
+            return all_gather(x, self.gathers)
+        (name, slices), ndim = self.hop, x.ndim - 1
+        for dim, axes in enumerate(self.gathers):
+            for axis in reversed(axes):
+                if axis != name:
+                    x = all_gather(x, [(axis,) * (i == dim + x.ndim - ndim) for i in range(x.ndim)])
+                    continue
+                x = hops.gather_within(x, current().mesh, axis, slices)
+                x = jnp.moveaxis(x, (1, 0), (dim, dim + 1))  # [member, slice, …] → [… slice, member, …]
+                x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 3 :])
+        return x
+
+
+def scatters_codes(shape: Sequence[int], dim: int, count: int, codec: BlockCodec) -> bool:
+    """Return whether the parts of a dimension, one for each of `count` devices, have blocks."""
+    part = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
+    return shape[dim] % count == 0 and block_dim(part, codec)[1] > 0
+
+
+def scatter_codes(x: Array, axis: str, dim: int, codec: BlockCodec, slices: int) -> Array:
+    """Sum over an axis and scatter a dimension over it: codes are exchanged by all-to-all, and summed in float32.
+
+    An axis over several slices has two hops, as in ZeRO++ (Wang et al., arXiv:2306.10209, section 3.3): first inside of
+    each slice, so that devices send their sums, and no terms, over the slow network.
+    """
+    count = jax.lax.axis_size(axis)
+    inner = count // slices
+    parts = x.reshape(*x.shape[:dim], slices, inner, -1, *x.shape[dim + 1 :])  # device i = slice · inner + member
+    parts = jnp.moveaxis(parts, (dim + 1, dim), (0, 1))
+    within, across = _groups(axis, slices)
+    sums = parts.astype(jnp.float32).sum(0) if inner == 1 else _exchanged(parts, axis, codec, 2, within)
+    return sums[0] if slices == 1 else _exchanged(sums, axis, codec, 1, across)
+
+
+def sum_codes(x: Array, axis: str, codec: BlockCodec, slices: int) -> Array:
+    """Sum over an axis: parts are summed as in `scatter_codes`, and the codes of the sums gathered.
+
+    All devices decode the same codes, so that the sums are bitwise equal. A dimension has parts with blocks.
+    """
+    count = jax.lax.axis_size(axis)
+    fitting = [dim for dim in range(x.ndim) if scatters_codes(x.shape, dim, count, codec)]
+    dim = max(fitting, key=lambda dim: x.shape[dim])
+    shard = scatter_codes(x, axis, dim, codec, slices)
+    with jax.named_scope(SUM):
+        gather = CodedGather(codec, [(axis,) * (i == dim) for i in range(x.ndim)])
+        return gather.within(gather.across(shard), x.dtype)
+
+
+def _exchanged(parts: Array, axis: str, codec: BlockCodec, leading: int, groups: list[list[int]]) -> Array:
+    """Send `parts[i]` to device `i` of the group, and sum what is received."""
+    dim, block = block_dim(parts.shape[leading:], codec)
+    coded = _as_bytes(_encode(parts, codec, dim + leading, block))
+    some = groups if len(groups) > 1 else None
+    codes, scale = (jax.lax.all_to_all(part, axis, 0, 0, axis_index_groups=some, tiled=True) for part in coded)
+    return _decode(Encoded(codes, scale), codec, jnp.float32).sum(axis=0)
+
+
+def _groups(axis: str, slices: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the devices along an axis that are in one slice, and those with one number in all slices."""
+    inner = jax.lax.axis_size(axis) // slices
+    within = [[inner * s + member for member in range(inner)] for s in range(slices)]
+    return within, [list(group) for group in zip(*within, strict=True)]
+
+
+def _encode(x: Array, codec: BlockCodec, dim: int, block: int) -> Encoded:
+    return codec.encode(x, block, _rows(x), dim)
+
+
+def _decode(coded: Encoded, codec: BlockCodec, dtype: jnp.dtype) -> Array:
+    codes, scale = coded
+    assert scale is not None
+    codes = codes if codes.dtype == codec.dtype else jax.lax.bitcast_convert_type(codes, codec.dtype)
+    dim = next(dim for dim, size in enumerate(codes.shape) if size != scale.shape[dim])
+    return codec.decode(Encoded(codes, scale), dtype, _rows(codes), dim)
+
+
+def _as_bytes(coded: Encoded) -> Encoded:
+    is_integer = jnp.issubdtype(coded.codes.dtype, jnp.integer)
+    return coded if is_integer else coded._replace(codes=jax.lax.bitcast_convert_type(coded.codes, jnp.uint8))
+
+
+def _rows(x: Array) -> int:
+    """Return the rows to form blocks of at once: 8 are a tile of a TPU's memory."""
+    return 8 if x.ndim > 1 and x.shape[-2] % 8 == 0 else 1
