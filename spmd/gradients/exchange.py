@@ -1,6 +1,7 @@
 """Gradients that each device sums over all microbatches of its examples, and that devices exchange once a step."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
+from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import LOSS_SCALE
 from spmd.model_api.variables import split_variables
 from spmd.plan.context import constrain, current, use_plan
-from spmd.plan.manual import dims_spec, extra_axes, manual_over, psum, spec_dims, split_axes, sum_gradient
+from spmd.plan.manual import Dims, dims_spec, extra_axes, manual_over, psum, spec_dims, split_axes, sum_gradient
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import in_scope
 from spmd.sharding.mesh import AnyMesh, entry_axes
@@ -27,7 +29,32 @@ AXES = ("data", "fsdp")
 _TITLE, _FIX = "Gradients cannot be exchanged once a step:", "--exchange-once none"
 
 
-def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
+@dataclasses.dataclass(frozen=True)
+class LocalGradients:
+    """Gradients that each device has summed over its own examples, and what is needed to exchange them.
+
+    Attributes:
+        gradients: The tree; each array is `[device, …]`, with the devices of the axes in `over`.
+        over: Path → the axes to sum over.
+        weight: The sum of weights of all examples.
+    """
+
+    gradients: Any
+    over: Callable[[str], tuple[str, ...]]
+    weight: jax.Array
+    mesh: AnyMesh
+
+
+LastStage = Callable[[LocalGradients, Mapping[str, Any]], tuple[Any, Mapping[str, Any]]]
+"""`(local gradients, states of compression) -> (gradients, states)`, with the gradients as the plan keeps them."""
+
+
+def sum_exchange(local: LocalGradients, states: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Sum gradients over devices, the last stage by default."""
+    return tree.map_with_path(lambda path, g: exchange(path, g, local), local.gradients), states
+
+
+def exchange_once(grad_fn: GradFn, axes: tuple[str, ...], last_stage: LastStage = sum_exchange) -> GradFn:
     """Return a gradient function that exchanges the gradients of `grad_fn` over mesh `axes` once.
 
     Each device calls `grad_fn`, such as `accumulate(…)` or `pipeline(…)`, on its part of the batch. Parameters that are
@@ -35,6 +62,7 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
 
     Args:
         axes: `("data",)` or `("data", "fsdp")`. Nothing changes without them, or where their size is 1.
+        last_stage: The exchange itself, which may keep a state among the variables.
 
     Raises:
         ConfigError: At trace time: results are no sums over the examples, so they would differ.
@@ -47,6 +75,7 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
         over = () if mesh is None else tuple(axis for axis in axes if mesh.shape[axis] > 1)
         if mesh is None or not over:
             return grad_fn(params, variables, batch, key)
+        variables, states = split_variables(variables, COMPRESSION)
         own = [path for path in tree.flatten(split_variables(variables, LOSS_SCALE)[0]) if path not in placements]
         problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in own]
         problems += [Problem(path, "is in host memory", fix=_FIX) for path in placements if placements[path].on_host]
@@ -83,21 +112,27 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
             raise ConfigError(_TITLE, [Problem("key", what, fix=_FIX)])
         results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((whole, batch, key)))
         gradients, sums = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        return tree.map_with_path(lambda path, g: _exchange(path, g, mesh, summed(path)), gradients), sums, variables
+        gradients, states = last_stage(LocalGradients(gradients, summed, sums["weight"], mesh), states)
+        return gradients, sums, {**variables, **states} if states else variables
 
     return exchanged
 
 
-def _exchange(path: str, g: jax.Array, mesh: AnyMesh, over: tuple[str, ...]) -> jax.Array:
+def exchange(path: str, g: jax.Array, local: LocalGradients) -> jax.Array:
     """Sum a gradient `[device, …]` over axes, into the sharding in which the plan keeps it."""
-    split = split_axes(mesh)
-    wanted = spec_dims(current().placements[path].of_stack().gradient, g.ndim - 1, split)
-    kept = [tuple(axis for axis in dim if axis not in over) for dim in wanted]
-    scatters = extra_axes(wanted, kept)
-    after = dims_spec([own + more for own, more in zip(kept, scatters, strict=True)])
+    split, over = split_axes(local.mesh), local.over(path)
+    kept, scatters = gradient_dims(path, g.ndim - 1, over, split)
     before = P(over, *dims_spec(kept))
+    after = dims_spec([own + more for own, more in zip(kept, scatters, strict=True)])
     with in_scope(current().placements[path].scope):
-        return manual_over(mesh, split, lambda g: sum_gradient(g[0], scatters, over), before, after)(g)
+        return manual_over(local.mesh, split, lambda g: sum_gradient(g[0], scatters, over), before, after)(g)
+
+
+def gradient_dims(path: str, ndim: int, over: tuple[str, ...], split: tuple[str, ...]) -> tuple[Dims, Dims]:
+    """Return the axes of each dimension of a gradient before it is summed, and those that the sum scatters it over."""
+    wanted = spec_dims(current().placements[path].of_stack().gradient, ndim, split)
+    kept = [tuple(axis for axis in dim if axis not in over) for dim in wanted]
+    return kept, extra_axes(wanted, kept)
 
 
 @dataclasses.dataclass(frozen=True)
