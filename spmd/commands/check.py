@@ -8,6 +8,7 @@ from spmd.analysis.explicit_axes import check_explicit
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
+from spmd.model_api.compress import CompressConfig
 from spmd.observe.waiting import show_waiting, show_waiting_for
 from spmd.run.build import abstract_batch, config_mesh, make_setup, planned_mesh
 from spmd.run.check import Check, Sweep, axes_text
@@ -60,7 +61,9 @@ def run_check(arguments: list[str]) -> int:
     if command.explicit:
         return _check_explicit(command)
     initialize(config.devices)
-    check = Check(config, command.check_steps)
+    if config.compress != CompressConfig() and not command.json:
+        print("nothing is compressed here: one device compresses nothing")
+    check = Check(dataclasses.replace(config, compress=CompressConfig()), command.check_steps)
     if (init := check_init(check.one_device)) and not command.json:
         print(init)
     return _check_products(command, check) if command.products else _check_mesh(command, check)

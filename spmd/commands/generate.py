@@ -18,6 +18,7 @@ from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator, stream_text
 from spmd.hf.fields import collect_errors
+from spmd.model_api.compress import CompressConfig
 from spmd.observe.waiting import show_waiting
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
@@ -92,6 +93,7 @@ def run_generate(arguments: list[str]) -> int:
 
 
 def _override_mesh(command: GenerateCommand, config: TrainConfig) -> TrainConfig:
+    config = dataclasses.replace(config, compress=CompressConfig())  # of gradients, whose state is not restored
     if command.devices is not None:
         config = dataclasses.replace(config, devices=command.devices)
     if command.mesh == MeshShape():

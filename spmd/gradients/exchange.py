@@ -1,7 +1,7 @@
 """Gradients that each device sums over all microbatches of its examples, and that devices exchange once a step."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,11 +45,11 @@ class LocalGradients:
     mesh: AnyMesh
 
 
-LastStage = Callable[[LocalGradients, Mapping[str, Any]], tuple[Any, Mapping[str, Any]]]
+LastStage = Callable[[LocalGradients, dict[str, Any]], tuple[Any, dict[str, Any]]]
 """`(local gradients, states of compression) -> (gradients, states)`, with the gradients as the plan keeps them."""
 
 
-def sum_exchange(local: LocalGradients, states: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def sum_exchange(local: LocalGradients, states: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Sum gradients over devices, the last stage by default."""
     return tree.map_with_path(lambda path, g: exchange(path, g, local), local.gradients), states
 

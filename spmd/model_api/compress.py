@@ -26,9 +26,9 @@ def powersgd_rank(gradients: str) -> int:
         >>> powersgd_rank("powersgd:4"), powersgd_rank("")
         (4, 0)
     """
-    name, colon, rank = gradients.partition(":")
     if not gradients:
         return 0
+    name, _, rank = gradients.partition(":")
     if name == POWERSGD and rank.isascii() and rank.isdigit() and 0 < int(rank) < 2**31:
         return int(rank)
     fix = f"{POWERSGD}:4, with a rank of at least 1; or empty"

@@ -25,6 +25,7 @@ from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, check_fields, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.model_api.attention_config import attention_problems
+from spmd.model_api.compress import CompressConfig, powersgd_rank
 from spmd.model_api.precision import make_precision
 from spmd.model_api.remat import make_remat
 from spmd.optim.config import OptimizerConfig
@@ -187,6 +188,8 @@ class TrainConfig(Generic[M]):
     """Dtype in which devices send gradients to each other: that of the precision policy, or this one."""
     slices_exchange: Literal["same", "float32", "bfloat16"] = "same"
     """The same, over the axes that span several slices."""
+    compress: CompressConfig = CompressConfig()
+    """Fewer bytes for what devices send to each other."""
     attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     """Attention kernel: auto (by device and sequence length), xla, chunked (long sequences, any device), cudnn (GPUs,
     16-bit floats), splash (TPUs)."""
@@ -253,9 +256,10 @@ class TrainConfig(Generic[M]):
         problems = check_fields(self, _FIELD_RULES) + list(_large_numbers(self))
         problems += attention_problems(self.attention, self.context)
         problems += flag_problems(self.xla)
-        for make, name in ((make_remat, self.remat), (make_precision, self.precision)):
+        parsers = (make_remat, self.remat), (make_precision, self.precision), (powersgd_rank, self.compress.gradients)
+        for parse, text in parsers:
             try:
-                make(name)
+                parse(text)
             except ConfigError as error:
                 problems += error.problems
         if problems := [*problems, *self._inconsistencies()]:

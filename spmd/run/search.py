@@ -18,6 +18,7 @@ import jax
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import SpmdError
+from spmd.model_api.compress import CompressConfig
 from spmd.run.build import build_schedule, count_microbatches, make_setup
 from spmd.run.config import PipelineConfig, TrainConfig, config_values
 from spmd.run.preflight import check_microbatches, estimate_step
@@ -117,7 +118,8 @@ class Search:
         self.candidates = sorted(self._rank(), key=lambda candidate: candidate.seconds)
 
     def _count(self) -> ModelNumbers:
-        alone = dataclasses.replace(self.config, mesh=MeshShape(), slices=MeshShape(), pipeline=PipelineConfig())
+        config = dataclasses.replace(self.config, slices=MeshShape(), compress=CompressConfig())
+        alone = dataclasses.replace(config, mesh=MeshShape(), pipeline=PipelineConfig())
         return count_model(make_setup(alone, abstract_mesh(alone.mesh)))
 
     @property
