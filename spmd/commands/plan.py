@@ -21,7 +21,14 @@ from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
 from spmd.run.build import TrainSetup, build_flags, build_schedule, make_setup, planned_mesh
 from spmd.run.config import M, TrainConfig
-from spmd.run.describe import exchange_line, execution_lines, experts_line, flags_text, pipeline_line
+from spmd.run.describe import (
+    compression_lines,
+    exchange_line,
+    execution_lines,
+    experts_line,
+    flags_text,
+    pipeline_line,
+)
 from spmd.run.init_from import check_init
 from spmd.run.load_config import load_config, other_config
 from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
@@ -188,6 +195,7 @@ def _to_json(
         "pipeline": pipeline_line(setup).strip() or None,
         "experts": experts_line(setup, (platform, kind)).strip() or None,
         "exchange": exchange_line(setup).strip() or None,
+        "compression": compression_lines(setup).strip() or None,
         "topology": str(report.topology),
         "wrap": report.topology.wrap,
         "xla": {name: [dataclasses.asdict(flag) for flag in some] for name, some in flags.items()},

@@ -1,17 +1,20 @@
-"""Lines that follow a plan's text: the pipeline, experts, the slices, and XLA's flags."""
+"""Lines that follow a plan's text: the pipeline, experts, exchange and compression, the slices, and XLA's flags."""
 
+import collections
 import functools
 import math
 import re
 
 from spmd.distributed.xla_flags import describe
+from spmd.gradients.compression_state import AXIS, find_matrices
 from spmd.gradients.exchange import AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
+from spmd.model_api.compress import COMPRESSION
 from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.manual import spec_dims, split_axes
 from spmd.plan.plan import ShardingPlan
-from spmd.run.build import TrainSetup, build_flags, count_microbatches
+from spmd.run.build import TrainSetup, build_flags, build_powersgd, count_microbatches
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 from spmd.tree import human_bytes
@@ -22,7 +25,8 @@ def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) ->
 
     `device` is the platform and kind of absent devices; by default, those of the mesh.
     """
-    return f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{slices_line(setup)}"
+    exchange = f"{exchange_line(setup)}{compression_lines(setup)}"
+    return f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange}{slices_line(setup)}"
 
 
 def pipeline_line(setup: TrainSetup) -> str:
@@ -51,7 +55,7 @@ def exchange_line(setup: TrainSetup) -> str:
     """Return what is exchanged once a step and what could be, with bytes; empty without microbatches."""
     parts, exchange = setup.config.accumulate * count_microbatches(setup.config, setup.schedule), setup.exchange
     possible = tuple(axis for axis in AXES if setup.mesh.shape[axis] > 1)
-    if parts == 1 or not possible:
+    if parts == 1 or not possible or build_powersgd(setup.config):
         return ""
 
     def forms(axes: tuple[str, ...]) -> str:
@@ -65,6 +69,33 @@ def exchange_line(setup: TrainSetup) -> str:
     return f"\ngradients of {parts} microbatches are exchanged {how}" + other * (
         not exchange.reason and exchange.axes != possible
     )
+
+
+def compression_lines(setup: TrainSetup) -> str:
+    """Return what is compressed, with bytes, and what is sent as it is; empty without compression."""
+    powersgd = build_powersgd(setup.config)
+    if powersgd is None:
+        return ""
+    plan, bits = setup.plan, setup.plan.precision.exchange_dtypes((AXIS,))[AXIS].itemsize
+    matrices, plain = find_matrices(plan, powersgd)
+    rows, before, after = list[tuple[str, ...]](), 0, 0
+    for path, matrix in matrices.items():
+        wide, sent = 2 * bits * math.prod(matrix.local), 2 * matrix.sent(powersgd.rank)
+        before, after = before + wide, after + sent
+        shape = f"{matrix.count} × [{matrix.rows}, {matrix.columns}]"
+        rows.append((f"  {path}", shape, f"{human_bytes(wide)} → {human_bytes(sent)}"))
+    held = sum(entry.bytes_per_device for entry in plan.variables if entry.path.startswith(f"{COMPRESSION}/"))
+    inside = f" between {powersgd.slices} slices, summed inside each" if powersgd.slices > 1 else ""
+    bytes_sent = f"{human_bytes(before)} → {human_bytes(after)} on the wire of a device in a step"
+    heading = f"gradients {setup.config.compress.gradients} over {AXIS}={plan.mesh.shape[AXIS]}{inside}"
+    reasons = collections.defaultdict[str, list[str]](list)
+    for path, reason in plain.items():
+        reasons[reason].append(path)
+    sent_plain = [f"  sent as they are: {', '.join(paths)} ({reason})" for reason, paths in reasons.items()]
+    state = f"{human_bytes(held)} of errors and Q on a device"
+    widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(["", f"{heading}: {bytes_sent}; {state}", *lines, *sent_plain])
 
 
 def slices_line(setup: TrainSetup) -> str:
