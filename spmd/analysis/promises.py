@@ -14,6 +14,7 @@ from spmd.analysis.causes import EXPLICIT, GRADIENT
 from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.hlo import HloArray
 from spmd.errors import Problem
+from spmd.gradients.compression_state import AXIS, compressed_bytes
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.tree import human_bytes
@@ -30,6 +31,7 @@ class Promise:
         explicit: True if only the collectives that a layer writes are promised, not those of the partitioner.
         overhead: Bytes that may be wider, as a share of the others: the scales of quantized blocks.
         fix: The setting to change where the wider dtype is meant.
+        largest: Axis → bytes of the largest array that is sent over it at once, between slices if there are several.
     """
 
     param: str
@@ -38,19 +40,25 @@ class Promise:
     explicit: bool = False
     overhead: float = 0.0
     fix: str = ""
+    largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
     """Yield the promises of a plan.
 
     Gradients have the dtypes of the precision policy where a layer reduces them (`spmd.plan.manual.sum_gradient`), as
-    layers do for their kernels. For other parameters only an explicit collective shows that a layer does.
+    layers do for their kernels. For other parameters only an explicit collective shows that a layer does. Compressed
+    gradients are sent as two thin float32 matrices.
     """
     axes = [axis for entry in BATCH_SPEC for axis in entry_axes(entry) if plan.mesh.shape[axis] > 1]
     dtypes = {axis: xla_name(dtype) for axis, dtype in plan.precision.exchange_dtypes(axes).items()}
     kernels, fix = plan.model.info().lora_kernels, "--exchange float32, if these bytes are meant"
+    thin = compressed_bytes(plan)
     for entry in plan.params:
-        yield Promise(entry.path, GRADIENT, dtypes, explicit=entry.path not in kernels, fix=fix)
+        own, largest = dtypes, dict[str, int]()
+        if entry.path in thin:
+            own, largest = {**dtypes, AXIS: "f32"}, {AXIS: max(thin[entry.path])}
+        yield Promise(entry.path, GRADIENT, own, explicit=entry.path not in kernels, fix=fix, largest=largest)
 
 
 def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) -> Iterator[Problem]:
@@ -76,6 +84,12 @@ def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) 
             detail = f"{kinds}{sources}: {human_bytes(total)} in each step, not {human_bytes(meant)}"
             what = f"{'its gradient ' * (use == GRADIENT)}is sent in {dtypes} over {over}, promised {promised}"
             yield Problem(param, what, detail, promise.fix)
+        limit = promise.largest.get(over, 0)
+        whole = [r for r in [r for r in group if r.crosses] or group if r.payload > limit > 0]
+        if whole:
+            sources = ", ".join(sorted({f"{r.kind} of {human_bytes(r.payload)} at {r.source}" for r in whole}))
+            what = f"its gradient is sent as more than the {human_bytes(limit)} of a compressed array over {over}"
+            yield Problem(param, what, sources, promise.fix)
 
 
 def xla_name(dtype: jnp.dtype) -> str:

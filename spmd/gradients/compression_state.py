@@ -207,6 +207,18 @@ def _fresh(path: str, shape: tuple[int, ...]) -> Array:
     return jax.random.normal(jax.random.key(zlib.crc32(param.encode()), impl=PRNG), shape)
 
 
+def compressed_bytes(plan: ShardingPlan) -> dict[str, tuple[int, int]]:
+    """Return path → the bytes of P and of Q that a device sends, for the gradients whose state the plan has."""
+    gradients, found = {entry.path: entry for entry in plan.gradients}, dict[str, tuple[int, int]]()
+    for entry in plan.variables:
+        if entry.path.startswith(prefix := f"{COMPRESSION}/{Q}/"):
+            path, rank = entry.path.removeprefix(prefix), entry.shape[-2]
+            shape, spec = gradients[path].shape, gradients[path].spec
+            matrix = make_matrix(shape, spec, dims_of(path, plan.rules.stacks), plan.mesh)
+            found[path] = (4 * rank * matrix.rows * matrix.count, 4 * rank * matrix.columns * matrix.count)
+    return found
+
+
 def stored_compression(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     """Return what to restore of a checkpoint's state: Q of the same shape, and errors of any number of devices."""
     targets = {}
