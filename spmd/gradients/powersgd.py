@@ -36,6 +36,9 @@ from spmd.plan.manual import dims_spec, manual_over, split_axes, sum_gradient
 from spmd.plan.scopes import in_scope
 from spmd.sharding.layer_paths import stored_dims
 
+_DEPENDENT = 1e-5
+"""Share of a row that is left without the parts along other rows, below which it is rounding error."""
+
 
 def compress(grad_fn: GradFn, powersgd: PowerSGD, axes: tuple[str, ...] = (AXIS,)) -> GradFn:
     """Return a gradient function that exchanges the gradients of `grad_fn` once a step, compressed over `data`.
@@ -139,9 +142,10 @@ def approximate(
 
 
 def orthonormal(x: Float[Array, "*batch r n"]) -> Float[Array, "*batch r n"]:
-    """Return orthonormal rows that span those of `x` (r ≤ n): Gram–Schmidt, each row twice.
+    """Return orthonormal rows that span those of `x` (r ≤ n), by Gram–Schmidt; each row is projected again.
 
-    A row of zeros becomes a cosine, so that a matrix that was zero is seen again once it is not.
+    A row that depends on those before it, such as a row of zeros, becomes a cosine without their parts: otherwise a
+    matrix whose gradient was zero once would stay zero.
 
     Example:
         >>> rows = orthonormal(jnp.array([[2.0, 0.0, 0.0], [1.0, 1.0, 0.0]]))
@@ -150,20 +154,27 @@ def orthonormal(x: Float[Array, "*batch r n"]) -> Float[Array, "*batch r n"]:
     """
     count, size = x.shape[-2:]
     einsum = functools.partial(jnp.einsum, precision="highest")
-    angles = jnp.pi / size * jnp.arange(count, dtype=jnp.float32)[:, None] * (jnp.arange(size, dtype=jnp.float32) + 0.5)
+    cosines = jnp.cos(jnp.pi / size * jnp.outer(jnp.arange(count), jnp.arange(size) + 0.5)).astype(x.dtype)
     largest = jnp.abs(x).max(axis=(-2, -1), keepdims=True)  # or the squares of small numbers would be zero
     x = x / jnp.where(largest > 0, largest, 1.0)
 
-    def unit(row: Array, instead: Array) -> Array:
-        norm = jnp.sqrt(jnp.square(row).sum(axis=-1, keepdims=True))
-        return jnp.where(norm > 0, row / jnp.where(norm > 0, norm, 1.0), instead)
+    def norm(row: Array) -> Array:
+        return jnp.sqrt(jnp.square(row).sum(axis=-1, keepdims=True))
+
+    def unit(row: Array) -> Array:
+        return row / jnp.where(norm(row) > 0, norm(row), 1.0)
 
     def step(i: Any, x: Array) -> Array:
         is_before = (jnp.arange(count) < i).astype(x.dtype)
-        row = jax.lax.dynamic_index_in_dim(x, i, axis=x.ndim - 2, keepdims=False)
-        cosine = jnp.cos(jax.lax.dynamic_index_in_dim(angles, i, axis=0, keepdims=False))
-        for instead in (cosine, jnp.zeros_like(cosine)):
-            row = unit(row - einsum("...r,...rn->...n", is_before * einsum("...rn,...n->...r", x, row), x), instead)
+
+        def remaining(row: Array) -> Array:
+            return row - einsum("...r,...rn->...n", einsum("...rn,...n,r->...r", x, row, is_before), x)
+
+        given = jax.lax.dynamic_index_in_dim(x, i, axis=x.ndim - 2, keepdims=False)
+        cosine = jnp.broadcast_to(jax.lax.dynamic_index_in_dim(cosines, i, axis=0, keepdims=False), given.shape)
+        row = remaining(given)
+        row = remaining(jnp.where(norm(row) <= _DEPENDENT * norm(given), cosine, row))
+        row = unit(remaining(unit(row)))
         return jax.lax.dynamic_update_index_in_dim(x, row, i, axis=x.ndim - 2)
 
     return jax.lax.fori_loop(0, count, step, x)
