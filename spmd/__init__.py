@@ -16,6 +16,7 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.exchange import exchange_once
 from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
+from spmd.model_api.compress import CompressConfig
 from spmd.model_api.model import Model
 from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
@@ -35,6 +36,7 @@ from spmd.train.state import TrainState, init_state
 from spmd.train.step import make_train_step
 
 __all__ = [
+    "CompressConfig",
     "DataConfig",
     "EvaluationConfig",
     "Hook",

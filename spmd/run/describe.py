@@ -85,7 +85,8 @@ def compression_lines(setup: TrainSetup) -> str:
         shape = f"{matrix.count} × [{matrix.rows}, {matrix.columns}]"
         rows.append((f"  {path}", shape, f"{human_bytes(wide)} → {human_bytes(sent)}"))
     held = sum(entry.bytes_per_device for entry in plan.variables if entry.path.startswith(f"{COMPRESSION}/"))
-    inside = f" between {powersgd.slices} slices, summed inside each" if powersgd.slices > 1 else ""
+    is_inside = 1 < powersgd.slices < plan.mesh.shape[AXIS]
+    inside = f" between {powersgd.slices} slices, summed inside each" if is_inside else ""
     bytes_sent = f"{human_bytes(before)} → {human_bytes(after)} on the wire of a device in a step"
     heading = f"gradients {setup.config.compress.gradients} over {AXIS}={plan.mesh.shape[AXIS]}{inside}"
     reasons = collections.defaultdict[str, list[str]](list)

@@ -20,7 +20,7 @@ from spmd import tree
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.tree import OptionalState
-from spmd.errors import CheckpointError
+from spmd.errors import CheckpointError, ConfigError
 from spmd.gradients import powersgd
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.compression_state import (
@@ -257,6 +257,13 @@ def test_inside_a_slice_gradients_are_summed_and_only_thin_ones_cross() -> None:
     crossing = sum(r.payload for r in records if r.crosses)
     assert crossing == LAYERS * 4 * 2 * (N // 2 + M) + 4 * M
     assert sum(r.payload for r in records if not r.crosses) == LAYERS * 4 * (N // 2) * M
+
+
+def test_a_loss_scale_is_refused() -> None:
+    """It changes between steps, and with it what the errors are of."""
+    plan = spmd.make_plan(tiny.mesh(data=2), RULES, MODEL, SGD, precision="fp16")
+    with pytest.raises(ConfigError, match="precision: is fp16, with a loss scale"):
+        with_compression(MODEL, plan, PowerSGD(2))
 
 
 @pytest.mark.parametrize("rank", [1, 5])
