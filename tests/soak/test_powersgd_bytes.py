@@ -21,7 +21,7 @@ SCRIPT = """
     config = load_config("llama3-8b")
     model = dataclasses.replace(config.model, layers=2, d_model=1024, heads=8, kv_heads=8, d_ff=4096, vocab=8192)
     data = dataclasses.replace(config.data, batch=64, sequence=256)
-    fields = {"model": model, "data": data, "mesh": mesh, "compress": spmd.CompressConfig("powersgd:4")}
+    fields = {"model": model, "data": data, "mesh": mesh, "compress": spmd.CompressConfig(gradients="powersgd:4")}
     slices = spmd.MeshShape(data=topology.slices)
     config = dataclasses.replace(config, **fields, slices=slices, devices=topology.devices)
     setup = make_setup(config, topology_mesh(config, topology))
