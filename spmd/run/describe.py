@@ -87,7 +87,8 @@ def compression_lines(setup: TrainSetup) -> str:
     held = sum(entry.bytes_per_device for entry in plan.variables if entry.path.startswith(f"{COMPRESSION}/"))
     is_inside = 1 < powersgd.slices < plan.mesh.shape[AXIS]
     inside = f" between {powersgd.slices} slices, summed inside each" if is_inside else ""
-    bytes_sent = f"{human_bytes(before)} → {human_bytes(after)} on the wire of a device in a step"
+    wire = "between slices, by a device in a step" if is_inside else "on the wire of a device in a step"
+    bytes_sent = f"{human_bytes(before)} → {human_bytes(after)} {wire}"
     heading = f"gradients {setup.config.compress.gradients} over {AXIS}={plan.mesh.shape[AXIS]}{inside}"
     reasons = collections.defaultdict[str, list[str]](list)
     for path, reason in plain.items():
