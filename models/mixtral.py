@@ -340,7 +340,7 @@ class Mixtral(nnx.Module):
         if config.router.dispatch == "capacity":
             metrics["dropped"] = reports["dropped"].mean()
         losses = {name: reports[name].sum() for name, weight in weights.items() if weight}
-        return Outputs(logits, losses, metrics, {"expert_load": load})
+        return Outputs(logits, losses, metrics, {"expert_load": load}, of_all_devices=True)
 
     def _move_biases(self, load: Float[Array, "layer expert"]) -> None:
         """Update the routers' biases, once for each (micro)batch."""

@@ -16,6 +16,7 @@ from spmd.analysis.causes import EXPLICIT, GRADIENT, USED_WHOLE, is_exchange_of_
 from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.hlo import HloArray
 from spmd.errors import Problem
+from spmd.gradients.compression_state import AXIS, compressed_bytes
 from spmd.model_api.codecs import WIRES
 from spmd.plan.local_param import local_param
 from spmd.plan.plan import ShardingPlan
@@ -35,6 +36,7 @@ class Promise:
         explicit: True if only the collectives that a layer writes are promised, not those of the partitioner.
         overhead: Bytes that may be wider, as a share of the others: the scales of quantized blocks.
         fix: The setting to change where the wider dtype is meant.
+        largest: Axis → bytes of the largest array that is sent over it at once, between slices if there are several.
     """
 
     param: str
@@ -43,6 +45,7 @@ class Promise:
     explicit: bool = False
     overhead: float = 0.0
     fix: str = ""
+    largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
@@ -50,8 +53,9 @@ def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
 
     Gradients have the dtypes and codecs of the wire where a layer reduces them (`spmd.plan.local_param`), as layers do
     for their kernels. For other parameters only an explicit collective shows that a layer does. Parameters with a codec
-    are gathered as its codes.
+    are gathered as its codes. Of PowerSGD, gradients are sent as two thin float32 matrices.
     """
+    thin = compressed_bytes(plan)
     sizes, kernels = plan.mesh.shape, plan.model.info().lora_kernels
     batch = [axis for entry in BATCH_SPEC for axis in entry_axes(entry) if sizes[axis] > 1]
     for entry in plan.params:
@@ -64,7 +68,9 @@ def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
         dtypes = {axis: _wire_dtype(names[axis] or plan.precision.gradients) for axis in batch if axis in names}
         scales = max((_SCALES[name] for name in names.values() if name in WIRES), default=0.0)
         fix = "--compress.gradients float32, if these bytes are meant"
-        yield Promise(entry.path, GRADIENT, dtypes, entry.path not in kernels, scales, fix)
+        largest = {AXIS: max(thin[entry.path])} if entry.path in thin else {}
+        dtypes |= dict.fromkeys(largest, "f32")
+        yield Promise(entry.path, GRADIENT, dtypes, entry.path not in kernels, scales, fix, largest)
         if gather := placed.wire.gather:
             over = dict.fromkeys(itertools.chain(*param.gathers), _wire_dtype(gather))
             fix = "leave out --compress.gather, if these bytes are meant"
@@ -106,6 +112,12 @@ def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) 
             detail = f"{kinds}{sources}: {human_bytes(total)} in each step, not {human_bytes(meant)}"
             what = f"{'its gradient ' * (use == GRADIENT)}is sent in {dtypes} over {over}, promised {promised}"
             yield Problem(param, what, detail, promise.fix)
+        limit = promise.largest.get(over, 0)
+        whole = [r for r in [r for r in group if r.crosses] or group if r.payload > limit > 0]
+        if whole:
+            sources = ", ".join(sorted({f"{r.kind} of {human_bytes(r.payload)} at {r.source}" for r in whole}))
+            what = f"its gradient is sent as more than the {human_bytes(limit)} of a compressed array over {over}"
+            yield Problem(param, what, sources, promise.fix)
 
 
 def xla_name(dtype: jnp.dtype) -> str:

@@ -9,7 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from spmd import tree
-from spmd.checkpoint.tree import layout_problems, serialized, structure_mismatches
+from spmd.checkpoint.tree import OptionalState, layout_problems, serialized, structure_mismatches
 from spmd.errors import CheckpointError, Problem
 
 _UNREADABLE = "restore another step; this one is damaged or was written by another tool"
@@ -25,17 +25,27 @@ def save_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
 
 
 def restore_arrays(
-    folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], branches: Sequence[str]
+    folder: Path,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    branches: Sequence[str],
+    optional: Sequence[OptionalState] = (),
 ) -> dict[str, jax.Array]:
     """Restore arrays by path, in their serialized form, each directly into its sharding.
 
-    A CheckpointError lists all differences in paths, shapes and dtypes. For `branches` see `CheckpointManager.restore`.
+    A CheckpointError lists all differences in paths, shapes and dtypes. For `branches` and `optional` see
+    `CheckpointManager.restore`.
     """
     if problems := layout_problems(folder):
         raise CheckpointError(f"checkpoint {folder.parent} was not written by spmd", problems)
     with contextlib.closing(_make_checkpointer()) as checkpointer:
         with read_errors(folder):
             stored = tree.flatten(checkpointer.handler.metadata(folder).tree)
+        asked, wanted = wanted, dict(wanted)
+        for part in optional:
+            held, needed = part.below(stored), part.below(wanted)
+            targets = part.targets(held, needed)
+            stored = {path: leaf for path, leaf in stored.items() if path not in held or path in targets}
+            wanted = {path: leaf for path, leaf in wanted.items() if path not in needed} | targets
         if problems := structure_mismatches(stored, wanted, branches):
             raise CheckpointError(f"checkpoint {folder.parent} does not fit the state", problems)
         with read_errors(folder):
@@ -43,7 +53,9 @@ def restore_arrays(
             restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
             args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
             restored: dict[str, jax.Array] = checkpointer.restore(folder, args=args)
-            return restored
+    for part in optional:
+        restored |= part.complete(part.below(restored), part.below(asked))
+    return restored
 
 
 def _make_checkpointer(largest_shard: int = 0) -> Any:

@@ -32,7 +32,7 @@ from spmd import tree
 from spmd.checkpoint.arrays import disk_errors, read_errors, restore_arrays, save_arrays
 from spmd.checkpoint.manifest import read_object, sync, verify_manifest, write_manifest
 from spmd.checkpoint.retention import Metrics, RetentionPolicy, quarantine, scan
-from spmd.checkpoint.tree import from_serialized, host_copies, storable
+from spmd.checkpoint.tree import OptionalState, from_serialized, host_copies, storable
 from spmd.distributed.hosts import broadcast_from_first, broadcast_problems, plain_problems, read_problems
 from spmd.errors import CheckpointError, Problem, check_fields
 from spmd.tree import human_bytes
@@ -225,7 +225,12 @@ class CheckpointManager:
         return self._read_record(self._verified(step, contents=False))
 
     def restore(
-        self, step: int | None, abstract_state: PyTree, *, branches: Sequence[str] = ("",)
+        self,
+        step: int | None,
+        abstract_state: PyTree,
+        *,
+        branches: Sequence[str] = ("",),
+        optional: Sequence[OptionalState] = (),
     ) -> tuple[PyTree, dict[str, Any]]:
         """Restore the state and the record of a checkpoint, each array directly into the requested sharding.
 
@@ -235,10 +240,11 @@ class CheckpointManager:
             step: The checkpoint, None for the newest valid one; all its files are verified first.
             abstract_state: Tree of `jax.ShapeDtypeStruct`s with shardings on any mesh.
             branches: Paths below which the checkpoint must have no other arrays; by default everywhere.
+            optional: What the checkpoint may lack, or have in other shapes.
         """
         step = self._verified(step)
         wanted = tree.flatten(abstract_state)
-        restored = restore_arrays(self.directory / str(step) / "state", wanted, branches)
+        restored = restore_arrays(self.directory / str(step) / "state", wanted, branches, optional)
         leaves = [from_serialized(restored[path], leaf) for path, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), self._read_record(step)
 

@@ -1,8 +1,9 @@
 """State trees as flat tables of arrays: conversion for storage, and comparison of a stored state with a wanted one."""
 
+import dataclasses
 import difflib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,25 @@ def _one_replica_per_process(sharding: jax.sharding.Sharding) -> jax.sharding.Sh
             owners = np.array([[device.process_index for device in row] for row in rows])
             devices = np.take(devices, sorted(np.unique(owners, axis=0, return_index=True)[1]), axis)
     return NamedSharding(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionalState:
+    """State below a path that a checkpoint may lack, or have in other shapes.
+
+    Attributes:
+        path: Such as `variables/compression`.
+        targets: `(stored, wanted)` → what to restore of it, with shardings; other stored arrays are not read.
+        complete: `(restored, wanted)` → the wanted arrays.
+    """
+
+    path: str
+    targets: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, jax.ShapeDtypeStruct]] = lambda *_: {}
+    complete: Callable[[Mapping[str, jax.Array], Mapping[str, Any]], dict[str, jax.Array]] = lambda *_: {}
+
+    def below(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the part of a table that is below the path."""
+        return {path: leaf for path, leaf in table.items() if path.startswith(f"{self.path}/")}
 
 
 def structure_mismatches(

@@ -188,7 +188,7 @@ def _to_json(
         "pipeline": pipeline_line(setup).strip() or None,
         "experts": experts_line(setup, (platform, kind)).strip() or None,
         "exchange": exchange_line(setup).strip() or None,
-        "compression": compression_lines(setup.plan),
+        "compression": compression_lines(setup),
         "topology": str(report.topology),
         "wrap": report.topology.wrap,
         "xla": {name: [dataclasses.asdict(flag) for flag in some] for name, some in flags.items()},

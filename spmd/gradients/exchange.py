@@ -1,6 +1,7 @@
 """Gradients that each device sums over all microbatches of its examples, and that devices exchange once a step."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
+from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import LOSS_SCALE
 from spmd.model_api.variables import split_variables
 from spmd.plan.context import constrain, current, use_plan
-from spmd.plan.local_param import local_param
+from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import manual_over, psum, split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import in_scope
@@ -29,7 +31,32 @@ AXES = ("data", "fsdp")
 _TITLE, _FIX = "Gradients cannot be exchanged once a step:", "--exchange-once none"
 
 
-def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
+@dataclasses.dataclass(frozen=True)
+class LocalGradients:
+    """Gradients that each device has summed over its own examples, and what is needed to exchange them.
+
+    Attributes:
+        gradients: The tree; each array is `[device, …]`, with the devices of the axes in `over`.
+        over: Path → the axes to sum over.
+        weight: The sum of weights of all examples.
+    """
+
+    gradients: Any
+    over: Callable[[str], tuple[str, ...]]
+    weight: jax.Array
+    mesh: AnyMesh
+
+
+LastStage = Callable[[LocalGradients, dict[str, Any]], tuple[Any, dict[str, Any]]]
+"""`(local gradients, states of compression) -> (gradients, states)`, with the gradients as the plan keeps them."""
+
+
+def sum_exchange(local: LocalGradients, states: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Sum gradients over devices, the last stage by default."""
+    return tree.map_with_path(lambda path, g: exchange(path, g, local), local.gradients), states
+
+
+def exchange_once(grad_fn: GradFn, axes: tuple[str, ...], last_stage: LastStage = sum_exchange) -> GradFn:
     """Return a gradient function that exchanges the gradients of `grad_fn` over mesh `axes` once.
 
     Each device calls `grad_fn`, such as `accumulate(…)` or `pipeline(…)`, on its part of the batch. Parameters that are
@@ -37,6 +64,7 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
 
     Args:
         axes: `("data",)` or `("data", "fsdp")`. Nothing changes without them, or where their size is 1.
+        last_stage: The exchange itself, which may keep a state among the variables.
 
     Raises:
         ConfigError: At trace time: results are no sums over the examples, so they would differ.
@@ -49,6 +77,7 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
         over = () if mesh is None else tuple(axis for axis in axes if mesh.shape[axis] > 1)
         if mesh is None or not over:
             return grad_fn(params, variables, batch, key)
+        variables, states = split_variables(variables, COMPRESSION)
         own = [path for path in tree.flatten(split_variables(variables, LOSS_SCALE)[0]) if path not in placements]
         problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in own]
         codecs = {placements[path].wire.gather for path in placements if "fsdp" in over} - {""}
@@ -88,20 +117,27 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...]) -> GradFn:
             raise ConfigError(_TITLE, [Problem("key", what, fix=_FIX)])
         results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((whole, batch, key)))
         gradients, sums = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        return tree.map_with_path(lambda path, g: _exchange(path, g, mesh, summed(path)), gradients), sums, variables
+        gradients, states = last_stage(LocalGradients(gradients, summed, sums["weight"], mesh), states)
+        return gradients, sums, {**variables, **states} if states else variables
 
     return exchanged
 
 
-def _exchange(path: str, g: jax.Array, mesh: AnyMesh, over: tuple[str, ...]) -> jax.Array:
+def exchange(path: str, g: jax.Array, local: LocalGradients) -> jax.Array:
     """Sum a gradient `[device, …]` over axes, into the sharding in which the plan keeps it."""
-    whole = local_param(current().placements[path].of_stack(), g.ndim - 1)
-    local = tuple(tuple(axis for axis in dim if axis not in over) for dim in whole.kept)
-    scattered = tuple(own + more for own, more in zip(local, extra_axes(whole.kept, local), strict=True))
-    param = dataclasses.replace(whole, used=local, kept=scattered)
-    before, after = P(over, *dims_spec(local)), dims_spec(scattered)
+    over = local.over(path)
+    param = local_gradient(path, g.ndim - 1, over)
+    before, after = P(over, *dims_spec(param.used)), dims_spec(param.kept)
     with in_scope(param.scope):
-        return manual_over(mesh, split_axes(mesh), lambda g: param.reduce(g[0], over), before, after)(g)
+        return manual_over(local.mesh, split_axes(local.mesh), lambda g: param.reduce(g[0], over), before, after)(g)
+
+
+def local_gradient(path: str, ndim: int, over: tuple[str, ...]) -> LocalParam:
+    """Return the layout of a gradient that is whole over some axes, and is kept as the plan says after its sum."""
+    whole = local_param(current().placements[path].of_stack(), ndim)
+    used = tuple(tuple(axis for axis in dim if axis not in over) for dim in whole.kept)
+    kept = tuple(own + more for own, more in zip(used, extra_axes(whole.kept, used), strict=True))
+    return dataclasses.replace(whole, used=used, kept=kept)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -141,7 +141,8 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
     others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
     arrays = {name: value * sums["weight"] for name, value in outputs.arrays.items()}
     around = get_abstract_mesh()
-    if (others or arrays) and any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES):
+    is_part = any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES)
+    if (others or arrays) and is_part and not outputs.of_all_devices:
         named = ", ".join([*others, *arrays])
         problem = Problem(named, "are of all examples of a microbatch", fix="--exchange-once none")
         raise ConfigError("A device cannot compute the loss of its examples alone:", [problem])

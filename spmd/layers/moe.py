@@ -33,7 +33,7 @@ from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
 from spmd.layers.grouped_matmul import grouped_gradient, grouped_matmul
 from spmd.layers.router import RouterConfig, Routing, expert_slots
 from spmd.plan.annotate import annotate, placement
-from spmd.plan.manual import manual_over, psum, split_axes
+from spmd.plan.manual import batch_sum, manual_over, psum, split_axes
 from spmd.sharding.dims import dims_spec
 
 Activation = Callable[..., Array]
@@ -69,7 +69,7 @@ def mixture_of_experts(
         where = jnp.where(is_kept, routing.experts, config.experts) if layer.is_dropless else slots
     arrays = tuple(kernel.array for kernel in kernels)
     y, extra = _apply(layer, x, where, routing.weights, arrays)
-    return y, {"dropped": dropped, "extra_passes": extra}
+    return y, {"dropped": batch_sum(dropped), "extra_passes": extra}
 
 
 class _Received(NamedTuple):

@@ -9,8 +9,8 @@
 | DeepSeek-V3 (arXiv:2412.19437) | `score="sigmoid", bias_rate=1e-3, groups=8, top_groups=4, scale=2.5` |
 | expert choice (arXiv:2202.09368) | `choice="expert", balance=0, dispatch="capacity"` |
 
-Logits are float32 `[example, token, expert]`. Losses and loads are over all tokens passed in, padding included; under a
-plan these are the tokens of all devices, so they are the same on every mesh.
+Logits are float32 `[example, token, expert]`. Losses and loads are over all tokens, padding included, of all devices:
+also in a region that is manual over the batch, where each device passes its own. So they are the same on every mesh.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import ConfigError, Problem, check_fields
+from spmd.plan.manual import batch_mean, batch_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +221,10 @@ def balance_loss(
     over = (0, 1) if config.balance_over == "batch" else (1,)
     counted = experts[..., :1] if config.balance_form == "gshard" else experts
     chosen = jax.nn.one_hot(counted, config.experts).mean(axis=-2)
-    return weighted_balance(chosen.mean(axis=over), shares.mean(axis=over), config).mean()
+    fractions, means = chosen.mean(axis=over), shares.mean(axis=over)
+    if config.balance_over == "batch":
+        return weighted_balance(batch_mean(fractions), batch_mean(means), config).mean()
+    return batch_mean(weighted_balance(fractions, means, config).mean())
 
 
 def weighted_balance(
@@ -241,7 +245,7 @@ def weighted_balance(
 
 def z_loss(logits: Float[Array, "example token expert"], config: RouterConfig) -> Float[Array, ""]:
     """Return the router's z-loss (ST-MoE, equation 5), which keeps logits small."""
-    return config.z_loss * jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean()
+    return config.z_loss * batch_mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean())
 
 
 def balanced_bias(
@@ -307,4 +311,4 @@ def _pick(scores: Float[Array, "... expert"], expert: Int[Array, "..."]) -> Floa
 
 
 def _load(experts: Int[Array, "example token choice"], count: int) -> Float[Array, "expert"]:
-    return jax.nn.one_hot(experts, count).sum(axis=(0, 1, 2))
+    return batch_sum(jax.nn.one_hot(experts, count).sum(axis=(0, 1, 2)))

@@ -5,6 +5,7 @@
 | `gather` | `int8`, `fp8` | each parameter that a layer gathers over `fsdp`, in blocks with a scale each |
 | `gradients` | `float32`, `bf16` | the terms of a gradient's sum over devices |
 | | `int8`, `int4` | the same in blocks with a scale each, by all-to-all; sums are in float32 |
+| | `powersgd:4` | matrices of rank 4 over `data`, with error feedback (`spmd.gradients.powersgd`) |
 
 ZeRO++ (Wang et al., arXiv:2306.10209) does so: its qwZ is `gather`, its qgZ `gradients`.
 """
@@ -19,6 +20,11 @@ from spmd.errors import Problem, did_you_mean
 from spmd.model_api.codecs import WIRES
 from spmd.model_api.precision import Precision
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
+
+COMPRESSION = "compression"
+"""Name of the state of compression among the model's variables."""
+
+_POWERSGD = "powersgd:"
 
 GATHERS = ("int8", "fp8")
 """Codecs of gathered parameters."""
@@ -37,7 +43,8 @@ class CompressConfig:
     gather: str = ""
     """Codec of the parameters that layers gather over fsdp: int8, fp8; empty: the compute dtype."""
     gradients: str = ""
-    """Gradients that devices send to each other: float32, bf16, int8, int4; empty: as the precision policy says."""
+    """Gradients that devices send to each other: float32, bf16, int8, int4; powersgd:R for matrices of rank R over
+    data, with error feedback; empty: as the precision policy says."""
     slices_gradients: str = ""
     """The same, over the axes that span several slices."""
     secondary: bool = True
@@ -53,12 +60,18 @@ class CompressConfig:
         return {"gather": self.gather, "gradients": self.gradients, "slices_gradients": self.slices_gradients}
 
     def problems(self) -> list[Problem]:
-        """Return a problem for each unknown codec."""
-        return [
-            Problem(f"compress.{name}", f"{value!r} does not exist", fix=did_you_mean(str(value), known))
-            for (name, value), known in zip(self._values.items(), (GATHERS, GRADIENTS, GRADIENTS), strict=True)
-            if value and value not in known
+        """Return a problem for each unknown codec, and for two sums over slices."""
+        known = {"gather": GATHERS, "gradients": (*GRADIENTS, f"{_POWERSGD}4"), "slices_gradients": GRADIENTS}
+        is_known = {"gradients": powersgd_rank(self.gradients) > 0}
+        problems = [
+            Problem(f"compress.{name}", f"is {value!r}", fix=did_you_mean(str(value), known[name]))
+            for name, value in self._values.items()
+            if value and value not in known[name] and not is_known.get(name)
         ]
+        if is_known["gradients"] and self.slices_gradients:
+            what = f"is {self.slices_gradients}, and PowerSGD has a sum inside of slices of its own"
+            problems.append(Problem("compress.slices_gradients", what, fix="leave it out"))
+        return problems
 
     def useless(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> dict[str, Problem]:
         """Return field → problem for the fields that have nothing to act on: over axes of size 1, nothing is sent."""
@@ -83,6 +96,8 @@ class CompressConfig:
     def on(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> "CompressConfig":
         """Return the config without the fields that are useless there."""
         useless: dict[str, Any] = dict.fromkeys(self.useless(sizes, slices, zero), "")
+        if powersgd_rank(self.gradients) and sizes["data"] == 1:
+            useless["gradients"] = ""
         return dataclasses.replace(self, **useless)
 
     def precision(self, policy: Precision, slices: Mapping[str, int]) -> Precision:
@@ -114,6 +129,17 @@ PLAIN = Wire()
 
 NO_COMPRESSION = CompressConfig()
 """The default."""
+
+
+def powersgd_rank(gradients: str) -> int:
+    """Return the rank of `powersgd:R`, 0 for anything else.
+
+    Example:
+        >>> powersgd_rank("powersgd:4"), powersgd_rank("int8")
+        (4, 0)
+    """
+    rank = gradients.removeprefix(_POWERSGD)
+    return int(rank) if rank != gradients and rank.isascii() and rank.isdigit() and int(rank) < 2**31 else 0
 
 
 def sent_bytes(name: str, block: int = 128) -> float:

@@ -64,12 +64,15 @@ class Outputs:
         losses: Name → an auxiliary loss, already weighted, which training adds to the mean loss of a token.
         metrics: Name → any other value.
         arrays: Name → values that belong together, such as one for each layer and expert.
+        of_all_devices: Whether losses, metrics and arrays are of the whole (micro)batch also where each device runs the
+            model on its own examples (`spmd.plan.manual.batch_mean`), as `spmd.exchange_once` and pipelines over it do.
     """
 
     logits: Any
     losses: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     arrays: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    of_all_devices: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def as_outputs(returned: Any) -> Outputs:

@@ -33,7 +33,7 @@ from spmd.plan.context import use_plan
 from spmd.plan.fsdp import grad_targets
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding
-from spmd.sharding.optimizer_state import drop_axis
+from spmd.sharding.optimizer_state import drop_axis, drop_fsdp
 
 _STREAMS = ("inputs", "arrived", "sent_back")
 
@@ -140,4 +140,6 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
             is_x = name in _STREAMS and path == "0"
             spec = gradients[path] if name == "of_others" else rows if is_x else P()
             placed[f"stages/{name}/{path}"] = P(AXIS, *spec)
+    if plan.zero < 3:  # then no state is split over fsdp by its parameters' rules
+        placed = {path: drop_fsdp(spec) for path, spec in placed.items()}
     return with_variables(model, IN_FLIGHT, init, placed=placed)

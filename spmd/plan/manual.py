@@ -10,7 +10,7 @@ from jaxtyping import Array
 from spmd.plan.context import current
 from spmd.sharding import hops
 from spmd.sharding.dims import Dims
-from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 F = TypeVar("F", bound=Callable)
 
@@ -62,3 +62,19 @@ def psum_scatter(x: Array, dims: Dims) -> Array:
 def psum(x: Array, axes: tuple[str, ...]) -> Array:
     """Sum over axes, if there are any."""
     return jax.lax.psum(x, axes) if axes else x
+
+
+def batch_sum(x: Array) -> Array:
+    """Sum over the axes of the batch that are manual here, so that a sum over examples is of all devices."""
+    return psum(x, _manual_batch_axes())
+
+
+def batch_mean(x: Array) -> Array:
+    """Return the mean over the axes of the batch that are manual here."""
+    axes = _manual_batch_axes()
+    return jax.lax.pmean(x, axes) if axes else x
+
+
+def _manual_batch_axes() -> tuple[str, ...]:
+    around = get_abstract_mesh()
+    return tuple(axis for axis in BATCH_AXES if axis in around.manual_axes and around.shape[axis] > 1)

@@ -220,7 +220,7 @@ def make_plan(
             reason = ", ".join(filter(None, (matches[path].reason, f"{x.dtype} in the model")))
             matches[path] = dataclasses.replace(matches[path], reason=reason)
     specs = {
-        table: {path: resolve.apply_zero(match, table, zero) for path, match in matches.items()}
+        table: {path: resolve.apply_zero(match, table, zero) for path, match in matches.items()} | dict(info.placed)
         for table in ("params", "gradients", "optimizer")
     }
     state, problems = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, specs["optimizer"])

@@ -16,10 +16,12 @@ from spmd.distributed.xla_flags import Flag, compiler_options, flags_for
 from spmd.errors import ConfigError, Problem, RuleError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
+from spmd.gradients.compression_state import TITLE, PowerSGD, powersgd_problems, with_compression
 from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
 from spmd.gradients.loss_scale import keep_variables
 from spmd.gradients.losses import LossFn, next_token_loss
-from spmd.model_api.compress import CompressConfig
+from spmd.gradients.powersgd import compress
+from spmd.model_api.compress import CompressConfig, powersgd_rank
 from spmd.model_api.model import Model
 from spmd.model_api.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
 from spmd.observe.metrics import Flops, transformer_flops
@@ -71,6 +73,10 @@ def make_setup(config: TrainConfig, mesh: AnyMesh) -> TrainSetup:
         plan = build_plan(
             config, mesh, with_in_flight(model, plan, loss_fn, abstract_batch(config), tabulate(schedule))
         )
+    if powersgd := build_powersgd(config):
+        if problems := [*powersgd_problems(plan, powersgd, config.slices.sizes), *_problems_once(config, schedule)]:
+            raise ConfigError(TITLE, problems)
+        plan = build_plan(config, mesh, with_compression(model, plan, powersgd))
     grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
     evaluation = next_token_loss(model, train=False, chunk=config.logits_chunk)
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
@@ -95,6 +101,12 @@ def build_precision(config: TrainConfig) -> Precision:
 def applicable_compression(config: TrainConfig) -> CompressConfig:
     """Return the compression of what a config with this mesh, without -1, sends: nothing over axes of size 1."""
     return config.compress.on(config.mesh.sizes, config.slices.sizes, config.zero)
+
+
+def build_powersgd(config: TrainConfig) -> PowerSGD | None:
+    """Return the compression of gradients that the config names, if any."""
+    rank = powersgd_rank(config.compress.gradients)
+    return PowerSGD(rank, config.slices.data) if rank else None
 
 
 def build_base_model(config: TrainConfig) -> Model:
@@ -196,6 +208,17 @@ def _problems_without_flush(config: TrainConfig) -> list[Problem]:
     ]
 
 
+def _problems_once(config: TrainConfig, schedule: Schedule | None) -> list[Problem]:
+    """Return why a config cannot exchange its gradients once a step, as compression does."""
+    what, why = "a step has no sum of its own", "PowerSGD compresses the sum of a step"
+    problems = []
+    if schedule and not schedule.flush:
+        problems.append(Problem("pipeline.schedule", f"is {schedule.name}: {what}", why, "1f1b or interleaved"))
+    if config.exchange_once == "none" and config.accumulate * count_microbatches(config, schedule) > 1:
+        problems.append(Problem("exchange_once", "is none", why, "--exchange-once auto, data or data+fsdp"))
+    return problems
+
+
 def build_grad_fn(
     config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None, plan: ShardingPlan
 ) -> tuple[GradFn, Exchange]:
@@ -205,7 +228,10 @@ def build_grad_fn(
     else:
         grad_fn = accumulate(value_and_grad(loss_fn), count_microbatches(config, schedule))
     grad_fn, exchange = accumulate(grad_fn, config.accumulate), Exchange()
-    if schedule and not schedule.flush:
+    if powersgd := build_powersgd(config):
+        exchange = Exchange(("data", "fsdp") if config.exchange_once == "data+fsdp" else ("data",))
+        grad_fn = compress(grad_fn, powersgd, exchange.axes)
+    elif schedule and not schedule.flush:
         exchange = Exchange((), "the schedule has no flush")
     elif config.accumulate * count_microbatches(config, schedule) > 1:
         exchange = choose_exchange(grad_fn, plan, abstract_batch(config), config.exchange_once)

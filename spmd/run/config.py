@@ -185,7 +185,7 @@ class TrainConfig(Generic[M]):
     """float32; bf16 or fp16: compute dtype; bf16-params: parameters are also stored in it, with float32 master weights
     or stochastic rounding. Gradients are accumulated in float32. fp16 scales the loss."""
     compress: CompressConfig = NO_COMPRESSION
-    """Codecs of what devices send to each other: gathered parameters, and gradients."""
+    """Fewer bits for what devices send to each other: gathered parameters, and gradients."""
     attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     """Attention kernel: auto (by device and sequence length), xla, chunked (long sequences, any device), cudnn (GPUs,
     16-bit floats), splash (TPUs)."""

@@ -1,21 +1,23 @@
-"""Lines that follow a plan's text: the pipeline, experts, the slices, and XLA's flags."""
+"""Lines that follow a plan's text: the pipeline, experts, exchange and compression, the slices, and XLA's flags."""
 
+import collections
 import functools
 import math
 import re
 from collections.abc import Iterator
 
 from spmd.distributed.xla_flags import describe
+from spmd.gradients.compression_state import AXIS, find_matrices
 from spmd.gradients.exchange import AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.model_api.codecs import WIRES
-from spmd.model_api.compress import sent_bytes
+from spmd.model_api.compress import COMPRESSION, sent_bytes
 from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.local_param import local_param
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
-from spmd.run.build import TrainSetup, build_flags, count_microbatches
+from spmd.run.build import TrainSetup, build_flags, build_powersgd, count_microbatches
 from spmd.sharding.dims import spec_dims
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
@@ -28,7 +30,7 @@ def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) ->
     `device` is the platform and kind of absent devices; by default, those of the mesh.
     """
     lines = f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{slices_line(setup)}"
-    return lines + "".join(f"\n{line}" for line in compression_lines(setup.plan))
+    return lines + "".join(f"\n{line}" for line in compression_lines(setup))
 
 
 def pipeline_line(setup: TrainSetup) -> str:
@@ -57,7 +59,7 @@ def exchange_line(setup: TrainSetup) -> str:
     """Return what is exchanged once a step and what could be, with bytes; empty without microbatches."""
     parts, exchange = setup.config.accumulate * count_microbatches(setup.config, setup.schedule), setup.exchange
     possible = tuple(axis for axis in AXES if setup.mesh.shape[axis] > 1)
-    if parts == 1 or not possible:
+    if parts == 1 or not possible or build_powersgd(setup.config):
         return ""
 
     def forms(axes: tuple[str, ...]) -> str:
@@ -83,9 +85,9 @@ def slices_line(setup: TrainSetup) -> str:
     return f"\nslices {total} of {setup.mesh.size // total} devices; over the slow network, × inside: {named}"
 
 
-def compression_lines(plan: ShardingPlan) -> list[str]:
+def compression_lines(setup: TrainSetup) -> list[str]:
     """Return what each codec applies to: its axes, and the bytes that a device sends, before and with it."""
-    return [*_gathered_lines(plan), *_reduced_lines(plan)]
+    return [*_gathered_lines(setup.plan), *_reduced_lines(setup.plan), *_powersgd_lines(setup)]
 
 
 def _gathered_lines(plan: ShardingPlan) -> Iterator[str]:
@@ -135,6 +137,34 @@ def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
         inside = f": {sizes[axis] // parts} inside of a slice, then {parts} slices" if parts > 1 else f" {sizes[axis]}"
         sizes_text = f"{human_bytes(int(after))}, not {human_bytes(int(before))} in {policy.gradients}"
         yield f"gradients in {codec} over {axis}{inside}: {sizes_text}, in each sum; without codes: {', '.join(plain)}"
+
+
+def _powersgd_lines(setup: TrainSetup) -> Iterator[str]:
+    powersgd = build_powersgd(setup.config)
+    if powersgd is None:
+        return
+    plan, width = setup.plan, sent_bytes(setup.plan.precision.exchange_names((AXIS,))[AXIS])
+    matrices, plain = find_matrices(plan, powersgd)
+    rows, before, after = list[tuple[str, ...]](), 0, 0
+    for path, matrix in matrices.items():
+        wide, sent = int(2 * width) * math.prod(matrix.local), 2 * matrix.sent(powersgd.rank)
+        before, after = before + wide, after + sent
+        shape = f"{matrix.count} × [{matrix.rows}, {matrix.columns}]"
+        rows.append((f"  {path}", shape, f"{human_bytes(wide)} → {human_bytes(sent)}"))
+    held = sum(entry.bytes_per_device for entry in plan.variables if entry.path.startswith(f"{COMPRESSION}/"))
+    is_inside = 1 < powersgd.slices < plan.mesh.shape[AXIS]
+    inside = f" between {powersgd.slices} slices, summed inside each" if is_inside else ""
+    wire = "between slices, by a device in a step" if is_inside else "on the wire of a device in a step"
+    bytes_sent = f"{human_bytes(before)} → {human_bytes(after)} {wire}"
+    heading = f"gradients {setup.config.compress.gradients} over {AXIS}={plan.mesh.shape[AXIS]}{inside}"
+    reasons = collections.defaultdict[str, list[str]](list)
+    for path, reason in plain.items():
+        reasons[reason].append(path)
+    sent_plain = [f"  sent as they are: {', '.join(paths)} ({reason})" for reason, paths in reasons.items()]
+    state = f"{human_bytes(held)} of errors and Q on a device"
+    widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    yield from (f"{heading}: {bytes_sent}; {state}", *lines, *sent_plain)
 
 
 def flags_text(setup: TrainSetup, platform: str, kind: str) -> str:

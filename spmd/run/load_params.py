@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.checkpoint.tree import OptionalState
+from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
 from spmd.plan.lora import BASE, with_adapters
 from spmd.plan.plan import ShardingPlan
@@ -22,7 +24,8 @@ from spmd.train.state import ModelState
 def restore_model(checkpoints: CheckpointManager, step: int | None, plan: ShardingPlan) -> ModelState:
     """Restore the parameters and variables of a checkpoint, by default the newest intact one, onto the plan's mesh."""
     wanted = {"params": plan.abstract_params, "variables": plan.abstract_variables}
-    restored, _ = checkpoints.restore(step, wanted, branches=("params", "variables"))
+    optional = [OptionalState(f"variables/{COMPRESSION}")]
+    restored, _ = checkpoints.restore(step, wanted, branches=("params", "variables"), optional=optional)
     return ModelState(restored["params"], restored["variables"])
 
 

@@ -14,7 +14,7 @@ from spmd.analysis.topology import Topology, missing_extra
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
-from spmd.model_api.compress import sent_bytes
+from spmd.model_api.compress import powersgd_rank, sent_bytes
 from spmd.model_api.remat import make_remat
 from spmd.observe.waiting import show_waiting
 from spmd.pipeline.tick_table import tabulate
@@ -124,6 +124,7 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
         regathers=remat.kind != "none",
         gathered_bytes=sent_bytes(gathered),
         reduced_bytes=sent_bytes(reduced),
+        data_share=_data_share(config, model, mesh, sent_bytes(reduced)),
         state_bytes=2 * model.state_bytes + 4,
         routed=model.routed,
         offloads_state="optimizer_state" in config.offload,
@@ -206,6 +207,13 @@ def _collective_times(audit: CollectiveAudit, line: Timeline) -> tuple[Collectiv
         sums[1] += line.exposed.get(name, 0.0)
     found = [CollectiveTime(*key, *sums) for key, sums in groups.items() if sums[0]]
     return tuple(sorted(found, key=lambda c: (-c.exposed, -c.seconds)))
+
+
+def _data_share(config: TrainConfig, model: ModelNumbers, mesh: MeshShape, exchange: float) -> float:
+    """Return the share of the bytes of a gradient that is sent over data: that of an MLP's kernel."""
+    rank, rows = powersgd_rank(config.compress.gradients), model.width / (mesh.fsdp if config.zero >= 2 else 1)
+    columns = model.hidden / mesh.tensor
+    return min(1.0, 4 * rank * (rows + columns) / (rows * columns * exchange)) if rank else 1.0
 
 
 def _pipeline(config: TrainConfig, mesh: MeshShape) -> tuple[int, float]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.checkpoint.tree import OptionalState
 from spmd.checkpoint.versions import library_versions
 from spmd.data.corpus import Corpus
 from spmd.data.loader import Windows, batches, evaluation_batches
@@ -19,6 +20,8 @@ from spmd.distributed.compilation_cache import cache_dir, cache_fault, compilati
 from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
+from spmd.gradients.compression_state import adapt_compression, stored_compression
+from spmd.model_api.compress import COMPRESSION
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.idle_experts import IdleExperts
 from spmd.observe.metrics import Console, JsonLines, StepClock, Writers, utilization
@@ -229,7 +232,8 @@ class _Run:
             self.say("there is no checkpoint to resume from: starting from step 0")
             return self.initialize()
         with self.waiting("restore", "restoring a checkpoint"):
-            state, record = checkpoints.restore(None, abstract_state(setup.plan))
+            compression = OptionalState(f"variables/{COMPRESSION}", stored_compression, adapt_compression)
+            state, record = checkpoints.restore(None, abstract_state(setup.plan), optional=[compression])
         check_resumable(record, setup.config, self.corpus, self.run_dir.path)
         for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""

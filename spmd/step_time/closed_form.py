@@ -42,6 +42,7 @@ class Workload:
         zero: ZeRO stage.
         regathers: Whether ZeRO 3 gathers parameters again for the backward pass.
         gathered_bytes: Of a parameter when it is gathered; `reduced_bytes` of a gradient when it is reduced.
+        data_share: Share of the bytes of a gradient that is sent over `data`, less than 1 if it is compressed.
         state_bytes: Bytes of a parameter's state that an update reads and writes.
         routed: Copies of a token that are sent to experts in each layer.
         offloaded: Bytes of a token's activations in each layer that are sent to the host.
@@ -70,6 +71,7 @@ class Workload:
     regathers: bool = True
     gathered_bytes: float = 2
     reduced_bytes: float = 2
+    data_share: float = 1.0
     state_bytes: float = 28
     routed: int = 0
     offloaded: float = 0.0
@@ -181,7 +183,8 @@ def collective_seconds(work: Workload, network: Network, hop: float = 0.0) -> di
     add("fsdp", "all-gather", own * work.gathered_bytes, gathers)
     reduction = "reduce-scatter" if work.zero >= 2 else "all-reduce"
     add("fsdp", reduction, own * work.reduced_bytes, 1)
-    add("data", "all-reduce", own * work.reduced_bytes / (mesh["fsdp"] if work.zero >= 2 else 1), 1)
+    shard = own / (mesh["fsdp"] if work.zero >= 2 else 1)
+    add("data", "all-reduce", shard * work.reduced_bytes * work.data_share, 1)
     stream = tokens * work.width * 2
     add("tensor", "all-gather", stream, layers * (4 + again))
     add("tensor", "reduce-scatter", stream, layers * (4 + again))

@@ -63,7 +63,8 @@ def roofline(work: Workload, network: Network, rates: ClosedRates, steps: int) -
     slices = network.topology.slices
     group = network.axis_group(("data",))
     shards = math.prod(size for axis, size in work.mesh.items() if axis != "data")
-    crossing = network.between("all-reduce", work.params / shards * work.reduced_bytes, group)
+    sent = work.params / shards * work.reduced_bytes * work.data_share
+    crossing = network.between("all-reduce", sent, group)
     return Roofline(
         communication=communication,
         critical_batch=fsdp and work.batch * fsdp / matmuls,

@@ -14,6 +14,7 @@ from spmd.errors import ConfigError, Problem, check_type
 from spmd.gradients.base import GradFn, check_results, value_and_grad
 from spmd.gradients.loss_scale import unscale
 from spmd.gradients.losses import LossFn, Sums
+from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import LOSS_SCALE
 from spmd.model_api.variables import split_variables
@@ -125,7 +126,7 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, A
 
     def evaluate(params: Any, variables: Any, batch: Any) -> Sums:
         with use_plan(plan):
-            own, _ = split_variables(variables, LOSS_SCALE)
+            own, _ = split_variables(variables, LOSS_SCALE, COMPRESSION)
             return loss_fn(params_for_forward(params), own, batch, jax.random.key(0, impl=PRNG))[0]
 
     return jax.jit(evaluate)

@@ -1,5 +1,6 @@
 """Gradients that are exchanged once a step are those that are exchanged in each microbatch, and are sent once."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,12 +12,15 @@ from spmd.gradients import exchange
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.exchange import exchange_once
+from spmd.layers import router
+from spmd.models.mixtral import PRESETS
+from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.plan import ShardingPlan
 from spmd.run.describe import exchange_bytes
-from spmd.testing import Parity, Reference, token_batches
+from spmd.testing import Parity, Reference, pad_unevenly, token_batches
 from tests import tiny
 from tests.one_device import REORDERED, SGD
 
@@ -26,6 +30,8 @@ TIED = tiny.replaced(tied=True)
 BOTH = ("data", "fsdp")
 ALL = {"data": 2, "fsdp": 2, "tensor": 2}
 STAGES = {"pipe": 2, "data": 2, "fsdp": 2}
+CAPACITY = dataclasses.replace(PRESETS["test"].router, dispatch="capacity")
+EXPERTS = dataclasses.replace(PRESETS["test"], layers=1, router=CAPACITY)
 
 
 def grad_fn_of(config=tiny.CONFIG, stages: int = 1) -> GradFn:
@@ -106,3 +112,33 @@ def test_the_bytes_that_the_plan_says_are_sent():
     found, said = audit(BOTH, **ALL), exchange_bytes(plan_of(**ALL), BOTH)
     sent = [r for r in found.records if "exchange.py" in r.source and r.kind in ("all-reduce", "reduce-scatter")]
     assert sum(r.bytes for r in sent if r.payload > 4) == said[0]
+
+
+@functools.cache
+def mixture(**sizes: int) -> ShardingPlan:
+    return spmd.make_plan(tiny.mesh(**sizes), MIXTRAL, spmd.from_nnx(EXPERTS.build), SGD)
+
+
+@functools.cache
+def experts_alone() -> tuple[GradFn, Reference]:
+    grad_fn = accumulate(value_and_grad(spmd.next_token_loss(mixture().model)), 2)
+    return grad_fn, Reference(
+        mixture(), grad_fn, [pad_unevenly(token_batches((8, 8), EXPERTS.vocab, steps=1)[0], seed=0)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_mean", "layout"),
+    [
+        (True, {"data": 2}),
+        (False, {"data": 2}),
+        pytest.param(True, {"data": 2, "expert": 2}, marks=pytest.mark.soak),
+    ],
+)
+def test_experts_that_are_exchanged_once_equal_one_device(monkeypatch, is_mean, layout):
+    """Losses of routers are of all devices' examples; averaged over those of one device, the control, they differ."""
+    if not is_mean:
+        monkeypatch.setattr(router, "batch_mean", lambda x: x)
+    grad_fn, alone = experts_alone()
+    result = alone.compare(mixture(**layout), exchange_once(grad_fn, ("data",)), tolerance=REORDERED)
+    assert result.ok == is_mean, f"\n{result}"

@@ -1,5 +1,6 @@
 """Gradients that are exchanged once a step: over which axes, what is refused, and what the plan says of it."""
 
+import contextlib
 import functools
 import math
 
@@ -13,6 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import ConfigError
+from spmd.gradients.exchange import Exchange
+from spmd.gradients.losses import next_token_sums
+from spmd.model_api.model import Outputs
 from spmd.models.llama import LlamaConfig
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
@@ -71,12 +75,25 @@ def test_the_plan_says_what_is_sent_and_held():
     assert exchange_line(setup(accumulate=1)) == ""
 
 
-def test_auxiliary_losses_keep_an_exchange_for_each_microbatch():
-    """A router's loss is of all tokens of a microbatch: by default the plan says so, and a choice is refused."""
-    mixtral = {"model": MIXTRALS["test"], "rules": MIXTRAL}
-    assert "are exchanged one by one: balance_loss" in exchange_line(setup(**mixtral))
-    with pytest.raises(ConfigError, match=r"balance_loss.*are of all examples(.|\n)*fix: --exchange-once none"):
-        preflight(setup(**mixtral, exchange_once="data"))
+def test_experts_are_exchanged_once_too():
+    """Their routers' losses are averaged over devices, so nothing keeps the default from it."""
+    assert setup(model=MIXTRALS["test"], rules=MIXTRAL).exchange == Exchange(("data",))
+
+
+@pytest.mark.parametrize("of_all_devices", [False, True])
+def test_auxiliary_losses_of_a_devices_own_examples_are_refused(of_all_devices):
+    """A loss of a whole microbatch needs a model that says that it is; the control is one that does."""
+    model = spmd.from_linen(Dropped(0.0), EXAMPLES["x"], train={"train": True})
+
+    def loss_fn(params, variables, batch, key):
+        logits = batch["x"][:, None] * model.apply(params, batch["x"])[:, :, None]
+        targets, weights = jnp.zeros(logits.shape[:2], jnp.int32), jnp.ones(logits.shape[:2])
+        outputs = Outputs(logits, {"balance_loss": logits.mean()}, of_all_devices=of_all_devices)
+        return next_token_sums(outputs, {"targets": targets, "weights": weights}, train=True), variables
+
+    refused = pytest.raises(ConfigError, match=r"balance_loss.*are of all examples(.|\n)*fix: --exchange-once none")
+    with contextlib.nullcontext() if of_all_devices else refused:
+        trace(model, loss_fn)
 
 
 def test_parameters_in_host_memory_keep_it_too():

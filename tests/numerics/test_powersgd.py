@@ -1,0 +1,275 @@
+"""PowerSGD: exact where it must be, what is lost comes back, replicas agree, and the bytes are those of the formula.
+
+The model's gradient is known: of each layer, the sum of the outer products of its examples' `x` and `y`.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd import tree
+from spmd.analysis.collective_audit import audit_collectives
+from spmd.checkpoint.manager import CheckpointManager
+from spmd.checkpoint.tree import OptionalState
+from spmd.errors import CheckpointError, ConfigError
+from spmd.gradients import powersgd
+from spmd.gradients.base import value_and_grad
+from spmd.gradients.compression_state import (
+    PowerSGD,
+    adapt_compression,
+    compressed_bytes,
+    stored_compression,
+    with_compression,
+)
+from spmd.gradients.exchange import exchange_once
+from spmd.gradients.powersgd import Replicas, compress
+from spmd.train.step import TrainStep
+from tests import tiny
+
+LAYERS, N, M, EXAMPLES = 2, 16, 12, 16
+OPTIONAL = [OptionalState("variables/compression", stored_compression, adapt_compression)]
+RULES = spmd.Rules(params=[("kernel", P("fsdp")), ("bias", spmd.replicate("twelve numbers"))], stacked={"layers": None})
+SGD = optax.sgd(0.1)
+NEAR = 1e-5
+"""Of the largest gradient: float32 sums, and products of matrices whose singular values differ a hundredfold."""
+
+
+def init(key: jax.Array) -> Any:
+    return {"layers": {"kernel": jax.random.normal(key, (LAYERS, N, M))}, "bias": jnp.ones((M,))}
+
+
+MODEL = spmd.Model(init, lambda params, x, y: jnp.einsum("bln,lnm,blm->b", x, params["layers"]["kernel"], y))
+
+
+def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
+    loss = MODEL.apply(params, batch["x"], batch["y"]).sum() + (batch["y"] @ params["bias"]).sum()
+    return {"loss": loss, "weight": jnp.float32(batch["x"].shape[0])}, variables
+
+
+@functools.cache
+def step(rank: int, rate: float = 2.0, slices: int = 1, data: int = 4) -> TrainStep:
+    """The step that is compressed; with rank 0, the plain one."""
+    mesh = tiny.mesh(data=data, fsdp=2)
+    plain = spmd.make_plan(mesh, RULES, MODEL, SGD)
+    grad_fn = value_and_grad(loss_fn)
+    if not rank:
+        return spmd.make_train_step(plain, grad_fn=exchange_once(grad_fn, ("data",)), keep_gradients=True)
+    chosen = PowerSGD(rank, slices, rate)
+    plan = spmd.make_plan(mesh, RULES, with_compression(MODEL, plain, chosen), SGD)
+    return spmd.make_train_step(plan, grad_fn=compress(grad_fn, chosen), keep_gradients=True)
+
+
+def batch(seed: int, rank: int = EXAMPLES) -> dict[str, np.ndarray]:
+    """Examples whose mean gradient has a rank; devices have others, which cancel over `data`."""
+    random = np.random.default_rng(seed)
+    x, y = random.normal(size=(EXAMPLES, LAYERS, N)), random.normal(size=(EXAMPLES, LAYERS, M))
+    if rank < EXAMPLES:
+        x[: EXAMPLES // 2], y[: EXAMPLES // 2] = x[EXAMPLES // 2 :], -y[EXAMPLES // 2 :]
+        for example in range(rank):
+            y[example] = random.normal(size=(LAYERS, M))
+            y[example + EXAMPLES // 2] = 0
+    return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
+
+
+def mean_gradient(examples: dict[str, np.ndarray]) -> np.ndarray:
+    return np.einsum("bln,blm->lnm", *(examples[name].astype(np.float64) for name in "xy")) / EXAMPLES
+
+
+def applied(metrics: Any) -> np.ndarray:
+    return np.asarray(metrics["gradients"]["layers"]["kernel"], np.float64)
+
+
+def error(state: Any) -> np.ndarray:
+    return np.asarray(state.variables["compression"]["error"]["layers"]["kernel"], np.float64)
+
+
+def distance(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+def run(made: TrainStep, batches: list[Any], state: Any = None) -> tuple[Any, list[np.ndarray]]:
+    state, gradients = spmd.init_state(made.plan) if state is None else state, []
+    for examples in batches:
+        state, metrics = made(state, examples)
+        gradients.append(applied(metrics))
+    return state, gradients
+
+
+@pytest.mark.parametrize(("rank", "is_exact"), [(2, True), (3, False)])
+def test_a_mean_gradient_of_low_rank_is_exact(rank: int, is_exact: bool) -> None:
+    """Gradients of devices have full rank; what cancels is not seen. The control has a rank above that of PowerSGD."""
+    examples = batch(0, rank)
+    _, (found,) = run(step(2), [examples])
+    assert (distance(found, mean_gradient(examples)) < NEAR) == is_exact
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_what_is_lost_comes_back(slices: int) -> None:
+    """Of several steps, the applied and the mean of the last errors add up to the mean gradients."""
+    batches = [batch(seed) for seed in range(3)]
+    state, found = run(step(2, slices=slices), batches)
+    wanted = sum(map(mean_gradient, batches))
+    assert distance(sum(found) + error(state).mean(axis=0), wanted) < NEAR
+    assert distance(sum(found), wanted) > 0.1
+
+
+def test_the_control_loses_something() -> None:
+    """Without the errors of the step before, the sums differ."""
+    made, batches = step(2), [batch(seed) for seed in range(2)]
+    state, first = run(made, batches[:1])
+    variables = jax.tree.map(lambda x: x, state.variables)
+    variables["compression"]["error"] = jax.tree.map(jnp.zeros_like, variables["compression"]["error"])
+    state, second = run(made, batches[1:], dataclasses.replace(state, variables=variables))
+    found = sum(first) + sum(second) + error(state).mean(axis=0)
+    assert distance(found, sum(map(mean_gradient, batches))) > 0.1
+
+
+@pytest.mark.parametrize(("rank", "is_exact"), [(8, True), (6, False)])
+def test_full_rank_is_the_plain_exchange(rank: int, is_exact: bool) -> None:
+    """Shards are 8 × 12; with fewer than 8 columns, the control, something is lost."""
+    batches = [batch(seed) for seed in range(2)]
+    found, plain = (run(made, batches)[1] for made in (step(rank, 0.0), step(0)))
+    assert all(distance(x, y) < NEAR for x, y in zip(plain, map(mean_gradient, batches), strict=True))
+    assert all((distance(x, y) < NEAR) == is_exact for x, y in zip(found, plain, strict=True))
+
+
+def differing_replicas(state: Any) -> set[str]:
+    """Paths of arrays of which two devices hold other bits of one part."""
+    found = set()
+    for path, array in tree.flatten({"params": state.params, "q": state.variables["compression"]["q"]}).items():
+        parts: dict[str, set[bytes]] = {}
+        for shard in array.addressable_shards:
+            parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        found |= {path} if any(len(bits) > 1 for bits in parts.values()) else set()
+    return found
+
+
+def test_replicas_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters and Q are the same bits on all devices of `data`. Of a mean that is not one, the control, none is."""
+    batches = [batch(seed) for seed in range(2)]
+    assert differing_replicas(run(step(2), batches)[0]) == set()
+    monkeypatch.setattr(Replicas, "mean", lambda self, x: x)
+    made = step.__wrapped__(2)
+    assert differing_replicas(run(made, batches)[0]) == {"params/layers/kernel", "q/layers/kernel"}
+
+
+def test_a_zero_gradient_does_not_end_it() -> None:
+    """Q is zero after a step without gradients, and the next matrix of low rank is exact all the same."""
+    nothing = {name: np.zeros_like(x) for name, x in batch(0).items()}
+    state, (zero,) = run(step(2), [nothing])
+    assert not zero.any()
+    assert not np.asarray(state.variables["compression"]["q"]["layers"]["kernel"]).any()
+    _, (found,) = run(step(2), [batch(1, 2)], state)
+    assert distance(found, mean_gradient(batch(1, 2))) < NEAR
+
+
+def abstract(state: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def saved(folder: Path, state: Any) -> CheckpointManager:
+    manager = CheckpointManager(folder)
+    manager.save(int(state.step), state, {})
+    manager.wait()
+    return manager
+
+
+def bits(state: Any) -> dict[str, bytes]:
+    return {path: np.asarray(x).tobytes() for path, x in tree.flatten(state).items()}
+
+
+def test_a_checkpoint_resumes_bitwise(tmp_path: Path) -> None:
+    """With the errors and Q; with fresh ones, the control, the next step differs."""
+    made, last = step(2), batch(2)
+    state, _ = run(made, [batch(0), batch(1)])
+    with saved(tmp_path, state) as manager:
+        again, _ = manager.restore(None, abstract(state), optional=OPTIONAL)
+    fresh = jax.tree.map(jnp.copy, dataclasses.replace(again, variables=spmd.init_state(made.plan).variables))
+    went_on, resumed, differs = (bits(run(made, [last], each)[0]) for each in (state, again, fresh))
+    assert resumed == went_on
+    assert differs != went_on
+
+
+def test_fewer_replicas_keep_the_mean_of_the_errors(tmp_path: Path) -> None:
+    """From data=4 to data=2 and back nothing is lost: what was applied and the errors add up. Q stays as it is."""
+    batches = [batch(seed) for seed in range(3)]
+    state, found = run(step(2), batches[:2])
+    few = step(2, data=2)
+    wanted = abstract(spmd.init_state(few.plan))
+    with saved(tmp_path / "many", state) as manager:
+        with pytest.raises(CheckpointError, match=r"compression/error/layers/kernel: shape differs"):  # the control
+            manager.restore(None, wanted)
+        fewer, _ = manager.restore(None, wanted, optional=OPTIONAL)
+    assert error(fewer).shape[0] == 2
+    assert distance(error(fewer).mean(axis=0), error(state).mean(axis=0)) < 1e-6
+    assert bits(fewer.variables["compression"]["q"]) == bits(state.variables["compression"]["q"])
+    fewer, more = run(few, batches[2:], fewer)
+    total = sum(map(mean_gradient, batches))
+    assert distance(sum(found) + sum(more) + error(fewer).mean(axis=0), total) < NEAR
+    with saved(tmp_path / "few", fewer) as manager:
+        again, _ = manager.restore(None, abstract(state), optional=OPTIONAL)
+    assert error(again).shape[0] == 4
+    assert distance(error(again).mean(axis=0), error(fewer).mean(axis=0)) < 1e-6
+
+
+def test_checkpoints_open_with_and_without_compression(tmp_path: Path) -> None:
+    """A plain one gives a fresh state; of one with a state, a plain run takes the rest."""
+    compressed, plain = (run(step(rank), [batch(0)])[0] for rank in (2, 0))
+    with saved(tmp_path / "plain", plain) as manager:
+        opened, _ = manager.restore(None, abstract(compressed), optional=OPTIONAL)
+    assert bits(opened.variables) == bits(spmd.init_state(step(2).plan).variables)
+    assert bits(opened.params) == bits(plain.params)
+    with saved(tmp_path / "compressed", compressed) as manager:
+        opened, _ = manager.restore(None, abstract(plain), optional=OPTIONAL)
+        with pytest.raises(CheckpointError, match="extra: the checkpoint has it"):  # the control
+            manager.restore(None, abstract(plain))
+    assert bits(opened.params) == bits(compressed.params)
+
+
+def sent(made: TrainStep, slices: dict[str, int] | None = None) -> list[Any]:
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch(0).items()}
+    audit = audit_collectives(made.compile(shapes), made.plan.mesh, plan=made.plan, slices=slices)
+    assert not audit.broken
+    return [r for r in audit.records if r.over == "data" and r.payload > 4]
+
+
+def test_bytes_on_the_wire_are_those_of_the_formula() -> None:
+    """4·r·(n/f + m) of each matrix, and the bias as it is; plain, the control, 4·n/f·m."""
+    bias = 4 * M
+    found, plain = (sum(r.payload * r.executions for r in sent(step(rank))) for rank in (2, 0))
+    assert found == LAYERS * 4 * 2 * (N // 2 + M) + bias
+    assert plain == LAYERS * 4 * (N // 2) * M + bias
+    assert sum(compressed_bytes(step(2).plan)["layers/kernel"]) == found - bias
+
+
+def test_inside_a_slice_gradients_are_summed_and_only_thin_ones_cross() -> None:
+    """Of four replicas in two slices, P and Q cross between slices, and whole gradients do not."""
+    records = sent(step(2, slices=2), {"data": 2})
+    crossing = sum(r.payload for r in records if r.crosses)
+    assert crossing == LAYERS * 4 * 2 * (N // 2 + M) + 4 * M
+    assert sum(r.payload for r in records if not r.crosses) == LAYERS * 4 * (N // 2) * M
+
+
+def test_a_loss_scale_is_refused() -> None:
+    """It changes between steps, and with it what the errors are of."""
+    plan = spmd.make_plan(tiny.mesh(data=2), RULES, MODEL, SGD, precision="fp16")
+    with pytest.raises(ConfigError, match="precision: is fp16, with a loss scale"):
+        with_compression(MODEL, plan, PowerSGD(2))
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_rows_are_orthonormal(rank: int) -> None:
+    """Of any matrix: of one with equal rows, with tiny and with huge numbers, and of zeros."""
+    rows = jax.random.normal(jax.random.key(0), (4, rank, 16))
+    rows = rows.at[0].set(rows[0, :1]).at[1].multiply(1e-30).at[2].multiply(1e30).at[3].set(0)
+    made = powersgd.orthonormal(rows)
+    assert np.abs(np.asarray(made @ made.mT) - np.eye(rank)).max() < 1e-5

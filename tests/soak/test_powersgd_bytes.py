@@ -1,0 +1,49 @@
+"""PowerSGD sends what its formula says in the programs that compilers for absent machines make."""
+
+import pytest
+
+from tests.programs import LITTLE_EFFORT, run_script
+
+SCRIPT = """
+    import dataclasses, json, sys
+    import spmd
+    from spmd.analysis.topology import parse_topology
+    from spmd.distributed.initialize import initialize
+    from spmd.gradients.compression_state import compressed_bytes
+    from spmd.run.build import make_setup
+    from spmd.run.load_config import load_config
+    from spmd.run.preflight import compile_step, topology_mesh
+
+    topology = parse_topology(sys.argv[1])
+    initialize(target_platform=topology.platform)
+    axes = dict(pair.split("=") for pair in sys.argv[2].split(","))
+    mesh = spmd.MeshShape(**{axis: int(size) for axis, size in axes.items()})
+    config = load_config("llama3-8b")
+    model = dataclasses.replace(config.model, layers=2, d_model=1024, heads=8, kv_heads=8, d_ff=4096, vocab=8192)
+    data = dataclasses.replace(config.data, batch=64, sequence=256)
+    fields = {"model": model, "data": data, "mesh": mesh, "compress": spmd.CompressConfig(gradients="powersgd:4")}
+    slices = spmd.MeshShape(data=topology.slices)
+    config = dataclasses.replace(config, **fields, slices=slices, devices=topology.devices)
+    setup = make_setup(config, topology_mesh(config, topology))
+    audit = compile_step(setup).audit
+    over = [r for r in audit.records if r.over == "data" and r.dtype == "f32" and r.payload > 4]
+    sent = sum(r.payload * r.executions for r in over if r.crosses or topology.slices == 1)
+    print(json.dumps([sent, sum(map(sum, compressed_bytes(setup.plan).values())), len(audit.broken)]))
+"""
+
+pytestmark = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("topology", "padding"),
+    [
+        ("v5e:2x4", 0),
+        ("v5p:2x2x2", 0),
+        ("2xv5e:2x2", 8192),  # between slices XLA sends many arrays, and the sums of a loss, as one of whole tiles
+    ],
+)
+def test_bytes_on_the_wire_are_those_of_the_formula(topology: str, padding: int) -> None:
+    """4·r·(n/f + m) of each matrix as it is compressed, to the byte; what crosses slices is no more than that."""
+    sent, formula, broken = run_script(SCRIPT, topology, "data=2,fsdp=4", **LITTLE_EFFORT)
+    assert formula <= sent <= formula + padding
+    assert broken == 0

@@ -1,0 +1,134 @@
+"""Compression of gradients in a config: what is compressed, what is printed, and everything that is wrong at once."""
+
+import dataclasses
+import re
+
+import pytest
+
+import spmd
+from spmd.analysis.collective_record import Cause, Collective
+from spmd.analysis.promises import broken_promises, find_promises
+from spmd.errors import ConfigError
+from spmd.gradients.compression_state import PowerSGD, compressed_bytes, find_matrices, with_compression
+from spmd.model_api.compress import powersgd_rank
+from spmd.models.llama import LlamaConfig
+from spmd.partition_rules.llama import LLAMA
+from spmd.run.build import make_setup, planned_mesh
+from spmd.run.config import TrainConfig, config_values, with_values
+from spmd.run.describe import compression_lines, exchange_line
+from spmd.sharding.optimizer_state import shard_bytes
+from tests import tiny
+
+SMALL = LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
+DATA = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=32, batch=64)
+
+
+def setup(gradients="powersgd:2", mesh=(("data", 2), ("fsdp", 2)), **fields):
+    compress = spmd.CompressConfig(gradients=gradients)
+    shape = spmd.MeshShape(**dict(mesh))
+    config = TrainConfig(model=SMALL, rules=LLAMA, mesh=shape, data=DATA, compress=compress, **fields)
+    return make_setup(config, planned_mesh(config))
+
+
+def problems(**fields):
+    with pytest.raises(ConfigError) as caught:
+        setup(**fields)
+    return list(map(str, caught.value.problems))
+
+
+@pytest.mark.parametrize("text", ["powersgd", "powersgd:", "powersgd:0", "powersgd:-1", "powersgd:²", "power:4", "4"])
+def test_what_is_no_rank_is_refused(text):
+    """With an example, among the other problems of a config."""
+    with pytest.raises(ConfigError, match=r"compress.gradients: is '.*'(.|\n)*fix: "):
+        TrainConfig(model=SMALL, rules=LLAMA, compress=spmd.CompressConfig(gradients=text))
+    assert (powersgd_rank("powersgd:12"), powersgd_rank("")) == (12, 0)
+
+
+def test_a_config_keeps_it():
+    """In the JSON of a checkpoint, which gives it back."""
+    config = TrainConfig(model=SMALL, rules=LLAMA, compress=spmd.CompressConfig(gradients="powersgd:2"))
+    assert with_values(TrainConfig(model=SMALL, rules=LLAMA), config_values(config)) == config
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    """Before anything compiles: no replicas, fsdp between slices, a rank above each matrix, and microbatches."""
+    found = problems(
+        gradients="powersgd:100",
+        mesh=(("fsdp", 4),),
+        slices=spmd.MeshShape(fsdp=2),
+        accumulate=2,
+        exchange_once="none",
+    )
+    assert {text.partition("\n")[0] for text in found if "a rank above" not in text} == {
+        "compress.gradients: is powersgd:100 over data, an axis of size 1",
+        "compress.gradients: is PowerSGD, which cannot compress a reduce-scatter over fsdp",
+        "exchange_once: is none",
+    }
+    above = [text for text in found if "a rank above the matrix" in text]
+    assert len(above) == 9
+    assert any("layers/mlp/up_proj/kernel" in text and "rank 100 > min(8, 64)" in text for text in above)
+
+
+def test_a_rank_that_saves_nothing_is_refused():
+    """With the arithmetic of each matrix."""
+    (found,) = problems(gradients="powersgd:8")
+    assert "no gradient would be smaller" in found
+    assert "(16 + 64) · 8 · 2 = 1280 ≥ 16 · 64 = 1024" in found
+
+
+def test_a_pipeline_without_a_flush_has_no_sum_of_a_step():
+    """So there is nothing to compress."""
+    pipeline = {"mesh": (("pipe", 2), ("data", 2)), "pipeline": spmd.PipelineConfig("pipedream")}
+    (found,) = problems(**pipeline)
+    assert "pipeline.schedule: is pipedream: a step has no sum of its own" in found
+
+
+def test_the_plan_says_what_is_compressed():
+    """Rank, matrices, bytes before and after, the state, and what is sent as it is."""
+    made = setup()
+    matrices, plain = find_matrices(made.plan, PowerSGD(2))
+    assert matrices["layers/mlp/up_proj/kernel"].local == (2, 16, 64)
+    assert set(plain) == {"layers/attention_norm/scale", "layers/mlp_norm/scale", "norm/scale"}
+    text = "\n".join(compression_lines(made))
+    wide = sum(shard_bytes(x.shape, "float32", x.spec, made.mesh.shape) for x in made.plan.gradients) - 4 * 5 * 32
+    thin = sum(map(sum, compressed_bytes(made.plan).values()))
+    heading = f"gradients powersgd:2 over data=2: {2 * wide / 1024:.3g} KiB → {2 * thin / 1024:.3g} KiB on the wire"
+    assert text.startswith(heading)
+    assert re.search(r"layers/mlp/up_proj/kernel +2 × \[16, 64\] +16 KiB → 2.5 KiB", text)
+    assert "sent as they are: layers/attention_norm/scale, layers/mlp_norm/scale, norm/scale (no matrix)" in text
+    assert exchange_line(setup(accumulate=2)) == ""
+    assert compression_lines(setup(gradients="")) == []
+
+
+def test_errors_are_split_like_gradients():
+    """A shard for each device, whatever the ZeRO stage; the first dimension is that of data."""
+    for zero in (1, 2):
+        plan = setup(zero=zero).plan
+        errors = {x.path: x for x in plan.variables if x.path.startswith("compression/error/")}
+        for gradient in plan.gradients:
+            if error := errors.pop(f"compression/error/{gradient.path}", None):
+                assert error.shape == (2, *gradient.shape)
+                assert error.bytes_per_device == gradient.bytes_per_device
+        assert not errors
+
+
+def test_equal_plans_stay_equal():
+    """The state is made once for a model, so a plan made again compiles nothing."""
+    plan = tiny.plan(data=2, fsdp=2)
+    assert with_compression(tiny.model(), plan, PowerSGD(2)) is with_compression(tiny.model(), plan, PowerSGD(2))
+
+
+@pytest.mark.parametrize(("payload", "is_broken"), [(1280, False), (2048, True)])
+def test_a_gradient_that_is_sent_whole_breaks_a_promise(payload, is_broken):
+    """Of a compressed gradient no array is larger than P and Q: here 2 layers of 2 × 64 numbers, 1 KiB."""
+    promises = list(find_promises(setup(precision="bf16").plan))
+    path = "layers/mlp/up_proj/kernel"
+    largest = max(compressed_bytes(setup().plan)[path])
+    fields = {field.name: "" for field in dataclasses.fields(Collective)}
+    fields |= {"kind": "all-reduce", "axes": ("data",), "executions": 1, "crosses": False, "dtype": "f32"}
+    fields |= {
+        "payload": payload * largest // 1280,
+        "op_name": "shard_map/psum",
+        "cause": Cause("rule", "", path, "gradient"),
+    }
+    assert [problem.where for problem in broken_promises([Collective(**fields)], promises)] == [path] * is_broken
