@@ -198,15 +198,13 @@ def test_layers_experts_and_head_use_the_codes_forward_and_backward():
         assert bool(max(apart.values()) < 1e-4) is is_same, apart
 
 
-TWO_SLICES = [
-    ("full/2", LLAMA, {"fsdp": 8}),
-    ("dots", LLAMA, {"fsdp": 8}),
-    ("full", MIXTRAL, {"fsdp": 4, "expert": 2}),
-]
-
-
 @pytest.mark.parametrize(
-    ("remat", "rules", "sizes"), TWO_SLICES, ids=[f"{case[0]}-{[*case[2]]}" for case in TWO_SLICES]
+    ("remat", "rules", "sizes"),
+    [
+        pytest.param("full/2", LLAMA, {"fsdp": 8}, marks=pytest.mark.soak, id="full/2-['fsdp']"),
+        pytest.param("dots", LLAMA, {"fsdp": 8}, marks=pytest.mark.soak, id="dots-['fsdp']"),
+        pytest.param("full", MIXTRAL, {"fsdp": 4, "expert": 2}, id="full-['fsdp', 'expert']"),
+    ],
 )
 def test_the_backward_pass_gathers_inside_of_a_slice(remat, rules, sizes):
     """Codes cross slices once a step, not twice, and the step is the same bit for bit."""
