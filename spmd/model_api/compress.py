@@ -59,6 +59,11 @@ class CompressConfig:
     def _values(self) -> dict[str, str]:
         return {"gather": self.gather, "gradients": self.gradients, "slices_gradients": self.slices_gradients}
 
+    @property
+    def of_plan(self) -> "CompressConfig":
+        """The config without PowerSGD, which wraps the gradient function: a plan decides the codecs."""
+        return dataclasses.replace(self, gradients="") if powersgd_rank(self.gradients) else self
+
     def problems(self) -> list[Problem]:
         """Return a problem for each unknown codec, and for two sums over slices."""
         known = {"gather": GATHERS, "gradients": (*GRADIENTS, f"{_POWERSGD}4"), "slices_gradients": GRADIENTS}

@@ -195,6 +195,9 @@ def make_plan(
         problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
     if not problems:
         problems += [*compress.problems(), *compress.useless(mesh.shape, slices, zero).values()]
+    if compress != compress.of_plan:
+        what, fix = f"is {compress.gradients}, which wraps a gradient function", "spmd.gradients.powersgd.compress"
+        problems.append(Problem("compress.gradients", what, fix=fix))
     if problems:
         raise ConfigError("This plan cannot be made:", problems)
     made = jax.eval_shape(lambda: model.init(jax.random.key(0, impl=PRNG)))

@@ -149,7 +149,7 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
         zero=config.zero,
         remat=config.remat,
         precision=build_precision(config),
-        compress=config.compress,
+        compress=config.compress.of_plan,
         slices=config.slices.sizes,
         offload=config.offload,
         attention=config.attention,

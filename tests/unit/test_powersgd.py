@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import optax
 import pytest
 
 import spmd
@@ -42,6 +43,13 @@ def test_what_is_no_rank_is_refused(text):
     with pytest.raises(ConfigError, match=r"compress.gradients: is '.*'(.|\n)*fix: "):
         TrainConfig(model=SMALL, rules=LLAMA, compress=spmd.CompressConfig(gradients=text))
     assert (powersgd_rank("powersgd:12"), powersgd_rank("")) == (12, 0)
+
+
+def test_a_plan_alone_compresses_nothing():
+    """So it says what does, instead of a plan that looks compressed."""
+    made, compress = setup(gradients=""), spmd.CompressConfig(gradients="powersgd:2")
+    with pytest.raises(ConfigError, match=r"wraps a gradient function\n +fix: spmd.gradients.powersgd.compress"):
+        spmd.make_plan(made.mesh, LLAMA, made.plan.model, optax.sgd(0.1), compress=compress)
 
 
 def test_a_config_keeps_it():
