@@ -19,7 +19,7 @@ from spmd.observe.waiting import show_waiting
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
-from spmd.run.build import TrainSetup, build_flags, build_schedule, make_setup, planned_mesh
+from spmd.run.build import TrainSetup, build_flags, build_powersgd, build_schedule, make_setup, planned_mesh
 from spmd.run.config import M, TrainConfig
 from spmd.run.describe import compression_lines, exchange_line, execution_lines, experts_line, flags_text, pipeline_line
 from spmd.run.init_from import check_init
@@ -188,7 +188,7 @@ def _to_json(
         "pipeline": pipeline_line(setup).strip() or None,
         "experts": experts_line(setup, (platform, kind)).strip() or None,
         "exchange": exchange_line(setup).strip() or None,
-        "compression": compression_lines(setup),
+        "compression": compression_lines(setup.plan, build_powersgd(setup.config)),
         "topology": str(report.topology),
         "wrap": report.topology.wrap,
         "xla": {name: [dataclasses.asdict(flag) for flag in some] for name, some in flags.items()},

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from spmd.distributed.xla_flags import describe
-from spmd.gradients.compression_state import AXIS, find_matrices
+from spmd.gradients.compression_state import AXIS, PowerSGD, find_matrices
 from spmd.gradients.exchange import AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
@@ -30,7 +30,7 @@ def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) ->
     `device` is the platform and kind of absent devices; by default, those of the mesh.
     """
     lines = f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{slices_line(setup)}"
-    return lines + "".join(f"\n{line}" for line in compression_lines(setup))
+    return lines + "".join(f"\n{line}" for line in compression_lines(setup.plan, build_powersgd(setup.config)))
 
 
 def pipeline_line(setup: TrainSetup) -> str:
@@ -85,9 +85,10 @@ def slices_line(setup: TrainSetup) -> str:
     return f"\nslices {total} of {setup.mesh.size // total} devices; over the slow network, × inside: {named}"
 
 
-def compression_lines(setup: TrainSetup) -> list[str]:
+def compression_lines(plan: ShardingPlan, powersgd: PowerSGD | None = None) -> list[str]:
     """Return what each codec applies to: its axes, and the bytes that a device sends, before and with it."""
-    return [*_gathered_lines(setup.plan), *_reduced_lines(setup.plan), *_powersgd_lines(setup)]
+    thin = _powersgd_lines(plan, powersgd) if powersgd else ()
+    return [*_gathered_lines(plan), *_reduced_lines(plan), *thin]
 
 
 def _gathered_lines(plan: ShardingPlan) -> Iterator[str]:
@@ -139,11 +140,8 @@ def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
         yield f"gradients in {codec} over {axis}{inside}: {sizes_text}, in each sum; without codes: {', '.join(plain)}"
 
 
-def _powersgd_lines(setup: TrainSetup) -> Iterator[str]:
-    powersgd = build_powersgd(setup.config)
-    if powersgd is None:
-        return
-    plan, width = setup.plan, sent_bytes(setup.plan.precision.exchange_names((AXIS,))[AXIS])
+def _powersgd_lines(plan: ShardingPlan, powersgd: PowerSGD) -> Iterator[str]:
+    width = sent_bytes(plan.precision.exchange_names((AXIS,))[AXIS])
     matrices, plain = find_matrices(plan, powersgd)
     rows, before, after = list[tuple[str, ...]](), 0, 0
     for path, matrix in matrices.items():
@@ -156,7 +154,7 @@ def _powersgd_lines(setup: TrainSetup) -> Iterator[str]:
     inside = f" between {powersgd.slices} slices, summed inside each" if is_inside else ""
     wire = "between slices, by a device in a step" if is_inside else "on the wire of a device in a step"
     bytes_sent = f"{human_bytes(before)} → {human_bytes(after)} {wire}"
-    heading = f"gradients {setup.config.compress.gradients} over {AXIS}={plan.mesh.shape[AXIS]}{inside}"
+    heading = f"gradients powersgd:{powersgd.rank} over {AXIS}={plan.mesh.shape[AXIS]}{inside}"
     reasons = collections.defaultdict[str, list[str]](list)
     for path, reason in plain.items():
         reasons[reason].append(path)

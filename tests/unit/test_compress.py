@@ -85,7 +85,7 @@ def test_the_plan_of_a_run_says_what_is_compressed(capsys):
     assert run_plan(["demo", *FLAGS, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["compress"]["gather"] == "int8"
-    assert record["compression"] == compression_lines(setup)
+    assert record["compression"] == compression_lines(setup.plan)
     assert len(record["compression"]) == 3
 
 

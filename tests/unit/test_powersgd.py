@@ -97,7 +97,7 @@ def test_the_plan_says_what_is_compressed():
     matrices, plain = find_matrices(made.plan, PowerSGD(2))
     assert matrices["layers/mlp/up_proj/kernel"].local == (2, 16, 64)
     assert set(plain) == {"layers/attention_norm/scale", "layers/mlp_norm/scale", "norm/scale"}
-    text = "\n".join(compression_lines(made))
+    text = "\n".join(compression_lines(made.plan, PowerSGD(2)))
     wide = sum(shard_bytes(x.shape, "float32", x.spec, made.mesh.shape) for x in made.plan.gradients) - 4 * 5 * 32
     thin = sum(map(sum, compressed_bytes(made.plan).values()))
     heading = f"gradients powersgd:2 over data=2: {2 * wide / 1024:.3g} KiB → {2 * thin / 1024:.3g} KiB on the wire"
@@ -105,7 +105,7 @@ def test_the_plan_says_what_is_compressed():
     assert re.search(r"layers/mlp/up_proj/kernel +2 × \[16, 64\] +16 KiB → 2.5 KiB", text)
     assert "sent as they are: layers/attention_norm/scale, layers/mlp_norm/scale, norm/scale (no matrix)" in text
     assert exchange_line(setup(accumulate=2)) == ""
-    assert compression_lines(setup(gradients="")) == []
+    assert compression_lines(setup(gradients="").plan) == []
 
 
 def test_errors_are_split_like_gradients():
