@@ -92,14 +92,17 @@ class _Search:
             yield Cause("step", f"optimizer, ZeRO {self.plan.zero}{at}")
         if METRICS in steps:
             yield Cause("step", f"metrics{at}")
-        is_explicit = operation.startswith((*EXPLICIT, *_CONSTRAINTS))
+        # XLA:TPU names a collective of a layer after a reshape of its result.
+        is_renamed = operation == "reshape" and "shard_map" in steps
+        is_explicit = is_renamed or operation.startswith((*EXPLICIT, *_CONSTRAINTS))
         is_converted = record.kind == "all-gather" and operation in _CONVERSIONS
         is_converted |= is_exchange_of_codes(record.kind, steps)
         if scope == "param" and (entry := self.entries.get(name)) and (is_sum or is_explicit or is_converted):
             yield self._rule(entry, self._use(entry, record, steps))
         if is_explicit:
             layer = _layer(record.source)
-            yield Cause("layer", f"{layer} ({operation}){at}" if layer else f"{operation}{at}")
+            what = record.kind if is_renamed else operation
+            yield Cause("layer", f"{layer} ({what}){at}" if layer else f"{what}{at}")
         if entry := self.entries.get(factor):
             yield self._rule(entry, PRODUCT)
         # XLA:TPU multiplies in windows, with permutes between them, in place of a gather or a sum.

@@ -24,8 +24,6 @@ from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 COMPRESSION = "compression"
 """Name of the state of compression among the model's variables."""
 
-_POWERSGD = "powersgd:"
-
 GATHERS = ("int8", "fp8")
 """Codecs of gathered parameters."""
 
@@ -66,14 +64,14 @@ class CompressConfig:
 
     def problems(self) -> list[Problem]:
         """Return a problem for each unknown codec, and for two sums over slices."""
-        known = {"gather": GATHERS, "gradients": (*GRADIENTS, f"{_POWERSGD}4"), "slices_gradients": GRADIENTS}
-        is_known = {"gradients": powersgd_rank(self.gradients) > 0}
+        known = {"gather": GATHERS, "gradients": (*GRADIENTS, "powersgd:4"), "slices_gradients": GRADIENTS}
+        has_rank = powersgd_rank(self.gradients) > 0
         problems = [
             Problem(f"compress.{name}", f"is {value!r}", fix=did_you_mean(str(value), known[name]))
             for name, value in self._values.items()
-            if value and value not in known[name] and not is_known.get(name)
+            if value and value not in known[name] and not (has_rank and name == "gradients")
         ]
-        if is_known["gradients"] and self.slices_gradients:
+        if has_rank and self.slices_gradients:
             what = f"is {self.slices_gradients}, and PowerSGD has a sum inside of slices of its own"
             problems.append(Problem("compress.slices_gradients", what, fix="leave it out"))
         return problems
@@ -143,8 +141,8 @@ def powersgd_rank(gradients: str) -> int:
         >>> powersgd_rank("powersgd:4"), powersgd_rank("int8")
         (4, 0)
     """
-    rank = gradients.removeprefix(_POWERSGD)
-    return int(rank) if rank != gradients and rank.isascii() and rank.isdigit() and int(rank) < 2**31 else 0
+    name, _, rank = str(gradients).partition(":")
+    return int(rank) if name == "powersgd" and rank.isascii() and rank.isdigit() and int(rank) < 2**31 else 0
 
 
 def sent_bytes(name: str, block: int = 128) -> float:

@@ -42,7 +42,7 @@ def test_what_is_no_rank_is_refused(text):
     """With an example, among the other problems of a config."""
     with pytest.raises(ConfigError, match=r"compress.gradients: is '.*'(.|\n)*fix: "):
         TrainConfig(model=SMALL, rules=LLAMA, compress=spmd.CompressConfig(gradients=text))
-    assert (powersgd_rank("powersgd:12"), powersgd_rank("")) == (12, 0)
+    assert (powersgd_rank("powersgd:12"), powersgd_rank(""), powersgd_rank(4)) == (12, 0, 0)
 
 
 def test_a_plan_alone_compresses_nothing():
