@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,14 @@ from jaxtyping import Array, Float
 
 from spmd.layers.kernel_gradient import kernel_gradient
 from spmd.layers.lm_head import LazyLogits, is_lazy
+from spmd.layers.quantized_matmul import Operand, magnitude, product, quantize, quantized_einsum
 from spmd.layers.soft_cap import soft_capped
+from spmd.model_api.codecs import Encoded
+from spmd.model_api.quantize import HISTORY, Recipe
 from spmd.plan.annotate import annotate, attention_config, constrain_like, is_recomputed, placement
 from spmd.plan.fsdp import ParamPlacement, gather, gathered, named_after, placement_of, saves_gathered, secondary
 from spmd.plan.lora_layer import base_weight, lora_delta
+from spmd.plan.scaled_param import History, with_scales
 
 
 def dense(
@@ -93,7 +97,7 @@ def unembed(
     if is_lazy():
         return LazyLogits(x, kernel, axes, placed, soft_cap=soft_cap)
     how = _Products((placed,), axes, jnp.float32)
-    return annotate(soft_capped(_products(x, (kernel,), how)[0], soft_cap), "logits")
+    return annotate(soft_capped(_products(x, (kernel,), (None,), how)[0], soft_cap), "logits")
 
 
 def biased(x: Float[Array, "batch seq out"], bias: nnx.Param[Float[Array, "out"]]) -> Float[Array, "batch seq out"]:
@@ -131,6 +135,17 @@ class _Products:
         """Return the product of two arrays; `dtype` is theirs by default."""
         return jnp.einsum(form, a, b, preferred_element_type=dtype, precision=self.precision)
 
+    def multiplied(
+        self, form: str, a: Array, kernel: Array | Operand, index: int, *, scales: Any = None, dtype: Any = None
+    ) -> Array:
+        """Return the product of an input, or of an output's gradient, with a kernel, by the kernel's recipe."""
+        recipe = _recipe(self.placed[index])
+        if recipe is None:
+            assert not isinstance(kernel, Operand)
+            return self.einsum(form, a, kernel, dtype)
+        is_gradient = form.endswith(self.inputs)
+        return quantized_einsum(form, a, kernel, recipe, is_gradient=is_gradient, scales=scales, dtype=dtype or a.dtype)
+
 
 def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head: int = 0) -> tuple[Array, ...]:
     """Return the product with each kernel, plus that of its LoRA adapter, if any.
@@ -138,7 +153,7 @@ def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head:
     With a `head`, its width, heads are a dimension of their own on TPUs: XLA can then lay out the product as attention
     needs it, without a copy. They are the outputs of a kernel that takes tokens `into` it, else the inputs.
     """
-    values = [kernel.get_value() for kernel in kernels]
+    values, histories = zip(*(with_scales(kernel.get_value()) for kernel in kernels), strict=True)
     bases, tokens = [base_weight(value) for value in values], x
     dim = how.axes.index("o" if how.into else "i") if head else 0
     heads = [kernel.shape[dim] // head for kernel in bases] if head and attention_config().platform == "tpu" else []
@@ -147,7 +162,7 @@ def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head:
         folded = tuple(placed and placed.with_dim(dim + 1) for placed in how.placed)
         how = dataclasses.replace(how, placed=folded, **(_INTO_HEADS if how.into else _OUT_OF_HEADS))
         tokens = x if how.into else x.reshape(*x.shape[:-1], -1, head)
-    ys = [y.reshape(*x.shape[:-1], -1) if heads else y for y in _products(tokens, tuple(bases), how)]
+    ys = [y.reshape(*x.shape[:-1], -1) if heads else y for y in _products(tokens, tuple(bases), histories, how)]
     added = []
     for value, placed in zip(values, how.placed, strict=True):
         with named_after(placed):
@@ -158,71 +173,138 @@ def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head:
 _INTO_HEADS, _OUT_OF_HEADS = {"axes": "ihk", "outs": "hk"}, {"axes": "hko"}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _products(x: Array, kernels: tuple[Array, ...], how: _Products) -> tuple[Array, ...]:
-    return _products_forward(x, kernels, how)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _products(
+    x: Array, kernels: tuple[Array, ...], histories: tuple[History | None, ...], how: _Products
+) -> tuple[Array, ...]:
+    return _products_forward(x, kernels, histories, how)[0]
 
 
-def _products_forward(x: Array, kernels: tuple[Array, ...], how: _Products) -> tuple[tuple[Array, ...], Any]:
+def _products_forward(
+    x: Array, kernels: tuple[Array, ...], histories: tuple[History | None, ...], how: _Products
+) -> tuple[tuple[Array, ...], Any]:
     tokens = annotate(x, how.into) if how.into else x
+    scales = [history if history is None else history.max(axis=-1) for history in histories]
     shards = [secondary(kernel, placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
-    used = [gather(shard, placed, x.dtype) for shard, placed in zip(shards, how.placed, strict=True)]
+    used = [_used(*args, x.dtype) for args in zip(shards, how.placed, scales, strict=True)]
     dtype = how.dtype or x.dtype
-    ys, form = [], f"...{how.inputs},{how.axes}->...{how.outs}"
-    for kernel, placed in zip(used, how.placed, strict=True):
+    ys, seen, form = [], [], f"...{how.inputs},{how.axes}->...{how.outs}"
+    for index, (kernel, stored, placed) in enumerate(zip(used, kernels, how.placed, strict=True)):
         with named_after(placed):
-            ys.append(how.einsum(form, tokens, kernel, dtype))
+            ys.append(how.multiplied(form, tokens, kernel, index, scales=scales[index], dtype=dtype))
+            is_remembered = scales[index] is not None
+            seen.append((_magnitude(tokens), _magnitude(stored, is_kernel=True)) if is_remembered else ())
     kept = [u if saves_gathered(placed) else k for u, k, placed in zip(used, shards, how.placed, strict=True)]
-    return tuple(ys), (tokens if is_recomputed() else x, kept, [jnp.zeros((0,), kernel.dtype) for kernel in kernels])
+    like = [jnp.zeros((0,), kernel.dtype) for kernel in kernels]
+    return tuple(ys), (tokens if is_recomputed() else x, kept, like, scales, seen)
 
 
-def _products_backward(how: _Products, saved: Any, dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-    x, kept, like_kernels = saved
+def _products_backward(
+    how: _Products, saved: Any, dys: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...], tuple[History | None, ...]]:
+    x, kept, like_kernels, scales, seen = saved
     # Barriers keep XLA from merging these gathers with those of the forward pass and saving their results until now.
     if how.into and not is_recomputed() and placement("residual") != placement(how.into):
         x = annotate(constrain_like(jax.lax.optimization_barrier(x), "residual"), how.into)
-    dkernels, factors = [], []
-    for kernel, placed, like_kernel, dy in zip(kept, how.placed, like_kernels, dys, strict=True):
-        used = kernel if saves_gathered(placed) else gather(jax.lax.optimization_barrier(kernel), placed, x.dtype)
+    dkernels, factors, histories = [], [], []
+    for index, (kernel, placed, like_kernel, dy) in enumerate(zip(kept, how.placed, like_kernels, dys, strict=True)):
+        is_used, scale = saves_gathered(placed), scales[index]
+        used = kernel if is_used else _used(jax.lax.optimization_barrier(kernel), placed, scale, x.dtype)
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
-        product = functools.partial(how.einsum, f"...{how.inputs},...{how.outs}->{how.axes}", dtype=like_kernel.dtype)
-        dkernels.append(kernel_gradient(product, x, dy, placed, how.axes, how.outs))
-        factors.append((dy, used, how.outs, how.axes))
+        dkernels.append(_kernel_gradient(how, placed, x, dy, like_kernel.dtype, scale))
+        factors.append(_Factors(dy, used, how.outs, how.axes, scale))
+        with named_after(placed):
+            now = None if scale is None else jnp.stack([*seen[index], _magnitude(dy)])
+        histories.append(None if now is None else jnp.broadcast_to(now[:, None], (*now.shape, HISTORY)))
     # In the order in which JAX sums cotangents: the last one first.
     dxs = []
-    for (dy, used, outs, axes), placed in zip(_joined(factors, how, x.size), how.placed, strict=False):
-        with named_after(placed):
-            dxs.append(how.einsum(f"...{outs},{axes}->...{how.inputs}", dy, used))
+    for index, (dy, used, outs, axes, scale) in enumerate(_joined(factors, how, x.size)):
+        with named_after(how.placed[index]):
+            dxs.append(how.multiplied(f"...{outs},{axes}->...{how.inputs}", dy, used, index, scales=scale))
     with named_after(how.placed[0]):
-        return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels)
+        return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels), tuple(histories)
+
+
+def _used(kernel: Any, placed: ParamPlacement | None, scales: Any, dtype: Any) -> Array | Operand:
+    """Gather a kernel; where it is sent as codes that a matmul takes, with one scale, these are not decoded."""
+    recipe = _recipe(placed)
+    if placed is None or recipe is None or placed.wire.gather != "fp8" or isinstance(kernel, Encoded):
+        return gather(kernel, placed, dtype)
+    if recipe.kind != "float8":
+        return gather(kernel, placed, dtype)
+    with named_after(placed):
+        largest = None if scales is None else scales[1]
+        codes, scale = quantize(kernel, (), recipe, recipe.inputs, is_kernel=True, largest=largest)
+    plain = dataclasses.replace(placed, wire=dataclasses.replace(placed.wire, gather=""))
+    sent = gather(jax.lax.bitcast_convert_type(codes, jnp.uint8), plain, jnp.uint8)
+    return Operand(jax.lax.bitcast_convert_type(sent, codes.dtype), scale)
+
+
+def _kernel_gradient(
+    how: _Products, placed: ParamPlacement | None, x: Array, dy: Array, dtype: Any, scales: Any
+) -> Array:
+    """Return the gradient of a kernel. The scales of quantized arrays multiply the sum over devices."""
+    recipe, form = _recipe(placed), f"...{how.inputs},...{how.outs}->{how.axes}"
+    if recipe is None or recipe.scaling == "row":
+        return kernel_gradient(functools.partial(how.einsum, form, dtype=dtype), x, dy, placed, how.axes, how.outs)
+    of_x, _, of_dy = (None,) * 3 if scales is None else scales
+    given = ((x, recipe.inputs, how.inputs, of_x), (dy, recipe.gradient, how.outs, of_dy))
+    with named_after(placed):
+        a, b = (
+            quantize(array, tuple(range(array.ndim - len(free))), recipe, name, largest=largest)
+            for array, name, free, largest in given
+        )
+
+    def local(a: Array, b: Array) -> Array:
+        return product(form, Operand(a), Operand(b), dtype)
+
+    gradient = kernel_gradient(local, a.array, b.array, placed, how.axes, how.outs)
+    return gradient if a.scale is None or b.scale is None else gradient * (a.scale.reshape(()) * b.scale.reshape(()))
+
+
+def _magnitude(x: Array, *, is_kernel: bool = False) -> Array:
+    return magnitude(x, tuple(range(x.ndim)), is_kernel=is_kernel).reshape(())
+
+
+def _recipe(placed: ParamPlacement | None) -> Recipe | None:
+    return placed.recipe if placed else None
 
 
 _products.defvjp(_products_forward, _products_backward)
 
 
-_Factors = tuple[Array, Array, str, str]
-"""The gradient of an output and its kernel, and the dimensions of both."""
+class _Factors(NamedTuple):
+    """The gradient of an output and its kernel, the dimensions of both, and their scales."""
+
+    dy: Array
+    kernel: Array | Operand
+    outs: str
+    axes: str
+    scales: Any
 
 
 def _joined(factors: list[_Factors], how: _Products, sent: int) -> list[_Factors]:
     """Join what devices have of all outputs to one, on each device: its product is then summed over devices only once.
 
-    Nothing is joined that would copy more numbers than the `sent` ones of a sum.
+    Nothing is joined that would copy more numbers than the `sent` ones of a sum, or has scales of its own already.
     """
-    dys, kernels, *_ = zip(*factors, strict=True)
+    dys, kernels = [factor.dy for factor in factors], [factor.kernel for factor in factors]
     dim, first = how.axes.index(how.outs[0]), how.outs[0]
     counts = {placed.shards(dim) if placed else 1 for placed in how.placed}
-    count = max(counts)
+    count, recipes = max(counts), {_recipe(placed) for placed in how.placed}
+    has_scales = any(isinstance(factor.kernel, Operand) or factor.scales is not None for factor in factors)
     if len(dys) == 1 or len(counts) > 1 or count == 1 or sum(dy.size for dy in dys) > count * sent:
         return factors
+    if len(recipes) > 1 or has_scales:
+        return factors
 
-    def join(arrays: Sequence[Array], axis: int) -> Array:
+    def join(arrays: Sequence[Any], axis: int) -> Array:
         parts = [a.reshape(*a.shape[:axis], count, -1, *a.shape[axis:][1:]) for a in arrays]
         return jnp.concatenate(parts, axis + 1)
 
     outs, axes = (names.replace(first, f"z{first}") for names in (how.outs, how.axes))
-    return [(join(dys, dys[0].ndim - len(how.outs)), join(kernels, dim), outs, axes)]
+    return [_Factors(join(dys, dys[0].ndim - len(how.outs)), join(kernels, dim), outs, axes, None)]
 
 
 def _placed(kernel: nnx.Param) -> ParamPlacement | None:
@@ -238,7 +320,7 @@ class Dense(nnx.Module):
     def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, bias: bool = False, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         table = init(rngs.params(), (inputs, outputs), jnp.float32)
-        self.kernel = nnx.Param(table, gathered_by_layer=True, supports_lora=True)
+        self.kernel = nnx.Param(table, gathered_by_layer=True, supports_lora=True, linear=True)
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32), gathered_by_layer=True) if bias else None
 
     def with_bias(self, x: Float[Array, "batch seq out"]) -> Float[Array, "batch seq out"]:
@@ -251,7 +333,7 @@ class Head(nnx.Module):
 
     def __init__(self, width: int, vocab: int, *, rngs: nnx.Rngs) -> None:
         self.kernel = Dense(width, vocab, rngs=rngs).kernel
-        self.kernel.set_metadata(supports_lora=False)  # a loss may use it in chunks
+        self.kernel.set_metadata(supports_lora=False, linear=False)  # a loss may use it in chunks
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Return logits or `LazyLogits`."""

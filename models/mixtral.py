@@ -192,7 +192,8 @@ class ExpertDense(nnx.Module):
 
     def __init__(self, experts: int, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
-        self.kernel = nnx.Param(init(rngs.params(), (experts, inputs, outputs), jnp.float32), gathered_by_layer=True)
+        table = init(rngs.params(), (experts, inputs, outputs), jnp.float32)
+        self.kernel = nnx.Param(table, gathered_by_layer=True, linear=True)
 
     def placed(self) -> ExpertKernel:
         """Return the kernels with their placement under the plan in scope."""

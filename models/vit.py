@@ -110,6 +110,7 @@ class ViT(nnx.Module):
         )
         self.norm = LayerNorm(width, eps=config.norm_eps)
         self.head = Dense(width, config.classes, bias=True, rngs=rngs)
+        self.head.kernel.set_metadata(linear=False)
 
     def __call__(self, images: Float[Array, "batch height width channel"]) -> Float[Array, "batch class"]:
         """Return class logits in float32.

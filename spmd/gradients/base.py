@@ -15,6 +15,7 @@ from spmd.gradients.losses import LossFn, Sums, check_returned
 from spmd.model_api.precision import LOSS_SCALE, scale_loss
 from spmd.model_api.variables import split_variables
 from spmd.plan.fsdp import grad_targets, params_for_forward
+from spmd.plan.scaled_param import MAGNITUDES, histories_of, with_seen
 
 GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
 """`(params, variables, batch, key) -> (gradients of sums["loss"], sums, updated variables)`."""
@@ -40,17 +41,21 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_variables(variables, LOSS_SCALE)
+        own, magnitudes = split_variables(own, MAGNITUDES)
         around = get_abstract_mesh()
         if "pipe" in around.manual_axes and around.shape["pipe"] > 1:
             problem = Problem("mesh.pipe", "splits the layers of the model", fix="spmd.pipeline.grad_fn.pipeline")
             raise ConfigError("A stage has no gradient function of its own:", [problem])
 
-        def objective(targets: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
-            sums, after = check_returned(loss_fn(params_for_forward(params, targets), own, batch, key), own)
+        def objective(targets: Any, histories: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
+            given = params_for_forward(params, targets, histories)
+            sums, after = check_returned(loss_fn(given, own, batch, key), own)
             return scale_loss(sums["loss"], scaling), (sums, after)
 
-        gradients, (sums, after) = jax.grad(objective, has_aux=True)(grad_targets(params))
-        return gradients, sums, {**after, **scaling} if scaling else after
+        wanted = grad_targets(params), histories_of(magnitudes.get(MAGNITUDES, {}))
+        (gradients, seen), (sums, after) = jax.grad(objective, argnums=(0, 1), has_aux=True)(*wanted)
+        states = scaling | {name: with_seen(state, seen) for name, state in magnitudes.items()}
+        return gradients, sums, {**after, **states} if states else after
 
     return grad_fn
 

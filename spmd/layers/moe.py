@@ -30,8 +30,9 @@ from jaxtyping import Array, Float
 from spmd.layers.expert_dispatch import EXTRA_PASSES, Capacity, Dispatch, Dropless
 from spmd.layers.expert_exchange import Blocks
 from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
-from spmd.layers.grouped_matmul import grouped_gradient, grouped_matmul
+from spmd.layers.grouped_matmul import Sizes, grouped_gradient, quantized_grouped_matmul
 from spmd.layers.router import RouterConfig, Routing, expert_slots
+from spmd.model_api.quantize import Recipe
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.manual import batch_sum, manual_over, psum, split_axes
 from spmd.sharding.dims import dims_spec
@@ -61,7 +62,8 @@ def mixture_of_experts(
     scope = placement("expert_tokens", x.shape)
     layout = expert_layout(*scope, kernels) if scope else ExpertLayout()
     tokens = x.shape[0] * x.shape[1] // layout.parts
-    layer = _Layer(config, capacity, activation, layout, math.gcd(tokens, config.chunks))
+    recipes = tuple(kernel.placed.recipe if kernel.placed else None for kernel in kernels)
+    layer = _Layer(config, capacity, activation, layout, math.gcd(tokens, config.chunks), recipes)
     where, dropped = routing.experts, jnp.zeros((), jnp.float32)
     if config.dispatch == "capacity":
         slots, dropped = expert_slots(routing.experts, config.experts, capacity)
@@ -89,6 +91,7 @@ class _Layer:
     activation: Activation
     layout: ExpertLayout
     chunks: int
+    recipes: tuple[Recipe | None, ...]
 
     @property
     def is_dropless(self) -> bool:
@@ -97,6 +100,16 @@ class _Layer:
         Where experts choose, a token has a choice for each of them, nearly all without an expert: too many for rows.
         """
         return self.config.dispatch == "dropless" or (self.config.choice == "token" and bool(self.layout.tokens[1]))
+
+    def product(self, index: int, x: Array, kernel: Array, sizes: Sizes, *, transposed: bool = False) -> Array:
+        """Return the products of rows with kernels, the last ones of which lead out of hidden units."""
+        is_last = index % len(self.recipes) == len(self.recipes) - 1
+        return quantized_grouped_matmul(
+            *(x, kernel, sizes, self.recipes[index]),
+            tensor=self.layout.tensor,
+            is_split=is_last != transposed,
+            transposed=transposed,
+        )
 
     def dispatch(self, where: Array) -> Dispatch:
         """Return the ways of the rows of one device."""
@@ -149,9 +162,9 @@ def _apply_forward(
             sent = dispatch.rows(_flat(x)), dispatch.choices(_flat(weights))
 
             def result(turn: Any) -> tuple[Array, _Received]:
-                got = _receive(dispatch, sent, into, turn)
+                got = _receive(layer, dispatch, sent, into, turn)
                 value = _scaled(layer.activation(*got.hidden), got.scales)
-                return grouped_matmul(value, out, dispatch.sizes(turn)), got
+                return layer.product(-1, value, out, dispatch.sizes(turn)), got
 
             first, got = result(0)
             rows = _more(
@@ -197,19 +210,18 @@ def _apply_backward(
         def gradients(got: _Received, turn: Any) -> tuple[Array, Array, list[Array]]:
             dresult, sizes = dispatch.receive(dy, turn), dispatch.sizes(turn)
             value, transpose = jax.vjp(layer.activation, *got.hidden)
-            dscaled = grouped_matmul(dresult, out, sizes, transposed=True)
+            dscaled = layer.product(-1, dresult, out, sizes, transposed=True)
             dscales = (dscaled.astype(jnp.float32) * value.astype(jnp.float32)).sum(axis=-1)
             dhidden = transpose(_scaled(dscaled, got.scales))
-            drows = [
-                grouped_matmul(dh, kernel, sizes, transposed=True) for dh, kernel in zip(dhidden, into, strict=True)
-            ]
+            pairs = enumerate(zip(dhidden, into, strict=True))
+            drows = [layer.product(i, dh, kernel, sizes, transposed=True) for i, (dh, kernel) in pairs]
             factors = (*((got.rows, dh) for dh in dhidden), (_scaled(value, got.scales), dresult))
             dkernels = [grouped_gradient(*pair, sizes, dtype) for pair, dtype in zip(factors, dtypes, strict=True)]
             return functools.reduce(jnp.add, drows), dscales, dkernels
 
         def add(turn: Any, sums: Any) -> Any:
             sent = dispatch.rows(_flat(x)), dispatch.choices(_flat(weights))
-            drows, dscales, dkernels = gradients(_receive(dispatch, sent, into, turn), turn)
+            drows, dscales, dkernels = gradients(_receive(layer, dispatch, sent, into, turn), turn)
             return (
                 dispatch.give(drows, turn, sums[0]),
                 dispatch.give(dscales, turn, sums[1]),
@@ -233,10 +245,12 @@ def _apply_backward(
 _apply.defvjp(_apply_forward, _apply_backward)
 
 
-def _receive(dispatch: Dispatch, sent: tuple[Array, Array], into: Sequence[Array], turn: Any) -> _Received:
+def _receive(
+    layer: _Layer, dispatch: Dispatch, sent: tuple[Array, Array], into: Sequence[Array], turn: Any
+) -> _Received:
     """Return what the experts of this device get in a pass."""
     rows, scales = (dispatch.receive(array, turn) for array in sent)
-    products = (grouped_matmul(rows, kernel, dispatch.sizes(turn)) for kernel in into)
+    products = (layer.product(i, rows, kernel, dispatch.sizes(turn)) for i, kernel in enumerate(into))
     return _Received(rows, scales, tuple(annotate(product, "expert_hidden") for product in products))
 
 

@@ -28,6 +28,7 @@ class ModelInfo:
         lora_kernels: Paths of kernels that may be `spmd.plan.lora_layer.LoRAParam`, since the module uses its matmul.
         gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it reduces.
         sent_exactly: Paths of parameters that are never sent as codes: lookups and routers.
+        linear: Paths of kernels whose matmuls may have a recipe (`spmd.model_api.quantize`).
         frozen: Path of a variable that never changes → the path of the module's parameter that it holds.
         merged: Paths in `frozen` that reach the module merged with an adapter. The others are used as they are: in
             stacked layers they may be in host memory, and a pipeline may split them, like parameters.
@@ -45,6 +46,7 @@ class ModelInfo:
     lora_kernels: frozenset[str] = frozenset()
     gathered_by_layer: frozenset[str] = frozenset()
     sent_exactly: frozenset[str] = frozenset()
+    linear: frozenset[str] = frozenset()
     frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
     merged: frozenset[str] = frozenset()
     position_aware: bool = False

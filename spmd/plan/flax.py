@@ -153,6 +153,7 @@ def from_nnx(
             lora_kernels=marked("supports_lora"),
             gathered_by_layer=marked("gathered_by_layer"),
             sent_exactly=marked("sent_exactly"),
+            linear=marked("linear"),
             position_aware=position_aware,
             supports_kv_cache=getattr(module, "supports_kv_cache", position_aware),
         )

@@ -6,7 +6,8 @@ Outside a plan every function here is the identity.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from spmd.plan.local_param import local_param
 from spmd.plan.lora_layer import is_lora
 from spmd.plan.manual import manual_over, split_axes
 from spmd.plan.records import ParamPlacement
+from spmd.plan.scaled_param import History, ScaledParam, is_scaled
 from spmd.plan.scopes import in_scope
 
 
@@ -112,7 +114,7 @@ def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda pa
 
 
 def _is_wrapped(x: Any) -> bool:
-    return is_host_param(x) or is_lora(x)
+    return is_host_param(x) or is_lora(x) or is_scaled(x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -125,6 +127,9 @@ gathered.defvjp(
     lambda param, placement: (gather(param, placement, param.dtype), None),
     lambda placement, _, gradient: (scatter(gradient, placement),),
 )
+
+
+_NO_HISTORY: Mapping[str, History] = MappingProxyType({})
 
 
 def grad_targets(params: Any) -> Any:
@@ -145,10 +150,12 @@ def grad_targets(params: Any) -> Any:
     return tree.map_with_path(target, params)
 
 
-def params_for_forward(params: Any, targets: Any = None) -> Any:
+def params_for_forward(params: Any, targets: Any = None, histories: Mapping[str, History] = _NO_HISTORY) -> Any:
     """Return the parameters that a model takes: each layer itself copies those in host memory to the device.
 
-    `targets` is from `grad_targets`, to differentiate with respect to them, or None.
+    Args:
+        targets: From `grad_targets`, to differentiate with respect to them, or None.
+        histories: Path → history of the kernels that have one (`spmd.plan.scaled_param`).
     """
     context = current()
     seen = params if targets is None else targets
@@ -156,11 +163,12 @@ def params_for_forward(params: Any, targets: Any = None) -> Any:
         return seen
     mesh, proxies = context.mesh, {} if targets is None else tree.flatten(targets)
 
-    def take(path: str, param: jax.Array, seen: jax.Array) -> Any:
+    def take(path: str, param: jax.Array, seen: Any) -> Any:
         placement = context.placements.get(path)
-        if placement is None or not placement.on_host:
-            return seen
-        return HostParam(param, proxies.get(path), NamedSharding(mesh, placement.stored, memory_kind="device"))
+        if placement is not None and placement.on_host:
+            sharding = NamedSharding(mesh, placement.stored, memory_kind="device")
+            seen = HostParam(param, proxies.get(path), sharding)
+        return ScaledParam(seen, histories[path]) if path in histories else seen
 
     return tree.map_with_path(take, params, seen)
 

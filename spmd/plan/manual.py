@@ -75,6 +75,16 @@ def batch_mean(x: Array) -> Array:
     return jax.lax.pmean(x, axes) if axes else x
 
 
+def global_max(x: Array) -> Array:
+    """Return the largest of the values of all devices, element by element: over the axes that are manual here.
+
+    Stages of a pipeline have values of their own.
+    """
+    around = get_abstract_mesh()
+    axes = tuple(axis for axis in around.manual_axes if around.shape[axis] > 1 and axis != "pipe")
+    return jax.lax.pmax(x, axes) if axes else x
+
+
 def _manual_batch_axes() -> tuple[str, ...]:
     around = get_abstract_mesh()
     return tuple(axis for axis in BATCH_AXES if axis in around.manual_axes and around.shape[axis] > 1)

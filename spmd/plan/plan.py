@@ -55,6 +55,7 @@ class ShardingPlan:
         gradients: Gradients as they leave the reduction.
         variables: Variables that the model changes by itself; none for most models.
         compress: What is sent in fewer bits; of each parameter, `ParamPlacement.wire` says so.
+        quantize: The table of matmuls in fewer bits; of each kernel, `ParamPlacement.recipe` says so.
         offload: What is stored in host memory.
         update_chunks: The chunks in which offloaded state is updated; empty where nothing is offloaded.
     """
@@ -65,6 +66,7 @@ class ShardingPlan:
     remat: Remat
     precision: Precision
     compress: CompressConfig
+    quantize: str
     attention: AttentionConfig
     placements: Mapping[str, ParamPlacement] = dataclasses.field(repr=False)
     params: tuple[PlanEntry, ...]
@@ -129,7 +131,8 @@ class ShardingPlan:
     def text(self, *tables: str) -> str:
         """Return the plan as text: a heading, one line for each entry of some of its `TABLES`, and the bytes."""
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
-        decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}{self.compress}"
+        quantize = f"   quantize {self.quantize}" if self.quantize else ""
+        decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}{quantize}{self.compress}"
         heading = f"mesh {axes}   {decisions}   attention {self.attention}"
         entries = format_entries({table: getattr(self, table) for table in tables})
         footer = format_footer(self.params, self.bytes_per_device(), self.bytes_on_host())
@@ -147,6 +150,7 @@ class ShardingPlan:
             "zero": self.zero,
             "remat": str(self.remat),
             "precision": dataclasses.asdict(self.precision),
+            "quantize": self.quantize,
             "compress": dataclasses.asdict(self.compress),
             "attention": str(self.attention),
             "parameters": sum(math.prod(entry.shape) for entry in self.params),
@@ -166,6 +170,7 @@ def make_plan(
     remat: str | Remat = "none",
     precision: str | Precision = "float32",
     compress: CompressConfig = NO_COMPRESSION,
+    quantize: str = "",
     slices: Mapping[str, int] = _ONE_SLICE,
     offload: tuple[str, ...] = (),
     attention: str = "auto",
@@ -181,13 +186,15 @@ def make_plan(
         remat: What the backward pass keeps: `"none"`, `"full"`, or `Remat(save=("attention_out",))`.
         precision: The name of a policy, such as `"bf16"`, or a `Precision`.
         compress: Codecs of what devices send to each other.
+        quantize: The recipe of all linear layers of blocks, such as `"fp8"`, or rows `PATTERN=RECIPE,…`
+            (`spmd.model_api.quantize`).
         slices: Axis → the slices that it spans, as for `make_mesh`.
         offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or nothing.
         attention: The kernel: `"auto"`, or one of `spmd.model_api.attention_config.KERNELS`.
         context: The algorithm of attention over a sequence split over `sequence`: `"ring"` or `"all-to-all"`.
 
     Raises:
-        RuleError: All problems of the table, the specs and the optimizer's state, at once.
+        RuleError: All problems of the table, the recipes, the specs and the optimizer's state, at once.
         ConfigError: An unknown precision, remat policy, ZeRO stage or kernel; compression of what is not sent.
     """
     problems = resolve.check_arguments(mesh, rules, model, optimizer)
@@ -213,7 +220,8 @@ def make_plan(
 
     matches = resolve.matches_without_rules(info)
     ruled = {path: tuple(x.shape) for path, x in {**weights, **variables}.items() if path not in matches}
-    if problems := resolve.audit_rules(mesh, rules, ruled, info, remat):
+    recipes, problems = resolve.resolve_recipes(quantize, rules, mesh, weights, info)
+    if problems := [*resolve.audit_rules(mesh, rules, ruled, info, remat), *problems]:
         others = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, dict.fromkeys(weights, P()))[1]
         problems += [problem for problem in others if problem not in problems]
         raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
@@ -254,7 +262,7 @@ def make_plan(
         shape = without_dims({**weights, **variables}[path].shape, stored_dims(stacks))
         exactly = info.frozen.get(path, path) in info.sent_exactly
         wire = resolve.resolve_wire(placed, shape, compress, precision, slices, exactly=exactly)
-        return dataclasses.replace(placed, wire=wire)
+        return dataclasses.replace(placed, wire=wire, recipe=recipes.get(info.frozen.get(path, path)))
 
     gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
     by_module = {module: placement(path) for path, module in info.frozen.items()}
@@ -269,6 +277,7 @@ def make_plan(
         remat=remat,
         precision=precision,
         compress=compress,
+        quantize=quantize,
         attention=attention_config,
         placements=FrozenDict({**by_module, **by_path}),
         params=entries("params", weights, on_host),

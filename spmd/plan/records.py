@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from spmd.model_api.compress import PLAIN, Wire
+from spmd.model_api.quantize import Recipe
 from spmd.sharding.layer_paths import Stack, insert_stacked, stored_dims
 from spmd.sharding.mesh import AnyMesh, shards_of
 from spmd.sharding.optimizer_state import shard_bytes
@@ -26,6 +27,7 @@ class ParamPlacement:
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering it again.
         scope: Name scope of the operations on it (`spmd.plan.scopes`).
         wire: What is sent of it.
+        recipe: The bits of its matmuls; None for the compute dtype.
     """
 
     mesh: AnyMesh
@@ -37,6 +39,7 @@ class ParamPlacement:
     save_gathered: bool = True
     scope: str = ""
     wire: Wire = PLAIN
+    recipe: Recipe | None = None
 
     @property
     def leading(self) -> tuple[str | None, ...]:

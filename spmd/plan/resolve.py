@@ -20,6 +20,7 @@ from spmd.model_api.codecs import WIRES, block_dim
 from spmd.model_api.compress import WITHOUT_CODES, CompressConfig, Wire
 from spmd.model_api.model import Model, ModelInfo
 from spmd.model_api.precision import Precision
+from spmd.model_api.quantize import RECIPES, Recipe, parse_table, table_problems
 from spmd.model_api.remat import Remat
 from spmd.optim.layerwise import check_layerwise
 from spmd.optim.offload_chunks import UpdateChunk
@@ -29,6 +30,7 @@ from spmd.sharding.from_flax import audit_stack_names
 from spmd.sharding.layer_paths import Stack, dims_of
 from spmd.sharding.mesh import AXES, AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_fsdp, optimizer_specs
+from spmd.sharding.patterns import compile_pattern
 from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
 
 OFFLOADABLE = ("optimizer_state", "params")
@@ -151,6 +153,43 @@ def check_wires(
             what, fix = "and the partitioner sums all gradients", "float32 or bf16: layers of spmd.models send codes"
             problems.append(Problem(f"compress.{field}", f"is {value}, {what}", fix=fix))
     return problems
+
+
+def resolve_recipes(
+    table: str, rules: Rules, mesh: AnyMesh, trained: Iterable[str], info: ModelInfo
+) -> tuple[dict[str, Recipe], list[Problem]]:
+    """Return the path of each linear layer's kernel → its recipe, and the rows that no matmul can follow.
+
+    Args:
+        table: `TrainConfig.quantize`.
+        trained: The paths of trained parameters.
+    """
+    if problems := table_problems(table):
+        return {}, problems
+    recipes, trained = dict[str, Recipe | None](), set(trained)
+    names = {path: rules.layer_path(path)[0] for path in sorted({*trained, *info.frozen.values()})}
+    known = sorted({name for path, name in names.items() if path in info.linear})
+    for pattern, name in parse_table(table):
+        row = f"quantize, row {pattern + '=' + name!r}"
+        hits = [path for path in names if compile_pattern(pattern).fullmatch(names[path])]
+        new = [path for path in hits if path in info.linear and path not in recipes]
+        recipes |= dict.fromkeys(new, RECIPES.get(name))
+        if not new:
+            others = ", ".join(sorted({names[path] for path in hits} - {*known}))
+            what = f"matches no matmul: {others} is never quantized" if others else "matches no matmul"
+            if any(path in info.linear for path in hits):
+                what = "is never used: rows before it match the same matmuls"
+            fix = did_you_mean(pattern, known) if known else "none: only layers of spmd.models have recipes"
+            problems.append(Problem(row, what, fix=fix))
+        elif name in RECIPES and RECIPES[name].is_delayed:
+            why = {
+                "scales by earlier steps, and stages of a pipeline remember none": mesh.shape["pipe"] > 1,
+                "scales by earlier steps, and frozen kernels remember none": not trained.issuperset(new),
+            }
+            problems += [
+                Problem(row, what, fix="fp8, which scales by this step") for what, is_so in why.items() if is_so
+            ]
+    return {path: recipe for path, recipe in recipes.items() if recipe}, problems
 
 
 def resolve_optimizer_state(

@@ -20,6 +20,7 @@ from spmd.gradients.compression_state import TITLE, PowerSGD, powersgd_problems,
 from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
 from spmd.gradients.loss_scale import keep_variables
 from spmd.gradients.losses import LossFn, next_token_loss
+from spmd.gradients.magnitudes import remembering, with_magnitudes
 from spmd.gradients.powersgd import compress
 from spmd.model_api.compress import CompressConfig, powersgd_rank
 from spmd.model_api.model import Model
@@ -77,6 +78,8 @@ def make_setup(config: TrainConfig, mesh: AnyMesh) -> TrainSetup:
         if problems := [*powersgd_problems(plan, powersgd, config.slices.sizes), *_problems_once(config, schedule)]:
             raise ConfigError(TITLE, problems)
         plan = build_plan(config, mesh, with_compression(model, plan, powersgd))
+    if remembering(plan):
+        plan = build_plan(config, mesh, with_magnitudes(plan.model, plan))
     grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
     evaluation = next_token_loss(model, train=False, chunk=config.logits_chunk)
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
@@ -150,6 +153,7 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
         remat=config.remat,
         precision=build_precision(config),
         compress=config.compress.of_plan,
+        quantize=config.quantize,
         slices=config.slices.sizes,
         offload=config.offload,
         attention=config.attention,

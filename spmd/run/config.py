@@ -27,6 +27,7 @@ from spmd.layers.lm_head import CHUNK
 from spmd.model_api.attention_config import attention_problems
 from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
 from spmd.model_api.precision import make_precision
+from spmd.model_api.quantize import table_problems
 from spmd.model_api.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
@@ -186,6 +187,9 @@ class TrainConfig(Generic[M]):
     or stochastic rounding. Gradients are accumulated in float32. fp16 scales the loss."""
     compress: CompressConfig = NO_COMPRESSION
     """Fewer bits for what devices send to each other: gathered parameters, and gradients."""
+    quantize: str = ""
+    """Matmuls of linear layers in fewer bits: fp8, fp8-delayed, fp8-block, mxfp8, int8 for all layers of blocks, or
+    rows PATTERN=RECIPE,PATTERN=RECIPE of kernels' paths, of which the first that matches decides; empty: none."""
     attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
     """Attention kernel: auto (by device and sequence length), xla, chunked (long sequences, any device), cudnn (GPUs,
     16-bit floats), splash (TPUs)."""
@@ -251,7 +255,7 @@ class TrainConfig(Generic[M]):
             raise ConfigError("This configuration cannot be used:", problems)
         problems = check_fields(self, _FIELD_RULES) + list(_large_numbers(self))
         problems += attention_problems(self.attention, self.context)
-        problems += [*flag_problems(self.xla), *self.compress.problems()]
+        problems += [*flag_problems(self.xla), *self.compress.problems(), *table_problems(self.quantize)]
         for make, name in ((make_remat, self.remat), (make_precision, self.precision)):
             try:
                 make(name)

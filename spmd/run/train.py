@@ -21,6 +21,7 @@ from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.gradients.compression_state import adapt_compression, stored_compression
+from spmd.gradients.magnitudes import adapt_magnitudes, stored_magnitudes
 from spmd.model_api.compress import COMPRESSION
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.idle_experts import IdleExperts
@@ -28,6 +29,7 @@ from spmd.observe.metrics import Console, JsonLines, StepClock, Writers, utiliza
 from spmd.observe.profiling import Profile
 from spmd.observe.tensorboard import TensorBoard
 from spmd.observe.waiting import show_waiting
+from spmd.plan.scaled_param import MAGNITUDES
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.resilience.lease import Lease
@@ -232,8 +234,11 @@ class _Run:
             self.say("there is no checkpoint to resume from: starting from step 0")
             return self.initialize()
         with self.waiting("restore", "restoring a checkpoint"):
-            compression = OptionalState(f"variables/{COMPRESSION}", stored_compression, adapt_compression)
-            state, record = checkpoints.restore(None, abstract_state(setup.plan), optional=[compression])
+            optional = [
+                OptionalState(f"variables/{COMPRESSION}", stored_compression, adapt_compression),
+                OptionalState(f"variables/{MAGNITUDES}", stored_magnitudes, adapt_magnitudes),
+            ]
+            state, record = checkpoints.restore(None, abstract_state(setup.plan), optional=optional)
         check_resumable(record, setup.config, self.corpus, self.run_dir.path)
         for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""

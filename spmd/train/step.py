@@ -14,6 +14,7 @@ from spmd.errors import ConfigError, Problem, check_type
 from spmd.gradients.base import GradFn, check_results, value_and_grad
 from spmd.gradients.loss_scale import unscale
 from spmd.gradients.losses import LossFn, Sums
+from spmd.gradients.magnitudes import remember
 from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import LOSS_SCALE
@@ -22,6 +23,7 @@ from spmd.plan.annotate import check_annotations
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.scaled_param import MAGNITUDES
 from spmd.plan.scopes import METRICS, OPTIMIZER
 from spmd.train.batch import place_batch
 from spmd.train.offloaded_update import make_update
@@ -126,7 +128,7 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, A
 
     def evaluate(params: Any, variables: Any, batch: Any) -> Sums:
         with use_plan(plan):
-            own, _ = split_variables(variables, LOSS_SCALE, COMPRESSION)
+            own, _ = split_variables(variables, LOSS_SCALE, COMPRESSION, MAGNITUDES)
             return loss_fn(params_for_forward(params), own, batch, jax.random.key(0, impl=PRNG))[0]
 
     return jax.jit(evaluate)
@@ -156,5 +158,5 @@ def make_train_step(
     if problems:
         raise ConfigError("This step cannot be made:", problems)
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
-    grad_fn = unscale(grad_fn, plan.precision.loss_scale)
+    grad_fn = unscale(remember(grad_fn, plan), plan.precision.loss_scale)
     return TrainStep(plan, grad_fn, watch or {}, keep_gradients, compiler_options or {})

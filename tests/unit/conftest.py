@@ -16,14 +16,18 @@ def count(event: str, seconds: float, **_: object) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def counting() -> None:
-    """Counts from now on; a random key, which some tests need as a value, takes a tiny program that is there before."""
-    jax.random.key_data(jax.random.key(0))
+    """Counts from now on."""
     jax.monitoring.register_event_duration_secs_listener(count)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled() -> Iterator[None]:
-    """Fails a test of this folder that compiles; it belongs into another one."""
+    """Fails a test of this folder that compiles; it belongs into another one.
+
+    A random key, which some tests need as a value, takes tiny programs. They are there before, in each test: programs
+    may have been forgotten since the last one (`room_for_programs`).
+    """
+    jax.random.key_data(jax.random.key(0))
     COMPILED.clear()
     yield
     assert not COMPILED, f"a unit test compiled {len(COMPILED)} programs: move it to tests/numerics"
