@@ -61,9 +61,10 @@ def run_check(arguments: list[str]) -> int:
     if command.explicit:
         return _check_explicit(command)
     initialize(config.devices)
-    if config.compress != NO_COMPRESSION and not command.json:
-        print("compressed transfers change numbers by design: they are off in this comparison")
-    check = Check(dataclasses.replace(config, compress=NO_COMPRESSION), command.check_steps)
+    if (config.compress != NO_COMPRESSION or config.quantize) and not command.json:
+        print("fewer bits change numbers by design: compression and recipes are off in this comparison")
+    plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
+    check = Check(plain, command.check_steps)
     if (init := check_init(check.one_device)) and not command.json:
         print(init)
     return _check_products(command, check) if command.products else _check_mesh(command, check)

@@ -25,6 +25,7 @@ from spmd.run.describe import compression_lines, exchange_line, execution_lines,
 from spmd.run.init_from import check_init
 from spmd.run.load_config import load_config, other_config
 from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
+from spmd.run.recipes import check_recipes, recipe_lines
 from spmd.run.step_time import estimate_time, time_compiled_step
 from spmd.sharding.mesh import AnyMesh
 from spmd.step_time.report import StepTime
@@ -78,6 +79,7 @@ def run_plan(arguments: list[str]) -> int:
         return _print_schedule(command, build_schedule(config, mesh))
     setup = make_setup(config, mesh)
     topology = parse_topology(command.topology or f"cpu:{setup.mesh.size}")
+    check_recipes(setup.plan, topology.chip.device_kind)
     if command.estimate:
         return _print_time(command, estimate_time(setup, topology))
     preflight(setup)
@@ -188,6 +190,7 @@ def _to_json(
         "pipeline": pipeline_line(setup).strip() or None,
         "experts": experts_line(setup, (platform, kind)).strip() or None,
         "exchange": exchange_line(setup).strip() or None,
+        "quantization": recipe_lines(setup.plan, kind),
         "compression": compression_lines(setup.plan, build_powersgd(setup.config)),
         "topology": str(report.topology),
         "wrap": report.topology.wrap,

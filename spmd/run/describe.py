@@ -18,6 +18,7 @@ from spmd.plan.local_param import local_param
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import TrainSetup, build_flags, build_powersgd, count_microbatches
+from spmd.run.recipes import device_kind, recipe_lines
 from spmd.sharding.dims import spec_dims
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
@@ -30,7 +31,11 @@ def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) ->
     `device` is the platform and kind of absent devices; by default, those of the mesh.
     """
     lines = f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{slices_line(setup)}"
-    return lines + "".join(f"\n{line}" for line in compression_lines(setup.plan, build_powersgd(setup.config)))
+    more = [
+        *recipe_lines(setup.plan, device[1] if device else device_kind(setup.mesh)),
+        *compression_lines(setup.plan, build_powersgd(setup.config)),
+    ]
+    return lines + "".join(f"\n{line}" for line in more)
 
 
 def pipeline_line(setup: TrainSetup) -> str:

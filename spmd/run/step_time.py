@@ -48,11 +48,13 @@ class ModelNumbers:
 
     Attributes:
         kernels: Projection, such as `"down"` → parameters that a token meets, of all layers.
+        quantized: Dtype → share of the layers' products in it.
         params: All parameters.
         state_bytes: Bytes of the state of one parameter, itself included.
     """
 
     kernels: Mapping[str, float]
+    quantized: Mapping[str, float]
     head_params: float
     params: float
     state_bytes: float
@@ -69,13 +71,15 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         raise ConfigError("The time of a step cannot be predicted:", [Problem("lora.targets", what, fix=fix)])
     router = getattr(model, "router", None)
     routed = router.top_k if isinstance(router, RouterConfig) else 0
-    kernels = collections.defaultdict[str, float](float)
+    kernels, in_dtype = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     for entry in plan.params:
         if not entry.path.endswith("kernel") or not plan.rules.stacks.keys() & set(entry.path.split("/")):
             continue
         active = routed / router.experts if router and re.search(r"\bexperts/", entry.path) else 1.0
         name = entry.path.split("/")[-2].removesuffix("_proj")
         kernels[name] += math.prod(entry.shape) * active
+        if (recipe := plan.placements[entry.path].recipe) and recipe.kind:
+            in_dtype[recipe.kind] += math.prod(entry.shape) * active * (2 / 3 if recipe.scaling == "row" else 1)
     if not kernels:  # layers that are no stack, or weights of other names
         kernels["all"] = model.matmul_params
     params = float(sum(math.prod(entry.shape) for entry in plan.params))
@@ -84,7 +88,8 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     width = getattr(model, "d_model", 0) or min(plan.params[0].shape[-2:])
     hidden = getattr(model, "d_ff", 4 * width) * max(1, routed)
     head = max(0.0, model.matmul_params - layers)
-    return ModelNumbers(kernels, head, params, state / params, width, hidden, routed)
+    shares = {dtype: size / layers for dtype, size in in_dtype.items()}
+    return ModelNumbers(kernels, shares, head, params, state / params, width, hidden, routed)
 
 
 def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workload:
@@ -118,6 +123,7 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
         batch=config.data.batch,
         mesh={axis: mesh.sizes[axis] for axis in AXES},
         microbatches=config.accumulate * parts,
+        quantized=model.quantized,
         recomputed=again / remat.every,
         recomputes_attention=remat.kind != "none" and _CORE not in saved,
         zero=config.zero,

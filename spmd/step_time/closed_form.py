@@ -37,6 +37,7 @@ class Workload:
         params: All parameters.
         mesh: Axis → size.
         microbatches: Of a batch, one after the other or in a pipeline.
+        quantized: Dtype, `int8` or `float8` → share of the layers' products in it.
         recomputed: Share of the layers' forward matmuls that the backward pass repeats.
         recomputes_attention: Whether it repeats attention.
         zero: ZeRO stage.
@@ -65,6 +66,7 @@ class Workload:
     batch: float
     mesh: Mapping[str, int]
     microbatches: int = 1
+    quantized: Mapping[str, float] = dataclasses.field(default_factory=dict)
     recomputed: float = 0.0
     recomputes_attention: bool = False
     zero: int = 3
@@ -135,7 +137,8 @@ def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[st
     tensor, pipe = mesh["tensor"], mesh["pipe"]
     tokens = work.tokens / math.prod(mesh[axis] for axis in ("data", "fsdp", "expert", "sequence")) / work.microbatches
     parts = dict[str, float]()
-    flops = 6 * (work.layer_params + work.head_params) + 2 * work.recomputed * work.layer_params
+    shorter = sum(share * (1 - hardware.products.get(dtype, 1.0)) for dtype, share in work.quantized.items())
+    flops = (6 + 2 * work.recomputed) * work.layer_params * (1 - shorter) + 6 * work.head_params
     slower = 1 + rates.half * (1 / work.width + tensor / work.hidden + 1 / tokens)
     parts["matmuls"] = tokens * flops / (tensor * pipe) / (hardware.peak * rates.matmul) * slower
     units = _FORWARD + _BACKWARD + work.recomputes_attention

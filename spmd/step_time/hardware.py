@@ -6,6 +6,7 @@ network card of 200 or 400 Gbit/s for each GPU).
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from spmd.analysis.topology import CHIPS, Topology
 from spmd.errors import ConfigError, Problem
@@ -25,6 +26,7 @@ class Hardware:
         latency: Seconds of one hop of a collective.
         network_latency: The same, between slices or hosts.
         matrix_unit: Width of a TPU's matrix unit. Attention of narrower heads leaves a part of it idle.
+        products: Dtype, `int8` or `float8` → the time of a large product, relative to bfloat16; without what it has not.
     """
 
     peak: float
@@ -35,6 +37,7 @@ class Hardware:
     latency: float = 1e-6
     network_latency: float = 10e-6
     matrix_unit: int = dataclasses.field(default=0, kw_only=True)
+    products: Mapping[str, float] = dataclasses.field(default_factory=dict, kw_only=True, hash=False)
 
     def attention_peak(self, width: int) -> float:
         """Return the peak FLOP/s in attention with heads of this width."""
@@ -53,8 +56,18 @@ _SPEEDS = {
     "b200": (8000e9, 900e9, 50e9, 64e9, 5e-6),
 }
 _MATRIX_UNITS = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
+# TPUs: cycles that libtpu 0.0.50 counts for a product of 4096 × 4096 matrices; GPUs: data sheets.
+_PRODUCTS = {
+    "v4": {"int8": 1.09, "float8": 1.17},
+    "v5e": {"int8": 0.50, "float8": 1.01},
+    "v5p": {"int8": 0.51, "float8": 1.01},
+    "v6e": {"int8": 0.76, "float8": 1.09},
+    "tpu7x": {"int8": 1.00, "float8": 0.46},
+    "a100": {"int8": 0.5},
+    **dict.fromkeys(("h100", "h200", "b200"), {"int8": 0.5, "float8": 0.5}),
+}
 HARDWARE = {
-    kind: Hardware(peak, *speeds, matrix_unit=_MATRIX_UNITS.get(kind, 0))
+    kind: Hardware(peak, *speeds, matrix_unit=_MATRIX_UNITS.get(kind, 0), products=_PRODUCTS[kind])
     for kind, speeds in _SPEEDS.items()
     if (peak := peak_flops(CHIPS[kind].device_kind)) is not None
 }

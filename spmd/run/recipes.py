@@ -1,0 +1,74 @@
+"""What recipes of matmuls gain on a kind of chip, and which of them it has not."""
+
+import collections
+import math
+
+from jax.sharding import Mesh
+
+from spmd.analysis.topology import CHIPS
+from spmd.errors import ConfigError, Problem
+from spmd.model_api.quantize import Recipe
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.mesh import AnyMesh
+from spmd.step_time.hardware import HARDWARE
+
+_BLOCKS_OF_32 = {"b200"}
+"""GPUs whose matmuls have the format of `mxfp8`."""
+
+
+def check_recipes(plan: ShardingPlan, device_kind: str) -> None:
+    """Raise `ConfigError` for each recipe in a format that this kind of chip has not; simulated devices have all."""
+    kind = _kind(device_kind)
+    if kind not in HARDWARE or CHIPS[kind].platform != "gpu":
+        return  # XLA has these formats on every TPU, and multiplies in bfloat16 where the chip does not
+    has, problems = HARDWARE[kind].products, []
+    fix = ", ".join(["int8"] * ("int8" in has) + ["fp8", "fp8-block"] * ("float8" in has)) + ", or bf16"
+    for recipe in _kernels(plan):
+        if recipe.block == 32 and kind not in _BLOCKS_OF_32:
+            problems.append(
+                Problem(f"quantize {recipe.name}", f"is a format of Blackwell, which {kind} has not", fix=fix)
+            )
+        elif recipe.inputs.startswith("float8") and "float8" not in has:
+            problems.append(Problem(f"quantize {recipe.name}", f"needs float8, which {kind} has not", fix=fix))
+    if problems:
+        raise ConfigError("These matmuls cannot be quantized:", problems)
+
+
+def recipe_lines(plan: ShardingPlan, device_kind: str) -> list[str]:
+    """Return what each recipe applies to, and what it gains on a kind of chip, with a warning where that is nothing."""
+    kind, total = _kind(device_kind), sum(math.prod(entry.shape) for entry in plan.params)
+    lines = []
+    for recipe, sizes in _kernels(plan).items():
+        what = f"matmuls in {recipe.name}: {len(sizes)} kernels, {sum(sizes.values()) / total:.0%} of the parameters"
+        lines.append(f"{what}: {', '.join(sizes)}")
+        if kind in HARDWARE:
+            lines.append(f"  {_gain(recipe, kind)}")
+    return lines
+
+
+def _gain(recipe: Recipe, kind: str) -> str:
+    if recipe.scaling == "block":
+        return f"WARNING: no faster: blocks of {recipe.block} are multiplied in the compute dtype"
+    time = HARDWARE[kind].products.get(recipe.kind, 1.0)
+    source = "the compiler's cycles" if CHIPS[kind].platform == "tpu" else "the data sheet"
+    gain = f"on {kind} a product takes {time:.2f} of its time in bfloat16, by {source}"
+    return gain if time < 1 else f"WARNING: no faster: {gain}"
+
+
+def _kernels(plan: ShardingPlan) -> dict[Recipe, dict[str, int]]:
+    """Return recipe → path → parameters of the kernels that have it."""
+    frozen, found = plan.model.info().frozen, collections.defaultdict[Recipe, dict[str, int]](dict)
+    for entry in (*plan.params, *(entry for entry in plan.variables if entry.path in frozen)):
+        placed = plan.placements.get(frozen.get(entry.path, entry.path))
+        if placed is not None and placed.recipe is not None:
+            found[placed.recipe][entry.path] = math.prod(entry.shape)
+    return found
+
+
+def device_kind(mesh: AnyMesh) -> str:
+    """Return the kind of a mesh's devices; empty for an abstract mesh."""
+    return mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else ""
+
+
+def _kind(device_kind: str) -> str:
+    return next((kind for kind, chip in CHIPS.items() if chip.device_kind == device_kind), "")
