@@ -67,7 +67,7 @@ def run_generate(arguments: list[str]) -> int:
     config = _override_mesh(command, run_dir.config())
     initialize(config.devices)
     prompts, tokens, sampling, tokenizer = _check_request(command, config)
-    setup = make_setup(dataclasses.replace(config, compress=NO_COMPRESSION), config_mesh(config))
+    setup = make_setup(dataclasses.replace(config, compress=NO_COMPRESSION, quantize=""), config_mesh(config))
     generator = make_generator(setup.plan, tokenizer, config.data.sequence, sampling)
     with (
         show_waiting("restoring a checkpoint"),

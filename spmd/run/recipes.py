@@ -19,15 +19,13 @@ _BLOCKS_OF_32 = {"b200"}
 def check_recipes(plan: ShardingPlan, device_kind: str) -> None:
     """Raise `ConfigError` for each recipe in a format that this kind of chip has not; simulated devices have all."""
     kind = _kind(device_kind)
-    if kind not in HARDWARE or CHIPS[kind].platform != "gpu":
+    if kind not in HARDWARE or CHIPS[kind].platform == "tpu":
         return  # XLA has these formats on every TPU, and multiplies in bfloat16 where the chip does not
     has, problems = HARDWARE[kind].products, []
     fix = ", ".join(["int8"] * ("int8" in has) + ["fp8", "fp8-block"] * ("float8" in has)) + ", or bf16"
     for recipe in _kernels(plan):
         if recipe.block == 32 and kind not in _BLOCKS_OF_32:
-            problems.append(
-                Problem(f"quantize {recipe.name}", f"is a format of Blackwell, which {kind} has not", fix=fix)
-            )
+            problems.append(Problem(f"quantize {recipe.name}", f"is Blackwell's format, which {kind} has not", fix=fix))
         elif recipe.inputs.startswith("float8") and "float8" not in has:
             problems.append(Problem(f"quantize {recipe.name}", f"needs float8, which {kind} has not", fix=fix))
     if problems:

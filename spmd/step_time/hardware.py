@@ -26,7 +26,7 @@ class Hardware:
         latency: Seconds of one hop of a collective.
         network_latency: The same, between slices or hosts.
         matrix_unit: Width of a TPU's matrix unit. Attention of narrower heads leaves a part of it idle.
-        products: Dtype, `int8` or `float8` → the time of a large product, relative to bfloat16; without what it has not.
+        products: Dtype, `int8` or `float8`, that it has → the time of a large product, relative to bfloat16.
     """
 
     peak: float
@@ -64,7 +64,7 @@ _PRODUCTS = {
     "v6e": {"int8": 0.76, "float8": 1.09},
     "tpu7x": {"int8": 1.00, "float8": 0.46},
     "a100": {"int8": 0.5},
-    **dict.fromkeys(("h100", "h200", "b200"), {"int8": 0.5, "float8": 0.5}),
+    **{kind: {"int8": 0.5, "float8": 0.5} for kind in ("h100", "h200", "b200")},
 }
 HARDWARE = {
     kind: Hardware(peak, *speeds, matrix_unit=_MATRIX_UNITS.get(kind, 0), products=_PRODUCTS[kind])
