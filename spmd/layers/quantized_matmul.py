@@ -103,7 +103,8 @@ def product(form: str, a: Operand, b: Operand, dtype: Any) -> Array:
     y = jax.lax.dot_general(a.array, b.array, (dims, ((), ())), preferred_element_type=total)
     if a.scale is not None and b.scale is not None:
         of_a, of_b = jnp.squeeze(a.scale, tuple(dims[0])), jnp.squeeze(b.scale, tuple(dims[1]))
-        y = y.astype(jnp.float32) * of_a.reshape(*of_a.shape, *(1,) * of_b.ndim) * of_b
+        ndims = (1,) * of_a.ndim, (1,) * of_b.ndim
+        y = y.astype(jnp.float32) * of_a.reshape(*of_a.shape, *ndims[1]) * of_b.reshape(*ndims[0], *of_b.shape)
     found = [letter for letter in left + right if letter not in both]
     return jnp.transpose(y, [found.index(letter) for letter in out]).astype(dtype)
 

@@ -46,12 +46,14 @@ class Extent:
     Attributes:
         rings: For each dimension of the torus that the group extends along: chips, the distance between them, and
             whether it closes to a ring.
+        dims: These dimensions.
         local: Members in one slice or host.
         parts: Slices or hosts.
         cores: Members on one chip.
     """
 
     rings: tuple[tuple[int, int, bool], ...]
+    dims: tuple[int, ...]
     local: int
     parts: int
     cores: int = 1
@@ -80,6 +82,12 @@ class Network:
     def extent(self, group: Sequence[int]) -> Extent:
         """Return the extent of a group."""
         return _extent(self, tuple(group))
+
+    def links(self, group: Sequence[int]) -> tuple[str, ...]:
+        """Return the names of what a group's collectives occupy: dimensions of the torus, and the slow network."""
+        extent = self.extent(group)
+        inside = [f"dimension {dim}" for dim in extent.dims] or ["inside"] * (extent.local > 1)
+        return (*inside, *["between"] * (extent.parts > 1))
 
     def seconds(self, kind: str, payload: float, group: Sequence[int]) -> float:
         """Return the time of a collective alone on the network; `payload` is that of the audit's records.
@@ -145,7 +153,7 @@ def _extent(network: Network, group: tuple[int, ...]) -> Extent:
     places = network.places[list(group)]
     first = places[places[:, 0] == places[0, 0]]
     parts, cores = len(np.unique(places[:, 0])), len(np.unique(first[:, 1]))
-    rings = []
+    rings, dims = [], []
     wraps, lengths = network.topology.wrap, (*network.topology.shape, 1, 1)
     for dim in range(3 if network.topology.platform == "tpu" else 0):
         positions = np.unique(first[:, 2 + dim])
@@ -153,7 +161,8 @@ def _extent(network: Network, group: tuple[int, ...]) -> Extent:
             far = int(np.diff(positions).min())
             closes = wraps[dim] and len(positions) * far == lengths[dim]
             rings.append((len(positions), far, bool(closes)))
-    return Extent(tuple(rings), len(first), parts, cores)
+            dims.append(dim)
+    return Extent(tuple(rings), tuple(dims), len(first), parts, cores)
 
 
 def _place(topology: Topology, number: int) -> Place:

@@ -78,7 +78,8 @@ def run_schedule(
 ) -> Timeline:
     """Run a schedule on a device with a clock in Hz.
 
-    Transfers over the same network wait for each other.
+    Transfers over the same links wait for each other, but one that the device waits for goes before those in the
+    background: it is alone on its links, and delays them by its length.
     """
     run = _Run(network, clock, rates, keep_spans)
     run.execute(schedule, 1.0)
@@ -94,6 +95,7 @@ class _Run:
         self.share = 1.0  # of the cases in which the current branch is taken: its operations last that much shorter
         self.free: dict[str, float] = collections.defaultdict(float)
         self.ends: dict[tuple[str, ...], float] = {}
+        self.links: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def execute(self, schedule: Schedule, times: float) -> None:
         for entry in schedule:
@@ -124,7 +126,7 @@ class _Run:
             self._wait(operation.transfer, wait, times)
         elif operation.kind == "transfer":
             assert operation.transfer is not None
-            self._start(operation, times)
+            self._start(operation, times, at_once=True)
             self._wait(operation.transfer, self.ends.pop(operation.key) - self.now, times)
         else:
             self._spend(operation.name, _LABELS[operation.kind], self._seconds(operation), times)
@@ -138,20 +140,33 @@ class _Run:
         seconds = operation.cycles / self.clock * self.share
         return seconds * (rates.matmul if operation.kind == "matmul" else rates.memory)
 
-    def _start(self, operation: Operation, times: float) -> None:
+    def _start(self, operation: Operation, times: float, *, at_once: bool = False) -> None:
         transfer = operation.transfer
         assert transfer is not None
         if transfer.over == "host":
-            lane, length = transfer.kind, transfer.payload / self.hardware.host
+            lane, links, length = transfer.kind, (transfer.kind,), transfer.payload / self.hardware.host
         else:
-            lane = "network"
+            lane, links = "network", self.network.links(transfer.group)
             length = self.network.seconds(transfer.kind, transfer.payload, transfer.group)
         length *= self.share
-        begin = max(self.now, self.free[lane])
-        self.free[lane] = self.ends[operation.key] = begin + length
+        begin = self.now if at_once else max([self.now, *(self.free[link] for link in links)])
+        end = begin + length
+        if at_once:
+            self._delay(links, length)
+        for link in links:
+            self.free[link] = max(self.free[link], end)
+        self.ends[operation.key], self.links[operation.key] = end, links
         self.line.moving[transfer.instruction] += length * times
         if self.keep_spans:
             self.line.spans.append(Span(f"{transfer.kind} {transfer.instruction}", lane, transfer.over, begin, length))
+
+    def _delay(self, links: tuple[str, ...], seconds: float) -> None:
+        """Delay what moves over some links in the background."""
+        for key, end in self.ends.items():
+            if end > self.now and set(links) & set(self.links[key]):
+                self.ends[key] = end + seconds
+                for link in self.links[key]:
+                    self.free[link] = max(self.free[link], end + seconds)
 
     def _wait(self, transfer: Transfer, seconds: float, times: float) -> None:
         self.line.exposed[transfer.instruction] += seconds * times
