@@ -37,10 +37,13 @@ def quantize(
     """
     if recipe.scaling == "block":
         return Operand(rounded_in_blocks(x, summed, recipe, dtype, is_kernel=is_kernel))
+    is_bound = largest is None
     if largest is None:
         over = summed if recipe.scaling == "row" else tuple(range(x.ndim))
         largest = magnitude(x, over, is_kernel=is_kernel)
-    return Operand(*scaled(x, largest.reshape((1,) * x.ndim) if largest.size == 1 else largest, dtype))
+    return Operand(
+        *scaled(x, largest.reshape((1,) * x.ndim) if largest.size == 1 else largest, dtype, is_bound=is_bound)
+    )
 
 
 def magnitude(x: Array, over: tuple[int, ...], *, is_kernel: bool = False) -> Float[Array, "..."]:
@@ -55,12 +58,21 @@ def largest_magnitude(x: Array, over: tuple[int, ...], axes: tuple[str, ...] = (
     return jax.lax.pmax(largest, axes) if axes else largest
 
 
-def scaled(x: Array, largest: Float[Array, "..."], dtype: str) -> tuple[Array, Array]:
-    """Return the codes of an array, of which `largest` is the largest, and their scale."""
+def scaled(
+    x: Array, largest: Float[Array, "..."], dtype: str, *, is_bound: bool = True
+) -> tuple[Array, Float[Array, "..."]]:
+    """Return the codes of an array, and their scale: of float8 a power of two, by which numbers are divided exactly.
+
+    Args:
+        largest: The largest magnitude to represent.
+        is_bound: Whether none is larger; else larger ones are clipped.
+    """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     top = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
     scale = largest / top if is_integer else power_of_two(largest / top)
-    codes = jnp.clip(x.astype(jnp.float32) / jnp.where(scale > 0, scale, 1.0), -top, top)
+    x = x if x.dtype == jnp.bfloat16 and not is_integer else x.astype(jnp.float32)
+    codes = x * (1 / jnp.where(scale > 0, scale, 1.0)).astype(x.dtype)
+    codes = codes if is_bound else jnp.clip(codes, -top, top)  # a cast of more than the largest is not a number
     return (jnp.round(codes) if is_integer else codes).astype(dtype), scale
 
 
@@ -98,13 +110,14 @@ def product(form: str, a: Operand, b: Operand, dtype: Any) -> Array:
     (left, right), out = _letters(form, a.array.ndim, b.array.ndim)
     both = [letter for letter in left if letter in right]
     dims = [left.index(letter) for letter in both], [right.index(letter) for letter in both]
-    is_integer = jnp.issubdtype(a.array.dtype, jnp.integer)
-    total = jnp.int32 if is_integer else jnp.float32 if a.scale is not None else dtype
+    is_integer, is_half = jnp.issubdtype(a.array.dtype, jnp.integer), dtype == jnp.float16
+    total = jnp.int32 if is_integer else jnp.float32 if a.scale is not None and is_half else dtype
     y = jax.lax.dot_general(a.array, b.array, (dims, ((), ())), preferred_element_type=total)
     if a.scale is not None and b.scale is not None:
         of_a, of_b = jnp.squeeze(a.scale, tuple(dims[0])), jnp.squeeze(b.scale, tuple(dims[1]))
         ndims = (1,) * of_a.ndim, (1,) * of_b.ndim
-        y = y.astype(jnp.float32) * of_a.reshape(*of_a.shape, *ndims[1]) * of_b.reshape(*ndims[0], *of_b.shape)
+        scale = of_a.reshape(*of_a.shape, *ndims[1]) * of_b.reshape(*ndims[0], *of_b.shape)
+        y = y.astype(jnp.float32) * scale if is_integer or is_half else y * scale.astype(dtype)
     found = [letter for letter in left + right if letter not in both]
     return jnp.transpose(y, [found.index(letter) for letter in out]).astype(dtype)
 

@@ -143,6 +143,7 @@ class _Run:
     def _start(self, operation: Operation, times: float, *, at_once: bool = False) -> None:
         transfer = operation.transfer
         assert transfer is not None
+        links: tuple[str, ...]
         if transfer.over == "host":
             lane, links, length = transfer.kind, (transfer.kind,), transfer.payload / self.hardware.host
         else:

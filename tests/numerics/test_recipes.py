@@ -178,7 +178,7 @@ def test_codes_are_gathered_straight_into_the_matmul():
     (batch,) = token_batches((8, 32), CONFIG.vocab, 1)
     gathered = [x.invars[0].aval for x in equations(step.trace(batch).jaxpr) if x.primitive.name == "all_gather"]
     assert sum(x.dtype == "uint8" for x in gathered) == len(plan("fp8").model.info().linear)
-    assert {x.shape[-1] for x in gathered if x.dtype != "uint8" and x.ndim > 1} == {CONFIG.vocab}  # of the head
+    assert {x.shape[-1] for x in gathered if x.dtype != "uint8" and x.ndim > 1} == {CONFIG.d_model // 4}  # of the head
 
 
 def seen(state, path="layers/mlp/up_proj/kernel"):
