@@ -1,0 +1,167 @@
+"""Validation losses of runs with fewer bits, relative to bfloat16, over several seeds.
+
+    python -m benchmarks.fewer_bits --results results.jsonl
+    python -m benchmarks.fewer_bits --results results.jsonl --config mixtral-tiny --seeds 0
+
+The table in docs/how-to/precision.md is made by it. Every run's loss is appended to the results as it ends, and runs
+that are there already are not repeated, so an interrupted table goes on. The last setting is a control: gradients of
+each device as their signs, one scale for each array and no error feedback, with Adam (what 1-bit Adam, Tang et al.,
+arXiv:2102.02888, shows to fail). The exit code is 1 if a setting is further off than it may be, or the control is not.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import spmd
+from spmd.data.loader import Windows, batches, evaluation_batches
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import value_and_grad
+from spmd.gradients.exchange import LocalGradients, exchange_once, sum_exchange
+from spmd.gradients.losses import next_token_loss
+from spmd.model_api.compress import CompressConfig
+from spmd.run.build import config_mesh, make_setup, open_corpus
+from spmd.run.config import TrainConfig
+from spmd.run.load_config import load_config
+from spmd.sharding.mesh import MeshShape, batch_sharding
+from spmd.train.state import init_state
+from spmd.train.step import TrainStep, make_eval_step, make_train_step
+
+CONTROL = "signs of gradients"
+"""The setting that must fail."""
+
+SETTINGS: Mapping[str, tuple[dict[str, Any], float]] = {
+    "bf16": ({}, 0.0),
+    "fp8": ({"quantize": "fp8"}, 0.01),
+    "fp8-delayed": ({"quantize": "fp8-delayed"}, 0.01),
+    "int8 matmuls": ({"quantize": "int8"}, 0.01),
+    "int8 gathers": ({"compress": CompressConfig(gather="int8")}, 0.01),
+    "int8 gradients": ({"compress": CompressConfig(gradients="int8")}, 0.01),
+    "int4 gradients": ({"compress": CompressConfig(gradients="int4")}, 0.02),
+    "PowerSGD rank 4": ({"compress": CompressConfig(gradients="powersgd:4")}, 0.01),
+    "int8 activations": ({"remat": ""}, 0.01),
+    CONTROL: ({}, 0.01),
+}
+"""Name → the config's fields, and how much larger the loss may be, relative to bfloat16's."""
+
+STORED = {
+    "demo": "store:int8=mlp_gate,mlp_up,attention_out,mlp_input",
+    "mixtral-tiny": "store:int8=expert_hidden,attention_out",
+}
+MESHES = {"demo": MeshShape(data=2, fsdp=2, tensor=2), "mixtral-tiny": MeshShape(data=2, fsdp=2, expert=2)}
+"""Meshes on which each setting has something to act on."""
+
+
+def signs(local: LocalGradients, states: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Sum gradients over devices as signs, times the mean magnitude of each array on its device."""
+
+    def signed(g: jax.Array) -> jax.Array:
+        size = jnp.mean(jnp.abs(g), axis=tuple(range(1, g.ndim)), keepdims=True)
+        return jnp.where(g < 0, -size, size)
+
+    return sum_exchange(dataclasses.replace(local, gradients=jax.tree.map(signed, local.gradients)), states)
+
+
+def make_config(name: str, setting: str, seed: int, steps: int) -> TrainConfig:
+    """Return the config of one run."""
+    config, fields = load_config(name), dict(SETTINGS[setting][0])
+    if "remat" in fields:
+        fields["remat"] = STORED[name]
+    optimizer = dataclasses.replace(config.optimizer, warmup_steps=min(config.optimizer.warmup_steps, steps // 4))
+    fields |= {"precision": "bf16", "mesh": MESHES[name], "optimizer": optimizer}
+    return dataclasses.replace(config, seed=seed, steps=steps, **fields)
+
+
+def train(config: TrainConfig, setting: str) -> float:
+    """Train, and return the mean loss of the validation tokens."""
+    setup, corpus = make_setup(config, config_mesh(config)), open_corpus(config)
+    step: TrainStep = setup.step
+    if setting == CONTROL:
+        grad_fn = accumulate(value_and_grad(next_token_loss(setup.plan.model)), 1)
+        step = make_train_step(setup.plan, grad_fn=exchange_once(grad_fn, ("data",), signs))
+    state, sharding, size = init_state(setup.plan, config.seed), batch_sharding(setup.mesh), config.data.batch
+    stream = batches(
+        Windows(corpus.train, config.data.sequence),
+        batch=size,
+        sharding=sharding,
+        seed=config.seed,
+        start=0,
+        steps=config.steps,
+    )
+    for batch in stream:
+        state, _ = step(state, batch)
+    evaluate, total = make_eval_step(setup.plan, setup.evaluation_loss_fn), dict[str, float]()
+    for batch in evaluation_batches(
+        Windows(corpus.validation, config.data.sequence),
+        batch=size,
+        sharding=sharding,
+        tokens_at_most=config.evaluate.tokens,
+    ):
+        sums = evaluate(state.params, state.variables, batch)
+        total = {name: total.get(name, 0.0) + float(sums[name]) for name in ("loss", "weight")}
+    return total["loss"] / total["weight"]
+
+
+def table(rows: list[dict[str, Any]]) -> tuple[str, bool]:
+    """Return the table of the settings that have a row, and whether each is within its bar."""
+    lines, is_good = ["| run | setting | seeds | loss | relative to bf16 | may be |", "|---|---|---|---|---|---|"], True
+    losses = {(row["config"], row["setting"], row["seed"]): row["loss"] for row in rows}
+    for name in MESHES:
+        for setting, (_, bar) in SETTINGS.items():
+            pairs = [
+                (loss, losses[name, "bf16", seed])
+                for (config, found, seed), loss in losses.items()
+                if (config, found) == (name, setting) and (name, "bf16", seed) in losses
+            ]
+            if not pairs:
+                continue
+            loss, changes = statistics.mean(loss for loss, _ in pairs), [loss / plain - 1 for loss, plain in pairs]
+            is_good &= max(changes) > bar if setting == CONTROL else max(changes) <= bar
+            limit = f"above {bar:.0%}" if setting == CONTROL else f"{bar:.0%}"
+            change = f"{statistics.mean(changes):+.2%}, at most {max(changes):+.2%}"
+            lines.append(f"| {name} | {setting} | {len(pairs)} | {loss:.4f} | {change} | {limit} |")
+    return "\n".join(lines), is_good
+
+
+def main() -> int:
+    """Run what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True, help="file of JSON lines")
+    parser.add_argument("--config", choices=MESHES, nargs="+", default=list(MESHES))
+    parser.add_argument("--setting", choices=SETTINGS, nargs="+", default=list(SETTINGS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=400)
+    arguments = parser.parse_args()
+    spmd.simulate_devices(8)
+    text = arguments.results.read_text(encoding="utf-8") if arguments.results.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines()]
+    rows = [row for row in rows if row["steps"] == arguments.steps]
+    done = {(row["config"], row["setting"], row["seed"]) for row in rows}
+    for seed in arguments.seeds:
+        for name in arguments.config:
+            for setting in arguments.setting:
+                if (name, setting, seed) in done:
+                    continue
+                began = time.perf_counter()
+                loss = train(make_config(name, setting, seed, arguments.steps), setting)
+                row = {"config": name, "setting": setting, "seed": seed, "steps": arguments.steps, "loss": loss}
+                rows.append(row)
+                with arguments.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{name}, {setting}, seed {seed}: {loss:.4f} ({time.perf_counter() - began:.0f} s)", flush=True)
+    text, is_good = table(rows)
+    print(text)
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
