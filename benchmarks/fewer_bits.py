@@ -98,7 +98,8 @@ def train(config: TrainConfig, setting: str) -> float:
         steps=config.steps,
     )
     for batch in stream:
-        state, _ = step(state, batch)
+        state, metrics = step(state, batch)
+        jax.block_until_ready(metrics)  # simulated devices wait for each other forever if too many steps are dispatched
     evaluate, total = make_eval_step(setup.plan, setup.evaluation_loss_fn), dict[str, float]()
     for batch in evaluation_batches(
         Windows(corpus.validation, config.data.sequence),

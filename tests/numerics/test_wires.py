@@ -133,14 +133,14 @@ def test_sums_of_codes_are_near_and_equal_on_all_devices(wire, share, scatter):
 @pytest.mark.parametrize(("shape", "dim"), [((8, 128, 256), 1), ((2, 256, 192), 2), ((4, 96, 64), 1)])
 def test_sums_of_experts_are_near(shape, dim):
     """Kernels of three dimensions: XLA:CPU once read other memory where blocks of five dimensions were summed."""
-    terms = np.random.default_rng(2).normal(size=(4, *shape)).astype(np.float32)
+    terms = np.random.default_rng(2).normal(size=(2, *shape)).astype(np.float32)
     wires = Wire(gradients=(("fsdp", "int8"),))
     kept = tuple(("fsdp",) * (i == dim) for i in range(3))
     param = LocalParam(((),) * 3, ((),) * 3, kept, wire=wires)
     out = P(*("fsdp" if i == dim else None for i in range(3)))
-    run = manual_over(tiny.mesh(fsdp=4), ("fsdp",), lambda x: param.reduce(x[0], ("fsdp",)), P("fsdp"), out)
+    run = manual_over(tiny.mesh(fsdp=2), ("fsdp",), lambda x: param.reduce(x[0], ("fsdp",)), P("fsdp"), out)
     exact = terms.sum(axis=0)
-    assert 0 < np.abs(np.asarray(jax.jit(run)(terms)) - exact).max() < 4 * np.abs(terms).max() / 254
+    assert 0 < np.abs(np.asarray(jax.jit(run)(terms)) - exact).max() < 2 * np.abs(terms).max() / 254
 
 
 def test_two_hops_send_each_part_to_its_device():
