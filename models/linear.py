@@ -10,14 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.layers.kernel_gradient import kernel_gradient
+from spmd.layers.linear_recipes import as_history, gather_operand, gradient_by_recipe, recipe_of, seen_before
 from spmd.layers.lm_head import LazyLogits, is_lazy
-from spmd.layers.quantized_matmul import Operand, magnitude, product, quantize, quantized_einsum
+from spmd.layers.quantized_matmul import Operand, quantized_einsum
 from spmd.layers.soft_cap import soft_capped
-from spmd.model_api.codecs import Encoded
-from spmd.model_api.quantize import HISTORY, Recipe
 from spmd.plan.annotate import annotate, attention_config, constrain_like, is_recomputed, placement
-from spmd.plan.fsdp import ParamPlacement, gather, gathered, named_after, placement_of, saves_gathered, secondary
+from spmd.plan.fsdp import ParamPlacement, gathered, named_after, placement_of, saves_gathered, secondary
 from spmd.plan.lora_layer import base_weight, lora_delta
 from spmd.plan.scaled_param import History, with_scales
 
@@ -139,7 +137,7 @@ class _Products:
         self, form: str, a: Array, kernel: Array | Operand, index: int, *, scales: Any = None, dtype: Any = None
     ) -> Array:
         """Return the product of an input, or of an output's gradient, with a kernel, by the kernel's recipe."""
-        recipe = _recipe(self.placed[index])
+        recipe = recipe_of(self.placed[index])
         if recipe is None:
             assert not isinstance(kernel, Operand)
             return self.einsum(form, a, kernel, dtype)
@@ -186,14 +184,13 @@ def _products_forward(
     tokens = annotate(x, how.into) if how.into else x
     scales = [history if history is None else history.max(axis=-1) for history in histories]
     shards = [secondary(kernel, placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
-    used = [_used(*args, x.dtype) for args in zip(shards, how.placed, scales, strict=True)]
+    used = [gather_operand(*args, x.dtype) for args in zip(shards, how.placed, scales, strict=True)]
     dtype = how.dtype or x.dtype
     ys, seen, form = [], [], f"...{how.inputs},{how.axes}->...{how.outs}"
     for index, (kernel, stored, placed) in enumerate(zip(used, kernels, how.placed, strict=True)):
         with named_after(placed):
             ys.append(how.multiplied(form, tokens, kernel, index, scales=scales[index], dtype=dtype))
-            is_remembered = scales[index] is not None
-            seen.append((_magnitude(tokens), _magnitude(stored, is_kernel=True)) if is_remembered else ())
+            seen.append(seen_before(tokens, stored, scales[index]))
     kept = [u if saves_gathered(placed) else k for u, k, placed in zip(used, shards, how.placed, strict=True)]
     like = [jnp.zeros((0,), kernel.dtype) for kernel in kernels]
     return tuple(ys), (tokens if is_recomputed() else x, kept, like, scales, seen)
@@ -207,16 +204,18 @@ def _products_backward(
     if how.into and not is_recomputed() and placement("residual") != placement(how.into):
         x = annotate(constrain_like(jax.lax.optimization_barrier(x), "residual"), how.into)
     dkernels, factors, histories = [], [], []
+    form = f"...{how.inputs},...{how.outs}->{how.axes}"
     for index, (kernel, placed, like_kernel, dy) in enumerate(zip(kept, how.placed, like_kernels, dys, strict=True)):
         is_used, scale = saves_gathered(placed), scales[index]
-        used = kernel if is_used else _used(jax.lax.optimization_barrier(kernel), placed, scale, x.dtype)
+        used = kernel if is_used else gather_operand(jax.lax.optimization_barrier(kernel), placed, scale, x.dtype)
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
-        dkernels.append(_kernel_gradient(how, placed, x, dy, like_kernel.dtype, scale))
+        exact = functools.partial(how.einsum, form, dtype=like_kernel.dtype)
+        layout = placed, how.axes, how.outs
+        dkernels.append(gradient_by_recipe(exact, form, (x, dy), *layout, scale, like_kernel.dtype))
         factors.append(_Factors(dy, used, how.outs, how.axes, scale))
         with named_after(placed):
-            now = None if scale is None else jnp.stack([*seen[index], _magnitude(dy)])
-        histories.append(None if now is None else jnp.broadcast_to(now[:, None], (*now.shape, HISTORY)))
+            histories.append(as_history(seen[index], dy))
     # In the order in which JAX sums cotangents: the last one first.
     dxs = []
     for index, (dy, used, outs, axes, scale) in enumerate(_joined(factors, how, x.size)):
@@ -224,51 +223,6 @@ def _products_backward(
             dxs.append(how.multiplied(f"...{outs},{axes}->...{how.inputs}", dy, used, index, scales=scale))
     with named_after(how.placed[0]):
         return functools.reduce(jnp.add, reversed(dxs)), tuple(dkernels), tuple(histories)
-
-
-def _used(kernel: Any, placed: ParamPlacement | None, scales: Any, dtype: Any) -> Array | Operand:
-    """Gather a kernel; where it is sent as codes that a matmul takes, with one scale, these are not decoded."""
-    recipe = _recipe(placed)
-    if placed is None or recipe is None or placed.wire.gather != "fp8" or isinstance(kernel, Encoded):
-        return gather(kernel, placed, dtype)
-    if recipe.kind != "float8":
-        return gather(kernel, placed, dtype)
-    with named_after(placed):
-        largest = None if scales is None else scales[1]
-        codes, scale = quantize(kernel, (), recipe, recipe.inputs, is_kernel=True, largest=largest)
-    plain = dataclasses.replace(placed, wire=dataclasses.replace(placed.wire, gather=""))
-    sent = gather(jax.lax.bitcast_convert_type(codes, jnp.uint8), plain, jnp.uint8)
-    return Operand(jax.lax.bitcast_convert_type(sent, codes.dtype), scale)
-
-
-def _kernel_gradient(
-    how: _Products, placed: ParamPlacement | None, x: Array, dy: Array, dtype: Any, scales: Any
-) -> Array:
-    """Return the gradient of a kernel. The scales of quantized arrays multiply the sum over devices."""
-    recipe, form = _recipe(placed), f"...{how.inputs},...{how.outs}->{how.axes}"
-    if recipe is None or recipe.scaling == "row":
-        return kernel_gradient(functools.partial(how.einsum, form, dtype=dtype), x, dy, placed, how.axes, how.outs)
-    of_x, _, of_dy = (None,) * 3 if scales is None else scales
-    given = ((x, recipe.inputs, how.inputs, of_x), (dy, recipe.gradient, how.outs, of_dy))
-    with named_after(placed):
-        a, b = (
-            quantize(array, tuple(range(array.ndim - len(free))), recipe, name, largest=largest)
-            for array, name, free, largest in given
-        )
-
-    def local(a: Array, b: Array) -> Array:
-        return product(form, Operand(a), Operand(b), dtype)
-
-    gradient = kernel_gradient(local, a.array, b.array, placed, how.axes, how.outs)
-    return gradient if a.scale is None or b.scale is None else gradient * (a.scale.reshape(()) * b.scale.reshape(()))
-
-
-def _magnitude(x: Array, *, is_kernel: bool = False) -> Array:
-    return magnitude(x, tuple(range(x.ndim)), is_kernel=is_kernel).reshape(())
-
-
-def _recipe(placed: ParamPlacement | None) -> Recipe | None:
-    return placed.recipe if placed else None
 
 
 _products.defvjp(_products_forward, _products_backward)
@@ -292,7 +246,7 @@ def _joined(factors: list[_Factors], how: _Products, sent: int) -> list[_Factors
     dys, kernels = [factor.dy for factor in factors], [factor.kernel for factor in factors]
     dim, first = how.axes.index(how.outs[0]), how.outs[0]
     counts = {placed.shards(dim) if placed else 1 for placed in how.placed}
-    count, recipes = max(counts), {_recipe(placed) for placed in how.placed}
+    count, recipes = max(counts), {recipe_of(placed) for placed in how.placed}
     has_scales = any(isinstance(factor.kernel, Operand) or factor.scales is not None for factor in factors)
     if len(dys) == 1 or len(counts) > 1 or count == 1 or sum(dy.size for dy in dys) > count * sent:
         return factors

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spmd.layers.quantized_matmul import largest_magnitude, rounded_in_blocks, scaled
-from spmd.model_api.quantize import Recipe
+from spmd.model_api.quantize import MatmulRecipe
 
 Sizes = Int[Array, "group"] | None
 
@@ -26,7 +26,7 @@ def quantized_grouped_matmul(
     x: Float[Array, "*row in"],
     kernel: Float[Array, "group in out"],
     sizes: Sizes,
-    recipe: Recipe | None,
+    recipe: MatmulRecipe | None,
     *,
     tensor: tuple[str, ...] = (),
     is_split: bool = False,

@@ -32,7 +32,7 @@ from spmd.layers.expert_exchange import Blocks
 from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
 from spmd.layers.grouped_matmul import Sizes, grouped_gradient, quantized_grouped_matmul
 from spmd.layers.router import RouterConfig, Routing, expert_slots
-from spmd.model_api.quantize import Recipe
+from spmd.model_api.quantize import MatmulRecipe
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.manual import batch_sum, manual_over, psum, split_axes
 from spmd.sharding.dims import dims_spec
@@ -91,7 +91,7 @@ class _Layer:
     activation: Activation
     layout: ExpertLayout
     chunks: int
-    recipes: tuple[Recipe | None, ...]
+    recipes: tuple[MatmulRecipe | None, ...]
 
     @property
     def is_dropless(self) -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spmd.model_api.quantize import Recipe
+from spmd.model_api.quantize import MatmulRecipe
 from spmd.plan.manual import global_max
 
 
@@ -21,7 +21,7 @@ class Operand(NamedTuple):
 def quantize(
     x: Float[Array, "..."],
     summed: tuple[int, ...],
-    recipe: Recipe,
+    recipe: MatmulRecipe,
     dtype: str,
     *,
     is_kernel: bool = False,
@@ -88,7 +88,7 @@ def power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def rounded_in_blocks(
-    x: Array, summed: tuple[int, ...], recipe: Recipe, dtype: str, *, is_kernel: bool = False
+    x: Array, summed: tuple[int, ...], recipe: MatmulRecipe, dtype: str, *, is_kernel: bool = False
 ) -> Array:
     """Return an array as blocks of codes represent it, in its own dtype."""
     free = [dim for dim in range(x.ndim) if dim not in summed]
@@ -134,7 +134,7 @@ def _letters(form: str, *ndims: int) -> tuple[list[str], str]:
 
 
 def quantized_einsum(
-    form: str, a: Array, kernel: Array | Operand, recipe: Recipe, *, is_gradient: bool, scales: Any, dtype: Any
+    form: str, a: Array, kernel: Array | Operand, recipe: MatmulRecipe, *, is_gradient: bool, scales: Any, dtype: Any
 ) -> Array:
     """Return the product of an array with a kernel, both quantized.
 

@@ -32,7 +32,7 @@ Table = tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class MatmulRecipe:
     """Dtypes and scales of the three products of a linear layer: its output, and the gradients of input and kernel.
 
     Attributes:
@@ -63,14 +63,14 @@ class Recipe:
 
 _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
 
-RECIPES: Mapping[str, Recipe] = {
+RECIPES: Mapping[str, MatmulRecipe] = {
     recipe.name: recipe
     for recipe in (
-        Recipe("fp8", _E4M3, _E5M2, "array"),
-        Recipe("fp8-delayed", _E4M3, _E5M2, "history"),
-        Recipe("fp8-block", _E4M3, _E4M3, "block", 128, is_square=True),
-        Recipe("mxfp8", _E4M3, _E4M3, "block", 32),
-        Recipe("int8", "int8", "int8", "row"),
+        MatmulRecipe("fp8", _E4M3, _E5M2, "array"),
+        MatmulRecipe("fp8-delayed", _E4M3, _E5M2, "history"),
+        MatmulRecipe("fp8-block", _E4M3, _E4M3, "block", 128, is_square=True),
+        MatmulRecipe("mxfp8", _E4M3, _E4M3, "block", 32),
+        MatmulRecipe("int8", "int8", "int8", "row"),
     )
 }
 """Name → recipe."""

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from spmd.model_api.compress import PLAIN, Wire
-from spmd.model_api.quantize import Recipe
+from spmd.model_api.quantize import MatmulRecipe
 from spmd.sharding.layer_paths import Stack, insert_stacked, stored_dims
 from spmd.sharding.mesh import AnyMesh, shards_of
 from spmd.sharding.optimizer_state import shard_bytes
@@ -39,7 +39,7 @@ class ParamPlacement:
     save_gathered: bool = True
     scope: str = ""
     wire: Wire = PLAIN
-    recipe: Recipe | None = None
+    recipe: MatmulRecipe | None = None
 
     @property
     def leading(self) -> tuple[str | None, ...]:

@@ -20,7 +20,7 @@ from spmd.model_api.codecs import WIRES, block_dim
 from spmd.model_api.compress import WITHOUT_CODES, CompressConfig, Wire
 from spmd.model_api.model import Model, ModelInfo
 from spmd.model_api.precision import Precision
-from spmd.model_api.quantize import RECIPES, Recipe, parse_table, table_problems
+from spmd.model_api.quantize import RECIPES, MatmulRecipe, parse_table, table_problems
 from spmd.model_api.remat import Remat
 from spmd.optim.layerwise import check_layerwise
 from spmd.optim.offload_chunks import UpdateChunk
@@ -157,7 +157,7 @@ def check_wires(
 
 def resolve_recipes(
     table: str, rules: Rules, mesh: AnyMesh, trained: Iterable[str], info: ModelInfo
-) -> tuple[dict[str, Recipe], list[Problem]]:
+) -> tuple[dict[str, MatmulRecipe], list[Problem]]:
     """Return the path of each linear layer's kernel → its recipe, and the rows that no matmul can follow.
 
     Args:
@@ -166,7 +166,7 @@ def resolve_recipes(
     """
     if problems := table_problems(table):
         return {}, problems
-    recipes, trained = dict[str, Recipe | None](), set(trained)
+    recipes, trained = dict[str, MatmulRecipe | None](), set(trained)
     names = {path: rules.layer_path(path)[0] for path in sorted({*trained, *info.frozen.values()})}
     known = sorted({name for path, name in names.items() if path in info.linear})
     for pattern, name in parse_table(table):

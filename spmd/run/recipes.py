@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from spmd.analysis.topology import CHIPS
 from spmd.errors import ConfigError, Problem
-from spmd.model_api.quantize import Recipe
+from spmd.model_api.quantize import MatmulRecipe
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import AnyMesh
 from spmd.step_time.hardware import HARDWARE
@@ -44,7 +44,7 @@ def recipe_lines(plan: ShardingPlan, device_kind: str) -> list[str]:
     return lines
 
 
-def _gain(recipe: Recipe, kind: str) -> str:
+def _gain(recipe: MatmulRecipe, kind: str) -> str:
     if recipe.scaling == "block":
         return f"WARNING: no faster: blocks of {recipe.block} are multiplied in the compute dtype"
     time = HARDWARE[kind].products.get(recipe.kind, 1.0)
@@ -53,9 +53,9 @@ def _gain(recipe: Recipe, kind: str) -> str:
     return gain if time < 1 else f"WARNING: no faster: {gain}"
 
 
-def _kernels(plan: ShardingPlan) -> dict[Recipe, dict[str, int]]:
+def _kernels(plan: ShardingPlan) -> dict[MatmulRecipe, dict[str, int]]:
     """Return recipe → path → parameters of the kernels that have it."""
-    frozen, found = plan.model.info().frozen, collections.defaultdict[Recipe, dict[str, int]](dict)
+    frozen, found = plan.model.info().frozen, collections.defaultdict[MatmulRecipe, dict[str, int]](dict)
     for entry in (*plan.params, *(entry for entry in plan.variables if entry.path in frozen)):
         placed = plan.placements.get(frozen.get(entry.path, entry.path))
         if placed is not None and placed.recipe is not None:

@@ -46,17 +46,17 @@ class Extent:
     Attributes:
         rings: For each dimension of the torus that the group extends along: chips, the distance between them, and
             whether it closes to a ring.
-        dims: These dimensions.
         local: Members in one slice or host.
         parts: Slices or hosts.
         cores: Members on one chip.
+        dims: The dimensions of `rings`.
     """
 
     rings: tuple[tuple[int, int, bool], ...]
-    dims: tuple[int, ...]
     local: int
     parts: int
     cores: int = 1
+    dims: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ def _extent(network: Network, group: tuple[int, ...]) -> Extent:
             closes = wraps[dim] and len(positions) * far == lengths[dim]
             rings.append((len(positions), far, bool(closes)))
             dims.append(dim)
-    return Extent(tuple(rings), tuple(dims), len(first), parts, cores)
+    return Extent(tuple(rings), len(first), parts, cores, tuple(dims))
 
 
 def _place(topology: Topology, number: int) -> Place:

@@ -162,3 +162,16 @@ def test_speeds_of_chips() -> None:
     assert HARDWARE["v5e"].peak == pytest.approx(197e12)
     with pytest.raises(ConfigError, match=r"topology: is cpu:8: no speeds are known of cpu"):
         hardware_of(parse_topology("cpu:8"))
+
+
+def test_transfers_of_different_dimensions_use_other_links():
+    """Axes of a torus lie along dimensions of their own; slices and hosts are joined by another network."""
+    found = network("v5p:4x4x4", fsdp=16, tensor=4)
+    fsdp, tensor = (found.links(found.axis_group((axis,))) for axis in ("fsdp", "tensor"))
+    assert len(fsdp) == 2
+    assert len(tensor) == 1
+    assert not set(fsdp) & set(tensor)
+    sliced = network("2xv5p:4x4x4", {"data": 2}, data=2, fsdp=64)
+    assert sliced.links(sliced.axis_group(("data",))) == ("between",)
+    hosts = network("h100:4x8", fsdp=32)
+    assert hosts.links(hosts.axis_group(("fsdp",))) == ("inside", "between")

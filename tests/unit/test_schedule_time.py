@@ -184,6 +184,14 @@ def test_a_chain_of_fusions_is_asynchronous() -> None:
     assert line.exposed == pytest.approx({"g": GATHER - 4e-6})
 
 
+def test_a_transfer_that_is_waited_for_goes_first() -> None:
+    """It takes its own time, by which the one in the background ends later: links are idle in neither order."""
+    line = run(START, SYNCHRONOUS, MATMUL, DONE)
+    assert line.exposed["g"] == pytest.approx(GATHER)
+    assert line.exposed["s"] == pytest.approx(max(0.0, 2 * GATHER - GATHER - 4000 / CLOCK))
+    assert line.seconds == pytest.approx(max(2 * GATHER, GATHER + 4000 / CLOCK))
+
+
 def test_transfers_share_the_network() -> None:
     """A second gather begins when the first has ended; both are hidden only in part."""
     second = START.replace("s = ", "s2 = "), DONE.replace("d = ", "d2 = ").replace("(s)", "(s2)")

@@ -1,0 +1,97 @@
+"""Products of a linear layer by the recipe of its kernel: the parts that differ from products of arrays as they are."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from spmd.layers.kernel_gradient import kernel_gradient
+from spmd.layers.quantized_matmul import Operand, magnitude, product, quantize
+from spmd.model_api.codecs import Encoded
+from spmd.model_api.quantize import HISTORY, MatmulRecipe
+from spmd.plan.fsdp import gather, named_after
+from spmd.plan.records import ParamPlacement
+from spmd.plan.scaled_param import History
+
+Scales = Float[Array, "3"] | None
+"""Largest magnitudes of input, kernel and gradient to scale by; None for those of now."""
+
+
+def recipe_of(placed: ParamPlacement | None) -> MatmulRecipe | None:
+    """Return the recipe of a kernel's matmuls; None for the compute dtype."""
+    return placed.recipe if placed else None
+
+
+def gather_operand(
+    kernel: Array | Encoded, placed: ParamPlacement | None, scales: Scales, dtype: Any
+) -> Array | Operand:
+    """Gather a kernel for its matmuls; where it is sent as codes that these take, with one scale, it is not decoded."""
+    recipe = recipe_of(placed)
+    if placed is None or recipe is None or isinstance(kernel, Encoded):
+        return gather(kernel, placed, dtype)
+    if recipe.kind != "float8" or placed.wire.gather != "fp8":
+        return gather(kernel, placed, dtype)
+    with named_after(placed):
+        largest = None if scales is None else scales[1]
+        codes, scale = quantize(kernel, (), recipe, recipe.inputs, is_kernel=True, largest=largest)
+    plain = dataclasses.replace(placed, wire=dataclasses.replace(placed.wire, gather=""))
+    sent = gather(jax.lax.bitcast_convert_type(codes, jnp.uint8), plain, jnp.uint8)
+    return Operand(jax.lax.bitcast_convert_type(sent, codes.dtype), scale)
+
+
+def gradient_by_recipe(
+    exact: Callable[..., Array],
+    form: str,
+    arrays: tuple[Array, Array],
+    placed: ParamPlacement | None,
+    axes: str,
+    outs: str,
+    scales: Scales,
+    dtype: Any,
+) -> Array:
+    """Return the gradient of a kernel. The scales of quantized arrays multiply the sum over devices.
+
+    Args:
+        exact: `(x, dy) -> gradient`, for recipes that do not quantize it.
+        form: The same product as of `jnp.einsum`.
+        arrays: Input and gradient of the output.
+        axes: The kernel's dimensions, each a letter, and `outs` those of the output.
+    """
+    recipe = recipe_of(placed)
+    if recipe is None or recipe.scaling == "row":
+        return kernel_gradient(exact, *arrays, placed, axes, outs)
+    of_x, _, of_dy = (None,) * 3 if scales is None else scales
+    given = zip(
+        arrays, (recipe.inputs, recipe.gradient), (len(axes) - len(outs), len(outs)), (of_x, of_dy), strict=True
+    )
+    with named_after(placed):
+        a, b = (
+            quantize(array, tuple(range(array.ndim - free)), recipe, name, largest=largest)
+            for array, name, free, largest in given
+        )
+
+    def local(a: Array, b: Array) -> Array:
+        return product(form, Operand(a), Operand(b), dtype)
+
+    gradient = kernel_gradient(local, a.array, b.array, placed, axes, outs)
+    return gradient if a.scale is None or b.scale is None else gradient * (a.scale.reshape(()) * b.scale.reshape(()))
+
+
+def seen_before(x: Array, kernel: Array, scales: Scales) -> tuple[Array, ...]:
+    """Return the largest magnitudes of input and kernel, if they are remembered."""
+    return () if scales is None else (_magnitude(x), _magnitude(kernel, is_kernel=True))
+
+
+def as_history(seen: tuple[Array, ...], dy: Array) -> History | None:
+    """Return all three magnitudes as the derivative of a history (`spmd.plan.scaled_param`), None without one."""
+    if not seen:
+        return None
+    now = jnp.stack([*seen, _magnitude(dy)])
+    return jnp.broadcast_to(now[:, None], (*now.shape, HISTORY))
+
+
+def _magnitude(x: Array, *, is_kernel: bool = False) -> Array:
+    return magnitude(x, tuple(range(x.ndim)), is_kernel=is_kernel).reshape(())
