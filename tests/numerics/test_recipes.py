@@ -60,7 +60,7 @@ def stood_for(x, recipe, dtype, summed, *, is_kernel=False):
     return np.asarray(jnp.asarray(x / scale).astype(dtype).astype(jnp.float32)) * scale
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=str)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 def test_a_product_is_that_of_what_codes_stand_for(recipe):
     """Forward, and the gradient of the input; the control, without quantization, differs."""
     for form, a, is_gradient in ((FORWARD, NORMAL, False), (BACKWARD, NORMAL @ KERNEL, True)):
@@ -135,7 +135,7 @@ def steps(quantize, count=1, microbatches=1, config=CONFIG, options=(), **sizes)
     return found, state
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed", "fp8-block", "mxfp8", "int8"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed", "int8"])
 def test_layouts_train_alike(recipe):
     """But for codes that are rounded the other way where sums differ in order; the control is without the recipe."""
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
