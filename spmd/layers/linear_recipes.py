@@ -82,7 +82,7 @@ def gradient_by_recipe(
 
 def seen_before(x: Array, kernel: Array, scales: Scales) -> tuple[Array, ...]:
     """Return the largest magnitudes of input and kernel, if they are remembered."""
-    return () if scales is None else (_magnitude(x), _magnitude(kernel, is_kernel=True))
+    return () if scales is None else (_magnitude(x), _magnitude(kernel, is_whole=True))
 
 
 def as_history(seen: tuple[Array, ...], dy: Array) -> History | None:
@@ -93,5 +93,5 @@ def as_history(seen: tuple[Array, ...], dy: Array) -> History | None:
     return jnp.broadcast_to(now[:, None], (*now.shape, HISTORY))
 
 
-def _magnitude(x: Array, *, is_kernel: bool = False) -> Array:
-    return magnitude(x, tuple(range(x.ndim)), is_kernel=is_kernel).reshape(())
+def _magnitude(x: Array, *, is_whole: bool = False) -> Array:
+    return magnitude(x, tuple(range(x.ndim)), is_whole=is_whole).reshape(())

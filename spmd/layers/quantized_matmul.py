@@ -39,17 +39,16 @@ def quantize(
         return Operand(rounded_in_blocks(x, summed, recipe, dtype, is_kernel=is_kernel))
     is_bound = largest is None
     if largest is None:
-        over = summed if recipe.scaling == "row" else tuple(range(x.ndim))
-        largest = magnitude(x, over, is_kernel=is_kernel)
-    return Operand(
-        *scaled(x, largest.reshape((1,) * x.ndim) if largest.size == 1 else largest, dtype, is_bound=is_bound)
-    )
+        is_row = recipe.scaling == "row"  # of one device, as a kernel is
+        largest = magnitude(x, summed if is_row else tuple(range(x.ndim)), is_whole=is_kernel or is_row)
+    largest = largest.reshape((1,) * x.ndim) if largest.size == 1 else largest
+    return Operand(*scaled(x, largest, dtype, is_bound=is_bound))
 
 
-def magnitude(x: Array, over: tuple[int, ...], *, is_kernel: bool = False) -> Float[Array, "..."]:
-    """Return the largest magnitude over dimensions, which stay with size 1, of all devices; a kernel's of this one."""
+def magnitude(x: Array, over: tuple[int, ...], *, is_whole: bool = False) -> Float[Array, "..."]:
+    """Return the largest magnitude over dimensions, which stay with size 1, of all devices, or of one that has all."""
     largest = largest_magnitude(x, over)
-    return largest if is_kernel else global_max(largest)
+    return largest if is_whole else global_max(largest)
 
 
 def largest_magnitude(x: Array, over: tuple[int, ...], axes: tuple[str, ...] = ()) -> Float[Array, "..."]:

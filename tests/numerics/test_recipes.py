@@ -96,7 +96,7 @@ def test_magnitudes_beyond_the_history_are_clipped():
 
 
 def test_one_scale_is_of_all_devices():
-    """In a manual region too, bitwise; the control, of one device, differs."""
+    """In a manual region too, bitwise; the control, of one device, differs. A row is of one device, as its scale is."""
     mesh, x = make_mesh(data=4, devices=jax.devices()[:4]), jnp.asarray(NORMAL)
 
     def codes(x, is_kernel):
@@ -109,6 +109,10 @@ def test_one_scale_is_of_all_devices():
     whole = codes(x, False)
     assert np.array_equal(run[0], whole)
     assert not np.array_equal(run[1], whole)
+    rows = jax.jit(
+        manual_over(mesh, ("data",), lambda x: quantize(x, (2,), RECIPES["int8"], "int8").array, P("data"), P("data"))
+    )
+    assert np.array_equal(rows(x), quantize(x, (2,), RECIPES["int8"], "int8").array)
     spread = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
     assert np.array_equal(jax.jit(codes, static_argnums=1)(spread, False), whole)
 
