@@ -69,7 +69,10 @@ def describe(job: Rebuilt) -> dict[str, Any]:
     tied = bool(extra.get("tied_embeddings"))
     mlp = next((name for word, name in _MLPS.items() if extra.get("mlp", "swiglu").startswith(word)), "swiglu")
     shape = {name: row[name] for name in ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "head_dim")}
+    # Recipes gather the keys of a sequence, and attend with a kernel; ours for whole sequences is behind an all-to-all.
+    context = {"context": "all-to-all"} if mesh["sequence"] > 1 else {}
     return {
+        **context,
         "topology": f"{topology.kind}:{'x'.join(map(str, topology.shape))}",
         "model": {**shape, "mlp": mlp, "tied": tied, "windows": windows, "qk_norm": "gemma3" in row["model"]},
         "mesh": mesh,
@@ -132,6 +135,7 @@ def make_config(about: Mapping[str, Any]) -> spmd.TrainConfig[TransformerConfig]
         remat=about["remat"],
         accumulate=about["accumulate"],
         precision="bf16",
+        context=about.get("context", "ring"),
         xla=tuple(about["xla"]),
         data=spmd.DataConfig(sequence=about["sequence"], batch=about["batch"]),
     )

@@ -19,10 +19,10 @@ CLOSED = {
 """Kind of chip → rates of the closed forms. The least spread is 5 %: published tables are not more exact."""
 
 COMPILED = {
-    "v4": Rates(matmul=1.04, spread=0.10),
-    "v5e": Rates(1.085, 0.925, 0.702, 0.746, 0.0210, spread=0.06),
-    "v5p": Rates(1.126, 0.958, 0.645, 0.810, 0.0211, spread=0.17),
-    "v6e": Rates(1.148, 0.899, 0.710, 0.794, 0.0207, spread=0.10),
-    "tpu7x": Rates(0.993, 0.948, 0.593, 0.797, 0.0200, spread=0.10),
+    "v4": Rates(1.068, 0.982, 0.622, 0.841, 0.0186, spread=0.10),
+    "v5e": Rates(1.081, 0.976, 0.649, 0.734, 0.0197, spread=0.06),
+    "v5p": Rates(1.154, 1.056, 0.638, 0.848, 0.0197, spread=0.15),
+    "v6e": Rates(1.107, 1.031, 0.653, 0.797, 0.0185, spread=0.10),
+    "tpu7x": Rates(1.213, 0.955, 0.641, 0.721, 0.0196, spread=0.10),
 }
 """Kind of TPU → rates of compiled programs. Published steps are of other programs than ours, with other collectives."""

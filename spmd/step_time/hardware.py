@@ -25,7 +25,7 @@ class Hardware:
         host: Bytes/s between the device and its host's memory.
         latency: Seconds of one hop of a collective.
         network_latency: The same, between slices or hosts.
-        matrix_unit: Width of a TPU's matrix unit. Attention of narrower heads leaves a part of it idle.
+        matrix_unit: Width of heads with which a TPU's attention is as fast as can be; narrower ones leave a part idle.
         products: Dtype, `int8` or `float8`, that it has → the time of a large product, relative to bfloat16.
     """
 
@@ -55,7 +55,8 @@ _SPEEDS = {
     "h200": (4800e9, 450e9, 50e9, 64e9, 5e-6),
     "b200": (8000e9, 900e9, 50e9, 64e9, 5e-6),
 }
-_MATRIX_UNITS = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
+# A TPU7x has units of 256, too, but is as fast with heads of 128 (decision 0040).
+_MATRIX_UNITS = {"v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 128}
 # TPUs: cycles that libtpu 0.0.50 counts for a product of 4096 × 4096 matrices; GPUs: data sheets.
 _PRODUCTS = {
     "v4": {"int8": 1.09, "float8": 1.17},

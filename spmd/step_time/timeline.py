@@ -65,6 +65,9 @@ class Timeline:
     spans: list[Span] = dataclasses.field(default_factory=list)
 
 
+_STEADY = 4
+"""Turns of a loop after which each takes as long as the last: transfers of one turn may end in the next."""
+
 _LABELS = {
     "matmul": "matmuls",
     "attention": "attention",
@@ -114,8 +117,27 @@ class _Run:
                 self.execute(block.body, times)
             self.share = share
             return
-        for _ in range(int(turns)):
+        whole, steady = int(turns), _STEADY if not self.keep_spans else int(turns)
+        for _ in range(min(whole, steady) - 1):
             self.execute(block.body, times)
+        before = self._totals()
+        self.execute(block.body, times)
+        if whole > steady:
+            self._repeat(before, whole - steady)
+
+    def _totals(self) -> tuple[float, list[dict[str, float]]]:
+        return self.now, [dict(table) for table in (self.line.spent, self.line.exposed, self.line.moving)]
+
+    def _repeat(self, before: tuple[float, list[dict[str, float]]], turns: int) -> None:
+        """Add what a turn of a loop added, several times."""
+        start, tables = before
+        for table, old in zip((self.line.spent, self.line.exposed, self.line.moving), tables, strict=True):
+            for name, total in table.items():
+                table[name] = total + turns * (total - old.get(name, 0.0))
+        later = turns * (self.now - start)
+        self.now += later
+        self.free = collections.defaultdict(float, {link: end + later for link, end in self.free.items()})
+        self.ends = {key: end + later for key, end in self.ends.items()}
 
     def _operation(self, operation: Operation, times: float) -> None:
         if operation.kind == "start":
