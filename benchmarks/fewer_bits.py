@@ -3,7 +3,7 @@
     python -m benchmarks.fewer_bits --results results.jsonl
     python -m benchmarks.fewer_bits --results results.jsonl --config mixtral-tiny --seeds 0
 
-The table in docs/how-to/precision.md is made by it. Every run's loss is appended to the results as it ends, and runs
+The table in docs/how-to/benchmark.md is made by it. Every run's loss is appended to the results as it ends, and runs
 that are there already are not repeated, so an interrupted table goes on. The last setting is a control: gradients of
 each device as their signs, one scale for each array and no error feedback, with Adam (what 1-bit Adam, Tang et al.,
 arXiv:2102.02888, shows to fail). The exit code is 1 if a setting is further off than it may be, or the control is not.

@@ -206,8 +206,8 @@ def _products_backward(
     dkernels, factors, histories = [], [], []
     form = f"...{how.inputs},...{how.outs}->{how.axes}"
     for index, (kernel, placed, like_kernel, dy) in enumerate(zip(kept, how.placed, like_kernels, dys, strict=True)):
-        is_used, scale = saves_gathered(placed), scales[index]
-        used = kernel if is_used else gather_operand(jax.lax.optimization_barrier(kernel), placed, scale, x.dtype)
+        is_gathered, scale = saves_gathered(placed), scales[index]
+        used = kernel if is_gathered else gather_operand(jax.lax.optimization_barrier(kernel), placed, scale, x.dtype)
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
         exact = functools.partial(how.einsum, form, dtype=like_kernel.dtype)

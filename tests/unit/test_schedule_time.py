@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -11,6 +12,7 @@ from spmd.analysis.hlo import parse
 from spmd.analysis.topology import parse_topology
 from spmd.errors import ConfigError
 from spmd.sharding.mesh import MeshShape
+from spmd.step_time import timeline
 from spmd.step_time.hardware import Hardware
 from spmd.step_time.network import make_network
 from spmd.step_time.program import Block, Operation, Schedule, read_schedule
@@ -190,6 +192,18 @@ def test_a_transfer_that_is_waited_for_goes_first() -> None:
     assert line.exposed["g"] == pytest.approx(GATHER)
     assert line.exposed["s"] == pytest.approx(max(0.0, 2 * GATHER - GATHER - 4000 / CLOCK))
     assert line.seconds == pytest.approx(max(2 * GATHER, GATHER + 4000 / CLOCK))
+
+
+def test_a_long_loop_is_run_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other turns are counted: `run` compares with all of them, also where a transfer ends in the next turn."""
+    monkeypatch.setattr(
+        sys.modules[__name__], "PROGRAM", PROGRAM.replace("n = s32[] constant(3)", "n = s32[] constant(40)")
+    )
+    body = f"{START}\n  {MATMUL}\n  {DONE}\n  {SYNCHRONOUS}"
+    line = run(LOOP, body=body)
+    assert line.exposed == pytest.approx({"g": 40 * GATHER, "s": 40 * (GATHER - 4000 / CLOCK)})
+    monkeypatch.setattr(timeline, "_STEADY", 10**9)
+    assert run(LOOP, body=body).seconds == pytest.approx(line.seconds)
 
 
 def test_transfers_share_the_network() -> None:
