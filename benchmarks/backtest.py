@@ -190,20 +190,22 @@ def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> Resu
     def predict_compiled(job: Rebuilt, rates: Rates) -> float:
         return programs[id(job)].tokens_per_second(job, rates)
 
+    dense = {n: job for n, job in found.items() if isinstance(job, Rebuilt) and job.is_dense}
     results = {}
-    for chip in dict.fromkeys(row["chip"] for row in rows):
-        jobs = {n: job for n, job in found.items() if isinstance(job, Rebuilt) and job.row["chip"] == chip}
-        if compiled is not None:
-            jobs = {n: job for n, job in jobs.items() if n in compiled}
-        chosen = [job for job in jobs.values() if job.is_dense]
-        if not chosen:
+    for group in dict.fromkeys(job.group for job in dense.values()):
+        jobs = [job for n, job in dense.items() if job.group == group and (compiled is None or n in compiled)]
+        if not jobs:
             continue
-        total = sum(row["chip"] == chip for row in rows)
+        chip, platform = jobs[0].row["chip"], jobs[0].topology.platform
+        total = sum(row["chip"] == chip for row in rows) if chip == group else len(jobs)
         if compiled is None:
-            results[chip] = backtest(chosen, total, predict_closed, CLOSED_PRIORS[chosen[0].topology.platform])
+            wide = [job for job in dense.values() if job.topology.kind == jobs[0].topology.kind and job.is_wide]
+            results[group] = backtest(
+                jobs, total, predict_closed, CLOSED_PRIORS[platform], () if jobs[0].is_wide else wide
+            )
         else:
-            kin = [job for job in map(found.get, compiled) if isinstance(job, Rebuilt) and job.row["chip"] != chip]
-            results[chip] = backtest(chosen, total, predict_compiled, COMPILED_PRIOR, kin)
+            kin = [job for n, job in dense.items() if n in compiled and job.group != group]
+            results[group] = backtest(jobs, total, predict_compiled, COMPILED_PRIOR, kin)
     return results, reasons
 
 
@@ -224,6 +226,7 @@ def main() -> int:
     parser.add_argument("--rows", required=True, metavar="FILE", help="published rows, a JSON list")
     parser.add_argument("--compile", action="store_true", help="compile the rows of TPUs and read their schedules")
     parser.add_argument("--cache", default="build/backtest", metavar="FOLDER", help="compiled programs, to resume from")
+    parser.add_argument("--workers", type=int, default=2, help="programs compiled at a time, of about 6 GiB each")
     parser.add_argument("--json", action="store_true", help="print one object, chip → figures")
     parser.add_argument("--fit", action="store_true", help="print the rates fitted on all rows")
     parser.add_argument("--verbose", action="store_true", help="print a line for each row")
@@ -234,7 +237,7 @@ def main() -> int:
         print(f"backtest: {problem}", file=sys.stderr)
         return 2
     jobs = {n: job for n, row in enumerate(rows) if isinstance(job := rebuild(row), Rebuilt)}
-    compiled, failed = compile_rows(jobs, options.cache) if options.compile else (None, {})
+    compiled, failed = compile_rows(jobs, options.cache, options.workers) if options.compile else (None, {})
     results, reasons = run(rows, compiled)
     reasons |= failed
     if options.json:

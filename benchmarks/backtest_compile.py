@@ -9,11 +9,12 @@ import gzip
 import hashlib
 import json
 import math
-import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from spmd.partition_rules.transformer import transformer_rules
 from spmd.run.build import make_setup
 from spmd.run.preflight import compile_text, topology_mesh
 from spmd.sharding.mesh import AXES, MeshShape, slice_numbers
+from spmd.step_time.closed_form import ClosedRates
 from spmd.step_time.network import Network, make_network
 from spmd.step_time.program import Schedule, read_schedule
 from spmd.step_time.timeline import Rates, run_schedule
@@ -52,7 +54,8 @@ class CompiledRow:
         if job.topology.slices > 1:
             shards = math.prod(size for axis, size in job.work.mesh.items() if axis != "data")
             group = job.network.axis_group(("data",))
-            seconds += job.network.between("all-reduce", job.work.params / shards * job.work.reduced_bytes, group)
+            reduction = job.network.between("all-reduce", job.work.params / shards * job.work.reduced_bytes, group)
+            seconds += ClosedRates().exposed * reduction  # the rest beside the backward pass
             seconds += job.network.waiting(seconds, rates.straggling)
         return job.tokens_per_second(seconds)
 
@@ -84,26 +87,37 @@ def describe(job: Rebuilt) -> dict[str, Any]:
     }
 
 
-def compile_rows(jobs: Mapping[int, Rebuilt], folder: str) -> tuple[dict[int, CompiledRow], dict[int, str]]:
-    """Compile the dense rows of TPUs; return number → program, and number → why there is none.
+def compile_rows(
+    jobs: Mapping[int, Rebuilt], folder: str, workers: int = 1
+) -> tuple[dict[int, CompiledRow], dict[int, str]]:
+    """Compile the dense rows of TPUs, several at a time; return number → program, and number → why there is none.
 
     Programs that are in the folder are not compiled again, nor are those that the compiler refused.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    wanted = {n: job for n, job in jobs.items() if job.topology.platform == "tpu" and job.is_dense}
+    tpus = {n: job for n, job in jobs.items() if job.topology.platform == "tpu" and job.is_dense}
+    wanted = {n: job for n, job in tpus.items() if job.is_wide}
+    narrow = dict.fromkeys(tpus.keys() - wanted.keys(), "products of 8 bits: only closed forms predict them")
     names = {n: _file(folder, job) for n, job in wanted.items()}
     missing = {names[n]: job for n, job in wanted.items() if not names[n].exists() and not _failed(names[n]).exists()}
-    for file, job in show_waiting_for(iter(missing.items()), "compiling rows"):
-        what = f"{job.row['model']} for {describe(job)['topology']}"
-        print(f"compiling {what}", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "benchmarks.backtest_compile", json.dumps(describe(job)), str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
-        if not file.exists():
-            reason = done.stderr.strip().splitlines()[-1:] or [f"the compiler ended with {done.returncode}"]
-            _failed(file).write_text(reason[0], encoding="utf-8")
+    with ThreadPoolExecutor(workers) as pool:
+        for what in show_waiting_for(pool.map(_compile, missing, missing.values()), "compiling rows"):
+            print(f"compiled {what}", file=sys.stderr, flush=True)
     programs = {file: _read(file, wanted[n]) for n, file in names.items() if file.exists()}
     failed = {n: f"not compiled: {_failed(file).read_text()}" for n, file in names.items() if not file.exists()}
-    return {n: programs[file] for n, file in names.items() if file in programs}, failed
+    return {n: programs[file] for n, file in names.items() if file in programs}, narrow | failed
+
+
+def _compile(file: Path, job: Rebuilt) -> str:
+    """Compile a row in a process of its own, and return what it was."""
+    about, start = describe(job), time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks.backtest_compile", json.dumps(about), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not file.exists():
+        reason = done.stderr.strip().splitlines()[-1:] or [f"the compiler ended with {done.returncode}"]
+        _failed(file).write_text(reason[0], encoding="utf-8")
+    what = f"{job.row['model']} for {about['topology']} in {time.perf_counter() - start:.0f} s"
+    return what if file.exists() else f"{what}: refused"
 
 
 def _file(folder: str, job: Rebuilt) -> Path:

@@ -24,11 +24,13 @@ REQUIRED = (
     *("model", "chip", "chips", "mesh", "layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "vocab", "seq"),
     *("remat", "precision"),
 )
-_GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
+_GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200", "GB200": "b200", "GB300": "b200"}
 _GPU_MEMORY = {"A100-SXM-40GB": 1555e9}  # bytes/s, NVIDIA's data sheet
+_RACK_PEAK, _RACK = 2.5e15, 72  # FLOP/s of a GPU of a GB200 or GB300, and the GPUs that NVLink joins; its data sheet
 _SHAPES_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _PUBLISHED_AXES = {"dcn_data": "data", "dcn_fsdp": "fsdp", "fsdp_transpose": "fsdp"}
-_NARROW = ("fp8", "int8", "nvfp4", "mxfp8")
+_PRODUCTS = {"fp8": "float8", "int8": "int8"}
+"""What a precision names → dtype of the layers' products."""
 _NO_DECODER = ("MLA", "shared_experts", "global_head_dim")
 _POWER_LIMIT = (500 / 700) ** (1 / 3)
 """Clock of an H100 that is limited to 500 of 700 W: power grows with the cube of the clock."""
@@ -87,6 +89,16 @@ class Rebuilt:
         return float(self.row.get("tokens_per_s_per_chip") or self.row["derived_tokens_per_s_per_chip"])
 
     @property
+    def group(self) -> str:
+        """The chip; apart for rows whose products have 8 bits, since they are no test of bfloat16's rates."""
+        return str(self.row["chip"]) if self.is_wide else f"{self.row['chip']}, 8 bits"
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether products have 16 bits."""
+        return not self.work.quantized
+
+    @property
     def is_dense(self) -> bool:
         """Whether every token meets all parameters."""
         return not (self.row.get("extra") or {}).get("experts")
@@ -129,8 +141,10 @@ def read_rows(file: str) -> list[Row]:
 def rebuild(row: Row) -> Rebuilt | str:
     """Return a row as a job, or the reason why there is none."""
     extra, precision = (row.get("extra") or {}), row["precision"].lower()
-    if any(word in precision for word in _NARROW):
-        return f"precision {row['precision']}: matmuls of fewer than 16 bits do not exist here"
+    if "fp4" in precision:
+        return f"precision {row['precision']}: no recipe of 4 bits exists here"
+    if " or bf16" in precision:
+        return f"precision {row['precision']}: one of two"
     if any(name in extra or name in str(extra.get("attention", "")) for name in _NO_DECODER):
         return "layers of several kinds: shared experts, latent attention or heads of several widths"
     if "not a plain transformer" in (row.get("notes") or ""):
@@ -186,6 +200,9 @@ def _hardware(row: Row, topology: Topology) -> Hardware:
     hardware = HARDWARE[topology.kind]
     if row["chip"] in _GPU_MEMORY:
         hardware = dataclasses.replace(hardware, memory_bandwidth=_GPU_MEMORY[row["chip"]])
+    if row["chip"].startswith("GB"):
+        network = hardware.link if row["chips"] <= _RACK else hardware.network
+        hardware = dataclasses.replace(hardware, peak=_RACK_PEAK, network=network)
     if "500 W" in (row.get("notes") or ""):
         hardware = dataclasses.replace(hardware, peak=hardware.peak * _POWER_LIMIT)
     return hardware
@@ -210,6 +227,7 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
     wide = {"layer_input": d, "attention_query": heads, "attention_key": kv, "attention_value": kv}
     offloaded = remat.policy.removeprefix("offload:").split(",") if remat.policy.startswith("offload:") else ()
     parts, is_pure = row.get("grad_accum") or 1, "PURE" in row["precision"]
+    dtype = next((dtype for word, dtype in _PRODUCTS.items() if word in row["precision"].lower()), "")
     batch = row["per_device_batch"] * topology.devices * parts if row.get("per_device_batch") else row["global_batch"]
     return Workload(
         layers=layers,
@@ -226,6 +244,7 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
         batch=batch,
         mesh=shape.sizes,
         microbatches=parts,
+        quantized={dtype: 1.0} if dtype else {},
         recomputed=again / layer_params,
         recomputes_attention=remat.attention,
         reduced_bytes=4 if topology.platform == "cuda" and not is_pure else 2,

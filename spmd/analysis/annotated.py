@@ -18,7 +18,7 @@ Annotated = Mapping[tuple[str, str], str]
 
 _MAX_OPERATIONS = 16
 _MIXES = ("conv_general_dilated", "cum", "dot_general", "reduce", "scatter", "sharding_constraint", "sort")
-_BODIES = ("cond", "scan", "shard_map", "while")
+_BODIES = ("cond", "pallas_call", "scan", "shard_map", "while")
 
 
 def find_annotated(jaxpr: Any) -> Annotated:

@@ -110,7 +110,7 @@ class ClosedRates:
         passes: Passes over activations, relative to those of `_STREAM` and `_HIDDEN`.
         exposed: Share of the time of gathers and reductions that is not hidden.
         hop: Seconds that each further host or slice adds to a collective.
-        straggling: Relative time added by each doubling of the slices.
+        straggling: Standard deviation of the steps of slices, relative; all wait for the slowest.
         spread: Half of the range of nine predictions of ten, relative; of rows that were not fitted.
     """
 
@@ -120,7 +120,7 @@ class ClosedRates:
     passes: float = 1.0
     exposed: float = 0.5
     hop: float = 1e-5
-    straggling: float = 0.02
+    straggling: float = 0.07
     spread: float = 0.15
 
 

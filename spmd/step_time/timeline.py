@@ -18,7 +18,7 @@ class Rates:
         memory: The same, of all other operations with cycles.
         attention: Share of the peak FLOP/s that attention kernels reach, of heads as wide as a matrix unit.
         network: Share of the published bandwidth that collectives reach.
-        straggling: Relative time added by each doubling of the slices.
+        straggling: Standard deviation of the steps of slices, relative; all wait for the slowest.
         spread: As for `ClosedRates`.
     """
 
@@ -26,7 +26,7 @@ class Rates:
     memory: float = 1.0
     attention: float = 0.5
     network: float = 0.8
-    straggling: float = 0.02
+    straggling: float = 0.07
     spread: float = 0.1
 
 
@@ -65,6 +65,10 @@ class Timeline:
     spans: list[Span] = dataclasses.field(default_factory=list)
 
 
+_PASSES = {"all-gather": 2, "reduce-scatter": 5, "all-reduce": 7, "to host": 1, "from host": 1}
+"""Times that the bytes of a transfer pass through the device's memory. What arrives over a ring is written, and read to
+be sent on; in a reduction, the device's own part is read, too."""
+
 _STEADY = 4
 """Turns of a loop after which each takes as long as the last: transfers of one turn may end in the next."""
 
@@ -82,12 +86,21 @@ def run_schedule(
     """Run a schedule on a device with a clock in Hz.
 
     Transfers over the same links wait for each other, but one that the device waits for goes before those in the
-    background: it is alone on its links, and delays them by its length.
+    background: it is alone on its links, and delays them by its length. The bytes of one that is hidden pass through
+    the memory, and delay the device as long as that takes.
     """
     run = _Run(network, clock, rates, keep_spans)
     run.execute(schedule, 1.0)
     run.line.seconds = sum(run.line.spent.values())
     return run.line
+
+
+class _Moving(NamedTuple):
+    """Transfer in the background: when it ends, its own seconds, and the links that it uses."""
+
+    end: float
+    seconds: float
+    links: tuple[str, ...]
 
 
 class _Run:
@@ -97,8 +110,7 @@ class _Run:
         self.line, self.now = Timeline(), 0.0
         self.share = 1.0  # of the cases in which the current branch is taken: its operations last that much shorter
         self.free: dict[str, float] = collections.defaultdict(float)
-        self.ends: dict[tuple[str, ...], float] = {}
-        self.links: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self.moving: dict[tuple[str, ...], _Moving] = {}
 
     def execute(self, schedule: Schedule, times: float) -> None:
         for entry in schedule:
@@ -137,19 +149,16 @@ class _Run:
         later = turns * (self.now - start)
         self.now += later
         self.free = collections.defaultdict(float, {link: end + later for link, end in self.free.items()})
-        self.ends = {key: end + later for key, end in self.ends.items()}
+        self.moving = {key: moving._replace(end=moving.end + later) for key, moving in self.moving.items()}
 
     def _operation(self, operation: Operation, times: float) -> None:
         if operation.kind == "start":
             self._start(operation, times)
         elif operation.kind == "done":
-            assert operation.transfer is not None
-            wait = max(0.0, self.ends.pop(operation.key, self.now) - self.now)
-            self._wait(operation.transfer, wait, times)
+            self._finish(operation, times)
         elif operation.kind == "transfer":
-            assert operation.transfer is not None
             self._start(operation, times, at_once=True)
-            self._wait(operation.transfer, self.ends.pop(operation.key) - self.now, times)
+            self._finish(operation, times)
         else:
             self._spend(operation.name, _LABELS[operation.kind], self._seconds(operation), times)
 
@@ -178,26 +187,38 @@ class _Run:
             self._delay(links, length)
         for link in links:
             self.free[link] = max(self.free[link], end)
-        self.ends[operation.key], self.links[operation.key] = end, links
+        self.moving[operation.key] = _Moving(end, length, links)
         self.line.moving[transfer.instruction] += length * times
         if self.keep_spans:
             self.line.spans.append(Span(f"{transfer.kind} {transfer.instruction}", lane, transfer.over, begin, length))
 
     def _delay(self, links: tuple[str, ...], seconds: float) -> None:
         """Delay what moves over some links in the background."""
-        for key, end in self.ends.items():
-            if end > self.now and set(links) & set(self.links[key]):
-                self.ends[key] = end + seconds
-                for link in self.links[key]:
-                    self.free[link] = max(self.free[link], end + seconds)
+        for key, moving in self.moving.items():
+            if moving.end > self.now and set(links) & set(moving.links):
+                end = moving.end + seconds
+                self.moving[key] = moving._replace(end=end)
+                for link in moving.links:
+                    self.free[link] = max(self.free[link], end)
 
-    def _wait(self, transfer: Transfer, seconds: float, times: float) -> None:
-        self.line.exposed[transfer.instruction] += seconds * times
+    def _finish(self, operation: Operation, times: float) -> None:
+        """Wait for the end of a transfer; before that, what ran beside it had less of the memory's bandwidth."""
+        transfer = operation.transfer
+        assert transfer is not None
+        moving = self.moving.pop(operation.key, _Moving(self.now, 0.0, ()))
+        wait = max(0.0, moving.end - self.now)
+        self.line.exposed[transfer.instruction] += wait * times
         label = "host transfers" if transfer.over == "host" else f"exposed collectives over {transfer.over}"
-        self._spend(f"wait for {transfer.instruction}", label, seconds, times)
+        self._spend(f"wait for {transfer.instruction}", label, wait, times)
+        if moving.seconds > wait:
+            hidden = self.share * (1 - wait / moving.seconds)
+            passed = _PASSES.get(transfer.kind, 2) * transfer.payload / self.hardware.memory_bandwidth
+            self._spend(f"memory of {transfer.instruction}", "memory of hidden transfers", hidden * passed, times)
 
     def _spend(self, name: str, label: str, seconds: float, times: float) -> None:
-        if self.keep_spans and seconds:
+        if not seconds:
+            return
+        if self.keep_spans:
             self.line.spans.append(Span(name, "device", label, self.now, seconds))
         self.line.spent[label] += seconds * times
         self.now += seconds

@@ -10,13 +10,17 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import annotate
+from spmd.analysis.annotated import find_annotated
 from spmd.analysis.collective_audit import audit_collectives, expect_collectives
 from spmd.examples import demo, mixtral_tiny
 from spmd.plan.flax import from_nnx
 from spmd.plan.plan import make_plan
+from spmd.plan.scopes import annotate_scope
 from spmd.run.build import make_setup
 from spmd.run.preflight import compile_step
 from spmd.sharding.mesh import BATCH_AXES, MeshShape
@@ -224,3 +228,23 @@ class Scale(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """The product with each row."""
         return x * self.scale[None]
+
+
+def test_a_kernel_before_an_annotation_is_no_elementwise_operation() -> None:
+    """A kernel writes into references and has no results of its own; what is before it is not looked at."""
+
+    def double(x: jax.Array) -> jax.Array:
+        def kernel(x_ref, y_ref) -> None:
+            y_ref[...] = 2 * x_ref[...]
+
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    def marked(x: jax.Array) -> jax.Array:
+        with jax.named_scope(annotate_scope("doubled")):
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+    sharding = NamedSharding(tiny.mesh(fsdp=2), P("fsdp"))
+    x = jnp.ones((8, 8))
+    assert find_annotated(jax.make_jaxpr(lambda x: marked(double(x + 1)))(x)) == {}
+    found = find_annotated(jax.make_jaxpr(lambda x: marked(x + 1))(x))
+    assert [(operation, name) for (operation, _), name in found.items()] == [("add", "doubled")]

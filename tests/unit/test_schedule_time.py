@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from fractions import Fraction
+from math import inf
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ ENTRY_BODY
   ROOT r = f32[1024] copy(x)
 }}
 """
-ROUND = Hardware(peak=1e12, memory_bandwidth=1e9, link=1e9, network=1e9, host=1e9, latency=0, network_latency=0)
+ROUND = Hardware(peak=1e12, memory_bandwidth=inf, link=1e9, network=1e9, host=1e9, latency=0, network_latency=0)
 NETWORK = make_network(parse_topology("v5e:2x2"), MeshShape(fsdp=4), {}, ROUND, efficiency=1.0)
 CLOCK, GATHER = 1e9, 4096 * 4 * 3 / 4 / 2e9
 """Seconds of a gather of 16 KiB over two lines of two chips: 6.144 µs."""
@@ -168,6 +169,18 @@ def test_an_asynchronous_gather_is_hidden(cycles, exposed) -> None:
     assert line.exposed == pytest.approx({"s": exposed})
     assert line.seconds == pytest.approx(cycles / CLOCK + exposed)
     assert line.moving == pytest.approx({"s": GATHER})
+
+
+def test_a_hidden_transfer_takes_bandwidth_of_the_memory() -> None:
+    """A gather's 16 KiB are written and read: of one that is hidden for a share of its time, that share."""
+    network = dataclasses.replace(NETWORK, hardware=dataclasses.replace(ROUND, memory_bandwidth=1e10))
+    passes = 2 * 4096 * 4 / 1e10
+    for cycles, share in (10_000, 1.0), (4000, 4e-6 / GATHER):
+        found = schedule(START, MATMUL.replace(COST(4000), COST(cycles)), DONE)
+        spent = run_schedule(found, network, CLOCK, Rates()).spent
+        assert spent["memory of hidden transfers"] == pytest.approx(share * passes)
+    waited = run_schedule(schedule(SYNCHRONOUS, MATMUL), network, CLOCK, Rates()).spent
+    assert "memory of hidden transfers" not in waited
 
 
 def test_the_order_of_the_program_decides() -> None:

@@ -79,11 +79,11 @@ def test_full_remat_costs_a_third_of_the_layers() -> None:
 
 
 def test_parts_of_two_slices_add_up() -> None:
-    """Waiting for the slowest slice is a share of all the rest."""
+    """Waiting for the slower of two slices, which vary by a tenth: the mean of the larger of two normal variables."""
     sizes = {"data": 2, "fsdp": 256}
     parts = spent(sizes, "2xv5e:16x16", batch=512)
     waiting = parts.pop("waiting for the slowest slice")
-    assert waiting == pytest.approx(0.1 * sum(parts.values()))
+    assert waiting == pytest.approx(0.1 * math.pi**-0.5 * sum(parts.values()), rel=0.05)
     assert parts["exposed collectives over data"] == pytest.approx(0.5 * 3e5 * 2 / 256 / 1e8)
     assert parts["optimizer"] == pytest.approx(3e5 / 256 * 28 / 1e9)
 
