@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from spmd.step_time.hardware import Hardware
 from spmd.step_time.network import Network
-from spmd.step_time.program import Block, Operation, Schedule, Transfer
+from spmd.step_time.program import Block, Operation, Schedule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from benchmarks.backtest import CLOSED_PRIORS, fit, leave_one_out, predict_close
 from benchmarks.backtest_compile import describe, make_config
 from benchmarks.published_rows import Rebuilt, read_rows, rebuild
 from spmd.errors import ConfigError
+from spmd.step_time.closed_form import closed_form
 from spmd.step_time.timeline import Rates
 
 # mosaicml/llm-foundry, scripts/train/benchmarking/README.md, A100 40GB: tokens/s of one GPU.
@@ -131,13 +132,12 @@ def test_a_row_as_a_config() -> None:
 
 
 REASONS = [
-    ({"precision": "fp8 rowwise"}, r"precision fp8 rowwise: matmuls of fewer than 16 bits"),
-    ({"precision": "int8 AQT"}, r"fewer than 16 bits"),
+    ({"precision": "NVFP4"}, r"precision NVFP4: no recipe of 4 bits"),
+    ({"precision": "fp8 or bf16"}, r"one of two"),
     ({"extra": {"attention": "MLA"}}, r"latent attention"),
     ({"extra": {"shared_experts": 1}}, r"shared experts"),
     ({"notes": "not a plain transformer: it is something else"}, r"no plain transformer"),
     ({"chip": "trainium2"}, r"no chip 'trainium2'"),
-    ({"chip": "GB200"}, r"no chip 'GB200'"),
     ({"mesh": {"fsdp": 4}}, r"mesh .*fsdp.* on 8 A100-SXM-40GB: "),
     ({"mesh": {"ring": 8}}, r"ring"),
     ({"chip": "v5p", "chips": 100}, r"no slice of 100 chips"),
@@ -148,13 +148,31 @@ REASONS = [
 
 @pytest.mark.parametrize(("changes", "reason"), REASONS, ids=[f"{next(iter(c.values()))}"[:24] for c, _ in REASONS])
 def test_what_is_not_rebuilt_has_a_reason(changes, reason) -> None:
-    """fp8, unknown chips, other meshes and other models are listed, and do not stop the rest."""
+    """Four bits, unknown chips, other meshes and other models are listed, and do not stop the rest."""
     found = rebuild({**ROWS[0], **changes})
     assert isinstance(found, str)
     assert re.search(reason, found)
     results, reasons = backtest.run([{**ROWS[0], **changes}, ROWS[1]], None)
     assert reasons == {0: found}
     assert results["A100-SXM-40GB"].built == 1
+
+
+def test_rows_of_8_bits_are_apart() -> None:
+    """Their products take half the time of bfloat16's on H100s, and they are no rows of their chip's group."""
+    h100 = {**ROWS[0], "chip": "H100-SXM"}
+    narrow = {**h100, "precision": "fp8 rowwise torch.compile"}
+    assert (job(h100).work.quantized, job(narrow).work.quantized) == ({}, {"float8": 1.0})
+    rates = backtest.CLOSED_PRIORS["cuda"]
+    wide, halved = (closed_form(job(row).work, job(row).network, rates)["matmuls"] for row in (h100, narrow))
+    share = job(h100).work.layer_params / (job(h100).work.layer_params + job(h100).work.head_params)
+    assert halved == pytest.approx(wide * (1 - share / 2))
+    results, reasons = backtest.run([h100, {**h100, "seq": 4096}, narrow], None)
+    assert reasons == {}
+    assert {name: found.built for name, found in results.items()} == {"H100-SXM": 2, "H100-SXM, 8 bits": 1}
+    alone, _ = backtest.run([h100, {**h100, "seq": 4096}], None)
+    assert results["H100-SXM"].mape == alone["H100-SXM"].mape
+    rack = job({**narrow, "chip": "GB200", "precision": "MXFP8"})
+    assert (rack.group, rack.network.hardware.network) == ("GB200, 8 bits", rack.network.hardware.link)
 
 
 def test_rows_that_lack_inputs_are_one_error(tmp_path) -> None:

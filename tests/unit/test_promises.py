@@ -95,6 +95,24 @@ def test_transfers_between_slices_have_a_dtype_and_an_array(kind, payload) -> No
     assert [(r.dtype, r.operand, r.payload, r.crosses, r.array) for r in records] == [sent, inside]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "f/param(layers/(up/kernel)/g:down/kernel)/g)",
+            ["f/param(layers/up/kernel)/g", "f/param(layers/down/kernel)/g"],
+        ),
+        ("f/param(layers/up/kernel)/g", ["f/param(layers/up/kernel)/g"] * 2),
+        ("f/param((up)/g:down)/g:head)/g)", ["f/param((up)/g:down)/g:head)/g)"] * 2),  # names of three
+    ],
+)
+def test_names_of_a_combined_collective(name, expected) -> None:
+    """XLA:GPU joins the names of the arrays: each has its own again."""
+    last = "dimensions={0}\n    ROOT"
+    records = audit(SEVERAL.replace(last, f'dimensions={{0}}, metadata={{op_name="{name}"}}\n    ROOT')).records
+    assert [record.op_name for record in records] == expected
+
+
 def test_bytes_by_dtype() -> None:
     """They are in the tables, in JSON, and may be asked for."""
     audited = audit(SEVERAL.replace("4,8]", "400,8]").replace("[8,8]", "[800,8]"))
