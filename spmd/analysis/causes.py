@@ -120,6 +120,8 @@ class _Search:
             fewer = (name for name, spec in self.activations.items() if not _axes(spec[:1]).intersection(axes))
             if name := next(fewer, ""):
                 yield self._annotation(name, f" of {record.array}")
+        if is_sum and not record.op_name:  # XLA:TPU packs what it sends between slices into one array without a name
+            yield Cause("sum", f"sums over {record.over}, combined by the compiler")
         where = record.source or record.op_name or record.instruction
         yield Cause("none", f"{NO_RULE}: {where} ({operation}); name the activation with annotate")
 

@@ -90,7 +90,9 @@ def _wire_dtype(name: str) -> str:
 
 def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) -> Iterator[Problem]:
     """Yield a problem for each parameter that is sent in more bits than promised; the records have causes."""
+    records = list(records)
     made = {(promise.param, promise.use): promise for promise in promises}
+    crossing = {record.over for record in records if record.crosses}
     sent = collections.defaultdict[tuple[str, str, str], list[Collective]](list)
     for record in records:
         promise = made.get((record.cause.param, record.cause.use)) if record.cause else None
@@ -113,7 +115,7 @@ def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) 
             what = f"{'its gradient ' * (use == GRADIENT)}is sent in {dtypes} over {over}, promised {promised}"
             yield Problem(param, what, detail, promise.fix)
         limit = promise.largest.get(over, 0)
-        whole = [r for r in [r for r in group if r.crosses] or group if r.payload > limit > 0]
+        whole = [r for r in group if r.payload > limit > 0 and (r.crosses or over not in crossing)]
         if whole:
             sources = ", ".join(sorted({f"{r.kind} of {human_bytes(r.payload)} at {r.source}" for r in whole}))
             what = f"its gradient is sent as more than the {human_bytes(limit)} of a compressed array over {over}"

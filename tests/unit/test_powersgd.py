@@ -140,3 +140,8 @@ def test_a_gradient_that_is_sent_whole_breaks_a_promise(payload, is_broken):
         "cause": Cause("rule", "", path, "gradient"),
     }
     assert [problem.where for problem in broken_promises([Collective(**fields)], promises)] == [path] * is_broken
+    # Over slices only what crosses them is compressed; XLA:TPU sends that without names, so without a cause.
+    between = Collective(**fields | {"crosses": True, "payload": 1, "cause": Cause("sum", "")})
+    assert not list(broken_promises([Collective(**fields), between], promises))
+    crossing = Collective(**fields | {"crosses": True})
+    assert [problem.where for problem in broken_promises([crossing, between], promises)] == [path] * is_broken
