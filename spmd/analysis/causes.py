@@ -16,7 +16,7 @@ from spmd.layers import expert_dispatch, expert_exchange, lm_head, moe, ring_att
 from spmd.pipeline import executor, grad_fn, interleave, pipedream, shared_params
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
-from spmd.plan.scopes import METRICS, OPTIMIZER, read_scope
+from spmd.plan.scopes import METRICS, OPTIMIZER, read_names, read_scope
 from spmd.plan.wires import SUM
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.optimizer_state import drop_fsdp
@@ -77,9 +77,10 @@ class _Search:
         return next(self._candidates(record))
 
     def _candidates(self, record: Collective) -> Iterator[Cause]:
-        scope, name = read_scope(record.op_name)
+        op_name = read_names(record.op_name)[-1]
+        scope, name = read_scope(op_name)
         at, axes = f" at {record.source}" if record.source else "", record.axes or ()
-        steps = record.op_name.split(":")[-1].split("/")
+        steps = op_name.split("/")
         operation = steps[-1]
         is_sum = _is_sum(record)
         own, factor = map(_param, (record.array, record.factor))

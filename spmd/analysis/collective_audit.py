@@ -31,6 +31,7 @@ from spmd.analysis.hlo import HloModule, parse
 from spmd.analysis.promises import broken_promises, find_promises
 from spmd.errors import MeshError, Problem
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.scopes import read_names
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, slice_numbers
 from spmd.train.step import TrainStep
 from spmd.tree import human_bytes
@@ -194,7 +195,7 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
         amount = f"{record.kind} over {record.over}: {record.executions} × {human_bytes(record.payload)}"
         axes = record.axes or ()
         # Of a collective that the compiler made of several, the name is those of all, with colons between them.
-        operations = {name.rpartition("/")[2] for name in record.op_name.split(":")}
+        operations = {name.rpartition("/")[2] for name in read_names(record.op_name)}
         is_float = record.dtype[0] in "bf"
         if record.kind == "all-gather" and record.array.startswith("params/"):
             if "tensor" in axes and record.bytes >= MIN_SHARE * total:

@@ -29,6 +29,7 @@ from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.overlap import chain_of, compute_beside
 from spmd.analysis.replica_groups import Groups, entering, kind_of, mesh_axes, per_device, read_groups
 from spmd.plan import annotate, context, fsdp, local_param, manual, wires
+from spmd.plan.scopes import read_names
 from spmd.sharding import hops
 
 _ONE_ARRAY = ("all-to-all", "ragged-all-to-all")
@@ -176,6 +177,7 @@ class _Search:
                 stands_for = "reduce-scatter"
             means = stands_for if stands_for == "reduce-scatter" and (form != kind or self.cpu) else kind
             metadata = self._metadata(name, instruction, operands[0], results[0])
+            names = read_names(metadata.op_name)
             key = self._key(name, instruction, part)
             if means == "all-reduce":
                 self._reduced[results[0]] = key
@@ -192,7 +194,7 @@ class _Search:
                     operand=str(moved[0]) + (f"×{len(moved)}" if len(moved) > 1 else ""),
                     array=self._argument(source) or self._destination(results[0]),
                     factor=self._factor(source) if kind in ("all-reduce", "reduce-scatter") else "",
-                    op_name=_name_of_part(metadata.op_name, part, parts) if apart else metadata.op_name,
+                    op_name=names[part] if apart and len(names) == parts else metadata.op_name,
                     source=source_line(self.program.frames(metadata)),
                     instruction=instruction.name,
                     groups=written,
@@ -354,10 +356,3 @@ def _relative(file: str) -> str:
     """Return the file relative to the folder of `sys.path` that Python found it in."""
     roots = [root for root in map(os.path.abspath, sys.path) if file.startswith(f"{root}{os.sep}")]
     return file.removeprefix(max(roots, key=len, default="")).lstrip(os.sep) if roots else file
-
-
-def _name_of_part(op_name: str, part: int, parts: int) -> str:
-    """Return the name of one array of a combined collective: XLA:GPU joins the names of its arrays, `a/(b:c)`."""
-    joined = re.fullmatch(r"([^:]*/)\((.*)\)", op_name)
-    names = joined[2].split(":") if joined else []
-    return f"{joined[1]}{names[part]}" if joined and len(names) == parts else op_name

@@ -20,6 +20,7 @@ from spmd.gradients.compression_state import AXIS, compressed_bytes
 from spmd.model_api.codecs import WIRES
 from spmd.plan.local_param import local_param
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.scopes import read_names, read_scope
 from spmd.sharding.layer_paths import stored_dims, without_dims
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.tree import human_bytes
@@ -96,7 +97,7 @@ def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) 
     sent = collections.defaultdict[tuple[str, str, str], list[Collective]](list)
     for record in records:
         promise = made.get((record.cause.param, record.cause.use)) if record.cause else None
-        *around, operation = record.op_name.split("/")
+        *around, operation = read_names(record.op_name)[-1].split("/")
         is_explicit = operation.startswith(EXPLICIT) or is_exchange_of_codes(record.kind, around)
         is_explicit |= "shard_map" in around and operation == "convert_element_type"
         is_over = promise and record.axes and promise.dtypes.keys() >= set(record.axes)
@@ -115,11 +116,20 @@ def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) 
             what = f"{'its gradient ' * (use == GRADIENT)}is sent in {dtypes} over {over}, promised {promised}"
             yield Problem(param, what, detail, promise.fix)
         limit = promise.largest.get(over, 0)
-        whole = [r for r in group if r.payload > limit > 0 and (r.crosses or over not in crossing)]
+        whole = [
+            r for r in group if (r.crosses or over not in crossing) and r.payload > max(limit, _limit(r, made, use))
+        ]
+        whole = whole if limit else []
         if whole:
             sources = ", ".join(sorted({f"{r.kind} of {human_bytes(r.payload)} at {r.source}" for r in whole}))
             what = f"its gradient is sent as more than the {human_bytes(limit)} of a compressed array over {over}"
             yield Problem(param, what, sources, promise.fix)
+
+
+def _limit(record: Collective, made: Mapping[tuple[str, str], Promise], use: str) -> int:
+    """Return the bytes of the largest arrays of all parameters that a compiler sends as one."""
+    params = {read_scope(name)[1] for name in read_names(record.op_name)}
+    return sum(made[param, use].largest.get(record.over, 0) for param in params if (param, use) in made)
 
 
 def xla_name(dtype: jnp.dtype) -> str:

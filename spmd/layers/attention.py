@@ -68,8 +68,9 @@ def attend(
     run = functools.partial(_KERNELS[kernel], options=options)
     if config.is_ring:
         run = functools.partial(_blockwise, ring=Ring(options, config.mesh, config.sequence, is_zigzag()))
-    elif config.mesh is not None and (config.sequence > 1 or kernel == "splash"):
-        # The compiler cannot partition a Pallas kernel, so it runs on each device's part.
+    elif config.mesh is not None and (config.sequence > 1 or kernel in _LOCAL):
+        # Run on each device's part: no compiler can partition a Pallas kernel, and JAX partitions cuDNN's only where no
+        # axis is manual yet.
         run = functools.partial(ulysses_attention, run, config.mesh)
     return remat_attention(run, keeps_scores=kernel == "xla")(query, key, value, segments)
 
@@ -80,6 +81,7 @@ def _repeat_heads(x: Array, heads: int, parts: int) -> Array:
     return x if copies == 1 or heads % (copies * x.shape[2]) else jnp.repeat(x, copies, axis=2)
 
 
+_LOCAL = ("cudnn", "splash")
 _DEFAULT = AttentionOptions()
 
 

@@ -29,6 +29,19 @@ def in_scope(scope: str) -> contextlib.AbstractContextManager:
     return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
+def read_names(op_name: str) -> list[str]:
+    """Return the names of operations that a compiler made one of: XLA:GPU writes `a/(b:c)` for `a/b` and `a/c`.
+
+    Example:
+        >>> read_names("jit(f)/param(layers/(up/kernel)/psum:down/kernel)/psum)")
+        ['jit(f)/param(layers/up/kernel)/psum', 'jit(f)/param(layers/down/kernel)/psum']
+        >>> read_names("jit(f)/add")
+        ['jit(f)/add']
+    """
+    joined = re.fullmatch(r"([^:]*/)\((.*:.*)\)", op_name)
+    return [f"{joined[1]}{rest}" for rest in joined[2].split(":")] if joined else op_name.split(":")
+
+
 def read_scope(op_name: str) -> tuple[str, str]:
     """Return the innermost scope of an operation: `annotate` or `param`, and the name; empty if there is none.
 
