@@ -177,7 +177,7 @@ class _Search:
                 stands_for = "reduce-scatter"
             means = stands_for if stands_for == "reduce-scatter" and (form != kind or self.cpu) else kind
             metadata = self._metadata(name, instruction, operands[0], results[0])
-            names = read_names(metadata.op_name)
+            operations = read_names(metadata.op_name)
             key = self._key(name, instruction, part)
             if means == "all-reduce":
                 self._reduced[results[0]] = key
@@ -194,7 +194,7 @@ class _Search:
                     operand=str(moved[0]) + (f"×{len(moved)}" if len(moved) > 1 else ""),
                     array=self._argument(source) or self._destination(results[0]),
                     factor=self._factor(source) if kind in ("all-reduce", "reduce-scatter") else "",
-                    op_name=names[part] if apart and len(names) == parts else metadata.op_name,
+                    op_name=operations[part] if apart and len(operations) == parts else metadata.op_name,
                     source=source_line(self.program.frames(metadata)),
                     instruction=instruction.name,
                     groups=written,

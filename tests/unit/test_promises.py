@@ -105,6 +105,7 @@ def test_transfers_between_slices_have_a_dtype_and_an_array(kind, payload) -> No
         ("f/param(layers/up/kernel)/g", ["f/param(layers/up/kernel)/g"] * 2),
         ("f/param((up)/g:down)/g:head)/g)", ["f/param((up)/g:down)/g:head)/g)"] * 2),  # names of three
     ],
+    ids=["of two arrays", "alike", "of three arrays"],
 )
 def test_names_of_a_combined_collective(name, expected) -> None:
     """XLA:GPU joins the names of the arrays: each has its own again."""
