@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ from spmd.step_time.network import Network, make_network
 from spmd.step_time.program import Schedule, read_schedule
 from spmd.step_time.timeline import Rates, run_schedule
 
+_STOPS = (signal.SIGINT, signal.SIGKILL, signal.SIGTERM)  # say nothing of the program: it is compiled again
 _MLPS = {"relu": "relu", "gelu": "gelu", "geglu": "geglu", "swiglu": "swiglu"}
 
 
@@ -104,7 +106,7 @@ def compile_rows(
         for what in show_waiting_for(pool.map(_compile, missing, missing.values()), "compiling rows"):
             print(f"compiled {what}", file=sys.stderr, flush=True)
     programs = {file: _read(file, wanted[n]) for n, file in names.items() if file.exists()}
-    failed = {n: f"not compiled: {_failed(file).read_text()}" for n, file in names.items() if not file.exists()}
+    failed = {n: f"not compiled: {_why(file)}" for n, file in names.items() if not file.exists()}
     return {n: programs[file] for n, file in names.items() if file in programs}, narrow | failed
 
 
@@ -113,11 +115,16 @@ def _compile(file: Path, job: Rebuilt) -> str:
     about, start = describe(job), time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.backtest_compile", json.dumps(about), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not file.exists():
+    if not file.exists() and -done.returncode not in _STOPS:
         reason = done.stderr.strip().splitlines()[-1:] or [f"the compiler ended with {done.returncode}"]
         _failed(file).write_text(reason[0], encoding="utf-8")
     what = f"{job.row['model']} for {about['topology']} in {time.perf_counter() - start:.0f} s"
     return what if file.exists() else f"{what}: refused"
+
+
+def _why(file: Path) -> str:
+    failed = _failed(file)
+    return failed.read_text(encoding="utf-8") if failed.exists() else "stopped, perhaps for its memory: --workers 1"
 
 
 def _file(folder: str, job: Rebuilt) -> Path:

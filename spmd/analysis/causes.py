@@ -77,8 +77,8 @@ class _Search:
         return next(self._candidates(record))
 
     def _candidates(self, record: Collective) -> Iterator[Cause]:
-        op_name = read_names(record.op_name)[-1]
-        scope, name = read_scope(op_name)
+        *_, op_name = names = read_names(record.op_name)
+        scope, name = next(filter(any, map(read_scope, reversed(names))), ("", ""))
         at, axes = f" at {record.source}" if record.source else "", record.axes or ()
         steps = op_name.split("/")
         operation = steps[-1]

@@ -19,10 +19,10 @@ CLOSED = {
 """Kind of chip → rates of the closed forms. The least spread is 5 %: published tables are not more exact."""
 
 COMPILED = {
-    "v4": Rates(1.051, 0.996, 0.611, 0.886, 0.0587, spread=0.10),
-    "v5e": Rates(1.036, 0.970, 0.634, 0.810, 0.0639, spread=0.05),
-    "v5p": Rates(1.103, 1.041, 0.621, 0.920, 0.0625, spread=0.14),
-    "v6e": Rates(1.055, 1.042, 0.630, 0.875, 0.0587, spread=0.05),
-    "tpu7x": Rates(1.175, 0.951, 0.634, 0.805, 0.0628, spread=0.10),
+    "v4": Rates(1.052, 1.058, 0.623, 0.922, 0.0581, spread=0.10),
+    "v5e": Rates(1.036, 1.043, 0.649, 0.825, 0.0646, spread=0.05),
+    "v5p": Rates(1.104, 1.136, 0.635, 0.938, 0.0613, spread=0.14),
+    "v6e": Rates(1.109, 1.050, 0.682, 0.873, 0.0599, spread=0.10),
+    "tpu7x": Rates(1.173, 0.994, 0.638, 0.835, 0.0612, spread=0.10),
 }
 """Kind of TPU → rates of compiled programs. Published steps are of other programs than ours, with other collectives."""

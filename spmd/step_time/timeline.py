@@ -24,7 +24,7 @@ class Rates:
 
     matmul: float = 1.0
     memory: float = 1.0
-    attention: float = 0.5
+    attention: float = 0.65
     network: float = 0.8
     straggling: float = 0.07
     spread: float = 0.1
@@ -67,7 +67,7 @@ class Timeline:
 
 _PASSES = {"all-gather": 2, "reduce-scatter": 5, "all-reduce": 7, "to host": 1, "from host": 1}
 """Times that the bytes of a transfer pass through the device's memory. What arrives over a ring is written, and read to
-be sent on; in a reduction, the device's own part is read, too."""
+be sent on; in a reduction it is read, the device's own part too, and the sum is written, and read to be sent on."""
 
 _STEADY = 4
 """Turns of a loop after which each takes as long as the last: transfers of one turn may end in the next."""
