@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import re
+import subprocess
 from typing import Any
 
 import pytest
 
 from benchmarks import backtest
 from benchmarks.backtest import CLOSED_PRIORS, fit, leave_one_out, predict_closed, rank
-from benchmarks.backtest_compile import describe, make_config
+from benchmarks.backtest_compile import compile_rows, describe, make_config
 from benchmarks.published_rows import Rebuilt, read_rows, rebuild
 from spmd.errors import ConfigError
 from spmd.step_time.closed_form import closed_form
@@ -129,6 +130,19 @@ def test_a_row_as_a_config() -> None:
     assert (config.data.batch, config.mesh.fsdp, config.mesh.data) == (6 * 256, 256, 1)
     assert job(row).work.keys == pytest.approx((5 * (512 - 512**2 / 4096) + 1024) / 6)
     assert describe(job(SLICES[1])) == describe(job(SLICES[3]))
+
+
+@pytest.mark.parametrize(("code", "is_kept"), [(1, True), (-6, True), (-9, False), (-2, False)])
+def test_a_row_whose_compiler_was_stopped_is_compiled_again(code, is_kept, tmp_path, monkeypatch) -> None:
+    """What the compiler refuses, or crashes at, is kept; a process that was killed or interrupted says nothing."""
+    done = subprocess.CompletedProcess([], code, "", "too large\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    programs, failed = compile_rows({7: job(SLICES[0])}, str(tmp_path))
+    assert programs == {}
+    assert failed == {
+        7: "not compiled: " + ("too large" if is_kept else "stopped, perhaps for its memory: --workers 1")
+    }
+    assert len(list(tmp_path.iterdir())) == is_kept
 
 
 REASONS = [
