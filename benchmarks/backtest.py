@@ -199,10 +199,9 @@ def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> Resu
         chip, platform = jobs[0].row["chip"], jobs[0].topology.platform
         total = sum(row["chip"] == chip for row in rows) if chip == group else len(jobs)
         if compiled is None:
-            wide = [job for job in dense.values() if job.topology.kind == jobs[0].topology.kind and job.is_wide]
-            results[group] = backtest(
-                jobs, total, predict_closed, CLOSED_PRIORS[platform], () if jobs[0].is_wide else wide
-            )
+            kin = [job for job in dense.values() if job.topology.kind == jobs[0].topology.kind and job.is_wide]
+            kin = [] if jobs[0].is_wide else kin
+            results[group] = backtest(jobs, total, predict_closed, CLOSED_PRIORS[platform], kin)
         else:
             kin = [job for n, job in dense.items() if n in compiled and job.group != group]
             results[group] = backtest(jobs, total, predict_compiled, COMPILED_PRIOR, kin)
@@ -226,11 +225,13 @@ def main() -> int:
     parser.add_argument("--rows", required=True, metavar="FILE", help="published rows, a JSON list")
     parser.add_argument("--compile", action="store_true", help="compile the rows of TPUs and read their schedules")
     parser.add_argument("--cache", default="build/backtest", metavar="FOLDER", help="compiled programs, to resume from")
-    parser.add_argument("--workers", type=int, default=2, help="programs compiled at a time, of about 6 GiB each")
+    parser.add_argument("--workers", type=int, default=2, help="programs compiled at a time")
     parser.add_argument("--json", action="store_true", help="print one object, chip → figures")
     parser.add_argument("--fit", action="store_true", help="print the rates fitted on all rows")
     parser.add_argument("--verbose", action="store_true", help="print a line for each row")
     options = parser.parse_args()
+    if options.workers < 1:
+        parser.error(f"--workers is {options.workers}: 1 or more")
     try:
         rows = read_rows(options.rows)
     except SpmdError as problem:

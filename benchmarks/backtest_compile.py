@@ -37,6 +37,7 @@ from spmd.step_time.program import Schedule, read_schedule
 from spmd.step_time.timeline import Rates, run_schedule
 
 _STOPS = (signal.SIGINT, signal.SIGKILL, signal.SIGTERM)  # say nothing of the program: it is compiled again
+_READERS = ("analysis", "commands", "observe", "step_time")  # folders that read programs, and change none
 _MLPS = {"relu": "relu", "gelu": "gelu", "geglu": "geglu", "swiglu": "swiglu"}
 
 
@@ -105,6 +106,10 @@ def compile_rows(
     with ThreadPoolExecutor(workers) as pool:
         for what in show_waiting_for(pool.map(_compile, missing, missing.values()), "compiling rows"):
             print(f"compiled {what}", file=sys.stderr, flush=True)
+    engine = engine_digest()
+    if other := sum(file.exists() and _engine(file) != engine for file in set(names.values())):
+        again = f"to compile them again, remove them from {folder}"
+        print(f"{other} programs are of another version of this package; {again}", file=sys.stderr)
     programs = {file: _read(file, wanted[n]) for n, file in names.items() if file.exists()}
     failed = {n: f"not compiled: {_why(file)}" for n, file in names.items() if not file.exists()}
     return {n: programs[file] for n, file in names.items() if file in programs}, narrow | failed
@@ -119,7 +124,22 @@ def _compile(file: Path, job: Rebuilt) -> str:
         reason = done.stderr.strip().splitlines()[-1:] or [f"the compiler ended with {done.returncode}"]
         _failed(file).write_text(reason[0], encoding="utf-8")
     what = f"{job.row['model']} for {about['topology']} in {time.perf_counter() - start:.0f} s"
-    return what if file.exists() else f"{what}: refused"
+    return what if file.exists() else f"{what}: {_why(file)}"
+
+
+def engine_digest() -> str:
+    """Return a digest of this package's sources, of which a program depends on more than its description."""
+    digest = hashlib.sha256()
+    for folder in sorted(Path(spmd.__file__).parent.iterdir()):  # some are links, which `rglob` does not follow
+        for source in sorted(folder.rglob("*.py")) if folder.name not in _READERS else ():
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _engine(file: Path) -> str:
+    """Return the digest of the sources that a program was compiled from, empty if it is not known."""
+    noted = file.with_suffix(".engine")
+    return noted.read_text(encoding="utf-8") if noted.exists() else ""
 
 
 def _why(file: Path) -> str:
@@ -172,6 +192,7 @@ def main() -> None:
     config = make_config(about)
     text = compile_text(make_setup(config, topology_mesh(config, topology)))
     partial = file.with_suffix(".partial")
+    file.with_suffix(".engine").write_text(engine_digest(), encoding="utf-8")
     partial.write_bytes(gzip.compress(text.encode()))
     partial.rename(file)
 

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -89,9 +89,8 @@ def _wire_dtype(name: str) -> str:
     return xla_name(jnp.dtype(codec.dtype if codec.dtype == "int8" else "uint8"))
 
 
-def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) -> Iterator[Problem]:
+def broken_promises(records: Sequence[Collective], promises: Iterable[Promise]) -> Iterator[Problem]:
     """Yield a problem for each parameter that is sent in more bits than promised; the records have causes."""
-    records = list(records)
     made = {(promise.param, promise.use): promise for promise in promises}
     crossing = {record.over for record in records if record.crosses}
     sent = collections.defaultdict[tuple[str, str, str], list[Collective]](list)
@@ -115,20 +114,17 @@ def broken_promises(records: Iterable[Collective], promises: Iterable[Promise]) 
             detail = f"{kinds}{sources}: {human_bytes(total)} in each step, not {human_bytes(meant)}"
             what = f"{'its gradient ' * (use == GRADIENT)}is sent in {dtypes} over {over}, promised {promised}"
             yield Problem(param, what, detail, promise.fix)
-        limit = promise.largest.get(over, 0)
-        whole = [
-            r for r in group if (r.crosses or over not in crossing) and r.payload > max(limit, _limit(r, made, use))
-        ]
-        whole = whole if limit else []
+        limit, on_wire = promise.largest.get(over, 0), [r for r in group if r.crosses or over not in crossing]
+        whole = [r for r in on_wire if limit and r.payload > _largest(r, {param}, use, made)]
         if whole:
             sources = ", ".join(sorted({f"{r.kind} of {human_bytes(r.payload)} at {r.source}" for r in whole}))
             what = f"its gradient is sent as more than the {human_bytes(limit)} of a compressed array over {over}"
             yield Problem(param, what, sources, promise.fix)
 
 
-def _limit(record: Collective, made: Mapping[tuple[str, str], Promise], use: str) -> int:
-    """Return the bytes of the largest arrays of all parameters that a compiler sends as one."""
-    params = {read_scope(name)[1] for name in read_names(record.op_name)}
+def _largest(record: Collective, params: set[str], use: str, made: Mapping[tuple[str, str], Promise]) -> int:
+    """Return the most bytes that are promised for a record; compilers may send arrays of several parameters as one."""
+    params = params | {read_scope(name)[1] for name in read_names(record.op_name)}
     return sum(made[param, use].largest.get(record.over, 0) for param in params if (param, use) in made)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import backtest
 from benchmarks.backtest import CLOSED_PRIORS, fit, leave_one_out, predict_closed, rank
-from benchmarks.backtest_compile import compile_rows, describe, make_config
+from benchmarks.backtest_compile import compile_rows, describe, engine_digest, make_config
 from benchmarks.published_rows import Rebuilt, read_rows, rebuild
 from spmd.errors import ConfigError
 from spmd.step_time.closed_form import closed_form
@@ -143,6 +143,22 @@ def test_a_row_whose_compiler_was_stopped_is_compiled_again(code, is_kept, tmp_p
         7: "not compiled: " + ("too large" if is_kept else "stopped, perhaps for its memory: --workers 1")
     }
     assert len(list(tmp_path.iterdir())) == is_kept
+
+
+def test_programs_of_other_sources_are_told_apart(tmp_path, monkeypatch) -> None:
+    """The digest is of everything that makes a step, behind links too, and not of what reads programs."""
+    package, models = tmp_path / "spmd", tmp_path / "models"
+    for folder in (package / "plan", package / "step_time", models):
+        folder.mkdir(parents=True)
+        (folder / "a.py").write_text("x = 1")
+    (package / "models").symlink_to(models)
+    monkeypatch.setattr("spmd.__file__", str(package / "__init__.py"))
+    digests = [engine_digest()]
+    for folder in (package / "step_time", package / "plan", models):
+        (folder / "a.py").write_text("x = 2")
+        digests.append(engine_digest())
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
 
 
 REASONS = [
