@@ -33,8 +33,8 @@ from spmd.run.build import config_mesh, make_setup, open_corpus
 from spmd.run.config import TrainConfig
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape, batch_sharding
-from spmd.train.state import init_state
-from spmd.train.step import TrainStep, make_eval_step, make_train_step
+from spmd.training.state import init_state
+from spmd.training.step import TrainStep, make_eval_step, make_train_step
 
 CONTROL = "signs of gradients"
 """The setting that must fail."""

@@ -24,7 +24,7 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.plan.flax import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh, simulate_devices
-from spmd.train.state import init_state
+from spmd.training.state import init_state
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:

@@ -23,8 +23,8 @@ from spmd.distributed.initialize import initialize
 from spmd.run.build import TrainSetup, config_mesh, make_setup, open_corpus
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
-from spmd.train.loop import Hook, fit
-from spmd.train.state import TrainState, init_state
+from spmd.training.loop import Hook, fit
+from spmd.training.state import TrainState, init_state
 
 
 class TimedSave(Hook):

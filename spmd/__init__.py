@@ -8,6 +8,8 @@ state = spmd.init_state(plan, seed=0)
 step = spmd.make_train_step(plan, loss_fn)
 state = spmd.fit(state, step, batches, steps=1000)
 ```
+
+`Run` trains the step in a folder, with checkpoints, evaluation and recovery; `train` a language model by its config.
 """
 
 from spmd.data.loader import DataConfig
@@ -20,25 +22,33 @@ from spmd.model_api.compress import CompressConfig
 from spmd.model_api.model import Model
 from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
+from spmd.observe.metrics import Writer
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.per_layer import per_layer
+from spmd.optim.skip_updates import skip_bad_updates
 from spmd.plan.annotate import annotate
 from spmd.plan.flax import from_linen, from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
-from spmd.run.config import EvaluationConfig, PipelineConfig, RecoveryConfig, SampleConfig, SDCConfig, TrainConfig
+from spmd.run.config import EvaluationConfig, PipelineConfig, SampleConfig, TrainConfig
+from spmd.run.hooks import Throughput
+from spmd.run.run import Run
+from spmd.run.run_config import EvaluationInterval, RecoveryConfig, RunConfig, SDCConfig
+from spmd.run.session import RunResult
+from spmd.run.train import train
 from spmd.sharding.from_flax import rules_from_annotations
 from spmd.sharding.from_search import rules_from_search
 from spmd.sharding.layer_paths import Stack
 from spmd.sharding.mesh import MeshShape, batch_sharding, make_mesh, simulate_devices
 from spmd.sharding.rules import Rules, replicate
-from spmd.train.loop import Hook, fit
-from spmd.train.state import TrainState, init_state
-from spmd.train.step import make_train_step
+from spmd.training.loop import Hook, fit
+from spmd.training.state import TrainState, init_state
+from spmd.training.step import make_train_step
 
 __all__ = [
     "CompressConfig",
     "DataConfig",
     "EvaluationConfig",
+    "EvaluationInterval",
     "Hook",
     "MeshShape",
     "Model",
@@ -48,13 +58,18 @@ __all__ = [
     "RecoveryConfig",
     "Remat",
     "Rules",
+    "Run",
+    "RunConfig",
+    "RunResult",
     "SDCConfig",
     "SampleConfig",
     "ShardingPlan",
     "SpmdError",
     "Stack",
+    "Throughput",
     "TrainConfig",
     "TrainState",
+    "Writer",
     "accumulate",
     "annotate",
     "batch_sharding",
@@ -75,5 +90,7 @@ __all__ = [
     "rules_from_annotations",
     "rules_from_search",
     "simulate_devices",
+    "skip_bad_updates",
+    "train",
     "value_and_grad",
 ]

@@ -24,7 +24,7 @@ SERVICES = [
     ("hf", "Hugging Face checkpoints"),
 ]
 CORE = [
-    ("train", "state, compiled step, loop"),
+    ("training", "state, compiled step, loop"),
     ("pipeline", "schedules, and the GradFn that executes them"),
     ("gradients", "losses as sums; GradFn and its wrappers"),
     ("layers", "attention, experts, LM head: layers that communicate"),

@@ -33,7 +33,7 @@ from spmd.errors import MeshError, Problem
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import read_names
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, slice_numbers
-from spmd.train.step import TrainStep
+from spmd.training.step import TrainStep
 from spmd.tree import human_bytes
 
 Amount = int | EllipsisType

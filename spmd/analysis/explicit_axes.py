@@ -33,8 +33,8 @@ from spmd.analysis.explicit_rules import (
 from spmd.analysis.traced_program import Dims, Operation, TracedProgram, TracedValue, read_program
 from spmd.sharding.dims import dims_spec
 from spmd.sharding.rules import spec_text
-from spmd.train.state import abstract_arguments
-from spmd.train.step import TrainStep
+from spmd.training.state import abstract_arguments
+from spmd.training.step import TrainStep
 
 FIXES = {
     "forward": "annotate(x, NAME) its result, with NAME in the rule table's activations, or constrain it",

@@ -24,8 +24,8 @@ from spmd.analysis.topology import Topology
 from spmd.analysis.traced_program import matmul_flops, read_program
 from spmd.pipeline.executor import SLOTS
 from spmd.plan.plan import ShardingPlan
-from spmd.train.state import abstract_arguments
-from spmd.train.step import TrainStep
+from spmd.training.state import abstract_arguments
+from spmd.training.step import TrainStep
 from spmd.tree import human_bytes
 
 CATEGORIES = {

@@ -6,7 +6,7 @@ from spmd.data.tokenizer import Tokenizer
 from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.plan.plan import ShardingPlan
-from spmd.train.state import ModelState, TrainState
+from spmd.training.state import ModelState, TrainState
 
 AnyState = TrainState | ModelState
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.train.loop import Hook
+from spmd.training.loop import Hook
 
 NAMED = 8
 """Most experts in one line."""

@@ -250,6 +250,16 @@ COLUMNS: Mapping[str, Callable[[Any], str]] = {
 """Name → format of the values on the console, in this order; others are for the other writers."""
 
 
+def columns_of(unit: str) -> Mapping[str, Callable[[Any], str]]:
+    """Return `COLUMNS` with a throughput in another unit than tokens."""
+
+    def rate(x: Any) -> str:
+        return f"{human_count(x):>5} {unit}/s"
+
+    own = {"tokens_per_s": (f"{unit}_per_s", rate)}
+    return dict(own.get(name, (name, show)) for name, show in COLUMNS.items())
+
+
 class Console(Writer):
     """Console output: a progress bar on a terminal, one line per logged step elsewhere.
 
@@ -306,7 +316,8 @@ class Console(Writer):
         *,
         steps: int,
         seconds: float,
-        tokens: int,
+        count: int,
+        unit: str = "tokens",
         loss: float | None = None,
         flops: Flops | None = None,
         mfu: float | None = None,
@@ -314,12 +325,12 @@ class Console(Writer):
     ) -> None:
         """End the bar and print a summary of three lines; None is printed as "not reported".
 
-        `seconds` and `tokens` are of the `steps` of this process, `loss` is the last one, `mfu` in [0, 1] is computed
-        from `flops`, and `memory` is the peak bytes of a device.
+        `seconds` and `count` of the `unit` are of the `steps` of this process, `loss` is the last one, `mfu` in [0, 1]
+        is computed from `flops`, and `memory` is the peak bytes of a device.
         """
         self.close()
-        cells = [f"done: {steps:,} steps in {human_duration(seconds)}", f"{human_count(tokens)} tokens"]
-        cells += [f"{human_count(tokens / seconds)} tokens/s"] if seconds > 0 else []
+        cells = [f"done: {steps:,} steps in {human_duration(seconds)}", f"{human_count(count)} {unit}"]
+        cells += [f"{human_count(count / seconds)} {unit}/s"] if seconds > 0 else []
         last, used = (NOT_REPORTED if x is None else f"{x:{form}}" for x, form in ((loss, ".4f"), (mfu, ".1%")))
         peak = NOT_REPORTED if memory is None else human_bytes(memory)
         self.say("   ".join([*cells, f"loss {last}"]))

@@ -9,7 +9,7 @@ from typing import Any, Self
 import jax
 
 from spmd.errors import ConfigError, Problem
-from spmd.train.loop import Hook
+from spmd.training.loop import Hook
 
 ON_DEMAND = 5
 """Steps that SIGUSR2 traces."""

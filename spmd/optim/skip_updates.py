@@ -1,5 +1,6 @@
 """Optax wrapper that skips updates whose gradient norm is not finite or far too large."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,8 +31,17 @@ def all_finite(gradients: Any) -> jax.Array:
 
 def skipped_steps(state: Any) -> jax.Array:
     """Return the number of skipped updates from an optimizer's state that contains a `SkipState`."""
+    return next(_skip_states(state)).skipped
+
+
+def counts_skips(state: Any) -> bool:
+    """Return whether an optimizer's state has a count of skipped updates."""
+    return next(_skip_states(state), None) is not None
+
+
+def _skip_states(state: Any) -> Iterator[SkipState]:
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SkipState))
-    return next(node.skipped for node in nodes if isinstance(node, SkipState))
+    return (node for node in nodes if isinstance(node, SkipState))
 
 
 def skip_bad_updates(

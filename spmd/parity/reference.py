@@ -27,9 +27,9 @@ from spmd.model_api.precision import LOSS_SCALE, Precision
 from spmd.parity.result import TOLERANCES, Parity, Row, Tolerance, compare_leaf, distance, largest, worst_of_each
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding
-from spmd.train.offloaded_update import make_update
-from spmd.train.state import TrainState, abstract_state, init_state
-from spmd.train.step import TrainStep, make_train_step
+from spmd.training.offloaded_update import make_update
+from spmd.training.state import TrainState, abstract_state, init_state
+from spmd.training.step import TrainStep, make_train_step
 
 TWINS = 3
 """How many times everything is moved by one rounding."""

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable
 
 from spmd.errors import DivergenceError, NonFiniteError, Problem, SpikeError
-from spmd.train.loop import Hook
+from spmd.training.loop import Hook
 
 
 class DivergenceCheck(Hook):

@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
-from spmd.train.loop import Hook
+from spmd.training.loop import Hook
 
 EXIT_PREEMPTED = 75
 """Exit code of a preempted run that has saved: start it again (EX_TEMPFAIL of sysexits.h)."""

@@ -24,8 +24,8 @@ from spmd.gradients.base import GradFn
 from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_shards, make_digest, name_device, replica_differences
-from spmd.train.loop import Hook
-from spmd.train.state import TrainState, abstract_arguments, abstract_state
+from spmd.training.loop import Hook
+from spmd.training.state import TrainState, abstract_arguments, abstract_state
 
 _Around = Callable[[], AbstractContextManager[None]]
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Self, TextIO
 
-from spmd.train.loop import Hook
+from spmd.training.loop import Hook
 
 EXIT_HUNG = 70
 """Exit code of a process whose deadline has passed (EX_SOFTWARE of sysexits.h)."""

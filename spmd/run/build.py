@@ -37,9 +37,9 @@ from spmd.pipeline.tick_table import tabulate
 from spmd.plan.flax import from_nnx
 from spmd.plan.lora import lora_rules, with_lora
 from spmd.plan.plan import ShardingPlan, make_plan
-from spmd.run.config import TrainConfig
+from spmd.run.config import CountsFlops, TrainConfig
 from spmd.sharding.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, check_slices, mesh_of, shards_of
-from spmd.train.step import TrainStep, Watch, make_train_step
+from spmd.training.step import TrainStep, Watch, make_train_step
 
 MICROBATCHES = 4
 """For each stage, at most, by default: enough for a negligible bubble (Huang et al., arXiv:1811.06965, section 4)."""
@@ -264,9 +264,11 @@ def build_flags(config: TrainConfig, platform: str, kind: str) -> tuple[Flag, ..
     return flags_for(config.xla, platform, kind, crossing=max(config.slices.sizes.values()) > 1)
 
 
-def count_flops(config: TrainConfig) -> Flops:
-    """Return the model FLOPs of each token, with their formula."""
+def count_flops(config: TrainConfig) -> Flops | None:
+    """Return the model FLOPs of each token, with their formula; None if the model's config does not count them."""
     model = config.model
+    if not isinstance(model, CountsFlops):
+        return None
     return transformer_flops(model.matmul_params, model.layers, model.attention_width, config.data.sequence)
 
 

@@ -14,15 +14,15 @@ config = spmd.TrainConfig(
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import tyro
 from flax import nnx
 
 from spmd.data.loader import DataConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
-from spmd.errors import ConfigError, Problem, check_fields, check_type, did_you_mean
+from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.model_api.attention_config import attention_problems
 from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
@@ -32,6 +32,7 @@ from spmd.model_api.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
 from spmd.plan.lora import LoRAConfig
+from spmd.run.run_config import EvaluationInterval, FieldRules, RunConfig
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.rules import Rules
 
@@ -40,11 +41,21 @@ class ModelConfig(Protocol):
     """Interface of `TrainConfig.model`: a frozen dataclass that builds an NNX language model.
 
     Its fields are flags, `--model.FIELD`, and are recorded in checkpoints: numbers, strings, tuples and dataclasses.
+    With the properties of `CountsFlops` it has a utilization and a predicted step time. `context`, if there, is the
+    longest sequence; `router`, a `spmd.layers.router.RouterConfig`, adds a line about experts.
     """
 
     @property
     def vocab(self) -> int:
         """Vocabulary size."""
+
+    def build(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Build a model: tokens `[batch, seq]` → logits `[batch, seq, vocab]` or `spmd.model_api.model.Outputs`."""
+
+
+@runtime_checkable
+class CountsFlops(Protocol):
+    """What a model's config may say besides, to count the model FLOPs of a token."""
 
     @property
     def layers(self) -> int:
@@ -56,10 +67,7 @@ class ModelConfig(Protocol):
 
     @property
     def matmul_params(self) -> int:
-        """Number of parameters that each token is multiplied with, for the FLOP count."""
-
-    def build(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Build a model: tokens `[batch, seq]` → logits `[batch, seq, vocab]` or `spmd.model_api.model.Outputs`."""
+        """Number of parameters that each token is multiplied with."""
 
 
 M = TypeVar("M", bound=ModelConfig)
@@ -79,11 +87,9 @@ class PipelineConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(EvaluationInterval):
     """Evaluation on the validation split."""
 
-    every: int = 0
-    """Steps between evaluations; the last step is always evaluated. 0: only the last."""
     tokens: int = 65_536
     """Number of validation tokens to evaluate on."""
 
@@ -104,67 +110,12 @@ class SampleConfig:
     """Sample from the most likely tokens whose total probability is at least this; 1 for all."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RecoveryConfig:
-    """Loss spikes, rollback and the watchdog's deadlines."""
-
-    on_spike: Literal["ignore", "stop", "skip", "roll-back"] = "ignore"
-    """Response to a loss spike: stop the run; skip updates whose gradient norm is a spike; roll-back to the last
-    checkpoint and skip the batches since."""
-    spike_factor: float = 3.0
-    """A loss (for skip: a gradient norm) above this multiple of its running value is a spike."""
-    spike_window: int = 50
-    """Steps in the running median of the loss; for skip: time constant of the running mean of the gradient norm."""
-    skips_in_a_row: int = 20
-    """Maximum number of consecutive skipped steps before the run stops; the search of fp16 for its loss scale skips up
-    to 11."""
-    skipped_share: float = 0.25
-    """Maximum fraction of all steps that are skipped, after the first skips_in_a_row of them, or at a last step that is
-    skipped, before the run stops."""
-    rollbacks: int = 3
-    """Maximum number of rollbacks before the run stops."""
-    deadline: float = 1800.0
-    """Seconds in which a step, an evaluation batch or a checkpoint must finish, or the run exits with 70; 0: none."""
-    start_deadline: float = 7200.0
-    """Seconds from the start of the process group to the end of the first step, compilation included; 0: none."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SDCConfig:
-    """Checks for silent data corruption, which stops the run."""
-
-    replicas_every: int = 0
-    """Steps between bitwise comparisons of replicated arrays across devices. 0: never."""
-    repeat_every: int = 0
-    """Steps between computing the gradients of one batch twice, which must agree bitwise. 0: never."""
-
-
 _LARGEST = 2**31 - 1
-_FIELD_RULES: Mapping[str, str | Sequence[Any]] = {
-    **dict.fromkeys(("steps", "accumulate", "logits_chunk", "log_every", "max_to_keep"), "at least 1"),
-    **dict.fromkeys(("checkpoint_every", "keep_best", "devices"), "at least 0"),
-    "seed": "at least 0 and below 4294967296",
-    "zero": (0, 1, 2, 3),
-    "exchange_once": ("auto", "none", "data", "data+fsdp"),
-    "on_nan": ("stop", "skip", "roll-back"),
-    **dict.fromkeys(("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"),
-    "evaluate.every": "at least 0",
-    "evaluate.tokens": "at least 1",
-    **dict.fromkeys(("sample.tokens", "sample.temperature", "sample.top_k"), "at least 0"),
-    "sample.top_p": "above 0 and at most 1",
-    "recovery.on_spike": ("ignore", "stop", "skip", "roll-back"),
-    "recovery.spike_factor": "at least 1",
-    "recovery.spike_window": "at least 2",
-    "recovery.skips_in_a_row": "at least 1",
-    "recovery.skipped_share": "above 0 and at most 1",
-    **dict.fromkeys(("recovery.rollbacks", "recovery.deadline", "recovery.start_deadline"), "at least 0"),
-    **dict.fromkeys(("sdc_checks.replicas_every", "sdc_checks.repeat_every"), "at least 0"),
-}
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainConfig(Generic[M]):
-    """Complete configuration of a training run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig, Generic[M]):
+    """Complete configuration of a language model's training run.
 
     Raises:
         ConfigError: Invalid fields, all of them in one error.
@@ -210,10 +161,6 @@ class TrainConfig(Generic[M]):
     """Optimizer, learning rate schedule and clipping."""
     data: DataConfig = DataConfig()
     """Corpus, tokenizer and batch shape."""
-    steps: int = 1000
-    """Total number of steps."""
-    seed: int = 0
-    """Seed of parameters, shuffling and sample."""
     accumulate: int = 1
     """Gradient accumulation: microbatches per batch, to save memory. Only auxiliary losses that are computed over a
     whole batch change."""
@@ -223,52 +170,44 @@ class TrainConfig(Generic[M]):
     parameters whole over fsdp)."""
     logits_chunk: int = CHUNK
     """Tokens per device whose logits are computed at once, to save memory; the results stay the same."""
-    on_nan: Literal["stop", "skip", "roll-back"] = "stop"
-    """Response to a non-finite loss or gradient: stop the run; skip the step and count it; roll-back to the last
-    checkpoint and skip the batches since. fp16 always skips; it stops or rolls back only at the minimum loss scale."""
-    recovery: RecoveryConfig = RecoveryConfig()
-    """Loss spikes, rollback, deadlines."""
-    sdc_checks: SDCConfig = SDCConfig()
-    """Checks for silent data corruption."""
     evaluate: EvaluationConfig = EvaluationConfig()
     """Validation."""
     sample: SampleConfig = SampleConfig()
     """Sample after the last step."""
     out: str = ""
     """Run folder; empty for runs/NAME."""
-    log_every: int = 10
-    """Steps between lines of metrics."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; the last step is always saved. 0: only the last."""
-    max_to_keep: int = 3
-    """Number of most recent checkpoints to keep."""
-    keep_best: int = 1
-    """Number of checkpoints with the lowest validation loss to keep in addition."""
-    compilation_cache_dir: str = ""
-    """JAX's persistent compilation cache; none: disabled; empty: JAX_COMPILATION_CACHE_DIR, or
-    ~/.cache/spmd/programs."""
     devices: int = 0
     """Number of CPU devices to simulate (0: use the real devices)."""
 
-    def __post_init__(self) -> None:
-        if problems := list(self._wrong_types()):
-            raise ConfigError("This configuration cannot be used:", problems)
-        problems = check_fields(self, _FIELD_RULES) + list(_large_numbers(self))
-        problems += attention_problems(self.attention, self.context)
-        problems += [*flag_problems(self.xla), *self.compress.problems(), *table_problems(self.quantize)]
+    field_rules: ClassVar[FieldRules] = {
+        **RunConfig.field_rules,
+        **dict.fromkeys(("accumulate", "logits_chunk"), "at least 1"),
+        "devices": "at least 0",
+        "zero": (0, 1, 2, 3),
+        "exchange_once": ("auto", "none", "data", "data+fsdp"),
+        **dict.fromkeys(("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"),
+        "evaluate.tokens": "at least 1",
+        **dict.fromkeys(("sample.tokens", "sample.temperature", "sample.top_k"), "at least 0"),
+        "sample.top_p": "above 0 and at most 1",
+    }
+
+    def wrong_types(self) -> Iterator[Problem]:
+        """Yield a problem for each field that should have fields of its own and has not, and for the rules."""
+        yield from check_type("rules", self.rules, Rules, "spmd.Rules(…)")
+        yield from super().wrong_types()
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong with the values, alone and together."""
+        yield from super().problems()
+        yield from _large_numbers(self)
+        yield from attention_problems(self.attention, self.context)
+        yield from (*flag_problems(self.xla), *self.compress.problems(), *table_problems(self.quantize))
         for make, name in ((make_remat, self.remat), (make_precision, self.precision)):
             try:
                 make(name)
             except ConfigError as error:
-                problems += error.problems
-        if problems := [*problems, *self._inconsistencies()]:
-            raise ConfigError("This configuration cannot be used:", problems)
-
-    def _wrong_types(self) -> Iterator[Problem]:
-        yield from check_type("rules", self.rules, Rules, "spmd.Rules(…)")
-        for field in dataclasses.fields(self):
-            if dataclasses.is_dataclass(kind := type(field.default)):
-                yield from check_type(field.name, getattr(self, field.name), kind, f"spmd.{kind.__name__}(…)")
+                yield from error.problems
+        yield from self._inconsistencies()
 
     def _inconsistencies(self) -> Iterator[Problem]:
         if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):
@@ -298,7 +237,7 @@ def _model_problems(model: Any) -> Iterator[Problem]:
     wanted = [name for name in vars(ModelConfig) if not name.startswith("_")]
     if missing := [name for name in wanted if not hasattr(model, name)]:
         what = f"{name} has no {', '.join(missing)}: TrainConfig is for language models"
-        yield Problem("model", what, fix="train other models with spmd.make_train_step")
+        yield Problem("model", what, fix="spmd.Run(folder, step, batches, config=spmd.RunConfig(…)) for others")
     elif not callable(model.build):
         yield Problem("model", f"{name}.build is no method", fix="def build(self, rngs: nnx.Rngs) -> nnx.Module")
     if not dataclasses.is_dataclass(model) or isinstance(model, type):

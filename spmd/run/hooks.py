@@ -1,28 +1,26 @@
 """Hooks of a training run: log metrics, evaluate, save checkpoints."""
 
+import collections
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.data.loader import Batch, Windows, evaluation_batches
+from spmd.errors import DataError, Problem
 from spmd.gradients.losses import Sums, split_arrays
 from spmd.observe.goodput import Stopwatch
-from spmd.observe.metrics import StepClock, Writers, device_memory, process_peak_rss
+from spmd.observe.metrics import Flops, StepClock, Writers, device_memory, process_peak_rss, utilization
 from spmd.observe.stragglers import StepTimeExchange
 from spmd.resilience.lease import Lease
-from spmd.resilience.preemption import Preemption
 from spmd.resilience.watchdog import Watchdog
-from spmd.run.config import TrainConfig
-from spmd.train.loop import Hook
-from spmd.train.state import TrainState
+from spmd.training.loop import Hook
+from spmd.training.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +42,40 @@ class Telemetry:
         self.clock.restart()
 
 
-@dataclasses.dataclass(eq=False)
-class Log(Hook):
-    """Writes the metrics of every `log_every`-th step and of the last.
+@dataclasses.dataclass(frozen=True)
+class Throughput:
+    """What a step processes, for metrics.
 
     Args:
-        mfu: Tokens per second → model FLOPs utilization; None if the chip's peak is unknown.
+        count: How many units a batch has.
+        unit: What has a weight of 1 in the loss: examples, tokens.
+        flops: Model FLOPs of one unit, if they are known.
+    """
+
+    count: int
+    unit: str = "examples"
+    flops: Flops | None = None
+
+    def values(self, step_s: float, devices: Iterable[jax.Device]) -> dict[str, float]:
+        """Return the rate of steps that take `step_s` seconds on these devices, and their utilization if known."""
+        rate = self.count / step_s
+        mfu = utilization(self.flops, rate, devices) if self.flops else None
+        return {f"{self.unit}_per_s": rate, **({} if mfu is None else {"mfu": mfu})}
+
+
+@dataclasses.dataclass(eq=False)
+class Log(Hook):
+    """Writes the metrics of every `every`-th step and of the last, step `steps`.
+
+    Args:
         goodput_dir: Folder of the goodput records; None to write none.
         skipped_batches: Batches of the data that rollbacks have skipped.
     """
 
-    config: TrainConfig
-    mfu: Callable[[float], float | None]
+    every: int
+    steps: int
+    throughput: Throughput
+    devices: Sequence[jax.Device]
     writers: Writers
     telemetry: Telemetry
     goodput_dir: Path | None
@@ -74,7 +94,7 @@ class Log(Hook):
 
     def on_dispatch(self, step: int) -> None:
         """Exchange step times between processes: at this point all are between the same two steps."""
-        if self._exchange and self._row and step % self.config.log_every == 0:
+        if self._exchange and self._row and step % self.every == 0:
             with jax.transfer_guard("allow"):
                 self._rows = self._exchange.exchange(self._row)
 
@@ -82,16 +102,15 @@ class Log(Hook):
         """Write the step's metrics with throughput and memory."""
         clock = self.telemetry.clock
         clock.finished()
-        if step % self.config.log_every and step != self.config.steps:
+        if step % self.every and step != self.steps:
             return
         scalars, arrays = split_arrays(metrics)
-        tokens = scalars["tokens"]
-        self.last = values = {**scalars, **arrays, "tokens": int(tokens) if math.isfinite(tokens) else tokens}
+        weight, unit = scalars.pop("tokens"), self.throughput.unit
+        self.last = values = {**scalars, **arrays, unit: int(weight) if weight.is_integer() else weight}
         values |= {"skipped_batches": self.skipped_batches} if self.skipped_batches else {}
         if clock.median is not None and clock.p95 is not None:
-            rate = self.config.data.batch * self.config.data.sequence / clock.median
-            values |= {"tokens_per_s": rate, "step_s": clock.median, "step_s_p95": clock.p95}
-            values |= {"mfu": mfu} if (mfu := self.mfu(rate)) is not None else {}
+            values |= {"step_s": clock.median, "step_s_p95": clock.p95}
+            values |= self.throughput.values(clock.median, self.devices)
         values |= {"device_peak_bytes": memory} if (memory := device_memory()) is not None else {}
         values["host_peak_bytes"] = process_peak_rss()
         own = self._interval(step)
@@ -123,67 +142,86 @@ class Log(Hook):
 
 @dataclasses.dataclass(eq=False)
 class Evaluate(Hook):
-    """Evaluates on the validation split every `evaluate.every` steps and after the last."""
+    """Evaluates every `every` steps (0: never) and after the last, step `steps`.
 
-    config: TrainConfig
-    step: Callable[[Any, Any, Batch], Sums]
-    windows: Windows
-    sharding: NamedSharding
+    Args:
+        evaluate: `(params, variables, batch)` → sums.
+        sets: Name → a function that returns the batches of an evaluation set, the same at each call.
+    """
+
+    every: int
+    steps: int
+    evaluate: Callable[[Any, Any, Any], Sums]
+    sets: Mapping[str, Callable[[], Iterable[Any]]]
     writers: Writers
     telemetry: Telemetry
 
     def __post_init__(self) -> None:
         self.last: dict[str, float] = {}
-        self.last_step, self.tokens = -1, 0
+        self.last_step, self.weights = -1, dict[str, float]()
 
     def wants_state(self, step: int) -> bool:
         """Return true at the interval and at the last step."""
-        every = self.config.evaluate.every
-        return step == self.config.steps or bool(every and step % every == 0)
+        return bool(self.sets) and (step == self.steps or bool(self.every and step % self.every == 0))
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Write `val_loss` and `val_accuracy`, averaged over tokens."""
-        size, tokens = self.config.data.batch, self.config.evaluate.tokens
-        stream = evaluation_batches(self.windows, batch=size, sharding=self.sharding, tokens_at_most=tokens)
-        parts, watchdog = [], self.telemetry.watchdog
-        with self.telemetry.during("evaluate", doing := f"evaluating after step {step}"):
-            for number, batch in enumerate(stream, 1):
-                watchdog.set_activity(doing)
-                parts.append(jax.device_get(self.step(state.params, state.variables, batch)))
-                watchdog.reset(f"evaluation batch {number} after step {step}")
-        sums = {name: float(sum(part[name] for part in parts)) for name in split_arrays(parts[0])[0]}
-        self.tokens, self.last_step = int(sums["weight"]), step
-        self.last = {f"val_{name}": total / sums["weight"] for name, total in sums.items() if name != "weight"}
+        """Write the mean of each sum over each set, such as `val_loss` and `val_accuracy` of the set `val`."""
+        with self.telemetry.during("evaluate", f"evaluating after step {step}"):
+            totals = {name: self._sums(name, batches(), step, state) for name, batches in self.sets.items()}
+        self.weights, self.last_step = {name: sums.pop("weight") for name, sums in totals.items()}, step
+        self.last = {
+            f"{name}_{metric}": total / self.weights[name] if self.weights[name] else math.nan
+            for name, sums in totals.items()
+            for metric, total in sums.items()
+        }
         self.telemetry.lease.renew()
         self.writers.write(step, self.last)
+
+    def _sums(self, name: str, batches: Iterable[Any], step: int, state: TrainState) -> dict[str, float]:
+        """Return the sums over the batches of one set."""
+        totals, watchdog = collections.defaultdict[str, float](float), self.telemetry.watchdog
+        for number, batch in enumerate(batches, 1):
+            watchdog.set_activity(f"evaluating {name} after step {step}")
+            sums, _ = split_arrays(jax.device_get(self.evaluate(state.params, state.variables, batch)))
+            for metric, value in sums.items():
+                totals[metric] += float(value)
+            watchdog.reset(f"batch {number} of {name} after step {step}")
+        if not totals:
+            raise DataError("There is nothing to evaluate on:", [Problem(name, "has no batches", fix="one or more")])
+        return dict(totals)
 
 
 @dataclasses.dataclass(eq=False)
 class Save(Hook):
-    """Saves a checkpoint every `checkpoint_every` steps, after the last step and on preemption.
+    """Saves a checkpoint every `every` steps (0: never) and after the last, step `last_step` or that of a stop.
 
     Args:
+        batch: Examples of a batch.
         record: Metadata of the run, saved with the step and the data position.
         evaluate: Provides the metrics by which checkpoints are ranked.
         skipped_batches: Batches of the data that rollbacks have skipped.
     """
 
-    config: TrainConfig
+    every: int
+    last_step: int
+    batch: int
     record: Mapping[str, Any]
     checkpoints: CheckpointManager
     evaluate: Evaluate
-    preemption: Preemption
     telemetry: Telemetry
     skipped_batches: int
 
+    def on_stop(self, step: int) -> None:
+        """Save after this step."""
+        self.last_step = step
+
     def wants_state(self, step: int) -> bool:
         """Return true at the interval and at the end."""
-        every = self.config.checkpoint_every
-        return step in (self.config.steps, self.preemption.stop_step) or bool(every and step % every == 0)
+        return step == self.last_step or bool(self.every and step % self.every == 0)
 
     def on_state(self, step: int, state: TrainState) -> None:
         """Start an asynchronous save of everything that a resumed run needs."""
-        position = (step + self.skipped_batches) * self.config.data.batch
+        position = (step + self.skipped_batches) * self.batch
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
         with self.telemetry.during("checkpoint", f"saving step {step}, or waiting for the previous save"):
             self.checkpoints.save(step, state, {**self.record, "step": step, "position": position}, metrics)

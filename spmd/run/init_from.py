@@ -22,7 +22,7 @@ from spmd.run.config import config_difference, config_values
 from spmd.run.load_config import other_config
 from spmd.run.load_params import read_params
 from spmd.run.run_dir import RunDir
-from spmd.train.state import TrainState, init_state
+from spmd.training.state import TrainState, init_state
 
 _EXECUTION_FIELDS = ("stacked", "unroll")
 """Model fields that do not change the function that a model computes."""

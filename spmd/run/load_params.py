@@ -18,7 +18,7 @@ from spmd.plan.plan import ShardingPlan
 from spmd.run.build import build_model, build_precision
 from spmd.run.load_config import other_config
 from spmd.run.run_dir import RunDir
-from spmd.train.state import ModelState
+from spmd.training.state import ModelState
 
 
 def restore_model(checkpoints: CheckpointManager, step: int | None, plan: ShardingPlan) -> ModelState:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from spmd.checkpoint.versions import library_versions
-from spmd.data.corpus import Corpus
 from spmd.errors import CheckpointError, Problem
-from spmd.run.build import TrainSetup
-from spmd.run.config import TrainConfig, config_difference, config_values
+from spmd.plan.plan import ShardingPlan
+from spmd.run.config import config_difference, config_values
+from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import IMPORTED
 
 _TEXT = ("data.source", "data.tokenizer", "data.text_field", "data.validation")
@@ -34,28 +34,31 @@ _SAME_STATE = {"float32", "bf16"}
 """Precisions with the same training state."""
 
 
-def checkpoint_record(setup: TrainSetup, corpus: Corpus) -> dict[str, Any]:
-    """Return the metadata of a run that its checkpoints contain."""
-    config = setup.config
+def checkpoint_record(config: RunConfig, plan: ShardingPlan, data: str, batch: int) -> dict[str, Any]:
+    """Return the metadata of a run that its checkpoints contain; `data` is a fingerprint, `batch` counts examples."""
     return {
-        "data": corpus.fingerprint,
+        "data": data,
         "seed": config.seed,
-        "batch": config.data.batch,
-        "sequence": config.data.sequence,
-        "model": type(config.model).__name__,
+        "batch": batch,
+        "model": _kind(config),
         "config": config_values(config),
-        "plan": str(setup.plan),
-        "mesh": dict(setup.plan.mesh.shape),
+        "plan": str(plan),
+        "mesh": dict(plan.mesh.shape),
         "versions": library_versions(),
     }
 
 
-def changed_fields(record: Mapping[str, Any], config: TrainConfig) -> dict[str, list[Any]]:
+def _kind(config: RunConfig) -> str:
+    """Return the class of the model's config, or of the run's where it has none."""
+    return type(getattr(config, "model", config)).__name__
+
+
+def changed_fields(record: Mapping[str, Any], config: RunConfig) -> dict[str, list[Any]]:
     """Return dotted path → [recorded, current] for the config fields that differ."""
     return config_difference(_recorded(record, config), config_values(config))
 
 
-def check_resumable(record: Mapping[str, Any], config: TrainConfig, corpus: Corpus, path: Path) -> None:
+def check_resumable(record: Mapping[str, Any], config: RunConfig, data: str, batch: int, path: Path) -> None:
     """Raise `CheckpointError` if a checkpoint is not of this run: of another model, other data or another optimizer."""
     if IMPORTED in record:
         fix = f"--init {path}, and another --out"
@@ -65,11 +68,13 @@ def check_resumable(record: Mapping[str, Any], config: TrainConfig, corpus: Corp
     if unknown := [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]:
         problems = [Problem(name, "is missing from the checkpoint's record, or has another type") for name in unknown]
         raise CheckpointError(f"{path} contains checkpoints of another tool:", problems)
-    same_text = record.get("data") == corpus.fingerprint
+    same_text = record.get("data") == data
     problems = list(_refused_changes(_recorded(record, config), config_values(config), same_text))
-    kind = type(config.model).__name__
+    kind = _kind(config)
     if record.get("model", kind) != kind:
         problems = [Problem("model", f"was {record['model']} and is {kind}", fix="resume with the run's own config")]
+    if not problems and (before := record.get("batch", batch)) != batch:
+        problems.append(Problem("batch", f"had {before} examples and has {batch}", fix=f"batches of {before}"))
     if config.steps < record["step"]:
         fix = f"--steps {record['step']} or more"
         problems.append(Problem("steps", f"is {config.steps}, and the checkpoint is of step {record['step']}", fix=fix))
@@ -80,7 +85,7 @@ def check_resumable(record: Mapping[str, Any], config: TrainConfig, corpus: Corp
 def _refused_changes(before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool) -> Iterator[Problem]:
     """Yield a problem for each change that a resumed run cannot make."""
     changed = config_difference(before, after)
-    free = {*MAY_CHANGE, *(["precision"] if {before["precision"], after["precision"]} <= _SAME_STATE else [])}
+    free = {*MAY_CHANGE, *(["precision"] if {before.get("precision"), after.get("precision")} <= _SAME_STATE else [])}
     counted = "only runs that skip updates keep their count in the training state"
     bound = {} if _counts_skips(before) == _counts_skips(after) else {"on_nan": counted, "recovery.on_spike": counted}
     bound |= {} if same_text else dict.fromkeys(_TEXT, "")
@@ -92,17 +97,20 @@ def _refused_changes(before: Mapping[str, Any], after: Mapping[str, Any], same_t
         was, now = (value if value != "" else "empty" for value in (old, new))
         yield Problem(name, f"was {was} and is {now}", bound.get(name, ""), f"{fix}, or another --out")
     if not same_text and not changed.keys() & set(_TEXT):
-        yield Problem("data.source", "has other text than when the run was started", fix="restore it, or another --out")
+        where = "data.source" if "data" in after else "data"
+        yield Problem(where, "is not that with which the run was started", fix="restore it, or another --out")
 
 
 def _counts_skips(values: Mapping[str, Any]) -> bool:
     """Return whether the training state has a count of skipped updates."""
-    return "skip" in (values["on_nan"], values["recovery"]["on_spike"]) or values["precision"] == "fp16"
+    return "skip" in (values["on_nan"], values["recovery"]["on_spike"]) or values.get("precision") == "fp16"
 
 
-def _recorded(record: Mapping[str, Any], config: TrainConfig) -> dict[str, Any]:
+def _recorded(record: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
     """Return the recorded config; a field that the record lacks, since an earlier version wrote it, had its default."""
-    defaults = {**config_values(type(config)), "model": config_values(type(config.model))}
+    defaults = config_values(type(config))
+    if hasattr(config, "model"):
+        defaults["model"] = config_values(type(config.model))
     return _merged(defaults, record["config"])
 
 

@@ -31,6 +31,7 @@ from spmd.errors import CheckpointError, Problem
 from spmd.resilience.lease import Lease
 from spmd.run.config import TrainConfig, config_difference, config_values, with_values
 from spmd.run.load_config import copy_config, load_config, other_config
+from spmd.run.run_config import RunConfig
 
 IMPORTED = "imported"
 """Key in the record of a checkpoint that has imported parameters and no training state."""
@@ -102,14 +103,16 @@ class RunDir:
         changed = Problem(str(self.path), "another run has begun or ended here in the meantime", fix=fix)
         return Lease(self.path, take_over, lambda: [changed] if self.has_run != resume else [])
 
-    def describe(self, config: TrainConfig, source: Path, plan: str) -> None:
+    def describe(self, config: RunConfig, source: Path | None, plan: str) -> None:
         """Make the folder, and write the plan and the config: values, and `source` with the modules beside it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with other_config():
-            before, after = config_values(load_config(str(source))), config_values(config)
-        values = {"config": after, "changed": config_difference(before, after)}
-        copy_config(source, self.path)
-        (self.path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        values = after = config_values(config)
+        if source:
+            with other_config():
+                values = config_values(load_config(str(source)))
+            copy_config(source, self.path)
+        about = {"config": after, "changed": config_difference(values, after)}
+        (self.path / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         (self.path / "plan.txt").write_text(plan + "\n", encoding="utf-8")
 
     def config(self) -> TrainConfig:

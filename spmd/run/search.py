@@ -245,7 +245,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
     offloads = dict.fromkeys((config.offload, ("optimizer_state",)))
     tensors = [n for n in _divisors(inside) if n <= _MOST_TENSOR and heads % n == 0 and kv_heads % n == 0]
     sequences = [n for n in _divisors(inside) if n == 1 or (data.sequence >= _LONG and n <= 16)]
-    pipes = [n for n in _divisors(inside) if n <= 16 and model.layers % n == 0]
+    pipes = [n for n in _divisors(inside) if n <= 16 and getattr(model, "layers", 1) % n == 0]
     experts_split = [n for n in _divisors(inside) if experts % n == 0]
     for tensor, sequence, pipe, expert in itertools.product(tensors, sequences, pipes, experts_split):
         rest, odd = divmod(inside, tensor * sequence * pipe * expert)

@@ -20,7 +20,7 @@ from spmd.observe.waiting import show_waiting
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.records import PlanEntry
 from spmd.run.build import TrainSetup, build_precision, build_schedule, make_setup, planned_mesh
-from spmd.run.config import TrainConfig
+from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.preflight import compile_step, topology_mesh
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
 from spmd.step_time.calibration import CLOSED, COMPILED
@@ -69,6 +69,10 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     if setup.config.lora.targets:
         what, fix = "has adapters, whose steps no rates are fitted to", "--lora.targets, without any"
         raise ConfigError("The time of a step cannot be predicted:", [Problem("lora.targets", what, fix=fix)])
+    if not isinstance(model, CountsFlops):
+        what = f"{type(model).__name__} does not count its FLOPs"
+        fix = "properties layers, attention_width and matmul_params (`spmd.run.config.CountsFlops`)"
+        raise ConfigError("The time of a step cannot be predicted:", [Problem("model", what, fix=fix)])
     router = getattr(model, "router", None)
     routed = router.top_k if isinstance(router, RouterConfig) else 0
     kernels, in_dtype = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)

@@ -69,7 +69,7 @@ ACTIVATIONS = f"""
 # The head, the embedding and a kernel of Llama-3 8B as 256 chips hold them: [128, 16032], [128256, 16], [1376, 128].
 THIN_SHARDS = """
     from jax.sharding import PartitionSpec as P
-    from spmd.train.offloaded_update import make_update
+    from spmd.training.offloaded_update import make_update
 
     shapes = {"head": (4096, 128_256), "embed": (128_256, 4096), "kernel": (11_008, 16_384)}
     model = spmd.Model(lambda key: {name: jax.numpy.ones(shape) for name, shape in shapes.items()}, None)

@@ -21,7 +21,19 @@ FAMILIES = ("models", "partition_rules", "name_maps", "examples")
 PACKAGES = ("spmd", *(f"spmd/{name}" for name in FAMILIES), "benchmarks")
 
 # Folders and flat modules of spmd, from the bottom up: a module imports from its own folder and from those before it.
-CORE = ("errors", "tree", "jaxpr", "sharding", "model_api", "optim", "plan", "layers", "gradients", "pipeline", "train")
+CORE = (
+    "errors",
+    "tree",
+    "jaxpr",
+    "sharding",
+    "model_api",
+    "optim",
+    "plan",
+    "layers",
+    "gradients",
+    "pipeline",
+    "training",
+)
 FLOORS = (
     *CORE,
     *(

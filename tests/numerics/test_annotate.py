@@ -13,8 +13,8 @@ from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import batch_sharding, make_mesh
 from spmd.sharding.rules import Rules
-from spmd.train.state import init_state
-from spmd.train.step import make_train_step
+from spmd.training.state import init_state
+from spmd.training.step import make_train_step
 from tests import tiny
 
 pytestmark = pytest.mark.compat

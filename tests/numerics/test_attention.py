@@ -18,7 +18,7 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.plan.context import use_plan
 from spmd.run.config import TrainConfig
 from spmd.sharding.mesh import MeshShape, abstract_mesh
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 

@@ -19,7 +19,7 @@ from spmd.run.build import build_optimizer, config_mesh, make_setup, open_corpus
 from spmd.run.config import RecoveryConfig
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
-from spmd.train.state import init_state
+from spmd.training.state import init_state
 from tests.train_runs import assert_same, losses, state, write_tiny
 
 POISON = """

@@ -20,7 +20,7 @@ from spmd.models.layers import make_layers, run_layers
 from spmd.models.linear import Dense, dense
 from spmd.plan import flax
 from spmd.plan.context import use_plan
-from spmd.train.state import init_state
+from spmd.training.state import init_state
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 

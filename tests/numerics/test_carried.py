@@ -16,7 +16,7 @@ from spmd.hf.sidecar_files import ORIGINAL, sidecar_files, tokenizer_problems
 from spmd.models.gpt2 import PRESETS as GPT2_PRESETS
 from spmd.run.load_config import load_config
 from spmd.run.run_dir import RunDir
-from spmd.train.state import init_state
+from spmd.training.state import init_state
 from tests import tiny
 from tests.command_line import run, write_config
 from tests.unit.test_tokenizer import begin_with, bpe

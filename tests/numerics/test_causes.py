@@ -25,7 +25,7 @@ from spmd.run.build import make_setup
 from spmd.run.preflight import compile_step
 from spmd.sharding.mesh import BATCH_AXES, MeshShape
 from spmd.sharding.rules import Rules, replicate
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 
 HERE = "tests/numerics/test_causes.py"
@@ -50,7 +50,7 @@ CASES = {  # a config, its mesh, its ZeRO stage → causes that it has, by kind 
         ("all-reduce", "tensor", "sum over tensor at spmd/models/layers.py:"),
         ("all-reduce", "data+fsdp", "sum over the batch at spmd/gradients/losses.py:"),
         ("all-reduce", "fsdp", "optimizer, ZeRO 3 at spmd/optim/config.py:"),
-        ("all-reduce", "fsdp", "metrics at spmd/train/step.py:"),
+        ("all-reduce", "fsdp", "metrics at spmd/training/step.py:"),
     ],
     (demo, MeshShape(sequence=2, fsdp=2), 1): [
         ("all-gather", "fsdp", NEW),

@@ -22,9 +22,9 @@ from spmd.run.config import SDCConfig
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
-from spmd.train.loop import fit
-from spmd.train.state import init_state
-from spmd.train.step import TrainStep, make_train_step
+from spmd.training.loop import fit
+from spmd.training.state import init_state
+from spmd.training.step import TrainStep, make_train_step
 from tests import tiny
 from tests.faults import with_flip
 from tests.programs import ROOT

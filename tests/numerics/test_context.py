@@ -28,7 +28,7 @@ from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.sharding.mesh import BATCH_AXES, batch_sharding
 from spmd.testing import token_batches
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 from tests.numerics.test_attention import MASKS, arrays, computed, lost, reference
 from tests.one_device import Job

@@ -18,7 +18,7 @@ import spmd
 from spmd import tree
 from spmd.resilience.digests import make_digest, replica_differences
 from spmd.sharding.mesh import make_mesh
-from spmd.train.state import abstract_state, init_state
+from spmd.training.state import abstract_state, init_state
 from tests import tiny
 from tests.faults import altered, flip, with_flip
 from tests.programs import run_script
@@ -192,7 +192,7 @@ ABSENT = """
     from spmd.analysis.memory import read_memory
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.resilience.digests import make_digest
-    from spmd.train.state import abstract_state
+    from spmd.training.state import abstract_state
 
     initialize(target_platform="tpu")
     mesh = spmd.make_mesh(devices=topology_devices(parse_topology("v5e:2x4")), data=2, fsdp=4)

@@ -29,7 +29,7 @@ from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.sharding.rules import Rules
 from spmd.testing import token_batches
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 from tests.one_device import Job
 from tests.rounding import assert_close, noise_of

@@ -20,8 +20,8 @@ from spmd.plan.plan import make_plan
 from spmd.sharding.from_flax import rules_from_annotations
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import Reference, assert_parity, token_batches
-from spmd.train.state import abstract_state, init_state
-from spmd.train.step import make_eval_step, make_train_step
+from spmd.training.state import abstract_state, init_state
+from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
 
 pytestmark = pytest.mark.compat

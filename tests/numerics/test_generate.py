@@ -25,7 +25,7 @@ from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
-from spmd.train.state import init_state
+from spmd.training.state import init_state
 from tests import tiny
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=12, top_p=0.9)

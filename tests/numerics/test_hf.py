@@ -24,7 +24,7 @@ from spmd.plan.plan import make_plan
 from spmd.run.load_config import load_config
 from spmd.run.load_params import read_params
 from spmd.run.run_dir import RunDir
-from spmd.train.state import init_state
+from spmd.training.state import init_state
 from tests import tiny
 from tests.command_line import run
 

@@ -25,8 +25,8 @@ from spmd.plan.host_params import HostParam
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import Reference, token_batches
-from spmd.train.state import init_state
-from spmd.train.step import make_eval_step, make_train_step
+from spmd.training.state import init_state
+from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 

@@ -27,8 +27,8 @@ from spmd.plan.lora import BASE, LoRAConfig, lora_rules, with_adapters, with_lor
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.mesh import batch_sharding
 from spmd.sharding.rules import Rules
-from spmd.train.state import TrainState, init_state
-from spmd.train.step import make_train_step
+from spmd.training.state import TrainState, init_state
+from spmd.training.step import make_train_step
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 

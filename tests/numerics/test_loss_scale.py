@@ -22,8 +22,8 @@ from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh
 from spmd.sharding.rules import Rules
-from spmd.train.state import init_state
-from spmd.train.step import make_eval_step, make_train_step
+from spmd.training.state import init_state
+from spmd.training.step import make_eval_step, make_train_step
 
 BAD, GOOD = False, True
 

@@ -20,8 +20,8 @@ from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, QuantizedState, dequantize, quantize, quantize_moments
 from spmd.sharding.optimizer_state import optimizer_specs
-from spmd.train.state import init_state
-from spmd.train.step import make_train_step
+from spmd.training.state import init_state
+from spmd.training.step import make_train_step
 from spmd.tree import flatten
 from tests import tiny
 

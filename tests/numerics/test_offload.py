@@ -23,8 +23,8 @@ from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import assert_parity, token_batches
-from spmd.train.offloaded_update import make_update
-from spmd.train.state import init_state
+from spmd.training.offloaded_update import make_update
+from spmd.training.state import init_state
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 

@@ -16,7 +16,7 @@ from spmd.run.config import TrainConfig
 from spmd.run.load_params import read_params, restore_model
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import MeshShape
-from spmd.train.state import init_state
+from spmd.training.state import init_state
 from tests import tiny
 
 SOURCE = """

@@ -28,8 +28,8 @@ from spmd.run.build import TrainSetup, make_setup, planned_mesh
 from spmd.run.check import Check
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
-from spmd.train.state import abstract_state, init_state
-from spmd.train.step import make_eval_step, make_train_step
+from spmd.training.state import abstract_state, init_state
+from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 

@@ -31,7 +31,7 @@ from spmd.run.build import TrainSetup, count_microbatches, make_setup, planned_m
 from spmd.run.check import Check
 from spmd.run.preflight import preflight
 from spmd.sharding.rules import Rules, replicate
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 
 SHAPES = {

@@ -22,7 +22,7 @@ from spmd.pipeline.tick_table import TickTable, tabulate
 from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
-from spmd.train.state import init_state
+from spmd.training.state import init_state
 from tests import tiny
 from tests.programs import run_script
 
@@ -125,7 +125,7 @@ spmd.simulate_devices(8)
 from spmd.pipeline.tick_table import tabulate
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from spmd.testing import token_batches
 from tests import tiny
 config = tiny.replaced(layers=4)

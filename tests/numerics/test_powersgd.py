@@ -32,7 +32,7 @@ from spmd.gradients.compression_state import (
 )
 from spmd.gradients.exchange import exchange_once
 from spmd.gradients.powersgd import Replicas, compress
-from spmd.train.step import TrainStep
+from spmd.training.step import TrainStep
 from tests import tiny
 
 LAYERS, N, M, EXAMPLES = 2, 16, 12, 16

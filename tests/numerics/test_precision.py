@@ -20,8 +20,8 @@ from spmd.optim.master_weights import MasterState, RoundedState, wrap_optimizer_
 from spmd.optim.stochastic_rounding import round_stochastically
 from spmd.plan.context import use_plan
 from spmd.testing import BUGS, Reference, token_batches
-from spmd.train.state import abstract_state, init_state
-from spmd.train.step import make_train_step
+from spmd.training.state import abstract_state, init_state
+from spmd.training.step import make_train_step
 from tests import tiny
 
 BATCHES = token_batches((8, 10), tiny.CONFIG.vocab, steps=3)

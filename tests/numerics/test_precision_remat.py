@@ -12,7 +12,7 @@ from spmd.jaxpr import equations
 from spmd.model_api.precision import POLICIES
 from spmd.plan.context import use_plan
 from spmd.testing import token_batches
-from spmd.train.state import init_state
+from spmd.training.state import init_state
 from tests import tiny
 
 pytestmark = pytest.mark.compat

@@ -28,8 +28,8 @@ from spmd.plan.plan import make_plan
 from spmd.plan.scaled_param import ASSUMED, MAGNITUDES
 from spmd.sharding.mesh import make_mesh
 from spmd.testing import token_batches
-from spmd.train.state import init_state
-from spmd.train.step import make_train_step
+from spmd.training.state import init_state
+from spmd.training.step import make_train_step
 from tests import tiny
 
 CONFIG = tiny.replaced(d_model=64, d_ff=128)

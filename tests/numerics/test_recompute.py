@@ -14,7 +14,7 @@ from spmd.analysis.traced_program import matmul_flops, read_program
 from spmd.models.llama import Block, LlamaConfig
 from spmd.plan.annotate import remat_attention, remat_layer
 from spmd.plan.context import use_plan
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 
 GPT3 = LlamaConfig(d_model=12_288, layers=1, heads=96, kv_heads=96, d_ff=4 * 12_288)

@@ -18,8 +18,8 @@ from spmd.plan.annotate import annotate, remat_attention, remat_layer
 from spmd.plan.context import use_plan
 from spmd.sharding.mesh import abstract_mesh
 from spmd.testing import token_batches
-from spmd.train.state import init_state
-from spmd.train.step import make_train_step
+from spmd.training.state import init_state
+from spmd.training.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 

@@ -20,7 +20,7 @@ from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.mesh import AXES
 from spmd.testing import token_batches
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 
 CONFIG = tiny.replaced(layers=2)

@@ -18,8 +18,8 @@ from spmd.plan.lora import LoRAConfig, with_lora
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import token_batches
-from spmd.train.state import init_state
-from spmd.train.step import make_train_step
+from spmd.training.state import init_state
+from spmd.training.step import make_train_step
 from tests import tiny
 
 pytestmark = pytest.mark.compat

@@ -18,8 +18,8 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
-from spmd.train.state import abstract_state, init_program, init_state
-from spmd.train.step import make_train_step
+from spmd.training.state import abstract_state, init_program, init_state
+from spmd.training.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 

@@ -23,7 +23,7 @@ from spmd.plan.annotate import annotate, remat_layer
 from spmd.plan.context import override
 from spmd.plan.manual import manual_over
 from spmd.testing import token_batches
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 
 WIDTH, HIDDEN = 32, 64

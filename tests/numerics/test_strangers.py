@@ -15,7 +15,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.model_api.precision import POLICIES, LossScale
 from spmd.plan.plan import make_plan
 from spmd.testing import BUGS, Reference, assert_parity, token_batches
-from spmd.train.state import init_state
+from spmd.training.state import init_state
 from tests import tiny
 from tests.strangers import STRANGERS, stranger
 

@@ -16,7 +16,7 @@ from spmd.models.mixtral import PRESETS as MIXTRAL_PRESETS
 from spmd.partition_rules.llama import LLAMA, LLAMA_REPLICATED_KV, sequence_parallel
 from spmd.plan.plan import make_plan
 from spmd.testing import Reference, token_batches
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)

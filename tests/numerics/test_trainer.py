@@ -9,7 +9,7 @@ import pytest
 
 from spmd.errors import NonFiniteError
 from spmd.resilience.divergence import DivergenceCheck
-from spmd.train.loop import Hook, fit
+from spmd.training.loop import Hook, fit
 
 pytestmark = pytest.mark.compat
 

@@ -30,8 +30,8 @@ from spmd.plan.records import ParamPlacement
 from spmd.run.describe import compression_lines
 from spmd.sharding.mesh import batch_sharding, entry_axes, make_mesh
 from spmd.testing import token_batches
-from spmd.train.state import init_state
-from spmd.train.step import make_train_step
+from spmd.training.state import init_state
+from spmd.training.step import make_train_step
 from tests import tiny
 
 CONFIG = tiny.replaced(d_model=64, d_ff=256)

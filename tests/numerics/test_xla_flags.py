@@ -18,7 +18,7 @@ from spmd.run.describe import flags_text
 from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 from tests.programs import run_script
 

@@ -28,8 +28,8 @@ from spmd.plan import flax
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import Parity, Reference, Tolerance, token_batches
-from spmd.train.state import init_state
-from spmd.train.step import make_eval_step, make_train_step
+from spmd.training.state import init_state
+from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
 from tests.one_device import REORDERED
 from tests.rounding import EPS, FACTOR

@@ -26,7 +26,7 @@ from spmd.checkpoint.manifest import MANIFEST, verify_manifest, write_manifest
 from spmd.run.build import make_setup
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import mesh_of
-from spmd.train.state import abstract_state
+from spmd.training.state import abstract_state
 from tests import forked
 
 LANES = 2

@@ -20,7 +20,7 @@ from spmd.run.build import make_setup
 from spmd.run.config import with_values
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import mesh_of
-from spmd.train.state import abstract_state
+from spmd.training.state import abstract_state
 from tests.slurm_cluster import missing_programs, slurm_cluster
 from tests.train_runs import PACED, SLOWLY
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
-from spmd.train.loop import Hook, fit
+from spmd.training.loop import Hook, fit
 from tests.train_runs import PACED, Run, assert_same, losses, state, train, write_tiny
 
 

@@ -12,9 +12,9 @@ from spmd.errors import ConfigError
 from spmd.observe.profiling import ON_DEMAND, Profile, parse_steps
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
-from spmd.train.loop import Hook, fit
-from spmd.train.state import init_state
-from spmd.train.step import make_train_step
+from spmd.training.loop import Hook, fit
+from spmd.training.state import init_state
+from spmd.training.step import make_train_step
 from tests import tiny
 
 STEPS = 9

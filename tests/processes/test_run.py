@@ -17,7 +17,7 @@ from spmd.run.config import with_values
 from spmd.run.load_config import load_config
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import mesh_of
-from spmd.train.state import abstract_state
+from spmd.training.state import abstract_state
 from tests.command_line import TEXT, write_config
 from tests.rounding import EPS, FACTOR
 from tests.train_runs import PACED, ROOT, SLOWLY, finish_together, free_port

@@ -25,7 +25,7 @@ from spmd.run.load_config import load_config
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.run.build import abstract_batch, build_watch, config_mesh, make_setup
 from spmd.run.preflight import compile_step
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 
 config, port, processes, process = sys.argv[1], *map(int, sys.argv[2:])
 launch_args = LaunchArgs(f"127.0.0.1:{port}", processes, process) if processes > 1 else SINGLE_PROCESS

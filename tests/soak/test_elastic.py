@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 
 import spmd.run.train
-from spmd.train.step import TrainStep
+from spmd.training.step import TrainStep
 
 config = dataclasses.replace(
     config, optimizer=dataclasses.replace(config.optimizer, schedule="constant"), steps=24, checkpoint_every=0

@@ -103,7 +103,7 @@ MUTATIONS = {
         ("tests/numerics/test_hf.py::test_a_tensor_is_the_transpose_of_a_layer",),
     ),
     "un-donated state": Mutation(
-        "spmd/train/step.py",
+        "spmd/training/step.py",
         "jax.jit(self._step, donate_argnums=0, out",
         "jax.jit(self._step, out",
         ("tests/numerics/test_step.py::test_the_state_is_donated",),
@@ -115,7 +115,7 @@ MUTATIONS = {
         ("tests/numerics/test_optim.py::test_clip_is_over_the_whole_gradient",),
     ),
     "wrong seed fold": Mutation(
-        "spmd/train/state.py",
+        "spmd/training/state.py",
         "jax.random.fold_in(jax.random.wrap_key_data(self.key, impl=PRNG), self.step)",
         "jax.random.fold_in(jax.random.wrap_key_data(self.key, impl=PRNG), 0)",
         ("tests/numerics/test_step.py::test_every_step_has_a_key_of_its_own",),

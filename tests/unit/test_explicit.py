@@ -94,7 +94,7 @@ def test_llama_without_a_mark_is_not_decided(monkeypatch):
     """The control: without the mark on the residual stream, both row-parallel products are listed, and their sums."""
     monkeypatch.setattr("spmd.models.linear.constrain_like", lambda x, name: x)
     monkeypatch.setattr("spmd.models.llama.annotate", lambda x, name: x if name == "residual" else annotate(x, name))
-    monkeypatch.setattr("spmd.train.step.check_annotations", lambda plan, jaxpr: None)
+    monkeypatch.setattr("spmd.training.step.check_annotations", lambda plan, jaxpr: None)
     plan = spmd.make_plan(abstract_mesh(MeshShape(fsdp=2, tensor=2)), LLAMA, tiny.model(), tiny.OPTIMIZER)
     found = check_explicit(spmd.make_train_step(plan, tiny.loss_fn()), TOKENS).undecided
     listed = [(record.source, record.primitive, record.operands) for record in found if record.phase == "forward"]
@@ -169,7 +169,9 @@ def test_operations_of_the_optimizer_are_marked():
     table = {"up": P(None, ("fsdp", "tensor")), "down": P(("fsdp", "tensor"))}
     options = {"table": table, "optimizer": optax.adam(1e-2), "spec": P("data"), "data": 2, "fsdp": 2, "tensor": 2}
     rest = [record for record in check(apply, zero=1, **options).undecided if record.phase == "rest of the step"]
-    assert {record.source for record in rest} == {line_with("plan.optimizer.update(", "spmd/train/offloaded_update.py")}
+    assert {record.source for record in rest} == {
+        line_with("plan.optimizer.update(", "spmd/training/offloaded_update.py")
+    }
     assert "add got incompatible shardings" in rest[0].reason
     assert not any(r.phase == "rest of the step" for r in check(apply, zero=3, **options).undecided)
 

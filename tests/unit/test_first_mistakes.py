@@ -19,7 +19,7 @@ from spmd.optim.config import check_no_decay
 from spmd.plan.lora import LoRAConfig, with_lora
 from spmd.sharding.mesh import AXES, abstract_mesh
 from spmd.sharding.rules import Rules
-from spmd.train.state import abstract_state
+from spmd.training.state import abstract_state
 from tests import tiny
 
 PARAMS = {"w": (8, 4), "b": (4,)}

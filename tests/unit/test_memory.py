@@ -17,7 +17,7 @@ from spmd.analysis.traced_program import read_program
 from spmd.layers.attention import splash_attention_tpu
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
-from spmd.train.step import make_train_step
+from spmd.training.step import make_train_step
 from tests import tiny
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}

@@ -327,7 +327,7 @@ def test_console_draws_a_bar_on_a_terminal() -> None:
     console.write(199, VALUES)
     console.write(199, {"val_loss": 3.25})
     console.say("[a line] above the bar")
-    console.summary(steps=200, seconds=1.0, tokens=10)
+    console.summary(steps=200, seconds=1.0, count=10)
     console.close()
     plain = "".join(part.split("m", 1)[-1] for part in stream.getvalue().split("\x1b["))
     assert "step 199/200" in plain
@@ -344,12 +344,12 @@ def test_summary_says_what_is_not_reported() -> None:
     flops = transformer_flops(124_000_000, 12, 768, 1024)
     stream = io.StringIO()
     console = Console(200, stream)
-    console.summary(steps=200, seconds=86, tokens=1_638_400, loss=3.2104, flops=flops)
+    console.summary(steps=200, seconds=86, count=1_638_400, loss=3.2104, flops=flops)
     done, mfu, memory = stream.getvalue().splitlines()
     assert done == "done: 200 steps in 1:26   1.64M tokens   19.1k tokens/s   loss 3.2104"
     assert mfu == f"MFU {NOT_REPORTED}: {flops.formula}"
     assert memory.startswith(f"peak memory: device {NOT_REPORTED}, host process ")
-    console.summary(steps=200, seconds=86, tokens=1_638_400, flops=flops, mfu=0.4123, memory=3 * 2**30)
+    console.summary(steps=200, seconds=86, count=1_638_400, flops=flops, mfu=0.4123, memory=3 * 2**30)
     assert f"MFU 41.2%: {flops.formula}" in stream.getvalue()
     assert "device 3 GiB" in stream.getvalue()
 

@@ -12,8 +12,8 @@ import jax
 
 from spmd.errors import BatchesEndedError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
 from spmd.gradients.losses import split_arrays
-from spmd.train.state import TrainState
-from spmd.train.step import TrainStep
+from spmd.training.state import TrainState
+from spmd.training.step import TrainStep
 
 
 class Hook:
@@ -50,6 +50,9 @@ class Hook:
     def wants_stop(self, step: int) -> bool:
         """Return whether to stop after this step, which has been dispatched; called before `wants_state`."""
         return False
+
+    def on_stop(self, step: int) -> None:
+        """Run before `wants_state` if a hook wants to stop after this step: it is the last one."""
 
     def wants_state(self, step: int) -> bool:
         """Return whether to call `on_state` after this step."""
@@ -104,7 +107,9 @@ def fit(
             unread = number, metrics
             for hook in hooks:
                 hook.on_dispatch(number)
-            stop = any([hook.wants_stop(number) for hook in hooks])
+            if stop := any([hook.wants_stop(number) for hook in hooks]):
+                for hook in hooks:
+                    hook.on_stop(number)
             if wanting := [hook for hook in hooks if hook.wants_state(number)]:
                 report()
             with jax.transfer_guard("allow"):

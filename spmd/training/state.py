@@ -17,7 +17,7 @@ from spmd.model_api.model import PRNG
 from spmd.model_api.precision import cast_floats
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import batch_sharding
-from spmd.train.batch import check_batch
+from spmd.training.batch import check_batch
 
 
 @jax.tree_util.register_dataclass

@@ -25,9 +25,9 @@ from spmd.plan.fsdp import params_for_forward
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scaled_param import MAGNITUDES
 from spmd.plan.scopes import METRICS, OPTIMIZER
-from spmd.train.batch import place_batch
-from spmd.train.offloaded_update import make_update
-from spmd.train.state import TrainState, abstract_arguments, abstract_state, check_state
+from spmd.training.batch import place_batch
+from spmd.training.offloaded_update import make_update
+from spmd.training.state import TrainState, abstract_arguments, abstract_state, check_state
 
 Watch = Callable[[TrainState, TrainState], Any]
 """Metric of a step: a function of the states before and after it."""

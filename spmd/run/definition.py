@@ -1,0 +1,132 @@
+"""What a run is made of: a step, its batches, what it is evaluated on, and what is written about it."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmd.errors import ConfigError, Problem, check_call, check_type, shown
+from spmd.gradients.losses import LossFn
+from spmd.observe.metrics import Writer
+from spmd.optim.skip_updates import counts_skips
+from spmd.run.hooks import Throughput
+from spmd.run.run_config import RunConfig
+from spmd.run.run_dir import RunDir
+from spmd.training.batch import place_batch
+from spmd.training.loop import Hook
+from spmd.training.state import TrainState, abstract_state
+from spmd.training.step import TrainStep
+
+Batches = Callable[[int, int], Iterable[Any]]
+"""`(start, steps)` → the batches of the steps `start + 1 … steps`; what it returns is closed where it can be."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunDefinition:
+    """Definition of a training run.
+
+    Args:
+        folder: The run folder, made if it does not exist.
+        step: The train step, with its plan.
+        batches: `(start, steps)` → the batches of those steps.
+        config: When to log, evaluate and save, and how to recover; its fields are recorded in checkpoints.
+        evaluation: Name → a function that returns the batches of an evaluation set, the same at each call. Checkpoints
+            are ranked by the loss on the first.
+        evaluation_loss: Loss of these sets, such as that of the step without dropout.
+        data: Fingerprint of the data, which a resumed run and all processes must agree on.
+        hooks: Further hooks, after those of the run and before the one that saves.
+        writers: Further writers of metrics, of the first process; they are closed at the end of the run.
+        throughput: What a step processes; by default, examples: the length of the batch's first array.
+        batch: Arrays or shapes of a batch, for compilation; by default, of the first one.
+        initial_state: Makes the state of a run that is not resumed; by default, `init_state(plan, config.seed)`.
+        text: What is printed at the start and written to `plan.txt`; by default, the plan.
+        notes: What is printed after it.
+        source: Config file that is copied into the folder.
+
+    Raises:
+        ConfigError: An argument cannot be used.
+    """
+
+    folder: str | Path
+    step: TrainStep
+    batches: Batches
+    _: dataclasses.KW_ONLY
+    config: RunConfig
+    evaluation: Mapping[str, Callable[[], Iterable[Any]]] = dataclasses.field(default_factory=dict)
+    evaluation_loss: LossFn | None = None
+    data: str = ""
+    hooks: Sequence[Hook] = ()
+    writers: Sequence[Writer] = ()
+    throughput: Throughput | None = None
+    batch: Any = None
+    initial_state: Callable[[], TrainState] | None = None
+    text: str = ""
+    notes: Sequence[str] = ()
+    source: Path | None = None
+
+    def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise ConfigError("There is no such run:", problems)
+
+    def _problems(self) -> Iterator[Problem]:
+        """Yield what is wrong with the arguments."""
+        yield from check_type("config", self.config, RunConfig, "config=spmd.RunConfig(steps=…)")
+        yield from check_type("step", self.step, TrainStep, "spmd.make_train_step(plan, loss_fn)")
+        example = "def batches(start, steps): return (make_batch(n) for n in range(start, steps))"
+        yield from check_call("batches", self.batches, "start, steps", example)
+        sets = self.evaluation if isinstance(self.evaluation, Mapping) else {"": self.evaluation}
+        for name, batches in sets.items():
+            if not callable(batches):
+                fix = '{"val": lambda: held_out_batches}'
+                yield Problem(f"evaluation {name}".strip(), f"is {shown(batches)}", fix=fix)
+        if bool(self.evaluation) != (self.evaluation_loss is not None):
+            yield Problem("evaluation, evaluation_loss", "is there without the other", fix="give both or none")
+        for name, kind in (("hooks", Hook), ("writers", Writer)):
+            wrong = [x for x in getattr(self, name) if not isinstance(x, kind)]
+            yield from (Problem(name, f"has {shown(x)}", fix=f"instances of spmd.{kind.__name__}") for x in wrong)
+        if isinstance(self.config, RunConfig) and isinstance(self.step, TrainStep):
+            skips = "skip" in (self.config.on_nan, self.config.recovery.on_spike)
+            if skips and not counts_skips(abstract_state(self.step.plan).optimizer_state):
+                fix = "make the plan with spmd.skip_bad_updates(optimizer), or on_nan roll-back"
+                yield Problem("on_nan, recovery.on_spike", "is skip, and the optimizer skips no update", fix=fix)
+
+    @property
+    def run_dir(self) -> RunDir:
+        """The folder."""
+        return RunDir(Path(self.folder))
+
+    @functools.cached_property
+    def abstract_batch(self) -> Any:
+        """Shapes and dtypes of a batch."""
+        batch = self.read_first() if self.batch is None else self.batch
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+    @property
+    def description(self) -> str:
+        """What is printed at the start, and written to the folder."""
+        return self.text or str(self.step.plan)
+
+    @functools.cached_property
+    def rate(self) -> Throughput:
+        """What a step processes."""
+        return self.throughput or Throughput(self.examples)
+
+    @functools.cached_property
+    def examples(self) -> int:
+        """Number of examples in a batch."""
+        return int(jax.tree.leaves(self.abstract_batch)[0].shape[0])
+
+    def read_first(self) -> Any:
+        """Return the first batch of training, on the mesh."""
+        with closing(self.batches(0, 1)) as batches:
+            return place_batch(self.step.plan.mesh, next(iter(batches)))
+
+
+def closing(batches: Iterable[Any]) -> contextlib.AbstractContextManager[Iterable[Any]]:
+    """Return a context that closes batches that can be closed."""
+    close = getattr(batches, "close", None)
+    return contextlib.closing(batches) if close else contextlib.nullcontext(batches)  # type: ignore[type-var]

@@ -1,0 +1,82 @@
+"""A training run of any model in one folder: start or resume, train, evaluate, save, roll back on divergence.
+
+```python
+run = spmd.Run("runs/mine", step, batches, config=spmd.RunConfig(steps=1000, checkpoint_every=100))
+result = run.train(resume="auto")
+```
+
+`batches(start, steps)` returns the batches of the steps `start + 1 … steps`, the same at each call: a resumed run
+begins with the batch that the interrupted one would have had next, and ends with the same bits.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from spmd.observe.goodput import measure_goodput
+from spmd.observe.metrics import Console, columns_of, device_memory
+from spmd.observe.profiling import parse_steps
+from spmd.run.definition import RunDefinition
+from spmd.run.run_dir import Resume
+from spmd.run.session import RunResult, train_in_folder
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run(RunDefinition):
+    """Training run of one step, in one folder; its arguments are those of `RunDefinition`."""
+
+    def train(
+        self, resume: Resume = "never", *, take_over: bool = False, profile: str = "", said: Sequence[str] = ()
+    ) -> RunResult:
+        """Train until the config's last step or preemption, and print how it went on the first process.
+
+        Args:
+            resume: If the folder contains a run: never (refuse the folder), auto (resume; start a run if there is
+                none), always (resume; refuse a folder without a checkpoint).
+            take_over: Take the folder from the process that writes to it.
+            profile: Steps to trace, such as `10:15`.
+            said: Lines for the log.
+
+        Raises:
+            CheckpointError: The folder cannot be used, or has a run that this one cannot continue.
+            DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks are used up; or too
+                many steps were skipped.
+        """
+        resumes, traced = self.run_dir.check_use(resume), parse_steps(profile)
+        is_first = jax.process_index() == 0
+        with self.run_dir.lease(resumes, take_over) as lease, contextlib.ExitStack() as stack:
+            console = None
+            if is_first:
+                print(*(self.description, *self.notes), sep="\n")
+                console = stack.enter_context(
+                    contextlib.closing(Console(self.config.steps, columns=columns_of(self.rate.unit)))
+                )
+            result = train_in_folder(self, lease, console, resumes, traced, said)
+        if console:
+            self._report(console, result)
+        return result
+
+    def _report(self, console: Console, result: RunResult) -> None:
+        """Print the results."""
+        if result.preempted is not None:
+            print(f"preempted: checkpoint saved at step {result.preempted}; continue with --resume auto")
+            return
+        rate, folder = self.rate, self.run_dir
+        if result.steps:
+            console.summary(
+                steps=result.steps,
+                seconds=result.seconds,
+                count=result.steps * rate.count,
+                unit=rate.unit,
+                loss=result.metrics.get("loss"),
+                flops=rate.flops,
+                mfu=result.metrics.get("mfu"),
+                memory=device_memory(),
+            )
+        for name, weight in result.weights.items():
+            print(f"{name + ' loss':<15} {result.evaluation[f'{name}_loss']:.4f} over {weight:,.0f} {rate.unit}")
+        print(f"checkpoint      {folder.checkpoints}/{result.checkpoint}")
+        print(f"metrics         {folder.metrics}")
+        print(f"\n{measure_goodput(folder.path)}")

@@ -1,0 +1,119 @@
+"""What is written, checked and recovered around the steps of a run, whatever is trained."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from spmd.errors import ConfigError, Problem, check_fields, check_type
+
+FieldRules = Mapping[str, str | Sequence[Any]]
+"""Rules of fields by their dotted names, as `spmd.errors.check_fields` reads them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationInterval:
+    """When a run is evaluated."""
+
+    every: int = 0
+    """Steps between evaluations; the last step is always evaluated. 0: only the last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecoveryConfig:
+    """Loss spikes, rollback and the watchdog's deadlines."""
+
+    on_spike: Literal["ignore", "stop", "skip", "roll-back"] = "ignore"
+    """Response to a loss spike: stop the run; skip updates whose gradient norm is a spike; roll-back to the last
+    checkpoint and skip the batches since."""
+    spike_factor: float = 3.0
+    """A loss (for skip: a gradient norm) above this multiple of its running value is a spike."""
+    spike_window: int = 50
+    """Steps in the running median of the loss; for skip: time constant of the running mean of the gradient norm."""
+    skips_in_a_row: int = 20
+    """Maximum number of consecutive skipped steps before the run stops; the search of fp16 for its loss scale skips up
+    to 11."""
+    skipped_share: float = 0.25
+    """Maximum fraction of all steps that are skipped, after the first skips_in_a_row of them, or at a last step that is
+    skipped, before the run stops."""
+    rollbacks: int = 3
+    """Maximum number of rollbacks before the run stops."""
+    deadline: float = 1800.0
+    """Seconds in which a step, an evaluation batch or a checkpoint must finish, or the run exits with 70; 0: none."""
+    start_deadline: float = 7200.0
+    """Seconds from the start of the process group to the end of the first step, compilation included; 0: none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SDCConfig:
+    """Checks for silent data corruption, which stops the run."""
+
+    replicas_every: int = 0
+    """Steps between bitwise comparisons of replicated arrays across devices. 0: never."""
+    repeat_every: int = 0
+    """Steps between computing the gradients of one batch twice, which must agree bitwise. 0: never."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Configuration of a run of any model; a frozen dataclass that extends it adds fields of its own.
+
+    All fields are recorded in checkpoints. A resumed run may change those of this class, except for `seed`, and must
+    have the others as they were.
+
+    Raises:
+        ConfigError: Invalid fields, all of them in one error.
+    """
+
+    steps: int = 1000
+    """Total number of steps."""
+    seed: int = 0
+    """Seed of parameters, shuffling and sample."""
+    on_nan: Literal["stop", "skip", "roll-back"] = "stop"
+    """Response to a non-finite loss or gradient: stop the run; skip the step and count it; roll-back to the last
+    checkpoint and skip the batches since. fp16 always skips; it stops or rolls back only at the minimum loss scale."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """Loss spikes, rollback, deadlines."""
+    sdc_checks: SDCConfig = SDCConfig()
+    """Checks for silent data corruption."""
+    evaluate: EvaluationInterval = EvaluationInterval()
+    """Validation."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
+    max_to_keep: int = 3
+    """Number of most recent checkpoints to keep."""
+    keep_best: int = 1
+    """Number of checkpoints with the lowest validation loss to keep in addition."""
+    compilation_cache_dir: str = ""
+    """JAX's persistent compilation cache; none: disabled; empty: JAX_COMPILATION_CACHE_DIR, or
+    ~/.cache/spmd/programs."""
+
+    field_rules: ClassVar[FieldRules] = {
+        **dict.fromkeys(("steps", "log_every", "max_to_keep"), "at least 1"),
+        **dict.fromkeys(("checkpoint_every", "keep_best", "evaluate.every"), "at least 0"),
+        "seed": "at least 0 and below 4294967296",
+        "on_nan": ("stop", "skip", "roll-back"),
+        "recovery.on_spike": ("ignore", "stop", "skip", "roll-back"),
+        "recovery.spike_factor": "at least 1",
+        "recovery.spike_window": "at least 2",
+        "recovery.skips_in_a_row": "at least 1",
+        "recovery.skipped_share": "above 0 and at most 1",
+        **dict.fromkeys(("recovery.rollbacks", "recovery.deadline", "recovery.start_deadline"), "at least 0"),
+        **dict.fromkeys(("sdc_checks.replicas_every", "sdc_checks.repeat_every"), "at least 0"),
+    }
+
+    def __post_init__(self) -> None:
+        if problems := list(self.wrong_types()) or list(self.problems()):
+            raise ConfigError("This configuration cannot be used:", problems)
+
+    def wrong_types(self) -> Iterator[Problem]:
+        """Yield a problem for each field that should have fields of its own and has not."""
+        for field in dataclasses.fields(self):
+            if dataclasses.is_dataclass(kind := type(field.default)):
+                fix = f"{'spmd.' * kind.__module__.startswith('spmd.')}{kind.__name__}(…)"
+                yield from check_type(field.name, getattr(self, field.name), kind, fix)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong with the values; a class that extends this one yields what it finds besides."""
+        yield from check_fields(self, self.field_rules)
