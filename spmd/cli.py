@@ -1,4 +1,4 @@
-"""Command line: `spmd train | launch | script | plan | search | check | generate | import | export`.
+"""Command line: `spmd train | launch | script | plan | search | check | eval | generate | import | export`.
 
 Every field of a `TrainConfig` is a flag by its dotted path. User errors are printed without a traceback and exit with
 2, as do errors of the operating system, such as a full disk; a check that fails exits with 1, a plan that exceeds the
@@ -17,6 +17,7 @@ import jax
 
 from spmd.checkpoint.versions import library_version
 from spmd.commands.check import CheckCommand, run_check
+from spmd.commands.evaluate import EvalCommand, run_eval
 from spmd.commands.export_hf import ExportCommand, run_export
 from spmd.commands.flag_names import name_flags
 from spmd.commands.generate import GenerateCommand, run_generate
@@ -52,6 +53,7 @@ usage: spmd COMMAND …
   spmd check CONFIG [--FIELD VALUE …]                          compare the first steps on the mesh with one device
        [--check-steps N] [--leaves] [--json] [--inject BUG]    … by leaf; as JSON; with a bug that must be found
        [--products 2]                                          … on every axis and every pair of axes, one line for each
+  spmd eval RUN [--data NAME=SOURCE …] [--json]                loss, perplexity, bits per byte and accuracy, by text
   spmd generate RUN --prompt TEXT [--prompt TEXT …]            text from a trained model, token by token
        [--temperature T] [--top-k K] [--top-p P]               … with these sampling parameters; temperature 0 is greedy
        [--mesh.fsdp 4 …] [--devices N]                         … on another mesh than the run's
@@ -69,6 +71,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "plan": (run_plan, (PlanCommand,)),
     "search": (run_search, (SearchCommand,)),
     "check": (run_check, (CheckCommand,)),
+    "eval": (run_eval, (EvalCommand,)),
     "generate": (run_generate, (GenerateCommand,)),
     "import": (run_import, (ImportCommand,)),
     "export": (run_export, (ExportCommand,)),

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 import jax
 import numpy as np
@@ -151,6 +151,7 @@ def process_peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+@runtime_checkable
 class Writer(Protocol):
     """Destination of metrics: `write` takes those of one step, nothing is written after `close`."""
 

@@ -76,7 +76,8 @@ class Run(RunDefinition):
                 memory=device_memory(),
             )
         for name, weight in result.weights.items():
-            print(f"{name + ' loss':<15} {result.evaluation[f'{name}_loss']:.4f} over {weight:,.0f} {rate.unit}")
+            title = f"{'validation' if name == 'val' else name} loss"
+            print(f"{title:<15} {result.evaluation[f'{name}_loss']:.4f} over {weight:,.0f} {rate.unit}")
         print(f"checkpoint      {folder.checkpoints}/{result.checkpoint}")
         print(f"metrics         {folder.metrics}")
         print(f"\n{measure_goodput(folder.path)}")

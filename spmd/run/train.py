@@ -151,7 +151,7 @@ def _compare(config: TrainConfig, corpus: Corpus, result: RunResult) -> None:
     vocab = corpus.tokenizer.vocab
     if jax.process_index() == 0 and result.evaluation and vocab <= 256:
         baseline = bigram_loss(corpus.train, corpus.validation[: config.evaluate.tokens + 1], vocab)
-        print(f"\na bigram count model of the same corpus has a val loss of {baseline:.4f}")
+        print(f"\na bigram count model of the same corpus has a validation loss of {baseline:.4f}")
 
 
 def _sample(setup: TrainSetup, tokenizer: Tokenizer, result: RunResult) -> None:

@@ -66,7 +66,14 @@ HOMES = {
     "safetensors": {"hf.safetensors"},
     "tensorboardX": {"observe.tensorboard"},
     "rich": {"observe.metrics", "observe.waiting"},
-    "tyro": {"run.config", "commands.parsing", "commands.generate", "commands.import_hf", "commands.export_hf"},
+    "tyro": {
+        "run.config",
+        "commands.parsing",
+        "commands.evaluate",
+        "commands.generate",
+        "commands.import_hf",
+        "commands.export_hf",
+    },
 }
 ENVIRONMENT_MODULES = {"distributed.initialize", "testing"}
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}

@@ -1,0 +1,93 @@
+"""`spmd eval`."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import tyro
+
+from spmd.checkpoint.manager import CheckpointManager
+from spmd.commands.parsing import parse_flags
+from spmd.data.tokenizer import load_tokenizer
+from spmd.distributed.initialize import initialize
+from spmd.errors import ConfigError, check_fields
+from spmd.model_api.compress import NO_COMPRESSION
+from spmd.observe.waiting import show_waiting, show_waiting_for
+from spmd.run.build import config_mesh, make_setup
+from spmd.run.evaluate import Evaluation, evaluate, open_sets
+from spmd.run.load_params import restore_model
+from spmd.run.preflight import check_microbatches
+from spmd.run.run_dir import RunDir
+from spmd.sharding.mesh import MeshShape
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalCommand:
+    """Evaluate a trained model: loss, perplexity, bits per byte and accuracy, on any mesh.
+
+    Without --data, on the validation split of the run.
+    """
+
+    run: tyro.conf.Positional[str]
+    """Run directory, such as runs/demo."""
+    data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to evaluate on, NAME=SOURCE or SOURCE: files, folders or globs as in --data.source of a config; may be given
+    several times, for one line each."""
+    tokens: int = 0
+    """Evaluate on about this many tokens of each set; 0 for all."""
+    batch: int | None = None
+    """Sequences per batch; by default as in the run."""
+    step: int | None = None
+    """Checkpoint to load; the newest by default."""
+    mesh: MeshShape = MeshShape()
+    """The size of each mesh axis; one may be -1. All 1: that of the run; for one device, --mesh.fsdp -1 --devices 1."""
+    devices: int | None = None
+    """Simulate this many CPU devices (0: use the real ones); by default as in the run."""
+    json: bool = False
+    """Print one JSON object for each set."""
+
+
+def run_eval(arguments: list[str]) -> int:
+    """Print the figures and return the exit code."""
+    command: EvalCommand = parse_flags(EvalCommand, arguments, "spmd eval")
+    if problems := check_fields(command, {"tokens": "at least 0", "batch": "at least 1"}):
+        raise ConfigError("Nothing can be evaluated:", problems)
+    run_dir = RunDir(Path(command.run))
+    config = run_dir.config()
+    if command.devices is not None:
+        config = dataclasses.replace(config, devices=command.devices)
+    if command.mesh != MeshShape():
+        config = dataclasses.replace(config, mesh=command.mesh, slices=MeshShape())
+    if command.batch is not None:
+        data = dataclasses.replace(config.data, batch=command.batch)
+        config = dataclasses.replace(config, data=data, accumulate=1)
+    initialize(config.devices)
+    setup = make_setup(dataclasses.replace(config, compress=NO_COMPRESSION, quantize=""), config_mesh(config))
+    check_microbatches(setup)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    with show_waiting("reading the text"):
+        sets = open_sets(config, command.data, tokenizer)
+    with (
+        show_waiting("restoring a checkpoint"),
+        CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
+    ):
+        model = restore_model(checkpoints, command.step, setup.plan)
+        step = checkpoints.latest() if command.step is None else command.step
+    results = evaluate(setup, model, sets, tokenizer, command.tokens)
+    found = list(show_waiting_for(results, "evaluating"))
+    if jax.process_index() == 0:
+        print("\n".join(json.dumps(x.to_json()) for x in found) if command.json else _table(command.run, step, found))
+    return 0
+
+
+def _table(run: str, step: int | None, found: list[Evaluation]) -> str:
+    """Return one line for each set."""
+    width = max(4, *(len(each.name) for each in found))
+    head = f"{'set':<{width}}  {'loss':>8}  {'perplexity':>10}  {'bits/byte':>9}  {'accuracy':>8}  {'tokens':>12}"
+    rows = [
+        f"{each.name:<{width}}  {each.loss:>8.4f}  {each.perplexity:>10.4g}  {each.bits_per_byte:>9.4f}"
+        f"  {each.accuracy:>8.2%}  {each.tokens:>12,}"
+        for each in found
+    ]
+    return "\n".join([f"{run}, step {step}; losses in nats per token\n", head, *rows])

@@ -1,0 +1,125 @@
+"""Evaluation of a language model on texts: loss, perplexity, bits per byte and accuracy."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd.data.corpus import make_corpus
+from spmd.data.loader import Windows, evaluation_batches
+from spmd.data.tokenizer import ByteTokenizer, Tokenizer
+from spmd.errors import ConfigError, DataError, Problem
+from spmd.run.build import TrainSetup, open_corpus
+from spmd.run.config import TrainConfig
+from spmd.sharding.mesh import batch_sharding
+from spmd.training.state import ModelState
+from spmd.training.step import make_eval_step
+
+VALIDATION = "validation"
+"""Name of a run's own validation split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSet:
+    """Named text as token ids `[n]`, in one or several parts."""
+
+    name: str
+    parts: tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Result on one set: sums in nats, of `tokens` targets that stand for `bytes` of text."""
+
+    name: str
+    nats: float
+    correct: float
+    tokens: int
+    bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Loss that tokenizers do not change: bits for each byte of the text."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the tokens that are the most likely ones."""
+        return self.correct / self.tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures."""
+        figures = ("loss", "perplexity", "bits_per_byte", "accuracy", "tokens", "bytes")
+        return {"set": self.name, **{name: getattr(self, name) for name in figures}}
+
+
+def open_sets(config: TrainConfig, named: Sequence[str], tokenizer: Tokenizer) -> list[EvaluationSet]:
+    """Return the run's validation split, or the texts of `NAME=SOURCE`, whole; raise all problems at once.
+
+    A source is as in `data.source`; without a name, it is its own.
+    """
+    if not named:
+        return [EvaluationSet(VALIDATION, (open_corpus(config).validation,))]
+    sets, problems, data = list[EvaluationSet](), list[Problem](), config.data
+    for entry in named:
+        name, _, source = entry.rpartition("=")
+        try:
+            cache = Path(data.cache or "~/.cache/spmd").expanduser()
+            corpus = make_corpus(
+                (source,), tokenizer, text_field=data.text_field, validation=data.validation, cache=cache
+            )
+            parts = tuple(part for part in (corpus.train, corpus.validation) if len(part) > 1)
+            sets.append(EvaluationSet(name or source, parts))
+        except DataError as error:
+            problems += error.problems
+    names = [each.name for each in sets]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems += [Problem("data", f"names {name} twice", fix="NAME=SOURCE with another name") for name in twice]
+    if problems:
+        raise ConfigError("There is nothing to evaluate on:", problems)
+    return sets
+
+
+def evaluate(
+    setup: TrainSetup, model: ModelState, sets: Iterable[EvaluationSet], tokenizer: Tokenizer, tokens: int
+) -> Iterator[Evaluation]:
+    """Yield the result on each set, of at most about `tokens` tokens; 0 for all."""
+    config, step = setup.config, make_eval_step(setup.plan, setup.evaluation_loss_fn)
+    sharding = batch_sharding(setup.mesh)
+    for each in sets:
+        sums, size, left = dict.fromkeys(("loss", "accuracy", "weight"), 0.0), 0, tokens or sum(map(len, each.parts))
+        for part in each.parts:
+            if left <= 0:
+                break
+            windows = Windows(part, config.data.sequence)
+            for batch in evaluation_batches(windows, batch=config.data.batch, sharding=sharding, tokens_at_most=left):
+                found = jax.device_get(step(model.params, model.variables, batch))
+                sums = {name: total + float(found[name]) for name, total in sums.items()}
+            targets = part[1 : 1 + math.ceil(left / config.data.sequence) * config.data.sequence]
+            size, left = size + count_bytes(targets, tokenizer), left - len(targets)
+        yield Evaluation(each.name, sums["loss"], sums["accuracy"], int(sums["weight"]), size)
+
+
+def count_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Return the number of bytes of text that token ids stand for; tokens around documents stand for none.
+
+    Example:
+        >>> count_bytes(np.array([104, 195, 169, 0]), ByteTokenizer())
+        3
+    """
+    text = ids[~np.isin(ids, [*tokenizer.starts, tokenizer.eos])]
+    return len(text) if isinstance(tokenizer, ByteTokenizer) else len(tokenizer.decode(text).encode("utf-8"))

@@ -1,0 +1,171 @@
+"""Runs of one's own model, loss and batches: resumed, rolled back, stopped, evaluated and refused like others."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.errors import CheckpointError, ConfigError, NonFiniteError
+
+RULES = spmd.Rules(params=[("w", P("fsdp", "tensor"))], activations=[])
+MODEL = spmd.Model(lambda key: {"w": jax.random.normal(key, (4, 2))}, lambda params, x: x @ params["w"])
+
+
+def loss_fn(params, variables, batch, key):
+    """Squares, with noise from the step's key."""
+    y = MODEL.apply(params, batch["x"]) + 0.01 * jax.random.normal(key, (8, 2))
+    return {"loss": ((y - batch["y"]) ** 2).sum(), "weight": jnp.float32(8)}, variables
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnConfig(spmd.RunConfig):
+    """A run's config with a field of its own."""
+
+    width: int = 4
+
+
+CONFIG = OwnConfig(steps=6, log_every=1, checkpoint_every=2)
+
+
+@pytest.fixture(scope="module")
+def step():
+    """The step, compiled once for all runs."""
+    mesh = spmd.make_mesh(data=2, fsdp=2, tensor=2)
+    return spmd.make_train_step(spmd.make_plan(mesh, RULES, MODEL, optax.adam(0.1)), loss_fn)
+
+
+def numbers(start, steps, bad=(), stop=None):
+    """Batches, each from its own number; those in `bad` are NaN, and at `stop` the source fails."""
+    for n in range(start, steps):
+        if n == stop:
+            raise OSError("the disk is gone")
+        draws = np.random.default_rng(n)
+        x = draws.normal(size=(8, 4)).astype(np.float32)
+        yield {"x": np.where(n in bad, np.nan, x).astype(np.float32), "y": x[:, :2]}
+
+
+def metrics(run):
+    """Lines of the metrics by step, without times."""
+    lines = map(json.loads, run.run_dir.metrics.read_text().splitlines())
+    return [{k: v for k, v in line.items() if k in ("step", "loss", "near_loss", "examples")} for line in lines]
+
+
+def same(a, b):
+    """Whether two states have the same bits."""
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), jax.device_get(a), jax.device_get(b))))
+
+
+def test_a_resumed_run_ends_with_the_same_bits(step, tmp_path):
+    """After its data failed; the control took one other batch."""
+    whole = spmd.Run(tmp_path / "whole", step, numbers, config=CONFIG, data="numbers")
+    expected = whole.train()
+    cut = spmd.Run(tmp_path / "cut", step, lambda a, b: numbers(a, b, stop=5), config=CONFIG, data="numbers")
+    with pytest.raises(OSError, match="the disk is gone"):
+        cut.train()
+    again = dataclasses.replace(cut, batches=numbers)
+    result = again.train("auto")
+    assert result.steps == 2
+    assert result.checkpoint == 6
+    assert same(result.state, expected.state)
+    assert metrics(again) == metrics(whole)
+    assert metrics(again)[0]["examples"] == 8
+    other = spmd.Run(tmp_path / "other", step, lambda a, b: numbers(a + 1, b + 1), config=CONFIG)
+    assert not same(other.train().state, expected.state)
+
+
+def test_a_run_rolls_back_and_skips_what_led_there(step, tmp_path, capsys):
+    """To the last checkpoint; without it, the error names the batch."""
+    config = dataclasses.replace(CONFIG, on_nan="roll-back")
+    run = spmd.Run(tmp_path / "back", step, lambda a, b: numbers(a, b, bad=(3,)), config=config)
+    assert np.isfinite(run.train().metrics["loss"])
+    assert "skipping 2 batches of the data" in capsys.readouterr().out
+    stops = spmd.Run(tmp_path / "stops", step, lambda a, b: numbers(a, b, bad=(3,)), config=CONFIG)
+    with pytest.raises(NonFiniteError, match="sequences 24 … 31"):
+        stops.train()
+
+
+class Stop(spmd.Hook):
+    """Stops after the third step."""
+
+    def wants_stop(self, step):
+        """Return whether to stop."""
+        return step == 3
+
+
+class Memory(spmd.Writer):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.rows, self.is_closed = [], False
+
+    def write(self, step, values):
+        """Keep."""
+        self.rows.append((step, dict(values)))
+
+    def close(self):
+        """Close."""
+        self.is_closed = True
+
+
+def test_a_hook_stops_sets_are_evaluated_and_writers_write(step, tmp_path):
+    """The stop is saved and can be resumed; checkpoints are ranked by the first set."""
+    memory, sets = Memory(), {"near": lambda: numbers(50, 52), "far": lambda: numbers(60, 61)}
+    config = dataclasses.replace(
+        CONFIG, checkpoint_every=0, evaluate=spmd.EvaluationInterval(every=3), sdc_checks=spmd.SDCConfig(3, 3)
+    )
+    run = spmd.Run(
+        tmp_path,
+        step,
+        numbers,
+        config=config,
+        evaluation=sets,
+        evaluation_loss=loss_fn,
+        hooks=[Stop()],
+        writers=[memory],
+    )
+    result = run.train()
+    assert (result.steps, result.checkpoint, result.exit_code) == (3, 3, 0)
+    assert result.weights == {"near": 16, "far": 8}
+    assert memory.rows[-1] == (3, result.evaluation)
+    assert result.evaluation.keys() == {"near_loss", "far_loss"}
+    assert memory.is_closed
+    resumed = dataclasses.replace(run, hooks=[], writers=[]).train("always")
+    assert (resumed.steps, resumed.checkpoint) == (3, 6)
+    assert json.loads((tmp_path / "checkpoints/6/metrics.json").read_text()) == resumed.evaluation
+
+
+def test_what_a_resumed_run_cannot_change_is_refused(step, tmp_path):
+    """Own fields, the data and the size of batches, all with what they were."""
+    run = spmd.Run(tmp_path, step, numbers, config=CONFIG, data="numbers")
+    run.train()
+    for changes, said in (
+        ({"config": dataclasses.replace(CONFIG, width=5, steps=8)}, "width: was 4 and is 5"),
+        ({"data": "other"}, "data: is not that with which the run was started"),
+        ({"batch": {"x": np.zeros((16, 4)), "y": np.zeros((16, 2))}}, "batch: had 8 examples and has 16"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            dataclasses.replace(run, **changes).train("always")
+        assert [str(problem).splitlines()[0] for problem in caught.value.problems] == [said]
+
+
+def test_mistakes_are_told_at_once(step):
+    """Each with what to give instead."""
+    with pytest.raises(ConfigError) as caught:
+        spmd.Run(
+            "runs/x",
+            step,
+            [1, 2],
+            config=dataclasses.replace(CONFIG, on_nan="skip"),
+            evaluation={"val": []},
+            hooks=[Stop],
+        )
+    where = [problem.where for problem in caught.value.problems]
+    assert where == ["batches", "evaluation val", "evaluation, evaluation_loss", "hooks", "on_nan, recovery.on_spike"]
+    with pytest.raises(ConfigError, match="log_every"):
+        OwnConfig(log_every=0)
