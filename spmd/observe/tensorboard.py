@@ -4,11 +4,16 @@ import contextlib
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spmd.observe.metrics import Values, Writer
+
+_FLUSH_SECONDS = 30
 
 
 @contextlib.contextmanager
@@ -27,29 +32,44 @@ def _hidden(package: str) -> Iterator[None]:
 class TensorBoard(Writer):
     """Event files in `folder`: finite numbers as scalars, texts as texts, arrays as histograms.
 
-    `keep_through` hides later steps of an earlier process, as in `JsonLines`.
+    `keep_through` hides later steps of an earlier process, as in `JsonLines`. Events are written by the caller's
+    thread: tensorboardX's own `SummaryWriter` waits forever at its end if Ctrl-C has come while its queue was started.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep_through: int | None = None) -> None:
         # Imported here, because it sets an environment variable, which importing spmd must not. It would also import
         # PyTorch if that is installed, which takes seconds and is not needed.
         with _hidden("torch"):
-            import tensorboardX
+            from tensorboardX import event_file_writer, summary
+            from tensorboardX.proto import event_pb2
 
+        self._summary, self._proto, self._flushed = summary, event_pb2, time.monotonic()
         first = None if keep_through is None else keep_through + 1
+        Path(folder).mkdir(parents=True, exist_ok=True)
         # An event file's name has seconds only: without a suffix a quick resume would overwrite it.
-        self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=first, filename_suffix=f".from_{first or 0}")
+        self._file = event_file_writer.EventsWriter(str(Path(folder) / "events"), f".from_{first or 0}")
+        if first is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(step=first, file_version="brain.Event:2")
+            self._add(step=first, session_log=start)
+
+    def _add(self, **fields: Any) -> None:
+        self._file.write_event(self._proto.Event(wall_time=time.time(), **fields))
 
     def write(self, step: int, values: Values) -> None:
         """Add a scalar for each finite number, a text for each text, and a histogram for each array."""
         for name, value in values.items():
             if isinstance(value, str):
-                self._writer.add_text(name, value, step)
+                self._add(step=step, summary=self._summary.text(name, value))
             elif isinstance(value, np.ndarray):
-                self._writer.add_histogram(name, value[np.isfinite(value)], step)
+                finite = value[np.isfinite(value)]
+                self._add(step=step, summary=self._summary.histogram(name, finite, "auto"))
             elif value is not None and math.isfinite(value):
-                self._writer.add_scalar(name, float(value), step)
+                self._add(step=step, summary=self._summary.scalar(name, float(value)))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._file.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Flush and close the file."""
-        self._writer.close()
+        self._file.close()

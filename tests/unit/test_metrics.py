@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,19 @@ def test_tensorboard_events_can_be_read_back(tmp_path: Path) -> None:
     texts = [v.tensor.string_val[0] for e in events for v in e.summary.value if v.HasField("tensor")]
     assert texts == [b"hello", b"hello"]
     assert [event.step for event in events if event.HasField("session_log")] == [4]
+
+
+def test_tensorboard_starts_no_thread_that_an_interrupt_could_leave_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing after Ctrl-C in the first write does not wait for one: tensorboardX's own writer did, forever."""
+    before = threading.active_count()
+    writer = TensorBoard(tmp_path)
+    monkeypatch.setattr(writer, "_add", lambda **fields: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        writer.write(1, {"loss": 2.5})
+    assert threading.active_count() == before
+    writer.close()
 
 
 VALUES = {
