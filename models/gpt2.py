@@ -203,7 +203,7 @@ class GPT2(nnx.Module):
 
         Args:
             tokens: Token ids.
-            segments: The document of each token of a packed sequence; positions do not restart at a document.
+            segments: The document of each token of a packed sequence, at which positions restart.
 
         Raises:
             ConfigError: The sequence, or the cache in decoding, is longer than `context`.
@@ -227,7 +227,7 @@ class GPT2(nnx.Module):
             problem = Problem("sequence", "is longer than the model", arithmetic, "a shorter one, or model.context")
             raise ConfigError("There are no positions for these tokens:", [problem])
         x = self.embed(tokens)
-        learned = self.positions[...][at].astype(x.dtype)
+        learned = self.positions[...][at if segments is None else at - segments].astype(x.dtype)
         return annotate(x + learned.reshape(-1, seq, learned.shape[-1]), "residual"), (segments,)
 
     def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, None]:

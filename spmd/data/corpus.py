@@ -34,13 +34,15 @@ _LAYOUT = 1  # version of the cached files
 class Corpus:
     """Tokenized text; each document is preceded by the tokenizer's `starts` and followed by its `eos`.
 
-    Both splits are ids, uint16 or uint32 `[tokens]`, memory-mapped and read-only. `fingerprint` is the SHA-256 of the
-    files, the tokenizer and the split, in hex. `documents` counts both splits.
+    Both splits are ids, uint16 or uint32 `[tokens]`, memory-mapped and read-only; `…_ends` are where their documents
+    end. `fingerprint` is the SHA-256 of the files, the tokenizer and the split, in hex. `documents` counts both splits.
     """
 
     tokenizer: Tokenizer
     train: np.memmap
     validation: np.memmap
+    train_ends: np.memmap
+    validation_ends: np.memmap
     fingerprint: str
     documents: int
 
@@ -75,8 +77,8 @@ def make_corpus(
         except OSError as error:
             problem = Problem(str(cache), "cannot hold the tokenized text", str(error), "choose another folder")
             raise DataError("the corpus cannot be cached:", [problem]) from error
-    train, held_out, documents = cached
-    return Corpus(tokenizer, train, held_out, fingerprint, documents)
+    (train, validation_ids, train_ends, validation_ends), documents = cached
+    return Corpus(tokenizer, train, validation_ids, train_ends, validation_ends, fingerprint, documents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +212,7 @@ def _scan(files: list[_File], text_field: str) -> np.ndarray:
 
 def _build(
     files: list[_File], text_field: str, tokenizer: Tokenizer, fraction: float, folder: Path
-) -> tuple[np.memmap, np.memmap, int]:
+) -> tuple[list[np.memmap], int]:
     """Tokenize all documents into `folder`, which appears complete or not at all."""
     scores = _scan(files, text_field)
     problems: list[Problem] = []
@@ -220,12 +222,16 @@ def _build(
         built = Path(temporary, "built")
         built.mkdir()
         train_file, validation_file = (_token_file(built / f"{split}.npy", dtype) for split in _SPLITS)
+        lengths: tuple[list[int], list[int]] = ([], [])
         with train_file as train, validation_file as held_out:
             for is_validation, text in _split(_documents(files, text_field, problems), scores, fraction):
                 ids = (np.array(tokenizer.starts, np.int64), tokenizer.encode(text), np.array([tokenizer.eos]))
-                (held_out if is_validation else train)(np.concatenate(ids))
+                (held_out if is_validation else train)(document := np.concatenate(ids))
+                lengths[is_validation].append(len(document))
         if problems:
             raise DataError("the text cannot be used:", problems)
+        for split, sizes in zip(_SPLITS, lengths, strict=True):
+            np.save(built / f"{split}_ends.npy", np.cumsum(sizes, dtype=np.int64))
         (built / "corpus.json").write_text(json.dumps({"documents": len(scores)}))
         mine = _open_cached(built)
         assert mine is not None
@@ -261,10 +267,11 @@ def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], 
         os.fsync(file.fileno())
 
 
-def _open_cached(folder: Path) -> tuple[np.memmap, np.memmap, int] | None:
-    """Return the splits and the number of documents in a cache folder; None if it is missing or damaged."""
+def _open_cached(folder: Path) -> tuple[list[np.memmap], int] | None:
+    """Return the splits, their documents' ends, and the number of documents; None if a cache is missing or damaged."""
     try:
-        train, validation = (np.load(folder / f"{split}.npy", mmap_mode="r") for split in _SPLITS)
-        return train, validation, int(json.loads((folder / "corpus.json").read_text())["documents"])
+        names = (*_SPLITS, *(f"{split}_ends" for split in _SPLITS))
+        arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]
+        return arrays, int(json.loads((folder / "corpus.json").read_text())["documents"])
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None

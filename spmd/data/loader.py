@@ -6,7 +6,7 @@
         for batch in train: ...
 
 A batch is a dictionary of global arrays `[batch, sequence]`: `tokens`, `targets` (the next tokens) and `weights` (0 for
-padding).
+padding); of packed documents also `segments`, where the document of each token begins.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal, Protocol
 
 import grain
 import jax
@@ -22,6 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd.data.corpus import Corpus, make_corpus
+from spmd.data.packing import PackedDocuments
 from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import ConfigError, DataError, MeshError, Problem, check_fields
 from spmd.sharding.mesh import entry_axes
@@ -46,6 +48,9 @@ class DataConfig:
     """Field of a .jsonl line that holds the text."""
     sequence: int = 256
     """Tokens per sequence."""
+    packing: Literal["windows", "documents"] = "windows"
+    """How text becomes sequences: windows cut it every `sequence` tokens, across documents; documents puts whole ones
+    side by side, of which none sees another, and cuts those that are longer."""
     batch: int = 16
     """Sequences per global batch, over all processes."""
     validation: float = 0.05
@@ -61,7 +66,8 @@ class DataConfig:
         least = {"sequence": 1, "batch": 1, "threads": 0, "prefetch": 0}
         rules = {name: f"at least {n}" for name, n in least.items()}
         rules |= {"sequence": "at least 1 and at most 16777216", "threads": "at least 0 and at most 1024"}
-        problems = check_fields(self, {**rules, "validation": "above 0 and below 1"}, "data.")
+        rules |= {"validation": "above 0 and below 1"}
+        problems = check_fields(self, {**rules, "packing": ("windows", "documents")}, "data.")
         if not self.source or not all(self.source):
             problems.append(Problem("data.source", f"is {self.source!r}", fix="name a file or folder"))
         for field in ("tokenizer", "text_field"):
@@ -162,6 +168,26 @@ def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
     return np.flatnonzero(held)
 
 
+class Rows(Protocol):
+    """Rows of tokens, of which batches are made: `Windows` or `PackedDocuments`."""
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a row."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Return arrays `[len(indices), sequence]` by name."""
+
+
+def make_rows(config: DataConfig, tokens: np.ndarray, ends: np.ndarray) -> Rows:
+    """Return the rows of one split of a corpus, as the config packs them."""
+    if config.packing == "windows":
+        return Windows(tokens, config.sequence)
+    return PackedDocuments(tokens, ends, config.sequence)
+
+
 class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):
     """Iterator over prefetched batches; `close()` or the end of a `with` block stops its threads."""
 
@@ -180,7 +206,7 @@ class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):
 
 
 def batches(
-    windows: Windows,
+    windows: Rows,
     *,
     batch: int,
     sharding: NamedSharding,
@@ -220,9 +246,7 @@ def batches(
     return Batches(iter(grain.MapDataset.range(start, steps).map(read).to_iter_dataset(ahead)))
 
 
-def evaluation_batches(
-    windows: Windows, *, batch: int, sharding: NamedSharding, tokens_at_most: int
-) -> Iterator[Batch]:
+def evaluation_batches(windows: Rows, *, batch: int, sharding: NamedSharding, tokens_at_most: int) -> Iterator[Batch]:
     """Return the first windows in order, as batches of one shape; padding rows have weight 0.
 
     `tokens_at_most` is the number of targets, rounded up to whole windows; the other arguments are as for `batches`.

@@ -40,7 +40,10 @@ from spmd.plan.manual import manual_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 Segments = Int[Array, "batch seq"] | None
-"""The document of each token of a packed sequence; tokens attend to their own document only. None for one document."""
+"""The document of each token of a packed sequence, as the position at which it begins; None for one document.
+
+Tokens attend to their own document only.
+"""
 
 _HEADS_FIRST, _IDS = P(None, None, "sequence"), P(None, "sequence")
 

@@ -287,6 +287,7 @@ def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return a batch's shapes and dtypes."""
     shape = (config.data.batch, config.data.sequence)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    dtypes |= {"segments": jnp.int32} if config.data.packing == "documents" else {}
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 

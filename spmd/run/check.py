@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.data.loader import Windows
+from spmd.data.loader import make_rows
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.run.build import TrainSetup, count_microbatches, make_setup, one_device_mesh, open_corpus
 from spmd.run.config import TrainConfig
@@ -40,7 +40,8 @@ class Check:
     def batches(self) -> list[dict[str, np.ndarray]]:
         """Host batches, one for each step."""
         size = self.config.data.batch
-        windows = Windows(open_corpus(self.config).train, self.config.data.sequence)
+        corpus = open_corpus(self.config)
+        windows = make_rows(self.config.data, corpus.train, corpus.train_ends)
         rows = [np.arange(step * size, (step + 1) * size) % len(windows) for step in range(self.steps)]
         return [pad_unevenly(windows.rows(chosen), seed=step) for step, chosen in enumerate(rows)]
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from spmd.data.corpus import make_corpus
-from spmd.data.loader import Windows, evaluation_batches
+from spmd.data.loader import Rows, evaluation_batches, make_rows
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
 from spmd.errors import ConfigError, DataError, Problem
 from spmd.run.build import TrainSetup, open_corpus
@@ -19,16 +19,17 @@ from spmd.sharding.mesh import batch_sharding
 from spmd.training.state import ModelState
 from spmd.training.step import make_eval_step
 
+_COUNTED_AT_ONCE = 1024
 VALIDATION = "validation"
 """Name of a run's own validation split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """Named text as token ids `[n]`, in one or several parts."""
+    """Named text as rows of tokens, in one or several parts."""
 
     name: str
-    parts: tuple[np.ndarray, ...]
+    parts: tuple[Rows, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,8 @@ def open_sets(config: TrainConfig, named: Sequence[str], tokenizer: Tokenizer) -
     A source is as in `data.source`; without a name, it is its own.
     """
     if not named:
-        return [EvaluationSet(VALIDATION, (open_corpus(config).validation,))]
+        corpus = open_corpus(config)
+        return [EvaluationSet(VALIDATION, (make_rows(config.data, corpus.validation, corpus.validation_ends),))]
     sets, problems, data = list[EvaluationSet](), list[Problem](), config.data
     for entry in named:
         name, _, source = entry.rpartition("=")
@@ -82,7 +84,8 @@ def open_sets(config: TrainConfig, named: Sequence[str], tokenizer: Tokenizer) -
             corpus = make_corpus(
                 (source,), tokenizer, text_field=data.text_field, validation=data.validation, cache=cache
             )
-            parts = tuple(part for part in (corpus.train, corpus.validation) if len(part) > 1)
+            splits = (corpus.train, corpus.train_ends), (corpus.validation, corpus.validation_ends)
+            parts = tuple(make_rows(data, tokens, ends) for tokens, ends in splits if len(tokens) > 1)
             sets.append(EvaluationSet(name or source, parts))
         except DataError as error:
             problems += error.problems
@@ -101,16 +104,19 @@ def evaluate(
     config, step = setup.config, make_eval_step(setup.plan, setup.evaluation_loss_fn)
     sharding = batch_sharding(setup.mesh)
     for each in sets:
-        sums, size, left = dict.fromkeys(("loss", "accuracy", "weight"), 0.0), 0, tokens or sum(map(len, each.parts))
+        sums, size = dict.fromkeys(("loss", "accuracy", "weight"), 0.0), 0
+        left = tokens or sum(len(part) * part.sequence for part in each.parts)
         for part in each.parts:
             if left <= 0:
                 break
-            windows = Windows(part, config.data.sequence)
-            for batch in evaluation_batches(windows, batch=config.data.batch, sharding=sharding, tokens_at_most=left):
+            for batch in evaluation_batches(part, batch=config.data.batch, sharding=sharding, tokens_at_most=left):
                 found = jax.device_get(step(model.params, model.variables, batch))
                 sums = {name: total + float(found[name]) for name, total in sums.items()}
-            targets = part[1 : 1 + math.ceil(left / config.data.sequence) * config.data.sequence]
-            size, left = size + count_bytes(targets, tokenizer), left - len(targets)
+            count = min(len(part), math.ceil(left / part.sequence))
+            left -= count * part.sequence
+            for first in range(0, count, _COUNTED_AT_ONCE):
+                rows = part.rows(np.arange(first, min(first + _COUNTED_AT_ONCE, count)))
+                size += count_bytes(rows["targets"][rows["weights"] > 0], tokenizer)
         yield Evaluation(each.name, sums["loss"], sums["accuracy"], int(sums["weight"]), size)
 
 

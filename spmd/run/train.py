@@ -8,7 +8,8 @@ from pathlib import Path
 import jax
 
 from spmd.data.corpus import Corpus
-from spmd.data.loader import Batch, Batches, Windows, batches, bigram_loss, evaluation_batches
+from spmd.data.loader import Batch, Batches, batches, bigram_loss, evaluation_batches, make_rows
+from spmd.data.packing import PackedDocuments
 from spmd.data.tokenizer import Tokenizer
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import SINGLE_PROCESS, initialize
@@ -98,9 +99,14 @@ def make_run(
     text = f"{plan}{execution_lines(setup)}"
     corpus_line = f"\ncorpus: {corpus.documents:,} documents, {sizes}\n"
 
+    rows = make_rows(data, corpus.train, corpus.train_ends)
+    held_out = make_rows(data, corpus.validation, corpus.validation_ends)
+    if isinstance(rows, PackedDocuments):
+        corpus_line += f"packed into {len(rows):,} training sequences, {rows.wasted:.2%} of them padding\n"
+
     def training(start: int, steps: int) -> Batches:
         return batches(
-            Windows(corpus.train, data.sequence),
+            rows,
             batch=data.batch,
             sharding=sharding,
             seed=config.seed,
@@ -111,8 +117,8 @@ def make_run(
         )
 
     def validation() -> Iterable[Batch]:
-        windows, tokens = Windows(corpus.validation, data.sequence), config.evaluate.tokens
-        return evaluation_batches(windows, batch=data.batch, sharding=sharding, tokens_at_most=tokens)
+        tokens = config.evaluate.tokens
+        return evaluation_batches(held_out, batch=data.batch, sharding=sharding, tokens_at_most=tokens)
 
     return Run(
         folder,

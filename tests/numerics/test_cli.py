@@ -1,6 +1,7 @@
 """The command line does what its help says, and bad input is an error with what, where, the arithmetic and the fix."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -47,6 +48,17 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     assert [line["step"] for line in lines if "val_loss" in line] == [4]
     assert json.loads((out / "config.json").read_text())["changed"]["out"] == ["", str(out)]
     assert "q_proj" in (out / "plan.txt").read_text()
+
+    # it is evaluated on its validation split and on other texts, as in training
+    (tmp_path / "other.txt").write_text("or not to be, that is the question. " * 9)
+    assert run("eval", out, "--tokens", "256", "--json", "--data", f"own={tmp_path / 'other.txt'}") == 0
+    (own,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert own["set"] == "own"
+    assert own["bits_per_byte"] == pytest.approx(own["loss"] * own["tokens"] / own["bytes"] / math.log(2))
+    assert run("eval", out, "--tokens", "256", "--mesh.fsdp", "-1", "--mesh.data", "2") == 0
+    assert f"{lines[-1]['val_loss']:.4f}" in capsys.readouterr().out
+    assert run("eval", out, "--data", "a=nowhere", "--data", "b=neither") == 2
+    assert "neither: does not exist" in capsys.readouterr().err
 
     # generate goes on from it
     assert run("generate", out, "--prompt", "To be", "--tokens", "6", "--temperature", "0") == 0

@@ -1,0 +1,116 @@
+"""Documents packed into rows of one length, so that no document sees another and little is padding.
+
+A document of n tokens has n − 1 targets. One with more than fit into a row is cut into full rows and a rest; rests and
+short documents are placed by best fit, the longest first (Ding et al., arXiv:2404.10830, section 3).
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from spmd.errors import DataError, Problem, check_fields
+
+
+def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
+    """Return the row of each piece, int64 `[pieces]`, none longer than `size`: the longest first, into the fullest row.
+
+    Example:
+        >>> best_fit(np.array([3, 6, 4, 1]), size=7).tolist()
+        [1, 0, 1, 0]
+    """
+    rows = np.empty(len(lengths), np.int64)
+    open_rows: list[list[int]] = [[] for _ in range(size + 1)]  # by what is left in them
+    nonempty, count = 0, 0  # bit n: some row has n left
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        fitting = nonempty >> length
+        if fitting:
+            left = length + (fitting & -fitting).bit_length() - 1
+            row = open_rows[left].pop()
+            if not open_rows[left]:
+                nonempty &= ~(1 << left)
+        else:
+            row, left, count = count, size, count + 1
+        rows[piece] = row
+        if left := left - length:
+            open_rows[left].append(row)
+            nonempty |= 1 << left
+    return rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedDocuments:
+    """Documents as rows of `sequence` tokens; each token that follows another one of its document is a target once.
+
+    Args:
+        tokens: Ids `[n]` of all documents, one after the other; may be memory-mapped.
+        ends: Where each document ends, increasing, the last one n.
+        sequence: Tokens of a row.
+
+    Example:
+        >>> packed = PackedDocuments(np.arange(9), np.array([4, 9]), sequence=8)
+        >>> rows = packed.rows(np.array([0]))
+        >>> rows["targets"].tolist(), rows["segments"].tolist()
+        ([[1, 2, 3, 5, 6, 7, 8, 0]], [[0, 0, 0, 3, 3, 3, 3, 7]])
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    sequence: int
+
+    def __post_init__(self) -> None:
+        problems = check_fields(self, {"sequence": "at least 1"})
+        if not problems and not len(self._pieces[0]):
+            problems = [Problem("documents", "have one token at most, and no target", f"{len(self.ends)} documents")]
+        if problems:
+            raise DataError("there are no rows:", problems)
+
+    @functools.cached_property
+    def _pieces(self) -> tuple[np.ndarray, np.ndarray]:
+        """First token and number of targets of each piece of a document."""
+        first = np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
+        targets = np.maximum(self.ends - first - 1, 0)
+        parts = -(-targets // self.sequence)
+        number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # within its document
+        starts = np.repeat(first, parts) + number * self.sequence
+        return starts, np.minimum(np.repeat(targets, parts) - number * self.sequence, self.sequence)
+
+    @functools.cached_property
+    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Pieces in the order of their rows, and where each row's begin in it, with the end of the last."""
+        lengths = self._pieces[1]
+        is_full = lengths == self.sequence
+        rows = np.cumsum(is_full) - 1
+        rows[~is_full] = best_fit(lengths[~is_full], self.sequence) + is_full.sum()
+        return np.argsort(rows, kind="stable"), np.concatenate([[0], np.cumsum(np.bincount(rows))])
+
+    def __len__(self) -> int:
+        return len(self._rows[1]) - 1
+
+    @property
+    def wasted(self) -> float:
+        """Fraction of all positions that are padding."""
+        return 1 - float(self._pieces[1].sum()) / (len(self) * self.sequence)
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Return `tokens`, `targets` and `segments`, int32, and `weights`, float32, each `[len(indices), sequence]`.
+
+        A segment is the position in the row at which the document begins. Padding has id 0, weight 0 and its own
+        segment.
+        """
+        order, begins = self._rows
+        starts, lengths = self._pieces
+        shape = (len(indices), self.sequence)
+        out = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segments")}
+        weights = np.zeros(shape, np.float32)
+        for row, index in enumerate(indices.tolist()):
+            at = 0
+            for piece in order[begins[index] : begins[index + 1]].tolist():
+                first, length = int(starts[piece]), int(lengths[piece])
+                ids, to = self.tokens[first : first + length + 1], slice(at, at + length)
+                out["tokens"][row, to], out["targets"][row, to] = ids[:-1], ids[1:]
+                out["segments"][row, to], weights[row, to] = at, 1
+                at += length
+            out["segments"][row, at:] = at
+        return {**out, "weights": weights}
