@@ -40,16 +40,16 @@ class TensorBoard(Writer):
         # Imported here, because it sets an environment variable, which importing spmd must not. It would also import
         # PyTorch if that is installed, which takes seconds and is not needed.
         with _hidden("torch"):
-            from tensorboardX import event_file_writer, summary
-            from tensorboardX.proto import event_pb2
+            import tensorboardX
 
-        self._summary, self._proto, self._flushed = summary, event_pb2, time.monotonic()
+        self._summary, self._proto = tensorboardX.summary, tensorboardX.proto.event_pb2
+        self._flushed = time.monotonic()
         first = None if keep_through is None else keep_through + 1
         Path(folder).mkdir(parents=True, exist_ok=True)
         # An event file's name has seconds only: without a suffix a quick resume would overwrite it.
-        self._file = event_file_writer.EventsWriter(str(Path(folder) / "events"), f".from_{first or 0}")
+        self._file = tensorboardX.event_file_writer.EventsWriter(str(Path(folder) / "events"), f".from_{first or 0}")
         if first is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            start = self._proto.SessionLog(status=self._proto.SessionLog.START)
             self._add(step=first, file_version="brain.Event:2")
             self._add(step=first, session_log=start)
 

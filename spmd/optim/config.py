@@ -71,6 +71,9 @@ class OptimizerConfig:
     """Decoupled weight decay, multiplied by the learning rate; 0 disables it."""
     no_decay: tuple[str, ...] = NO_DECAY
     """Patterns, as in rule tables, of parameters without weight decay."""
+    scales: tuple[str, ...] = ()
+    """Rows PATTERN=FACTOR of the learning rate, as in rule tables: the first that matches a parameter decides; 0
+    freezes it, with its state kept."""
     moments: Kind = "float32"
     """Storage of the moments of adamw, lion and sgd: float32, bfloat16, or 8bit with a scale for each block."""
     moments_block: int = BLOCK
@@ -84,11 +87,17 @@ class OptimizerConfig:
             what = f"is {self.moments}, and {self.name} keeps its state in float32"
             problems.append(Problem("moments", what, fix="float32, or name adamw, lion or sgd"))
         problems += check_type("no_decay", self.no_decay, (tuple, list), f'("{self.no_decay}",)')
-        for index, pattern in enumerate(self.no_decay):
+        problems += check_type("scales", self.scales, (tuple, list), f'("{self.scales}",)')
+        for index, row in enumerate(self.scales):
+            if _factor(row) is None:
+                fix = "PATTERN=FACTOR, a number that is at least 0, such as embed/embedding=0.1"
+                problems.append(Problem(f"scales[{index}]", f"is {row!r}", fix=fix))
+        named = [("no_decay", self.no_decay), ("scales", [row.rpartition("=")[0] for row in self.scales])]
+        for where, index, pattern in ((where, *item) for where, patterns in named for item in enumerate(patterns)):
             try:
                 compile_pattern(pattern)
             except PatternError as error:
-                problems.append(Problem(f"no_decay[{index}]", f"{pattern!r} is not a regular expression: {error}"))
+                problems.append(Problem(f"{where}[{index}]", f"{pattern!r} is not a regular expression: {error}"))
         if problems:
             raise ConfigError("This optimizer cannot be made:", problems)
 
@@ -104,6 +113,15 @@ _FIELDS = {
     "decay_fraction": "above 0 and at most 1",
     "final_fraction": "at least 0 and at most 1",
 }
+
+
+def _factor(row: str) -> float | None:
+    """Return the factor of a row of `scales`; None if it is not a number that is at least 0."""
+    try:
+        factor = float(row.rpartition("=")[2])
+    except ValueError:
+        return None
+    return factor if 0 <= factor < math.inf and "=" in row else None
 
 
 def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -202,7 +220,14 @@ def make_update_rule(
     mask = functools.partial(map_with_path, decays)
     decay = [optax.add_decayed_weights(config.weight_decay, mask)] if config.weight_decay else []
     learning_rate = optax.scale_by_learning_rate(make_learning_rate(config, steps))
-    return _standard_promotion(optax.chain(direction, *decay, learning_rate))
+    rows = [(pattern, float(factor)) for pattern, _, factor in (row.rpartition("=") for row in config.scales)]
+
+    def scale(path: str, update: jax.Array) -> jax.Array:
+        factor = next((factor for pattern, factor in rows if matches(pattern, path, stacks)), 1.0)
+        return update if factor == 1 else update * factor
+
+    scaled = [optax.stateless(lambda updates, params: map_with_path(scale, updates))] if rows else []
+    return _standard_promotion(optax.chain(direction, *decay, learning_rate, *scaled))
 
 
 MUON_RMS = 0.2
@@ -226,22 +251,24 @@ def _muon(config: OptimizerConfig, stacked: Collection[str]) -> optax.GradientTr
     return optax.partition({"muon": optax.chain(orthogonal, scale), "adamw": adamw}, labels)
 
 
-def check_no_decay(
+def check_patterns(
     config: OptimizerConfig, paths: Sequence[str], stacked: Any = ("layers",), tied: Tied = ()
 ) -> list[Problem]:
-    """Return a problem for each pattern of `no_decay` that matches no parameter, except the patterns in `NO_DECAY`.
+    """Return a problem for each pattern that matches no parameter, except those of `NO_DECAY`.
 
     Example:
-        >>> print(*check_no_decay(OptimizerConfig(no_decay=("scales",)), ["norm/scale"]))
+        >>> print(*check_patterns(OptimizerConfig(no_decay=("scales",)), ["norm/scale"]))
         no_decay: 'scales' matches no parameter
             fix: did you mean "scale"?
     """
     stacks, ends = read_stacked(stacked), sorted({path.rsplit("/", 1)[-1] for path in paths})
     first = functools.partial(first_path, tied=tied, stacked=stacks)
+    named = [("no_decay", pattern) for pattern in config.no_decay if pattern not in NO_DECAY]
+    named += [("scales", row.rpartition("=")[0]) for row in config.scales]
     return [
-        Problem("no_decay", f"{pattern!r} matches no parameter", fix=first(pattern) or did_you_mean(pattern, ends))
-        for pattern in config.no_decay
-        if pattern not in NO_DECAY and not any(matches(pattern, path, stacks) for path in paths)
+        Problem(where, f"{pattern!r} matches no parameter", fix=first(pattern) or did_you_mean(pattern, ends))
+        for where, pattern in named
+        if not any(matches(pattern, path, stacks) for path in paths)
     ]
 
 

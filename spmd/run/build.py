@@ -26,7 +26,7 @@ from spmd.model_api.compress import CompressConfig, powersgd_rank
 from spmd.model_api.model import Model
 from spmd.model_api.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
 from spmd.observe.metrics import Flops, transformer_flops
-from spmd.optim.config import check_no_decay, make_learning_rate, make_optimizer
+from spmd.optim.config import check_patterns, make_learning_rate, make_optimizer
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.pipedream import pipedream, with_in_flight
@@ -160,7 +160,7 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
         context=config.context,
     )
     paths, tied = [entry.path for entry in plan.params], plan.model.info().tied
-    if problems := check_no_decay(config.optimizer, paths, rules.stacked, tied):
+    if problems := check_patterns(config.optimizer, paths, rules.stacked, tied):
         raise RuleError("The optimizer's table does not fit the model:", problems)
     return plan
 

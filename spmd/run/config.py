@@ -92,6 +92,8 @@ class EvaluationConfig(EvaluationInterval):
 
     tokens: int = 65_536
     """Number of validation tokens to evaluate on."""
+    sets: tuple[str, ...] = ()
+    """More texts to evaluate on, NAME=SOURCE, as many tokens of each: NAME_loss and NAME_accuracy."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from spmd.data.corpus import make_corpus
-from spmd.data.loader import Rows, evaluation_batches, make_rows
+from spmd.data.loader import Batch, Rows, evaluation_batches, make_rows
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
 from spmd.errors import ConfigError, DataError, Problem
 from spmd.run.build import TrainSetup, open_corpus
@@ -90,8 +91,9 @@ def open_sets(config: TrainConfig, named: Sequence[str], tokenizer: Tokenizer) -
         except DataError as error:
             problems += error.problems
     names = [each.name for each in sets]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    problems += [Problem("data", f"names {name} twice", fix="NAME=SOURCE with another name") for name in twice]
+    twice = sorted({name for name in names if names.count(name) > 1 or name == "val"})
+    fix = "NAME=SOURCE with another name"
+    problems += [Problem("data", f"names {name} twice, or as the run does", fix=fix) for name in twice]
     if problems:
         raise ConfigError("There is nothing to evaluate on:", problems)
     return sets
@@ -105,19 +107,30 @@ def evaluate(
     sharding = batch_sharding(setup.mesh)
     for each in sets:
         sums, size = dict.fromkeys(("loss", "accuracy", "weight"), 0.0), 0
-        left = tokens or sum(len(part) * part.sequence for part in each.parts)
-        for part in each.parts:
-            if left <= 0:
-                break
-            for batch in evaluation_batches(part, batch=config.data.batch, sharding=sharding, tokens_at_most=left):
-                found = jax.device_get(step(model.params, model.variables, batch))
-                sums = {name: total + float(found[name]) for name, total in sums.items()}
-            count = min(len(part), math.ceil(left / part.sequence))
-            left -= count * part.sequence
+        for batch in set_batches(each, config.data.batch, sharding, tokens):
+            found = jax.device_get(step(model.params, model.variables, batch))
+            sums = {name: total + float(found[name]) for name, total in sums.items()}
+        for part, count in _counts(each, tokens):
             for first in range(0, count, _COUNTED_AT_ONCE):
                 rows = part.rows(np.arange(first, min(first + _COUNTED_AT_ONCE, count)))
                 size += count_bytes(rows["targets"][rows["weights"] > 0], tokenizer)
         yield Evaluation(each.name, sums["loss"], sums["accuracy"], int(sums["weight"]), size)
+
+
+def set_batches(each: EvaluationSet, batch: int, sharding: NamedSharding, tokens: int) -> Iterator[Batch]:
+    """Yield batches of the first `tokens` tokens of a set, rounded up to rows; 0 for all."""
+    for part, count in _counts(each, tokens):
+        at_most = count * part.sequence
+        yield from evaluation_batches(part, batch=batch, sharding=sharding, tokens_at_most=at_most)
+
+
+def _counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[Rows, int]]:
+    """Yield each part of a set with the number of its rows."""
+    left = tokens or sum(len(part) * part.sequence for part in each.parts)
+    for part in each.parts:
+        if count := min(len(part), math.ceil(left / part.sequence)):
+            yield part, count
+        left -= count * part.sequence
 
 
 def count_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:

@@ -147,14 +147,20 @@ class Evaluate(Hook):
     Args:
         evaluate: `(params, variables, batch)` → sums.
         sets: Name → a function that returns the batches of an evaluation set, the same at each call.
+        patience: Evaluations without a lower loss on the first set, after which to stop; 0 for any number.
+        best: Lowest loss on the first set so far; None before the first evaluation.
+        since: Evaluations since then.
     """
 
     every: int
     steps: int
+    patience: int
     evaluate: Callable[[Any, Any, Any], Sums]
     sets: Mapping[str, Callable[[], Iterable[Any]]]
     writers: Writers
     telemetry: Telemetry
+    best: float | None = None
+    since: int = 0
 
     def __post_init__(self) -> None:
         self.last: dict[str, float] = {}
@@ -176,6 +182,13 @@ class Evaluate(Hook):
         }
         self.telemetry.lease.renew()
         self.writers.write(step, self.last)
+        loss = self.last[f"{next(iter(self.sets))}_loss"]
+        is_lower = self.best is None or loss < self.best
+        self.best, self.since = (loss, 0) if is_lower else (self.best, self.since + 1)
+
+    def wants_stop(self, step: int) -> bool:
+        """Return whether the loss has not fallen for too long."""
+        return self.since >= self.patience > 0
 
     def _sums(self, name: str, batches: Iterable[Any], step: int, state: TrainState) -> dict[str, float]:
         """Return the sums over the batches of one set."""
@@ -224,6 +237,8 @@ class Save(Hook):
         position = (step + self.skipped_batches) * self.batch
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
         with self.telemetry.during("checkpoint", f"saving step {step}, or waiting for the previous save"):
-            self.checkpoints.save(step, state, {**self.record, "step": step, "position": position}, metrics)
+            progress = {"best": self.evaluate.best, "since": self.evaluate.since}
+            record = {**self.record, "step": step, "position": position, "evaluation": progress}
+            self.checkpoints.save(step, state, record, metrics)
         self.telemetry.watchdog.reset(f"copying the state of step {step} for its checkpoint")
         self.telemetry.say(f"saving step {step}")

@@ -16,6 +16,9 @@ class EvaluationInterval:
 
     every: int = 0
     """Steps between evaluations; the last step is always evaluated. 0: only the last."""
+    patience: int = 0
+    """Stop early: number of evaluations without a lower loss on the first set, after which one more step is taken and
+    training ends. 0: never."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,7 @@ class RunConfig:
 
     field_rules: ClassVar[FieldRules] = {
         **dict.fromkeys(("steps", "log_every", "max_to_keep"), "at least 1"),
-        **dict.fromkeys(("checkpoint_every", "keep_best", "evaluate.every"), "at least 0"),
+        **dict.fromkeys(("checkpoint_every", "keep_best", "evaluate.every", "evaluate.patience"), "at least 0"),
         "seed": "at least 0 and below 4294967296",
         "on_nan": ("stop", "skip", "roll-back"),
         "recovery.on_spike": ("ignore", "stop", "skip", "roll-back"),

@@ -75,11 +75,13 @@ class RunResult:
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """State after `step` steps, and the number of batches that rollbacks have skipped so far."""
+    """State after `step` steps, the number of batches that rollbacks have skipped so far, and evaluations since the
+    lowest loss, with that loss."""
 
     step: int
     skipped_batches: int
     state: TrainState
+    evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def train_in_folder(
@@ -237,7 +239,8 @@ class _Session:
         self.say(f"resuming from step {step}")
         for name, (old, new) in changed_fields(record, run.config).items():
             self.say(f"  {name} changes from {old} to {new}")
-        return ResumePoint(step, int(record["position"]) // run.examples - step, state)
+        skipped = int(record["position"]) // run.examples - step
+        return ResumePoint(step, skipped, state, record.get("evaluation", {}))
 
     def roll_back(self, point: ResumePoint, bad_step: int) -> ResumePoint:
         """Restore the newest checkpoint and skip the batches up to that of `bad_step`."""
@@ -264,7 +267,8 @@ class _Session:
             goodput = path if self.console else None
             log = Log(config.log_every, steps, run.rate, devices, written, telemetry, goodput, skipped)
             sums = make_eval_step(plan, run.evaluation_loss) if run.evaluation_loss else no_sums
-            evaluate = Evaluate(config.evaluate.every, steps, sums, run.evaluation, written, telemetry)
+            every, patience = config.evaluate.every, config.evaluate.patience
+            evaluate = Evaluate(every, steps, patience, sums, run.evaluation, written, telemetry, **point.evaluation)
             record = checkpoint_record(config, run.step.plan, run.data, run.examples)
             every = config.checkpoint_every
             save = Save(every, steps, run.examples, record, self.checkpoints, evaluate, telemetry, skipped)
@@ -276,8 +280,12 @@ class _Session:
                 self.checkpoints.wait()
             telemetry.watchdog.reset("the last checkpoint")
             last_step = save.last_step
-            if last_step != steps:
-                telemetry.say(f"{'preempted: ' * bool(self.preemption.stop_step)}stopped after step {last_step}")
+            if self.preemption.stop_step:
+                telemetry.say(f"preempted: stopped after step {last_step}")
+            elif evaluate.wants_stop(last_step):
+                self.say(f"stopped early: {evaluate.since} evaluations without a loss below {evaluate.best:.6g}")
+            elif last_step != steps:
+                telemetry.say(f"stopped after step {last_step}")
             log.finish(last_step)
         return state, last_step, log, evaluate
 

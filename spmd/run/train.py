@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from spmd.data.corpus import Corpus
-from spmd.data.loader import Batch, Batches, batches, bigram_loss, evaluation_batches, make_rows
+from spmd.data.loader import Batch, Batches, batches, bigram_loss, make_rows
 from spmd.data.packing import PackedDocuments
 from spmd.data.tokenizer import Tokenizer
 from spmd.distributed.cluster_env import LaunchArgs
@@ -20,6 +20,7 @@ from spmd.observe.profiling import parse_steps
 from spmd.run.build import TrainSetup, abstract_batch, config_mesh, count_flops, make_setup, open_corpus
 from spmd.run.config import TrainConfig
 from spmd.run.describe import execution_lines, flags_text
+from spmd.run.evaluate import EvaluationSet, open_sets, set_batches
 from spmd.run.hooks import Throughput
 from spmd.run.init_from import check_init, copy_source_files, initial_state
 from spmd.run.preflight import count_sample_tokens, preflight
@@ -116,16 +117,18 @@ def make_run(
             prefetch=data.prefetch,
         )
 
-    def validation() -> Iterable[Batch]:
-        tokens = config.evaluate.tokens
-        return evaluation_batches(held_out, batch=data.batch, sharding=sharding, tokens_at_most=tokens)
+    named = config.evaluate.sets
+    sets = [EvaluationSet("val", (held_out,)), *(open_sets(config, named, corpus.tokenizer) if named else ())]
+
+    def evaluation(each: EvaluationSet) -> Iterable[Batch]:
+        return set_batches(each, data.batch, sharding, config.evaluate.tokens)
 
     return Run(
         folder,
         setup.step,
         training,
         config=config,
-        evaluation={"val": validation},
+        evaluation={each.name: functools.partial(evaluation, each) for each in sets},
         evaluation_loss=setup.evaluation_loss_fn,
         data=corpus.fingerprint,
         hooks=(CopySourceFiles(setup, folder), *hooks),

@@ -16,8 +16,8 @@ from spmd.model_api.precision import LossScale
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.run.build import build_optimizer, config_mesh, make_setup, open_corpus
-from spmd.run.config import RecoveryConfig
 from spmd.run.load_config import load_config
+from spmd.run.run_config import RecoveryConfig
 from spmd.sharding.mesh import batch_sharding
 from spmd.training.state import init_state
 from tests.train_runs import assert_same, losses, state, write_tiny

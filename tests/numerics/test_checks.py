@@ -18,8 +18,8 @@ from spmd.cli import main
 from spmd.errors import ConfigError, DataCorruptionError
 from spmd.gradients.base import value_and_grad
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
-from spmd.run.config import SDCConfig
 from spmd.run.load_config import load_config
+from spmd.run.run_config import SDCConfig
 from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
 from spmd.training.loop import fit

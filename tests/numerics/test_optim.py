@@ -15,7 +15,7 @@ from optax import contrib
 from spmd.errors import ConfigError
 from spmd.optim.config import (
     OptimizerConfig,
-    check_no_decay,
+    check_patterns,
     make_optimizer,
     make_update_rule,
 )
@@ -137,8 +137,8 @@ def test_a_pattern_that_matches_nothing_is_a_problem() -> None:
     """Only patterns that were written by hand and match no parameter are reported."""
     paths = ["layers/0/mlp/kernel", "layers/0/mlp_norm/scale"]
     config = OptimizerConfig(no_decay=("layers/mlp_norm/scale", "scales", "bias"))
-    assert [problem.what for problem in check_no_decay(config, paths)] == ["'scales' matches no parameter"]
-    assert check_no_decay(OptimizerConfig(), ["kernel"]) == []
+    assert [problem.what for problem in check_patterns(config, paths)] == ["'scales' matches no parameter"]
+    assert check_patterns(OptimizerConfig(), ["kernel"]) == []
 
 
 def test_clip_is_over_the_whole_gradient() -> None:

@@ -169,3 +169,17 @@ def test_mistakes_are_told_at_once(step):
     assert where == ["batches", "evaluation val", "evaluation, evaluation_loss", "hooks", "on_nan, recovery.on_spike"]
     with pytest.raises(ConfigError, match="log_every"):
         OwnConfig(log_every=0)
+
+
+def test_a_run_stops_early_and_resumed_it_remembers(step, tmp_path, capsys):
+    """After two evaluations without a lower loss, and one step more; a longer patience goes on from the count."""
+    sets = {"rising": lambda: ({"x": b["x"], "y": b["y"] + next(later)} for b in numbers(50, 51))}
+    later = iter(range(100))
+    config = dataclasses.replace(CONFIG, steps=12, evaluate=spmd.EvaluationInterval(every=1, patience=2))
+    run = spmd.Run(tmp_path, step, numbers, config=config, evaluation=sets, evaluation_loss=loss_fn)
+    result = run.train()
+    assert (result.steps, result.checkpoint, result.exit_code) == (4, 4, 0)
+    assert "stopped early: 3 evaluations without a loss below" in capsys.readouterr().out
+    more = dataclasses.replace(run, config=dataclasses.replace(config, evaluate=spmd.EvaluationInterval(1, 4)))
+    result = more.train("auto")
+    assert (result.steps, result.checkpoint) == (2, 6)

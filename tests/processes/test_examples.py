@@ -1,8 +1,10 @@
 """Every example runs as its docstring says, for a few steps, in a process and a folder of its own."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,9 @@ ENVIRONMENT = {
 }
 SCRIPTS = {"linen_model": 20, "nnx_model": 50, "vit_digits": 50}
 """Scripts and how many steps they take here: enough to print a line of metrics."""
+
+RUNS = {"diffusion_transformer": 60, "recommender": 60, "t5_encoder_decoder": 60}
+"""Scripts that train in a run folder, and how many steps they take here: more than one checkpoint needs."""
 
 SMALL = (
     *("--steps", "2", "--data.batch", "8", "--data.sequence", "32", "--evaluate.tokens", "256"),
@@ -50,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name != "vit_digits" else pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS]
+    "name", [name if name == "nnx_model" else pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS]
 )
 def test_a_script_trains(folder: Path, name: str) -> None:
     """It prints its plan and a loss that is a number."""
@@ -58,6 +63,33 @@ def test_a_script_trains(folder: Path, name: str) -> None:
     assert "parameters   on each device" in printed
     assert f"step {SCRIPTS[name]}   loss " in printed
     assert "nan" not in printed
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_is_killed_ends_as_if_it_were_not(folder: Path, name: str) -> None:
+    """SIGKILL after a checkpoint, and again: the same losses and gradients to the bit."""
+
+    def command(out: str, *more: str) -> list[str]:
+        return [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(RUNS[name]), "--out", out, *more]
+
+    def losses(out: str) -> list[tuple[int, float, float]]:
+        lines = map(json.loads, (folder / out / "metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line["loss"], line["gradient_norm"]) for line in lines if "loss" in line]
+
+    run(folder, *command("whole"))
+    process = subprocess.Popen(command("cut"), cwd=folder, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 400
+    while not any(path.name.isdecimal() for path in (folder / "cut" / "checkpoints").glob("*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    printed = run(folder, *command("cut", "--resume", "always"))
+    assert "resuming from step" in printed
+    assert losses("cut")[-1] == losses("whole")[-1]
+    assert losses("cut")[-1][0] == RUNS[name]
 
 
 @pytest.mark.soak
@@ -92,5 +124,5 @@ def test_no_example_is_forgotten() -> None:
     scripts = (
         {path.stem for path in EXAMPLES.glob("*.py")} - {name.replace("-", "_") for name in shipped()} - {"__init__"}
     )
-    assert scripts == set(SCRIPTS)
+    assert scripts == set(SCRIPTS) | set(RUNS)
     assert set(shipped()) == set(CONFIGS) | PLANNED_ONLY

@@ -121,6 +121,7 @@ def test_one_that_is_told_to_go_takes_the_other_along(folder):
     assert_joins(folder, out)
 
 
+@pytest.mark.soak
 def test_data_that_hang_on_one_end_both(folder):
     """Process 1 gets no more batches: both end within a minute, at least one with 70 and every thread's stack."""
     out = folder / "hung"
@@ -140,7 +141,8 @@ def test_data_that_hang_on_one_end_both(folder):
     assert_goes_on_from(out, *range(5, 30, 5))
 
 
-@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("dead", [0, 1])
 def test_one_that_dies_takes_the_other_down(folder, dead):
     """SIGKILL: the other ends within a minute, not with 0, and says that a process is gone."""
     out = folder / f"dead{dead}"

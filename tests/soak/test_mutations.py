@@ -133,9 +133,9 @@ MUTATIONS = {
         ("tests/numerics/test_data.py::test_a_resumed_run_sees_exactly_the_remaining_batches[0-4]",),
     ),
     "off-by-one resume of a run": Mutation(
-        "spmd/run/train.py",
-        "start=point.step + skipped,",
-        "start=point.step + skipped + (point.step > 0),",
+        "spmd/run/session.py",
+        "run.batches(start + skipped, steps + skipped)",
+        "run.batches(start + skipped + (start > 0), steps + skipped + (start > 0))",
         (
             "tests/numerics/test_bad_steps.py"
             "::test_a_run_rolls_back_behind_the_batches_that_led_there[weights-np.nan-flags0]",

@@ -253,7 +253,7 @@ def test_a_cached_corpus_is_not_tokenised_again(folder: Path, cache: Path, monke
     np.testing.assert_array_equal(first.validation, second.validation)
     assert first.fingerprint == second.fingerprint
     assert [p.name for p in cache.iterdir()] == [first.fingerprint]
-    assert len(list(cache.glob("*/*"))) == 3
+    assert len(list(cache.glob("*/*"))) == 5
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "missing", "garbage", "no folder", "no count"])

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.errors import BatchesEndedError, ConfigError, MeshError, SpmdError
 from spmd.gradients.losses import classification_loss
-from spmd.optim.config import check_no_decay
+from spmd.optim.config import check_patterns
 from spmd.plan.lora import LoRAConfig, with_lora
 from spmd.sharding.mesh import AXES, abstract_mesh
 from spmd.sharding.rules import Rules
@@ -334,7 +334,7 @@ def test_the_kinds_of_errors() -> None:
 def test_a_tied_parameter_in_no_decay() -> None:
     """A pattern for the second path of a tied array names the first one."""
     config = spmd.OptimizerConfig(no_decay=("head/embedding",))
-    (problem,) = check_no_decay(config, ["embed/embedding"], tied=tied().info().tied)
+    (problem,) = check_patterns(config, ["embed/embedding"], tied=tied().info().tied)
     assert problem.fix == "the array's first path, embed/embedding"
 
 

@@ -65,8 +65,8 @@ def test_every_field_is_decided():
     fields = list(leaves(config_values(CONFIG)))
     may = [name for name in fields if any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE)]
     rest = [name for name in fields if name not in may and not name.startswith(("model.", "lora."))]
-    optimizer = [f"optimizer.{name}" for name in ("name", "moments", "moments_block")]
-    assert rest == ["seed", "precision", "init", *optimizer, "data.sequence", "data.batch"]
+    optimizer = [f"optimizer.{name}" for name in ("name", "scales", "moments", "moments_block")]
+    assert rest == ["seed", "precision", "init", *optimizer, "data.sequence", "data.packing", "data.batch"]
     unused = [
         field for field in MAY_CHANGE if not any(name == field or name.startswith(f"{field}.") for name in fields)
     ]
