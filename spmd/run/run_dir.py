@@ -127,6 +127,9 @@ class RunDir:
             is_json = isinstance(error, KeyError | TypeError)
             what = "has a config.json that is not of a run" if is_json else str(error)
             raise CheckpointError("There is no run:", [Problem(str(self.path), what, fix=fix)]) from error
+        if not (self.path / "config.py").exists():
+            what, fix = "has no config file: it was started in Python", "spmd.train(config, source=Path(__file__))"
+            raise CheckpointError("This run cannot be read:", [Problem(str(self.path), what, fix=fix)])
         config = load_config(str(self.path / "config.py"))
         if unknown := sorted(set(values) - set(config_values(config))):
             what = "is no field of this version's TrainConfig"

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import CheckpointError, ConfigError, NonFiniteError
+from spmd.run.run_dir import RunDir
 
 RULES = spmd.Rules(params=[("w", P("fsdp", "tensor"))], activations=[])
 MODEL = spmd.Model(lambda key: {"w": jax.random.normal(key, (4, 2))}, lambda params, x: x @ params["w"])
@@ -152,6 +153,13 @@ def test_what_a_resumed_run_cannot_change_is_refused(step, tmp_path):
         with pytest.raises(CheckpointError) as caught:
             dataclasses.replace(run, **changes).train("always")
         assert [str(problem).splitlines()[0] for problem in caught.value.problems] == [said]
+
+
+def test_a_folder_without_a_config_file_cannot_be_read_by_commands(step, tmp_path):
+    """Which names the argument that was missing."""
+    spmd.Run(tmp_path, step, numbers, config=CONFIG).run_dir.describe(CONFIG, None, "plan")
+    with pytest.raises(CheckpointError, match="started in Python"):
+        RunDir(tmp_path).config()
 
 
 def test_mistakes_are_told_at_once(step):
