@@ -115,7 +115,7 @@ class SampleConfig:
 _LARGEST = 2**31 - 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TrainConfig(RunConfig, Generic[M]):
     """Complete configuration of a language model's training run.
 
@@ -172,7 +172,7 @@ class TrainConfig(RunConfig, Generic[M]):
     parameters whole over fsdp)."""
     logits_chunk: int = CHUNK
     """Tokens per device whose logits are computed at once, to save memory; the results stay the same."""
-    evaluate: EvaluationConfig = EvaluationConfig()
+    evaluate: EvaluationConfig = dataclasses.field(default=EvaluationConfig(), kw_only=True)
     """Validation."""
     sample: SampleConfig = SampleConfig()
     """Sample after the last step."""
