@@ -84,13 +84,14 @@ def test_config_lists_every_problem() -> None:
             momentum=1.0,
             weight_decay=-1.0,
             no_decay=("bias", "("),
+            scales=("bias",),
             moments="4bit",  # type: ignore[arg-type]
             moments_block=48,
             clip_norm=-1.0,
         )
     wrong = {problem.where for problem in caught.value.problems}
-    fields = set(OptimizerConfig.__dataclass_fields__) - {"no_decay"}
-    assert wrong == fields | {"no_decay[1]"}
+    fields = set(OptimizerConfig.__dataclass_fields__) - {"no_decay", "scales"}
+    assert wrong == fields | {"no_decay[1]", "scales[0]"}
     assert 'did you mean "adamw"?' in str(caught.value)
 
 
