@@ -364,7 +364,7 @@ def test_a_bigram_table_that_is_too_large_is_refused() -> None:
 def test_all_bad_fields_are_reported_at_once() -> None:
     """Every field that cannot be used is named in one error."""
     with pytest.raises(ConfigError) as caught:
-        DataConfig((), "", "", sequence=0, batch=0, validation=1.0, threads=-1, prefetch=-1)
+        DataConfig((), "", "", sequence=0, batch=0, validation=1.0, threads=-1, prefetch=-1, packing="tight")  # type: ignore[arg-type]
     names = {problem.where for problem in caught.value.problems}
     assert names == {f"data.{field.name}" for field in dataclasses.fields(DataConfig)} - {"data.cache"}
     with pytest.raises(ConfigError, match="name a file or folder"):
