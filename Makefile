@@ -11,13 +11,14 @@ CI_TIER := not soak and not architecture
 
 VENV := .venv
 NEWEST := .venv-newest
-SYSTEM_PACKAGES := slurm-wlm munge openmpi-bin iproute2
+SYSTEM_PACKAGES := slurm-wlm munge openmpi-bin iproute2 chromium
 BENCH_MESHES := data=1,fsdp=8,tensor=1 data=2,fsdp=2,tensor=2 data=1,fsdp=1,tensor=1
 
 # One stamp for each thing that was installed; pip runs again only when what it reads has changed.
 INSTALLED := $(VENV)/.installed
 TEST_INSTALLED := $(VENV)/.installed-test
 DOCS_INSTALLED := $(VENV)/.installed-docs
+SOAK_INSTALLED := $(VENV)/.installed-soak
 PIP := $(VENV)/bin/python -m pip install -q -c constraints.txt
 
 # make_venv(python, folder, name of the variable that chooses python): an environment, or a sentence on what is missing.
@@ -49,7 +50,12 @@ $(TEST_INSTALLED): $(INSTALLED)
 	@$(PIP) -e '.[test,parity,dev,tpu]'
 	@touch $@
 
-system: ## install Debian's packages of Slurm, Open MPI and ip, which soak tests start (as root)
+$(SOAK_INSTALLED): $(TEST_INSTALLED)
+	@echo "installing what soak tests need into $(VENV)"
+	@$(PIP) -e '.[soak]'
+	@touch $@
+
+system: ## install Debian's packages of Slurm, Open MPI, ip and Chromium, which soak tests start (as root)
 	@dpkg -s $(SYSTEM_PACKAGES) >/dev/null 2>&1 || { \
 	  [ "$$(id -u)" = 0 ] || { echo "as root: apt-get install $(SYSTEM_PACKAGES)" >&2; exit 1; }; \
 	  echo "installing $(SYSTEM_PACKAGES)"; \
@@ -68,7 +74,7 @@ newest: ## run the tests of what dependencies can break, on PYTHON_NEWEST with t
 	@$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python $(PYTEST) -m "(unit or compat) and not soak" $(ARGS)
 
-soak: install system ## run the long proofs, which no change waits for (as root, about 25 minutes on 2 cores)
+soak: $(SOAK_INSTALLED) system ## run the long proofs, which no change waits for (as root, about 25 minutes on 2 cores)
 	$(VENV)/bin/python $(PYTEST) -m soak $(ARGS)
 
 durations: install ## write tests/durations.txt: the seconds of each test of `make test`, with nothing compiled before
