@@ -12,6 +12,8 @@ import pytest
 from spmd.data import corpus as corpus_module
 from spmd.data import tokenizer as tokenizer_module
 from spmd.data.corpus import Corpus, make_corpus
+from spmd.data.documents import Documents
+from spmd.data.sources import find_files
 from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import DataError
 from tests.unit.test_tokenizer import WORDS, begin_with, bpe
@@ -185,18 +187,29 @@ def test_no_line_is_read_without_a_bound(tmp_path: Path, cache: Path, monkeypatc
     path = tmp_path / "long.jsonl"
     line = json.dumps({"text": "x" * 80}) + "\n"
     path.write_text(line * 2)
-    monkeypatch.setattr("spmd.data.corpus._MAX_LINE_BYTES", len(line))
+    monkeypatch.setattr("spmd.data.text_files._MAX_LINE_BYTES", len(line))
     assert make(path, cache=cache).documents == 2
-    monkeypatch.setattr("spmd.data.corpus._MAX_LINE_BYTES", len(line) - 1)
+    monkeypatch.setattr("spmd.data.text_files._MAX_LINE_BYTES", len(line) - 1)
     with pytest.raises(DataError, match=rf"long.jsonl:1: .*\n.*longer than {len(line) - 1} bytes"):
         make(path, cache=tmp_path / "another")
+
+
+def test_a_line_without_text_is_skipped_and_counted(tmp_path: Path, cache: Path) -> None:
+    """A null, an empty string and blanks are no documents, and not an error; the count survives in the cache."""
+    path = tmp_path / "some.jsonl"
+    found = ["one", None, "two", "", " \n", "three"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n\n" for text in found))
+    for _ in range(2):
+        corpus = make(path, cache=cache)
+        assert (corpus.documents, corpus.skipped) == (3, 3)
+        assert sorted(texts(corpus.train) + texts(corpus.validation)) == ["one", "three", "two"]
 
 
 def test_a_file_of_bad_lines_is_cut_short(tmp_path: Path, cache: Path) -> None:
     """A thousand bad lines are ten lines and a count."""
     path = tmp_path / "bad.jsonl"
     path.write_text("{\n" * 1000)
-    with pytest.raises(DataError, match="has 990 more lines like these") as caught:
+    with pytest.raises(DataError, match="has 990 more problems like these") as caught:
         make(path, cache=cache)
     assert len(caught.value.problems) == 11
 
@@ -325,9 +338,9 @@ def test_a_file_that_changes_meanwhile_is_noticed(folder: Path, cache: Path, mon
     """Text written between hashing and tokenising is refused, not stored under the old hash."""
     scan = corpus_module._scan
 
-    def scan_then_change(files: list[corpus_module._File], text_field: str) -> np.ndarray:
-        scores = scan(files, text_field)
-        files[3].path.write_text("other text")
+    def scan_then_change(documents: Documents) -> np.ndarray:
+        scores = scan(documents)
+        documents.files[3].path.write_text("other text")
         return scores
 
     monkeypatch.setattr(corpus_module, "_scan", scan_then_change)
@@ -382,7 +395,7 @@ def test_a_large_vocabulary_takes_four_bytes_an_id(folder: Path, cache: Path) ->
 
 def test_stdlib_is_the_source_of_this_python(cache: Path) -> None:
     """The word stdlib gives more than 400 modules, `dataclasses` whole among them, and no test or package."""
-    files = corpus_module._find_files(["stdlib"])
+    files = find_files(["stdlib"])
     names = {file.key for file in files}
     assert len(names) > 400
     assert {"0/dataclasses.py", "0/json/decoder.py"} <= names

@@ -1,0 +1,49 @@
+"""Read documents of text files and of JSON lines."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from spmd.errors import Problem, did_you_mean
+
+_MAX_LINE_BYTES = 2**28
+
+
+def read_text(path: Path, text_field: str, report: Callable[[Problem], None]) -> Iterator[tuple[str, str | None]]:
+    """Yield the whole file as one document."""
+    del text_field
+    try:
+        yield "", path.read_bytes().decode("utf-8-sig")
+    except UnicodeError as error:
+        report(Problem(str(path), "is not UTF-8", str(error)))
+
+
+def read_json_lines(path: Path, text_field: str, report: Callable[[Problem], None]) -> Iterator[tuple[str, str | None]]:
+    """Yield one field of each line; blank lines are no documents."""
+    with path.open("rb") as content:
+        for number, raw in enumerate(iter(lambda: content.readline(_MAX_LINE_BYTES + 1), b""), start=1):
+            try:
+                if len(raw) > _MAX_LINE_BYTES:
+                    raise ValueError(f"longer than {_MAX_LINE_BYTES:,} bytes")
+                line = raw.decode("utf-8-sig")
+                text = _text_of(json.loads(line), text_field) if line.strip() else None
+            # Bad UTF-8, bad JSON and a missing field are ValueErrors; deeply nested JSON is a RecursionError.
+            except (ValueError, RecursionError) as error:
+                what = "is not UTF-8" if isinstance(error, UnicodeError) else "is not a document"
+                report(Problem(f"{path}:{number}", what, str(error)))
+            else:
+                if line.strip():
+                    yield f":{number}", text
+
+
+def _text_of(line: Any, text_field: str) -> str | None:
+    """Return a field of a line; None if it is null."""
+    text = line.get(text_field, 0) if isinstance(line, dict) else 0
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        hint = did_you_mean(text_field, line) if isinstance(line, dict) else "the line is not an object"
+        raise ValueError(f'no string under "{text_field}": {hint}')
+    text.encode("utf-8")  # JSON can contain half of a surrogate pair, which tokenizers reject
+    return text
