@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from spmd.data.sources import SourceFile, file_digest
+from spmd.data.tables import read_arrow, read_parquet
 from spmd.data.text_files import read_json_lines, read_text
 from spmd.errors import DataError, Problem, first_of
 
@@ -22,7 +23,12 @@ _SHOWN = 10  # problems of one file
 
 Reader = Callable[[Path, str, Callable[[Problem], None]], Iterator[tuple[str, str | None]]]
 
-READERS: dict[str, Reader] = {".jsonl": read_json_lines}
+READERS: dict[str, Reader] = {
+    ".jsonl": read_json_lines,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".feather": read_arrow,
+}
 """Readers by suffix; any other file is one document."""
 
 

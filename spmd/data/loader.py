@@ -41,11 +41,11 @@ class DataConfig:
     """Data configuration: source, tokenizer and batch shape."""
 
     source: tuple[str, ...] = ("stdlib",)
-    """Text files, folders, globs or .jsonl files; "stdlib" is the source of Python's standard library."""
+    """Files of text, JSON lines, Parquet or Arrow, folders or globs; "stdlib" is Python's own source."""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json."""
     text_field: str = "text"
-    """Field of a .jsonl line that holds the text."""
+    """Field of JSON lines, or column of Parquet and Arrow files, that holds the text."""
     sequence: int = 256
     """Tokens per sequence."""
     packing: Literal["windows", "documents"] = "windows"

@@ -3,13 +3,19 @@
 import dataclasses
 import glob
 import hashlib
+import json
+import re
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
 from spmd.errors import DataError, Problem, nearest_file
 
-TEXT_SUFFIXES = ".txt .md .rst .tex .html .jsonl .py .c .h .cpp .cu .rs .go .java .js .ts .jl .r .sh"
+TEXT_SUFFIXES = (
+    ".txt .md .rst .tex .html .jsonl .parquet .arrow .feather .py .c .h .cpp .cu .rs .go .java .js .ts .jl .r .sh"
+)
+_ROW_SUFFIXES = frozenset({".jsonl", ".parquet", ".arrow", ".feather"})
+_EVALUATION_SPLIT = re.compile(r"(test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 
 # Folders of a Python installation that hold tests or differ between machines.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -29,7 +35,9 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
 
     Args:
         source: Files, folders, globs or "stdlib" (Python's own source). A folder is searched for visible files with
-            `TEXT_SUFFIXES`; files with other suffixes must be named or matched by a glob.
+            `TEXT_SUFFIXES`; files with other suffixes must be named or matched by a glob. Of a folder that the
+            `datasets` library saved, the files that it lists are read. A folder of which only some files are a test or
+            validation split is refused: the files to read must be named.
 
     Raises:
         DataError: A source does not exist, holds no text files or cannot be read.
@@ -68,7 +76,8 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
     elif path.is_dir():
         root = path
         texts = (p for p in root.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES.split())
-        found = [p for p in texts if "/." not in f"/{p.relative_to(root).as_posix()}"]
+        found = _saved_files([p for p in texts if "/." not in f"/{p.relative_to(root).as_posix()}"], problems)
+        problems += _mixed_splits(entry, sorted(p.relative_to(root) for p in found))
     elif glob.has_magic(entry):
         root = path
         while glob.has_magic(str(root)):
@@ -81,6 +90,43 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
     if not named:
         problems.append(Problem(entry, "holds no text files", f"looked for {TEXT_SUFFIXES}" if path.is_dir() else ""))
     return named
+
+
+def _saved_files(found: list[Path], problems: list[Problem]) -> list[Path]:
+    """Return files without the Arrow files that a folder saved by `datasets` does not list, such as caches of `map`."""
+    arrow: dict[Path, dict[str, Path]] = {}
+    for path in found:
+        if path.suffix == ".arrow" and (path.parent / "state.json").is_file():
+            arrow.setdefault(path.parent, {})[path.name] = path
+    unlisted: set[Path] = set()
+    for folder, files in arrow.items():
+        state = folder / "state.json"
+        try:
+            listed = {str(file["filename"]) for file in json.loads(state.read_text("utf-8"))["_data_files"]}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            what = "does not list the files of a saved dataset"
+            problems.append(Problem(str(state), what, repr(error), "save it again, or name its files"))
+            continue
+        unlisted |= {path for name, path in files.items() if name not in listed}
+        missing = sorted(listed - files.keys())
+        problems += [Problem(str(folder / name), "is missing", "state.json lists it") for name in missing]
+    return [path for path in found if path not in unlisted]
+
+
+def _mixed_splits(entry: str, names: list[Path]) -> list[Problem]:
+    """Return a problem if some files of a folder, but not all, are a split for evaluation."""
+    rows = [name for name in names if name.suffix.lower() in _ROW_SUFFIXES]
+    held_out = [name for name in rows if any(map(_EVALUATION_SPLIT.match, name.parts))]
+    others = [name for name in rows if name not in held_out]
+    if not held_out or not others:
+        return []
+    one, other = others[0], held_out[0]
+    if one.parts[0] != other.parts[0] and len(one.parts) > 1:
+        named = Path(entry, one.parts[0])
+    else:
+        named = Path(entry, one.parent, re.sub(r"[^A-Za-z_].*", "*", one.stem) + one.suffix)
+    what = "holds splits for training and for evaluation"
+    return [Problem(entry, what, f"{other} beside {one}", f"name what to train on: --data.source '{named}'")]
 
 
 def _is_stdlib(parts: tuple[str, ...]) -> bool:

@@ -1,4 +1,8 @@
-"""Read documents of text files and of JSON lines."""
+"""Read documents of text files and of JSON lines.
+
+Lines are not read by pyarrow: it was at most 1.5 times as fast (600 against 400 MiB/s, of which a tokenizer takes
+tens), stops at the first bad line, numbers it within a block, and takes a line without the field for a null.
+"""
 
 import json
 from collections.abc import Callable, Iterator

@@ -62,6 +62,7 @@ HOMES = {
     "regex": {"sharding.patterns"},
     "orbax": {"checkpoint.arrays"},
     "grain": {"data.loader"},
+    "pyarrow": {"data.tables"},
     "tokenizers": {"data.tokenizer"},
     "safetensors": {"hf.safetensors"},
     "tensorboardX": {"observe.tensorboard"},
