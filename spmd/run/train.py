@@ -98,7 +98,7 @@ def make_run(
     sizes = f"{len(corpus.train):,} training tokens, {len(corpus.validation):,} validation tokens"
     flags = flags_text(setup, device.platform, device.device_kind)
     text = f"{plan}{execution_lines(setup)}"
-    skipped = f" ({corpus.skipped:,} rows without text skipped)" if corpus.skipped else ""
+    skipped = f" ({corpus.skipped:,} without text skipped)" if corpus.skipped else ""
     corpus_line = f"\ncorpus: {corpus.documents:,} documents{skipped}, {sizes}\n"
 
     rows = make_rows(data, corpus.train, corpus.train_ends)
