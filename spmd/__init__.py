@@ -12,6 +12,7 @@ state = spmd.fit(state, step, batches, steps=1000)
 `Run` trains the step in a folder, with checkpoints, evaluation and recovery; `train` a language model by its config.
 """
 
+from spmd.data.images import ImageFolder
 from spmd.data.loader import DataConfig
 from spmd.errors import SpmdError
 from spmd.gradients.accumulate import accumulate
@@ -50,6 +51,7 @@ __all__ = [
     "EvaluationConfig",
     "EvaluationInterval",
     "Hook",
+    "ImageFolder",
     "MeshShape",
     "Model",
     "OptimizerConfig",

@@ -21,6 +21,7 @@ import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.packing import PackedDocuments
@@ -169,16 +170,16 @@ def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
 
 
 class Rows(Protocol):
-    """Rows of tokens, of which batches are made: `Windows` or `PackedDocuments`."""
+    """Rows of which batches are made: `Windows` or `PackedDocuments` of tokens, `ImageFolder`, or one's own."""
 
     @property
     def sequence(self) -> int:
-        """Tokens of a row."""
+        """Targets of a row: its tokens, or 1."""
 
     def __len__(self) -> int: ...
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Return arrays `[len(indices), sequence]` by name."""
+        """Return arrays `[len(indices), …]` by name, with `weights` where rows may be evaluated."""
 
 
 def make_rows(config: DataConfig, tokens: np.ndarray, ends: np.ndarray) -> Rows:
@@ -224,7 +225,8 @@ def batches(
 
     Args:
         batch: Rows of the global batch.
-        sharding: Sharding of `[batch, sequence]`; if it spans processes, each reads only its own rows.
+        sharding: Sharding of `[batch, sequence]`, by its first entries of arrays of other ranks; if it spans processes,
+            each reads only its own rows.
         steps: The step at which the run ends (not a number of batches).
         threads: Threads that read and place batches; 0 does so in `next`.
         prefetch: Batches kept ready, and the maximum of threads in use; 0 as for `threads`.
@@ -261,8 +263,9 @@ def evaluation_batches(windows: Rows, *, batch: int, sharding: NamedSharding, to
     def read(step: int) -> Batch:
         indices = step * batch + rows
         real = windows.rows(indices[indices < count])
-        missing = ((0, int((indices >= count).sum())), (0, 0))
-        return _to_global({name: np.pad(values, missing) for name, values in real.items()}, sharding, batch)
+        missing = int((indices >= count).sum())
+        padded = {name: np.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for name, x in real.items()}
+        return _to_global(padded, sharding, batch)
 
     return (read(step) for step in range(math.ceil(count / batch)))
 
@@ -277,9 +280,16 @@ def _to_global(local: dict[str, np.ndarray], sharding: NamedSharding, batch: int
     # With several processes, JAX implements this by implicit transfers.
     with jax.transfer_guard_host_to_device("allow"):
         return {
-            name: jax.make_array_from_process_local_data(sharding, rows, (batch, rows.shape[1]))
+            name: jax.make_array_from_process_local_data(
+                _sharding_of(sharding, rows.ndim), rows, (batch, *rows.shape[1:])
+            )
             for name, rows in local.items()
         }
+
+
+def _sharding_of(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """Return the sharding of an array of a batch: labels `[batch]` have no dimension for the second entry."""
+    return sharding if len(sharding.spec) <= ndim else NamedSharding(sharding.mesh, P(*sharding.spec[:ndim]))
 
 
 def bigram_loss(train: np.ndarray, validation: np.ndarray, vocab: int) -> float:

@@ -113,10 +113,20 @@ def _saved_files(found: list[Path], problems: list[Problem]) -> list[Path]:
     return [path for path in found if path not in unlisted]
 
 
+def is_split(name: str) -> bool:
+    """Return whether a file or folder has the name of a test or validation split.
+
+    Example:
+        >>> [is_split(name) for name in ("test-00000-of-00001.parquet", "validation", "train", "testing")]
+        [True, True, False, False]
+    """
+    return _EVALUATION_SPLIT.match(name) is not None
+
+
 def _mixed_splits(entry: str, names: list[Path]) -> list[Problem]:
     """Return a problem if some files of a folder, but not all, are a split for evaluation."""
     rows = [name for name in names if name.suffix.lower() in _ROW_SUFFIXES]
-    held_out = [name for name in rows if any(map(_EVALUATION_SPLIT.match, name.parts))]
+    held_out = [name for name in rows if any(map(is_split, name.parts))]
     others = [name for name in rows if name not in held_out]
     if not held_out or not others:
         return []

@@ -55,7 +55,8 @@ FLOORS = (
 NOT_COUNTED = ("layers",)  # of the core's lines: a user reads a layer when he needs it
 
 # Those that may be imported inside a block.
-IN_BLOCKS = {"tensorboardX"}  # it sets a variable of the environment, and would import PyTorch, which takes seconds
+# tensorboardX sets a variable of the environment, and would import PyTorch, which takes seconds; Pillow is an extra.
+IN_BLOCKS = {"tensorboardX", "PIL.Image", "PIL.ImageOps"}
 
 # Where a dependency may be imported; one that is not named here may be imported anywhere.
 HOMES = {
@@ -63,6 +64,7 @@ HOMES = {
     "orbax": {"checkpoint.arrays"},
     "grain": {"data.loader"},
     "pyarrow": {"data.tables"},
+    "PIL": {"data.images"},
     "tokenizers": {"data.tokenizer"},
     "safetensors": {"hf.safetensors"},
     "tensorboardX": {"observe.tensorboard"},
