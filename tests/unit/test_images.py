@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmd.data import images as images_module
 from spmd.data.images import ImageFolder
 from spmd.data.loader import batches, evaluation_batches
 from spmd.errors import ConfigError, DataError, MeshError
@@ -223,6 +224,32 @@ def test_batches_are_the_same_on_every_mesh_and_resumed(folder: Path) -> None:
     epoch = np.concatenate([batch["images"] for batch in whole[:3]])[:20]
     everything = rows(images, *range(20))["images"]
     assert sorted(x.tobytes() for x in epoch) == sorted(x.tobytes() for x in everything)
+
+
+class HalfSharding(NamedSharding):
+    """The sharding of a process that has the first of two devices only."""
+
+    def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict[jax.Device, tuple[slice, ...]]:
+        return dict([next(iter(super().addressable_devices_indices_map(shape).items()))])
+
+
+def test_a_process_reads_only_its_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes, the first reads the files of the first half of each batch, and hands JAX their rows."""
+    images, mesh = ImageFolder(folder, size=4), make_mesh(data=2, devices=jax.devices()[:2])
+    options = {"batch": 4, "seed": 0, "start": 0, "steps": 2, "threads": 0}
+    with batches(images, sharding=batch_sharding(mesh, ndim=1), **options) as found:
+        whole = [np.asarray(batch["images"]) for batch in found]
+    read: list[Path] = []
+    read_image = images_module._read_image
+    monkeypatch.setattr(images_module, "_read_image", lambda path: read.append(path) or read_image(path))
+    monkeypatch.setattr(jax, "make_array_from_process_local_data", lambda sharding, rows, shape: (rows, shape))
+    with batches(images, sharding=HalfSharding(mesh, P("data")), **options) as found:
+        mine = list(found)
+    assert len(read) == 4
+    for batch, expected in zip(mine, whole, strict=True):
+        local, shape = batch["images"]
+        np.testing.assert_array_equal(local, expected[:2])
+        assert (shape, batch["labels"][1]) == ((4, 4, 4, 3), (4,))
 
 
 def test_evaluation_pads_with_weight_0(folder: Path) -> None:
