@@ -14,8 +14,8 @@ from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, check_fields
 from spmd.model_api.compress import NO_COMPRESSION
 from spmd.observe.waiting import show_waiting, show_waiting_for
-from spmd.run.build import config_mesh, make_setup
-from spmd.run.evaluate import Evaluation, evaluate, open_sets
+from spmd.run.build import config_mesh, make_setup, open_corpus
+from spmd.run.evaluate import Evaluation, evaluate, open_sets, validation_set
 from spmd.run.load_params import restore_model
 from spmd.run.preflight import check_microbatches
 from spmd.run.run_dir import RunDir
@@ -67,7 +67,11 @@ def run_eval(arguments: list[str]) -> int:
     check_microbatches(setup)
     tokenizer = load_tokenizer(config.data.tokenizer)
     with show_waiting("reading the text"):
-        sets = open_sets(config, command.data, tokenizer)
+        sets = (
+            open_sets(config.data, command.data, tokenizer, "--data")
+            if command.data
+            else [validation_set(config.data, open_corpus(config))]
+        )
     with (
         show_waiting("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,

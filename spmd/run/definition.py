@@ -38,8 +38,8 @@ class RunDefinition:
             are ranked by the loss on the first.
         evaluation_loss: Loss of these sets, such as that of the step without dropout.
         data: Fingerprint of the data, which a resumed run and all processes must agree on.
-        hooks: Further hooks, after those of the run and before the one that saves.
-        writers: Further writers of metrics, of the first process; they are closed at the end of the run.
+        hooks: Further hooks, called after those of the run and before the one that saves.
+        writers: Further writers of metrics, called on the first process; all are closed at the end of the run.
         throughput: What a step processes; by default, examples: the length of the batch's first array.
         batch: Arrays or shapes of a batch, for compilation; by default, of the first one.
         initial_state: Makes the state of a run that is not resumed; by default, `init_state(plan, config.seed)`.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spmd.data.corpus import make_corpus
-from spmd.data.loader import Batch, Rows, evaluation_batches, make_rows
+from spmd.data.corpus import Corpus, make_corpus
+from spmd.data.loader import Batch, DataConfig, Rows, evaluation_batches, make_rows
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
 from spmd.errors import ConfigError, DataError, Problem
-from spmd.run.build import TrainSetup, open_corpus
-from spmd.run.config import TrainConfig
+from spmd.run.build import TrainSetup
 from spmd.sharding.mesh import batch_sharding
 from spmd.training.state import ModelState
 from spmd.training.step import make_eval_step
 
 _COUNTED_AT_ONCE = 1024
-VALIDATION = "validation"
+VALIDATION = "val"
 """Name of a run's own validation split."""
 
 
@@ -69,15 +68,20 @@ class Evaluation:
         return {"set": self.name, **{name: getattr(self, name) for name in figures}}
 
 
-def open_sets(config: TrainConfig, named: Sequence[str], tokenizer: Tokenizer) -> list[EvaluationSet]:
-    """Return the run's validation split, or the texts of `NAME=SOURCE`, whole; raise all problems at once.
+def validation_set(data: DataConfig, corpus: Corpus) -> EvaluationSet:
+    """Return the validation split of the run's corpus."""
+    return EvaluationSet(VALIDATION, (make_rows(data, corpus.validation, corpus.validation_ends),))
 
-    A source is as in `data.source`; without a name, it is its own.
+
+def open_sets(
+    data: DataConfig, named: Sequence[str], tokenizer: Tokenizer, where: str, taken: Collection[str] = ()
+) -> list[EvaluationSet]:
+    """Return the texts of `NAME=SOURCE`, whole; raise all problems at once.
+
+    A source is as in `data.source`; without a name, it is its own. No set may have a name that is `taken`. Problems are
+    reported at `where`, the name of the field or flag.
     """
-    if not named:
-        corpus = open_corpus(config)
-        return [EvaluationSet(VALIDATION, (make_rows(config.data, corpus.validation, corpus.validation_ends),))]
-    sets, problems, data = list[EvaluationSet](), list[Problem](), config.data
+    sets, problems = list[EvaluationSet](), list[Problem]()
     for entry in named:
         name, _, source = entry.rpartition("=")
         try:
@@ -91,9 +95,16 @@ def open_sets(config: TrainConfig, named: Sequence[str], tokenizer: Tokenizer) -
         except DataError as error:
             problems += error.problems
     names = [each.name for each in sets]
-    twice = sorted({name for name in names if names.count(name) > 1 or name == "val"})
+    twice = sorted({name for name in names if names.count(name) > 1 or name in taken})
     fix = "NAME=SOURCE with another name"
-    problems += [Problem("data", f"names {name} twice, or as the run does", fix=fix) for name in twice]
+    problems += [
+        Problem(
+            where,
+            f"has {name}, the name of the run's own validation split" if name in taken else f"has {name} twice",
+            fix=fix,
+        )
+        for name in twice
+    ]
     if problems:
         raise ConfigError("There is nothing to evaluate on:", problems)
     return sets

@@ -145,7 +145,7 @@ class Evaluate(Hook):
     """Evaluates every `every` steps (0: never) and after the last, step `steps`.
 
     Args:
-        evaluate: `(params, variables, batch)` → sums.
+        evaluate: `(params, variables, batch)` → sums; None if there are no sets.
         sets: Name → a function that returns the batches of an evaluation set, the same at each call.
         patience: Evaluations without a lower loss on the first set, after which to stop; 0 for any number.
         best: Lowest loss on the first set so far; None before the first evaluation.
@@ -155,7 +155,7 @@ class Evaluate(Hook):
     every: int
     steps: int
     patience: int
-    evaluate: Callable[[Any, Any, Any], Sums]
+    evaluate: Callable[[Any, Any, Any], Sums] | None
     sets: Mapping[str, Callable[[], Iterable[Any]]]
     writers: Writers
     telemetry: Telemetry
@@ -192,6 +192,7 @@ class Evaluate(Hook):
 
     def _sums(self, name: str, batches: Iterable[Any], step: int, state: TrainState) -> dict[str, float]:
         """Return the sums over the batches of one set."""
+        assert self.evaluate is not None, "sets have a loss"
         totals, watchdog = collections.defaultdict[str, float](float), self.telemetry.watchdog
         for number, batch in enumerate(batches, 1):
             watchdog.set_activity(f"evaluating {name} after step {step}")

@@ -61,7 +61,8 @@ class Run(RunDefinition):
     def _report(self, console: Console, result: RunResult) -> None:
         """Print the results."""
         if result.preempted is not None:
-            print(f"preempted: checkpoint saved at step {result.preempted}; continue with --resume auto")
+            how = 'continue with --resume auto (in Python: resume="auto")'
+            print(f"preempted: checkpoint saved at step {result.preempted}; {how}")
             return
         rate, folder = self.rate, self.run_dir
         if result.steps:

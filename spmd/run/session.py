@@ -18,7 +18,6 @@ from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.gradients.compression_state import adapt_compression, stored_compression
-from spmd.gradients.losses import Sums
 from spmd.gradients.magnitudes import adapt_magnitudes, stored_magnitudes
 from spmd.model_api.compress import COMPRESSION
 from spmd.observe.goodput import Stopwatch
@@ -75,8 +74,12 @@ class RunResult:
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """State after `step` steps, the number of batches that rollbacks have skipped so far, and evaluations since the
-    lowest loss, with that loss."""
+    """Where training starts: after `step` steps.
+
+    Attributes:
+        skipped_batches: Batches of the data that rollbacks have skipped so far.
+        evaluation: Progress of early stopping: the lowest loss and the evaluations since.
+    """
 
     step: int
     skipped_batches: int
@@ -164,11 +167,6 @@ def _common_to_hosts(run: RunDefinition, resume: bool) -> dict[str, Any]:
         "resume": resume,
         "devices": f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
     }
-
-
-def no_sums(params: Any, variables: Any, batch: Any) -> Sums:
-    """Return no sums: a run without evaluation sets has no loss for them."""
-    return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,12 +264,11 @@ class _Session:
             written, devices = Writers(writers), list(plan.mesh.devices.flat)
             goodput = path if self.console else None
             log = Log(config.log_every, steps, run.rate, devices, written, telemetry, goodput, skipped)
-            sums = make_eval_step(plan, run.evaluation_loss) if run.evaluation_loss else no_sums
-            every, patience = config.evaluate.every, config.evaluate.patience
-            evaluate = Evaluate(every, steps, patience, sums, run.evaluation, written, telemetry, **point.evaluation)
-            record = checkpoint_record(config, run.step.plan, run.data, run.examples)
-            every = config.checkpoint_every
-            save = Save(every, steps, run.examples, record, self.checkpoints, evaluate, telemetry, skipped)
+            sums, at = run.evaluation_loss and make_eval_step(plan, run.evaluation_loss), config.evaluate
+            sets, progress = run.evaluation, point.evaluation
+            evaluate = Evaluate(at.every, steps, at.patience, sums, sets, written, telemetry, **progress)
+            record, interval = checkpoint_record(config, plan, run.data, run.examples), config.checkpoint_every
+            save = Save(interval, steps, run.examples, record, self.checkpoints, evaluate, telemetry, skipped)
             guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
             hooks = [*guards, IdleExperts(self.say), log, evaluate, *self.sdc_checks(), *run.hooks, save]
             timed = telemetry.stopwatch.time_batches(batches)

@@ -20,7 +20,7 @@ from spmd.observe.profiling import parse_steps
 from spmd.run.build import TrainSetup, abstract_batch, config_mesh, count_flops, make_setup, open_corpus
 from spmd.run.config import TrainConfig
 from spmd.run.describe import execution_lines, flags_text
-from spmd.run.evaluate import EvaluationSet, open_sets, set_batches
+from spmd.run.evaluate import VALIDATION, EvaluationSet, open_sets, set_batches, validation_set
 from spmd.run.hooks import Throughput
 from spmd.run.init_from import check_init, copy_source_files, initial_state
 from spmd.run.preflight import count_sample_tokens, preflight
@@ -61,13 +61,13 @@ def train(
     folder = run_dir(config, source)
     resumes, _ = folder.check_use(resume), parse_steps(profile)
     said = initialize(config.devices, launch_args)
-    setup, corpus, init = check(config, config_mesh(config), resumes)
-    run = make_run(setup, corpus, folder.path, init, hooks, writers, source)
+    checked = check(config, config_mesh(config), resumes)
+    run = make_run(checked, folder.path, hooks, writers, source)
     result = run.train(resume, take_over=take_over, profile=profile, said=said)
     if result.preempted is None:
-        _compare(config, corpus, result)
+        _compare(config, checked.corpus, result)
         if config.sample.prompt:
-            _sample(setup, corpus.tokenizer, result)
+            _sample(checked.setup, checked.corpus.tokenizer, result)
     return result
 
 
@@ -76,23 +76,41 @@ def run_dir(config: TrainConfig, source: Path | None) -> RunDir:
     return RunDir(Path(config.out or f"runs/{source.stem.replace('_', '-') if source else 'run'}"))
 
 
-def check(config: TrainConfig, mesh: AnyMesh, resumes: bool) -> tuple[TrainSetup, Corpus, str]:
-    """Return the checked setup, the corpus, and a line about the initial parameters of a run that is not resumed."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class CheckedRun:
+    """Everything that a run reads, checked before anything compiles.
+
+    Attributes:
+        sets: Evaluation sets; the first one is the validation split of the corpus.
+        init: Line about the initial parameters; empty for a run that is resumed.
+    """
+
+    setup: TrainSetup
+    corpus: Corpus
+    sets: Sequence[EvaluationSet]
+    init: str
+
+
+def check(config: TrainConfig, mesh: AnyMesh, resumes: bool) -> CheckedRun:
+    """Return the checked setup and data of a run."""
     setup = make_setup(config, mesh)
     preflight(setup)
-    return setup, open_corpus(config), "" if resumes else check_init(setup)
+    corpus = open_corpus(config)
+    named = open_sets(config.data, config.evaluate.sets, corpus.tokenizer, "evaluate.sets", taken=(VALIDATION,))
+    return CheckedRun(
+        setup, corpus, (validation_set(config.data, corpus), *named), "" if resumes else check_init(setup)
+    )
 
 
 def make_run(
-    setup: TrainSetup,
-    corpus: Corpus,
+    checked: CheckedRun,
     folder: Path,
-    init: str = "",
     hooks: Sequence[Hook] = (),
     writers: Sequence[Writer] = (),
     source: Path | None = None,
 ) -> Run:
-    """Return the run of a setup; `init` is a line about the initial parameters."""
+    """Return the run of a checked setup and its data."""
+    setup, corpus, init = checked.setup, checked.corpus, checked.init
     config, plan, data = setup.config, setup.plan, setup.config.data
     device, sharding = jax.devices()[0], batch_sharding(setup.mesh)
     sizes = f"{len(corpus.train):,} training tokens, {len(corpus.validation):,} validation tokens"
@@ -102,7 +120,6 @@ def make_run(
     corpus_line = f"\ncorpus: {corpus.documents:,} documents{skipped}, {sizes}\n"
 
     rows = make_rows(data, corpus.train, corpus.train_ends)
-    held_out = make_rows(data, corpus.validation, corpus.validation_ends)
     if isinstance(rows, PackedDocuments):
         corpus_line += f"packed into {len(rows):,} training sequences, {rows.wasted:.2%} of them padding\n"
 
@@ -118,9 +135,6 @@ def make_run(
             prefetch=data.prefetch,
         )
 
-    named = config.evaluate.sets
-    sets = [EvaluationSet("val", (held_out,)), *(open_sets(config, named, corpus.tokenizer) if named else ())]
-
     def evaluation(each: EvaluationSet) -> Iterable[Batch]:
         return set_batches(each, data.batch, sharding, config.evaluate.tokens)
 
@@ -129,7 +143,7 @@ def make_run(
         setup.step,
         training,
         config=config,
-        evaluation={each.name: functools.partial(evaluation, each) for each in sets},
+        evaluation={each.name: functools.partial(evaluation, each) for each in checked.sets},
         evaluation_loss=setup.evaluation_loss_fn,
         data=corpus.fingerprint,
         hooks=(CopySourceFiles(setup, folder), *hooks),

@@ -25,7 +25,9 @@ from spmd.data.loader import (
     load_corpus,
     local_rows,
 )
+from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import ConfigError, DataError, MeshError
+from spmd.run.evaluate import open_sets
 
 SEQUENCE = 6
 BATCH = 8
@@ -381,6 +383,18 @@ def test_a_corpus_shorter_than_a_sequence_is_refused_for_both_halves(tmp_path: P
     assert all("11 < data.sequence + 1 = 12" in problem.detail for problem in caught.value.problems)
     corpus = load_corpus(dataclasses.replace(config, sequence=10))
     assert len(corpus.train) == len(corpus.validation) == 11
+
+
+def test_wrong_evaluation_sets_are_reported_at_once(tmp_path: Path) -> None:
+    """Missing text, names that are there twice and the name of the run's own set are named with the flag."""
+    (tmp_path / "a.txt").write_text("some text of a set\n" * 9)
+    text, data = tmp_path / "a.txt", DataConfig(cache=str(tmp_path / "cache"), sequence=8)
+    named = (f"val={text}", f"a={text}", f"a={text}", f"b={tmp_path / 'none'}")
+    with pytest.raises(ConfigError) as caught:
+        open_sets(data, named, load_tokenizer("bytes"), "evaluate.sets", taken=("val",))
+    where = [problem.where for problem in caught.value.problems]
+    assert where == [str(tmp_path / "none"), "evaluate.sets", "evaluate.sets"]
+    assert [each.name for each in open_sets(data, named[:2], load_tokenizer("bytes"), "--data")] == ["val", "a"]
 
 
 def test_a_loaded_corpus_becomes_batches(tmp_path: Path, sharding: NamedSharding) -> None:
