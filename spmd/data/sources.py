@@ -15,6 +15,7 @@ TEXT_SUFFIXES = (
     ".txt .md .rst .tex .html .jsonl .parquet .arrow .feather .py .c .h .cpp .cu .rs .go .java .js .ts .jl .r .sh"
 )
 _ROW_SUFFIXES = frozenset({".jsonl", ".parquet", ".arrow", ".feather"})
+_DATASET_CARD = "README.md"  # of a folder of the Hugging Face Hub
 _EVALUATION_SPLIT = re.compile(r"(test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 
 # Folders of a Python installation that hold tests or differ between machines.
@@ -36,8 +37,9 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
     Args:
         source: Files, folders, globs or "stdlib" (Python's own source). A folder is searched for visible files with
             `TEXT_SUFFIXES`; files with other suffixes must be named or matched by a glob. Of a folder that the
-            `datasets` library saved, the files that it lists are read. A folder of which only some files are a test or
-            validation split is refused: the files to read must be named.
+            `datasets` library saved, the files that it lists are read; a README.md at the top of a folder with tables
+            or JSON lines describes them, and is not. A folder of which only some files are a test or validation split
+            is refused: the files to read must be named.
 
     Raises:
         DataError: A source does not exist, holds no text files or cannot be read.
@@ -76,7 +78,10 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
     elif path.is_dir():
         root = path
         texts = (p for p in root.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES.split())
-        found = _saved_files([p for p in texts if "/." not in f"/{p.relative_to(root).as_posix()}"], problems)
+        found = [p for p in texts if "/." not in f"/{p.relative_to(root).as_posix()}"]
+        if any(p.suffix.lower() in _ROW_SUFFIXES for p in found):
+            found = [p for p in found if p != root / _DATASET_CARD]
+        found = _saved_files(found, problems)
         problems += _mixed_splits(entry, sorted(p.relative_to(root) for p in found))
     elif glob.has_magic(entry):
         root = path

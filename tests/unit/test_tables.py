@@ -262,6 +262,17 @@ def test_an_incomplete_saved_dataset_is_refused(tmp_path: Path) -> None:
     assert where == [f"{tmp_path}/{name}" for name in ("cut/state.json", f"half/{SHARDS[1]}", "other/state.json")]
 
 
+def test_the_card_of_a_dataset_is_no_document(tmp_path: Path) -> None:
+    """README.md beside rows is not read, unless it is named; without rows, or in a sub-folder, it is a text."""
+    for name in ("README.md", "sub/README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert documents_of(tmp_path) == ["README.md", "sub/README.md"]
+    write(tmp_path, "rows.parquet", {"text": ["row"]})
+    assert documents_of(tmp_path) == ["row", "sub/README.md"]
+    assert documents_of(tmp_path / "README.md", tmp_path) == ["README.md", "row", "sub/README.md"]
+
+
 @pytest.mark.parametrize(
     ("names", "fix"),
     [
