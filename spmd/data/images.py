@@ -82,7 +82,7 @@ class ImageFolder:
     pixels: Literal["float32", "uint8"] = "float32"
     unreadable: Literal["error", "skip"] = "error"
     threads: int = 2
-    skipped: tuple[Problem, ...] = dataclasses.field(default=(), init=False)
+    skipped: tuple[Problem, ...] = dataclasses.field(default=(), init=False, repr=False)
     """Images that cannot be read, with `unreadable="skip"`."""
     _files: tuple[tuple[Path, int], ...] = dataclasses.field(default=(), init=False, repr=False)
 

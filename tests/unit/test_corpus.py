@@ -62,6 +62,7 @@ def test_a_folder_is_every_text_file_in_it_once(folder: Path, cache: Path) -> No
     train, validation = texts(corpus.train), texts(corpus.validation)
     ordered = [p.read_text("utf-8") for p in sorted(folder.glob("part*/*.txt")) if p.stat().st_size]
     assert corpus.documents == len(ordered) == 20
+    assert corpus.skipped == 0, "an empty file is no row without text"
     assert train == [text for text in ordered if text in train]
     assert validation == [text for text in ordered if text in validation]
     assert sorted(train + validation) == sorted(ordered)

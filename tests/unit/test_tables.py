@@ -2,6 +2,7 @@
 
 import json
 import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -167,6 +168,17 @@ def test_damage_never_raises(name: str, tmp_path: Path) -> None:
         path.write_bytes(content)
         damaged += bool(read(path)[1])
     assert damaged > 10
+
+
+def test_a_dictionary_is_checked_before_it_is_used(tmp_path: Path) -> None:
+    """An index or an offset out of bounds is a problem of its record batch, not a text from other memory."""
+    wild = pa.DictionaryArray.from_arrays(pa.array([0, 1_000_000], pa.int32()), pa.array(["a"]), safe=False)
+    assert "record batch 0: cannot be read" in refusal(write(tmp_path, "stream.arrow", {"text": wild}))
+    path = write(tmp_path, "stream.arrow", {"text": pa.array(["abcdefgh", "zzzz"]).dictionary_encode()})
+    content, offsets = path.read_bytes(), struct.pack("<3i", 0, 8, 12)
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, struct.pack("<3i", 0, 8, 2**14)))
+    assert "record batch 0: cannot be read" in refusal(path)
 
 
 def test_each_damaged_row_group_is_named(tmp_path: Path) -> None:
