@@ -1,26 +1,29 @@
 """Save and restore the arrays of a checkpoint with Orbax."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore
 
 from spmd import tree
 from spmd.checkpoint.tree import OptionalState, layout_problems, serialized, structure_mismatches
 from spmd.errors import CheckpointError, Problem
 
 _UNREADABLE = "restore another step; this one is damaged or was written by another tool"
-_CONCURRENT_BYTES = 128 << 20
+_WRITTEN_AT_ONCE = 128 << 20
 """Bytes that a process copies at a time while it writes."""
+_READ_AT_ONCE = 32 << 20
+"""Bytes that a process reads at a time, so that its memory does not hold the state twice."""
 
 
 def save_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
     """Write arrays by path, and wait until all processes have written their shards."""
-    largest = max(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
-    with contextlib.closing(_make_checkpointer(largest)) as checkpointer:
+    with contextlib.closing(_make_checkpointer(arrays.values(), _WRITTEN_AT_ONCE)) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays))
 
 
@@ -37,7 +40,7 @@ def restore_arrays(
     """
     if problems := layout_problems(folder):
         raise CheckpointError(f"checkpoint {folder.parent} was not written by spmd", problems)
-    with contextlib.closing(_make_checkpointer()) as checkpointer:
+    with contextlib.closing(_make_checkpointer(wanted.values(), _READ_AT_ONCE)) as checkpointer:
         with read_errors(folder):
             stored = tree.flatten(checkpointer.handler.metadata(folder).tree)
         asked, wanted = wanted, dict(wanted)
@@ -58,19 +61,32 @@ def restore_arrays(
     return restored
 
 
-def _make_checkpointer(largest_shard: int = 0) -> Any:
+def bytes_read() -> int:
+    """Return the bytes that TensorStore has read in this process, from any storage."""
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+    return sum(
+        value["value"]
+        for metric in metrics
+        if metric["name"].endswith("/bytes_read") and "/ocdbt/" not in metric["name"]  # which reads from the others
+        for value in metric["values"]
+    )
+
+
+def _make_checkpointer(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct], in_flight: int) -> Any:
     # Orbax would let each replica write a part of an array and slice it on the device, which runs beside training.
     array = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, array))
     # With explicit process indices, barriers use the coordinator. Otherwise they are collectives over all devices,
     # whose order relative to those of training would differ between processes.
     everyone = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
-    gb = max(_CONCURRENT_BYTES, largest_shard + 1) / 10**9  # Orbax rejects shards of at least this size
+    shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays if x.sharding)
+    gb = max(in_flight, *(size + 1 for size in shards)) / 10**9  # Orbax rejects shards of at least this size
     # Compression saves a twelfth of random floats, and costs a processor beside training and 300 MiB.
     handler = ocp.PyTreeCheckpointHandler(
         type_handler_registry=registry,
         multiprocessing_options=everyone,
         save_concurrent_gb=gb,
+        restore_concurrent_gb=gb,  # Orbax would allow 96
         use_compression=False,
     )
     return ocp.Checkpointer(handler, multiprocessing_options=everyone)

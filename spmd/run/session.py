@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from spmd.checkpoint.arrays import bytes_read
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.tree import OptionalState
 from spmd.checkpoint.versions import library_versions
@@ -41,6 +42,7 @@ from spmd.run.run_dir import ProcessLog
 from spmd.training.loop import Hook, fit
 from spmd.training.state import TrainState, abstract_state, init_state
 from spmd.training.step import make_eval_step
+from spmd.tree import human_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +230,9 @@ class _Session:
                 OptionalState(f"variables/{COMPRESSION}", stored_compression, adapt_compression),
                 OptionalState(f"variables/{MAGNITUDES}", stored_magnitudes, adapt_magnitudes),
             ]
+            before = bytes_read()
             state, record = checkpoints.restore(None, abstract_state(run.step.plan), optional=optional)
+            self.telemetry.say(f"read {human_bytes(bytes_read() - before)} of the checkpoint")
         check_resumable(record, run.config, run.data, run.examples, run.run_dir.path)
         for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
