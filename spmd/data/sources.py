@@ -4,9 +4,10 @@ import dataclasses
 import glob
 import hashlib
 import json
+import os
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from spmd.errors import DataError, Problem, nearest_file
@@ -72,13 +73,14 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
     path = Path(entry).expanduser()
     if entry == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        found = [p for p in root.rglob("*.py") if _is_stdlib(p.relative_to(root).parts)]
+        found = [p for p in _walk(root, _NOT_STDLIB.__contains__) if p.suffix == ".py"]
+        found = [p for p in found if not _is_built_here(p.relative_to(root).parts)]
     elif path.is_file():
         root, found = path.parent, [path]
     elif path.is_dir():
         root = path
-        texts = (p for p in root.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES.split())
-        found = [p for p in texts if "/." not in f"/{p.relative_to(root).as_posix()}"]
+        visible = (p for p in _walk(root, lambda name: name.startswith(".")) if not p.name.startswith("."))
+        found = [p for p in visible if p.suffix.lower() in TEXT_SUFFIXES.split()]
         if any(p.suffix.lower() in _ROW_SUFFIXES for p in found):
             found = [p for p in found if p != root / _DATASET_CARD]
         found = _saved_files(found, problems)
@@ -95,6 +97,13 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
     if not named:
         problems.append(Problem(entry, "holds no text files", f"looked for {TEXT_SUFFIXES}" if path.is_dir() else ""))
     return named
+
+
+def _walk(root: Path, skips: Callable[[str], bool]) -> Iterator[Path]:
+    """Yield the files below a folder; folders with a name that `skips` are not entered, nor are links to folders."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not skips(name)]
+        yield from (Path(folder, name) for name in files)
 
 
 def _saved_files(found: list[Path], problems: list[Problem]) -> list[Path]:
@@ -144,7 +153,6 @@ def _mixed_splits(entry: str, names: list[Path]) -> list[Problem]:
     return [Problem(entry, what, f"{other} beside {one}", f"name what to train on: --data.source '{named}'")]
 
 
-def _is_stdlib(parts: tuple[str, ...]) -> bool:
-    """Return whether a file is part of Python's own source, and the same on every machine with this Python."""
-    built_here = parts[0].startswith("config-") or parts[-1].startswith(("_sysconfigdata", "sitecustomize"))
-    return not built_here and not _NOT_STDLIB.intersection(parts)
+def _is_built_here(parts: tuple[str, ...]) -> bool:
+    """Return whether a file of Python's own source differs between machines with this Python."""
+    return parts[0].startswith("config-") or parts[-1].startswith(("_sysconfigdata", "sitecustomize"))
