@@ -25,6 +25,7 @@ from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
 from spmd.observe.metrics import Writer
 from spmd.optim.config import OptimizerConfig, make_optimizer
+from spmd.optim.ema import ema_params, with_ema
 from spmd.optim.per_layer import per_layer
 from spmd.optim.skip_updates import skip_bad_updates
 from spmd.plan.annotate import annotate
@@ -77,6 +78,7 @@ __all__ = [
     "batch_sharding",
     "classification_loss",
     "cross_entropy",
+    "ema_params",
     "exchange_once",
     "fit",
     "from_linen",
@@ -95,4 +97,5 @@ __all__ = [
     "skip_bad_updates",
     "train",
     "value_and_grad",
+    "with_ema",
 ]

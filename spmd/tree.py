@@ -3,7 +3,9 @@
 Leaves may be arrays, `jax.ShapeDtypeStruct`s or anything else.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -102,6 +104,26 @@ def nested(table: Mapping[str, Any]) -> dict[str, Any]:
         {'a': {'x': 1, 'y': 2}, 'b': 3}
     """
     return dict(traverse_util.unflatten_dict(table, sep="/"))
+
+
+def below(path: str, tree: PyTree) -> PyTree:
+    """Return the subtree at a path of nested dictionaries.
+
+    Example:
+        >>> below("a/b", {"a": {"b": {"x": 1}}})
+        {'x': 1}
+    """
+    return functools.reduce(operator.getitem, path.split("/"), tree)
+
+
+def at_path(path: str, tree: PyTree) -> dict[str, Any]:
+    """Return nested dictionaries with the tree at a path: the inverse of `below`.
+
+    Example:
+        >>> at_path("a/b", {"x": 1})
+        {'a': {'b': {'x': 1}}}
+    """
+    return functools.reduce(lambda inner, name: {name: inner}, reversed(path.split("/")), tree)
 
 
 def size(tree: PyTree) -> int:

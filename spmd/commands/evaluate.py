@@ -40,6 +40,8 @@ class EvalCommand:
     """Sequences per batch; by default as in the run."""
     step: int | None = None
     """Checkpoint to load; the newest by default."""
+    ema: bool = False
+    """Evaluate the averaged parameters of a run with --optimizer.ema-decay."""
     mesh: MeshShape = MeshShape()
     """The size of each mesh axis; one may be -1. All 1: that of the run; for one device, --mesh.fsdp -1 --devices 1."""
     devices: int | None = None
@@ -76,16 +78,17 @@ def run_eval(arguments: list[str]) -> int:
         show_waiting("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
-        model = restore_model(checkpoints, command.step, setup.plan)
+        model = restore_model(checkpoints, command.step, setup.plan, ema=command.ema)
         step = checkpoints.latest() if command.step is None else command.step
     results = evaluate(setup, model, sets, tokenizer, command.tokens)
     found = list(show_waiting_for(results, "evaluating"))
     if jax.process_index() == 0:
-        print("\n".join(json.dumps(x.to_json()) for x in found) if command.json else _table(command.run, step, found))
+        title = f"{command.run}, step {step}{', averaged parameters' * command.ema}; losses in nats per token"
+        print("\n".join(json.dumps(x.to_json()) for x in found) if command.json else _table(title, found))
     return 0
 
 
-def _table(run: str, step: int | None, found: list[Evaluation]) -> str:
+def _table(title: str, found: list[Evaluation]) -> str:
     """Return one line for each set."""
     width = max(4, *(len(each.name) for each in found))
     head = f"{'set':<{width}}  {'loss':>8}  {'perplexity':>10}  {'bits/byte':>9}  {'accuracy':>8}  {'tokens':>12}"
@@ -94,4 +97,4 @@ def _table(run: str, step: int | None, found: list[Evaluation]) -> str:
         f"  {each.accuracy:>8.2%}  {each.tokens:>12,}"
         for each in found
     ]
-    return "\n".join([f"{run}, step {step}; losses in nats per token\n", head, *rows])
+    return "\n".join([f"{title}\n", head, *rows])

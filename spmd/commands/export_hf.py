@@ -42,6 +42,8 @@ class ExportCommand:
     """Folder to write; it must not exist."""
     step: int | None = None
     """Checkpoint to use; the newest by default."""
+    ema: bool = False
+    """Export the averaged parameters of a run with --optimizer.ema-decay."""
     dtype: Literal["", "bf16", "float32"] = ""
     """Dtype of the tensors; that of the parameters by default."""
     shard_size: str = "5GB"
@@ -56,7 +58,7 @@ def run_export(arguments: list[str]) -> int:
     files, values = sidecar_files(run, config.data.tokenizer, config.model)
     family = family_for(config.model, architectures_of(values))
     initialize(config.devices or 1)  # simulated devices
-    params = read_params(run, _abstract(config), command.step)
+    params = read_params(run, _abstract(config), command.step, ema=command.ema)
     dtype = _DTYPES.get(command.dtype)
     values = values or _values(config, family)
     save_params(out, params, family, config.model, dtype=dtype, shard_size=size, files=files, values=values)

@@ -46,7 +46,12 @@ def parse_flags(command: Any, arguments: list[str], usage: str) -> Any:
 
 def _parse(command: Any, arguments: list[str], usage: str, **default: Any) -> Any:
     """Parse with tyro; raise a config's own error, which tyro would print within its usage."""
-    settings = {"args": arguments, "prog": usage, "config": (tyro.conf.FlagCreatePairsOff,), **default}
+    settings = {
+        "args": arguments,
+        "prog": usage,
+        "config": (tyro.conf.FlagCreatePairsOff, tyro.conf.SuppressFixed),
+        **default,
+    }
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return tyro.cli(command, **settings)

@@ -9,7 +9,7 @@ per layer of a stacked parameter (`per_layer`), so scanned and unrolled layers t
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from spmd.errors import ConfigError, Problem, check_fields, check_type, did_you_mean
+from spmd.errors import ConfigError, Problem, check_call, check_fields, check_type, did_you_mean, shown
+from spmd.optim.ema import with_ema
 from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, check_block, quantize_moments
 from spmd.optim.two_phase import TwoPhaseOptimizer, two_phase
@@ -27,7 +28,7 @@ from spmd.sharding.rules import Tied, first_path, matches
 from spmd.tree import PyTree, map_with_path
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
-ScheduleName = Literal["constant", "cosine", "wsd"]
+ScheduleName = Literal["constant", "cosine", "linear", "inverse-sqrt", "wsd"]
 
 NO_DECAY = ("[^/]*norm[^/]*/[^/]+", "bias")
 """Patterns of the parameters that conventionally do not decay: those of norms, and biases."""
@@ -52,13 +53,17 @@ class OptimizerConfig:
     learning_rate: float = 3e-4
     """Peak learning rate, an absolute step size for every optimizer."""
     schedule: ScheduleName = "cosine"
-    """Learning rate after warmup: constant, a half cosine, or constant and then a decay as 1 - sqrt (wsd)."""
+    """Learning rate after warmup: constant, a half cosine, linear, falling as 1 / sqrt(step) (inverse-sqrt), or
+    constant and then a decay as 1 - sqrt (wsd)."""
+    schedule_fn: Callable[[Any], Any] | None = None
+    """Learning rate by the number of completed steps, such as a schedule of optax, in place of learning_rate, schedule
+    and what belongs to it. Only in Python."""
     warmup_steps: int = 0
     """Steps of linear warmup."""
     decay_fraction: float = 0.2
     """Fraction of all steps over which wsd decays."""
     final_fraction: float = 0.1
-    """Learning rate of the last step as a fraction of the peak (cosine, wsd)."""
+    """Learning rate of the last step as a fraction of the peak (cosine, linear, wsd)."""
     b1: float = 0.9
     """Decay of the mean of gradients (adamw, and muon for non-matrices), or its weight in the direction (lion)."""
     b2: float = 0.95
@@ -80,12 +85,15 @@ class OptimizerConfig:
     """Largest block of 8bit moments, a power of two; one shard of a last dimension must hold whole blocks."""
     clip_norm: float = 1.0
     """Global norm that gradients are clipped to; 0 disables clipping."""
+    ema_decay: float = 0.0
+    """Decay of an exponential moving average of the parameters, such as 0.999, which evaluations use; 0: no average."""
 
     def __post_init__(self) -> None:
         problems = check_fields(self, _FIELDS) + check_block("moments_block", self.moments_block)
         if self.moments != "float32" and self.name in ("adafactor", "muon"):
             what = f"is {self.moments}, and {self.name} keeps its state in float32"
             problems.append(Problem("moments", what, fix="float32, or name adamw, lion or sgd"))
+        problems += _schedule_problems(self) if self.schedule_fn is not None else []
         problems += check_type("no_decay", self.no_decay, (tuple, list), f'("{self.no_decay}",)')
         problems += check_type("scales", self.scales, (tuple, list), f'("{self.scales}",)')
         for index, row in enumerate(self.scales):
@@ -107,12 +115,24 @@ _FIELDS = {
     "schedule": get_args(ScheduleName),
     "moments": get_args(Kind),
     **dict.fromkeys(("learning_rate", "eps"), "finite and above 0"),
-    **dict.fromkeys(("b1", "b2", "momentum"), "at least 0 and below 1"),
+    **dict.fromkeys(("b1", "b2", "momentum", "ema_decay"), "at least 0 and below 1"),
     **dict.fromkeys(("weight_decay", "clip_norm"), "finite and at least 0"),
     "warmup_steps": "at least 0",
     "decay_fraction": "above 0 and at most 1",
     "final_fraction": "at least 0 and at most 1",
 }
+
+
+def _schedule_problems(config: OptimizerConfig) -> list[Problem]:
+    """Return a problem if `schedule_fn` is no function of the step, and one for each field that it replaces."""
+    problems = check_call(
+        "schedule_fn", config.schedule_fn, "step", "a function of the step: optax.cosine_decay_schedule(…)"
+    )
+    for field in ("learning_rate", "schedule", "warmup_steps", "decay_fraction", "final_fraction"):
+        if (value := getattr(config, field)) != getattr(OptimizerConfig, field):
+            what = f"is {shown(value)}, and schedule_fn alone decides the learning rate"
+            problems.append(Problem(field, what, fix="leave it out, or schedule_fn=None"))
+    return problems
 
 
 def _factor(row: str) -> float | None:
@@ -130,7 +150,8 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     The rate of step 0 is `peak / warmup_steps`, step `warmup_steps - 1` is the first at the peak, and the last step,
     `steps - 1`, is at `final_fraction * peak`. `wsd` decays as `1 - sqrt(progress)`, which Hägele et al.
     (arXiv:2405.18392) found to be better than a linear decay; warmup-stable-decay is from Hu et al.
-    (arXiv:2404.06395), the half cosine from Loshchilov and Hutter (arXiv:1608.03983).
+    (arXiv:2404.06395), the half cosine from Loshchilov and Hutter (arXiv:1608.03983), the inverse square root, which
+    goes on from the last step of the warmup, from Vaswani et al. (arXiv:1706.03762, section 5.3).
 
     Example:
         >>> config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_fraction=0.25)
@@ -138,9 +159,11 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         >>> [float(rate(step)) for step in (0, 3, 9)]
         [0.25, 1.0, 0.25]
     """
+    if config.schedule_fn is not None:
+        return _checked(config.schedule_fn)
     decay_steps = {
-        "constant": 0,
-        "cosine": steps - config.warmup_steps,
+        **dict.fromkeys(("constant", "inverse-sqrt"), 0),
+        **dict.fromkeys(("cosine", "linear"), steps - config.warmup_steps),
         "wsd": max(1, round(config.decay_fraction * steps)),
     }[config.schedule]
     if config.warmup_steps >= steps or config.warmup_steps + decay_steps > steps:
@@ -152,18 +175,39 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
     def schedule(step: Any) -> jax.Array:
         done = jnp.asarray(step, jnp.float32) + 1
-        rate = config.learning_rate * jnp.minimum(done / warmup_steps, 1)
+        after = jnp.sqrt(warmup_steps / done) if config.schedule == "inverse-sqrt" else 1
+        rate = config.learning_rate * jnp.minimum(done / warmup_steps, after)
         if not decay_steps:
             return rate
         progress = jnp.clip((done - (steps - decay_steps)) / decay_steps, 0, 1)
-        left = 1 - jnp.sqrt(progress) if config.schedule == "wsd" else (1 + jnp.cos(jnp.pi * progress)) / 2
-        return rate * (final + (1 - final) * left)
+        left = {
+            "cosine": lambda: (1 + jnp.cos(jnp.pi * progress)) / 2,
+            "linear": lambda: 1 - progress,
+            "wsd": lambda: 1 - jnp.sqrt(progress),
+        }[config.schedule]
+        return rate * (final + (1 - final) * left())
 
+    return schedule
+
+
+def _checked(schedule_fn: Callable[[Any], Any]) -> optax.Schedule:
+    """Return a function's learning rate as a float32 scalar; raise if it is none."""
+
+    def schedule(step: Any) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.asarray(schedule_fn(step), jnp.float32)
+
+    rate = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
+    if rate.shape:
+        problem = Problem("optimizer.schedule_fn", f"returns {shown(rate)}", fix="one number for each step")
+        raise ConfigError("This schedule cannot be made:", [problem])
     return schedule
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, stacked: Any = ("layers",)) -> TwoPhaseOptimizer:
     """Make the optimizer of a config: a clip of the global norm, then `make_update_rule(...)`. It needs `params`.
+
+    With `ema_decay`, its state has an average of the parameters (`with_ema`).
 
     Example:
         >>> config = OptimizerConfig(name="sgd", learning_rate=0.5, schedule="constant")
@@ -184,7 +228,8 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Any = ("layers"
         with jax.numpy_dtype_promotion("standard"):
             return clip.update(gradients, clip.init(gradients))[0], {}
 
-    return two_phase(global_phase, make_update_rule(config, steps, stacked))
+    optimizer = two_phase(global_phase, make_update_rule(config, steps, stacked))
+    return with_ema(optimizer, config.ema_decay) if config.ema_decay else optimizer
 
 
 def make_update_rule(

@@ -32,6 +32,7 @@ from spmd.model_api.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
 from spmd.plan.lora import LoRAConfig
+from spmd.run.callables import describe_callable
 from spmd.run.run_config import EvaluationInterval, FieldRules, RunConfig
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.rules import Rules
@@ -261,7 +262,7 @@ def _large_numbers(config: Any, prefix: str = "") -> Iterator[Problem]:
 def config_values(config: Any) -> dict[str, Any]:
     """Return the config as JSON values, without its rules; of a class, the defaults of those fields that have one.
 
-    A value that JSON does not have is a `ConfigError`.
+    A function is text that tells it apart (`describe_callable`). A value that JSON does not have is a `ConfigError`.
     """
     values: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(config) if hasattr(config, field.name)):
@@ -269,8 +270,10 @@ def config_values(config: Any) -> dict[str, Any]:
         if isinstance(value, Rules):
             continue
         try:
-            is_config = dataclasses.is_dataclass(value)
-            values[name] = config_values(value) if is_config else json.loads(json.dumps(value))
+            if dataclasses.is_dataclass(value):
+                values[name] = config_values(value)
+            else:
+                values[name] = describe_callable(value) if callable(value) else json.loads(json.dumps(value))
         except TypeError as error:
             what = f"cannot be saved as JSON: {error}"
             problem = Problem(f"{type(config).__name__}.{name}", what, fix="a number, a string or a tuple")
@@ -279,9 +282,11 @@ def config_values(config: Any) -> dict[str, Any]:
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return the config with the fields in `values`, in the format of `config_values`."""
+    """Return the config with the fields in `values`, in the format of `config_values`; functions stay as they are."""
 
     def restore(old: Any, value: Any) -> Any:
+        if callable(old) and isinstance(value, str):
+            return old
         if isinstance(value, Mapping) and dataclasses.is_dataclass(old):
             return with_values(old, value)
         return tuple(restore(None, item) for item in value) if isinstance(value, list) else value

@@ -20,7 +20,7 @@ from spmd.observe.stragglers import StepTimeExchange
 from spmd.resilience.lease import Lease
 from spmd.resilience.watchdog import Watchdog
 from spmd.training.loop import Hook
-from spmd.training.state import TrainState
+from spmd.training.state import ModelState, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +146,7 @@ class Evaluate(Hook):
 
     Args:
         evaluate: `(params, variables, batch)` → sums; None if there are no sets.
+        params: The training state → the parameters to evaluate: its own, or their average.
         sets: Name → a function that returns the batches of an evaluation set, the same at each call.
         patience: Evaluations without a lower loss on the first set, after which to stop; 0 for any number.
         best: Lowest loss on the first set so far; None before the first evaluation.
@@ -156,6 +157,7 @@ class Evaluate(Hook):
     steps: int
     patience: int
     evaluate: Callable[[Any, Any, Any], Sums] | None
+    params: Callable[[TrainState], Any]
     sets: Mapping[str, Callable[[], Iterable[Any]]]
     writers: Writers
     telemetry: Telemetry
@@ -173,7 +175,8 @@ class Evaluate(Hook):
     def on_state(self, step: int, state: TrainState) -> None:
         """Write the mean of each sum over each set, such as `val_loss` and `val_accuracy` of the set `val`."""
         with self.telemetry.during("evaluate", f"evaluating after step {step}"):
-            totals = {name: self._sums(name, batches(), step, state) for name, batches in self.sets.items()}
+            model = ModelState(self.params(state), state.variables)
+            totals = {name: self._sums(name, batches(), step, model) for name, batches in self.sets.items()}
         self.weights, self.last_step = {name: sums.pop("weight") for name, sums in totals.items()}, step
         self.last = {
             f"{name}_{metric}": total / self.weights[name] if self.weights[name] else math.nan
@@ -190,13 +193,13 @@ class Evaluate(Hook):
         """Return whether the loss has not fallen for too long."""
         return self.since >= self.patience > 0
 
-    def _sums(self, name: str, batches: Iterable[Any], step: int, state: TrainState) -> dict[str, float]:
+    def _sums(self, name: str, batches: Iterable[Any], step: int, model: ModelState) -> dict[str, float]:
         """Return the sums over the batches of one set."""
         assert self.evaluate is not None, "sets have a loss"
         totals, watchdog = collections.defaultdict[str, float](float), self.telemetry.watchdog
         for number, batch in enumerate(batches, 1):
             watchdog.set_activity(f"evaluating {name} after step {step}")
-            sums, _ = split_arrays(jax.device_get(self.evaluate(state.params, state.variables, batch)))
+            sums, _ = split_arrays(jax.device_get(self.evaluate(model.params, model.variables, batch)))
             for metric, value in sums.items():
                 totals[metric] += float(value)
             watchdog.reset(f"batch {number} of {name} after step {step}")

@@ -22,7 +22,14 @@ MAY_CHANGE = (
     # How updates are made: the training changes.
     *("steps", "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_fraction"),
     *("optimizer.final_fraction", "optimizer.b1", "optimizer.b2", "optimizer.eps", "optimizer.momentum"),
-    *("optimizer.weight_decay", "optimizer.no_decay", "optimizer.clip_norm", "on_nan", "recovery"),
+    *(
+        "optimizer.schedule_fn",
+        "optimizer.weight_decay",
+        "optimizer.no_decay",
+        "optimizer.clip_norm",
+        "on_nan",
+        "recovery",
+    ),
     *("compress", "quantize"),
     # What is checked and written, and when.
     *("evaluate", "sample", "sdc_checks", "out", "log_every", "checkpoint_every", "max_to_keep", "keep_best"),

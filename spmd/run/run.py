@@ -18,6 +18,7 @@ import jax
 from spmd.observe.goodput import measure_goodput
 from spmd.observe.metrics import Console, columns_of, device_memory
 from spmd.observe.profiling import parse_steps
+from spmd.optim.ema import ema_path
 from spmd.run.definition import RunDefinition
 from spmd.run.run_dir import Resume
 from spmd.run.session import RunResult, train_in_folder
@@ -76,9 +77,10 @@ class Run(RunDefinition):
                 mfu=result.metrics.get("mfu"),
                 memory=device_memory(),
             )
+        averaged = ", averaged parameters" if ema_path(self.step.plan.abstract_optimizer_state) else ""
         for name, weight in result.weights.items():
             title = f"{'validation' if name == 'val' else name} loss"
-            print(f"{title:<15} {result.evaluation[f'{name}_loss']:.4f} over {weight:,.0f} {rate.unit}")
+            print(f"{title:<15} {result.evaluation[f'{name}_loss']:.4f} over {weight:,.0f} {rate.unit}{averaged}")
         print(f"checkpoint      {folder.checkpoints}/{result.checkpoint}")
         print(f"metrics         {folder.metrics}")
         print(f"\n{measure_goodput(folder.path)}")

@@ -70,6 +70,7 @@ OPTIMIZERS = {
     "masked": optax.masked(optax.adam(1e-2), _no_norms),
     "an average": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
     "skipping": skip_bad_updates(config("adamw")),
+    "averaged": skip_bad_updates(config("adamw", ema_decay=0.9)),
 }
 
 
@@ -114,7 +115,7 @@ def lost(name, **options):
     return noise_of(*updating(name, offload=False, **options))
 
 
-IN_CI = ("adamw with a clip", "adafactor, factored", "muon", "masked", "skipping")
+IN_CI = ("adamw with a clip", "adafactor, factored", "muon", "masked", "averaged")
 """Of each way in which an update is made of pieces one; the others are soak."""
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
+from spmd.optim.config import OptimizerConfig
+from spmd.optim.ema import ema_params
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.lora import LoRAConfig, with_adapters
 from spmd.run.build import config_mesh, make_setup
@@ -80,6 +82,25 @@ def test_adapters_are_added(tmp_path):
     for ours, theirs in zip(*map(jax.tree.leaves, (read, expected)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     assert not equal(read, base)
+
+
+@pytest.mark.parametrize("targets", [pytest.param((), marks=pytest.mark.soak), ("attention/(q|v)_proj/kernel",)])
+def test_averaged_parameters_are_read_in_their_place(targets, tmp_path):
+    """From below the master weights, with adapters too; the trained ones are others."""
+    lora = LoRAConfig(targets=targets)
+    optimizer = OptimizerConfig(ema_decay=0.9)
+    _, state = write_run(tmp_path, lora=lora, optimizer=optimizer, precision="bf16-params")
+    averages = ema_params(state.optimizer_state)
+    other = dataclasses.replace(state, params=jax.tree.map(lambda x: 3 * x, state.params))
+    with CheckpointManager(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(6, other, {"step": 6})
+    abstract = tiny.plan(fsdp=2, tensor=2).abstract_params
+    read = read_params(tmp_path, abstract, ema=True)
+    base = jax.tree.map(lambda x: x.astype(jnp.float32), state.variables.get("base", averages))
+    expected = with_adapters(base, averages, lora) if targets else averages
+    for ours, theirs in zip(*map(jax.tree.leaves, (read, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert not equal(read, read_params(tmp_path, abstract))
 
 
 def test_small_changes_survive_a_narrow_base(tmp_path):

@@ -3,12 +3,14 @@
 import dataclasses
 from pathlib import Path
 
+import optax
 import pytest
 
 from spmd.errors import CheckpointError
 from spmd.models.llama import LlamaConfig
 from spmd.models.mistral import PRESETS as MISTRAL
 from spmd.models.rope import RopeScaling
+from spmd.optim.config import OptimizerConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.config import TrainConfig, config_values, with_values
 from spmd.run.record import MAY_CHANGE, changed_fields, check_resumable
@@ -65,12 +67,32 @@ def test_every_field_is_decided():
     fields = list(leaves(config_values(CONFIG)))
     may = [name for name in fields if any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE)]
     rest = [name for name in fields if name not in may and not name.startswith(("model.", "lora."))]
-    optimizer = [f"optimizer.{name}" for name in ("name", "scales", "moments", "moments_block")]
+    optimizer = [f"optimizer.{name}" for name in ("name", "scales", "moments", "moments_block", "ema_decay")]
     assert rest == ["seed", "precision", "init", *optimizer, "data.sequence", "data.packing", "data.batch"]
     unused = [
         field for field in MAY_CHANGE if not any(name == field or name.startswith(f"{field}.") for name in fields)
     ]
     assert unused == []
+
+
+def test_another_schedule_function_is_printed():
+    """By name and arguments; an equal one made anew is no change, and a record of functions restores none."""
+
+    def config(schedule_fn):
+        return dataclasses.replace(CONFIG, optimizer=OptimizerConfig(schedule_fn=schedule_fn))
+
+    before = config(optax.linear_schedule(1e-3, 0.0, 100))
+    record = {**RECORD, "config": config_values(before)}
+    assert problems(config(optax.linear_schedule(1e-3, 0.0, 100)), record) == {}
+    assert changed_fields(record, config(optax.linear_schedule(1e-3, 0.0, 100))) == {}
+    assert problems(config(optax.constant_schedule(0.1)), record) == {}
+    was, now = changed_fields(record, config(optax.linear_schedule(1e-3, 0.0, 200)))["optimizer.schedule_fn"]
+    assert (was, now) == tuple(
+        f"optax.polynomial_schedule(end_value=0.0, init_value=0.001, power=1, transition_begin=0, transition_steps={n})"
+        for n in (100, 200)
+    )
+    assert changed_fields(RECORD, before)["optimizer.schedule_fn"] == [None, was]
+    assert with_values(before, record["config"]) == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Exponential moving average of the parameters, kept in the optimizer's state.
+
+The average is optimizer state like Adam's moments: it is sharded by the parameters' rules, saved, resharded and kept in
+host memory with them, and the train step does not know it. `ema_params` reads it.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmd import tree
+from spmd.errors import ConfigError, Problem, shown
+from spmd.optim.skip_updates import counts_skips
+from spmd.optim.two_phase import TwoPhaseOptimizer, phases, two_phase
+
+
+class ParamEmaState(NamedTuple):
+    """Number of averaged updates (int32 scalar), the average of the parameters, and the inner optimizer's state."""
+
+    averaged: jax.Array
+    ema: Any
+    inner: Any
+
+
+def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseOptimizer:
+    """Wrap an optimizer to average the parameters after each of its updates, which stay as they are.
+
+    The average after t updates is the sum of `decay**(t - i) * params[i]` over i = 1 … t, divided by the sum of these
+    weights: an exponential moving average with the bias correction of Kingma and Ba (arXiv:1412.6980, section 3), so
+    that the initial parameters have no weight. It moves by `(1 - decay) / (1 - decay**t)` of the distance, and needs
+    no correction when it is read. Wrap it in `skip_bad_updates`, not the reverse: a skipped update does not move it.
+
+    Args:
+        decay: Above 0 and below 1; the average is of about the last `1 / (1 - decay)` updates.
+
+    Example:
+        >>> optimizer = with_ema(optax.sgd(1.0), decay=0.5)
+        >>> params = {"w": jnp.array(4.0)}
+        >>> state = optimizer.init(params)
+        >>> for _ in range(2):  # w is 3, then 2
+        ...     updates, state = optimizer.update({"w": jnp.array(1.0)}, state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> ema_params(state)["w"]  # (3 / 2 + 2) / (1 / 2 + 1)
+        Array(2.3333333, dtype=float32)
+    """
+    if not 0 < decay < 1:
+        problem = Problem("decay", f"is {shown(decay)}", fix="above 0 and below 1, such as 0.999")
+        raise ConfigError("Parameters cannot be averaged:", [problem])
+    global_phase, param_phase = phases(optimizer)
+
+    def init(params: Any) -> ParamEmaState:
+        inner = param_phase.init(params)
+        if counts_skips(inner):
+            fix = "skip_bad_updates(with_ema(optimizer, decay))"
+            problem = Problem("optimizer", "skips updates that the average would count", fix=fix)
+            raise ConfigError("Parameters cannot be averaged:", [problem])
+        return ParamEmaState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.array, params), inner)
+
+    def update(updates: Any, state: ParamEmaState, params: Any = None, **extra: Any) -> tuple[Any, ParamEmaState]:
+        updates, inner = param_phase.update(updates, state.inner, params, **extra)
+        count = optax.safe_increment(state.averaged)
+        weight = (1 - decay) / -jnp.expm1(count.astype(jnp.float32) * math.log(decay))
+        after = optax.apply_updates(params, updates)
+        ema = jax.tree.map(lambda old, new: (old + weight * (new - old)).astype(old.dtype), state.ema, after)
+        return updates, ParamEmaState(count, ema, inner)
+
+    return two_phase(global_phase, optax.GradientTransformationExtraArgs(init, update))
+
+
+def ema_path(state: Any) -> str | None:
+    """Return the path of the averaged parameters in an optimizer's state; None if it keeps no average."""
+    nodes = tree.flatten(state, is_leaf=_is_average)
+    found = (path for path, node in nodes.items() if _is_average(node))
+    return next((f"{path}/ema" if path else "ema" for path in found), None)
+
+
+def ema_params(state: Any) -> Any:
+    """Return the averaged parameters in an optimizer's state, as they are stored.
+
+    Raises:
+        ConfigError: The optimizer keeps no average.
+    """
+    for node in jax.tree.leaves(state, is_leaf=_is_average):
+        if _is_average(node):
+            return node.ema
+    problem = Problem("optimizer", "keeps no average of the parameters", fix="spmd.with_ema(optimizer, decay=0.999)")
+    raise ConfigError("There are no averaged parameters:", [problem])
+
+
+def _is_average(node: Any) -> bool:
+    return isinstance(node, ParamEmaState)
