@@ -32,7 +32,17 @@ MAY_CHANGE = (
     ),
     *("compress", "quantize"),
     # What is checked and written, and when.
-    *("evaluate", "sample", "sdc_checks", "out", "log_every", "checkpoint_every", "max_to_keep", "keep_best"),
+    *(
+        "evaluate",
+        "sample",
+        "sdc_checks",
+        "out",
+        "log_every",
+        "metrics_to",
+        "checkpoint_every",
+        "max_to_keep",
+        "keep_best",
+    ),
     *("data.cache", *_TEXT),
 )
 """Config fields that may change when a run is resumed, with the fields below them."""

@@ -18,6 +18,7 @@ import jax
 from spmd.observe.goodput import measure_goodput
 from spmd.observe.metrics import Console, columns_of, device_memory
 from spmd.observe.profiling import parse_steps
+from spmd.observe.writers import check_packages
 from spmd.optim.ema import ema_path
 from spmd.run.definition import RunDefinition
 from spmd.run.run_dir import Resume
@@ -45,6 +46,7 @@ class Run(RunDefinition):
             DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks are used up; or too
                 many steps were skipped.
         """
+        check_packages(self.config.metrics_to)
         resumes, traced = self.run_dir.check_use(resume), parse_steps(profile)
         is_first = jax.process_index() == 0
         with self.run_dir.lease(resumes, take_over) as lease, contextlib.ExitStack() as stack:

@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
-from spmd.errors import ConfigError, Problem, check_fields, check_type
+from spmd.errors import ConfigError, Problem, check_fields, check_type, did_you_mean
+from spmd.observe.writers import WriterName
 
 FieldRules = Mapping[str, str | Sequence[Any]]
 """Rules of fields by their dotted names, as `spmd.errors.check_fields` reads them."""
@@ -82,6 +83,9 @@ class RunConfig:
     """Validation."""
     log_every: int = 10
     """Steps between lines of metrics."""
+    metrics_to: tuple[WriterName, ...] = ("tensorboard",)
+    """Writers of metrics beside metrics.jsonl, into the run folder: tensorboard, wandb (offline), mlflow (file store);
+    the latter two are extras, spmd[wandb] and spmd[mlflow]."""
     checkpoint_every: int = 0
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
     max_to_keep: int = 3
@@ -111,7 +115,8 @@ class RunConfig:
             raise ConfigError("This configuration cannot be used:", problems)
 
     def wrong_types(self) -> Iterator[Problem]:
-        """Yield a problem for each field that should have fields of its own and has not."""
+        """Yield a problem for each field that should have fields of its own or be a tuple, and is not."""
+        yield from check_type("metrics_to", self.metrics_to, (tuple, list), f'("{self.metrics_to}",)')
         for field in dataclasses.fields(self):
             if dataclasses.is_dataclass(kind := type(field.default)):
                 fix = f"{'spmd.' * kind.__module__.startswith('spmd.')}{kind.__name__}(…)"
@@ -120,3 +125,7 @@ class RunConfig:
     def problems(self) -> Iterator[Problem]:
         """Yield what is wrong with the values; a class that extends this one yields what it finds besides."""
         yield from check_fields(self, self.field_rules)
+        names = get_args(WriterName)
+        for name in self.metrics_to:
+            if name not in names:
+                yield Problem("metrics_to", f"names {name!r}", fix=did_you_mean(str(name), names))

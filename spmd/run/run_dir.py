@@ -12,7 +12,7 @@ runs/demo/
   checkpoints/         Orbax: state, with data position, seed, config, plan, mesh, versions
   tokenizer.json       of an imported model, with its other sidecar files (`spmd.hf.sidecar_files`)
   hf_config.json       the config.json of the imported model, or of the model that `init` names
-  tensorboard/
+  tensorboard/         and wandb/, mlflow/: the same metrics, as `metrics_to` names them
   profile/             traces of chosen steps
 ```
 """

@@ -25,8 +25,8 @@ from spmd.observe.goodput import Stopwatch
 from spmd.observe.idle_experts import IdleExperts
 from spmd.observe.metrics import Console, JsonLines, StepClock, Writer, Writers
 from spmd.observe.profiling import Profile
-from spmd.observe.tensorboard import TensorBoard
 from spmd.observe.waiting import show_waiting
+from spmd.observe.writers import open_writers
 from spmd.plan.scaled_param import MAGNITUDES
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.resilience.divergence import DivergenceCheck
@@ -263,8 +263,10 @@ class _Session:
         with contextlib.ExitStack() as stack:
             writers = list[Writer]()
             if self.console:
-                own = Writers([JsonLines(folder.metrics, start), TensorBoard(path / "tensorboard", start)])
-                writers = [stack.enter_context(contextlib.closing(own)), *run.writers, self.console]
+                lines = stack.enter_context(contextlib.closing(JsonLines(folder.metrics, start)))
+                named = open_writers(config.metrics_to, path, folder.metrics, start, config_values(config))
+                own = stack.enter_context(contextlib.closing(Writers(named)))
+                writers = [lines, own, *run.writers, self.console]
             batches = stack.enter_context(closing(run.batches(start + skipped, steps + skipped)))
             written, devices = Writers(writers), list(plan.mesh.devices.flat)
             goodput = path if self.console else None

@@ -17,6 +17,7 @@ from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator
 from spmd.observe.metrics import Writer
 from spmd.observe.profiling import parse_steps
+from spmd.observe.writers import check_packages
 from spmd.run.build import TrainSetup, abstract_batch, config_mesh, count_flops, make_setup, open_corpus
 from spmd.run.config import TrainConfig
 from spmd.run.describe import execution_lines, flags_text
@@ -58,6 +59,7 @@ def train(
     Raises:
         SpmdError: The config, the data or the folder cannot be used, or training diverged.
     """
+    check_packages(config.metrics_to)
     folder = run_dir(config, source)
     resumes, _ = folder.check_use(resume), parse_steps(profile)
     said = initialize(config.devices, launch_args)

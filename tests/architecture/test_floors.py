@@ -55,8 +55,8 @@ FLOORS = (
 NOT_COUNTED = ("layers",)  # of the core's lines: a user reads a layer when he needs it
 
 # Those that may be imported inside a block.
-# tensorboardX sets a variable of the environment, and would import PyTorch, which takes seconds; Pillow is an extra.
-IN_BLOCKS = {"tensorboardX", "PIL.Image", "PIL.ImageOps"}
+# tensorboardX sets a variable of the environment, and would import PyTorch, which takes seconds; the others are extras.
+IN_BLOCKS = {"tensorboardX", "PIL.Image", "PIL.ImageOps", "wandb", "mlflow", "mlflow.environment_variables"}
 
 # Where a dependency may be imported; one that is not named here may be imported anywhere.
 HOMES = {
@@ -68,6 +68,8 @@ HOMES = {
     "tokenizers": {"data.tokenizer"},
     "safetensors": {"hf.safetensors"},
     "tensorboardX": {"observe.tensorboard"},
+    "wandb": {"observe.wandb_writer"},
+    "mlflow": {"observe.mlflow_writer"},
     "rich": {"observe.metrics", "observe.waiting"},
     "tyro": {
         "run.config",
