@@ -13,6 +13,7 @@ from spmd.data.tokenizer import load_tokenizer
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, check_fields
 from spmd.model_api.compress import NO_COMPRESSION
+from spmd.observe.fit import fitted
 from spmd.observe.waiting import show_waiting, show_waiting_for
 from spmd.run.build import config_mesh, make_setup, open_corpus
 from spmd.run.evaluate import Evaluation, evaluate, open_sets, validation_set
@@ -84,7 +85,7 @@ def run_eval(arguments: list[str]) -> int:
     found = list(show_waiting_for(results, "evaluating"))
     if jax.process_index() == 0:
         title = f"{command.run}, step {step}{', averaged parameters' * command.ema}; losses in nats per token"
-        print("\n".join(json.dumps(x.to_json()) for x in found) if command.json else _table(title, found))
+        print("\n".join(json.dumps(x.to_json()) for x in found) if command.json else fitted(_table(title, found)))
     return 0
 
 

@@ -15,6 +15,7 @@ from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
+from spmd.observe.fit import fitted
 from spmd.observe.waiting import show_waiting
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import simulate
@@ -145,7 +146,7 @@ def _time_problems(command: PlanCommand) -> Iterator[Problem]:
 
 
 def _print_time(command: PlanCommand, found: StepTime) -> int:
-    print(json.dumps(found.to_json(), indent=2) if command.json else found)
+    print(json.dumps(found.to_json(), indent=2) if command.json else fitted(str(found)))
     if command.trace and not command.json:
         print(f"written to {command.trace}")
     return 3 if found.fits is False else 0
@@ -205,9 +206,10 @@ def _print_plan(
 ) -> None:
     platform, kind = report.topology.platform, report.topology.chip.device_kind
     tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
-    print(audit if audit else setup.plan.text(*tables), end=f"{execution_lines(setup, (platform, kind))}\n")
+    shown = str(audit) if audit else setup.plan.text(*tables)
+    print(fitted(f"{shown}{execution_lines(setup, (platform, kind))}"))
     if init:
         print(init)
     print(flags_text(setup, platform, kind), exports(platform), sep="", end="")
     links = f" ({report.topology.links})" if report.topology.links else ""
-    print(f"\nmemory of one device, {report.topology}{links}\n{report}")
+    print(fitted(f"\nmemory of one device, {report.topology}{links}\n{report}"))

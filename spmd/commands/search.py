@@ -10,6 +10,7 @@ from spmd.analysis.topology import EXAMPLES, Topology, missing_extra, parse_topo
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.commands.plan import mesh_on
 from spmd.errors import ConfigError, Problem
+from spmd.observe.fit import fitted
 from spmd.observe.metrics import human_duration
 from spmd.observe.waiting import show_waiting, show_waiting_for
 from spmd.run.config import M, TrainConfig
@@ -163,9 +164,9 @@ def _print_table(search: Search, best: Candidate) -> None:
         compiled = human_duration(candidate.compiled) if candidate.compiled else ""
         memory = human_bytes(candidate.memory) if candidate.memory else ""
         closed = human_duration(sum(candidate.spent.values()))
-        print(f"{closed:>12}{compiled:>12}{memory:>10}  {candidate.flags}")
+        print(fitted(f"{closed:>12}{compiled:>12}{memory:>10}  {candidate.flags}", indent=24))
         if candidate is not best:
-            print(f"{'':36}{candidate.loses(best)}")
+            print(fitted(f"{'':36}{candidate.loses(best)}", indent=0))
     how = "its compiled program" if best.compiled else "closed forms"
     print(f"\nbest, {human_duration(best.seconds)} by {how}:\n{best.flags}")
 

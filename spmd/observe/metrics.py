@@ -2,7 +2,7 @@
 
 ```python
 clock = StepClock()
-writers = Writers([JsonLines(folder / "metrics.jsonl", keep_through=resumed_step), Console(total_steps)])
+writers = Writers([JsonLines(folder / "metrics.jsonl", keep_through=resumed_step), TensorBoard(folder)])
 writers.write(step, {"loss": loss, "step_s": clock.median})
 ```
 
@@ -23,18 +23,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-import rich.console
-from rich.columns import Columns
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.text import Text
 
 from spmd.errors import ConfigError, Problem
-from spmd.tree import human_bytes
 
 Values = Mapping[str, float | int | str | np.ndarray | None]
 """Values of one step by name; None is null in JSON, and skipped by the other writers, as are arrays on the console."""
@@ -235,114 +229,6 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 records.append(record)
     return records
-
-
-COLUMNS: Mapping[str, Callable[[Any], str]] = {
-    "loss": lambda x: f"loss {x:7.4f}",
-    "val_loss": lambda x: f"val loss {x:7.4f}",
-    "gradient_norm": lambda x: f"grad norm {x:<8.3g}",
-    "dropped": lambda x: f"dropped {x:5.1%}",
-    "skipped_steps": lambda x: f"skipped {x:<3.0f}",
-    "learning_rate": lambda x: f"lr {x:.2e}",
-    "tokens_per_s": lambda x: f"{human_count(x):>5} tokens/s",
-    "mfu": lambda x: f"MFU {x:5.1%}",
-    "step_s": lambda x: f"{human_duration(x):>7}/step",
-}
-"""Name → format of the values on the console, in this order; others are for the other writers."""
-
-
-def columns_of(unit: str) -> Mapping[str, Callable[[Any], str]]:
-    """Return `COLUMNS` with a throughput in another unit than tokens."""
-
-    def rate(x: Any) -> str:
-        return f"{human_count(x):>5} {unit}/s"
-
-    own = {"tokens_per_s": (f"{unit}_per_s", rate)}
-    return dict(own.get(name, (name, show)) for name, show in COLUMNS.items())
-
-
-class Console(Writer):
-    """Console output: a progress bar on a terminal, one line per logged step elsewhere.
-
-    Add a value with `columns=COLUMNS | {"accuracy": "accuracy {:.3f}".format}`. `interactive` says whether to draw a
-    bar; by default, if `stream` (standard output) is a terminal.
-
-    Example:
-        >>> console = Console(total_steps=200, interactive=False)
-        >>> console.write(10, {"loss": 5.4321, "learning_rate": 3e-4, "step_s": 0.432})
-        step  10/200   loss  5.4321   lr 3.00e-04    432 ms/step      1:22 left
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        stream: TextIO | None = None,
-        interactive: bool | None = None,
-        columns: Mapping[str, Callable[[Any], str]] = COLUMNS,
-    ) -> None:
-        self._total, self._columns = total_steps, columns
-        self._stream = sys.stdout if stream is None else stream
-        self._live: Live | None = None
-        self._shown: Values = {}
-        if self._stream.isatty() if interactive is None else interactive:
-            terminal = rich.console.Console(file=self._stream, force_terminal=True)
-            # A thread that refreshes would take time from a busy host.
-            self._live = Live(console=terminal, auto_refresh=False)
-            self._live.start()
-
-    def say(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
-        if self._live:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=self._stream, flush=True)
-
-    def write(self, step: int, values: Values) -> None:
-        """Show one step, and the remaining time by its `step_s`."""
-        if self._live:  # an evaluation adds values to those shown
-            values = self._shown = {**self._shown, **values}
-        cells = [show(values[name]) for name, show in self._columns.items() if values.get(name) is not None]
-        seconds = values.get("step_s")
-        left = "" if seconds is None else f"{human_duration((self._total - step) * float(seconds))} left"
-        done = f"step {step:>{len(str(self._total))}}/{self._total}"
-        if self._live:
-            bar = ProgressBar(self._total, step, width=40)
-            head = Columns([done, bar, f"{100 * step // self._total}%", left], padding=(0, 3))
-            self._live.update(rich.console.Group(head, Text("   ".join(cells))), refresh=True)
-        else:
-            self.say("   ".join([done, *cells, *([f"{left:>12}"] if left else [])]))
-
-    def summary(
-        self,
-        *,
-        steps: int,
-        seconds: float,
-        count: int,
-        unit: str = "tokens",
-        loss: float | None = None,
-        flops: Flops | None = None,
-        mfu: float | None = None,
-        memory: int | None = None,
-    ) -> None:
-        """End the bar and print a summary of three lines; None is printed as "not reported".
-
-        `seconds` and `count` of the `unit` are of the `steps` of this process, `loss` is the last one, `mfu` in [0, 1]
-        is computed from `flops`, and `memory` is the peak bytes of a device.
-        """
-        self.close()
-        cells = [f"done: {steps:,} steps in {human_duration(seconds)}", f"{human_count(count)} {unit}"]
-        cells += [f"{human_count(count / seconds)} {unit}/s"] if seconds > 0 else []
-        last, used = (NOT_REPORTED if x is None else f"{x:{form}}" for x, form in ((loss, ".4f"), (mfu, ".1%")))
-        peak = NOT_REPORTED if memory is None else human_bytes(memory)
-        self.say("   ".join([*cells, f"loss {last}"]))
-        self.say(f"MFU {used}: {flops.formula if flops else 'no FLOP count was given'}")
-        self.say(f"peak memory: device {peak}, host process {human_bytes(process_peak_rss())}")
-
-    def close(self) -> None:
-        """Stop the bar, and leave its last state on the terminal."""
-        if self._live:
-            self._live.stop()
-            self._live = None
 
 
 def human_count(n: float) -> str:

@@ -25,13 +25,19 @@ from spmd.training.state import ModelState, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """Clocks, watchdog, lease and log of a process; `say` writes a line to the log."""
+    """Clocks, watchdog, lease and log of a process; `say` writes a line to the log, `notes` get events."""
 
     clock: StepClock
     stopwatch: Stopwatch
     watchdog: Watchdog
     lease: Lease
     say: Callable[[str], None]
+    notes: Sequence[Callable[[str], None]]
+
+    def note(self, event: str) -> None:
+        """Write an event to the log, and show it on a terminal."""
+        for show in self.notes:
+            show(event)
 
     @contextlib.contextmanager
     def during(self, activity: str, doing: str) -> Iterator[None]:
@@ -65,7 +71,7 @@ class Throughput:
 
 @dataclasses.dataclass(eq=False)
 class Log(Hook):
-    """Writes the metrics of every `every`-th step and of the last, step `steps`.
+    """Writes the metrics of every `every`-th step and of the last, step `steps` or that of a stop.
 
     Args:
         goodput_dir: Folder of the goodput records; None to write none.
@@ -122,6 +128,10 @@ class Log(Hook):
             values |= {"process_data_s_most": float(waits.max()), "process_of_data_s_most": int(waits.argmax())}
         self.writers.write(step, values)
         self.telemetry.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
+
+    def on_stop(self, step: int) -> None:
+        """Write the metrics of this step, too."""
+        self.steps = step
 
     def finish(self, step: int) -> None:
         """Write the last goodput record, after the last checkpoint."""
@@ -245,4 +255,4 @@ class Save(Hook):
             record = {**self.record, "step": step, "position": position, "evaluation": progress}
             self.checkpoints.save(step, state, record, metrics)
         self.telemetry.watchdog.reset(f"copying the state of step {step} for its checkpoint")
-        self.telemetry.say(f"saving step {step}")
+        self.telemetry.note(f"saving step {step}")

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 
 import jax
 
+from spmd.observe.console import Console, columns_of
+from spmd.observe.fit import fitted
 from spmd.observe.goodput import measure_goodput
-from spmd.observe.metrics import Console, columns_of, device_memory
+from spmd.observe.metrics import device_memory
 from spmd.observe.profiling import parse_steps
 from spmd.observe.writers import check_packages
 from spmd.optim.ema import ema_path
@@ -52,7 +54,7 @@ class Run(RunDefinition):
         with self.run_dir.lease(resumes, take_over) as lease, contextlib.ExitStack() as stack:
             console = None
             if is_first:
-                print(*(self.description, *self.notes), sep="\n")
+                print(fitted("\n".join((self.description, *self.notes))))
                 console = stack.enter_context(
                     contextlib.closing(Console(self.config.steps, columns=columns_of(self.rate.unit)))
                 )
@@ -85,4 +87,4 @@ class Run(RunDefinition):
             print(f"{title:<15} {result.evaluation[f'{name}_loss']:.4f} over {weight:,.0f} {rate.unit}{averaged}")
         print(f"checkpoint      {folder.checkpoints}/{result.checkpoint}")
         print(f"metrics         {folder.metrics}")
-        print(f"\n{measure_goodput(folder.path)}")
+        print(fitted(f"\n{measure_goodput(folder.path)}", indent=16))

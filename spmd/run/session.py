@@ -21,9 +21,10 @@ from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.gradients.compression_state import adapt_compression, stored_compression
 from spmd.gradients.magnitudes import adapt_magnitudes, stored_magnitudes
 from spmd.model_api.compress import COMPRESSION
+from spmd.observe.console import Console
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.idle_experts import IdleExperts
-from spmd.observe.metrics import Console, JsonLines, StepClock, Writer, Writers
+from spmd.observe.metrics import JsonLines, StepClock, Writer, Writers, human_duration
 from spmd.observe.profiling import Profile
 from spmd.observe.waiting import show_waiting
 from spmd.observe.writers import open_writers
@@ -125,7 +126,8 @@ def train_in_folder(
                 owner=lease.number,
             )
         )
-        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, lease, log.say)
+        notes = [log.say, *([console.note] if console else [])]
+        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, lease, log.say, notes)
         session = _Session(run, console, checkpoints, telemetry, preemption, tracing)
         began, rollbacks = time.perf_counter(), 0
         point = session.prepare(resume)
@@ -196,8 +198,10 @@ class _Session:
             self.say(f"removed interrupted saves: {', '.join(self.checkpoints.leftovers)}")
         if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
             check_resumable(self.checkpoints.record(latest), run.config, run.data, run.examples, run.run_dir.path)
+        began = time.perf_counter()
         with self.waiting("compile", "compiling the step"):
             run.step.compile(run.abstract_batch)
+        self.telemetry.note(f"compiled the step in {human_duration(time.perf_counter() - began)}")
         point = self.restore() if resume else self.initialize()
         self.telemetry.lease.renew()
         if jax.process_index() == 0:
@@ -285,7 +289,7 @@ class _Session:
             telemetry.watchdog.reset("the last checkpoint")
             last_step = save.last_step
             if self.preemption.stop_step:
-                telemetry.say(f"preempted: stopped after step {last_step}")
+                telemetry.note(f"preempted: stopped after step {last_step}")
             elif evaluate.wants_stop(last_step):
                 self.say(f"stopped early: {evaluate.since} evaluations without a loss below {evaluate.best:.6g}")
             elif last_step != steps:

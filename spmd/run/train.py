@@ -15,6 +15,7 @@ from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import SINGLE_PROCESS, initialize
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator
+from spmd.observe.fit import fitted
 from spmd.observe.metrics import Writer
 from spmd.observe.profiling import parse_steps
 from spmd.observe.writers import check_packages
@@ -177,7 +178,7 @@ def _compare(config: TrainConfig, corpus: Corpus, result: RunResult) -> None:
     vocab = corpus.tokenizer.vocab
     if jax.process_index() == 0 and result.evaluation and vocab <= 256:
         baseline = bigram_loss(corpus.train, corpus.validation[: config.evaluate.tokens + 1], vocab)
-        print(f"\na bigram count model of the same corpus has a validation loss of {baseline:.4f}")
+        print(fitted(f"\na bigram count model of the same corpus has a validation loss of {baseline:.4f}"))
 
 
 def _sample(setup: TrainSetup, tokenizer: Tokenizer, result: RunResult) -> None:

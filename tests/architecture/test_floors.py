@@ -70,7 +70,7 @@ HOMES = {
     "tensorboardX": {"observe.tensorboard"},
     "wandb": {"observe.wandb_writer"},
     "mlflow": {"observe.mlflow_writer"},
-    "rich": {"observe.metrics", "observe.waiting"},
+    "rich": {"observe.console", "observe.waiting"},
     "tyro": {
         "run.config",
         "commands.parsing",

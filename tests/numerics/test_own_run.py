@@ -118,7 +118,11 @@ def test_a_hook_stops_sets_are_evaluated_and_writers_write(step, tmp_path):
     """The stop is saved and can be resumed; checkpoints are ranked by the first set."""
     memory, sets = Memory(), {"near": lambda: numbers(50, 52), "far": lambda: numbers(60, 61)}
     config = dataclasses.replace(
-        CONFIG, checkpoint_every=0, evaluate=spmd.EvaluationInterval(every=3), sdc_checks=spmd.SDCConfig(3, 3)
+        CONFIG,
+        checkpoint_every=0,
+        evaluate=spmd.EvaluationInterval(every=3),
+        sdc_checks=spmd.SDCConfig(3, 3),
+        log_every=5,
     )
     run = spmd.Run(
         tmp_path,
@@ -133,6 +137,8 @@ def test_a_hook_stops_sets_are_evaluated_and_writers_write(step, tmp_path):
     result = run.train()
     assert (result.steps, result.checkpoint, result.exit_code) == (3, 3, 0)
     assert result.weights == {"near": 16, "far": 8}
+    assert [step for step, _ in memory.rows] == [3, 3]  # no line was due
+    assert "loss" in memory.rows[0][1]
     assert memory.rows[-1] == (3, result.evaluation)
     assert result.evaluation.keys() == {"near_loss", "far_loss"}
     assert memory.is_closed

@@ -107,7 +107,7 @@ def test_an_interrupted_run_is_one_run_without_a_step_twice(tmp_path):
 
 
 def test_texts_arrays_and_what_is_not_finite(tmp_path):
-    """Arrays are histograms of W&B, and nothing of MLflow; a value that is not finite is left out. A run that did not
+    """Arrays are histograms of W&B, and nothing of MLflow; one that is not finite is skipped. A run that did not
     write to them before has its lines from the start."""
     values = {"loss": float("nan"), "kind": "word", "of": np.array([1.0, 2.0, np.inf]), "none": None, "n": 3}
     lines = JsonLines(tmp_path / "lines")

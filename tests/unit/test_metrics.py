@@ -19,11 +19,9 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from spmd.errors import ConfigError
+from spmd.observe.console import Console
 from spmd.observe.metrics import (
-    COLUMNS,
-    NOT_REPORTED,
     PEAK_FLOPS,
-    Console,
     Flops,
     JsonLines,
     StepClock,
@@ -299,73 +297,6 @@ def test_tensorboard_starts_no_thread_that_an_interrupt_could_leave_behind(
         writer.write(1, {"loss": 2.5})
     assert threading.active_count() == before
     writer.close()
-
-
-VALUES = {
-    "step_s": 0.432,
-    "loss": 5.4321,
-    "tokens_per_s": 12_345.0,
-    "learning_rate": 3e-4,
-    "gradient_norm": 1.234,
-    "unknown": 1.0,
-}
-
-
-def test_console_prints_one_line_per_logged_step() -> None:
-    """Lines have a fixed order, are aligned, and leave out what was not given or is for other writers."""
-    stream = io.StringIO()
-    console = Console(200, stream)
-    console.write(5, VALUES)
-    console.write(150, VALUES | {"loss": 12.5})
-    console.write(150, {"val_loss": 3.25})
-    console.close()
-    first, second, third = stream.getvalue().splitlines()
-    assert first == (
-        "step   5/200   loss  5.4321   grad norm 1.23       lr 3.00e-04   12.3k tokens/s    432 ms/step      1:24 left"
-    )
-    assert len(second) == len(first)
-    assert third == "step 150/200   val loss  3.2500"
-
-
-def test_console_columns_can_be_added() -> None:
-    """A column is a name and how its value is shown."""
-    stream = io.StringIO()
-    Console(9, stream, columns={**COLUMNS, "accuracy": "accuracy {:.2f}".format}).write(1, {"accuracy": 0.5})
-    assert stream.getvalue() == "step 1/9   accuracy 0.50\n"
-
-
-def test_console_draws_a_bar_on_a_terminal() -> None:
-    """The bar has a whole percentage, the time left and the latest of every value; closing twice is fine."""
-    stream = io.StringIO()
-    console = Console(200, stream, interactive=True)
-    console.write(199, VALUES)
-    console.write(199, {"val_loss": 3.25})
-    console.say("[a line] above the bar")
-    console.summary(steps=200, seconds=1.0, count=10)
-    console.close()
-    plain = "".join(part.split("m", 1)[-1] for part in stream.getvalue().split("\x1b["))
-    assert "step 199/200" in plain
-    assert "99%" in plain
-    assert "432 ms left" in plain
-    assert "loss  5.4321   val loss  3.2500" in plain
-    assert "━" in plain
-    assert "[a line] above the bar" in plain
-    assert stream.getvalue().index("\x1b[?25h") < stream.getvalue().index("done:"), "the cursor is back"
-
-
-def test_summary_says_what_is_not_reported() -> None:
-    """MFU stands beside its formula, and what is unknown is said to be, not shown as 0."""
-    flops = transformer_flops(124_000_000, 12, 768, 1024)
-    stream = io.StringIO()
-    console = Console(200, stream)
-    console.summary(steps=200, seconds=86, count=1_638_400, loss=3.2104, flops=flops)
-    done, mfu, memory = stream.getvalue().splitlines()
-    assert done == "done: 200 steps in 1:26   1.64M tokens   19.1k tokens/s   loss 3.2104"
-    assert mfu == f"MFU {NOT_REPORTED}: {flops.formula}"
-    assert memory.startswith(f"peak memory: device {NOT_REPORTED}, host process ")
-    console.summary(steps=200, seconds=86, count=1_638_400, flops=flops, mfu=0.4123, memory=3 * 2**30)
-    assert f"MFU 41.2%: {flops.formula}" in stream.getvalue()
-    assert "device 3 GiB" in stream.getvalue()
 
 
 class Recorder:
