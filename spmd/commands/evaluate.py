@@ -90,12 +90,14 @@ def run_eval(arguments: list[str]) -> int:
 
 
 def _table(title: str, found: list[Evaluation]) -> str:
-    """Return one line for each set."""
-    width = max(4, *(len(each.name) for each in found))
-    head = f"{'set':<{width}}  {'loss':>8}  {'perplexity':>10}  {'bits/byte':>9}  {'accuracy':>8}  {'tokens':>12}"
-    rows = [
-        f"{each.name:<{width}}  {each.loss:>8.4f}  {each.perplexity:>10.4g}  {each.bits_per_byte:>9.4f}"
-        f"  {each.accuracy:>8.2%}  {each.tokens:>12,}"
-        for each in found
+    """Return one line for each set; columns are as wide as what is in them."""
+    rows = [("set", "loss", "perplexity", "bits/byte", "accuracy", "tokens")]
+    for x in found:
+        figures = f"{x.loss:.4f}", f"{x.perplexity:.4g}", f"{x.bits_per_byte:.4f}", f"{x.accuracy:.2%}", f"{x.tokens:,}"
+        rows.append((x.name, *figures))
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [
+        "  ".join([f"{name:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))])
+        for name, *cells in rows
     ]
-    return "\n".join([f"{title}\n", head, *rows])
+    return "\n".join([f"{title}\n", *lines])

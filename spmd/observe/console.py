@@ -58,7 +58,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
     Example:
         >>> sparkline([4.0, 3.0, 2.0, 2.0, 1.0, math.nan], width=3)
-        '█▄×'
+        '█▁×'
         >>> sparkline([3.0, 1.0], width=40)
         '█▁'
     """
@@ -114,9 +114,14 @@ class Console(Writer):
             print(text, file=self._stream, flush=True)
 
     def note(self, event: str) -> None:
-        """Show an event below the bar, in place of the one before; elsewhere than on a terminal, nothing."""
-        self._event = event
-        if self._live:
+        """Show an event below the bar, in place of the one before, or as a line until there is a bar.
+
+        Elsewhere than on a terminal, show nothing.
+        """
+        if self._live and not self._shown:
+            self.say(event)
+        elif self._live:
+            self._event = event
             self._live.update(self, refresh=True)
 
     def write(self, step: int, values: Values) -> None:

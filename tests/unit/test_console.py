@@ -89,7 +89,10 @@ def test_a_run_of_another_unit_has_no_utilization() -> None:
 
 def drawn(width: int) -> list[str]:
     """Lines of the display of a run on a terminal of this width."""
-    console = Console(200, io.StringIO(), interactive=True)
+    stream = io.StringIO()
+    console = Console(200, stream, interactive=True)
+    console.note("compiled the step in 4 s")
+    assert "compiled the step in 4 s\n" in stream.getvalue()
     for step in range(1, 150):
         console.write(step, VALUES | {"loss": 5.0 / step})
     console.write(149, {"val_loss": 3.25})
