@@ -1,4 +1,4 @@
-"""Command line: `spmd train | launch | script | plan | search | check | eval | generate | import | export`.
+"""Command line: `spmd train | launch | script | plan | report | search | check | eval | generate | import | export`.
 
 Every field of a `TrainConfig` is a flag by its dotted path. User errors are printed without a traceback and exit with
 2, as do errors of the operating system, such as a full disk; a check that fails exits with 1, a plan that exceeds the
@@ -24,6 +24,7 @@ from spmd.commands.generate import GenerateCommand, run_generate
 from spmd.commands.import_hf import ImportCommand, run_import
 from spmd.commands.launch import LaunchCommand, run_launch
 from spmd.commands.plan import PlanCommand, run_plan
+from spmd.commands.report import ReportCommand, ReportRunCommand, run_report
 from spmd.commands.script import run_script
 from spmd.commands.search import SearchCommand, run_search
 from spmd.commands.train import TrainCommand, run_train
@@ -47,6 +48,8 @@ usage: spmd COMMAND …
        [--estimate] [--time] [--trace FILE]                    time of a step: closed forms; its compiled schedule
        [--diff CONFIG]                                         difference from another config's plan
        [--schedule] [--svg FILE]                               chart of the pipeline schedule, here and in FILE
+  spmd report CONFIG [--topology T] --out FILE.html            a page with charts of a plan, which opens offline
+  spmd report RUN [RUN] --out FILE.html                        … of a run, or of two side by side
   spmd search CONFIG --topology v5p:4x4x8                      the fastest layout of a machine: flags to paste
        [--confirm K] [--write FILE]                            … compiling the best K; as a config
        [--days N] [--largest-batch]                            the fewest chips; the largest batch that fits
@@ -69,6 +72,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "launch": (run_launch, (LaunchCommand, TrainCommand)),
     "script": (run_script, (SlurmJob, KubernetesJob, TrainCommand)),
     "plan": (run_plan, (PlanCommand,)),
+    "report": (run_report, (ReportCommand, ReportRunCommand)),
     "search": (run_search, (SearchCommand,)),
     "check": (run_check, (CheckCommand,)),
     "eval": (run_eval, (EvalCommand,)),

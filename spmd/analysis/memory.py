@@ -12,10 +12,11 @@ The estimate is the training state, known to the byte from the plan, and the pea
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmd.analysis.bf16_operands import narrow_operands
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
@@ -57,6 +58,7 @@ class Estimate:
         saved: Activation → bytes that the forward pass saves for the backward pass on one device; unnamed ones together
             under the empty name.
         matmul_flops: FLOPs of all matmuls on all devices together, those that a remat policy recomputes included.
+        lifetimes: Category → (bytes, first time, last time) of each buffer on one device, besides arguments.
     """
 
     held: Mapping[str, int]
@@ -65,11 +67,29 @@ class Estimate:
     host: Mapping[str, int]
     matmul_flops: int = 0
     copies: Mapping[str, Mapping[tuple[str, int], int]] = dataclasses.field(default_factory=dict)
+    lifetimes: Mapping[str, Sequence[tuple[int, int, int]]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def total(self) -> int:
         """Bytes on one device at the peak."""
         return sum(self.at_peak.values())
+
+    def over_time(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the times at which the memory in use changes, and category → bytes in use from each of them on.
+
+        Times count the operations of the traced step; the body of a loop counts once. Without the fragmentation of the
+        heap, the largest sum is that of `at_peak`.
+        """
+        flat = [buffer for buffers in self.lifetimes.values() for buffer in buffers]
+        times = np.unique([0, *(start for _, start, _ in flat), *(end + 1 for _, _, end in flat)])
+        used = {}
+        for name, peak in self.at_peak.items():
+            change = np.zeros(len(times), dtype=np.int64)
+            sizes, starts, ends = np.array(self.lifetimes.get(name, ()), dtype=np.int64).reshape(-1, 3).T
+            np.add.at(change, np.searchsorted(times, starts), sizes)
+            np.add.at(change, np.searchsorted(times, ends + 1), -sizes)
+            used[name] = change.cumsum() if name in self.lifetimes else np.full(len(times), peak)
+        return times, used
 
     def to_json(self) -> dict[str, Any]:
         """Return all bytes as JSON values."""
@@ -200,6 +220,10 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
     shapes = {leaf.shape: "params" for leaf in plan.params if len(leaf.shape) > 1}
     shapes |= {value.shape: "logits" for value in logits}
     now = dict.fromkeys(("grads", "activations", "stages", "logits", "collectives", "temporaries"), 0)
+    lifetimes: dict[str, list[tuple[int, int, int]]] = {name: [] for name in now}
+    for buffer in buffers:
+        if not buffer.on_host:
+            lifetimes[_category(buffer, shapes)].append((buffer.bytes, buffer.start, buffer.end))
     copies = {name: collections.Counter[tuple[str, int]]() for name in ("grads", "logits")}
     for buffer in peak_buffers(buffers):
         if not buffer.on_host:
@@ -224,7 +248,7 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
         "collectives": now["collectives"],
         "temporaries": now["temporaries"],
     }
-    return Estimate(held, arguments | now, saved, host, matmul_flops(program), copies)
+    return Estimate(held, arguments | now, saved, host, matmul_flops(program), copies, lifetimes)
 
 
 def read_memory(compiled: jax.stages.Compiled) -> CompiledMemory | None:

@@ -32,6 +32,11 @@ def _headline(timeline: Timeline) -> str:
     return f"{schedule.name}: {', '.join(parts)}"
 
 
+def describe(timeline: Timeline) -> str:
+    """Return the size of a schedule, and its cost."""
+    return f"{_headline(timeline)}; {_summary(timeline)}"
+
+
 def _summary(timeline: Timeline) -> str:
     parts = [f"makespan {timeline.makespan:g}"]
     if timeline.batches > 1:
@@ -129,7 +134,7 @@ def svg(timeline: Timeline) -> str:
     height = bottom + 56
     style = {"role": "img", "font-family": "sans-serif", "font-size": "12", "viewBox": f"0 0 {width:g} {height:g}"}
     root = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **style}, width=f"{width:g}", height=f"{height:g}")
-    ET.SubElement(root, "title").text = _printable(f"{title}; {text}")
+    ET.SubElement(root, "title").text = _printable(describe(timeline))
     _add_box(root, 0, 0, width, height, PAPER)
     _add_text(root, MARGIN, MARGIN + 16, title, size=16)
     _add_text(root, MARGIN, MARGIN + 36, text)
@@ -145,8 +150,7 @@ def svg(timeline: Timeline) -> str:
             ET.SubElement(box, "title").text = f"{slot.task} on stage {stage}, {slot.start:g} to {slot.end:g}"
             number = str(slot.task.microbatch)
             if task_width >= LETTER * len(number) + 2:
-                colour = PAPER if _luminance(fill) < 0.25 else INK
-                _add_text(root, x + task_width / 2, y + ROW / 2 + 4, number, colour, anchor="middle")
+                _add_text(root, x + task_width / 2, y + ROW / 2 + 4, number, ink_on(fill), anchor="middle")
     _add_text(root, left, bottom + 12, "0")
     _add_text(root, left + chart_width, bottom + 12, f"{timeline.makespan:g}", anchor="end")
     _add_text(root, left + chart_width / 2, bottom + 12, "time", anchor="middle")
@@ -184,6 +188,16 @@ def lighten(colour: str, share: float) -> str:
         '#80b8d8'
     """
     return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in bytes.fromhex(colour[1:]))
+
+
+def ink_on(fill: str) -> str:
+    """Return the colour of text that is legible on a fill.
+
+    Example:
+        >>> ink_on("#0072b2"), ink_on("#e69f00")
+        ('#ffffff', '#1a1a1a')
+    """
+    return PAPER if _luminance(fill) < 0.25 else INK
 
 
 def _luminance(colour: str) -> float:

@@ -29,7 +29,7 @@ from spmd.optim.offload_chunks import UpdateChunk, plan_chunks
 from spmd.optim.two_phase import phases
 from spmd.plan import resolve
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
-from spmd.plan.render import diff_texts, format_entries, format_footer
+from spmd.plan.render import diff_texts, format_entries, format_footer, format_html
 from spmd.plan.scopes import param_scope
 from spmd.sharding.layer_paths import own_stacks, stored_dims, without_dims
 from spmd.sharding.mesh import AnyMesh
@@ -128,15 +128,26 @@ class ShardingPlan:
     def __str__(self) -> str:
         return self.text("params", "variables")
 
-    def text(self, *tables: str) -> str:
-        """Return the plan as text: a heading, one line for each entry of some of its `TABLES`, and the bytes."""
+    def _repr_html_(self) -> str:
+        """Return the plan as a notebook shows it: the heading, the bytes, and a folded table."""
+        return format_html(self.heading, [*self.params, *self.variables], self._footer)
+
+    @property
+    def heading(self) -> str:
+        """Mesh and decisions that are not about one array."""
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
         quantize = f"   quantize {self.quantize}" if self.quantize else ""
         decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}{quantize}{self.compress}"
-        heading = f"mesh {axes}   {decisions}   attention {self.attention}"
+        return f"mesh {axes}   {decisions}   attention {self.attention}"
+
+    @property
+    def _footer(self) -> str:
+        return format_footer(self.params, self.bytes_per_device(), self.bytes_on_host())
+
+    def text(self, *tables: str) -> str:
+        """Return the plan as text: a heading, one line for each entry of some of its `TABLES`, and the bytes."""
         entries = format_entries({table: getattr(self, table) for table in tables})
-        footer = format_footer(self.params, self.bytes_per_device(), self.bytes_on_host())
-        return "\n".join([heading, *entries, footer])
+        return "\n".join([self.heading, *entries, self._footer])
 
     def diff(self, other: "ShardingPlan") -> str:
         """Return the lines of the text with all tables that differ from another plan's; empty when none does."""

@@ -1,5 +1,6 @@
 """Render a plan as text: the heading, a table with one line for each array, and the bytes on each device."""
 
+import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -29,6 +30,18 @@ def format_footer(params: Iterable[PlanEntry], on_device: Mapping[str, int], on_
     hosted = f"   in host memory for each: {listed(on_host)}" if on_host else ""
     count = sum(math.prod(entry.shape) for entry in params)
     return f"{count:,} parameters   on each device: {listed(on_device)}{hosted}"
+
+
+def format_html(heading: str, entries: Sequence[PlanEntry], footer: str) -> str:
+    """Return a plan for a notebook: the heading, the bytes, and the table, which a click opens."""
+    head = "".join(f"<th>{name}</th>" for name in ("path", "array", "spec", "bytes of a device", "rule"))
+    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in entry.row) for entry in entries)
+    body = "".join(f'<tr style="text-align:left">{row}</tr>' for row in rows)
+    return (
+        f"<div><b>{html.escape(heading)}</b><br>{html.escape(footer)}"
+        f"<details><summary>{len(entries):,} arrays</summary><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></details></div>"
+    )
 
 
 def diff_texts(mine: str, theirs: str) -> str:

@@ -21,11 +21,11 @@ from spmd.pipeline.tick_table import tabulate
 from spmd.plan.records import PlanEntry
 from spmd.run.build import TrainSetup, build_precision, build_schedule, make_setup, planned_mesh
 from spmd.run.config import CountsFlops, TrainConfig
-from spmd.run.preflight import compile_step, topology_mesh
+from spmd.run.preflight import CompiledStep, compile_step, topology_mesh
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
 from spmd.step_time.calibration import CLOSED, COMPILED
 from spmd.step_time.closed_form import Workload, closed_form
-from spmd.step_time.hardware import Hardware, hardware_of
+from spmd.step_time.hardware import hardware_of
 from spmd.step_time.network import make_network
 from spmd.step_time.program import read_schedule
 from spmd.step_time.report import CollectiveTime, StepTime, write_trace
@@ -165,7 +165,7 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
         ConfigError: There is no compiler or no speed for the machine, the step does not fit, or the trace cannot be
             written.
     """
-    hardware = hardware_of(topology)
+    hardware_of(topology)  # before the compiler
     if topology.platform != "tpu":
         if trace:
             problem = Problem("--trace", f"programs for {topology.kind} have no cycles", fix="a TPU, or no --trace")
@@ -181,18 +181,25 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
     except MemoryError as error:
         problem = Problem("topology", f"has no room for the step: {error}", fix="spmd plan says what would fit")
         raise ConfigError("The step cannot be compiled:", [problem]) from None
-    found, line = schedule_time(setup, topology, hardware, compiled.program, keep_spans=bool(trace))
-    memory = compiled.memory.total if compiled.memory else None
-    found = dataclasses.replace(found, collectives=_collective_times(compiled.audit, line), memory=memory)
+    found, line = time_program(setup, topology, compiled, keep_spans=bool(trace))
     if trace:
         write_trace(trace, line.spans, str(topology))
     return found
 
 
-def schedule_time(
-    setup: TrainSetup, topology: Topology, hardware: Hardware, program: HloModule, *, keep_spans: bool = False
+def time_program(
+    setup: TrainSetup, topology: Topology, compiled: CompiledStep, *, keep_spans: bool = False
 ) -> tuple[StepTime, Timeline]:
-    """Return the time of a compiled TPU program, and its timeline."""
+    """Return the time of a compiled TPU step with that of its collectives, and its timeline."""
+    found, line = _schedule_time(setup, topology, compiled.program, keep_spans)
+    memory = compiled.memory.total if compiled.memory else None
+    return dataclasses.replace(found, collectives=_collective_times(compiled.audit, line), memory=memory), line
+
+
+def _schedule_time(
+    setup: TrainSetup, topology: Topology, program: HloModule, keep_spans: bool
+) -> tuple[StepTime, Timeline]:
+    hardware = hardware_of(topology)
     shape, slices, rates = MeshShape(**setup.mesh.shape), setup.config.slices.sizes, COMPILED[topology.kind]
     network = make_network(topology, shape, slices, hardware, rates.network)
     taken = tabulate(setup.schedule).waited if setup.schedule else {}

@@ -146,11 +146,15 @@ def make_network(
 ) -> Network:
     """Return the network under a mesh on a machine, whose devices need not exist."""
     sizes = shape.resolve(topology.devices)
+    return Network(topology, hardware, device_places(topology, sizes, slices), sizes.sizes, efficiency)
+
+
+def device_places(topology: Topology, sizes: MeshShape, slices: Mapping[str, int]) -> np.ndarray:
+    """Return `[device, (part, core, x, y, z)]` in the order of a mesh shape without -1; a part is a slice or a host."""
     places = [_place(topology, number) for number in range(topology.devices)]
     grid = arrange_devices(sizes, places, slices).ravel()
     part = "slice_index" if topology.platform == "tpu" else "process_index"
-    table = np.array([(getattr(p, part), p.core_on_chip, *p.coords) for p in grid])
-    return Network(topology, hardware, table, sizes.sizes, efficiency)
+    return np.array([(getattr(p, part), p.core_on_chip, *p.coords) for p in grid])
 
 
 @functools.lru_cache(1024)
@@ -174,7 +178,8 @@ def _place(topology: Topology, number: int) -> Place:
     chip, kind = topology.chip, topology.chip.device_kind
     if topology.platform != "tpu":
         host, each = divmod(number, topology.shape[-1])
-        return Place(number, "gpu", kind, (each, 0, 0), process_index=host)
+        platform = "gpu" if topology.platform == "cuda" else "cpu"
+        return Place(number, platform, kind, (each, 0, 0), process_index=host)
     each = math.prod(topology.shape) * chip.devices
     inside = number % each
     x, y, z = (*topology.shape, 1, 1)[:3]

@@ -49,6 +49,7 @@ FLOORS = (
         "testing",
         "hf",
         "run",
+        "report",
     ),
     *("commands", "cli"),
 )
@@ -78,6 +79,7 @@ HOMES = {
         "commands.generate",
         "commands.import_hf",
         "commands.export_hf",
+        "commands.report",
     },
 }
 ENVIRONMENT_MODULES = {"distributed.initialize", "testing"}
