@@ -110,7 +110,7 @@ def stacked_bars(
     labels = [name for name, _ in bars][::-1]
     height = 70 + 34 * len(bars)
     figure = _figure(x, "", height=height, y_range=labels, form=form)
-    for name, colour in _colours(names).items():
+    for name, colour in colours(names).items():
         rows = [(bar, _before(parts, name), parts[name]) for bar, parts in bars if name in parts]
         data = _source(
             bar=[bar for bar, _, _ in rows],
@@ -135,7 +135,7 @@ def stacked_areas(label: str, x: np.ndarray, parts: Mapping[str, np.ndarray], *,
     ends = np.append(x[1:], x[-1] + 1)
     at = np.stack([x, ends], axis=1).ravel().astype(float)
     base = np.zeros(len(at))
-    for name, colour in _colours(list(parts)).items():
+    for name, colour in colours(list(parts)).items():
         top = base + np.repeat(parts[name], 2)
         figure.varea(x=at, y1=base, y2=top, fill_color=colour)
         base = top
@@ -194,7 +194,6 @@ def cells(
     size: tuple[float, float],
     links: Sequence[tuple[float, float, float, float]] = (),
     labels: Mapping[str, tuple[float, float]],
-    most: int = 620,
 ) -> Chart:
     """Return square cells at columns `x` and `y` (downwards) in `colour` and with `text` in `ink`.
 
@@ -204,6 +203,7 @@ def cells(
         labels: Text → column and row of the cell over which it is written.
     """
     width, high = size
+    most = round(min(620.0, max(300.0, 45 * width)))
     height = round(min(520.0, max(90.0, most * (high + 0.9) / (width + 0.8))))
     figure = _figure("", "", height=height, match_aspect=True, x_range=(-0.9, width - 0.1), y_range=(high - 0.1, -0.95))
     figure.axis.visible = figure.grid.visible = False
@@ -300,12 +300,13 @@ def _before(parts: Mapping[str, float], name: str) -> float:
     return float(sum(itertools.islice(parts.values(), list(parts).index(name))))
 
 
-def _colours(names: Sequence[str]) -> dict[str, str]:
+def colours(names: Sequence[str]) -> dict[str, str]:
+    """Return name → colour."""
     return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
 
 
 def _legend(names: Sequence[str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple((colour, "", name) for name, colour in _colours(names).items())
+    return tuple((colour, "", name) for name, colour in colours(names).items())
 
 
 def _chart(

@@ -167,8 +167,8 @@ nav{display:flex;flex-wrap:wrap;gap:4px 16px;border-bottom:1px solid var(--line)
 a{color:var(--accent);text-decoration:none}a:hover{text-decoration:underline}
 h2{font-size:20px;margin:34px 0 8px}
 section>p{max-width:76ch;color:var(--soft);margin:6px 0 12px}
-.facts{display:flex;flex-wrap:wrap;gap:10px;margin:14px 0}
-.facts div{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:8px 14px;flex:1 1 auto}
+.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(165px,1fr));gap:10px;margin:14px 0}
+.facts div{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:8px 14px}
 .facts dt{font-size:12px;color:var(--soft)}.facts dd{margin:0;font-weight:600;font-variant-numeric:tabular-nums}
 section>p.note{background:var(--warn-paper);color:var(--warn);border-radius:6px;padding:8px 12px;white-space:pre-wrap;
 max-width:none;overflow-wrap:anywhere}

@@ -28,12 +28,25 @@ from spmd.run.describe import execution_lines
 from spmd.run.preflight import compile_step, estimate_step, preflight, topology_mesh
 from spmd.run.step_time import estimate_time, time_program
 from spmd.step_time.hardware import HARDWARE
-from spmd.step_time.report import StepTime
+from spmd.step_time.report import CollectiveTime, StepTime
 from spmd.step_time.timeline import Span
 from spmd.tree import human_bytes
 
 RESOLUTION = 1500
 """Parts of a step: of shorter operations in one part, only what takes the most of it is drawn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveRow:
+    """Collectives of one kind over some axes for one cause; `bytes` of one device, and `runs`, are of one step."""
+
+    kind: str
+    over: str
+    dtypes: str
+    bytes: int
+    runs: int
+    cause: str
+    time: CollectiveTime | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +109,10 @@ class PlanReport:
         device = self.topology.platform, self.topology.chip.device_kind
         return f"{self.plan.heading}{execution_lines(self.setup, device)}"
 
+    def held(self) -> dict[str, int]:
+        """Return table → bytes that each device holds."""
+        return {name.replace("_", " "): size for name, size in self.plan.bytes_per_device().items() if size}
+
     def arrays(self) -> Iterator[tuple[str, PlanEntry]]:
         """Yield (table, entry) for each array of the training state and each gradient."""
         for table in TABLES:
@@ -130,25 +147,35 @@ class PlanReport:
             found.setdefault(over, {})[kind] = sum(record.bytes for record in records)
         return found
 
-    def collectives(self) -> list[dict[str, str | float | None]]:
-        """Return one row for each kind, axes, dtype and cause of collectives, the most bytes first.
+    def collective_seconds(self) -> dict[str, dict[str, float]]:
+        """Return mesh axes → predicted seconds of their collectives in one step: exposed, and hidden behind compute."""
+        found: dict[str, dict[str, float]] = {}
+        for took in self.time.collectives if self.time else ():
+            sums = found.setdefault(took.over, {"exposed": 0.0, "hidden": 0.0})
+            sums["exposed"] += took.exposed
+            sums["hidden"] += took.hidden
+        return found
 
-        `exposed` and `hidden` are seconds of all dtypes of a row's cause; None where they are not predicted.
-        """
-        if self.audit is None:
-            return []
+    def collectives(self) -> list[CollectiveRow]:
+        """Return one row for each kind, axes and cause of collectives that are executed, the most bytes first."""
         times = {(c.kind, c.over, c.cause): c for c in (self.time.collectives if self.time else ())}
         groups = collections.defaultdict(list)
-        for record in self.audit.records:
+        for record in self.audit.records if self.audit else ():
             if record.executions:
-                groups[record.kind, record.over, record.dtype, str(record.cause or "")].append(record)
-        rows: list[dict[str, str | float | None]] = []
-        for (kind, over, dtype, cause), records in groups.items():
-            took = times.get((kind, over, cause))
-            sizes = {"bytes": sum(record.bytes for record in records), "runs": sum(r.executions for r in records)}
-            predicted = {"exposed": took.exposed if took else None, "hidden": took.hidden if took else None}
-            rows.append({"kind": kind, "over": over, "dtype": dtype, **sizes, **predicted, "cause": cause})
-        return sorted(rows, key=lambda row: -float(row["bytes"] or 0))
+                groups[record.kind, record.over, str(record.cause or "")].append(record)
+        rows = [
+            CollectiveRow(
+                kind,
+                over,
+                ", ".join(sorted({record.dtype for record in records})),
+                sum(record.bytes for record in records),
+                sum(record.executions for record in records),
+                cause,
+                times.get((kind, over, cause)),
+            )
+            for (kind, over, cause), records in groups.items()
+        ]
+        return sorted(rows, key=lambda row: -row.bytes)
 
 
 def collect_plan(name: str, setup: TrainSetup, topology: Topology, *, compiles: bool) -> PlanReport:

@@ -9,9 +9,10 @@ from spmd.observe.metrics import human_duration
 from spmd.report import charts, page
 from spmd.report.charts import Chart
 from spmd.report.page import Cell, Html, Section
-from spmd.report.plan_data import PlanReport, merge_spans
+from spmd.report.plan_data import CollectiveRow, PlanReport, merge_spans
 from spmd.report.shards import ShardPicture
 from spmd.sharding.rules import spec_text
+from spmd.step_time.timeline import Span
 from spmd.tree import human_bytes
 
 MOST_PICTURES = 12
@@ -43,12 +44,12 @@ def _summary(report: PlanReport) -> Iterator[Html]:
 def _mesh(report: PlanReport) -> Iterator[Html | Chart]:
     devices, topology = report.devices, report.topology
     what = "Devices where they are on the machine" if topology.platform != "cpu" else "Simulated devices"
-    links = f"; {topology.links}" if topology.links else ""
+    links = f"; {topology.links}, as the stubs over an edge show" if any(topology.wrap) else f"; {topology.links}"
     shown = len(devices.x)
     part = f" The first {shown:,} of {devices.total:,} devices are drawn." if shown < devices.total else ""
-    stubs = " Lines are links; those over an edge wrap around." if devices.links else ""
-    held = ", ".join(f"{name} {human_bytes(size)}" for name, size in report.plan.bytes_per_device().items() if size)
-    yield page.paragraph(f"{what}{links}, by their index along each mesh axis.{stubs}{part} Each device holds {held}.")
+    held = ", ".join(f"{name} {human_bytes(size)}" for name, size in report.held().items())
+    where = f", with their index along each mesh axis{links if topology.links else ''}."
+    yield page.paragraph(f"{what}{where}{part} Each device holds {held}.")
     tips = [(axis, f"@{axis}") for axis in devices.indices]
     columns = {
         "x": devices.x,
@@ -77,9 +78,9 @@ def _shardings(report: PlanReport) -> Iterator[Html | Chart]:
     more = f" Of {len(pictures)} rules, these have the largest." if len(pictures) > MOST_PICTURES else ""
     yield page.paragraph(f"The largest parameter of each rule; the shard of the first device is filled.{more}")
     for picture in pictures[:MOST_PICTURES]:
-        rows = picture.rows, picture.row_parts, _dim(picture.rows, picture.row_axes)
-        columns = picture.columns, picture.column_parts, _dim(picture.columns, picture.column_axes)
-        yield charts.shard(picture.entry.path, _describe(picture), rows, columns)
+        down = picture.rows, picture.row_parts, _dim(picture.rows, picture.row_axes)
+        across = picture.columns, picture.column_parts, _dim(picture.columns, picture.column_axes)
+        yield charts.shard(picture.entry.path, _describe(picture), down, across)
     head = ["path", "of", "dtype", "shape", "spec", "bytes of a device", "memory", "rule"]
     rows = [
         [
@@ -119,9 +120,9 @@ def _memory(report: PlanReport) -> Iterator[Html | Chart]:
     yield page.paragraph(f"Bytes of one device in a step.{line}")
     yield charts.stacked_bars("Memory of a device", report.memory_rows(), x="bytes of a device", limit=marked)
     times, parts = report.memory_over_time()
-    yield charts.stacked_areas(
-        "Over the step, by the operations of the traced program", times, parts, title="operation", limit=marked
-    )
+    close = marked if marked < 3 * np.sum(list(parts.values()), axis=0).max() else 0
+    label = "Over the step, by the operations of the traced program"
+    yield charts.stacked_areas(label, times, parts, title="operation", limit=close)
     yield page.folded("as a table", page.preformatted(str(memory)))
 
 
@@ -137,12 +138,15 @@ def _time(report: PlanReport) -> Iterator[Html | Chart]:
     if report.spans:
         merged = merge_spans(report.spans, time.seconds)
         lanes = list(dict.fromkeys(("device", "network", *(span.lane for span in merged))))
-        kinds = sorted({span.what for span in merged})
-        colours = dict(zip(kinds, (charts.PALETTE[i % len(charts.PALETTE)] for i in range(len(kinds))), strict=True))
-        boxes = [(s.lane, s.start * 1e3, (s.start + s.seconds) * 1e3, s.what, s.name) for s in merged]
+        boxes = [(s.lane, s.start * 1e3, (s.start + s.seconds) * 1e3, _what(s), s.name) for s in merged]
+        colours = charts.colours([*parts, *sorted({kind for *_, kind, _ in boxes} - parts.keys())])
         label = "Predicted timeline of the compiled step; short operations are drawn together"
         yield charts.spans(label, lanes, boxes, x="ms", colours=colours)
     yield page.folded("as text", page.preformatted(str(time)))
+
+
+def _what(span: Span) -> str:
+    return span.what if span.lane == "device" else f"transfers over {span.what}"
 
 
 def _collectives(report: PlanReport) -> Iterator[Html | Chart]:
@@ -154,19 +158,21 @@ def _collectives(report: PlanReport) -> Iterator[Html | Chart]:
         return
     yield page.paragraph("Bytes that one device sends in a step, by the mesh axes over which it sends them.")
     yield charts.stacked_bars("Collectives by mesh axes", bars, x="bytes of a device in a step")
+    if took := report.collective_seconds():
+        waits = [(over, {name: seconds * 1e3 for name, seconds in both.items()}) for over, both in took.items()]
+        yield charts.stacked_bars("Predicted time of collectives", waits, x="ms", form="0,0.[000]")
     yield page.notes(str(problem) for problem in (*report.audit.warnings, *report.audit.broken))
     rows = report.collectives()
-    timed = any(row["exposed"] is not None for row in rows)
-    head = ["sent", "kind", "over", "dtype", "runs", *(["exposed", "hidden"] if timed else []), "cause"]
+    timed = any(row.time for row in rows)
+    head = ["sent", "kind", "over", "dtypes", "runs", *(["exposed", "hidden"] if timed else []), "cause"]
     yield page.table(head, [_collective(row, timed) for row in rows], search=True)
 
 
-def _collective(row: dict[str, str | float | None], timed: bool) -> list[str | Cell]:
-    size, runs = float(row["bytes"] or 0), float(row["runs"] or 0)
-    seconds = [row["exposed"], row["hidden"]] if timed else []
-    times = [Cell("" if x is None else human_duration(float(x)), float(x or 0)) for x in seconds]
-    sent = [Cell(human_bytes(size), size), str(row["kind"]), str(row["over"]), str(row["dtype"])]
-    return [*sent, Cell(f"{runs:,.4g}", runs), *times, str(row["cause"])]
+def _collective(row: CollectiveRow, timed: bool) -> list[str | Cell]:
+    seconds = [row.time.exposed if row.time else 0.0, row.time.hidden if row.time else 0.0] if timed else []
+    times = [Cell(human_duration(x) if x else "–", x) for x in seconds]
+    runs = Cell(f"{row.runs:,}", row.runs)
+    return [Cell(human_bytes(row.bytes), row.bytes), row.kind, row.over, row.dtypes, runs, *times, row.cause]
 
 
 def _pipeline(report: PlanReport) -> Iterator[Html | Chart]:

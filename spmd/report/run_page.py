@@ -124,7 +124,9 @@ def _events(runs: Sequence[RunReport]) -> list[Html]:
     if not any(run.events for run in runs):
         return []
     several = len(runs) > 1
-    rows = [[*([run.name] if several else []), Cell(when, when), text] for run in runs for when, text in run.events]
+    rows: list[list[str | Cell]] = [
+        [*([run.name] if several else []), Cell(when, when), text] for run in runs for when, text in run.events
+    ]
     return [page.table([*(["run"] if several else []), "time (UTC)", "event"], rows, search=len(rows) > 10)]
 
 

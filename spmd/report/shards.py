@@ -93,12 +93,11 @@ def _picture(entry: PlanEntry, sizes: Mapping[str, int]) -> ShardPicture:
     axes = tuple(axis for axis in AXES if sizes[axis] > 1)
     dims = spec_dims(entry.spec, len(entry.shape), axes)
     split = [{axis: sizes[axis] for axis in dim} for dim in dims]
-    *outer, rows, columns = [(1, {}), (1, {}), *zip(entry.shape, split, strict=True)]
+    padding = [(1, dict[str, int]())] * max(0, 2 - len(entry.shape))
+    *outer, rows, columns = [*padding, *zip(entry.shape, split, strict=True)]
     shards = math.prod(size for dim in split for size in dim.values())
-    shown = tuple((size, dim) for size, dim in outer[2:]) if len(entry.shape) > 2 else ()
-    return ShardPicture(
-        entry, rows[0], columns[0], rows[1], columns[1], shown, shards, math.prod(sizes.values()) // shards
-    )
+    copies = math.prod(sizes.values()) // shards
+    return ShardPicture(entry, rows[0], columns[0], rows[1], columns[1], tuple(outer), shards, copies)
 
 
 def map_devices(topology: Topology, sizes: Mapping[str, int], slices: Mapping[str, int], batch: int) -> DeviceMap:
