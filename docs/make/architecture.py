@@ -9,7 +9,10 @@ from pathlib import Path
 TARGET = Path(__file__).parents[1] / "pictures" / "architecture.svg"
 
 COMMANDS = [("cli", "dispatch"), ("commands", "one module per command")]
-RUN = [("run", "build a run from a TrainConfig, start it, check it, drive it")]
+RUN = [
+    ("report", "charts of plans and runs, as one HTML file"),
+    ("run", "build a run from a TrainConfig, start it, check it, drive it"),
+]
 SERVICES = [
     ("distributed", "processes, XLA flags"),
     ("checkpoint", "save, verify, restore"),
