@@ -50,7 +50,7 @@ class Line:
     """A curve of points."""
 
     name: str
-    x: Sequence[float]
+    x: Sequence[int]
     y: Sequence[float]
     colour: str
     dash: str = "solid"
@@ -86,13 +86,13 @@ def lines(
     """
     figure = _figure(x, "", form=form, on_y=True, y_axis_type="log" if logarithmic else "linear")
     for curve in curves:
-        data = _source(x=np.array(curve.x, float), y=np.array(curve.y, float), name=[curve.name] * len(curve.x))
+        data = _source(x=np.array(curve.x, np.int32), y=np.array(curve.y, np.float32))
         style = {"source": data, "line_color": curve.colour}
         if len(curve.x) < 30:
             figure.scatter("x", "y", size=5, fill_color=curve.colour, **style)
-        drawn = figure.line("x", "y", line_width=1.8, line_dash=curve.dash, **style)
+        drawn = figure.line("x", "y", line_width=1.8, line_dash=curve.dash, name=curve.name, **style)
         shown = f"@y{{{form}}}" if form else "@y{0,0.[000000]}"
-        _hover(figure, [drawn], [("", "@name"), (x, "@x{0,0.[00]}"), ("", shown)])
+        _hover(figure, [drawn], [("", "$name"), (x, "@x{0,0}"), ("", shown)])
     for at in marks:
         figure.add_layout(bokeh("models").Span(location=at, dimension="height", line_dash="dashed", line_width=1))
     legend = tuple((curve.colour, curve.dash, curve.name) for curve in curves) if len(curves) > 1 else ()
@@ -109,7 +109,7 @@ def stacked_bars(
     names = list(dict.fromkeys(name for _, parts in bars for name in parts))
     labels = [name for name, _ in bars][::-1]
     height = 70 + 34 * len(bars)
-    figure = _figure(x, "", height=height, y_range=labels, form=form)
+    figure = _figure(x, "", height=height, y_range=labels, form=form, zooms=False)
     for name, colour in colours(names).items():
         rows = [(bar, _before(parts, name), parts[name]) for bar, parts in bars if name in parts]
         data = _source(
@@ -195,7 +195,7 @@ def cells(
     links: Sequence[tuple[float, float, float, float]] = (),
     labels: Mapping[str, tuple[float, float]],
 ) -> Chart:
-    """Return square cells at columns `x` and `y` (downwards) in `colour` and with `text` in `ink`.
+    """Return square cells at columns `x` and `y` (downwards) in `colour`, a few of them with `text` in `ink`.
 
     Args:
         size: Columns and rows of the whole.
@@ -205,17 +205,21 @@ def cells(
     width, high = size
     most = round(min(620.0, max(300.0, 45 * width)))
     height = round(min(520.0, max(90.0, most * (high + 0.9) / (width + 0.8))))
-    figure = _figure("", "", height=height, match_aspect=True, x_range=(-0.9, width - 0.1), y_range=(high - 0.1, -0.95))
+    figure = _figure(
+        "", "", height=height, match_aspect=True, x_range=(-0.9, width - 0.1), y_range=(high - 0.1, -0.95), zooms=False
+    )
     figure.axis.visible = figure.grid.visible = False
     figure.outline_line_alpha = 0
     if links:
         x0, y0, x1, y1 = (list(column) for column in zip(*links, strict=True))
         figure.segment(x0, y0, x1, y1, line_color="#8a8f98", line_width=2)
-    data = _source(**columns)
+    has_text = len(columns["x"]) <= 512
+    kept = {name: column for name, column in columns.items() if has_text or name not in ("text", "ink")}
+    data = _source(**{name: x.astype(np.int32) if isinstance(x, np.ndarray) else x for name, x in kept.items()})
     drawn = figure.rect(
         "x", "y", width=0.82, height=0.82, source=data, fill_color="colour", line_color="colour", line_width=0.5
     )
-    if len(columns["x"]) <= 512:
+    if has_text:
         figure.text("x", "y", text="text", source=data, text_color="ink", **_IN_CELLS)
     _hover(figure, [drawn], tips)
     named = {text: at for text, at in labels.items() if text}
@@ -232,7 +236,7 @@ def shard(label: str, note: str, rows: tuple[int, int, str], columns: tuple[int,
     Args:
         rows: Length, parts and text; `columns` the same of the other dimension.
     """
-    figure = _figure(columns[2], rows[2], height=190, x_range=(0, columns[0]), y_range=(rows[0], 0), tools="")
+    figure = _figure(columns[2], rows[2], height=190, x_range=(0, columns[0]), y_range=(rows[0], 0), zooms=False)
     figure.axis.ticker = []
     figure.axis.major_tick_line_color = None
     figure.grid.visible = False
@@ -257,8 +261,11 @@ def scale(index: np.ndarray, count: int) -> list[str]:
     return [palette[int(i * step)] for i in index]
 
 
-def _figure(x: str, y: str, *, height: int = 260, form: str = "", on_y: bool = False, **options: Any) -> Any:
-    tools = options.pop("tools", "xpan,xbox_zoom,xwheel_zoom,reset,save")
+def _figure(
+    x: str, y: str, *, height: int = 260, form: str = "", on_y: bool = False, zooms: bool = True, **options: Any
+) -> Any:
+    tools = "xpan,xbox_zoom,xwheel_zoom,reset,save" if zooms else ""
+    options |= {} if zooms else {"toolbar_location": None}
     figure = bokeh("plotting").figure(
         height=height, sizing_mode="stretch_width", tools=tools, active_drag=None, active_scroll=None,
         x_axis_label=x or None, y_axis_label=y or None, min_border_right=16, toolbar_inner=True, **options,

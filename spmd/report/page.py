@@ -95,6 +95,7 @@ def render(title: str, subtitle: str, sections: Sequence[Section]) -> str:
     script = f"<script>{library()}</script>" if charts else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
         f'content="light dark"><title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body>'
         f"<header><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p><nav>{' '.join(names)}</nav></header>\n"
@@ -149,6 +150,9 @@ def check_file(file: str) -> list[Problem]:
     return [Problem("--out", f"{file} is a folder", fix=fix)] if Path(file).is_dir() else []
 
 
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""A page loads nothing, whatever is in it."""
+
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--card:#f6f7f9;--ink:#1b1f24;--soft:#5b6470;--line:#d9dde3;--accent:#0b62a8;
 --warn:#8a4b00;--warn-paper:#fff4e0}
@@ -172,7 +176,7 @@ section>p{max-width:76ch;color:var(--soft);margin:6px 0 12px}
 .facts dt{font-size:12px;color:var(--soft)}.facts dd{margin:0;font-weight:600;font-variant-numeric:tabular-nums}
 section>p.note{background:var(--warn-paper);color:var(--warn);border-radius:6px;padding:8px 12px;white-space:pre-wrap;
 max-width:none;overflow-wrap:anywhere}
-.charts{display:flex;flex-wrap:wrap;gap:14px;align-items:flex-start}
+.charts{display:flex;flex-wrap:wrap;gap:14px}
 figure{margin:0;flex:1 1 100%;min-width:0;background:var(--card);border:1px solid var(--line);border-radius:8px;
 padding:10px 8px 8px;break-inside:avoid}
 figure[style]{flex:1 1 auto}
@@ -197,6 +201,7 @@ td.number{text-align:right}
 input{font:inherit;padding:5px 10px;border:1px solid var(--line);border-radius:6px;background:var(--paper);
 color:inherit;width:min(100%,340px)}
 output{margin-left:10px;color:var(--soft);font-size:13px}
+@media (max-width:700px){figure[style]{max-width:none!important}}
 @media print{.scroll{max-height:none;overflow:visible}nav,input{display:none}figure,pre{break-inside:avoid}}
 """
 

@@ -15,8 +15,8 @@ from spmd.observe.metrics import human_duration, read_json_lines
 from spmd.run.config import config_difference
 from spmd.run.run_dir import RunDir
 
-MOST_POINTS = 4000
-"""Points of a curve; of more, every second, third, … and the last are drawn."""
+MOST_POINTS, ALL_POINTS = 4000, 150_000
+"""Points of one curve, and of all curves of a run; of more, every second, third, … and the last are drawn."""
 MOST_EVENTS = 200
 
 _STEP_LINE = re.compile(r"step \d+   loss ")
@@ -180,9 +180,9 @@ def _read_series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if metric != "step" and is_number:
                 points[metric].append((record["step"], float(value)))
-    series = {}
+    series, most = {}, min(MOST_POINTS, ALL_POINTS // max(1, len(points)))
     for metric, found in points.items():
-        every = math.ceil(len(found) / MOST_POINTS)
+        every = math.ceil(len(found) / max(1, most))
         kept = [*found[:-1:every], found[-1]]
         series[metric] = Series(*zip(*kept, strict=True))
     return series

@@ -15,7 +15,7 @@ from spmd.step_time.network import device_places
 
 MOST_DEVICES = 4096
 """Devices of a mesh that are drawn; those of further slices or hosts are left to the text."""
-_GAP, _ASPECT = 1.0, 1.6
+_GAP, _ASPECT = 1, 1.6
 
 
 @dataclasses.dataclass(frozen=True)

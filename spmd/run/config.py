@@ -178,7 +178,7 @@ class TrainConfig(RunConfig, Generic[M]):
     sample: SampleConfig = SampleConfig()
     """Sample after the last step."""
     out: str = ""
-    """Run folder; empty for runs/NAME."""
+    """Run folder; empty for runs/NAME. For `spmd report`, the file of the report."""
     devices: int = 0
     """Number of CPU devices to simulate (0: use the real devices)."""
 
