@@ -36,7 +36,7 @@ class ReportCommand(Generic[M]):
     topology: str = ""
     """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
     compile: bool = True
-    """Compile the step, which may take minutes; without it there are no collectives, and no timeline."""
+    """Without compilation, which may take minutes, there are no collectives and no timeline."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,10 @@ class ReportRunCommand:
 def run_report(arguments: list[str]) -> int:
     """Write a report of a config or of runs, and return the exit code."""
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    if not name and not {"-h", "--help"} & set(arguments):
+        fix = f"a run folder, a Python file, or one of: {', '.join(shipped())}"
+        problem = Problem("CONFIG|RUN", "comes first", fix=fix)
+        raise ConfigError("spmd report needs a config or a run:", [problem])
     is_config = not name or name in shipped() or name.endswith(".py")
     if not is_config and not Path(name).is_dir():
         fix = f"{did_you_mean(name, shipped())} (a shipped config); or a run folder, such as runs/demo"

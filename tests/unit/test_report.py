@@ -307,6 +307,7 @@ def test_the_page_of_a_plan_is_one_file(setup):
         (["demoo", "--out", "a.html"], 'did you mean "demo"'),
         (["no/such/run", "--out", "a.html"], "is neither a config nor a run folder"),
         (["no.py", "--out", "a.html"], "is neither a file nor a shipped config"),
+        (["--out", "a.html", "demo"], "CONFIG|RUN: comes first"),
         (["demo"], "--out: is not given"),
         (["demo", "--out", "runs/demo"], "a report is an HTML file"),
         (["demo", "--out", "no/such/folder/a.html"], "is in no folder that exists"),
