@@ -259,7 +259,7 @@ def _commands() -> list[Call]:
         Call("report", "needs a config"),
         Call("report {config}", "--out"),
         Call("report {config} --out {folder}/no/a.html", "no folder"),
-        Call("report {config} --out /proc/a.html --no-compile", "cannot be written"),
+        Call("report {run} --out /proc/a.html", "cannot be written"),
         Call("report {run} --out {out}", "HTML"),
         Call("report {run} --out {folder}/a.html --topology v5e:4x4", "topology"),
         Call("report {folder} --out {folder}/a.html", "no run"),
