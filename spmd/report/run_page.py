@@ -84,7 +84,7 @@ def _time(runs: Sequence[RunReport]) -> list[Html | Chart]:
     if not known:
         return []
     bars = [
-        (run.name, {_SPENT[name]: seconds for name, seconds in goodput.seconds.items() if seconds > 0})
+        (run.name, {_SPENT.get(name, name): seconds for name, seconds in goodput.seconds.items() if seconds > 0})
         for run, goodput in known
     ]
     chart = charts.stacked_bars("Seconds by activity, over all sessions", bars, x="seconds", form="0,0.[0]")
