@@ -1,4 +1,4 @@
-"""Metrics of a run on the console: a bar, values and the curve of the loss on a terminal, lines elsewhere."""
+"""Metrics of a run on the console: a bar, values and the curve of the loss on a terminal or in a notebook, or lines."""
 
 import itertools
 import math
@@ -22,6 +22,7 @@ from spmd.observe.metrics import (
     human_duration,
     process_peak_rss,
 )
+from spmd.observe.notebook import NotebookLive, in_notebook
 from spmd.tree import human_bytes
 
 COLUMNS: Mapping[str, Callable[[Any], str]] = {
@@ -75,11 +76,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class Console(Writer):
-    """Console output: a progress bar on a terminal, one line per logged step elsewhere.
+    """Console output: a progress bar on a terminal or in a notebook, one line per logged step elsewhere.
 
-    On a terminal it also draws the curve of the loss and the newest event, in its width. Add a value with
-    `columns=COLUMNS | {"accuracy": "accuracy {:.3f}".format}`. `interactive` says whether to draw; by default, if
-    `stream` (standard output) is a terminal.
+    With the bar it also draws the curve of the loss and the newest event, in the width there is. Add a value with
+    `columns=COLUMNS | {"accuracy": "accuracy {:.3f}".format}`. `interactive` says whether to draw on `stream`; by
+    default, if it (standard output) is a terminal.
 
     Example:
         >>> console = Console(total_steps=200, interactive=False)
@@ -96,7 +97,7 @@ class Console(Writer):
     ) -> None:
         self._total, self._columns = total_steps, columns
         self._stream = sys.stdout if stream is None else stream
-        self._live: Live | None = None
+        self._live: Live | NotebookLive | None = None
         self._step, self._event = 0, ""
         self._shown: Values = {}
         self._losses: list[float] = []
@@ -105,10 +106,12 @@ class Console(Writer):
             # A thread that refreshes would take time from a busy host.
             self._live = Live(console=terminal, auto_refresh=False)
             self._live.start()
+        elif stream is None and interactive is None and in_notebook():
+            self._live = NotebookLive()
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        if self._live:
+        if isinstance(self._live, Live):
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=self._stream, flush=True)

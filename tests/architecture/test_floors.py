@@ -57,21 +57,26 @@ NOT_COUNTED = ("layers",)  # of the core's lines: a user reads a layer when he n
 
 # Those that may be imported inside a block.
 # tensorboardX sets a variable of the environment, and would import PyTorch, which takes seconds; the others are extras.
-IN_BLOCKS = {"tensorboardX", "PIL.Image", "PIL.ImageOps", "wandb", "mlflow", "mlflow.environment_variables"}
+IN_BLOCKS = {
+    *("tensorboardX", "PIL.Image", "PIL.ImageOps", "IPython.display"),
+    *("wandb", "mlflow", "mlflow.environment_variables"),
+}
 
 # Where a dependency may be imported; one that is not named here may be imported anywhere.
 HOMES = {
     "regex": {"sharding.patterns"},
     "orbax": {"checkpoint.arrays"},
+    "tensorstore": {"checkpoint.arrays"},
     "grain": {"data.loader"},
     "pyarrow": {"data.tables"},
     "PIL": {"data.images"},
     "tokenizers": {"data.tokenizer"},
     "safetensors": {"hf.safetensors"},
     "tensorboardX": {"observe.tensorboard"},
+    "IPython": {"observe.notebook"},
     "wandb": {"observe.wandb_writer"},
     "mlflow": {"observe.mlflow_writer"},
-    "rich": {"observe.console", "observe.waiting"},
+    "rich": {"observe.console", "observe.notebook", "observe.waiting"},
     "tyro": {
         "run.config",
         "commands.parsing",

@@ -41,6 +41,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         text, pictures = outputs(notebook)
         assert f"done: {steps} steps" in text
         assert "mix/kernel" in text
+        assert f"step {steps}/{steps}".replace(",", "") in text
         assert "validation loss" in text
         assert pictures == 2
 
