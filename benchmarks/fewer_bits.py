@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 
 import spmd
-from spmd.data.loader import Windows, batches, evaluation_batches
+from spmd.data.loader import Windows, batches, evaluation_batches, load_corpus
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.exchange import LocalGradients, exchange_once, sum_exchange
 from spmd.gradients.losses import next_token_loss
 from spmd.model_api.compress import CompressConfig
-from spmd.run.build import config_mesh, make_setup, open_corpus
+from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape, batch_sharding
@@ -84,7 +84,7 @@ def make_config(name: str, setting: str, seed: int, steps: int) -> TrainConfig:
 
 def train(config: TrainConfig, setting: str) -> float:
     """Train, and return the mean loss of the validation tokens."""
-    setup, corpus = make_setup(config, config_mesh(config)), open_corpus(config)
+    setup, corpus = make_setup(config, config_mesh(config)), load_corpus(config.data)
     step: TrainStep = setup.step
     if setting == CONTROL:
         grad_fn = accumulate(value_and_grad(next_token_loss(setup.plan.model)), 1)

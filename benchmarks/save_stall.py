@@ -18,9 +18,9 @@ from pathlib import Path
 import jax
 
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.data.loader import Windows, batches
+from spmd.data.loader import Windows, batches, load_corpus
 from spmd.distributed.initialize import initialize
-from spmd.run.build import TrainSetup, config_mesh, make_setup, open_corpus
+from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.training.loop import Hook, fit
@@ -49,7 +49,7 @@ class TimedSave(Hook):
 
 def measure(setup: TrainSetup, directory: Path) -> dict[str, object]:
     """Trains and saves; seconds."""
-    config, windows = setup.config, Windows(open_corpus(setup.config).train, setup.config.data.sequence)
+    config, windows = setup.config, Windows(load_corpus(setup.config.data).train, setup.config.data.sequence)
     written: list[float] = []
     with CheckpointManager(directory, max_to_keep=config.max_to_keep) as checkpoints:
         watch = TimedSave(checkpoints, config.checkpoint_every, config.steps)

@@ -15,8 +15,8 @@ from spmd.errors import ConfigError, check_fields
 from spmd.model_api.compress import NO_COMPRESSION
 from spmd.observe.fit import fitted
 from spmd.observe.waiting import show_waiting, show_waiting_for
-from spmd.run.build import config_mesh, make_setup, open_corpus
-from spmd.run.evaluate import Evaluation, evaluate, open_sets, validation_set
+from spmd.run.build import config_mesh, make_setup, open_training_text
+from spmd.run.evaluate import Evaluation, evaluate, held_out_sets, open_sets
 from spmd.run.load_params import restore_model
 from spmd.run.preflight import check_microbatches
 from spmd.run.run_dir import RunDir
@@ -73,7 +73,7 @@ def run_eval(arguments: list[str]) -> int:
         sets = (
             open_sets(config.data, command.data, tokenizer, "--data")
             if command.data
-            else [validation_set(config.data, open_corpus(config))]
+            else held_out_sets(open_training_text(config))
         )
     with (
         show_waiting("restoring a checkpoint"),

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd.data.documents import Documents
 from spmd.data.sources import find_files
-from spmd.data.tokenizer import Tokenizer
+from spmd.data.tokenizer import Tokenizer, document_ids, id_dtype
 from spmd.errors import DataError, Problem
 
 _SPLITS = ("train", "validation")
@@ -107,7 +107,7 @@ def _build(
 ) -> tuple[list[np.memmap], tuple[int, int]]:
     """Tokenize all documents into `folder`, which appears complete or not at all."""
     scores = _scan(documents)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
+    dtype = id_dtype(tokenizer)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name[:16]}-") as temporary:
         built = Path(temporary, "built")
@@ -116,8 +116,7 @@ def _build(
         lengths: tuple[list[int], list[int]] = ([], [])
         with train_file as train, validation_file as held_out:
             for is_validation, text in _split(documents, scores, fraction):
-                ids = (np.array(tokenizer.starts, np.int64), tokenizer.encode(text), np.array([tokenizer.eos]))
-                (held_out if is_validation else train)(document := np.concatenate(ids))
+                (held_out if is_validation else train)(document := document_ids(tokenizer, text))
                 lengths[is_validation].append(len(document))
         documents.check()
         for split, sizes in zip(_SPLITS, lengths, strict=True):

@@ -11,11 +11,10 @@ padding); of packed documents also `segments`, where the document of each token 
 
 import contextlib
 import dataclasses
-import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import grain
 import jax
@@ -24,6 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.data.corpus import Corpus, make_corpus
+from spmd.data.mixture import MixtureSource, mixture_problems
+from spmd.data.order import Order, Rows, Shuffled
 from spmd.data.packing import PackedDocuments
 from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import ConfigError, DataError, MeshError, Problem, check_fields
@@ -33,6 +34,7 @@ Batch = dict[str, jax.Array]
 Block = tuple[slice, ...]
 """Rows and columns of a batch that one device holds."""
 
+_DEFAULT_SOURCE = ("stdlib",)
 _MAX_BIGRAM_VOCAB = 4096
 _COUNTED_AT_ONCE = 2**22
 
@@ -41,8 +43,11 @@ _COUNTED_AT_ONCE = 2**22
 class DataConfig:
     """Data configuration: source, tokenizer and batch shape."""
 
-    source: tuple[str, ...] = ("stdlib",)
+    source: tuple[str, ...] = _DEFAULT_SOURCE
     """Files of text, JSON lines, Parquet or Arrow, folders or globs; "stdlib" is Python's own source."""
+    mixture: tuple[str, ...] = ()
+    """Sets to train on in place of source, NAME=WEIGHT:SOURCE or NAME=WEIGHT,epochs=N:SOURCE, with a weight above 0 and
+    at most N passes over the set's training text: code=0.7:src books=0.3,epochs=2:books/*.txt."""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json."""
     text_field: str = "text"
@@ -52,10 +57,13 @@ class DataConfig:
     packing: Literal["windows", "documents"] = "windows"
     """How text becomes sequences: windows cut it every `sequence` tokens, across documents; documents puts whole ones
     side by side, of which none sees another, and cuts those that are longer."""
+    streaming: bool = False
+    """Tokenize the text while training, in blocks that are kept in the cache, not all of it before; blocks are
+    shuffled, and sequences within a window of several."""
     batch: int = 16
     """Sequences per global batch, over all processes."""
     validation: float = 0.05
-    """Fraction of documents used for validation, between 0 and 1."""
+    """Fraction of documents used for validation, between 0 and 1; with streaming, fraction of blocks at most."""
     cache: str = ""
     """Folder for tokenized text; empty means ~/.cache/spmd."""
     threads: int = 2
@@ -71,11 +79,28 @@ class DataConfig:
         problems = check_fields(self, {**rules, "packing": ("windows", "documents")}, "data.")
         if not self.source or not all(self.source):
             problems.append(Problem("data.source", f"is {self.source!r}", fix="name a file or folder"))
+        problems += mixture_problems(self.mixture)
+        if self.mixture and self.source != _DEFAULT_SOURCE:
+            fix = "leave one of them out, or name the source in the mixture"
+            problems.append(Problem("data.source", "is given, and data.mixture too", fix=fix))
+        if self.streaming and any(",epochs=" in entry.partition(":")[0] for entry in self.mixture):
+            what = "limits epochs, which cannot be checked before a streamed text is tokenized"
+            problems.append(Problem("data.mixture", what, fix="no epochs=, or no --data.streaming"))
         for field in ("tokenizer", "text_field"):
             if not getattr(self, field):
                 problems.append(Problem(f"data.{field}", "is empty"))
         if problems:
             raise ConfigError("invalid data config:", problems)
+
+    @property
+    def cache_folder(self) -> Path:
+        """Folder for tokenized text."""
+        return Path(self.cache or "~/.cache/spmd").expanduser()
+
+    @property
+    def sets(self) -> tuple[MixtureSource, ...]:
+        """Sets of the mixture."""
+        return tuple(map(MixtureSource.parse, self.mixture))
 
 
 def load_corpus(config: DataConfig) -> Corpus:
@@ -85,7 +110,7 @@ def load_corpus(config: DataConfig) -> Corpus:
         load_tokenizer(config.tokenizer),
         text_field=config.text_field,
         validation=config.validation,
-        cache=Path(config.cache or "~/.cache/spmd").expanduser(),
+        cache=config.cache_folder,
     )
     short = []
     for split, ids in (("train", corpus.train), ("validation", corpus.validation)):
@@ -169,19 +194,6 @@ def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
     return np.flatnonzero(held)
 
 
-class Rows(Protocol):
-    """Rows of which batches are made: `Windows` or `PackedDocuments` of tokens, `ImageFolder`, or one's own."""
-
-    @property
-    def sequence(self) -> int:
-        """Targets of a row: its tokens, or 1."""
-
-    def __len__(self) -> int: ...
-
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Return arrays `[len(indices), …]` by name, with `weights` where rows may be evaluated."""
-
-
 def make_rows(config: DataConfig, tokens: np.ndarray, ends: np.ndarray) -> Rows:
     """Return the rows of one split of a corpus, as the config packs them."""
     if config.packing == "windows":
@@ -192,8 +204,8 @@ def make_rows(config: DataConfig, tokens: np.ndarray, ends: np.ndarray) -> Rows:
 class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):
     """Iterator over prefetched batches; `close()` or the end of a `with` block stops its threads."""
 
-    def __init__(self, ahead: grain.DatasetIterator) -> None:
-        self._ahead = ahead
+    def __init__(self, ahead: grain.DatasetIterator, order: Order) -> None:
+        self._ahead, self._order = ahead, order
 
     def __next__(self) -> Batch:
         return next(self._ahead)
@@ -204,6 +216,7 @@ class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):
     def close(self) -> None:
         """Stop prefetching; `next` raises ValueError afterwards. May be called again."""
         self._ahead.close()
+        self._order.stop_ahead()
 
 
 def batches(
@@ -219,9 +232,28 @@ def batches(
 ) -> Batches:
     """Return the training batches of steps `start`, …, `steps - 1`, reshuffled every epoch.
 
-    Row `r` of step `s` is element `s * batch + r` of one infinite shuffled order, whatever the number of processes, so
-    the step is the only state. A batch may span two epochs; every epoch has each window exactly once. The iterator must
-    be closed. It works under `jax.transfer_guard("disallow")`.
+    Every epoch has each window exactly once; a batch may span two. Otherwise as `ordered_batches`.
+    """
+    order = Shuffled(windows, seed)
+    return ordered_batches(
+        order, batch=batch, sharding=sharding, start=start, steps=steps, threads=threads, prefetch=prefetch
+    )
+
+
+def ordered_batches(
+    order: Order,
+    *,
+    batch: int,
+    sharding: NamedSharding,
+    start: int,
+    steps: int,
+    threads: int = 2,
+    prefetch: int = 2,
+) -> Batches:
+    """Return the batches of steps `start`, …, `steps - 1` of an endless order.
+
+    Row `r` of step `s` is the row at position `s * batch + r`, whatever the number of processes, so the step is the
+    only state. The iterator must be closed. It works under `jax.transfer_guard("disallow")`.
 
     Args:
         batch: Rows of the global batch.
@@ -231,27 +263,25 @@ def batches(
         threads: Threads that read and place batches; 0 does so in `next`.
         prefetch: Batches kept ready, and the maximum of threads in use; 0 as for `threads`.
     """
-    check_batch_size(batch, windows.sequence, sharding)
+    check_batch_size(batch, order.sequence, sharding)
     if not 0 <= start <= steps:
         raise ConfigError("no batches:", [Problem("start", "is outside the run", f"not 0 <= {start} <= {steps}")])
-    # grain shuffles epoch e by seed + e: unhashed, seed 1 would repeat seed 0 from its second epoch on.
-    shuffle_seed = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
-    order = grain.MapDataset.range(len(windows)).shuffle(seed=shuffle_seed).repeat()
-    order[0]  # grain's first read initializes statistics, which is not thread-safe
-    rows = _process_rows(sharding, (batch, windows.sequence))
+    rows = _process_rows(sharding, (batch, order.sequence))
 
     def read(step: int) -> Batch:
-        indices = [order[step * batch + row] for row in rows.tolist()]
-        return _to_global(windows.rows(np.array(indices, np.int64)), sharding, batch)
+        return _to_global(order.read(step * batch + rows), sharding, batch)
 
     ahead = grain.ReadOptions(num_threads=min(threads, prefetch), prefetch_buffer_size=prefetch)
-    return Batches(iter(grain.MapDataset.range(start, steps).map(read).to_iter_dataset(ahead)))
+    return Batches(iter(grain.MapDataset.range(start, steps).map(read).to_iter_dataset(ahead)), order)
 
 
-def evaluation_batches(windows: Rows, *, batch: int, sharding: NamedSharding, tokens_at_most: int) -> Iterator[Batch]:
+def evaluation_batches(
+    windows: Rows, *, batch: int, sharding: NamedSharding, tokens_at_most: int, weight: float = 1.0
+) -> Iterator[Batch]:
     """Return the first windows in order, as batches of one shape; padding rows have weight 0.
 
-    `tokens_at_most` is the number of targets, rounded up to whole windows; the other arguments are as for `batches`.
+    `tokens_at_most` is the number of targets, rounded up to whole windows; `weight` that of each in a mean; the other
+    arguments are as for `batches`.
     """
     check_batch_size(batch, windows.sequence, sharding)
     if tokens_at_most < 1:
@@ -263,6 +293,7 @@ def evaluation_batches(windows: Rows, *, batch: int, sharding: NamedSharding, to
     def read(step: int) -> Batch:
         indices = step * batch + rows
         real = windows.rows(indices[indices < count])
+        real["weights"] = real["weights"] * np.float32(weight)
         missing = int((indices >= count).sum())
         padded = {name: np.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for name, x in real.items()}
         return _to_global(padded, sharding, batch)

@@ -5,13 +5,13 @@ tens), stops at the first bad line, numbers it within a block, and takes a line 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from spmd.errors import Problem, did_you_mean
 
-_MAX_LINE_BYTES = 2**28
+MAX_LINE_BYTES = 2**28
 
 
 def read_text(path: Path, text_field: str, report: Callable[[Problem], None]) -> Iterator[tuple[str, str | None]]:
@@ -26,19 +26,27 @@ def read_text(path: Path, text_field: str, report: Callable[[Problem], None]) ->
 def read_json_lines(path: Path, text_field: str, report: Callable[[Problem], None]) -> Iterator[tuple[str, str | None]]:
     """Yield one field of each line; blank lines are no documents."""
     with path.open("rb") as content:
-        for number, raw in enumerate(iter(lambda: content.readline(_MAX_LINE_BYTES + 1), b""), start=1):
-            try:
-                if len(raw) > _MAX_LINE_BYTES:
-                    raise ValueError(f"longer than {_MAX_LINE_BYTES:,} bytes")
-                line = raw.decode("utf-8-sig")
-                text = _text_of(json.loads(line), text_field) if line.strip() else None
-            # Bad UTF-8, bad JSON and a missing field are ValueErrors; deeply nested JSON is a RecursionError.
-            except (ValueError, RecursionError) as error:
-                what = "is not UTF-8" if isinstance(error, UnicodeError) else "is not a document"
-                report(Problem(f"{path}:{number}", what, str(error)))
-            else:
-                if line.strip():
-                    yield f":{number}", text
+        lines = enumerate(iter(lambda: content.readline(MAX_LINE_BYTES + 1), b""), start=1)
+        yield from parse_json_lines(lines, path, text_field, report)
+
+
+def parse_json_lines(
+    lines: Iterable[tuple[int, bytes]], path: Path, text_field: str, report: Callable[[Problem], None]
+) -> Iterator[tuple[str, str | None]]:
+    """Yield one field of each of some numbered lines of a file."""
+    for number, raw in lines:
+        try:
+            if len(raw) > MAX_LINE_BYTES:
+                raise ValueError(f"longer than {MAX_LINE_BYTES:,} bytes")
+            line = raw.decode("utf-8-sig")
+            text = _text_of(json.loads(line), text_field) if line.strip() else None
+        # Bad UTF-8, bad JSON and a missing field are ValueErrors; deeply nested JSON is a RecursionError.
+        except (ValueError, RecursionError) as error:
+            what = "is not UTF-8" if isinstance(error, UnicodeError) else "is not a document"
+            report(Problem(f"{path}:{number}", what, str(error)))
+        else:
+            if line.strip():
+                yield f":{number}", text
 
 
 def _text_of(line: Any, text_field: str) -> str | None:

@@ -106,7 +106,9 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Encode `text` as uint32 `[tokens]`, without added tokens."""
-        return np.asarray(self.model.encode(text, add_special_tokens=False).ids, np.uint32)
+        # Of one text, as other threads go on meanwhile; they would wait for `encode`.
+        (encoding,) = self.model.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, np.uint32)
 
     def encode_prompt(self, text: str) -> np.ndarray:
         """Encode a prompt as `transformers` does, uint32 `[tokens]`, without an end token.
@@ -124,6 +126,16 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`, including end tokens."""
         return str(self.model.decode([int(i) for i in ids], skip_special_tokens=False))
+
+
+def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Return the ids of a document with its `starts` and `eos`, 1-D."""
+    return np.concatenate([np.array(tokenizer.starts, np.int64), tokenizer.encode(text), np.array([tokenizer.eos])])
+
+
+def id_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """Return the dtype in which ids are stored, uint16 or uint32."""
+    return np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from spmd.data.loader import Corpus, load_corpus
+from spmd.data.training_text import TrainingText, open_text
 from spmd.distributed.xla_flags import Flag, compiler_options, flags_for
 from spmd.errors import ConfigError, Problem, RuleError
 from spmd.gradients.accumulate import accumulate
@@ -272,15 +272,21 @@ def count_flops(config: TrainConfig) -> Flops | None:
     return transformer_flops(model.matmul_params, model.layers, model.attention_width, config.data.sequence)
 
 
-def open_corpus(config: TrainConfig) -> Corpus:
-    """Return the tokenized corpus; raise `ConfigError` if the model's vocabulary is smaller than the tokenizer's."""
-    corpus = load_corpus(config.data)
-    if corpus.tokenizer.vocab > config.model.vocab:
-        detail = f"tokenizer {corpus.tokenizer.vocab} > model {config.model.vocab}"
-        fix = f"--model.vocab {corpus.tokenizer.vocab}"
-        problem = Problem("model.vocab", "is smaller than the tokenizer's vocabulary", detail, fix)
+def open_training_text(config: TrainConfig) -> TrainingText:
+    """Return the tokenized text of a run.
+
+    Raises:
+        ConfigError: The model's vocabulary is smaller than the tokenizer's.
+        DataError: The text cannot be used, or a set of a mixture ends before the run.
+    """
+    text = open_text(config.data)
+    vocab = text.tokenizer.vocab
+    if vocab > config.model.vocab:
+        detail = f"tokenizer {vocab} > model {config.model.vocab}"
+        problem = Problem("model.vocab", "is smaller than the tokenizer's vocabulary", detail, f"--model.vocab {vocab}")
         raise ConfigError("The model cannot read this corpus:", [problem])
-    return corpus
+    text.check_epochs(config.steps, config.data.batch)
+    return text
 
 
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.data.loader import make_rows
 from spmd.errors import ConfigError, Problem, SpmdError
-from spmd.run.build import TrainSetup, count_microbatches, make_setup, one_device_mesh, open_corpus
+from spmd.run.build import TrainSetup, count_microbatches, make_setup, one_device_mesh, open_training_text
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
 from spmd.run.preflight import preflight
@@ -40,10 +39,9 @@ class Check:
     def batches(self) -> list[dict[str, np.ndarray]]:
         """Host batches, one for each step."""
         size = self.config.data.batch
-        corpus = open_corpus(self.config)
-        windows = make_rows(self.config.data, corpus.train, corpus.train_ends)
-        rows = [np.arange(step * size, (step + 1) * size) % len(windows) for step in range(self.steps)]
-        return [pad_unevenly(windows.rows(chosen), seed=step) for step, chosen in enumerate(rows)]
+        order = open_training_text(self.config).order(self.config.seed)
+        rows = [np.arange(step * size, (step + 1) * size) for step in range(self.steps)]
+        return [pad_unevenly(order.read(chosen), seed=step) for step, chosen in enumerate(rows)]
 
     def reference(self, microbatches: int) -> Reference:
         """Return the steps on one device with gradient accumulation over the microbatches; compiled once."""

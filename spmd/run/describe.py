@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from spmd.data.order import Shares
 from spmd.distributed.xla_flags import describe
 from spmd.gradients.compression_state import AXIS, PowerSGD, find_matrices
 from spmd.gradients.exchange import AXES
@@ -18,6 +19,7 @@ from spmd.plan.local_param import local_param
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import TrainSetup, build_flags, build_powersgd, count_microbatches
+from spmd.run.config import TrainConfig
 from spmd.run.recipes import device_kind, recipe_lines
 from spmd.sharding.dims import spec_dims
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
@@ -31,6 +33,7 @@ def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) ->
     `device` is the platform and kind of absent devices; by default, those of the mesh.
     """
     lines = f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{slices_line(setup)}"
+    lines += mixture_line(setup.config)
     more = [
         *recipe_lines(setup.plan, device[1] if device else device_kind(setup.mesh)),
         *compression_lines(setup.plan, build_powersgd(setup.config)),
@@ -88,6 +91,21 @@ def slices_line(setup: TrainSetup) -> str:
     total, sizes = math.prod(slices.values()), setup.mesh.shape
     named = ", ".join(f"{axis} {count} × {sizes[axis] // count}" for axis, count in slices.items())
     return f"\nslices {total} of {setup.mesh.size // total} devices; over the slow network, × inside: {named}"
+
+
+def mixture_line(config: TrainConfig) -> str:
+    """Return the share of each set of a mixture, with its tokens of the run; empty without one."""
+    if not config.data.mixture:
+        return ""
+    sets, data = config.data.sets, config.data
+    draws = Shares([each.weight for each in sets]).counts(config.steps * data.batch)
+    total = sum(each.weight for each in sets)
+    named = [
+        f"{each.name} {each.weight / total:.4g} ({rows * data.sequence:,}"
+        + (f", at most {each.epochs} epoch{'s' * (each.epochs > 1)})" if each.epochs else ")")
+        for each, rows in zip(sets, draws, strict=True)
+    ]
+    return f"\nmixture {', '.join(named)} of {config.steps * data.batch * data.sequence:,} tokens"
 
 
 def compression_lines(plan: ShardingPlan, powersgd: PowerSGD | None = None) -> list[str]:

@@ -3,16 +3,17 @@
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spmd.data.corpus import Corpus, make_corpus
+from spmd.data.corpus import make_corpus
 from spmd.data.loader import Batch, DataConfig, Rows, evaluation_batches, make_rows
+from spmd.data.mixture import VALIDATION, name_problems, split_name
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
+from spmd.data.training_text import TrainingText
 from spmd.errors import ConfigError, DataError, Problem
 from spmd.run.build import TrainSetup
 from spmd.sharding.mesh import batch_sharding
@@ -20,16 +21,19 @@ from spmd.training.state import ModelState
 from spmd.training.step import make_eval_step
 
 _COUNTED_AT_ONCE = 1024
-VALIDATION = "val"
-"""Name of a run's own validation split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """Named text as rows of tokens, in one or several parts."""
+    """Named text as rows of tokens, in one or several parts.
+
+    Args:
+        shares: Share of each part in the means over the set; empty for that of its tokens.
+    """
 
     name: str
     parts: tuple[Rows, ...]
+    shares: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +72,6 @@ class Evaluation:
         return {"set": self.name, **{name: getattr(self, name) for name in figures}}
 
 
-def validation_set(data: DataConfig, corpus: Corpus) -> EvaluationSet:
-    """Return the validation split of the run's corpus."""
-    return EvaluationSet(VALIDATION, (make_rows(data, corpus.validation, corpus.validation_ends),))
-
-
 def open_sets(
     data: DataConfig, named: Sequence[str], tokenizer: Tokenizer, where: str, taken: Collection[str] = ()
 ) -> list[EvaluationSet]:
@@ -83,31 +82,31 @@ def open_sets(
     """
     sets, problems = list[EvaluationSet](), list[Problem]()
     for entry in named:
-        name, _, source = entry.rpartition("=")
+        name, source = split_name(entry)
         try:
-            cache = Path(data.cache or "~/.cache/spmd").expanduser()
             corpus = make_corpus(
-                (source,), tokenizer, text_field=data.text_field, validation=data.validation, cache=cache
+                (source,), tokenizer, text_field=data.text_field, validation=data.validation, cache=data.cache_folder
             )
             splits = (corpus.train, corpus.train_ends), (corpus.validation, corpus.validation_ends)
             parts = tuple(make_rows(data, tokens, ends) for tokens, ends in splits if len(tokens) > 1)
             sets.append(EvaluationSet(name or source, parts))
         except DataError as error:
             problems += error.problems
-    names = [each.name for each in sets]
-    twice = sorted({name for name in names if names.count(name) > 1 or name in taken})
-    fix = "NAME=SOURCE with another name"
-    problems += [
-        Problem(
-            where,
-            f"has {name}, the name of the run's own validation split" if name in taken else f"has {name} twice",
-            fix=fix,
-        )
-        for name in twice
-    ]
+    problems += name_problems(where, [each.name for each in sets], taken, "NAME=SOURCE with another name")
     if problems:
         raise ConfigError("There is nothing to evaluate on:", problems)
     return sets
+
+
+def held_out_sets(text: TrainingText) -> list[EvaluationSet]:
+    """Return the validation split; of a mixture, its weighted whole, then each set's own."""
+    parts = tuple(each.validation for each in text.sets)
+    if not text.is_mixture:
+        return [EvaluationSet(VALIDATION, parts)]
+    return [
+        EvaluationSet(VALIDATION, parts, tuple(text.shares)),
+        *(EvaluationSet(each.name, (each.validation,)) for each in text.sets),
+    ]
 
 
 def evaluate(
@@ -117,31 +116,43 @@ def evaluate(
     config, step = setup.config, make_eval_step(setup.plan, setup.evaluation_loss_fn)
     sharding = batch_sharding(setup.mesh)
     for each in sets:
-        sums, size = dict.fromkeys(("loss", "accuracy", "weight"), 0.0), 0
+        sums, size = dict.fromkeys(("loss", "accuracy", "weight"), 0.0), 0.0
         for batch in set_batches(each, config.data.batch, sharding, tokens):
             found = jax.device_get(step(model.params, model.variables, batch))
             sums = {name: total + float(found[name]) for name, total in sums.items()}
-        for part, count in _counts(each, tokens):
-            for first in range(0, count, _COUNTED_AT_ONCE):
-                rows = part.rows(np.arange(first, min(first + _COUNTED_AT_ONCE, count)))
-                size += count_bytes(rows["targets"][rows["weights"] > 0], tokenizer)
-        yield Evaluation(each.name, sums["loss"], sums["accuracy"], int(sums["weight"]), size)
+        for part, count, weight in _counts(each, tokens):
+            size += weight * sum(count_bytes(targets, tokenizer) for targets in _targets(part, count))
+        yield Evaluation(each.name, sums["loss"], sums["accuracy"], round(sums["weight"]), round(size))
 
 
 def set_batches(each: EvaluationSet, batch: int, sharding: NamedSharding, tokens: int) -> Iterator[Batch]:
     """Yield batches of the first `tokens` tokens of a set, rounded up to rows; 0 for all."""
-    for part, count in _counts(each, tokens):
+    for part, count, weight in _counts(each, tokens):
         at_most = count * part.sequence
-        yield from evaluation_batches(part, batch=batch, sharding=sharding, tokens_at_most=at_most)
+        yield from evaluation_batches(part, batch=batch, sharding=sharding, tokens_at_most=at_most, weight=weight)
 
 
-def _counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[Rows, int]]:
-    """Yield each part of a set with the number of its rows."""
+def _counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[Rows, int, float]]:
+    """Yield each part of a set with the number of its rows, and the weight of each of their targets."""
+    if each.shares:
+        wanted = [math.ceil(tokens * share / each.parts[0].sequence) for share in each.shares]
+        counts = [min(len(part), rows or len(part)) for part, rows in zip(each.parts, wanted, strict=True)]
+        sizes = [sum(map(len, _targets(*pair))) for pair in zip(each.parts, counts, strict=True)]
+        weights = [share * sum(sizes) / size for share, size in zip(each.shares, sizes, strict=True)]
+        yield from zip(each.parts, counts, weights, strict=True)
+        return
     left = tokens or sum(len(part) * part.sequence for part in each.parts)
     for part in each.parts:
         if count := min(len(part), math.ceil(left / part.sequence)):
-            yield part, count
+            yield part, count, 1.0
         left -= count * part.sequence
+
+
+def _targets(part: Rows, count: int) -> Iterator[np.ndarray]:
+    """Yield the targets of the first rows that have a weight, some rows at a time."""
+    for first in range(0, count, _COUNTED_AT_ONCE):
+        rows = part.rows(np.arange(first, min(first + _COUNTED_AT_ONCE, count)))
+        yield rows["targets"][rows["weights"] > 0]
 
 
 def count_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:

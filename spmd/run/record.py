@@ -11,7 +11,7 @@ from spmd.run.config import config_difference, config_values
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import IMPORTED
 
-_TEXT = ("data.source", "data.tokenizer", "data.text_field", "data.validation")
+_TEXT = ("data.source", "data.mixture", "data.tokenizer", "data.text_field", "data.validation")
 """Fields that may change if the corpus stays the same: if the files were moved."""
 
 MAY_CHANGE = (

@@ -8,9 +8,9 @@ from pathlib import Path
 import jax
 
 from spmd.data.corpus import Corpus
-from spmd.data.loader import Batch, Batches, batches, bigram_loss, make_rows
-from spmd.data.packing import PackedDocuments
+from spmd.data.loader import Batch, Batches, bigram_loss, ordered_batches
 from spmd.data.tokenizer import Tokenizer
+from spmd.data.training_text import TrainingText
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import SINGLE_PROCESS, initialize
 from spmd.generate.sampling import Sampling
@@ -19,10 +19,10 @@ from spmd.observe.fit import fitted
 from spmd.observe.metrics import Writer
 from spmd.observe.profiling import parse_steps
 from spmd.observe.writers import check_packages
-from spmd.run.build import TrainSetup, abstract_batch, config_mesh, count_flops, make_setup, open_corpus
+from spmd.run.build import TrainSetup, abstract_batch, config_mesh, count_flops, make_setup, open_training_text
 from spmd.run.config import TrainConfig
 from spmd.run.describe import execution_lines, flags_text
-from spmd.run.evaluate import VALIDATION, EvaluationSet, open_sets, set_batches, validation_set
+from spmd.run.evaluate import EvaluationSet, held_out_sets, open_sets, set_batches
 from spmd.run.hooks import Throughput
 from spmd.run.init_from import check_init, copy_source_files, initial_state
 from spmd.run.preflight import count_sample_tokens, preflight
@@ -68,9 +68,9 @@ def train(
     run = make_run(checked, folder.path, hooks, writers, source)
     result = run.train(resume, take_over=take_over, profile=profile, said=said)
     if result.preempted is None:
-        _compare(config, checked.corpus, result)
+        _compare(config, checked.text, result)
         if config.sample.prompt:
-            _sample(checked.setup, checked.corpus.tokenizer, result)
+            _sample(checked.setup, checked.text.tokenizer, result)
     return result
 
 
@@ -84,12 +84,12 @@ class CheckedRun:
     """Everything that a run reads, checked before anything compiles.
 
     Attributes:
-        sets: Evaluation sets; the first one is the validation split of the corpus.
+        sets: Evaluation sets; the first one is the validation split of the text.
         init: Line about the initial parameters; empty for a run that is resumed.
     """
 
     setup: TrainSetup
-    corpus: Corpus
+    text: TrainingText
     sets: Sequence[EvaluationSet]
     init: str
 
@@ -98,11 +98,11 @@ def check(config: TrainConfig, mesh: AnyMesh, resumes: bool) -> CheckedRun:
     """Return the checked setup and data of a run."""
     setup = make_setup(config, mesh)
     preflight(setup)
-    corpus = open_corpus(config)
-    named = open_sets(config.data, config.evaluate.sets, corpus.tokenizer, "evaluate.sets", taken=(VALIDATION,))
-    return CheckedRun(
-        setup, corpus, (validation_set(config.data, corpus), *named), "" if resumes else check_init(setup)
-    )
+    text = open_training_text(config)
+    own = held_out_sets(text)
+    taken = [each.name for each in own]
+    named = open_sets(config.data, config.evaluate.sets, text.tokenizer, "evaluate.sets", taken=taken)
+    return CheckedRun(setup, text, (*own, *named), "" if resumes else check_init(setup))
 
 
 def make_run(
@@ -113,25 +113,18 @@ def make_run(
     source: Path | None = None,
 ) -> Run:
     """Return the run of a checked setup and its data."""
-    setup, corpus, init = checked.setup, checked.corpus, checked.init
+    setup, text, init = checked.setup, checked.text, checked.init
     config, plan, data = setup.config, setup.plan, setup.config.data
     device, sharding = jax.devices()[0], batch_sharding(setup.mesh)
-    sizes = f"{len(corpus.train):,} training tokens, {len(corpus.validation):,} validation tokens"
     flags = flags_text(setup, device.platform, device.device_kind)
-    text = f"{plan}{execution_lines(setup)}"
-    skipped = f" ({corpus.skipped:,} without text skipped)" if corpus.skipped else ""
-    corpus_line = f"\ncorpus: {corpus.documents:,} documents{skipped}, {sizes}\n"
-
-    rows = make_rows(data, corpus.train, corpus.train_ends)
-    if isinstance(rows, PackedDocuments):
-        corpus_line += f"packed into {len(rows):,} training sequences, {rows.wasted:.2%} of them padding\n"
+    order = text.order(config.seed)
 
     def training(start: int, steps: int) -> Batches:
-        return batches(
-            rows,
+        text.check_epochs(steps, data.batch)  # again, as roll-backs skip batches
+        return ordered_batches(
+            order,
             batch=data.batch,
             sharding=sharding,
-            seed=config.seed,
             start=start,
             steps=steps,
             threads=data.threads,
@@ -148,14 +141,14 @@ def make_run(
         config=config,
         evaluation={each.name: functools.partial(evaluation, each) for each in checked.sets},
         evaluation_loss=setup.evaluation_loss_fn,
-        data=corpus.fingerprint,
+        data=text.fingerprint,
         hooks=(CopySourceFiles(setup, folder), *hooks),
         writers=writers,
         throughput=Throughput(data.batch * data.sequence, "tokens", count_flops(config)),
         batch=abstract_batch(config),
         initial_state=functools.partial(initial_state, setup),
-        text=text,
-        notes=tuple(filter(None, (flags, init and f"\n{init}", corpus_line))),
+        text=f"{plan}{execution_lines(setup)}",
+        notes=tuple(filter(None, (flags, init and f"\n{init}", f"\n{text.describe(config.steps, data.batch)}"))),
         source=source,
     )
 
@@ -173,9 +166,11 @@ class CopySourceFiles(Hook):
             copy_source_files(self.setup, self.folder)
 
 
-def _compare(config: TrainConfig, corpus: Corpus, result: RunResult) -> None:
+def _compare(config: TrainConfig, text: TrainingText, result: RunResult) -> None:
     """Print the validation loss of a model that counts pairs of tokens, where their table is small."""
-    vocab = corpus.tokenizer.vocab
+    corpus, vocab = text.sets[0].text, text.tokenizer.vocab
+    if text.is_mixture or not isinstance(corpus, Corpus):
+        return
     if jax.process_index() == 0 and result.evaluation and vocab <= 256:
         baseline = bigram_loss(corpus.train, corpus.validation[: config.evaluate.tokens + 1], vocab)
         print(fitted(f"\na bigram count model of the same corpus has a validation loss of {baseline:.4f}"))

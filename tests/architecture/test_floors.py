@@ -67,7 +67,7 @@ HOMES = {
     "regex": {"sharding.patterns"},
     "orbax": {"checkpoint.arrays"},
     "tensorstore": {"checkpoint.arrays"},
-    "grain": {"data.loader"},
+    "grain": {"data.loader", "data.order"},
     "pyarrow": {"data.tables"},
     "PIL": {"data.images"},
     "tokenizers": {"data.tokenizer"},

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
@@ -24,8 +25,11 @@ from spmd.data.loader import (
     evaluation_batches,
     load_corpus,
     local_rows,
+    ordered_batches,
 )
+from spmd.data.order import Mixed, Order, Shuffled
 from spmd.data.tokenizer import load_tokenizer
+from spmd.data.training_text import open_text
 from spmd.errors import ConfigError, DataError, MeshError
 from spmd.run.evaluate import open_sets
 
@@ -159,6 +163,98 @@ def test_two_processes_read_disjoint_rows_that_make_the_batch(sharding: NamedSha
     assert parts == [list(range(BATCH))] * 2
 
 
+class ProcessSharding:
+    """What a sharding looks like in a process that has some of the devices only."""
+
+    def __init__(self, sharding: NamedSharding, devices: set[jax.Device]) -> None:
+        self.spec, self.mesh, self.whole, self.devices = sharding.spec, sharding.mesh, sharding, devices
+
+    def addressable_devices_indices_map(self, shape: tuple[int, int]) -> dict[jax.Device, tuple[slice, ...]]:
+        blocks = self.whole.addressable_devices_indices_map(shape)
+        return {device: block for device, block in blocks.items() if device in self.devices}
+
+
+def make_mixture() -> Mixed:
+    """Three sets of different lengths, whose ids say which row of which set they are."""
+    sets = [Windows(np.arange(10_000 * n + 1, 10_000 * n + 6 * n * SEQUENCE + 2), SEQUENCE) for n in (1, 2, 3)]
+    return Mixed([Shuffled(each, 5, str(n)) for n, each in enumerate(sets)], [0.5, 0.3, 0.2])
+
+
+def read_as(order: Order, sharding: NamedSharding, processes: int, start: int, steps: int) -> list[list[int]]:
+    """The first ids of the rows of each step, put together from what each of several processes reads."""
+    devices, size = list(sharding.mesh.devices.flat), sharding.mesh.size // processes
+    whole = [[0] * BATCH for _ in range(start, steps)]
+    for process in range(processes):
+        mine = ProcessSharding(sharding, set(devices[process * size : (process + 1) * size]))
+        blocks = mine.addressable_devices_indices_map((BATCH, SEQUENCE)).values()
+        rows = local_rows(blocks, BATCH)
+        found: list[np.ndarray] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "make_array_from_process_local_data", lambda *call, found=found: found.append(call[1]))
+            kind = cast("NamedSharding", mine)
+            options = {"batch": BATCH, "start": start, "steps": steps, "threads": 0}
+            with ordered_batches(order, sharding=kind, **options) as stream:  # type: ignore[arg-type]
+                list(stream)
+        for step, tokens in enumerate(found[::3]):
+            for row, first in zip(rows.tolist(), tokens[:, 0].tolist(), strict=True):
+                assert whole[step][row] in (0, first)
+                whole[step][row] = first
+    return whole
+
+
+def make_stream(folder: Path, cache: str) -> Order:
+    """A streamed mixture of two sets, of blocks that no other run has tokenized."""
+    for name in ("one", "two"):
+        (folder / name).mkdir(exist_ok=True)
+        for number in range(20):
+            (folder / name / f"{number}.txt").write_text(f"{name} {number}: {number**9} " * 9)
+    sets = (f"a=2:{folder / 'one'}", f"b=1:{folder / 'two'}")
+    return open_text(DataConfig(mixture=sets, sequence=SEQUENCE, streaming=True, cache=str(folder / cache))).order(0)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("kind", ["mixture", "stream"])
+def test_an_order_is_the_same_for_any_number_of_processes(
+    kind: str, processes: int, sharding: NamedSharding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that two or four processes read make the batches of one, which are those of the order."""
+    monkeypatch.setattr("spmd.data.blocks.LEAST_BYTES", 500)
+    one, many, plain = (make_mixture() if kind == "mixture" else make_stream(tmp_path, name) for name in "abc")
+    expected = plain.read(np.arange(6 * BATCH))["tokens"][:, 0].reshape(6, BATCH).tolist()
+    assert read_as(one, sharding, 1, 0, 6) == expected
+    assert read_as(many, sharding, processes, 0, 6) == expected
+
+
+def test_a_mixture_control(sharding: NamedSharding) -> None:
+    """An order that counts what it has handed out, as a queue does, is another one for two processes."""
+
+    class Queue(Mixed):
+        taken = 0
+
+        def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+            self.taken += len(positions)
+            return super().read(np.arange(self.taken - len(positions), self.taken))
+
+    one, two = (Queue(make_mixture()._orders, [0.5, 0.3, 0.2]) for _ in range(2))
+    expected = read_as(make_mixture(), sharding, 1, 0, 6)
+    assert read_as(one, sharding, 1, 0, 6) == expected
+    assert read_as(two, sharding, 2, 0, 6) != expected
+
+
+@pytest.mark.parametrize("start", [1, 5])
+def test_a_mixture_resumes_from_the_step(start: int, sharding: NamedSharding) -> None:
+    """Batches from step k on are those of the uninterrupted run, to the last id."""
+    options = {"batch": BATCH, "sharding": sharding, "steps": 6}
+    with ordered_batches(make_mixture(), start=0, **options) as stream:  # type: ignore[arg-type]
+        whole = [{name: np.asarray(x) for name, x in batch.items()} for batch in stream]
+    with ordered_batches(make_mixture(), start=start, **options) as stream:  # type: ignore[arg-type]
+        rest = [{name: np.asarray(x) for name, x in batch.items()} for batch in stream]
+    assert len(rest) == 6 - start
+    for expected, found in zip(whole[start:], rest, strict=True):
+        for name in expected:
+            np.testing.assert_array_equal(expected[name], found[name])
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CountingWindows(Windows):
     """Windows that remember what was read."""
@@ -170,17 +266,6 @@ class CountingWindows(Windows):
         return super().rows(indices)
 
 
-class HalfSharding:
-    """What a sharding looks like in a process that owns every second pair of rows only."""
-
-    def __init__(self, sharding: NamedSharding) -> None:
-        self.spec, self.mesh, self.whole = sharding.spec, sharding.mesh, sharding
-
-    def addressable_devices_indices_map(self, shape: tuple[int, int]) -> dict[jax.Device, tuple[slice, ...]]:
-        blocks = self.whole.addressable_devices_indices_map(shape)
-        return {device: block for device, block in blocks.items() if (block[0].start or 0) % 4 == 2}
-
-
 def test_a_process_reads_only_its_rows(sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process with half of the rows reads those windows of the global order, and hands JAX these rows alone."""
     expected = [first_ids(batch) for batch in run(make_windows(), sharding, 0, 3)]
@@ -188,8 +273,9 @@ def test_a_process_reads_only_its_rows(sharding: NamedSharding, monkeypatch: pyt
     monkeypatch.setattr(
         jax, "make_array_from_process_local_data", lambda sharding, rows, shape: local.append((rows, shape))
     )
-    windows = CountingWindows(make_windows().tokens, SEQUENCE)
-    with batches(windows, batch=BATCH, sharding=HalfSharding(sharding), seed=0, start=0, steps=3, threads=0) as found:  # type: ignore[arg-type]
+    windows, devices = CountingWindows(make_windows().tokens, SEQUENCE), list(sharding.mesh.devices.flat)
+    half = ProcessSharding(sharding, {*devices[2:4], *devices[6:]})
+    with batches(windows, batch=BATCH, sharding=half, seed=0, start=0, steps=3, threads=0) as found:  # type: ignore[arg-type]
         list(found)
     mine = [[order[row] for row in (2, 3, 6, 7)] for order in expected]
     assert windows.read == [i for order in mine for i in order]
@@ -365,10 +451,13 @@ def test_a_bigram_table_that_is_too_large_is_refused() -> None:
 
 def test_all_bad_fields_are_reported_at_once() -> None:
     """Every field that cannot be used is named in one error."""
+    numbers = {"sequence": 0, "batch": 0, "validation": 1.0, "threads": -1, "prefetch": -1}
     with pytest.raises(ConfigError) as caught:
-        DataConfig((), "", "", sequence=0, batch=0, validation=1.0, threads=-1, prefetch=-1, packing="tight")  # type: ignore[arg-type]
+        DataConfig((), ("a=0:b", "code"), "", "", packing="tight", **numbers)  # type: ignore[arg-type]
     names = {problem.where for problem in caught.value.problems}
-    assert names == {f"data.{field.name}" for field in dataclasses.fields(DataConfig)} - {"data.cache"}
+    names = {name.removesuffix(" a.weight") for name in names}
+    every = {f"data.{field.name}" for field in dataclasses.fields(DataConfig)}
+    assert names == every - {"data.cache", "data.streaming"}
     with pytest.raises(ConfigError, match="name a file or folder"):
         DataConfig(source=("a", ""))
 

@@ -188,9 +188,9 @@ def test_no_line_is_read_without_a_bound(tmp_path: Path, cache: Path, monkeypatc
     path = tmp_path / "long.jsonl"
     line = json.dumps({"text": "x" * 80}) + "\n"
     path.write_text(line * 2)
-    monkeypatch.setattr("spmd.data.text_files._MAX_LINE_BYTES", len(line))
+    monkeypatch.setattr("spmd.data.text_files.MAX_LINE_BYTES", len(line))
     assert make(path, cache=cache).documents == 2
-    monkeypatch.setattr("spmd.data.text_files._MAX_LINE_BYTES", len(line) - 1)
+    monkeypatch.setattr("spmd.data.text_files.MAX_LINE_BYTES", len(line) - 1)
     with pytest.raises(DataError, match=rf"long.jsonl:1: .*\n.*longer than {len(line) - 1} bytes"):
         make(path, cache=tmp_path / "another")
 

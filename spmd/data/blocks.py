@@ -1,0 +1,212 @@
+"""Blocks of documents: parts of a text that are tokenized on their own, once for all runs that share a cache.
+
+A scan of bytes cuts the files into blocks without parsing them. Small files are put together in the order of hashes of
+their names, so that a block is a sample of the text; JSON lines are cut between lines; any other file is one block.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spmd.data.documents import Documents
+from spmd.data.sources import SourceFile
+from spmd.data.text_files import MAX_LINE_BYTES, parse_json_lines
+from spmd.data.tokenizer import Tokenizer, document_ids, id_dtype
+from spmd.errors import DataError, Problem, first_of
+
+MOST_BYTES = 2**23
+LEAST_BYTES = 2**16
+_BLOCKS = 256
+"""Blocks that a text is cut into, as far as the limits of their bytes allow."""
+_LAYOUT = 1  # version of the cached files
+
+
+@dataclasses.dataclass(frozen=True)
+class LineRange:
+    """Part of a file of JSON lines: its first byte, its bytes, the number of its first line, and its SHA-256."""
+
+    file: SourceFile
+    begin: int
+    size: int
+    line: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Whole files, or a range of the lines of one."""
+
+    parts: tuple[SourceFile, ...] | tuple[LineRange]
+    size: int
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of what its documents depend on."""
+        content = [(part.file if isinstance(part, LineRange) else part).path.suffix.lower() for part in self.parts]
+        return _hash([*content, *(part.digest for part in self.parts)])
+
+
+def cut_blocks(files: Sequence[SourceFile]) -> list[Block]:
+    """Return the blocks of files, each document in one; the order depends on names and bytes alone."""
+    sizes = {file.key: file.path.stat().st_size for file in files}
+    size = min(max(sum(sizes.values()) // _BLOCKS, LEAST_BYTES), MOST_BYTES)
+    blocks, group, held = list[Block](), list[SourceFile](), 0
+    for file in sorted(files, key=lambda file: _hash(file.key)):
+        if sizes[file.key] > size and file.path.suffix.lower() == ".jsonl":
+            blocks += (Block((each,), each.size) for each in _line_ranges(file, size))
+            continue
+        group.append(file)
+        held += sizes[file.key]
+        if held >= size:
+            blocks.append(Block(tuple(group), held))
+            group, held = [], 0
+    return [*blocks, *([Block(tuple(group), held)] if held else [])]
+
+
+def _line_ranges(file: SourceFile, size: int) -> Iterator[LineRange]:
+    """Cut a file after the first line that ends `size` bytes or more after the last cut."""
+    with file.path.open("rb") as content:
+        begin, line = 0, 1
+        while piece := content.read(size):
+            piece += b"" if piece.endswith(b"\n") else content.readline(MAX_LINE_BYTES)
+            yield LineRange(file, begin, len(piece), line, hashlib.sha256(piece).hexdigest())
+            begin, line = begin + len(piece), line + piece.count(b"\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCache:
+    """Tokenized blocks in a folder that several runs may use at once; each block appears complete or not at all."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    text_field: str
+
+    def path(self, block: Block) -> Path:
+        """Return the file of a block's ids; that of the documents' ends is beside it."""
+        name = _hash([_LAYOUT, self.tokenizer.name, self.text_field, block.digest])
+        return self.folder / name[:2] / f"{name}.npy"
+
+    def open(self, block: Block) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return ids `[tokens]`, memory-mapped, and where documents end; None if missing or damaged."""
+        path = self.path(block)
+        try:
+            ids, ends = np.load(path, mmap_mode="r"), np.load(path.with_suffix(".ends.npy"))
+        except (OSError, EOFError, ValueError):
+            return None
+        return (ids, ends) if len(ids) == (ends[-1] if len(ends) else 0) else None
+
+    def get(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and ends as `open` does, after tokenizing the block if need be."""
+        if (opened := self.open(block)) is not None:
+            return opened
+        self.make(block, wait=True)
+        if (opened := self.open(block)) is None:
+            problem = Problem(str(self.path(block)), "cannot be read after it was written", fix="another --data.cache")
+            raise DataError("the text cannot be cached:", [problem])
+        return opened
+
+    def make(self, block: Block, *, wait: bool) -> bool:
+        """Tokenize a block unless it is there; return False if another thread or process does and `wait` is false."""
+        if self.open(block) is not None:
+            return True
+        path = self.path(block)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path.with_suffix(".lock"), wait) as is_mine:
+                if is_mine and self.open(block) is None:
+                    ids, ends = tokenize(block, self.tokenizer, self.text_field)
+                    _write(path.with_suffix(".ends.npy"), ends)
+                    _write(path, ids)
+                return is_mine
+        except OSError as error:
+            problem = Problem(str(self.folder), "cannot hold the tokenized text", str(error), "choose another folder")
+            raise DataError("the text cannot be cached:", [problem]) from error
+
+
+def tokenize(block: Block, tokenizer: Tokenizer, text_field: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of a block's documents, and where each ends.
+
+    Raises:
+        DataError: A document cannot be read, or a file is not as it was when it was cut.
+    """
+    problems = list[Problem]()
+    if isinstance(block.parts[0], LineRange):
+        texts: Iterator[str] = _texts_of_range(block.parts[0], text_field, problems)
+        documents = None
+    else:
+        documents = Documents([part for part in block.parts if isinstance(part, SourceFile)], text_field)
+        texts = (text for _, text in documents)
+    found = [document_ids(tokenizer, text) for text in texts]
+    problems += documents.problems if documents else ()
+    if problems:
+        raise DataError("the text cannot be used:", first_of(problems))
+    dtype = id_dtype(tokenizer)
+    ids = np.concatenate(found).astype(dtype) if found else np.zeros(0, dtype)
+    return ids, np.cumsum([len(each) for each in found], dtype=np.int64)
+
+
+def _texts_of_range(part: LineRange, text_field: str, problems: list[Problem]) -> Iterator[str]:
+    path = part.file.path
+    try:
+        with path.open("rb") as content:
+            content.seek(part.begin)
+            raw = content.read(part.size)
+    except OSError as error:
+        problems.append(Problem(str(path), "cannot be read", str(error)))
+        return
+    if hashlib.sha256(raw).hexdigest() != part.digest:
+        problems.append(Problem(str(path), "changed while it was read", fix="restore it, or start another run"))
+        return
+    numbered = enumerate(io.BytesIO(raw), start=part.line)
+    for _, text in parse_json_lines(numbered, path, text_field, problems.append):
+        if text is not None and text.strip():
+            yield text
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wait: bool) -> Iterator[bool]:
+    """Hold a lock that ends with the process; yield False if another has it and `wait` is false.
+
+    Where the file system has no locks, several processes may do the same work.
+    """
+    with path.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass
+        try:
+            yield True
+        finally:  # whoever waits for it finds the block, or tries on its own
+            path.unlink(missing_ok=True)
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    """Write an array to a file that appears complete."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".npy")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            np.save(file, values)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,0 +1,165 @@
+"""Text that a run is trained on: one corpus, or the sets of a mixture, each with a held-out part of its own."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+
+from spmd.data.blocks import BlockCache, cut_blocks
+from spmd.data.corpus import Corpus
+from spmd.data.loader import DataConfig, load_corpus, make_rows
+from spmd.data.order import Mixed, Order, Rows, Shares, Shuffled
+from spmd.data.packing import PackedDocuments
+from spmd.data.sources import find_files
+from spmd.data.streaming import Streamed, StreamedText
+from spmd.data.tokenizer import Tokenizer, load_tokenizer
+from spmd.errors import DataError, Problem
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextSet:
+    """One text as rows of tokens, for training and for evaluation; without a mixture it has no name.
+
+    Args:
+        text: Tokenized text, or one that is tokenized while it is read.
+        train: Rows for training; None of a streamed text, whose rows are not counted.
+    """
+
+    name: str
+    weight: float
+    epochs: int
+    text: Corpus | StreamedText
+    train: Rows | None
+    validation: Rows
+
+    def order(self, seed: int) -> Order:
+        """Return the endless order of training rows."""
+        if isinstance(self.text, StreamedText):
+            return Streamed(self.text, seed, self.name)
+        assert self.train is not None
+        return Shuffled(self.train, seed, self.name)
+
+    @property
+    def rows_at_most(self) -> float:
+        """Number of rows that a run may take."""
+        return len(self.train) * self.epochs if self.train and self.epochs else math.inf
+
+    def describe(self) -> str:
+        """Return the numbers of documents or blocks, and of tokens."""
+        if isinstance(self.text, StreamedText):
+            return f"{self.text}; {len(self.validation):,} validation sequences"
+        skipped = f" ({self.text.skipped:,} without text skipped)" if self.text.skipped else ""
+        tokens = f"{len(self.text.train):,} training tokens, {len(self.text.validation):,} validation tokens"
+        return f"{self.text.documents:,} documents{skipped}, {tokens}"
+
+    def describe_packing(self) -> str:
+        """Return a line about packed documents; empty for windows."""
+        if not isinstance(self.train, PackedDocuments):
+            return ""
+        return f"packed into {len(self.train):,} training sequences, {self.train.wasted:.2%} of them padding\n"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainingText:
+    """Sets in the order of the config."""
+
+    sets: tuple[TextSet, ...]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all sets."""
+        return self.sets[0].text.tokenizer
+
+    @property
+    def is_mixture(self) -> bool:
+        """True if the sets have names."""
+        return bool(self.sets[0].name)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of all that the order depends on, but for the seed, the batch and the length of a row."""
+        if not self.is_mixture:
+            return self.sets[0].text.fingerprint
+        parts = [(each.name, each.text.fingerprint, each.weight) for each in self.sets]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def shares(self) -> list[float]:
+        """Share of each set in the draws."""
+        total = sum(each.weight for each in self.sets)
+        return [each.weight / total for each in self.sets]
+
+    def order(self, seed: int) -> Order:
+        """Return the endless order of training rows."""
+        orders = [each.order(seed) for each in self.sets]
+        return Mixed(orders, self.shares) if self.is_mixture else orders[0]
+
+    def draws(self, rows: int) -> list[int]:
+        """Return the number of rows of each set among the first `rows` of the order."""
+        return Shares(self.shares).counts(rows)
+
+    def check_epochs(self, steps: int, batch: int) -> None:
+        """Raise `DataError` if a set ends before so many steps, whatever is drawn of the others."""
+        problems = []
+        for each, share, draws in zip(self.sets, self.shares, self.draws(steps * batch), strict=True):
+            if each.train is None or draws <= each.rows_at_most:
+                continue
+            rows = len(each.train)
+            needed = f"{steps:,} steps × {batch:,} sequences × {share:.4g} = {draws:,} draws"
+            has = f"{rows:,} sequences × {_epochs(each.epochs)} = {rows * each.epochs:,}"
+            fits, least = int(each.rows_at_most / share) // batch, math.ceil(draws / rows)
+            fix = f"--steps {fits} or less, " * bool(fits) + f"epochs={least} or more, a smaller weight, or more text"
+            problems.append(Problem(f"data.mixture {each.name}", "ends before the run", f"{needed} > {has}", fix))
+        if problems:
+            raise DataError("a set of the mixture is too short:", problems)
+
+    def describe(self, steps: int, batch: int) -> str:
+        """Return lines with the number of documents and tokens, and what a run takes of each set."""
+        if not self.is_mixture:
+            (only,) = self.sets
+            return f"corpus: {only.describe()}\n{only.describe_packing()}"
+        width, lines = max(len(each.name) for each in self.sets), []
+        for each, share, draws in zip(self.sets, self.shares, self.draws(steps * batch), strict=True):
+            taken = f"{share:.4g} of the sequences: {draws * each.validation.sequence:,} tokens"
+            taken += f", {draws / len(each.train):.3g} epochs" if each.train else ""
+            taken += f" of at most {each.epochs}" if each.epochs else ""
+            more = [f"{taken}\n", *filter(None, [each.describe_packing()])]
+            lines += [f"  {each.name:<{width}}  {each.describe()}\n", *(f"  {'':<{width}}  {line}" for line in more)]
+        return f"mixture of {len(self.sets)} sets:\n{''.join(lines)}"
+
+
+def open_text(config: DataConfig) -> TrainingText:
+    """Return the text of a config, tokenized unless it is streamed; raise the problems of all sets at once."""
+    open_set = _open_stream if config.streaming else _open_corpus
+    if not config.mixture:
+        return TrainingText((open_set(config, "", 1.0, 0),))
+    sets, problems = list[TextSet](), list[Problem]()
+    for each in config.sets:
+        try:
+            alone = dataclasses.replace(config, source=(each.source,), mixture=())
+            sets.append(open_set(alone, each.name, each.weight, each.epochs))
+        except DataError as error:
+            problems += (dataclasses.replace(x, where=f"{each.name}: {x.where}") for x in error.problems)
+    if problems:
+        raise DataError("the sets of the mixture cannot be used:", problems)
+    return TrainingText(tuple(sets))
+
+
+def _open_corpus(config: DataConfig, name: str, weight: float, epochs: int) -> TextSet:
+    corpus = load_corpus(config)
+    train = make_rows(config, corpus.train, corpus.train_ends)
+    validation = make_rows(config, corpus.validation, corpus.validation_ends)
+    return TextSet(name, weight, epochs, corpus, train, validation)
+
+
+def _open_stream(config: DataConfig, name: str, weight: float, epochs: int) -> TextSet:
+    cache = BlockCache(config.cache_folder / "blocks", load_tokenizer(config.tokenizer), config.text_field)
+    blocks = tuple(cut_blocks(find_files(config.source)))
+    text = StreamedText(blocks, cache, functools.partial(make_rows, config), config.sequence, config.threads)
+    text, validation = text.hold_out(config.validation)
+    return TextSet(name, weight, epochs, text, None, validation)
+
+
+def _epochs(count: int) -> str:
+    return "1 epoch" if count == 1 else f"{count} epochs"
