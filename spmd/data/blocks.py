@@ -195,17 +195,13 @@ def _locked(path: Path, wait: bool) -> Iterator[bool]:
 
 def _write(path: Path, values: np.ndarray) -> None:
     """Write an array to a file that appears complete."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".npy")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        temporary = Path(folder, path.name)
+        with temporary.open("wb") as file:
             np.save(file, values)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+        temporary.replace(path)
 
 
 def _hash(value: object) -> str:
