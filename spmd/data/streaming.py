@@ -147,7 +147,7 @@ class Streamed:
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Return the rows at some positions; waits for blocks that are not tokenized yet."""
         if not len(positions):
-            return {name: rows[:0] for name, rows in self._window(0).read(np.zeros(1, np.int64)).items()}
+            return {name: rows[:0] for name, rows in self.read(np.zeros(1, np.int64)).items()}
         with self._lock:
             last = int(positions.max())
             while self._starts[-1] <= last:
