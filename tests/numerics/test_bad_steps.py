@@ -10,12 +10,12 @@ import optax
 import pytest
 
 from spmd.cli import main
-from spmd.data.loader import Windows, batches
+from spmd.data.loader import Windows, batches, load_corpus
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.model_api.precision import LossScale
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.resilience.divergence import DivergenceCheck
-from spmd.run.build import build_optimizer, config_mesh, make_setup, open_corpus
+from spmd.run.build import build_optimizer, config_mesh, make_setup
 from spmd.run.load_config import load_config
 from spmd.run.run_config import RecoveryConfig
 from spmd.sharding.mesh import batch_sharding
@@ -128,7 +128,7 @@ def expected(path):
     """The parameters after 12 steps that pass over batches 4, 5 and 6 of the order (from 0), by hand."""
     config = dataclasses.replace(load_config(str(path)), steps=12)
     setup = make_setup(config, config_mesh(config))
-    windows = Windows(open_corpus(setup.config).train, config.data.sequence)
+    windows = Windows(load_corpus(setup.config.data).train, config.data.sequence)
     sharding = batch_sharding(setup.mesh)
     at = init_state(setup.plan, config.seed)
     for first, last in ((0, 4), (7, 15)):
@@ -153,7 +153,7 @@ def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, cl
     path = write_tiny(tmp_path)
     config = load_config(str(path))
     setup = make_setup(config, config_mesh(config))
-    windows = Windows(open_corpus(setup.config).train, 16)
+    windows = Windows(load_corpus(setup.config.data).train, 16)
     with batches(windows, batch=8, sharding=batch_sharding(setup.mesh), seed=0, start=6, steps=7) as stream:
         rows = np.asarray(next(stream)["tokens"])
     every = windows.rows(np.arange(len(windows)))["tokens"]
