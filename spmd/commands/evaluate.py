@@ -71,7 +71,7 @@ def run_eval(arguments: list[str]) -> int:
     tokenizer = load_tokenizer(config.data.tokenizer)
     with show_waiting("reading the text"):
         sets = (
-            open_sets(config.data, command.data, tokenizer, "--data")
+            open_sets(config, command.data, tokenizer, "--data")
             if command.data
             else held_out_sets(open_training_text(config))
         )

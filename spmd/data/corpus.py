@@ -29,17 +29,21 @@ class Corpus:
 
     Both splits are ids, uint16 or uint32 `[tokens]`, memory-mapped and read-only; `…_ends` are where their documents
     end. `fingerprint` is the SHA-256 of the files, the tokenizer and the split, in hex. `documents` counts both splits;
-    `skipped` rows and lines without text, which are in neither.
+    `skipped` rows and lines without text, which are in neither. `…_mask`, where there is one, is true for the tokens
+    that are trained. `notes` are lines about the corpus.
     """
 
     tokenizer: Tokenizer
-    train: np.memmap
-    validation: np.memmap
-    train_ends: np.memmap
-    validation_ends: np.memmap
+    train: np.ndarray
+    validation: np.ndarray
+    train_ends: np.ndarray
+    validation_ends: np.ndarray
     fingerprint: str
     documents: int
     skipped: int
+    train_mask: np.ndarray | None = None
+    validation_mask: np.ndarray | None = None
+    notes: tuple[str, ...] = ()
 
 
 def make_corpus(
@@ -75,7 +79,7 @@ def make_corpus(
     return Corpus(tokenizer, train, validation_ids, train_ends, validation_ends, fingerprint, *counts)
 
 
-def _score(key: str) -> int:
+def score(key: str) -> int:
     """Hash a document's name to a number below 2⁶⁴."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
@@ -87,13 +91,18 @@ def _split(documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: f
         tail = max(1, round(len(text) * fraction))
         yield from ((False, text[:-tail]), (True, text[-tail:]))
         return
-    cut = min(max(int(fraction * 2**64), int(scores.min()) + 1), int(scores.max()))
-    yield from ((_score(key) < cut, text) for key, text in documents)
+    cut = validation_cut(scores, fraction)
+    yield from ((score(key) < cut, text) for key, text in documents)
+
+
+def validation_cut(scores: np.ndarray, fraction: float) -> int:
+    """Return the score below which a document, one of several, is for validation; neither split is empty."""
+    return min(max(int(fraction * 2**64), int(scores.min()) + 1), int(scores.max()))
 
 
 def _scan(documents: Documents) -> np.ndarray:
     """Return the score of every document, uint64 `[documents]`, after reading all of them without a problem."""
-    scores = np.fromiter((_score(key) for key, _ in documents), np.uint64)
+    scores = np.fromiter((score(key) for key, _ in documents), np.uint64)
     documents.check()
     if not len(scores):
         files = documents.files
@@ -124,16 +133,21 @@ def _build(
         (built / "corpus.json").write_text(json.dumps({"documents": len(scores), "skipped": documents.skipped}))
         mine = _open_cached(built)
         assert mine is not None
-        if _open_cached(folder) is None:
-            # Another process may move the damaged folder, or create a valid one, at the same time.
-            with contextlib.suppress(FileNotFoundError):
-                folder.rename(Path(temporary, "damaged"))
-        try:
-            built.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
+        install(built, folder, is_whole=_open_cached(folder) is not None)
         return _open_cached(folder) or mine
+
+
+def install(built: Path, folder: Path, is_whole: bool) -> None:
+    """Rename what was built to `folder`; what is there and not whole is moved beside `built`."""
+    if not is_whole:
+        # Another process may move the damaged folder, or create a valid one, at the same time.
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(built.with_name("damaged"))
+    try:
+        built.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
 
 
 @contextlib.contextmanager

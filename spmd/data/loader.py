@@ -35,6 +35,7 @@ Block = tuple[slice, ...]
 """Rows and columns of a batch that one device holds."""
 
 _DEFAULT_SOURCE = ("stdlib",)
+PACKINGS = ("auto", "windows", "documents", "padded")
 _MAX_BIGRAM_VOCAB = 4096
 _COUNTED_AT_ONCE = 2**22
 
@@ -54,9 +55,10 @@ class DataConfig:
     """Field of JSON lines, or column of Parquet and Arrow files, that holds the text."""
     sequence: int = 256
     """Tokens per sequence."""
-    packing: Literal["windows", "documents"] = "windows"
+    packing: Literal["auto", "windows", "documents", "padded"] = "auto"
     """How text becomes sequences: windows cut it every `sequence` tokens, across documents; documents puts whole ones
-    side by side, of which none sees another, and cuts those that are longer."""
+    side by side, of which none sees another, and cuts those that are longer; padded gives each a sequence of its own;
+    auto is windows for text and documents for conversations."""
     streaming: bool = False
     """Tokenize the text while training, in blocks that are kept in the cache, not all of it before; blocks are
     shuffled, and sequences within a window of several."""
@@ -76,7 +78,7 @@ class DataConfig:
         rules = {name: f"at least {n}" for name, n in least.items()}
         rules |= {"sequence": "at least 1 and at most 16777216", "threads": "at least 0 and at most 1024"}
         rules |= {"validation": "above 0 and below 1"}
-        problems = check_fields(self, {**rules, "packing": ("windows", "documents")}, "data.")
+        problems = check_fields(self, {**rules, "packing": PACKINGS}, "data.")
         if not self.source or not all(self.source):
             problems.append(Problem("data.source", f"is {self.source!r}", fix="name a file or folder"))
         problems += mixture_problems(self.mixture)
@@ -194,11 +196,25 @@ def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
     return np.flatnonzero(held)
 
 
-def make_rows(config: DataConfig, tokens: np.ndarray, ends: np.ndarray) -> Rows:
-    """Return the rows of one split of a corpus, as the config packs them."""
-    if config.packing == "windows":
+def make_rows(config: DataConfig, tokens: np.ndarray, ends: np.ndarray, mask: np.ndarray | None = None) -> Rows:
+    """Return the rows of one split of a corpus, as the config packs them; of conversations, with a mask."""
+    packing = packing_of(config, is_chat=mask is not None)
+    if packing == "windows":
         return Windows(tokens, config.sequence)
-    return PackedDocuments(tokens, ends, config.sequence)
+    return PackedDocuments(tokens, ends, config.sequence, mask, alone=packing == "padded")
+
+
+def packing_of(config: DataConfig, *, is_chat: bool) -> str:
+    """Return the packing that a config means for text or for conversations."""
+    return config.packing if config.packing != "auto" else "documents" if is_chat else "windows"
+
+
+def split_rows(config: DataConfig, corpus: Corpus) -> tuple[Rows, Rows]:
+    """Return the rows of a corpus for training and for validation."""
+    return (
+        make_rows(config, corpus.train, corpus.train_ends, corpus.train_mask),
+        make_rows(config, corpus.validation, corpus.validation_ends, corpus.validation_mask),
+    )
 
 
 class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):

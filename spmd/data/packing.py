@@ -47,6 +47,8 @@ class PackedDocuments:
         tokens: Ids `[n]` of all documents, one after the other; may be memory-mapped.
         ends: Where each document ends, increasing, the last one n.
         sequence: Tokens of a row.
+        mask: True for the tokens that are trained `[n]`; None for all. The weight of other targets is 0.
+        alone: A row for each piece, and no segments.
 
     Example:
         >>> packed = PackedDocuments(np.arange(9), np.array([4, 9]), sequence=8)
@@ -58,6 +60,8 @@ class PackedDocuments:
     tokens: np.ndarray
     ends: np.ndarray
     sequence: int
+    mask: np.ndarray | None = None
+    alone: bool = False
 
     def __post_init__(self) -> None:
         problems = check_fields(self, {"sequence": "at least 1"})
@@ -80,6 +84,8 @@ class PackedDocuments:
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Pieces in the order of their rows, and where each row's begin in it, with the end of the last."""
         lengths = self._pieces[1]
+        if self.alone:
+            return np.arange(len(lengths)), np.arange(len(lengths) + 1)
         is_full = lengths == self.sequence
         rows = np.cumsum(is_full) - 1
         rows[~is_full] = best_fit(lengths[~is_full], self.sequence) + is_full.sum()
@@ -97,7 +103,7 @@ class PackedDocuments:
         """Return `tokens`, `targets` and `segments`, int32, and `weights`, float32, each `[len(indices), sequence]`.
 
         A segment is the position in the row at which the document begins. Padding has id 0, weight 0 and its own
-        segment.
+        segment. Rows of pieces that are alone have no `segments`.
         """
         order, begins = self._rows
         starts, lengths = self._pieces
@@ -110,7 +116,10 @@ class PackedDocuments:
                 first, length = int(starts[piece]), int(lengths[piece])
                 ids, to = self.tokens[first : first + length + 1], slice(at, at + length)
                 out["tokens"][row, to], out["targets"][row, to] = ids[:-1], ids[1:]
-                out["segments"][row, to], weights[row, to] = at, 1
+                out["segments"][row, to] = at
+                weights[row, to] = 1 if self.mask is None else self.mask[first + 1 : first + length + 1]
                 at += length
             out["segments"][row, at:] = at
+        if self.alone:
+            del out["segments"]
         return {**out, "weights": weights}

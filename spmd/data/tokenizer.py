@@ -55,6 +55,9 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> np.ndarray:
         """Encode a prompt, 1-D: `starts`, then `text`, in which special tokens are recognized."""
 
+    def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode the output of a chat template: ids `[n]`, and first character and end of each, int64 `[n, 2]`."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`."""
 
@@ -88,6 +91,11 @@ class ByteTokenizer:
         """Encode `text` as `encode` does: `starts` is empty."""
         return self.encode(text)
 
+    def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode `text` as `encode` does; the bytes of a character are all of this character."""
+        characters = np.repeat(np.arange(len(text)), [len(character.encode("utf-8")) for character in text])
+        return self.encode(text), np.stack([characters, characters + 1], axis=1)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`; invalid UTF-8 and ids that are not bytes become U+FFFD."""
         return bytes(i if 0 <= i <= 0xFF else _INVALID_BYTE for i in map(int, ids)).decode("utf-8", errors="replace")
@@ -115,13 +123,28 @@ class JsonTokenizer:
 
         `starts` are not added again to a prompt that has them, such as the output of a chat template.
         """
-        self.model.encode_special_tokens = False
-        try:
-            ids = self.encode(text)
-        finally:
-            self.model.encode_special_tokens = True
+        ids = self._with_special_tokens(text)[0]
         starts = np.asarray(self.starts, np.uint32)
         return ids if np.array_equal(ids[: len(starts)], starts) else np.concatenate([starts, ids])
+
+    def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode what a chat template wrote, as `transformers` does: special tokens are recognized, none is added.
+
+        Characters that no token covers are of the next one: a tokenizer may leave spaces before a word out.
+        """
+        ids, offsets = self._with_special_tokens(text)
+        first, end = offsets.reshape(-1, 2).T
+        reached = np.maximum.accumulate(np.concatenate([[0], end]))[:-1]
+        return ids, np.stack([np.minimum(first, reached), end], axis=1)
+
+    def _with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a text in which special tokens are recognized, and the characters of each."""
+        self.model.encode_special_tokens = False
+        try:
+            found = self.model.encode(text, add_special_tokens=False)
+        finally:
+            self.model.encode_special_tokens = True
+        return np.asarray(found.ids, np.uint32), np.asarray(found.offsets, np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`, including end tokens."""

@@ -5,10 +5,11 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Callable
 
 from spmd.data.blocks import BlockCache, cut_blocks
 from spmd.data.corpus import Corpus
-from spmd.data.loader import DataConfig, load_corpus, make_rows
+from spmd.data.loader import DataConfig, load_corpus, make_rows, split_rows
 from spmd.data.order import Mixed, Order, Rows, Shares, Shuffled
 from spmd.data.packing import PackedDocuments
 from spmd.data.sources import find_files
@@ -51,11 +52,12 @@ class TextSet:
             return f"{self.text}; {len(self.validation):,} validation sequences"
         skipped = f" ({self.text.skipped:,} without text skipped)" if self.text.skipped else ""
         tokens = f"{len(self.text.train):,} training tokens, {len(self.text.validation):,} validation tokens"
-        return f"{self.text.documents:,} documents{skipped}, {tokens}"
+        kind = "documents" if self.text.train_mask is None else "conversations"
+        return "\n".join([f"{self.text.documents:,} {kind}{skipped}, {tokens}", *self.text.notes])
 
     def describe_packing(self) -> str:
-        """Return a line about packed documents; empty for windows."""
-        if not isinstance(self.train, PackedDocuments):
+        """Return a line about packed documents; empty for windows and for one document in each sequence."""
+        if not isinstance(self.train, PackedDocuments) or self.train.alone:
             return ""
         return f"packed into {len(self.train):,} training sequences, {self.train.wasted:.2%} of them padding\n"
 
@@ -129,9 +131,9 @@ class TrainingText:
         return f"mixture of {len(self.sets)} sets:\n{''.join(lines)}"
 
 
-def open_text(config: DataConfig) -> TrainingText:
-    """Return the text of a config, tokenized unless it is streamed; raise the problems of all sets at once."""
-    open_set = _open_stream if config.streaming else _open_corpus
+def open_text(config: DataConfig, load: Callable[[DataConfig], Corpus] = load_corpus) -> TrainingText:
+    """Return the text of a config, by `load` unless it is streamed; raise the problems of all sets at once."""
+    open_set = _open_stream if config.streaming else functools.partial(_open_corpus, load)
     if not config.mixture:
         return TrainingText((open_set(config, "", 1.0, 0),))
     sets, problems = list[TextSet](), list[Problem]()
@@ -146,10 +148,11 @@ def open_text(config: DataConfig) -> TrainingText:
     return TrainingText(tuple(sets))
 
 
-def _open_corpus(config: DataConfig, name: str, weight: float, epochs: int) -> TextSet:
-    corpus = load_corpus(config)
-    train = make_rows(config, corpus.train, corpus.train_ends)
-    validation = make_rows(config, corpus.validation, corpus.validation_ends)
+def _open_corpus(
+    load: Callable[[DataConfig], Corpus], config: DataConfig, name: str, weight: float, epochs: int
+) -> TextSet:
+    corpus = load(config)
+    train, validation = split_rows(config, corpus)
     return TextSet(name, weight, epochs, corpus, train, validation)
 
 

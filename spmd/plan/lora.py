@@ -50,10 +50,12 @@ class LoRAConfig:
     """Columns of A and rows of B."""
     alpha: float = 16.0
     """The product of A and B is multiplied by alpha / rank."""
+    save_base: bool = False
+    """Checkpoints have the frozen parameters of init, too: the run no longer needs that folder."""
 
     def __post_init__(self) -> None:
         problems = check_fields(self, {"rank": "at least 1", "alpha": "finite"}, "lora.")
-        if not self.targets and (self.rank, self.alpha) != (LoRAConfig.rank, LoRAConfig.alpha):
+        if not self.targets and (self.rank, self.alpha, self.save_base) != (LoRAConfig.rank, LoRAConfig.alpha, False):
             fix = "patterns over parameter paths, such as 'attention/(q|v)_proj/kernel'"
             problems.append(Problem("lora.targets", "is empty, so no parameter has an adapter", fix=fix))
         if not self.alpha:

@@ -8,6 +8,7 @@ is one all-gather of eight bytes for each array.
 
 import collections
 import functools
+import hashlib
 from collections.abc import Callable
 
 import jax
@@ -39,6 +40,24 @@ def make_digest(abstract: tree.PyTree, mesh: AnyMesh) -> Callable[[tree.PyTree],
     replicated = NamedSharding(mesh, P())
     digest = jax.jit(lambda arrays: digest_shards(arrays, shardings), out_shardings=replicated)
     return digest.lower(abstract).compile()
+
+
+def digest_arrays(arrays: tree.PyTree) -> str:
+    """Return a digest of the bits, shapes and dtypes of arrays, by path, in hex; it does not depend on their sharding.
+
+    Arrays in host memory are on the device one at a time.
+    """
+    digest = hashlib.sha256()
+    for path, x in sorted(tree.flatten(arrays).items()):
+        on_device = NamedSharding(x.sharding.mesh, x.sharding.spec)
+        sums = _whole_sums(jax.device_put(x, on_device), NamedSharding(x.sharding.mesh, P()))
+        digest.update(f"{path} {x.dtype}{list(x.shape)} {jax.device_get(sums).tolist()}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _whole_sums(x: jax.Array, replicated: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(_sums(x, x.shape), replicated)
 
 
 def digest_shards(arrays: tree.PyTree, shardings: tree.PyTree) -> jax.Array:

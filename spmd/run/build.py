@@ -4,16 +4,24 @@ Each function builds one thing, from the config and what was built before; `make
 """
 
 import dataclasses
+import functools
 import operator
+from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from spmd.data.chat import find_template
+from spmd.data.chat_corpus import make_chat_corpus
+from spmd.data.corpus import Corpus, make_corpus
+from spmd.data.loader import DataConfig, load_corpus, packing_of
+from spmd.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer
 from spmd.data.training_text import TrainingText, open_text
 from spmd.distributed.xla_flags import Flag, compiler_options, flags_for
-from spmd.errors import ConfigError, Problem, RuleError
+from spmd.errors import ConfigError, DataError, Problem, RuleError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.compression_state import TITLE, PowerSGD, powersgd_problems, with_compression
@@ -273,13 +281,13 @@ def count_flops(config: TrainConfig) -> Flops | None:
 
 
 def open_training_text(config: TrainConfig) -> TrainingText:
-    """Return the tokenized text of a run.
+    """Return the tokenized text or conversations of a run.
 
     Raises:
         ConfigError: The model's vocabulary is smaller than the tokenizer's.
         DataError: The text cannot be used, or a set of a mixture ends before the run.
     """
-    text = open_text(config.data)
+    text = open_text(config.data, functools.partial(_open_chats, config) if config.task == "sft" else load_corpus)
     vocab = text.tokenizer.vocab
     if vocab > config.model.vocab:
         detail = f"tokenizer {vocab} > model {config.model.vocab}"
@@ -289,11 +297,46 @@ def open_training_text(config: TrainConfig) -> TrainingText:
     return text
 
 
+def _open_chats(config: TrainConfig, data: DataConfig) -> Corpus:
+    """Return the tokenized conversations of a set; there must be some for training and some for validation."""
+    corpus = read_source(config, data.source, load_tokenizer(data.tokenizer))
+    if not len(corpus.validation_ends):
+        problem = Problem("data.source", "holds one conversation", "one is for validation", "two or more")
+        raise DataError("There is nothing to train on:", [problem])
+    return corpus
+
+
+def read_source(config: TrainConfig, source: Iterable[str], tokenizer: Tokenizer) -> Corpus:
+    """Return the corpus of some files: text, or conversations where these are trained."""
+    data, cache = config.data, config.data.cache_folder
+    if config.task == "pretrain":
+        return make_corpus(source, tokenizer, text_field=data.text_field, validation=data.validation, cache=cache)
+    is_bytes, init = isinstance(tokenizer, ByteTokenizer), [Path(config.init)] if config.init else []
+    if is_bytes and (theirs := [folder / TOKENIZER for folder in init if (folder / TOKENIZER).exists()]):
+        problem = Problem(
+            "data.tokenizer", f"is bytes, and {config.init} has its own", fix=f"--data.tokenizer {theirs[0]}"
+        )
+        raise ConfigError("The model cannot read these conversations:", [problem])
+    folders = [] if is_bytes else [Path(data.tokenizer).expanduser().parent, *init]
+    ends = {"eos_token": tokenizer.decode([tokenizer.eos])} if is_bytes else {}
+    template = find_template(config.chat, folders, ends)
+    return make_chat_corpus(
+        source,
+        tokenizer,
+        template,
+        config=config.chat,
+        sequence=data.sequence,
+        validation=data.validation,
+        cache=cache,
+    )
+
+
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return a batch's shapes and dtypes."""
     shape = (config.data.batch, config.data.sequence)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    dtypes |= {"segments": jnp.int32} if config.data.packing == "documents" else {}
+    packing = packing_of(config.data, is_chat=config.task == "sft")
+    dtypes |= {"segments": jnp.int32} if packing == "documents" else {}
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, runtime_c
 import tyro
 from flax import nnx
 
+from spmd.data.chat import ChatConfig
 from spmd.data.loader import DataConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, check_type, did_you_mean
@@ -164,6 +165,11 @@ class TrainConfig(RunConfig, Generic[M]):
     """Optimizer, learning rate schedule and clipping."""
     data: DataConfig = DataConfig()
     """Corpus, tokenizer and batch shape."""
+    task: Literal["pretrain", "sft"] = "pretrain"
+    """What is trained: pretrain, all of a text; sft (supervised fine-tuning), what the assistant says in
+    conversations, lines of .jsonl files."""
+    chat: ChatConfig = ChatConfig()
+    """Conversations, with task sft."""
     accumulate: int = 1
     """Gradient accumulation: microbatches per batch, to save memory. Only auxiliary losses that are computed over a
     whole batch change."""
@@ -187,6 +193,7 @@ class TrainConfig(RunConfig, Generic[M]):
         **dict.fromkeys(("accumulate", "logits_chunk"), "at least 1"),
         "devices": "at least 0",
         "zero": (0, 1, 2, 3),
+        "task": ("pretrain", "sft"),
         "exchange_once": ("auto", "none", "data", "data+fsdp"),
         **dict.fromkeys(("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"),
         "evaluate.tokens": "at least 1",
@@ -221,6 +228,13 @@ class TrainConfig(RunConfig, Generic[M]):
             if count < 1 or (size > 0 and size % count):
                 fix = "a positive number that divides the axis"
                 yield Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {size}", fix=fix)
+        if self.task == "pretrain" and self.chat != ChatConfig():
+            yield Problem("chat", "is for conversations, and task is pretrain", fix="--task sft")
+        if self.task == "sft" and self.data.packing == "windows":
+            fix = "--data.packing documents or padded"
+            yield Problem("data.packing", "is windows, which cut conversations anywhere", fix=fix)
+        if self.task == "sft" and self.data.streaming:
+            yield Problem("data.streaming", "is for text, and task is sft", fix="no --data.streaming")
         longest = getattr(self.model, "context", self.data.sequence)
         if longest < self.data.sequence:
             detail = f"{self.data.sequence} tokens > {longest} positions"

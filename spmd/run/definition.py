@@ -14,6 +14,7 @@ from spmd.gradients.losses import LossFn
 from spmd.observe.metrics import Writer
 from spmd.optim.skip_updates import counts_skips
 from spmd.run.hooks import Throughput
+from spmd.run.reloaded import Reloaded
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import RunDir
 from spmd.training.batch import place_batch
@@ -42,6 +43,7 @@ class RunDefinition:
         writers: Further writers of metrics, called on the first process; all are closed at the end of the run.
         throughput: What a step processes; by default, examples: the length of the batch's first array.
         batch: Arrays or shapes of a batch, for compilation; by default, of the first one.
+        reloaded: Part of the state that is not saved, but loaded again.
         initial_state: Makes the state of a run that is not resumed; by default, `init_state(plan, config.seed)`.
         text: What is printed at the start and written to `plan.txt`; by default, the plan.
         notes: What is printed after it.
@@ -63,6 +65,7 @@ class RunDefinition:
     writers: Sequence[Writer] = ()
     throughput: Throughput | None = None
     batch: Any = None
+    reloaded: Reloaded | None = None
     initial_state: Callable[[], TrainState] | None = None
     text: str = ""
     notes: Sequence[str] = ()

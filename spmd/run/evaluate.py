@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spmd.data.corpus import make_corpus
-from spmd.data.loader import Batch, DataConfig, Rows, evaluation_batches, make_rows
+from spmd.data.loader import Batch, Rows, evaluation_batches, make_rows
 from spmd.data.mixture import VALIDATION, name_problems, split_name
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
 from spmd.data.training_text import TrainingText
 from spmd.errors import ConfigError, DataError, Problem
-from spmd.run.build import TrainSetup
+from spmd.run.build import TrainSetup, read_source
+from spmd.run.config import TrainConfig
 from spmd.sharding.mesh import batch_sharding
 from spmd.training.state import ModelState
 from spmd.training.step import make_eval_step
@@ -73,7 +73,7 @@ class Evaluation:
 
 
 def open_sets(
-    data: DataConfig, named: Sequence[str], tokenizer: Tokenizer, where: str, taken: Collection[str] = ()
+    config: TrainConfig, named: Sequence[str], tokenizer: Tokenizer, where: str, taken: Collection[str] = ()
 ) -> list[EvaluationSet]:
     """Return the texts of `NAME=SOURCE`, whole; raise all problems at once.
 
@@ -84,11 +84,12 @@ def open_sets(
     for entry in named:
         name, source = split_name(entry)
         try:
-            corpus = make_corpus(
-                (source,), tokenizer, text_field=data.text_field, validation=data.validation, cache=data.cache_folder
+            corpus = read_source(config, (source,), tokenizer)
+            splits = (
+                (corpus.train, corpus.train_ends, corpus.train_mask),
+                (corpus.validation, corpus.validation_ends, corpus.validation_mask),
             )
-            splits = (corpus.train, corpus.train_ends), (corpus.validation, corpus.validation_ends)
-            parts = tuple(make_rows(data, tokens, ends) for tokens, ends in splits if len(tokens) > 1)
+            parts = tuple(make_rows(config.data, *split) for split in splits if len(split[0]) > 1)
             sets.append(EvaluationSet(name or source, parts))
         except DataError as error:
             problems += error.problems

@@ -227,6 +227,7 @@ class Save(Hook):
         record: Metadata of the run, saved with the step and the data position.
         evaluate: Provides the metrics by which checkpoints are ranked.
         skipped_batches: Batches of the data that rollbacks have skipped.
+        saved: State → what is saved of it.
     """
 
     every: int
@@ -237,6 +238,7 @@ class Save(Hook):
     evaluate: Evaluate
     telemetry: Telemetry
     skipped_batches: int
+    saved: Callable[[TrainState], Any] = lambda state: state
 
     def on_stop(self, step: int) -> None:
         """Save after this step."""
@@ -253,6 +255,6 @@ class Save(Hook):
         with self.telemetry.during("checkpoint", f"saving step {step}, or waiting for the previous save"):
             progress = {"best": self.evaluate.best, "since": self.evaluate.since}
             record = {**self.record, "step": step, "position": position, "evaluation": progress}
-            self.checkpoints.save(step, state, record, metrics)
+            self.checkpoints.save(step, self.saved(state), record, metrics)
         self.telemetry.watchdog.reset(f"copying the state of step {step} for its checkpoint")
         self.telemetry.note(f"saving step {step}")

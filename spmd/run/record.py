@@ -11,7 +11,10 @@ from spmd.run.config import config_difference, config_values
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import IMPORTED
 
-_TEXT = ("data.source", "data.mixture", "data.tokenizer", "data.text_field", "data.validation")
+_TEXT = (
+    *("data.source", "data.mixture", "data.tokenizer", "data.text_field", "data.validation"),
+    *("chat.template", "chat.longer", "chat.date"),
+)
 """Fields that may change if the corpus stays the same: if the files were moved."""
 
 MAY_CHANGE = (
@@ -32,17 +35,9 @@ MAY_CHANGE = (
     ),
     *("compress", "quantize"),
     # What is checked and written, and when.
-    *(
-        "evaluate",
-        "sample",
-        "sdc_checks",
-        "out",
-        "log_every",
-        "metrics_to",
-        "checkpoint_every",
-        "max_to_keep",
-        "keep_best",
-    ),
+    *("evaluate", "sample", "sdc_checks", "out", "log_every", "metrics_to"),
+    *("checkpoint_every", "max_to_keep", "keep_best"),
+    "lora.save_base",
     *("data.cache", *_TEXT),
 )
 """Config fields that may change when a run is resumed, with the fields below them."""

@@ -101,7 +101,7 @@ def check(config: TrainConfig, mesh: AnyMesh, resumes: bool) -> CheckedRun:
     text = open_training_text(config)
     own = held_out_sets(text)
     taken = [each.name for each in own]
-    named = open_sets(config.data, config.evaluate.sets, text.tokenizer, "evaluate.sets", taken=taken)
+    named = open_sets(config, config.evaluate.sets, text.tokenizer, "evaluate.sets", taken=taken)
     return CheckedRun(setup, text, (*own, *named), "" if resumes else check_init(setup))
 
 
@@ -169,7 +169,7 @@ class CopySourceFiles(Hook):
 def _compare(config: TrainConfig, text: TrainingText, result: RunResult) -> None:
     """Print the validation loss of a model that counts pairs of tokens, where their table is small."""
     corpus, vocab = text.sets[0].text, text.tokenizer.vocab
-    if text.is_mixture or not isinstance(corpus, Corpus):
+    if text.is_mixture or not isinstance(corpus, Corpus) or corpus.train_mask is not None:
         return
     if jax.process_index() == 0 and result.evaluation and vocab <= 256:
         baseline = bigram_loss(corpus.train, corpus.validation[: config.evaluate.tokens + 1], vocab)

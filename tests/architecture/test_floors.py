@@ -71,6 +71,7 @@ HOMES = {
     "pyarrow": {"data.tables"},
     "PIL": {"data.images"},
     "tokenizers": {"data.tokenizer"},
+    "jinja2": {"data.chat"},
     "safetensors": {"hf.safetensors"},
     "tensorboardX": {"observe.tensorboard"},
     "IPython": {"observe.notebook"},

@@ -69,7 +69,7 @@ def test_every_field_is_decided():
     rest = [name for name in fields if name not in may and not name.startswith(("model.", "lora."))]
     optimizer = [f"optimizer.{name}" for name in ("name", "scales", "moments", "moments_block", "ema_decay")]
     data = [f"data.{name}" for name in ("sequence", "packing", "streaming", "batch")]
-    assert rest == ["seed", "precision", "init", *optimizer, *data]
+    assert rest == ["seed", "precision", "init", *optimizer, *data, "task"]
     unused = [
         field for field in MAY_CHANGE if not any(name == field or name.startswith(f"{field}.") for name in fields)
     ]

@@ -1,0 +1,356 @@
+"""Conversations as text, by the chat template of a tokenizer, and which part of the text is the assistant's.
+
+A template is rendered as `transformers` does, in jinja2's sandbox. Where it marks the assistant's text, by
+`{% generation %}` blocks, the mark is used. Otherwise the text before a turn of the assistant, with the prompt for it,
+must begin the text with that turn, and the rest of this text is the turn.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2.ext
+from jinja2 import TemplateError, meta, nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from spmd.checkpoint.manifest import read_bounded, read_object
+from spmd.data.tokenizer import SETTINGS
+from spmd.errors import ConfigError, DataError, Problem, check_fields, did_you_mean
+
+TEMPLATE = "chat_template.jinja"
+"""File with the template beside a tokenizer; otherwise it is the field `chat_template` of `SETTINGS`."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of messages; a template may name others."""
+
+_SHARE_GPT = {"human": "user", "gpt": "assistant", "function_response": "tool", "observation": "tool"}
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_MAX_BYTES = 2**24
+_SHOWN = 24
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode gives these no meaning in any text
+_NOW = "strftime_now"
+# What an expression of a template may raise on values that it does not expect.
+_FAILURES = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+_TITLE = "The chat template cannot be used:"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig:
+    """Conversations, with `--task sft`."""
+
+    template: str = ""
+    """Jinja file of the chat template; empty: that of the tokenizer's folder, or else of init."""
+    longer: Literal["refuse", "drop", "truncate"] = "refuse"
+    """Conversations that are longer than a sequence: refuse the data, drop them, or truncate them."""
+    date: str = ""
+    """Date for templates that write today's, such as 2025-01-31: a resumed run must have the same text."""
+
+    def __post_init__(self) -> None:
+        problems = check_fields(self, {"longer": ("refuse", "drop", "truncate")}, "chat.")
+        try:
+            _ = self.now
+        except ValueError as error:
+            problems.append(Problem("chat.date", f"is {self.date!r}: {error}", fix="year-month-day"))
+        if problems:
+            raise ConfigError("invalid chat config:", problems)
+
+    @property
+    def now(self) -> datetime.datetime | None:
+        """The date, if there is one."""
+        return datetime.datetime.fromisoformat(self.date) if self.date else None
+
+
+class BadConversationError(ValueError):
+    """A conversation cannot be used, or a template does not accept it; `fix` says what to do."""
+
+    def __init__(self, text: str, fix: str = "") -> None:
+        super().__init__(text)
+        self.fix = fix
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages with the fields `role` and `content`, and those of the template's own; and tools, if any."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatText:
+    """Text of a conversation; `spans` are the first character of each part that is trained, and that after it."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+def read_conversation(line: Any, roles: Callable[[str], bool] = ROLES.__contains__) -> Conversation:
+    """Return the conversation of a JSON value.
+
+    It has `messages` (with `role` and `content`), `conversations` (with `from` and `value`), or the texts `prompt` and
+    `completion`, and may have `tools`. `roles` tells which roles there are.
+
+    Raises:
+        BadConversationError: All problems of the line.
+    """
+    if not isinstance(line, dict):
+        raise BadConversationError("the line is not an object")
+    named = next((name for name in ("messages", "conversations") if name in line), "")
+    listed = line.get(named)
+    if not named and {"prompt", "completion"} <= line.keys():
+        listed = [
+            {"role": role, "content": line[name]} for role, name in (("user", "prompt"), ("assistant", "completion"))
+        ]
+    elif not named:
+        hint = did_you_mean("messages", line)
+        raise BadConversationError(f'no "messages", "conversations", or "prompt" and "completion": {hint}')
+    if not isinstance(listed, list) or not listed:
+        what = "is not a list of messages" if not isinstance(listed, list) else "has no message"
+        raise BadConversationError(f'"{named}" {what}')
+    problems: list[str] = []
+    messages = tuple(_message(each, f"message {number}", roles, problems) for number, each in enumerate(listed, 1))
+    if not problems and all(message["role"] != "assistant" for message in messages):
+        problems.append("no message is the assistant's, so that nothing is trained")
+    if problems:
+        raise BadConversationError("; ".join(problems))
+    return Conversation(messages, line.get("tools"))
+
+
+def _message(given: Any, where: str, roles: Callable[[str], bool], problems: list[str]) -> dict[str, Any]:
+    """Return a message with its role and content under these names; add what is wrong to `problems`."""
+    # `transformers` drops null fields as well: templates ask whether a field is there.
+    message = {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    if "role" not in message and "from" in message:
+        sender = message.pop("from")
+        message |= {"role": _SHARE_GPT.get(sender, sender) if isinstance(sender, str) else sender}
+        message |= {"content": message.pop("value")} if "value" in message else {}
+    role, content, calls = (message.get(name) for name in ("role", "content", "tool_calls"))
+    if not isinstance(role, str):
+        problems.append(f"{where} has no role")
+    elif not roles(role):
+        problems.append(f"{where} has the unknown role {role!r} ({did_you_mean(role, ROLES)})")
+    if not isinstance(content, str) and not (content is None and calls):
+        problems.append(f'{where} has no text under "content"')
+    elif role == "assistant" and not (content or "").strip() and not calls:
+        problems.append(f"{where}, the assistant's, is empty")
+    elif any(mark in (content or "") for mark in (_BEGIN, _END)):
+        problems.append(f"{where} has a character U+FDD0 or U+FDD1, which are used as marks")
+    return message
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChatTemplate:
+    """Chat template, with the names of special tokens that it may use; see `find_template`.
+
+    Example:
+        >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "an example")
+        >>> messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"})
+        >>> template.write(Conversation(messages))
+        ChatText(text='<user>hi<assistant>ho', spans=((8, 21),))
+
+    Raises:
+        DataError: The template is not Jinja, or writes the date and has none.
+    """
+
+    source: str
+    where: str
+    tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    now: datetime.datetime | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            tree = _environment().parse(self.source)
+            self._compiled  # noqa: B018
+        except TemplateError as error:
+            raise DataError(_TITLE, [Problem(self.where, "is not a Jinja template", str(error))]) from error
+        if _NOW in meta.find_undeclared_variables(tree) and self.now is None:
+            what, why = "may write today's date", "a resumed run would have other text"
+            raise DataError(_TITLE, [Problem(self.where, what, why, "--chat.date YEAR-MONTH-DAY, such as 2025-01-31")])
+
+    @functools.cached_property
+    def _compiled(self) -> jinja2.Template:
+        return _environment().from_string(self.source)
+
+    @functools.cached_property
+    def marks_turns(self) -> bool:
+        """Whether the template has `{% generation %}` blocks."""
+        data = _environment().parse(self.source).find_all(nodes.TemplateData)
+        return any(node.data == _BEGIN for node in data)
+
+    def knows(self, role: str) -> bool:
+        """Return whether messages may have this role."""
+        return role in ROLES or f"'{role}'" in self.source or f'"{role}"' in self.source
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, prompt: bool = False) -> str:
+        """Return the text of messages, with the marks of generation blocks.
+
+        Args:
+            messages: As of a `Conversation`.
+            tools: Passed to the template.
+            prompt: End with what precedes the assistant's answer.
+
+        Raises:
+            BadConversationError: The template refuses or fails.
+        """
+        now = self.now
+        values: dict[str, Any] = {_NOW: now.strftime} if now else {}
+        values |= {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        try:
+            return self._compiled.render(**values, **self.tokens)
+        except _FAILURES as error:
+            raise BadConversationError(f"the template {_said(error)}") from error
+
+    def write(self, conversation: Conversation) -> ChatText:
+        """Return the text of a conversation and what of it is the assistant's.
+
+        Raises:
+            BadConversationError: The template refuses it, or its turns cannot be told apart.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        text = self.render(messages, tools)
+        if self.marks_turns:
+            return _without_marks(text)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self.render(messages[:number], tools, prompt=True)
+                through = self.render(messages[: number + 1], tools)
+                _check_prefix(before, through, f"the prompt for message {number + 1} and the text with it")
+                _check_prefix(through, text, f"the text with message {number + 1} and the whole text")
+                spans.append((len(before), len(through)))
+        return ChatText(text, tuple(spans))
+
+
+def _said(error: Exception) -> str:
+    return f"refuses: {error}" if type(error) is TemplateError else f"fails: {type(error).__name__}: {error}"
+
+
+def _check_prefix(start: str, text: str, what: str) -> None:
+    """Raise if a text does not begin with another one."""
+    if text.startswith(start):
+        return
+    at = next((i for i, (a, b) in enumerate(zip(start, text, strict=False)) if a != b), min(len(start), len(text)))
+    pieces = [repr(x[at : at + _SHOWN]) if x[at:] else "the end" for x in (start, text)]
+    detail = f"{what} differ at character {at}: {pieces[0]} and {pieces[1]}"
+    fix = "--chat.template FILE with the assistant's text in {% generation %} … {% endgeneration %}"
+    raise BadConversationError(f"its turns cannot be told apart: {detail}", fix)
+
+
+def _without_marks(text: str) -> ChatText:
+    """Return the text without marks, and what was between them."""
+    first, *others = text.split(_BEGIN)
+    pieces, spans, at = [first], [], len(first)
+    for other in others:
+        inside, _, after = other.partition(_END)
+        spans.append((at, at + len(inside)))
+        pieces += [inside, after]
+        at += len(inside) + len(after)
+    return ChatText("".join(pieces), tuple(spans))
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag `{% generation %}`: its body between two marks."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return the body, in a scope of its own as in `transformers`."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
+        return nodes.Scope([begin, *body, end]).set_lineno(line)
+
+
+@functools.cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the environment of chat templates: blocks trimmed, `tojson` without HTML escapes, `raise_exception`."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "dict": lambda *pairs, **values: dict(*pairs, **values)}
+    return environment
+
+
+def _to_json(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def find_template(config: ChatConfig, folders: Sequence[Path], tokens: Mapping[str, str]) -> ChatTemplate:
+    """Return the template that a config names, or that of the first folder with one.
+
+    Args:
+        config: Its `template` is a file.
+        folders: Of a tokenizer, and of a model; the first one's special tokens are known to the template.
+        tokens: Special tokens of a tokenizer without a folder.
+
+    Raises:
+        DataError: There is none, or a file cannot be read.
+    """
+    problems: list[Problem] = []
+    tokens = {**tokens, **(_special_tokens(folders[0], problems) if folders else {})}
+    found = _read_text(Path(config.template).expanduser(), problems) if config.template else None
+    where = config.template
+    for folder in folders if not config.template else ():
+        if found is None and (folder / TEMPLATE).exists():
+            found, where = _read_text(folder / TEMPLATE, problems), str(folder / TEMPLATE)
+        elif found is None:
+            found, where = _template_in_settings(folder, problems), f"{folder / SETTINGS}: chat_template"
+    if found is None and not problems:
+        looked = (
+            f"looked for {TEMPLATE} and {SETTINGS} in {' and '.join(map(str, folders))}" if folders else "it is bytes"
+        )
+        fix = "--chat.template FILE, or --data.tokenizer DIR/tokenizer.json of a chat model"
+        problems.append(Problem("data.tokenizer", "has no chat template", looked, fix))
+    if problems or found is None:
+        raise DataError(_TITLE, problems)
+    return ChatTemplate(found, where, tokens, config.now)
+
+
+def _read_text(path: Path, problems: list[Problem]) -> str | None:
+    try:
+        return read_bounded(path.resolve(), _MAX_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
+        problems.append(Problem(str(path), "is a chat template that cannot be read", str(error)))
+        return None
+
+
+def _settings(path: Path, problems: list[Problem]) -> dict[str, Any]:
+    try:
+        return read_object(path.resolve(), _MAX_BYTES) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        problems.append(Problem(str(path), "cannot be read", str(error)))
+        return {}
+
+
+def _template_in_settings(folder: Path, problems: list[Problem]) -> str | None:
+    """Return `chat_template` of a tokenizer's settings: a text, or that named "default" of a list."""
+    found = _settings(folder / SETTINGS, problems).get("chat_template")
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _special_tokens(folder: Path, problems: list[Problem]) -> dict[str, str]:
+    values = {**_settings(folder / _SPECIAL_TOKENS_FILE, problems), **_settings(folder / SETTINGS, problems)}
+    return dict(_texts_of(values))
+
+
+def _texts_of(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name in _SPECIAL_TOKENS:
+        token = values.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            yield name, text

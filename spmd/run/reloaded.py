@@ -1,0 +1,80 @@
+"""Part of the training state that checkpoints leave out, since it is loaded again from where it came from.
+
+A checkpoint records where that is and a digest of the bits, so that a resumed run has the same state or none.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from spmd import tree
+from spmd.checkpoint.tree import OptionalState
+from spmd.errors import CheckpointError, Problem
+from spmd.resilience.digests import digest_arrays
+
+RELOADED = "reloaded"
+"""Key in the record of a checkpoint without that part: its origin and digest."""
+
+S = TypeVar("S")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reloaded:
+    """Part of a state that may be loaded again.
+
+    Attributes:
+        path: Such as `variables/base`.
+        load: `(origin, abstract)` → the arrays, a tree like `abstract`, which has shapes, dtypes and shardings.
+        origin: JSON, with a `path` for messages; None if checkpoints are to hold this part.
+    """
+
+    path: str
+    load: Callable[[Mapping[str, Any], Any], Any]
+    origin: Mapping[str, Any] | None = None
+
+    @property
+    def optional(self) -> OptionalState:
+        """What a checkpoint may lack: its abstract arrays take the place."""
+        return OptionalState(
+            self.path,
+            lambda stored, wanted: dict(wanted) if stored else {},
+            lambda restored, wanted: {} if restored else dict(wanted),
+        )
+
+    def record(self, state: Any) -> dict[str, Any] | None:
+        """Return what checkpoints of a new run record; None if they hold this part."""
+        return None if self.origin is None else {**self.origin, "digest": digest_arrays(self._below(state))}
+
+    def left_out(self, state: Any) -> dict[str, Any]:
+        """Return the other arrays of a state, by path."""
+        below = self._below(state)
+        return {path: leaf for path, leaf in tree.flatten(state).items() if path not in below}
+
+    def fill(self, state: S, record: Mapping[str, Any]) -> S:
+        """Return a restored state with this part, loaded if the checkpoint lacks it.
+
+        Raises:
+            CheckpointError: It cannot be loaded, or has other bits.
+        """
+        below = self._below(state)
+        if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in below.values()):
+            return state
+        origin = record.get(RELOADED)
+        if not isinstance(origin, Mapping) or not {"path", "digest"} <= origin.keys():
+            problem = Problem(self.path, "is missing, and the checkpoint does not say where it is")
+            raise CheckpointError("Nothing was restored:", [problem])
+        prefix = f"{self.path}/"
+        abstract = tree.nested({path.removeprefix(prefix): leaf for path, leaf in below.items()})
+        loaded = {prefix + path: leaf for path, leaf in tree.flatten(self.load(origin, abstract)).items()}
+        if (digest := digest_arrays(loaded)) != origin["digest"]:
+            what = "has not the parameters that it had when this run began"
+            detail = f"their digest is {digest}, and was {origin['digest']}"
+            problem = Problem(str(origin["path"]), what, detail, "restore the folder as it was")
+            raise CheckpointError("Nothing was restored:", [problem])
+        filled: S = tree.map_with_path(lambda path, leaf: loaded.get(path, leaf), state)
+        return filled
+
+    def _below(self, state: Any) -> dict[str, Any]:
+        return self.optional.below(tree.flatten(state))
