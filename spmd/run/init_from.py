@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spmd.checkpoint.manifest import read_object
 from spmd.data.tokenizer import TOKENIZER
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.folder import CONFIG, HFFolder, open_folder
@@ -20,13 +19,12 @@ from spmd.plan.lora import BASE
 from spmd.run.build import TrainSetup
 from spmd.run.config import config_difference, config_values
 from spmd.run.load_config import other_config
-from spmd.run.load_params import read_params
+from spmd.run.load_params import is_run, read_params
 from spmd.run.run_dir import RunDir
 from spmd.training.state import TrainState, init_state
 
 _EXECUTION_FIELDS = ("stacked", "unroll")
 """Model fields that do not change the function that a model computes."""
-_MAX_CONFIG_BYTES = 16 << 20
 
 
 def check_init(setup: TrainSetup) -> str:
@@ -38,7 +36,7 @@ def check_init(setup: TrainSetup) -> str:
     if not setup.config.init:
         random = "LoRA adapters are trained on base parameters that are drawn at random: give --init to load them"
         return random if setup.config.lora.targets else ""
-    if _is_run(path):
+    if is_run(path):
         with other_config():
             _check_model(path, RunDir(path).config().model, setup.config.model)
     else:
@@ -54,7 +52,7 @@ def copy_source_files(setup: TrainSetup, run: Path) -> None:
     """Copy the files of the `init` folder that an export needs into the run folder."""
     if setup.config.init:
         source = Path(setup.config.init)
-        copy_origin(source, source / (ORIGINAL if _is_run(source) else CONFIG), run)
+        copy_origin(source, source / (ORIGINAL if is_run(source) else CONFIG), run)
 
 
 def initial_state(setup: TrainSetup) -> TrainState:
@@ -62,7 +60,7 @@ def initial_state(setup: TrainSetup) -> TrainState:
     config, plan, path = setup.config, setup.plan, Path(setup.config.init)
     if not config.init:
         return init_state(plan, config.seed)
-    if _is_run(path):
+    if is_run(path):
         params = read_params(path, _model_params(setup))
     else:
         with _open_hf(setup, path) as found:
@@ -76,16 +74,6 @@ def _model_params(setup: TrainSetup) -> Any:
     """Return the plan's abstract model parameters: the trained ones, or the frozen base of LoRA."""
     plan = setup.plan
     return plan.abstract_variables[BASE] if setup.config.lora.targets else plan.abstract_params
-
-
-def _is_run(path: Path) -> bool:
-    """Return true for a run folder, whose config.py is executed: never for one that may be from Hugging Face."""
-    if not RunDir(path).checkpoints.is_dir() or any(path.glob("*.safetensors*")):
-        return False
-    try:
-        return "architectures" not in read_object(path / CONFIG, _MAX_CONFIG_BYTES)
-    except (OSError, ValueError):
-        return True  # `RunDir.config` reports that there is no run
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
-"""Load the parameters of a run without its optimizer state."""
+"""Load the parameters of a run without its optimizer state, and frozen ones from where they came from."""
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.checkpoint.manifest import read_object
 from spmd.checkpoint.tree import OptionalState
-from spmd.errors import ConfigError, Problem
+from spmd.errors import CheckpointError, ConfigError, Problem
+from spmd.hf.folder import CONFIG, open_folder
+from spmd.hf.load import load_published
 from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
 from spmd.optim.ema import ema_params, ema_path
@@ -20,9 +25,58 @@ from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.plan.lora import BASE, with_adapters
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import build_model, build_optimizer, build_precision
+from spmd.run.config import TrainConfig
 from spmd.run.load_config import other_config
+from spmd.run.reloaded import Reloaded
 from spmd.run.run_dir import RunDir
 from spmd.training.state import ModelState
+
+_MAX_CONFIG_BYTES = 16 << 20
+
+
+def is_run(path: Path) -> bool:
+    """Return true for a run folder, whose config.py is executed: never for one that may be from Hugging Face."""
+    if not RunDir(path).checkpoints.is_dir() or any(path.glob("*.safetensors*")):
+        return False
+    try:
+        return "architectures" not in read_object(path / CONFIG, _MAX_CONFIG_BYTES)
+    except (OSError, ValueError):
+        return True  # `RunDir.config` reports that there is no run
+
+
+def frozen_base(config: TrainConfig) -> Reloaded:
+    """Return the frozen parameters of adapters as a part of the state that `init` has, unless checkpoints hold it.
+
+    They do if the config says so, if it has no `init`, and if `init` is a run with adapters: their sum is in no file.
+    """
+    path = Path(config.init).absolute()
+    if not config.init or config.lora.save_base:
+        return FROZEN
+    if not is_run(path):
+        return dataclasses.replace(FROZEN, origin={"path": str(path), "step": None})
+    with other_config():
+        has_adapters = bool(RunDir(path).config().lora.targets)
+    with CheckpointManager(RunDir(path).checkpoints, read_only=True) as checkpoints:
+        step = checkpoints.latest_valid()
+    held = has_adapters or step is None
+    return FROZEN if held else dataclasses.replace(FROZEN, origin={"path": str(path), "step": step})
+
+
+def load_base(origin: Mapping[str, Any], abstract: Any) -> Any:
+    """Load frozen parameters from a Hugging Face folder, or from the checkpoint of a run."""
+    path = Path(origin["path"])
+    if not path.is_dir():
+        why = "it has the frozen parameters, and checkpoints of this run its adapters alone"
+        problem = Problem(str(path), "is not there", why, "put the folder back, or a link to it")
+        raise CheckpointError("Nothing was restored:", [problem])
+    if origin.get("step") is not None:
+        return read_params(path, abstract, origin["step"])
+    with open_folder(path) as found:
+        return load_published(found, abstract)
+
+
+FROZEN = Reloaded(f"variables/{BASE}", load_base)
+"""The frozen parameters of adapters, as a part of the state that checkpoints may lack."""
 
 
 def restore_model(
@@ -36,8 +90,9 @@ def restore_model(
     if ema:
         where, trained = _averaged(plan.abstract_optimizer_state, trained)
     wanted = {**tree.at_path(where, trained), "variables": plan.abstract_variables}
-    optional = [OptionalState(f"variables/{COMPRESSION}")]
-    restored, _ = checkpoints.restore(step, wanted, branches=(where, "variables"), optional=optional)
+    optional = [OptionalState(f"variables/{COMPRESSION}"), FROZEN.optional]
+    restored, record = checkpoints.restore(step, wanted, branches=(where, "variables"), optional=optional)
+    restored = FROZEN.fill(restored, record)
     params = jax.tree.map(_cast, tree.below(where, restored), plan.abstract_params)
     return ModelState(params, restored["variables"])
 
@@ -86,7 +141,8 @@ def read_params(run: Path, abstract: Any, step: int | None = None, *, ema: bool 
     wanted = tree.at_path(where, trained) | ({"variables": variables} if variables else {})
     branches = [where, *(f"variables/{name}" for name in variables)]
     with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
-        restored, _ = checkpoints.restore(step, wanted, branches=branches)
+        restored, record = checkpoints.restore(step, wanted, branches=branches, optional=[FROZEN.optional])
+    restored = FROZEN.fill(restored, record)
     params = tree.below(where, restored)
     if lora.targets:
         # Merged in the requested dtype: a narrower one would round the adapters' contribution away.

@@ -39,6 +39,7 @@ from spmd.run.config import config_values
 from spmd.run.definition import RunDefinition, closing
 from spmd.run.hooks import Evaluate, Log, Save, Telemetry
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
+from spmd.run.reloaded import RELOADED
 from spmd.run.run_dir import ProcessLog
 from spmd.training.evaluated_params import make_evaluated_params
 from spmd.training.loop import Hook, fit
@@ -83,12 +84,14 @@ class ResumePoint:
     Attributes:
         skipped_batches: Batches of the data that rollbacks have skipped so far.
         evaluation: Progress of early stopping: the lowest loss and the evaluations since.
+        reloaded: Origin of the part of the state that is not saved; None if all is.
     """
 
     step: int
     skipped_batches: int
     state: TrainState
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reloaded: Mapping[str, Any] | None = None
 
 
 def train_in_folder(
@@ -222,7 +225,8 @@ class _Session:
         run = self.run
         with self.waiting("compile", "initializing the parameters"):
             state = run.initial_state() if run.initial_state else init_state(run.step.plan, run.config.seed)
-            return ResumePoint(0, 0, jax.block_until_ready(state))
+            jax.block_until_ready(state)
+            return ResumePoint(0, 0, state, reloaded=run.reloaded.record(state) if run.reloaded else None)
 
     def restore(self) -> ResumePoint:
         """Restore the newest intact checkpoint, or return the initial state if none was saved."""
@@ -234,10 +238,12 @@ class _Session:
             optional = [
                 OptionalState(f"variables/{COMPRESSION}", stored_compression, adapt_compression),
                 OptionalState(f"variables/{MAGNITUDES}", stored_magnitudes, adapt_magnitudes),
+                *([run.reloaded.optional] if run.reloaded else []),
             ]
             before = bytes_read()
             state, record = checkpoints.restore(None, abstract_state(run.step.plan), optional=optional)
             self.telemetry.say(f"read {human_bytes(bytes_read() - before)} of the checkpoint")
+            state = run.reloaded.fill(state, record) if run.reloaded else state
         check_resumable(record, run.config, run.data, run.examples, run.run_dir.path)
         for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -247,7 +253,9 @@ class _Session:
         for name, (old, new) in changed_fields(record, run.config).items():
             self.say(f"  {name} changes from {old} to {new}")
         skipped = int(record["position"]) // run.examples - step
-        return ResumePoint(step, skipped, state, record.get("evaluation", {}))
+        # What a checkpoint holds, later ones hold as well: the folder may have changed since.
+        reloaded = record.get(RELOADED) if run.reloaded and run.reloaded.origin else None
+        return ResumePoint(step, skipped, state, record.get("evaluation", {}), reloaded)
 
     def roll_back(self, point: ResumePoint, bad_step: int) -> ResumePoint:
         """Restore the newest checkpoint and skip the batches up to that of `bad_step`."""
@@ -280,6 +288,8 @@ class _Session:
             evaluate = Evaluate(at.every, steps, at.patience, sums, params, sets, written, telemetry, **progress)
             record, interval = checkpoint_record(config, plan, run.data, run.examples), config.checkpoint_every
             save = Save(interval, steps, run.examples, record, self.checkpoints, evaluate, telemetry, skipped)
+            if run.reloaded and point.reloaded:
+                save.record, save.saved = {**record, RELOADED: point.reloaded}, run.reloaded.left_out
             guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
             hooks = [*guards, IdleExperts(self.say), log, evaluate, *self.sdc_checks(), *run.hooks, save]
             timed = telemetry.stopwatch.time_batches(batches)

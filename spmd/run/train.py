@@ -25,6 +25,7 @@ from spmd.run.describe import execution_lines, flags_text
 from spmd.run.evaluate import EvaluationSet, held_out_sets, open_sets, set_batches
 from spmd.run.hooks import Throughput
 from spmd.run.init_from import check_init, copy_source_files, initial_state
+from spmd.run.load_params import frozen_base
 from spmd.run.preflight import count_sample_tokens, preflight
 from spmd.run.run import Run
 from spmd.run.run_dir import Resume, RunDir
@@ -146,6 +147,7 @@ def make_run(
         writers=writers,
         throughput=Throughput(data.batch * data.sequence, "tokens", count_flops(config)),
         batch=abstract_batch(config),
+        reloaded=frozen_base(config) if config.lora.targets else None,
         initial_state=functools.partial(initial_state, setup),
         text=f"{plan}{execution_lines(setup)}",
         notes=tuple(filter(None, (flags, init and f"\n{init}", f"\n{text.describe(config.steps, data.batch)}"))),

@@ -31,7 +31,10 @@ from spmd.data.order import Mixed, Order, Shuffled
 from spmd.data.tokenizer import load_tokenizer
 from spmd.data.training_text import open_text
 from spmd.errors import ConfigError, DataError, MeshError
+from spmd.partition_rules.llama import LLAMA
+from spmd.run.config import TrainConfig
 from spmd.run.evaluate import open_sets
+from tests import tiny
 
 SEQUENCE = 6
 BATCH = 8
@@ -478,12 +481,13 @@ def test_wrong_evaluation_sets_are_reported_at_once(tmp_path: Path) -> None:
     """Missing text, names that are there twice and the name of the run's own set are named with the flag."""
     (tmp_path / "a.txt").write_text("some text of a set\n" * 9)
     text, data = tmp_path / "a.txt", DataConfig(cache=str(tmp_path / "cache"), sequence=8)
+    config = TrainConfig(model=tiny.CONFIG, rules=LLAMA, data=data)
     named = (f"val={text}", f"a={text}", f"a={text}", f"b={tmp_path / 'none'}")
     with pytest.raises(ConfigError) as caught:
-        open_sets(data, named, load_tokenizer("bytes"), "evaluate.sets", taken=("val",))
+        open_sets(config, named, load_tokenizer("bytes"), "evaluate.sets", taken=("val",))
     where = [problem.where for problem in caught.value.problems]
     assert where == [str(tmp_path / "none"), "evaluate.sets", "evaluate.sets"]
-    assert [each.name for each in open_sets(data, named[:2], load_tokenizer("bytes"), "--data")] == ["val", "a"]
+    assert [each.name for each in open_sets(config, named[:2], load_tokenizer("bytes"), "--data")] == ["val", "a"]
 
 
 def test_a_loaded_corpus_becomes_batches(tmp_path: Path, sharding: NamedSharding) -> None:

@@ -19,8 +19,9 @@ from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import check_init, initial_state
 from spmd.run.load_config import load_config
-from spmd.run.load_params import read_params
+from spmd.run.load_params import frozen_base, read_params, restore_model
 from spmd.sharding.mesh import MeshShape
+from spmd.training.state import abstract_state
 from tests.command_line import run
 from tests.train_runs import write_tiny
 
@@ -86,12 +87,49 @@ def test_with_adapters_what_is_loaded_is_frozen_and_merged_on_export(folder: Pat
     flags = ("--init", folder / "hf", "--lora.targets", *LORA.targets, "--lora.rank", 2, "--steps", 3, "--devices", 8)
     assert run("train", folder / "tiny.py", "--out", tuned, *flags, "--optimizer.warmup-steps", 1) == 0
     assert run("export", tuned, "--out", out) == 0
+    with CheckpointManager(tuned / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.record(3)["reloaded"]["path"] == str(folder / "hf")
+        model = restore_model(checkpoints, None, began.plan)
+        with pytest.raises(CheckpointError, match=r"variables/base/embed/embedding: missing"):
+            checkpoints.restore(None, abstract_state(began.plan))
+    for path, leaf in tree.flatten(model.variables[BASE]).items():
+        np.testing.assert_array_equal(leaf, trained(folder)[path], err_msg=path)
     merged = tree.flatten(initial_state(setup(folder, "tuned-hf")).params)
     changed = {path for path, leaf in merged.items() if not np.array_equal(leaf, trained(folder)[path])}
     assert changed == {f"layers/attention/{name}_proj/kernel" for name in "qv"}
     abstract = setup(folder, "base").plan.abstract_params
     for path, leaf in tree.flatten(read_params(tuned, abstract)).items():
         np.testing.assert_array_equal(leaf, merged[path], err_msg=path)
+
+
+@pytest.mark.soak
+def test_adapters_resume_beside_the_folder_they_began_with(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Bitwise as an uninterrupted run, from a folder or a run; without the folder, or with another, not at all."""
+    flags = ("--lora.targets", *LORA.targets, "--lora.rank", 2, "--devices", 8, "--optimizer.warmup-steps", 1)
+    command = ("train", folder / "tiny.py", *flags, "--optimizer.schedule", "constant")
+    for start in ("hf", "base"):
+        whole, parts = folder / f"whole-{start}", folder / f"parts-{start}"
+        init = ("--init", folder / start)
+        assert run(*command, *init, "--out", whole, "--steps", 4) == 0
+        assert run(*command, *init, "--out", parts, "--steps", 2) == 0
+        assert run(*command, *init, "--out", parts, "--steps", 4, "--resume", "always") == 0
+        read = [tree.flatten(read_params(out, setup(folder, "hf").plan.abstract_params)) for out in (whole, parts)]
+        for path, leaf in read[0].items():
+            np.testing.assert_array_equal(leaf, read[1][path], err_msg=path)
+        size = sum(path.stat().st_size for path in (whole / "checkpoints" / "4").rglob("*") if path.is_file())
+        assert size < sum(path.stat().st_size for path in (folder / "hf").iterdir())
+    held = folder / "held"
+    assert run(*command, "--init", folder / "hf", "--out", held, "--steps", 2, "--lora.save-base") == 0
+    (folder / "hf").rename(folder / "moved")
+    capsys.readouterr()
+    try:
+        assert run("generate", folder / "parts-hf", "--prompt", "a", "--tokens", 1) == 2
+        assert "put the folder back, or a link to it" in capsys.readouterr().err
+        assert run("generate", held, "--prompt", "a", "--tokens", 1) == 0
+    finally:
+        (folder / "moved").rename(folder / "hf")
+    tuned = setup(folder, "parts-hf", lora=LORA).config
+    assert frozen_base(tuned).origin is None, "the sum of a run and its adapters is in no file"
 
 
 def test_another_model_is_refused(folder: Path) -> None:
