@@ -15,6 +15,8 @@ from spmd import tree
 from spmd.commands.parsing import parse_flags
 from spmd.data.tokenizer import load_tokenizer
 from spmd.distributed.initialize import initialize
+from spmd.errors import ConfigError, Problem
+from spmd.hf.adapter import save_adapter
 from spmd.hf.family import Family, family_for
 from spmd.hf.folder import architectures_of
 from spmd.hf.save import parse_size, save_params
@@ -23,7 +25,7 @@ from spmd.model_api.model import PRNG
 from spmd.model_api.precision import cast_floats
 from spmd.run.build import build_base_model, build_precision, one_device_mesh
 from spmd.run.config import TrainConfig
-from spmd.run.load_params import read_params
+from spmd.run.load_params import is_run, read_adapters, read_params
 from spmd.run.run_dir import RunDir
 
 _DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
@@ -33,7 +35,8 @@ _DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 class ExportCommand:
     """Export a run's parameters as a Hugging Face folder: safetensors, config.json and tokenizer.
 
-    Parameters are loaded into host memory, so no accelerator is needed. LoRA adapters are merged.
+    Parameters are loaded into host memory, so no accelerator is needed. LoRA adapters are merged, or written alone as
+    a folder that `peft` loads.
     """
 
     run: tyro.conf.Positional[str]
@@ -44,6 +47,8 @@ class ExportCommand:
     """Checkpoint to use; the newest by default."""
     ema: bool = False
     """Export the averaged parameters of a run with --optimizer.ema-decay."""
+    adapter: bool = False
+    """Write the LoRA adapters alone, for `peft`."""
     dtype: Literal["", "bf16", "float32"] = ""
     """Dtype of the tensors; that of the parameters by default."""
     shard_size: str = "5GB"
@@ -55,6 +60,8 @@ def run_export(arguments: list[str]) -> int:
     command: ExportCommand = parse_flags(ExportCommand, arguments, "spmd export")
     began, run, out = time.perf_counter(), Path(command.run), Path(command.out)
     size, config = parse_size(command.shard_size), RunDir(run).config()
+    if command.adapter:
+        return _export_adapter(command, config)
     files, values = sidecar_files(run, config.data.tokenizer, config.model)
     family = family_for(config.model, architectures_of(values))
     initialize(config.devices or 1)  # simulated devices
@@ -64,6 +71,25 @@ def run_export(arguments: list[str]) -> int:
     save_params(out, params, family, config.model, dtype=dtype, shard_size=size, files=files, values=values)
     print(
         f"{family.architectures[0]}: {tree.size(params):,} parameters in {time.perf_counter() - began:.3g} s\n"
+        f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
+    )
+    return 0
+
+
+def _export_adapter(command: ExportCommand, config: TrainConfig) -> int:
+    """Write the adapters of a run; return the exit code."""
+    run, out = Path(command.run), Path(command.out)
+    if not config.lora.targets:
+        problem = Problem(str(run), "has no adapters: all parameters were trained", fix="export it without --adapter")
+        raise ConfigError("Nothing was exported:", [problem])
+    initialize(config.devices or 1)  # simulated devices
+    adapters = read_adapters(run, one_device_mesh(), command.step, ema=command.ema)
+    shapes = {path: leaf.shape for path, leaf in tree.flatten(_abstract(config)).items()}
+    family, dtype, start = family_for(config.model), _DTYPES.get(command.dtype), Path(config.init)
+    base = "" if not config.init or is_run(start) else str(start.absolute())
+    save_adapter(out, adapters, config.lora, family, config.model, shapes=shapes, dtype=dtype, base=base)
+    print(
+        f"adapters of rank {config.lora.rank}: {tree.size(adapters):,} parameters\n"
         f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
     )
     return 0

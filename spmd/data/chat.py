@@ -107,8 +107,8 @@ def read_conversation(line: Any, roles: Callable[[str], bool] = ROLES.__contains
             {"role": role, "content": line[name]} for role, name in (("user", "prompt"), ("assistant", "completion"))
         ]
     elif not named:
-        hint = did_you_mean("messages", line)
-        raise BadConversationError(f'no "messages", "conversations", or "prompt" and "completion": {hint}')
+        has = ", ".join(list(line)[:_SHOWN]) or "nothing"
+        raise BadConversationError(f'no "messages", "conversations", or "prompt" and "completion"; it has {has}')
     if not isinstance(listed, list) or not listed:
         what = "is not a list of messages" if not isinstance(listed, list) else "has no message"
         raise BadConversationError(f'"{named}" {what}')

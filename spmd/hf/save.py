@@ -74,8 +74,8 @@ def save_params(
             write_safetensors(folder / name, shard, arrays, {"format": "pt"})
         if list(shards) != [SINGLE]:
             index = {tensor: name for name, shard in shards.items() for tensor in shard}
-            _write_json(folder / INDEX, {"metadata": {"total_size": needed}, "weight_map": index})
-        _write_json(folder / CONFIG, copied | written)
+            write_json(folder / INDEX, {"metadata": {"total_size": needed}, "weight_map": index})
+        write_json(folder / CONFIG, copied | written)
         for name, file in (files or {}).items():
             shutil.copyfile(file, folder / name)
 
@@ -160,9 +160,14 @@ def _split_into_files(specs: _Specs, max_bytes: int) -> dict[str, _Specs]:
 
 
 def _to_host(parts: _Parts, leaves: Mapping[str, jax.Array], dtype: Any) -> np.ndarray:
-    arrays = [np.asarray(_take(leaves[source.path], np.array(index, np.int32), dtype)) for source, index in parts]
+    arrays = [host_slice(leaves[source.path], index, dtype) for source, index in parts]
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
     return joined.T if parts[0][0].mapping.layout.transposed else joined
+
+
+def host_slice(array: jax.Array, index: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return the element at an index of the leading dimensions, cast to `dtype`, in host memory."""
+    return np.asarray(_take(array, np.array(index, np.int32), dtype))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -177,5 +182,6 @@ def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
     return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file that people can read."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

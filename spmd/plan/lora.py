@@ -35,7 +35,8 @@ from spmd.sharding.rules import Replicate, Rules, first_path, matches, replicate
 BASE = "base"
 """The name of the frozen parameters among the variables."""
 
-_A, _B = "_lora_a", "_lora_b"
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+"""What the names of adapters end with."""
 _SMALL = "a low-rank adapter is small"
 _TITLE = "These adapters cannot be used:"
 
@@ -124,8 +125,8 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         adapters: dict[str, jax.Array] = {}
         for number, (path, shape) in enumerate(paths.items()):
             draw = jax.random.normal(jax.random.fold_in(key, number), (*shape[:-1], lora.rank))
-            adapters[path + _A] = draw * shape[-2] ** -0.5
-            adapters[path + _B] = jnp.zeros((*shape[:-2], lora.rank, shape[-1]))
+            adapters[path + LORA_A] = draw * shape[-2] ** -0.5
+            adapters[path + LORA_B] = jnp.zeros((*shape[:-2], lora.rank, shape[-1]))
         return tree.nested(adapters)
 
     def init_variables(key: jax.Array) -> Any:
@@ -171,9 +172,9 @@ def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, unmerged: Containe
     flat = tree.flatten(adapters)
 
     def place(path: str, leaf: Any) -> Any:
-        if path + _A not in flat:
+        if path + LORA_A not in flat:
             return leaf
-        param = LoRAParam(leaf, flat[path + _A], flat[path + _B], lora.scale)
+        param = LoRAParam(leaf, flat[path + LORA_A], flat[path + LORA_B], lora.scale)
         return param if path in unmerged else param.merged()
 
     return tree.map_with_path(place, base, is_leaf=is_host_param)
@@ -189,8 +190,8 @@ def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
             continue  # the plan reports it
         spec = P() if isinstance(match.requested, Replicate) else drop_fsdp(match.requested)
         entries = (*spec, *(None,) * (len(shape) - len(leading) - len(spec)))
-        rows[re.escape(name) + _A] = _split(*entries[:-1], None)
-        rows[re.escape(name) + _B] = _split(*entries[:-2], None, entries[-1])
+        rows[re.escape(name) + LORA_A] = _split(*entries[:-1], None)
+        rows[re.escape(name) + LORA_B] = _split(*entries[:-2], None, entries[-1])
     return dataclasses.replace(rules, params=(*rows.items(), *rules.params))
 
 

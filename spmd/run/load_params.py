@@ -19,7 +19,7 @@ from spmd.errors import CheckpointError, ConfigError, Problem
 from spmd.hf.folder import CONFIG, open_folder
 from spmd.hf.load import load_published
 from spmd.model_api.compress import COMPRESSION
-from spmd.model_api.model import PRNG
+from spmd.model_api.model import PRNG, Model
 from spmd.optim.ema import ema_params, ema_path
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.plan.lora import BASE, with_adapters
@@ -29,6 +29,7 @@ from spmd.run.config import TrainConfig
 from spmd.run.load_config import other_config
 from spmd.run.reloaded import Reloaded
 from spmd.run.run_dir import RunDir
+from spmd.sharding.mesh import AnyMesh
 from spmd.training.state import ModelState
 
 _MAX_CONFIG_BYTES = 16 << 20
@@ -128,16 +129,9 @@ def read_params(run: Path, abstract: Any, step: int | None = None, *, ema: bool 
         trained, variables = _stored(abstract, stored), dict[str, Any]()
     else:
         base_dtype = jax.tree.leaves(jax.eval_shape(model.init_variables, key)[BASE])[0].dtype
-        replicated = NamedSharding(jax.tree.leaves(abstract)[0].sharding.mesh, P())  # adapters are small
-        trained = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, stored, sharding=replicated),
-            jax.eval_shape(model.init, key),
-        )
+        trained = _abstract_adapters(model, stored, jax.tree.leaves(abstract)[0].sharding.mesh)
         variables = {BASE: _stored(abstract, base_dtype)}
-    where = "params"
-    if ema:
-        optimizer = wrap_optimizer_for_precision(build_optimizer(config), build_precision(config))
-        where, trained = _averaged(jax.eval_shape(optimizer.init, trained), trained)
+    where, trained = _trained(config, trained, ema)
     wanted = tree.at_path(where, trained) | ({"variables": variables} if variables else {})
     branches = [where, *(f"variables/{name}" for name in variables)]
     with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
@@ -149,6 +143,36 @@ def read_params(run: Path, abstract: Any, step: int | None = None, *, ema: bool 
         base = jax.tree.map(_cast, restored["variables"][BASE], abstract)
         params = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)(base, params)
     return jax.tree.map(_cast, params, abstract)
+
+
+def read_adapters(run: Path, mesh: AnyMesh, step: int | None = None, *, ema: bool = False) -> Any:
+    """Load the adapters of a run alone, on every device of a mesh.
+
+    Args:
+        step: None for the newest intact checkpoint.
+        ema: Load the averaged adapters.
+    """
+    folder = RunDir(run)
+    config = folder.config()
+    adapters = _abstract_adapters(build_model(config), build_precision(config).params_dtype, mesh)
+    where, trained = _trained(config, adapters, ema)
+    with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
+        restored, _ = checkpoints.restore(step, tree.at_path(where, trained), branches=[where])
+    return jax.tree.map(_cast, tree.below(where, restored), adapters)
+
+
+def _trained(config: TrainConfig, params: Any, ema: bool) -> tuple[str, Any]:
+    """Return where a checkpoint has the trained parameters or their average, and what to restore there."""
+    if not ema:
+        return "params", params
+    optimizer = wrap_optimizer_for_precision(build_optimizer(config), build_precision(config))
+    return _averaged(jax.eval_shape(optimizer.init, params), params)
+
+
+def _abstract_adapters(model: Model, dtype: Any, mesh: AnyMesh) -> Any:
+    """Return the adapters of a model as abstract arrays; they are small, so that each device has them whole."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0, impl=PRNG))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, P())), shapes)
 
 
 def _stored(abstract: Any, dtype: Any) -> Any:

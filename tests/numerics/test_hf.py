@@ -371,7 +371,7 @@ def test_known_extras_are_named(folder, params):
 
 def test_an_export_that_fails_leaves_nothing(params, tmp_path, monkeypatch):
     """Neither the folder nor what it is called while it is written."""
-    monkeypatch.setattr("spmd.hf.save._write_json", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    monkeypatch.setattr("spmd.hf.save.write_json", lambda *_: (_ for _ in ()).throw(OSError("disk")))
     with pytest.raises(CheckpointError, match="disk"):
         save_params(tmp_path / "out", params, family_for(CONFIG), CONFIG)
     assert list(tmp_path.iterdir()) == []

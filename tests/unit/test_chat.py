@@ -202,7 +202,7 @@ def test_conversations_of_several_forms(line):
 
 BAD_LINES = {
     "no object": ([], "the line is not an object"),
-    "no messages": ({"mesages": []}, 'did you mean "mesages"'),
+    "no messages": ({"mesages": []}, "it has mesages"),
     "no list": ({"messages": "hi"}, '"messages" is not a list'),
     "an empty list": ({"conversations": []}, '"conversations" has no message'),
     "no role": ({"messages": [{"content": "x"}]}, "message 1 has no role"),
