@@ -97,7 +97,7 @@ class _Texts:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, longer: str, sequence: int) -> None:
         self.tokenizer, self.template, self.longer, self.sequence = tokenizer, template, longer, sequence
-        self.about = dict.fromkeys(("conversations", "longer", "left_out", "tokens", "trained"), 0)
+        self.about = dict.fromkeys(("conversations", "longer", "dropped", "tokens", "trained"), 0)
 
     def split(self, files: Iterable[SourceFile], fraction: float) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """Return the arrays of both splits, and the counts."""
@@ -105,7 +105,7 @@ class _Texts:
         found = list(self._read(files, problems))
         if not found and not problems:
             what, fix = "holds no conversation", ""
-            if self.about["left_out"]:
+            if self.about["dropped"]:
                 what, fix = "holds none that is short enough", "longer sequences: --data.sequence N"
             problems.append(Problem("data.source", what, fix=fix))
         if problems:
@@ -150,7 +150,7 @@ class _Texts:
                 problems.append(Problem(str(file.path), "changed while it was read", fix="run again"))
 
     def _encode(self, line: Any) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the ids and the mask of a line; None if it is left out, and counted, for its length."""
+        """Return the ids and the mask of a line; None if it is dropped, and counted, for its length."""
         written = self.template.write(read_conversation(line, self.template.knows))
         written.text.encode("utf-8")  # JSON can contain half of a surrogate pair, which tokenizers reject
         ids, characters = self.tokenizer.encode_chat(written.text)
@@ -168,7 +168,7 @@ class _Texts:
                 raise BadConversationError(detail, fix)
             ids, mask = ids[: self.sequence + 1], mask[: self.sequence + 1]
             if self.longer == "drop" or not mask[1:].any():
-                self.about["left_out"] += 1
+                self.about["dropped"] += 1
                 return None
         return ids, mask
 
@@ -177,9 +177,9 @@ def _notes(about: dict[str, int], config: ChatConfig, sequence: int) -> Iterator
     share = about["trained"] / max(about["tokens"], 1)
     yield f"trained are {about['trained']:,} of {about['tokens']:,} tokens ({share:.1%}): what the assistant says"
     if about["longer"]:
-        cut, out = about["longer"] - about["left_out"], about["left_out"]
+        cut, out = about["longer"] - about["dropped"], about["dropped"]
         why = "" if config.longer == "drop" else " since the assistant says nothing in what is left of them"
-        parts = [f"{cut:,} were truncated"] * bool(cut) + [f"{out:,} were left out{why}"] * bool(out)
+        parts = [f"{cut:,} were truncated"] * bool(cut) + [f"{out:,} were dropped{why}"] * bool(out)
         yield f"longer than {sequence} tokens: {' and '.join(parts)}"
 
 

@@ -47,7 +47,7 @@ class Reloaded:
         """Return what checkpoints of a new run record; None if they hold this part."""
         return None if self.origin is None else {**self.origin, "digest": digest_arrays(self._below(state))}
 
-    def left_out(self, state: Any) -> dict[str, Any]:
+    def rest(self, state: Any) -> dict[str, Any]:
         """Return the other arrays of a state, by path."""
         below = self._below(state)
         return {path: leaf for path, leaf in tree.flatten(state).items() if path not in below}

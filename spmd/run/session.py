@@ -289,7 +289,7 @@ class _Session:
             record, interval = checkpoint_record(config, plan, run.data, run.examples), config.checkpoint_every
             save = Save(interval, steps, run.examples, record, self.checkpoints, evaluate, telemetry, skipped)
             if run.reloaded and point.reloaded:
-                save.record, save.saved = {**record, RELOADED: point.reloaded}, run.reloaded.left_out
+                save.record, save.saved = {**record, RELOADED: point.reloaded}, run.reloaded.rest
             guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
             hooks = [*guards, IdleExperts(self.say), log, evaluate, *self.sdc_checks(), *run.hooks, save]
             timed = telemetry.stopwatch.time_batches(batches)

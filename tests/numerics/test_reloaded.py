@@ -53,7 +53,7 @@ def test_what_is_left_out_is_loaded_again(tmp_path):
     """On another mesh: the checkpoint has the rest alone, the state is whole and has the same bits."""
     before = state()
     record = {RELOADED: PART.record(before)}
-    with saved(tmp_path, PART.left_out(before), record) as checkpoints:
+    with saved(tmp_path, PART.rest(before), record) as checkpoints:
         wanted = abstract(fsdp=4)
         with pytest.raises(CheckpointError, match="variables/base/0/w: missing"):
             checkpoints.restore(1, wanted)
@@ -67,7 +67,7 @@ def test_what_is_left_out_is_loaded_again(tmp_path):
 def test_other_bits_are_refused(tmp_path):
     """A changed file, a record without an origin, and a folder that is not there are errors that say so."""
     before = state()
-    with saved(tmp_path, PART.left_out(before), {}) as checkpoints:
+    with saved(tmp_path, PART.rest(before), {}) as checkpoints:
         restored, _ = checkpoints.restore(1, abstract(), optional=[PART.optional])
     wrong = {**PART.record(before), "digest": "0" * 32}
     with pytest.raises(CheckpointError, match=r"somewhere: has not the parameters .*\n.*was 0000"):

@@ -204,7 +204,7 @@ def test_adapters_have_the_losses_of_peft_and_load_there(folder: Path, transform
 
     def load(adapter: Path, trainable: bool, alpha: float = 8) -> Any:
         base = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
-        config = peft.LoraConfig.from_pretrained(adapter)
+        config = peft.PeftConfig.from_pretrained(adapter)
         config.lora_alpha, config.inference_mode = alpha, not trainable
         return peft.PeftModel.from_pretrained(base, adapter, is_trainable=trainable, config=config)
 

@@ -83,7 +83,7 @@ def test_text_may_be_padded_too():
 
 
 def test_longer_conversations_are_refused_dropped_or_truncated(tmp_path):
-    """As the config says, with the count; one in which the assistant then says nothing is left out, and counted."""
+    """As the config says, with the count; one in which the assistant then says nothing is dropped, and counted."""
     long = {"prompt": "x" * 99, "completion": "late"}
     lines = [line(1), line(2, answers=3), long, line(3)]
     with pytest.raises(DataError) as caught:
@@ -93,8 +93,8 @@ def test_longer_conversations_are_refused_dropped_or_truncated(tmp_path):
     assert "--data.sequence 47, or --chat.longer drop or truncate" in str(caught.value)
     dropped, cut = (corpus(tmp_path, lines, longer) for longer in ("drop", "truncate"))
     assert (dropped.documents, cut.documents) == (2, 3)
-    assert dropped.notes[1] == "longer than 24 tokens: 2 were left out"
-    assert cut.notes[1].startswith("longer than 24 tokens: 1 were truncated and 1 were left out since the assistant")
+    assert dropped.notes[1] == "longer than 24 tokens: 2 were dropped"
+    assert cut.notes[1].startswith("longer than 24 tokens: 1 were truncated and 1 were dropped since the assistant")
     lengths = np.concatenate([np.diff(ends, prepend=0) for ends in (cut.train_ends, cut.validation_ends)])
     assert sorted(lengths) == [16, 16, 25]
     with pytest.raises(DataError, match="holds none that is short enough"):
