@@ -119,6 +119,12 @@ def make_run(
     device, sharding = jax.devices()[0], batch_sharding(setup.mesh)
     flags = flags_text(setup, device.platform, device.device_kind)
     order = text.order(config.seed)
+    corpus_line = f"\n{text.describe(config.steps, data.batch)}"
+
+    frozen, base_line = frozen_base(config) if config.lora.targets else None, ""
+    if frozen and frozen.origin:
+        keep = f"keep {frozen.origin['path']}, or save the frozen parameters, too (--lora.save-base)"
+        base_line = f"\ncheckpoints have the adapters alone: {keep}"
 
     def training(start: int, steps: int) -> Batches:
         text.check_epochs(steps, data.batch)  # again, as roll-backs skip batches
@@ -147,10 +153,10 @@ def make_run(
         writers=writers,
         throughput=Throughput(data.batch * data.sequence, "tokens", count_flops(config)),
         batch=abstract_batch(config),
-        reloaded=frozen_base(config) if config.lora.targets else None,
+        reloaded=frozen,
         initial_state=functools.partial(initial_state, setup),
         text=f"{plan}{execution_lines(setup)}",
-        notes=tuple(filter(None, (flags, init and f"\n{init}", f"\n{text.describe(config.steps, data.batch)}"))),
+        notes=tuple(filter(None, (flags, init and f"\n{init}", base_line, corpus_line))),
         source=source,
     )
 
