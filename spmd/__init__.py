@@ -12,6 +12,7 @@ state = spmd.fit(state, step, batches, steps=1000)
 `Run` trains the step in a folder, with checkpoints, evaluation and recovery; `train` a language model by its config.
 """
 
+from spmd.data.chat import ChatConfig
 from spmd.data.images import ImageFolder
 from spmd.data.loader import DataConfig
 from spmd.errors import SpmdError
@@ -47,6 +48,7 @@ from spmd.training.state import TrainState, init_state
 from spmd.training.step import make_train_step
 
 __all__ = [
+    "ChatConfig",
     "CompressConfig",
     "DataConfig",
     "EvaluationConfig",
