@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from spmd import tree
-from spmd.data.loader import batches, split_rows
+from spmd.data.loader import batches
 from spmd.hf.adapter import save_adapter
 from spmd.hf.family import family_for
 from spmd.plan.lora import BASE, LoRAConfig
-from spmd.run.build import TrainSetup, config_mesh, make_setup, open_corpus
+from spmd.run.build import TrainSetup, config_mesh, make_setup, open_training_text
 from spmd.run.init_from import initial_state
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
@@ -107,7 +107,8 @@ def setup_of(folder: Path, **fields: Any) -> TrainSetup:
 def conversations(folder: Path, setup: TrainSetup) -> list[list[tuple[int, ...]]]:
     """The tokens of each conversation in each batch of training."""
     data, found = setup.config.data, []
-    rows, _ = split_rows(data, open_corpus(setup.config))
+    (text,) = open_training_text(setup.config).sets
+    rows = text.train
     options = {"batch": data.batch, "sharding": batch_sharding(setup.mesh), "seed": setup.config.seed}
     with batches(rows, start=0, steps=STEPS, **options) as stream:
         for batch in stream:

@@ -16,7 +16,7 @@ from spmd.data.tokenizer import ByteTokenizer
 from spmd.errors import ConfigError, DataError
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA
-from spmd.run.build import abstract_batch, open_corpus
+from spmd.run.build import abstract_batch, open_training_text
 from spmd.run.config import TrainConfig
 
 TEMPLATE = ChatTemplate(
@@ -169,7 +169,10 @@ def config(tmp_path: Path, **fields) -> TrainConfig:
 
 def test_a_config_trains_conversations(tmp_path):
     """Its batches have segments where they are packed; one conversation cannot be split."""
-    found = open_corpus(config(tmp_path))
+    (only,) = open_training_text(config(tmp_path)).sets
+    found = only.text
+    assert isinstance(found, Corpus)
+    assert only.describe().startswith("2 conversations, ")
     assert (found.documents, len(found.validation_ends)) == (2, 1)
     assert "segments" in abstract_batch(config(tmp_path))
     padded = DataConfig(packing="padded")
@@ -177,19 +180,21 @@ def test_a_config_trains_conversations(tmp_path):
     assert "segments" not in abstract_batch(config(tmp_path, task="pretrain", chat=ChatConfig()))
     one = dataclasses.replace(config(tmp_path).data, source=(write(tmp_path / "one.jsonl", [line(1)]),))
     with pytest.raises(DataError, match="holds one conversation"):
-        open_corpus(config(tmp_path, data=one))
+        open_training_text(config(tmp_path, data=one))
 
 
 def test_configs_that_cannot_be_are_refused(tmp_path):
     """Windows of conversations, conversations of text, bytes without a template, and bytes of a model with tokens."""
     with pytest.raises(ConfigError, match=r"data\.packing: is windows"):
         config(tmp_path, data=DataConfig(packing="windows"))
+    with pytest.raises(ConfigError, match=r"data\.streaming: is for text"):
+        config(tmp_path, data=DataConfig(streaming=True))
     with pytest.raises(ConfigError, match="--task sft"):
         config(tmp_path, task="pretrain")
     with pytest.raises(ConfigError, match="task: is 'chat'"):
         config(tmp_path, task="chat")
     with pytest.raises(DataError, match=r"has no chat template\n.*it is bytes"):
-        open_corpus(config(tmp_path, chat=ChatConfig()))
+        open_training_text(config(tmp_path, chat=ChatConfig()))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"has its own\n.*--data\.tokenizer .*tokenizer\.json"):
-        open_corpus(config(tmp_path, init=str(tmp_path)))
+        open_training_text(config(tmp_path, init=str(tmp_path)))
