@@ -92,6 +92,7 @@ def lost_of_reference() -> tuple[Any, Any]:
     return lost(plan())
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("sizes", [{"sequence": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_adapters_train_alike_on_every_mesh(sizes: dict[str, int]) -> None:
     """Losses and adapters after some steps are those of one device."""

@@ -73,7 +73,7 @@ def test_config_lists_every_problem() -> None:
     with pytest.raises(ConfigError) as caught:
         OptimizerConfig(
             name="adam",  # type: ignore[arg-type]
-            schedule="linear",  # type: ignore[arg-type]
+            schedule="cubic",  # type: ignore[arg-type]
             learning_rate=float("nan"),
             warmup_steps=-1,
             decay_fraction=0.0,
@@ -88,9 +88,10 @@ def test_config_lists_every_problem() -> None:
             moments="4bit",  # type: ignore[arg-type]
             moments_block=48,
             clip_norm=-1.0,
+            ema_decay=1.0,
         )
     wrong = {problem.where for problem in caught.value.problems}
-    fields = set(OptimizerConfig.__dataclass_fields__) - {"no_decay", "scales"}
+    fields = set(OptimizerConfig.__dataclass_fields__) - {"no_decay", "scales", "schedule_fn"}
     assert wrong == fields | {"no_decay[1]", "scales[0]"}
     assert 'did you mean "adamw"?' in str(caught.value)
 

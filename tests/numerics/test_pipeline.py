@@ -214,6 +214,7 @@ def test_one_stage_is_no_pipeline():
         tabulate(make_schedule("1f1b", 1, 4))
 
 
+@pytest.mark.soak
 def test_a_check_takes_the_same_microbatches():
     """Routers' losses are of a microbatch: one device has those that the mesh has, also where no number is given."""
     config = dataclasses.replace(MIXTRALS["test"], layers=2, stacked=True)

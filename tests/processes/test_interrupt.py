@@ -65,7 +65,11 @@ def read(terminal, ends):
 
 @pytest.mark.parametrize(
     ("after", "times", "launched"),
-    [(b"compiling the step", 1, False), (b"step ", 2, False), (b"compiling the step", 1, True)],
+    [
+        (b"compiling the step", 1, False),
+        (b"step ", 2, False),
+        pytest.param(b"compiling the step", 1, True, marks=pytest.mark.soak),
+    ],
     ids=["compiling", "training-twice", "launched"],
 )
 def test_ctrl_c_ends_a_run(after, times, launched, config, tmp_path):
