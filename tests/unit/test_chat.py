@@ -4,145 +4,23 @@ import json
 
 import jinja2
 import pytest
-import tokenizers
 
 from spmd.data.chat import (
     BadConversationError,
     ChatConfig,
-    ChatTemplate,
     Conversation,
     find_template,
     read_conversation,
 )
 from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import ConfigError, DataError
-
-CHATML = (
-    "{% for m in messages %}\n{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}\n{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-LLAMA3 = (
-    "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' "
-    "+ m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set text = bos_token + text %}{% endif %}"
-    "{{ text }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
-    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
-)
-MARKED = (
-    "{%- for m in messages -%}\n    {{- '<|im_start|>' + m['role'] + '\\n' -}}\n"
-    "    {%- if m['role'] == 'assistant' -%}\n"
-    "        {%- generation -%}{{- m['content'] + '<|im_end|>' -}}{%- endgeneration -%}\n"
-    "    {%- else -%}{{- m['content'] + '<|im_end|>' -}}{%- endif -%}{{- '\\n' -}}\n{%- endfor -%}"
-)
-TOOLS = (
-    "{% if tools %}Tools: {{ tools | tojson(indent=2) }}{% endif %}{% for m in messages %}{% if loop.last %}"
-    "{% continue %}{% endif %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
-    "{% endfor %} on {{ strftime_now('%Y') }}"
-)
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-PLAIN = [
-    {"role": "user", "content": "What is 2 + 2?"},
-    {"role": "assistant", "content": "  It is 4, é 😀.\n\n"},
-    {"role": "user", "content": "And <b>'3 + 3'</b>?\n"},
-    {"role": "assistant", "content": "6"},
-]
-SYSTEM = [{"role": "system", "content": "Be brief."}, *PLAIN]
-
-
-def template(source: str, **fields) -> ChatTemplate:
-    return ChatTemplate(source, "a template", TOKENS, **fields)
-
-
-def words() -> tokenizers.Tokenizer:
-    """A byte-level tokenizer with a few merges, which leaves spaces out of the characters of a token."""
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    special = ["</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    model.train_from_iterator([m["content"] for m in SYSTEM] * 3, trainer)
-    return model
+from tests.chats import CHATML, LLAMA3, MARKED, MISTRAL, PLAIN, TOOLS, template, write_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tokenizer's folder, with the settings that `transformers` reads."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    words().save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **TOKENS, "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def theirs(folder):
-    """The same tokenizer in `transformers`."""
-    import transformers
-
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.mark.parametrize(
-    ("source", "messages"),
-    [(CHATML, PLAIN), (CHATML, SYSTEM), (LLAMA3, SYSTEM), (MISTRAL, PLAIN), (MARKED, SYSTEM), (MARKED, PLAIN[:1])],
-    ids=["chatml", "chatml-system", "llama3", "mistral", "marked", "prompt"],
-)
-def test_text_and_ids_are_those_of_transformers(source, messages, folder, theirs):
-    """With and without the prompt for an answer, to the character and the id; the control has another template."""
-    ours, tokenizer = template(source), load_tokenizer(str(folder / "tokenizer.json"))
-    for prompt in (False, True):
-        text = theirs.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=prompt)
-        said = ours.render(messages, prompt=prompt).replace("\ufdd0", "").replace("\ufdd1", "")
-        assert said == text
-        assert said != theirs.apply_chat_template(messages, chat_template=CHATML + ".", tokenize=False)
-        ids = theirs.apply_chat_template(messages, chat_template=source, add_generation_prompt=prompt)
-        ids = ids if isinstance(ids, list) else ids["input_ids"]
-        assert tokenizer.encode_chat(text)[0].tolist() == ids
-
-
-def test_marked_tokens_are_those_of_transformers(folder, theirs):
-    """The mask by `{% generation %}` blocks is theirs, and the mask by prefixes has also the ends of turns."""
-    # They leave out spaces that begin an answer, which no token of this tokenizer says to be its own.
-    messages = tuple({**message, "content": message["content"].lstrip()} for message in SYSTEM)
-    found = theirs.apply_chat_template(
-        list(messages), chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
-    )
-    masks = {}
-    for source in (MARKED, CHATML):
-        written = template(source).write(Conversation(messages))
-        _, characters = load_tokenizer(str(folder / "tokenizer.json")).encode_chat(written.text)
-        masks[source] = sum(
-            ((characters[:, 0] < end) & (characters[:, 1] > begin)).astype(int) for begin, end in written.spans
-        )
-    assert masks[MARKED].tolist() == found["assistant_masks"]
-    assert 0 < masks[MARKED].sum() == masks[CHATML].sum() - 2
-    assert (masks[CHATML] >= masks[MARKED]).all()
-
-
-def test_tools_and_the_date_are_given_to_the_template(theirs):
-    """As `transformers` gives them, with loop controls; without a date such a template is refused."""
-    from datetime import UTC, datetime
-
-    now = datetime.now(UTC).replace(tzinfo=None)
-    tools = [{"type": "function", "function": {"name": "f<", "parameters": {}}}]
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "é"}]}]
-    line = {"messages": [*messages, PLAIN[0]], "tools": tools}
-    text = theirs.apply_chat_template(line["messages"], tools=tools, chat_template=TOOLS, tokenize=False)
-    read = read_conversation(line)
-    assert template(TOOLS, now=now).render(read.messages, read.tools) == text
-    with pytest.raises(DataError, match=r"may write today's date\n.*\n.*--chat\.date"):
-        template(TOOLS)
-    with pytest.raises(ConfigError, match=r"chat\.date: is 'tomorrow'"):
-        ChatConfig(date="tomorrow")
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.mark.parametrize("name", ["bytes", "words"])
@@ -293,3 +171,11 @@ def test_a_template_that_is_not_there_is_said(tmp_path):
 def test_control_jinja_alone_writes_another_text():
     """Without trimmed blocks the lines of a template's tags are in the text: the environment is seen."""
     assert jinja2.Template(CHATML).render(messages=PLAIN) != template(CHATML).render(PLAIN)
+
+
+def test_the_date_is_asked_for():
+    """Without a date a template that writes today's is refused, and a date that is none."""
+    with pytest.raises(DataError, match=r"may write today's date\n.*\n.*--chat\.date"):
+        template(TOOLS)
+    with pytest.raises(ConfigError, match=r"chat\.date: is 'tomorrow'"):
+        ChatConfig(date="tomorrow")
