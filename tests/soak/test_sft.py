@@ -24,8 +24,8 @@ from spmd.run.init_from import initial_state
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import batch_sharding
 from spmd.training.state import TrainState
+from tests.chats import MARKED, TOKENS, words
 from tests.command_line import run
-from tests.unit.test_chat import MARKED, TOKENS, words
 
 pytestmark = pytest.mark.soak
 
