@@ -3,7 +3,6 @@
 from datetime import UTC, datetime
 
 import pytest
-import transformers
 
 from spmd.data.chat import Conversation, read_conversation
 from spmd.data.tokenizer import load_tokenizer
@@ -18,7 +17,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(folder):
-    """The same tokenizer in `transformers`."""
+    """The same tokenizer in `transformers`, which `make newest` does not install."""
+    import transformers
+
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 

@@ -9,11 +9,8 @@ import threading
 import time
 from collections import Counter
 
-import mlflow
-import mlflow.environment_variables
 import numpy as np
 import pytest
-from wandb.proto import wandb_internal_pb2
 
 import spmd
 from spmd.observe.metrics import JsonLines
@@ -49,6 +46,8 @@ def leveldb_records(data):
 
 def wandb_rows(folder):
     """Steps of the history of each process of a W&B run, with their values, and the ids of the runs."""
+    from wandb.proto import wandb_internal_pb2
+
     rows, ids = [], set()
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         for data in leveldb_records(path.read_bytes()):
@@ -64,6 +63,9 @@ def wandb_rows(folder):
 
 def mlflow_run(folder):
     """The only run of a file store, and a client for it."""
+    import mlflow
+    import mlflow.environment_variables
+
     mlflow.environment_variables.MLFLOW_ALLOW_FILE_STORE.set(True)
     client = mlflow.MlflowClient(tracking_uri=(folder / "mlflow").absolute().as_uri())
     experiment = client.get_experiment_by_name("spmd")
