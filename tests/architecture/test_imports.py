@@ -1,9 +1,13 @@
 """Models, rules, name maps and examples are imported as `spmd.models` and so on, never from the top level.
 
-The folders are at the top of the repository, so `import models` works there, and fails in an installed package.
+The folders are at the top of the repository, so `import models` works there, and fails in an installed package. And
+tests import at their top only what is installed wherever tests run: pytest imports every file before it chooses.
 """
 
+import ast
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 from tests.architecture.test_docs import blocks
@@ -59,3 +63,41 @@ def test_control_a_document_is_read(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text("import models\n\n```python\nimport models\n```\n\n```text\nimport models\n```\n", encoding="utf-8")
     assert top_level_imports(code_of(path)) == ["models"]
+
+
+PACKAGES = {"PIL": "pillow", "yaml": "pyyaml", "nbformat": "nbclient", "packaging": "pytest"}
+"""Module → the package that has it or needs it, where the names differ."""
+OWN = {"spmd", "tests", "benchmarks"}
+
+
+def packages_of_tests() -> set[str]:
+    """The packages that `make newest` installs: what spmd needs, and the extra `test`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = project["dependencies"] + project["optional-dependencies"]["test"]
+    return {re.split(r"[\[>=]", requirement)[0].lower() for requirement in needed}
+
+
+def foreign_imports(source: str, known: set[str]) -> list[str]:
+    """Modules that a file imports at its top and that are in none of the known packages."""
+    names = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    modules = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - OWN
+    return sorted(module for module in modules if PACKAGES.get(module, module).lower() not in known)
+
+
+def test_every_file_of_tests_is_collected_wherever_tests_run() -> None:
+    """Libraries of the extras `parity` and `soak` are imported inside the tests that need them."""
+    known = packages_of_tests()
+    files = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in (ROOT / "tests").rglob("*.py")}
+    assert {name: found for name, text in files.items() if (found := foreign_imports(text, known))} == {}
+    assert len(files) > 200
+
+
+def test_control_a_foreign_import_is_found() -> None:
+    """At the top of a file, and not inside a function."""
+    source = "import os, mlflow.tracking\nfrom PIL import Image\nimport numpy\n\ndef f():\n    import torch\n"
+    assert foreign_imports(source, packages_of_tests()) == ["mlflow"]
