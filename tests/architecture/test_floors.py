@@ -359,6 +359,19 @@ def test_every_folder_is_shipped() -> None:
     assert set(project["tool"]["setuptools"]["packages"]) == read_folders(*PACKAGES[:-1])
 
 
+def described_folders(page: str) -> set[str]:
+    """The folders in the first column of the tables of a page."""
+    rows = (line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    return {name.strip().strip("`") for row in rows for name in row.split(",")}
+
+
+def test_every_folder_is_described() -> None:
+    """The tables of docs/architecture.md have each floor and each family by its name, and no other."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert described_folders(page) == {*FLOORS, *FAMILIES}
+    assert described_folders(page.replace("| `training` |", "| `train` |")) != {*FLOORS, *FAMILIES}
+
+
 def test_models() -> None:
     """Models import Flax, JAX, NumPy and the marks of spmd, and each other."""
     assert not report(check_models, read_modules("spmd/models"))
