@@ -30,7 +30,7 @@ from spmd.training.step import TrainStep
 config = dataclasses.replace(
     config, optimizer=dataclasses.replace(config.optimizer, schedule="constant"), steps=24, checkpoint_every=0
 )
-take, read = TrainStep.__call__, spmd.run.train.batches
+take, read = TrainStep.__call__, spmd.run.train.ordered_batches
 
 
 def take_and_tell(self, state, batch):
@@ -44,15 +44,15 @@ def take_and_tell(self, state, batch):
     return take(self, state, batch)
 
 
-def read_past_one(windows, *, start, steps, **options):
-    return read(windows, start=start + 1, steps=steps + 1, **options)
+def read_past_one(order, *, start, steps, **options):
+    return read(order, start=start + 1, steps=steps + 1, **options)
 
 
 if sys.argv[1:2] == ["train"]:
     out = Path(sys.argv[sys.argv.index("--out") + 1])
     TrainStep.__call__ = take_and_tell
     if out.name == "fault":
-        spmd.run.train.batches = read_past_one
+        spmd.run.train.ordered_batches = read_past_one
 """
 """Lines of a config under which each process writes down what its devices feed to each step, just before they do.
 
