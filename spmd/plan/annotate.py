@@ -26,7 +26,7 @@ from spmd.plan.scopes import annotate_scope, in_scope
 from spmd.plan.stored import store, store_problems
 from spmd.plan.wires import SECONDARY
 from spmd.sharding.dims import spec_dims
-from spmd.sharding.mesh import AnyMesh, shards_of
+from spmd.sharding.mesh import AnyMesh, is_kind, shards_of
 from spmd.sharding.optimizer_state import drop_fsdp
 
 F = TypeVar("F", bound=Callable)
@@ -60,7 +60,8 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
 
     dims = spec_dims(spec, x.ndim, split_axes(mesh))
     shard = tuple(size // shards_of(axes, mesh.shape) for size, axes in zip(x.shape, dims, strict=True))
-    return store(x, name, codec, shard, place, on_host=name in remat.offload)
+    # The products of TPU7x read what is decoded transposed.
+    return store(x, name, codec, shard, place, on_host=name in remat.offload, any_layout=is_kind(mesh, "TPU7x"))
 
 
 def constrain_like(x: jax.Array, name: str) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.mesh import AnyMesh, is_kind
 
 _SMALL, _MANY = 32 * 2**20, 64
 """Bytes of a gathered array below which XLA makes an all-reduce on v5e, and devices from which on it does."""
@@ -50,7 +50,7 @@ def psum_scatter(x: Array, mesh: AnyMesh | None, axis: str, dim: int, dtype: jnp
     The sum has a dtype of its own; terms are sent in that of `x`.
     """
     count, is_whole = jax.lax.axis_size(axis), _spans_slice(mesh, axis, "TPU")
-    if not is_whole and not _is_kind(mesh, "TPU"):
+    if not is_whole and not is_kind(mesh, "TPU"):
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True).astype(dtype)
     x = jnp.moveaxis(x, dim, 0)  # of other dimensions XLA:TPU scatters none, or a copy
     if not is_whole:
@@ -78,12 +78,8 @@ def _pairs(count: int) -> list[list[int]]:
 
 def _spans_slice(mesh: AnyMesh | None, axis: str, kind: str, slices: int = 1) -> bool:
     """Return whether the devices along an axis are all those of some slices, of a kind of TPU."""
-    if not isinstance(mesh, Mesh) or not _is_kind(mesh, kind):
+    if not isinstance(mesh, Mesh) or not is_kind(mesh, kind):
         return False
     count, numbers = mesh.shape[axis] // slices, [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
     lines = np.moveaxis(np.reshape(numbers, mesh.devices.shape), mesh.axis_names.index(axis), -1).reshape(-1, count)
     return count % 2 == 0 and count == numbers.count(numbers[0]) and bool((lines == lines[..., :1]).all())
-
-
-def _is_kind(mesh: AnyMesh | None, kind: str) -> bool:
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].device_kind.startswith(kind)

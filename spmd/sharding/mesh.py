@@ -198,6 +198,11 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
     return AbstractMesh(tuple(shape.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def is_kind(mesh: AnyMesh | None, kind: str) -> bool:
+    """Return whether a mesh has devices whose kind begins with these words, such as "TPU" or "TPU7x"."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].device_kind.startswith(kind)
+
+
 def simulate_devices(count: int) -> None:
     """Make this process use `count` simulated CPU devices; call it before JAX starts."""
     try:
