@@ -71,16 +71,11 @@ class BlockCodec:
         return Encoded(tiles.joined(codes, x.shape), tiles.joined(scale, x.shape))
 
     def decode(self, coded: Encoded, dtype: Any, rows: int = 1, dim: int = -1) -> jax.Array:
-        """Return the array of some codes; `rows` and `dim` as for `encode`.
-
-        With 0 rows, codes of the last dimension keep their shape, and scales are repeated: any layout of the result is
-        then one of the codes.
-        """
+        """Return the array of some codes; `rows` and `dim` as for `encode`. With 0 rows, scales are repeated."""
         codes, scale = coded
         assert scale is not None
         if not rows:
-            repeated = jnp.repeat(scale, codes.shape[-1] // scale.shape[-1], axis=-1)
-            return (codes.astype(jnp.float32) * repeated).astype(dtype)
+            return (codes.astype(jnp.float32) * jnp.repeat(scale, codes.shape[-1] // scale.shape[-1], -1)).astype(dtype)
         tiles = _Tiles(codes.ndim, dim, rows)
         blocks = tiles.of(codes, codes.shape[dim] // scale.shape[dim])
         if self.packed == 2:  # shifts of signed integers keep the sign

@@ -60,8 +60,7 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
 
     dims = spec_dims(spec, x.ndim, split_axes(mesh))
     shard = tuple(size // shards_of(axes, mesh.shape) for size, axes in zip(x.shape, dims, strict=True))
-    # The products of TPU7x read what is decoded transposed.
-    return store(x, name, codec, shard, place, on_host=name in remat.offload, any_layout=is_kind(mesh, "TPU7x"))
+    return store(x, name, codec, shard, place, on_host=name in remat.offload, transposed=is_kind(mesh, "TPU7x"))
 
 
 def constrain_like(x: jax.Array, name: str) -> jax.Array:

@@ -46,7 +46,7 @@ def store(
     place: Callable[[jax.Array], jax.Array],
     *,
     on_host: bool,
-    any_layout: bool,
+    transposed: bool,
 ) -> jax.Array:
     """Return `x`, of which the backward pass of the `jax.checkpoint` around it has only codes.
 
@@ -57,7 +57,7 @@ def store(
         shard: The shape of `x` on one device: blocks do not cross shards.
         place: Constrains an array whose dimensions are split as those of `x` are.
         on_host: Whether codes are moved to host memory. Scales are not.
-        any_layout: Whether decoding serves any layout of the decoded array, and not that of rows alone.
+        transposed: Whether the device's products read the decoded array transposed, so that rows are not kept whole.
     """
     block = codec.block_of(shard[-1])
     if not block:
@@ -73,7 +73,7 @@ def store(
 
     def load(codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         codes = jax.device_put(codes, jax.memory.Space.Device) if on_host else codes
-        return place(codec.decode(Encoded(codes, scale), x.dtype, 0 if any_layout else rows))
+        return place(codec.decode(Encoded(codes, scale), x.dtype, 0 if transposed else rows))
 
     saved = jax.make_jaxpr(save)(x)
     loaded = jax.make_jaxpr(load)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in saved.out_avals[1:]))

@@ -10,7 +10,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from spmd.sharding.mesh import AnyMesh, is_kind
@@ -78,7 +77,7 @@ def _pairs(count: int) -> list[list[int]]:
 
 def _spans_slice(mesh: AnyMesh | None, axis: str, kind: str, slices: int = 1) -> bool:
     """Return whether the devices along an axis are all those of some slices, of a kind of TPU."""
-    if not isinstance(mesh, Mesh) or not is_kind(mesh, kind):
+    if not is_kind(mesh, kind):
         return False
     count, numbers = mesh.shape[axis] // slices, [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
     lines = np.moveaxis(np.reshape(numbers, mesh.devices.shape), mesh.axis_names.index(axis), -1).reshape(-1, count)

@@ -6,7 +6,7 @@ A mesh is a plain `jax.sharding.Mesh` (or `AbstractMesh`, without devices) with 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -198,7 +198,7 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
     return AbstractMesh(tuple(shape.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def is_kind(mesh: AnyMesh | None, kind: str) -> bool:
+def is_kind(mesh: AnyMesh | None, kind: str) -> TypeGuard[Mesh]:
     """Return whether a mesh has devices whose kind begins with these words, such as "TPU" or "TPU7x"."""
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].device_kind.startswith(kind)
 

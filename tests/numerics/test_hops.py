@@ -48,7 +48,7 @@ def test_they_give_what_one_collective_gives(sizes, dim, is_whole, whole_slice, 
 
     Over a part of a slice there is one hop, along the first dimension.
     """
-    monkeypatch.setattr(hops, "_is_kind", lambda mesh, kind: True)
+    monkeypatch.setattr(hops, "is_kind", lambda mesh, kind: True)
     monkeypatch.setattr(hops, "_spans_slice", lambda mesh, axis, kind: is_whole)
     mesh, count = tiny.mesh(**sizes), sizes["fsdp"]
     split = P(*(None,) * dim, "fsdp")
