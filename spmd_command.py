@@ -22,7 +22,7 @@ def main() -> None:
         end_at_interrupt()
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     sys.stdout.reconfigure(line_buffering=True)  # `os._exit` flushes nothing
-    gc.set_threshold(50_000)  # imports and traces make many objects and few cycles: a tenth of the time of a start
+    gc.set_threshold(50_000)  # imports and traces make many objects and few cycles: an eighth of the imports
     try:
         importlib.import_module("spmd.cli").main()
     except SystemExit as done:

@@ -74,7 +74,7 @@ class BlockCodec:
         """Return the array of some codes; `rows` and `dim` as for `encode`. With 0 rows, scales are repeated."""
         codes, scale = coded
         assert scale is not None
-        if not rows:
+        if (rows, self.packed, dim) == (0, 1, -1):
             return (codes.astype(jnp.float32) * jnp.repeat(scale, codes.shape[-1] // scale.shape[-1], -1)).astype(dtype)
         tiles = _Tiles(codes.ndim, dim, rows)
         blocks = tiles.of(codes, codes.shape[dim] // scale.shape[dim])
