@@ -19,9 +19,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import ConfigError, Problem, check_fields
+from spmd.model_api.remat import CHOICE
 from spmd.plan.manual import batch_mean, batch_sum
 
 
@@ -187,14 +189,14 @@ def route(
         load = _load(routing.experts, config.experts)
         return routing, RouterReport(jnp.zeros((), jnp.float32), z_loss(logits, config), load)
     ranking = jax.lax.stop_gradient(scores if bias is None else scores + bias[None, None])
-    experts = _top_k(_mask_groups(ranking, config), config.top_k)[0]
+    experts = checkpoint_name(_top_k(_mask_groups(ranking, config), config.top_k)[0], CHOICE)
     weights = jnp.stack([_pick(scores, experts[..., i]) for i in range(config.top_k)], axis=-1)
     if config.normalise:
         weights = weights / weights.sum(axis=-1, keepdims=True)
     report = RouterReport(balance_loss(scores, experts, config), z_loss(logits, config), _load(experts, config.experts))
     if config.random_second and key is not None:
         uniform = jax.random.uniform(key, weights.shape[:-1])
-        followed = second_probability(jax.lax.stop_gradient(weights[..., 1])) > uniform
+        followed = checkpoint_name(second_probability(jax.lax.stop_gradient(weights[..., 1])) > uniform, CHOICE)
         experts = experts.at[..., 1].set(jnp.where(followed, experts[..., 1], config.experts))
         weights = weights.at[..., 1].multiply(followed)
     return Routing(experts, weights * config.scale), report
@@ -274,9 +276,8 @@ def expert_slots(
 
 def _experts_choose(scores: Float[Array, "example token expert"], config: RouterConfig) -> Routing:
     """Let each expert choose the tokens of an example with the best scores for it."""
-    best_first = jnp.argsort(-jax.lax.stop_gradient(scores), axis=1)
-    rank = jnp.argsort(best_first, axis=1)  # the inverse permutation
-    taken = rank < config.capacity(scores.shape[1])
+    rank = jnp.argsort(jnp.argsort(-jax.lax.stop_gradient(scores), axis=1), axis=1)
+    taken = checkpoint_name(rank < config.capacity(scores.shape[1]), CHOICE)
     experts = jnp.where(taken, jax.lax.broadcasted_iota(jnp.int32, taken.shape, 2), config.experts)
     return Routing(experts, jnp.where(taken, scores, 0.0) * config.scale)
 

@@ -22,7 +22,7 @@ Every policy but `none` gathers parameters again in the backward pass, also in t
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -31,6 +31,9 @@ from spmd.model_api.codecs import CODECS, Codec
 
 F = TypeVar("F", bound=Callable)
 
+CHOICE = "router_choice"
+"""Checkpoint name of what a layer decides, such as its tokens' experts. Policies with names save it too: from a decoded
+activation the decision could be another, and what is saved of the forward pass would belong to other tokens."""
 _PLAIN = ("none", "selective", "dots", "full")
 _FORMS = (*_PLAIN, "save:NAME", "offload:NAME", "store:CODEC=NAME")
 
@@ -136,11 +139,11 @@ class Remat:
         """
         if self.kind in ("none", "selective"):
             return layer
+        also = (*also, CHOICE) if self.names else also
         policies, policy, saved = jax.checkpoint_policies, None, (*self.save, *also)
         if self.kind == "dots":
-            policy = policies.dots_with_no_batch_dims_saveable
-            if also:
-                policy = policies.save_from_both_policies(policy, policies.save_only_these_names(*also))
+            dots, names = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*also)
+            policy = policies.save_from_both_policies(dots, names)
         elif offloaded := [name for name in self.offload if self.codec(name) is None]:
             policy = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(saved),
@@ -151,12 +154,8 @@ class Remat:
         elif saved:
             policy = policies.save_only_these_names(*saved)
         if self.store:  # the primitive of `spmd.plan.stored`
-            policy = _with_stored(policy or policies.nothing_saveable)
+            policy = policies.save_from_both_policies(lambda primitive, *_, **__: primitive.name == "stored", policy)
         return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # type: ignore[return-value]
-
-
-def _with_stored(policy: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda primitive, *avals, **params: primitive.name == "stored" or policy(primitive, *avals, **params)
 
 
 def make_remat(policy: "str | Remat") -> Remat:

@@ -95,9 +95,8 @@ def _partial_eval(
     how = equation.params["how"]
     if unknown[0]:
         return None, equation, [True], [True], []
-    if (
-        saveable(_stored, equation.invars[0].aval, how=how) is not True
-    ):  # such as in a `while` loop, which saves nothing
+    is_saved = saveable(_stored, equation.invars[0].aval, how=how) is True
+    if not is_saved:  # such as in a `while` loop
         return equation, equation if instantiated[0] else None, [False], list(instantiated), []
     codes = [Var(aval) for aval in how.save.out_avals[1:]]
     call = functools.partial(equation.replace, primitive=primitives.closed_call_p)

@@ -96,14 +96,14 @@ def test_second_choices_are_followed_as_often_as_said():
     """Over 4,000 tokens with g₂ = 0.2, four in ten; their weight is kept, and 0 for the others."""
     logits = one_hot_logits([(2, 5)] * 4000, 8, gap=math.log(4))  # softmax over the two: 0.8 and 0.2
     config = RouterConfig(experts=8, random_second=True, balance_form="gshard")
-    routing, _ = route(logits, config, key=jax.random.key(0))
+    routing, _ = jax.jit(lambda logits, key: route(logits, config, key=key))(logits, jax.random.key(0))
     followed = np.asarray(routing.experts[0, :, 1] == 5)
     assert followed.mean() == pytest.approx(0.4, abs=0.03)
     np.testing.assert_array_equal(np.asarray(routing.experts[0, ~followed, 1]), 8)
     np.testing.assert_allclose(routing.weights[0, followed, 1], 0.2, rtol=1e-5)
     np.testing.assert_array_equal(np.asarray(routing.weights[0, ~followed, 1]), 0.0)
     np.testing.assert_allclose(routing.weights[0, :, 0], 0.8, rtol=1e-5)
-    evaluated, _ = route(logits, config)
+    evaluated, _ = jax.jit(lambda logits: route(logits, config))(logits)
     np.testing.assert_array_equal(np.asarray(evaluated.experts[0, :, 1]), 5)
 
 

@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.analysis.memory import Estimate, estimate_memory
 from spmd.errors import AnnotationError, ConfigError, RuleError
+from spmd.layers.expert_layout import ExpertKernel
+from spmd.layers.moe import mixture_of_experts
+from spmd.layers.router import RouterConfig, route
 from spmd.model_api.codecs import CODECS
 from spmd.model_api.remat import Remat, make_remat
 from spmd.models.layers import RMSNorm, gated
@@ -22,6 +25,7 @@ from spmd.plan import flax
 from spmd.plan.annotate import annotate, remat_layer
 from spmd.plan.context import override
 from spmd.plan.manual import manual_over
+from spmd.plan.stored import store
 from spmd.testing import token_batches
 from spmd.training.step import make_train_step
 from tests import tiny
@@ -259,3 +263,30 @@ def test_experts_store_their_hidden_units():
     found = estimate_memory(step, token_batches((4, 16), config.vocab, steps=1)[0])
     assert found.saved["expert_hidden (9-bit int8)"]
     assert "expert_hidden" not in found.saved
+
+
+@pytest.mark.parametrize("options", [{"random_second": True}, {"choice": "expert"}], ids=str)
+def test_experts_are_those_of_the_forward_pass(options, monkeypatch):
+    """A router above a stored activation chooses no other experts in the backward pass; unsaved, its choices would."""
+    config = RouterConfig(dispatch="capacity", balance=0, **options)
+    rng = np.random.default_rng(0)
+    x, table, into, out = (
+        jnp.asarray(rng.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
+        for shape in ((2, 256, WIDTH), (WIDTH, 8), (8, WIDTH, HIDDEN), (8, HIDDEN, WIDTH))
+    )
+
+    def layer(x):
+        x = store(x, "residual", CODECS["int8"], x.shape, lambda part: part, on_host=False, transposed=False)
+        routing, _ = route(x @ table, config, key=jax.random.key(0) if config.random_second else None)
+        kernels = (ExpertKernel(kernel, None) for kernel in (into, out))
+        y, _ = mixture_of_experts(x, routing, config, [next(kernels)], next(kernels), jnp.tanh)
+        return jnp.square(y).sum()
+
+    def error():
+        gradient = jax.jit(jax.grad(make_remat("store:int8=residual").apply(layer, scanned=False)))(x)
+        return float(jnp.linalg.norm(gradient - exact) / jnp.linalg.norm(exact))
+
+    exact = jax.jit(jax.grad(layer))(x)
+    assert error() < 0.01
+    monkeypatch.setattr("spmd.model_api.remat.CHOICE", "another name")
+    assert error() > 0.05
