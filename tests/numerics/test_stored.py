@@ -265,7 +265,9 @@ def test_experts_store_their_hidden_units():
     assert "expert_hidden" not in found.saved
 
 
-@pytest.mark.parametrize("options", [{"random_second": True}, {"choice": "expert"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"random_second": True}, pytest.param({"choice": "expert"}, marks=pytest.mark.soak)], ids=str
+)
 def test_experts_are_those_of_the_forward_pass(options, monkeypatch):
     """A router above a stored activation chooses no other experts in the backward pass; unsaved, its choices would."""
     config = RouterConfig(dispatch="capacity", balance=0, **options)
@@ -278,8 +280,7 @@ def test_experts_are_those_of_the_forward_pass(options, monkeypatch):
     def layer(x):
         x = store(x, "residual", CODECS["int8"], x.shape, lambda part: part, on_host=False, transposed=False)
         routing, _ = route(x @ table, config, key=jax.random.key(0) if config.random_second else None)
-        kernels = (ExpertKernel(kernel, None) for kernel in (into, out))
-        y, _ = mixture_of_experts(x, routing, config, [next(kernels)], next(kernels), jnp.tanh)
+        y, _ = mixture_of_experts(x, routing, config, [ExpertKernel(into, None)], ExpertKernel(out, None), jnp.tanh)
         return jnp.square(y).sum()
 
     def error():
