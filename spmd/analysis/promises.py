@@ -7,7 +7,6 @@ transfer. To add a promise, yield it in `find_promises`, from the value that dec
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
@@ -17,10 +16,11 @@ from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.hlo import HloArray
 from spmd.errors import Problem
 from spmd.gradients.compression_state import AXIS, compressed_bytes
-from spmd.model_api.codecs import WIRES
+from spmd.model_api.codecs import EXCHANGES, GATHERS
 from spmd.plan.local_param import local_param
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import read_names, read_scope
+from spmd.sharding.dims import local_shape
 from spmd.sharding.layer_paths import stored_dims, without_dims
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.tree import human_bytes
@@ -64,10 +64,10 @@ def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
             continue
         shape = without_dims(entry.shape, stored_dims(placed.stacks))
         param = local_param(placed, len(shape))
-        local = [n // math.prod(sizes[axis] for axis in names) for n, names in zip(shape, param.used, strict=True)]
-        names = param.sent(local, [axis for axis in batch if axis not in param.split], sizes)
+        summed = [axis for axis in batch if axis not in param.split]
+        names = param.sent(local_shape(shape, param.used, sizes), summed, sizes)
         dtypes = {axis: _wire_dtype(names[axis] or plan.precision.gradients) for axis in batch if axis in names}
-        scales = max((_SCALES[name] for name in names.values() if name in WIRES), default=0.0)
+        scales = max((_SCALES[name] for name in names.values() if name in EXCHANGES), default=0.0)
         fix = "--compress.gradients float32, if these bytes are meant"
         largest = {AXIS: max(thin[entry.path])} if entry.path in thin else {}
         dtypes |= dict.fromkeys(largest, "f32")
@@ -78,12 +78,12 @@ def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
             yield Promise(entry.path, USED_WHOLE, over, overhead=_SCALES[gather], fix=fix)
 
 
-_SCALES = {name: 4 * codec.packed / codec.least for name, codec in WIRES.items()}
+_SCALES = {name: 4 * codec.packed / codec.least for name, codec in (*GATHERS.items(), *EXCHANGES.items())}
 """Bytes of the scales of a codec, relative to those of the codes, at most."""
 
 
 def _wire_dtype(name: str) -> str:
-    codec = WIRES.get(name)
+    codec = EXCHANGES.get(name) or GATHERS.get(name)
     if codec is None:
         return xla_name(jnp.dtype(name))
     return xla_name(jnp.dtype(codec.dtype if codec.dtype == "int8" else "uint8"))

@@ -23,9 +23,9 @@ from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG, Model
 from spmd.model_api.variables import with_variables
 from spmd.plan.plan import ShardingPlan
-from spmd.sharding.dims import dims_spec, spec_dims
+from spmd.sharding.dims import dims_spec, local_shape, spec_dims
 from spmd.sharding.layer_paths import dims_of
-from spmd.sharding.mesh import AnyMesh, shards_of
+from spmd.sharding.mesh import AnyMesh
 
 AXIS = "data"
 """The axis over which gradients are compressed."""
@@ -127,8 +127,7 @@ def make_matrix(shape: tuple[int, ...], spec: P, stacked: Sequence[int], mesh: A
     """Return the matrices of a gradient: its last two dimensions that are not stacked."""
     dims = spec_dims(spec, len(shape), tuple(axis for axis, size in mesh.shape.items() if size > 1))
     *_, rows, columns = (dim for dim in range(len(shape)) if dim not in stacked)
-    local = tuple(size // shards_of(axes, mesh.shape) for size, axes in zip(shape, dims, strict=True))
-    return Matrix(shape, tuple(dims), (rows, columns), local)
+    return Matrix(shape, tuple(dims), (rows, columns), local_shape(shape, dims, mesh.shape))
 
 
 def _not_compressed(matrix: Matrix, powersgd: PowerSGD) -> str:

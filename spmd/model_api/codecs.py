@@ -53,22 +53,32 @@ class BlockCodec:
         """Return the bits of one element, with its part of the scale."""
         return 8 / self.packed + 32 / block
 
+    def block_dim(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the dimension with the largest block, the longest of those, and the block; 0 if none has one.
+
+        Example:
+            >>> [GATHERS["int8"].block_dim(shape) for shape in ((16, 4096), (4096, 16), (9, 9))]
+            [(1, 128), (0, 128), (1, 0)]
+        """
+        block, _, dim = max((self.block_of(size), size, dim) for dim, size in enumerate(shape))
+        return dim, block
+
     def encode(self, x: jax.Array, block: int, rows: int = 1, dim: int = -1) -> Encoded:
         """Encode `[..., n, …]` in blocks of dimension `dim`; scales are `[..., n / block, …]`, codes as `x` or packed.
 
         `rows` divides the last dimension but one. With 8 of them, a TPU moves nothing where blocks are of the last
         dimension: they are a tile of its memory. For other dimensions it is ignored.
         """
-        tiles = _Tiles(x.ndim, dim, rows)
-        blocks = tiles.of(x, block).astype(jnp.float32)
-        scale = jnp.max(jnp.abs(blocks), axis=tiles.axis, keepdims=True) / self.top
+        axis = _axis(x.ndim, dim)
+        blocks = _split(x, block, axis, rows).astype(jnp.float32)
+        scale = jnp.max(jnp.abs(blocks), axis=axis, keepdims=True) / self.top
         # Clipped, because a cast of more than the largest float8 is not a number.
         codes = jnp.clip(blocks / jnp.where(scale > 0, scale, 1.0), -self.top, self.top)
         codes = (jnp.round(codes) if jnp.issubdtype(self.dtype, jnp.integer) else codes).astype(self.dtype)
         if self.packed == 2:
-            low, high = jnp.split(codes, 2, axis=tiles.axis)
+            low, high = jnp.split(codes, 2, axis=axis)
             codes = (low & 15) | (high << 4)
-        return Encoded(tiles.joined(codes, x.shape), tiles.joined(scale, x.shape))
+        return Encoded(_joined(codes, x.shape, axis), _joined(scale, x.shape, axis))
 
     def decode(self, coded: Encoded, dtype: Any, rows: int = 1, dim: int = -1) -> jax.Array:
         """Return the array of some codes; `rows` and `dim` as for `encode`. With 0 rows, scales are repeated."""
@@ -76,41 +86,55 @@ class BlockCodec:
         assert scale is not None
         if (rows, self.packed, dim) == (0, 1, -1):
             return (codes.astype(jnp.float32) * jnp.repeat(scale, codes.shape[-1] // scale.shape[-1], -1)).astype(dtype)
-        tiles = _Tiles(codes.ndim, dim, rows)
-        blocks = tiles.of(codes, codes.shape[dim] // scale.shape[dim])
+        axis = _axis(codes.ndim, dim)
+        blocks = _split(codes, codes.shape[dim] // scale.shape[dim], axis, rows)
         if self.packed == 2:  # shifts of signed integers keep the sign
-            blocks = jnp.concatenate([(blocks << 4) >> 4, blocks >> 4], axis=tiles.axis)
-        return tiles.joined((blocks.astype(jnp.float32) * tiles.of(scale, 1)).astype(dtype), codes.shape)
+            blocks = jnp.concatenate([(blocks << 4) >> 4, blocks >> 4], axis=axis)
+        return _joined((blocks.astype(jnp.float32) * _split(scale, 1, axis, rows)).astype(dtype), codes.shape, axis)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tiles:
-    """Reshape that gives the blocks of a dimension an axis of their own."""
+class GradientCodec(BlockCodec):
+    """A codec with blocks along the model's width.
 
-    ndim: int
-    dim: int
-    rows: int
+    Along a vocabulary or hidden units, gradients differ by orders of magnitude, and small ones beside large ones would
+    be 0. Optimizers that divide by magnitudes, as Adam does, need those.
+    """
 
-    @property
-    def axis(self) -> int:
-        """The axis of a block's elements."""
-        return -1 if self._is_last else self.dim % self.ndim + 1
+    width: int = 0
+    """The dimension of the width, from the end: -1 or -2; 0 where it is not known, for the shorter of the two."""
 
-    @property
-    def _is_last(self) -> bool:
-        return self.dim % self.ndim == self.ndim - 1
+    def block_dim(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the dimension of the width, else another with a block, and the block: all of it up to 128 elements.
 
-    def of(self, x: jax.Array, block: int) -> jax.Array:
-        """Reshape `[..., s, n]` to `[..., s / rows, n / block, rows, block]`, else `[..., n / block, block, …]`."""
-        if self._is_last:
-            return x.reshape(*x.shape[:-2], -1, self.rows, x.shape[-1] // block, block).swapaxes(-3, -2)
-        at = self.dim % self.ndim
-        return x.reshape(*x.shape[:at], -1, block, *x.shape[at + 1 :])
+        Example:
+            >>> [EXCHANGES["int8"].block_dim(shape) for shape in ((16, 4096), (48, 4096), (32, 4096, 64), (9, 9))]
+            [(1, 128), (0, 48), (2, 64), (1, 0)]
+        """
+        blocks = {
+            i - len(shape): n if self.least <= n <= 128 and n % self.packed == 0 else self.block_of(n)
+            for i, n in enumerate(shape)
+        }
+        dim = max(blocks, key=lambda dim: (blocks[dim] > 0, dim == self.width, dim > -3, -shape[dim], dim))
+        return dim + len(shape), blocks[dim]
 
-    def joined(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Undo `of`, for an array of `shape` but for the number of elements of the dimension."""
-        x, at = x.swapaxes(-3, -2) if self._is_last else x, self.dim % self.ndim
-        return x.reshape(*shape[:at], -1, *shape[at + 1 :])
+
+def _axis(ndim: int, dim: int) -> int:
+    """Return the axis of a block's elements in what `_split` returns: the last, or the one behind the dimension."""
+    return -1 if dim % ndim == ndim - 1 else dim % ndim + 1
+
+
+def _split(x: jax.Array, block: int, axis: int, rows: int) -> jax.Array:
+    """Reshape `[..., s, n]` to `[..., s / rows, n / block, rows, block]`, else `[..., n / block, block, …]`."""
+    if axis == -1:
+        return x.reshape(*x.shape[:-2], -1, rows, x.shape[-1] // block, block).swapaxes(-3, -2)
+    return x.reshape(*x.shape[: axis - 1], -1, block, *x.shape[axis:])
+
+
+def _joined(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Undo `_split`, for an array of `shape` but for the number of elements of the dimension."""
+    x, dim = (x.swapaxes(-3, -2), len(shape) - 1) if axis == -1 else (x, axis - 1)
+    return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,25 +170,14 @@ CODECS: Mapping[str, Codec] = {
 }
 """Name → codec of stored activations."""
 
-WIRES: Mapping[str, BlockCodec] = {
-    "int8": BlockCodec("int8", "int8", 127.0),
-    "fp8": BlockCodec("fp8", "float8_e4m3fn", 448.0),
-    "int4": BlockCodec("int4", "int8", 7.0, packed=2),
+GATHERS = {name: codec for name, codec in CODECS.items() if isinstance(codec, BlockCodec)}
+"""Name → codec of gathered parameters."""
+
+EXCHANGES: Mapping[str, GradientCodec] = {
+    "int8": GradientCodec("int8", "int8", 127.0),
+    "int4": GradientCodec("int4", "int8", 7.0, packed=2),
 }
-"""Name → codec of what devices send to each other."""
-
-
-def block_dim(shape: Sequence[int], codec: BlockCodec) -> tuple[int, int]:
-    """Return the dimension of an array to form blocks of, and the block: the largest, of the longest dimension.
-
-    The block is 0 if no dimension has one.
-
-    Example:
-        >>> block_dim((16, 4096), WIRES["int8"]), block_dim((4096, 16), WIRES["int8"]), block_dim((9, 9), WIRES["int8"])
-        ((1, 128), (0, 128), (1, 0))
-    """
-    block, _, dim = max((codec.block_of(size), size, dim) for dim, size in enumerate(shape))
-    return dim, block
+"""Name → codec of the terms of a gradient's sum over devices."""
 
 
 def block_of(size: int, largest: int, *, least: int = 8) -> int:

@@ -14,18 +14,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from spmd.errors import Problem, did_you_mean
-from spmd.model_api.codecs import WIRES
+from spmd.model_api.codecs import EXCHANGES, GATHERS, GradientCodec
 from spmd.model_api.precision import Precision
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 
 COMPRESSION = "compression"
 """Name of the state of compression among the model's variables."""
-
-GATHERS = ("int8", "fp8")
-"""Codecs of gathered parameters."""
 
 GRADIENTS: Mapping[str, str] = {"float32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4"}
 """Value of `CompressConfig.gradients` → value of `Precision.exchange`."""
@@ -119,12 +114,18 @@ class Wire:
         gradients: Axis → dtype or codec of its gradient's terms; its own dtype over other axes.
         slices: Axis → the slices that it spans, of those above 1.
         hop: The axis that the parameter is gathered over in two hops, across slices and inside of one, and its slices.
+        width: The dimension of the model's width, from the end: that of the blocks of its gradient; 0 if not known.
     """
 
     gather: str = ""
     gradients: tuple[tuple[str, str], ...] = ()
     slices: tuple[tuple[str, int], ...] = ()
     hop: tuple[str, int] | None = None
+    width: int = 0
+
+    def codec(self, name: str) -> GradientCodec | None:
+        """Return the codec of its gradient with this name; None for a dtype."""
+        return dataclasses.replace(EXCHANGES[name], width=self.width) if name in EXCHANGES else None
 
 
 PLAIN = Wire()
@@ -143,13 +144,3 @@ def powersgd_rank(gradients: str) -> int:
     """
     name, _, rank = str(gradients).partition(":")
     return int(rank) if name == "powersgd" and rank.isascii() and rank.isdigit() and int(rank) < 2**31 else 0
-
-
-def sent_bytes(name: str, block: int = 128) -> float:
-    """Return the bytes of an element on the wire: of a dtype, or of a codec with its part of the block's scale.
-
-    Example:
-        >>> sent_bytes("bfloat16"), sent_bytes("int8"), sent_bytes("int4")
-        (2, 1.03125, 0.53125)
-    """
-    return WIRES[name].bits(block) / 8 if name in WIRES else jnp.dtype(name).itemsize

@@ -124,7 +124,7 @@ class Precision:
         compute: Dtype of activations and of the operands of matmuls.
         gradients: Dtype in which matmuls return weight gradients, and in which their sums are kept.
         exchange: Dtype in which devices send weight gradients to each other, or a codec of
-            `spmd.model_api.codecs.WIRES`; None for the dtype of `gradients`.
+            `spmd.model_api.codecs.EXCHANGES`; None for the dtype of `gradients`.
         exchange_over: Axis → dtype or codec for axes that differ, such as those that cross a slow network.
         accumulation: Dtype in which the gradients of microbatches are accumulated.
         master: Dtype of master weights in the optimizer's state, if any.

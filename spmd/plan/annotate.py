@@ -25,8 +25,8 @@ from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import annotate_scope, in_scope
 from spmd.plan.stored import store, store_problems
 from spmd.plan.wires import SECONDARY
-from spmd.sharding.dims import spec_dims
-from spmd.sharding.mesh import AnyMesh, is_kind, shards_of
+from spmd.sharding.dims import local_shape, spec_dims
+from spmd.sharding.mesh import AnyMesh, is_kind
 from spmd.sharding.optimizer_state import drop_fsdp
 
 F = TypeVar("F", bound=Callable)
@@ -59,7 +59,7 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
             return constrain(part, mesh, spec, f"stored activation {name!r}")
 
     dims = spec_dims(spec, x.ndim, split_axes(mesh))
-    shard = tuple(size // shards_of(axes, mesh.shape) for size, axes in zip(x.shape, dims, strict=True))
+    shard = local_shape(x.shape, dims, mesh.shape)
     return store(x, name, codec, shard, place, on_host=name in remat.offload, transposed=is_kind(mesh, "TPU7x"))
 
 

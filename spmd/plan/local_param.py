@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,14 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from spmd.model_api.codecs import WIRES, Encoded, block_dim
+from spmd.model_api.codecs import GATHERS, Encoded
 from spmd.model_api.compress import PLAIN, WITHOUT_CODES, Wire
 from spmd.plan.context import current
 from spmd.plan.manual import all_gather, manual_over, split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.plan.wires import SECONDARY, CodedGather, scatter_codes, scatters_codes, sum_codes
 from spmd.sharding import hops
-from spmd.sharding.dims import Dims, dims_spec, extra_axes, is_prefix, spec_dims
+from spmd.sharding.dims import Dims, dims_spec, extra_axes, is_prefix, local_shape, spec_dims
 from spmd.sharding.mesh import AnyMesh
 
 
@@ -72,13 +71,13 @@ class LocalParam:
 
     def coded(self, shape: Sequence[int]) -> CodedGather | None:
         """Return the gather of a shard of this shape as codes; None for no codec, or a shape without blocks."""
-        codec = WIRES.get(self.wire.gather)
-        return CodedGather(codec, self.gathers, self.hop) if codec and block_dim(shape, codec)[1] else None
+        codec = GATHERS.get(self.wire.gather)
+        return CodedGather(codec, self.gathers, self.hop) if codec and codec.block_dim(shape)[1] else None
 
     def gather(self, kernel: Array | Encoded, dtype: jnp.dtype) -> Array:
         """Gather a shard, or what `secondary` made of it, as it is used, in a dtype."""
         if isinstance(kernel, Encoded):
-            return CodedGather(WIRES[self.wire.gather], self.gathers, self.hop).within(kernel, dtype)
+            return CodedGather(GATHERS[self.wire.gather], self.gathers, self.hop).within(kernel, dtype)
         if coded := self.coded(kernel.shape):
             return coded.within(coded.across(kernel), dtype)
         return all_gather(kernel.astype(dtype), self.gathers)
@@ -88,8 +87,7 @@ class LocalParam:
 
         It has a checkpoint name, and the remat policy saves it.
         """
-        local = [n // math.prod(mesh.shape[a] for a in axes) for n, axes in zip(kernel.shape, self.stored, strict=True)]
-        coded = self.coded(local) if self.hop else None
+        coded = self.coded(local_shape(kernel.shape, self.stored, mesh.shape)) if self.hop else None
         if coded is None:
             return kernel
         run = manual_over(mesh, split_axes(mesh), coded.across, self.specs[0], self.secondary_spec)
@@ -103,11 +101,11 @@ class LocalParam:
             axes: The axes to sum over.
             sizes: Axis → size.
         """
-        left, wire = list(shape), dict(self.wire.gradients)
+        left, wire, found = list(shape), dict(self.wire.gradients), dict[str, str]()
         scattered = {axis: dim for dim, names in enumerate(self.scatters) for axis in names}
-        found = {}
         for axis in (*scattered, *(axis for axis in axes if axis not in scattered)):
-            codec, dims = WIRES.get(wire.get(axis, "")), [scattered[axis]] if axis in scattered else range(len(left))
+            codec = self.wire.codec(wire.get(axis, ""))
+            dims = [scattered[axis]] if axis in scattered else range(len(left))
             has_blocks = codec is None or any(scatters_codes(left, dim, sizes[axis], codec) for dim in dims)
             found[axis] = wire.get(axis, "") if has_blocks else WITHOUT_CODES
             if axis in scattered:
@@ -123,13 +121,13 @@ class LocalParam:
         sent = {axis: name or dtype.name for axis, name in self.sent(gradient.shape, axes, sizes).items()}
         for dim, names in enumerate(self.scatters):
             for axis in names:
-                if codec := WIRES.get(name := sent.pop(axis)):
+                if codec := self.wire.codec(name := sent.pop(axis)):
                     gradient = scatter_codes(gradient, axis, dim, codec, slices.get(axis, 1)).astype(dtype)
                 else:
                     gradient = hops.psum_scatter(gradient.astype(name), current().mesh, axis, dim, dtype)
         for name in dict.fromkeys(sent.values()):
             summed = tuple(axis for axis in sent if sent[axis] == name)
-            if codec := WIRES.get(name):
+            if codec := self.wire.codec(name):
                 for axis in summed:
                     gradient = sum_codes(gradient, axis, codec, slices.get(axis, 1))
             else:

@@ -4,7 +4,6 @@ Each function returns what is wrong instead of raising, so that a plan reports a
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, check_type, did_you_mean, shown
-from spmd.model_api.codecs import WIRES, block_dim
+from spmd.model_api.codecs import EXCHANGES, GATHERS
 from spmd.model_api.compress import WITHOUT_CODES, CompressConfig, Wire
 from spmd.model_api.model import Model, ModelInfo
 from spmd.model_api.precision import Precision
@@ -25,7 +24,7 @@ from spmd.model_api.remat import Remat
 from spmd.optim.layerwise import check_layerwise
 from spmd.optim.offload_chunks import UpdateChunk
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
-from spmd.sharding.dims import extra_axes, is_prefix, spec_dims
+from spmd.sharding.dims import extra_axes, is_prefix, local_shape, spec_dims
 from spmd.sharding.from_flax import audit_stack_names
 from spmd.sharding.layer_paths import Stack, dims_of
 from spmd.sharding.mesh import AXES, AnyMesh, entry_axes
@@ -126,16 +125,17 @@ def resolve_wire(
     axes = tuple(axis for axis, size in sizes.items() if size > 1)
     stored, used = (spec_dims(spec, len(shape), axes) for spec in (placed.stored, placed.used))
     is_gathered = len(shape) > 1 and stored != used and is_prefix(used, stored)
-    local = [n // math.prod(sizes[axis] for axis in names) for n, names in zip(shape, stored, strict=True)]
-    has_blocks = is_gathered and block_dim(local, WIRES["int8"])[1]
+    has_blocks = is_gathered and GATHERS["int8"].block_dim(local_shape(shape, stored, sizes))[1]
     sent = precision.exchange_names(axes)
     spans = {axis: count for axis, count in slices.items() if count > 1}
     hops = [(a, n) for names in extra_axes(stored, used) for a in names if 1 < (n := spans.get(a, 1)) < sizes[a]]
     if exactly:
-        has_blocks, sent = 0, {axis: WITHOUT_CODES if name in WIRES else name for axis, name in sent.items()}
+        has_blocks, sent = 0, {axis: WITHOUT_CODES if name in EXCHANGES else name for axis, name in sent.items()}
     gather = compress.gather if has_blocks else ""
     hop = hops[0] if hops and gather and compress.secondary else None
-    return Wire(gather, tuple(sent.items()), tuple(spans.items()), hop)
+    parts = spec_dims(placed.used, len(shape), ("tensor",))[-2:]  # of heads, hidden units or a vocabulary
+    width = parts.index(()) - len(parts) if sum(map(bool, parts)) == len(parts) - 1 else 0
+    return Wire(gather, tuple(sent.items()), tuple(spans.items()), hop, width)
 
 
 def check_wires(
@@ -149,7 +149,7 @@ def check_wires(
         problems.append(Problem("compress.gather", f"is {compress.gather}, {what}", detail, fix))
     reduced = set(trained) & info.gathered_by_layer - info.sent_exactly
     for field in ("gradients", "slices_gradients"):
-        if (value := getattr(compress, field)) in WIRES and not reduced:
+        if (value := getattr(compress, field)) in EXCHANGES and not reduced:
             what, fix = "and the partitioner sums all gradients", "float32 or bf16: layers of spmd.models send codes"
             problems.append(Problem(f"compress.{field}", f"is {value}, {what}", fix=fix))
     return problems

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from spmd.model_api.codecs import BlockCodec, Encoded, block_dim
+from spmd.model_api.codecs import BlockCodec, Encoded
 from spmd.plan.context import current
 from spmd.plan.manual import all_gather
 from spmd.sharding import hops
@@ -44,8 +44,7 @@ class CodedGather:
 
     def across(self, x: Array) -> Encoded:
         """Encode a shard, and send its codes across slices: `[slice, …]`; without two hops, the codes of the shard."""
-        dim, block = block_dim(x.shape, self.codec)
-        coded = _as_bytes(_encode(x, self.codec, dim, block))
+        coded = _encoded(x, self.codec)
         if self.hop is None:
             return coded
         axis, slices = self.hop
@@ -73,7 +72,7 @@ class CodedGather:
 def scatters_codes(shape: Sequence[int], dim: int, count: int, codec: BlockCodec) -> bool:
     """Return whether the parts of a dimension, one for each of `count` devices, have blocks."""
     part = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
-    return shape[dim] % count == 0 and block_dim(part, codec)[1] > 0
+    return shape[dim] % count == 0 and codec.block_dim(part)[1] > 0
 
 
 def scatter_codes(x: Array, axis: str, dim: int, codec: BlockCodec, slices: int) -> Array:
@@ -107,10 +106,9 @@ def sum_codes(x: Array, axis: str, codec: BlockCodec, slices: int) -> Array:
 
 def _exchanged(parts: Array, axis: str, codec: BlockCodec, leading: int, groups: list[list[int]]) -> Array:
     """Send `parts[i]` to device `i` of the group, and sum what is received."""
-    dim, block = block_dim(parts.shape[leading:], codec)
-    coded = _as_bytes(_encode(parts, codec, dim + leading, block))
     some = groups if len(groups) > 1 else None
-    codes, scale = (jax.lax.all_to_all(part, axis, 0, 0, axis_index_groups=some, tiled=True) for part in coded)
+    sent = _encoded(parts, codec, leading)
+    codes, scale = (jax.lax.all_to_all(part, axis, 0, 0, axis_index_groups=some, tiled=True) for part in sent)
     return _decoded_sum(Encoded(codes, scale), codec)
 
 
@@ -136,8 +134,11 @@ def _groups(axis: str, slices: int) -> tuple[list[list[int]], list[list[int]]]:
     return within, [list(group) for group in zip(*within, strict=True)]
 
 
-def _encode(x: Array, codec: BlockCodec, dim: int, block: int) -> Encoded:
-    return codec.encode(x, block, _rows(x), dim)
+def _encoded(x: Array, codec: BlockCodec, leading: int = 0) -> Encoded:
+    dim, block = codec.block_dim(x.shape[leading:])
+    codes, scale = codec.encode(x, block, _rows(x), dim + leading)
+    is_integer = jnp.issubdtype(codes.dtype, jnp.integer)
+    return Encoded(codes if is_integer else jax.lax.bitcast_convert_type(codes, jnp.uint8), scale)
 
 
 def _decode(coded: Encoded, codec: BlockCodec, dtype: jnp.dtype) -> Array:
@@ -152,11 +153,6 @@ def _blocked(coded: Encoded) -> int:
     codes, scale = coded
     assert scale is not None
     return next(dim for dim, size in enumerate(codes.shape) if size != scale.shape[dim])
-
-
-def _as_bytes(coded: Encoded) -> Encoded:
-    is_integer = jnp.issubdtype(coded.codes.dtype, jnp.integer)
-    return coded if is_integer else coded._replace(codes=jax.lax.bitcast_convert_type(coded.codes, jnp.uint8))
 
 
 def _rows(x: Array) -> int:

@@ -6,14 +6,16 @@ import math
 import re
 from collections.abc import Iterator
 
+import jax.numpy as jnp
+
 from spmd.data.order import Shares
 from spmd.distributed.xla_flags import describe
 from spmd.gradients.compression_state import AXIS, PowerSGD, find_matrices
 from spmd.gradients.exchange import AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
-from spmd.model_api.codecs import WIRES
-from spmd.model_api.compress import COMPRESSION, sent_bytes
+from spmd.model_api.codecs import EXCHANGES, GATHERS
+from spmd.model_api.compress import COMPRESSION
 from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.local_param import local_param
 from spmd.plan.manual import split_axes
@@ -21,7 +23,7 @@ from spmd.plan.plan import ShardingPlan
 from spmd.run.build import TrainSetup, build_flags, build_powersgd, count_microbatches
 from spmd.run.config import TrainConfig
 from spmd.run.recipes import device_kind, recipe_lines
-from spmd.sharding.dims import spec_dims
+from spmd.sharding.dims import local_shape, spec_dims
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 from spmd.tree import human_bytes
@@ -108,6 +110,17 @@ def mixture_line(config: TrainConfig) -> str:
     return f"\nmixture {', '.join(named)} of {config.steps * data.batch * data.sequence:,} tokens"
 
 
+def sent_bytes(name: str, block: int = 128) -> float:
+    """Return the bytes of an element on the wire: of a dtype, or of a codec with its part of the block's scale.
+
+    Example:
+        >>> sent_bytes("bfloat16"), sent_bytes("int8"), sent_bytes("int4")
+        (2, 1.03125, 0.53125)
+    """
+    codec = EXCHANGES.get(name) or GATHERS.get(name)
+    return codec.bits(block) / 8 if codec else jnp.dtype(name).itemsize
+
+
 def compression_lines(plan: ShardingPlan, powersgd: PowerSGD | None = None) -> list[str]:
     """Return what each codec applies to: its axes, and the bytes that a device sends, before and with it."""
     thin = _powersgd_lines(plan, powersgd) if powersgd else ()
@@ -118,20 +131,21 @@ def _gathered_lines(plan: ShardingPlan) -> Iterator[str]:
     codec, dtype, sizes = plan.compress.gather, plan.precision.compute, plan.mesh.shape
     if not codec:
         return
-    count, plain, over = 0, ["vectors"], dict[str, int]()
+    before, after, plain, over = 0.0, 0.0, ["vectors"], dict[str, int]()
     frozen = plan.model.info().frozen
     for entry in (*plan.params, *(entry for entry in plan.variables if entry.path in frozen)):
         placed = plan.placements.get(frozen.get(entry.path, entry.path))
         if placed is None or not (param := local_param(placed.of_stack(), len(entry.shape))).is_gathered:
             continue
         if placed.wire.gather:
-            count += math.prod(entry.shape) // math.prod(sizes[axis] for axis in param.split)
+            count = math.prod(entry.shape) // math.prod(sizes[axis] for axis in param.split)
+            block = GATHERS[codec].block_dim(local_shape(entry.shape, param.stored, sizes))[1]
+            before, after = before + count * sent_bytes(dtype), after + count * sent_bytes(codec, block)
             over |= {axis: sizes[axis] for axes in param.gathers for axis in axes}
         elif len(entry.shape) > len(placed.stacks) + 1:
             plain.append(entry.path)
     named = " and ".join(f"{axis} {size}" for axis, size in over.items())
-    after, before = (human_bytes(int(count * sent_bytes(name))) for name in (codec, dtype))
-    sent = f"{after}, not {before} in {dtype}, in each pass"
+    sent = f"{human_bytes(int(after))}, not {human_bytes(int(before))} in {dtype}, in each pass"
     yield f"layers gather in {codec} over {named}: {sent}; without codes: {', '.join(plain)}"
 
 
@@ -141,7 +155,7 @@ def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
     reduced = plan.model.info().gathered_by_layer
     codecs = policy.exchange_names(a for entry in BATCH_SPEC for a in entry_axes(entry) if sizes[a] > 1)
     for axis, codec in codecs.items():
-        if codec not in WIRES:
+        if codec not in EXCHANGES:
             continue
         before, after, plain = 0.0, 0.0, ["vectors"]
         for entry in plan.gradients:
@@ -153,9 +167,10 @@ def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
                 continue
             count = math.prod(entry.shape) // math.prod(sizes[a] for axes in param.kept for a in axes if a != axis)
             count *= 1 if axis in (a for axes in param.scatters for a in axes) else 2  # a sum is a gather as well
-            shape = [n // math.prod(sizes[a] for a in axes) for n, axes in zip(entry.shape, param.used, strict=True)]
-            sent = param.sent(shape, [axis], sizes)[axis]
-            before, after = before + count * sent_bytes(policy.gradients), after + count * sent_bytes(sent)
+            sent = param.sent(local_shape(entry.shape, param.used, sizes), [axis], sizes)[axis]
+            coded = placed.wire.codec(sent)
+            block = max(32, coded.block_dim(local_shape(entry.shape, param.kept, sizes))[1]) if coded else 1
+            before, after = before + count * sent_bytes(policy.gradients), after + count * sent_bytes(sent, block)
             plain += [entry.path] * (sent != codec)
         parts = slices.get(axis, 1)
         inside = f": {sizes[axis] // parts} inside of a slice, then {parts} slices" if parts > 1 else f" {sizes[axis]}"

@@ -14,13 +14,14 @@ from spmd.analysis.topology import Topology, missing_extra
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
-from spmd.model_api.compress import powersgd_rank, sent_bytes
+from spmd.model_api.compress import powersgd_rank
 from spmd.model_api.remat import make_remat
 from spmd.observe.waiting import show_waiting
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.records import PlanEntry
 from spmd.run.build import TrainSetup, build_precision, build_schedule, make_setup, planned_mesh
 from spmd.run.config import CountsFlops, TrainConfig
+from spmd.run.describe import sent_bytes
 from spmd.run.preflight import CompiledStep, compile_step, topology_mesh
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
 from spmd.step_time.calibration import CLOSED, COMPILED

@@ -1,10 +1,10 @@
 """The mesh axes of each dimension of an array, from its spec and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.sharding.mesh import entry_axes
+from spmd.sharding.mesh import entry_axes, shards_of
 
 Dims = Sequence[tuple[str, ...]]
 """Mesh axes of each dimension."""
@@ -24,6 +24,11 @@ def spec_dims(spec: P, ndim: int, axes: tuple[str, ...]) -> list[tuple[str, ...]
 def dims_spec(dims: Dims) -> P:
     """Return the spec of the axes of each dimension."""
     return P(*(axes or None for axes in dims))
+
+
+def local_shape(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of a shard; `sizes` is axis → size."""
+    return tuple(size // shards_of(axes, sizes) for size, axes in zip(shape, dims, strict=True))
 
 
 def extra_axes(dims: Dims, fewer: Dims) -> tuple[tuple[str, ...], ...]:
