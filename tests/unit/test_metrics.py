@@ -293,7 +293,7 @@ def test_tensorboard_starts_no_thread_that_an_interrupt_could_leave_behind(
     before = threading.active_count()
     writer = TensorBoard(tmp_path)
     monkeypatch.setattr(writer, "_add", lambda **fields: signal.raise_signal(signal.SIGINT))
-    before_test = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
+    before_test = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
             writer.write(1, {"loss": 2.5})
