@@ -256,9 +256,14 @@ def test_the_backward_pass_gathers_inside_of_a_slice(remat, rules, sizes):
     assert crossing[1] >= 4 * crossing[0]  # the control: layers are gathered from all devices, in each pass
 
 
+def compressed(compress):
+    """The plan of the audited step."""
+    return tiny.plan(CONFIG, options=(("compress", compress), ("precision", "bf16"), ("remat", "full")), data=2, fsdp=4)
+
+
 @functools.cache
 def audited(compress):
-    plan = tiny.plan(CONFIG, options=(("compress", compress), ("precision", "bf16"), ("remat", "full")), data=2, fsdp=4)
+    plan = compressed(compress)
     batch = {name: jax.ShapeDtypeStruct((8, 16), dtype) for name, dtype in BATCH.items()}
     step = make_train_step(plan, tiny.loss_fn(CONFIG))
     return plan, audit_collectives(step.compile(batch), plan.mesh, plan=plan)
@@ -283,7 +288,7 @@ def test_a_step_sends_what_the_plan_promises():
 
 def test_blocks_of_gradients_run_along_the_width():
     """It is the dimension that rules do not split over tensor, also where it is the longer one."""
-    placements = audited(INT8)[0].placements
+    placements = compressed(INT8).placements
     found = {path.split("/")[-2]: placements[path].wire.width for path in placements if path.endswith("kernel")}
     assert found == {f"{name}_proj": -2 for name in ("q", "k", "v", "gate", "up")} | {
         "o_proj": -1,
@@ -325,7 +330,7 @@ def test_what_is_not_sent_cannot_be_compressed():
 
 def test_an_exchange_over_fsdp_once_a_step_gathers_no_codes():
     """It would gather parameters as they are stored, so it is refused."""
-    plan = tiny.plan(CONFIG, options=(("compress", INT8), ("precision", "bf16"), ("remat", "full")), data=2, fsdp=4)
+    plan = compressed(INT8)
     step = make_train_step(plan, grad_fn=exchange_once(value_and_grad(tiny.loss_fn(CONFIG)), ("data", "fsdp")))
     batch = {name: jax.ShapeDtypeStruct((8, 16), dtype) for name, dtype in BATCH.items()}
     with pytest.raises(ConfigError, match=r"compress\.gather: is int8"):
