@@ -105,7 +105,7 @@ class GradientCodec(BlockCodec):
     """The dimension of the width, from the end: -1 or -2; 0 where it is not known, for the shorter of the two."""
 
     def block_dim(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the dimension of the width, else another with a block, and the block: all of it up to 128 elements.
+        """Return a dimension and its block: the width, else another with a block; from 32 to 128 elements are one.
 
         Example:
             >>> [EXCHANGES["int8"].block_dim(shape) for shape in ((16, 4096), (48, 4096), (32, 4096, 64), (9, 9))]

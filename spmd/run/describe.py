@@ -169,7 +169,7 @@ def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
             count *= 1 if axis in (a for axes in param.scatters for a in axes) else 2  # a sum is a gather as well
             sent = param.sent(local_shape(entry.shape, param.used, sizes), [axis], sizes)[axis]
             coded = placed.wire.codec(sent)
-            block = max(32, coded.block_dim(local_shape(entry.shape, param.kept, sizes))[1]) if coded else 1
+            block = max(coded.least, coded.block_dim(local_shape(entry.shape, param.kept, sizes))[1]) if coded else 1
             before, after = before + count * sent_bytes(policy.gradients), after + count * sent_bytes(sent, block)
             plain += [entry.path] * (sent != codec)
         parts = slices.get(axis, 1)
