@@ -65,7 +65,7 @@ demo: $(INSTALLED) ## train a small Llama over 8 simulated devices, into runs/de
 	@if [ -e runs/demo ]; then echo "removing the previous runs/demo"; rm -rf runs/demo; fi
 	$(VENV)/bin/spmd train demo --out runs/demo
 
-test: install ## run the tests that every change must pass (ARGS="-k mesh" chooses; about 12 minutes on 2 cores)
+test: install ## run the tests that every change must pass (ARGS="-k mesh" chooses; 12 to 27 minutes on 2 cores)
 	$(VENV)/bin/python $(PYTEST) -m "$(CI_TIER)" $(ARGS)
 
 newest: ## run the tests of what dependencies can break, on PYTHON_NEWEST with the newest release of everything
@@ -74,7 +74,7 @@ newest: ## run the tests of what dependencies can break, on PYTHON_NEWEST with t
 	@$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python $(PYTEST) -m "(unit or compat) and not soak" $(ARGS)
 
-soak: $(SOAK_INSTALLED) system ## run the long proofs, which no change waits for (as root, about an hour on 2 cores)
+soak: $(SOAK_INSTALLED) system ## run the long proofs, which no change waits for (as root, 60 to 80 minutes on 2 cores)
 	$(VENV)/bin/python $(PYTEST) -m soak $(ARGS)
 
 durations: install ## write tests/durations.txt: the seconds of each test of `make test`, with nothing compiled before
