@@ -1,8 +1,8 @@
 """Every test sees eight simulated devices, strict rank promotion, and warnings as errors (see pyproject).
 
 Machine code is made as fast as can be, here and in processes that tests start, which makes the suite several times
-faster; XLA's programs are as optimised as ever. Equal programs are compiled once: all workers of a run, and the runs
-after it, share one folder of compiled programs.
+faster; XLA's programs are as optimised as ever. Processes that tests start share one folder of compiled programs. Tests
+themselves read none back: XLA:CPU does not keep the order of collectives in such programs, and pipelines hang.
 
 A test belongs to a tier by the folder it is in, or by its own mark (see pyproject); what a run leaves out is counted.
 """
@@ -35,10 +35,7 @@ def programs_folder() -> Path:
 
 
 os.environ |= FAST_TO_COMPILE
-if version("jax").startswith("0.10."):
-    # Of JAX 0.12, programs that are read back from the disk abort where branches of a pipeline have collectives
-    # (XLA:CPU: "Unexpected number of participants").
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs_folder())
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import jax  # noqa: E402 (JAX and XLA read variables when they are imported)
 import pytest  # noqa: E402
@@ -46,6 +43,7 @@ import pytest  # noqa: E402
 from spmd.parity import reference  # noqa: E402
 from spmd.sharding.mesh import simulate_devices  # noqa: E402
 
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs_folder())  # of the processes that tests start
 reference.TWINS = 2  # of 3: no more is allowed to differ, and a comparison is half a second shorter
 gc.set_threshold(50_000)  # tracing makes many objects and few cycles
 simulate_devices(8)
@@ -61,7 +59,7 @@ def eight_devices() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs() -> Iterator[None]:
     """After a file, programs are forgotten where there are many: each has mappings of memory, of which Linux allows a
-    process 65,530, and XLA aborts without one. Those that are needed again are on the disk."""
+    process 65,530, and XLA aborts without one."""
     yield
     mappings = Path("/proc/self/maps")
     if mappings.exists() and len(mappings.read_bytes().splitlines()) > 15_000:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST_XLA = "--xla_cpu_parallel_codegen_split_count=1"
-"""Flags for XLA with which it makes CPU code fastest: they change what it fuses, not what it computes or sends."""
+FAST_XLA = "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_collective_call_terminate_timeout_seconds=300"
+"""Flags for XLA with which it makes CPU code fastest: they change what it fuses, not what it computes or sends. And a
+machine that stands still for 40 seconds, XLA's default, ends no process."""
 if version("jax").startswith("0.10."):  # later ones have one kind of code; XLA ends the process for a flag that it lost
     FAST_XLA += " --xla_cpu_use_fusion_emitters=false"
 FAST_TO_COMPILE = {

@@ -81,9 +81,8 @@ def _report_plan(arguments: list[str], name: str) -> int:
 
 def _report_runs(arguments: list[str]) -> int:
     if any(argument.partition("=")[0] == "--topology" for argument in arguments):
-        problem = Problem(
-            "--topology", "is for a plan, and a run has its machine", fix="spmd report CONFIG --topology …"
-        )
+        what, fix = "is for a plan, and a run has its machine", "spmd report CONFIG --topology …"
+        problem = Problem("--topology", what, fix=fix)
         raise ConfigError(_TITLE, [problem])
     command: ReportRunCommand = parse_flags(ReportRunCommand, arguments, "spmd report")
     _check_file(command.out)

@@ -61,9 +61,8 @@ def make_chat_corpus(
         try:
             _write(arrays, about, cache / fingerprint)
         except OSError as error:
-            problem = Problem(
-                str(cache), "cannot hold the tokens", str(error), "choose another folder: --data.cache DIR"
-            )
+            fix = "choose another folder: --data.cache DIR"
+            problem = Problem(str(cache), "cannot hold the tokens", str(error), fix)
             raise DataError("the conversations cannot be cached:", [problem]) from error
         cached = _open_cached(cache / fingerprint) or (arrays, about)
     arrays, about = cached

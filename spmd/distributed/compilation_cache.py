@@ -25,9 +25,8 @@ def cache_dir(configured: str) -> Path | None:
         try:
             Path(configured).expanduser().mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problem = Problem(
-                "compilation_cache_dir", f"{configured} cannot be made: {error.strerror}", fix="another folder"
-            )
+            what = f"{configured} cannot be made: {error.strerror}"
+            problem = Problem("compilation_cache_dir", what, fix="another folder")
             raise ConfigError("Programs cannot be cached:", [problem]) from error
     if folder := configured or jax.config.values["jax_compilation_cache_dir"]:
         return Path(folder).expanduser()
@@ -41,12 +40,19 @@ def cache_dir(configured: str) -> Path | None:
 def cache_fault(stages: int) -> str | None:
     """Return why the programs of a pipeline of `stages` must not be read from a cache, None if they can be.
 
-    From JAX 0.11 on, programs that XLA:CPU reads back can abort ("Unexpected number of participants") or hang where
-    stages take different branches with collectives in them; the same programs just compiled do not.
+    XLA:CPU executes collectives in their order by a resource that they share. In programs that are read back, each has
+    one of its own, and where stages take different branches, devices wait for each other in different collectives.
     """
-    if stages == 1 or jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11):
+    if stages == 1 or jax.default_backend() != "cpu":
         return None
     return f"no compilation cache: a pipeline on CPUs can hang in programs that JAX {jax.__version__} reads back"
+
+
+@contextlib.contextmanager
+def without_faulty_cache(stages: int) -> Iterator[None]:
+    """Neither read nor write the programs of a pipeline of `stages` where they must not be read from a cache."""
+    with compilation_cache(None) if cache_fault(stages) else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ A gradient with respect to an array in host memory would be in host memory too, 
 So the step differentiates with respect to a proxy on the device, of which only the gradient is materialized.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,7 +14,8 @@ from jax.sharding import NamedSharding
 from spmd.errors import AnnotationError, Problem
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class HostParam:
     """A parameter in host memory, of one layer or a stack of layers.
 
@@ -22,17 +24,9 @@ class HostParam:
         sharding: The sharding of one layer of it on the device.
     """
 
-    def __init__(self, array: Any, grad_proxy: Any, sharding: NamedSharding) -> None:
-        self.array, self.grad_proxy, self.sharding = array, grad_proxy, sharding
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], NamedSharding]:
-        """Return the arrays, and the sharding as static data."""
-        return (self.array, self.grad_proxy), self.sharding
-
-    @classmethod
-    def tree_unflatten(cls, sharding: NamedSharding, arrays: tuple[Any, Any]) -> "HostParam":
-        """Invert `tree_flatten`."""
-        return cls(*arrays, sharding)
+    array: Any
+    grad_proxy: Any
+    sharding: NamedSharding = dataclasses.field(metadata={"static": True})
 
     def fetch(self) -> jax.Array:
         """Copy the parameter of one layer to the device."""

@@ -313,9 +313,8 @@ def read_source(config: TrainConfig, source: Iterable[str], tokenizer: Tokenizer
         return make_corpus(source, tokenizer, text_field=data.text_field, validation=data.validation, cache=cache)
     is_bytes, init = isinstance(tokenizer, ByteTokenizer), [Path(config.init)] if config.init else []
     if is_bytes and (theirs := [folder / TOKENIZER for folder in init if (folder / TOKENIZER).exists()]):
-        problem = Problem(
-            "data.tokenizer", f"is bytes, and {config.init} has its own", fix=f"--data.tokenizer {theirs[0]}"
-        )
+        what, fix = f"is bytes, and {config.init} has its own", f"--data.tokenizer {theirs[0]}"
+        problem = Problem("data.tokenizer", what, fix=fix)
         raise ConfigError("The model cannot read these conversations:", [problem])
     folders = [] if is_bytes else [Path(data.tokenizer).expanduser().parent, *init]
     ends = {"eos_token": tokenizer.decode([tokenizer.eos])} if is_bytes else {}

@@ -106,7 +106,7 @@ def train_in_folder(
     config, recovery, run_dir = run.config, run.config.recovery, run.run_dir
     with contextlib.ExitStack() as stack:
         fault = cache_fault(run.step.plan.mesh.shape["pipe"])
-        stack.enter_context(compilation_cache(None if fault else cache_dir(config.compilation_cache_dir)))
+        stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
         log = stack.enter_context(ProcessLog(run_dir.log))
         if jax.process_count() > 1:
             redirect_native_stdout(log.file)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd.distributed.compilation_cache import without_faulty_cache
 from spmd.errors import ConfigError, Problem, check_type
 from spmd.gradients.base import GradFn, check_results, value_and_grad
 from spmd.gradients.loss_scale import unscale
@@ -73,7 +74,8 @@ class TrainStep:
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         try:
-            return lowered.compile(compiler_options=dict(self.compiler_options) or None)
+            with without_faulty_cache(self.plan.mesh.shape["pipe"]):
+                return lowered.compile(compiler_options=dict(self.compiler_options) or None)
         except jax.errors.JaxRuntimeError as error:
             said = str(error).partition("\n")[0]
             refused = [name for name in self.compiler_options if name in said] if "INVALID_ARGUMENT" in said else []
@@ -131,7 +133,7 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, A
             own, _ = split_variables(variables, LOSS_SCALE, COMPRESSION, MAGNITUDES)
             return loss_fn(params_for_forward(params), own, batch, jax.random.key(0, impl=PRNG))[0]
 
-    return jax.jit(evaluate)
+    return without_faulty_cache(plan.mesh.shape["pipe"])(jax.jit(evaluate))
 
 
 def make_train_step(

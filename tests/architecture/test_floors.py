@@ -35,9 +35,10 @@ CORE = (
     "training",
 )
 FLOORS = (
-    *CORE,
+    *CORE[: CORE.index("sharding") + 1],
+    "distributed",
+    *CORE[CORE.index("sharding") + 1 :],
     *(
-        "distributed",
         "checkpoint",
         "data",
         "generate",

@@ -64,6 +64,7 @@ def test_it_goes_with_narrow_parameters(precision):
     assert result.ok, f"\n{result}"
 
 
+@pytest.mark.soak
 def test_stochastic_rounding_draws_the_same_bits(monkeypatch):
     """A piece of an update is rounded as it would be in the whole: parameters in bfloat16 are bitwise the same."""
     precision = dataclasses.replace(POLICIES["bf16-params-stochastic"], exchange="float32")  # no other rounding

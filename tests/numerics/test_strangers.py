@@ -57,13 +57,13 @@ WRONG = {
     "odd leaves": lambda grads: scale_every_other(grads, 1),
 }
 NO_PADDING = ("dit", "vae")
-IN_CI = ("densenet", "dit")
+IN_CI = ("densenet",)
 """Batch statistics; gates that start at zero, and draws."""
 BUG_IN_CI = ("densenet", "odd leaves")
 
 
 def cases():
-    """One mesh of two models in CI, all others are soak."""
+    """One mesh of one model in CI, all others are soak."""
     for name in STRANGERS:
         for mesh in (THREE_AXES, *MESHES):
             in_ci = mesh is THREE_AXES and name in IN_CI

@@ -157,7 +157,7 @@ def one_batch_off(whole: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.soak)])
 def test_kills_at_random_moments_leave_no_trace(kills: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters, optimizer state and every loss are bitwise those of a run that nothing disturbed; nothing is lost."""
     (tmp_path / "corpus.txt").write_text("To be, or not to be, that is the question.\n" * 200)

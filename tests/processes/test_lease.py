@@ -109,6 +109,7 @@ def test_the_control_without_a_lease(start, folder):
         two_at_once(*start, config="control.py")
 
 
+@pytest.mark.soak
 def test_suspended_until_it_expired_it_writes_nothing_more(start):
     """SIGSTOP, another run takes the folder, SIGCONT: exit code 2, who has the folder, and no file is other."""
     start, out = start

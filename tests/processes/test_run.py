@@ -101,6 +101,7 @@ def _lines(out):
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
+@pytest.mark.soak
 def test_a_checkpoint_is_the_same_on_any_mesh(folder, whole):
     """Saved on 2×2×2, restored on fsdp=8, tensor=2, and one device: the same parameters and moments."""
     reference = params(folder, whole, 30, data=2, fsdp=2, tensor=2)

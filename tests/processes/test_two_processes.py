@@ -84,6 +84,7 @@ def assert_goes_on_from(out, *steps):
         assert (checkpoints.latest_valid() in steps, checkpoints.damaged) == (True, {})
 
 
+@pytest.mark.soak
 def test_processes_that_differ_stop_before_the_first_step(folder):
     """A learning rate that differs on process 1: both exit with 2 and name it, and no step is taken."""
     out = folder / "differ"

@@ -9,19 +9,12 @@ from spmd.distributed.compilation_cache import cache_dir, cache_fault, compilati
 
 
 @pytest.mark.parametrize(
-    ("stages", "version", "backend", "faulty"),
-    [
-        (2, (0, 12, 0), "cpu", True),
-        (2, (0, 11, 0), "cpu", True),
-        (2, (0, 10, 2), "cpu", False),
-        (1, (0, 12, 0), "cpu", False),
-        (2, (0, 12, 0), "tpu", False),
-    ],
+    ("stages", "backend", "faulty"),
+    [(2, "cpu", True), (1, "cpu", False), (2, "tpu", False)],
 )
 def test_pipelines_on_simulated_devices_read_nothing_back(
-    stages: int, version: tuple[int, ...], backend: str, faulty: bool, monkeypatch: pytest.MonkeyPatch
+    stages: int, backend: str, faulty: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jax, "__version_info__", version)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert ("no compilation cache" in (cache_fault(stages) or "")) == faulty
 
