@@ -6,8 +6,9 @@
 The table in docs/how-to/benchmark.md is made by it. Every run's loss is appended to the results as it ends, and runs
 that are there already are not repeated, so an interrupted table goes on. The last setting is a control: gradients of
 each device as their signs, one scale for each array and no error feedback, with Adam (what 1-bit Adam, Tang et al.,
-arXiv:2102.02888, shows to fail). The exit code is 1 if a setting is further off in the mean over seeds than it may be,
-or the control is not.
+arXiv:2102.02888, shows to fail). PowerSGD is also switched on in the middle of a run, as PyTorch's is after its first
+1,000 steps by default. The exit code is 1 if a setting is further off in the mean over seeds than it may be, or the
+control is not.
 """
 
 import argparse
@@ -34,11 +35,14 @@ from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape, batch_sharding
-from spmd.training.state import init_state
+from spmd.training.state import TrainState, init_state
 from spmd.training.step import TrainStep, make_eval_step, make_train_step
 
 CONTROL = "signs of gradients"
 """The setting that must fail."""
+
+LATER = "PowerSGD rank 4 in the second half"
+"""The setting with fewer bits from the middle of the run on: it resumes a run without."""
 
 SETTINGS: Mapping[str, tuple[dict[str, Any], float]] = {
     "bf16": ({}, 0.0),
@@ -49,6 +53,7 @@ SETTINGS: Mapping[str, tuple[dict[str, Any], float]] = {
     "int8 gradients": ({"compress": CompressConfig(gradients="int8")}, 0.01),
     "int4 gradients": ({"compress": CompressConfig(gradients="int4")}, 0.02),
     "PowerSGD rank 4": ({"compress": CompressConfig(gradients="powersgd:4")}, 0.01),
+    LATER: ({"compress": CompressConfig(gradients="powersgd:4")}, 0.01),
     "int8 activations": ({"remat": ""}, 0.01),
     CONTROL: ({}, 0.01),
 }
@@ -84,33 +89,36 @@ def make_config(name: str, setting: str, seed: int, steps: int) -> TrainConfig:
 
 def train(config: TrainConfig, setting: str) -> float:
     """Train, and return the mean loss of the validation tokens."""
-    setup, corpus = make_setup(config, config_mesh(config)), load_corpus(config.data)
-    step: TrainStep = setup.step
-    if setting == CONTROL:
-        grad_fn = accumulate(value_and_grad(next_token_loss(setup.plan.model)), 1)
-        step = make_train_step(setup.plan, grad_fn=exchange_once(grad_fn, ("data",), signs))
-    state, sharding, size = init_state(setup.plan, config.seed), batch_sharding(setup.mesh), config.data.batch
-    stream = batches(
-        Windows(corpus.train, config.data.sequence),
-        batch=size,
-        sharding=sharding,
-        seed=config.seed,
-        start=0,
-        steps=config.steps,
-    )
-    for batch in stream:
-        state, metrics = step(state, batch)
-        jax.block_until_ready(metrics)  # simulated devices wait for each other forever if too many steps are dispatched
+    corpus, sequence, state = load_corpus(config.data), config.data.sequence, None
+    half = config.steps // 2
+    plain = dataclasses.replace(config, compress=CompressConfig())
+    parts = [(0, half, plain), (half, config.steps, config)] if setting == LATER else [(0, config.steps, config)]
+    for start, end, part in parts:
+        setup = make_setup(part, config_mesh(part))
+        step: TrainStep = setup.step
+        if setting == CONTROL:
+            grad_fn = accumulate(value_and_grad(next_token_loss(setup.plan.model)), 1)
+            step = make_train_step(setup.plan, grad_fn=exchange_once(grad_fn, ("data",), signs))
+        state = start_state(setup.plan, config.seed, state)
+        placed = {"batch": config.data.batch, "sharding": batch_sharding(setup.mesh)}
+        for batch in batches(Windows(corpus.train, sequence), seed=config.seed, start=start, steps=end, **placed):
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)  # simulated devices wait for each other forever if too many are dispatched
     evaluate, total = make_eval_step(setup.plan, setup.evaluation_loss_fn), dict[str, float]()
-    for batch in evaluation_batches(
-        Windows(corpus.validation, config.data.sequence),
-        batch=size,
-        sharding=sharding,
-        tokens_at_most=config.evaluate.tokens,
-    ):
+    windows = Windows(corpus.validation, sequence)
+    for batch in evaluation_batches(windows, tokens_at_most=config.evaluate.tokens, **placed):
         sums = evaluate(state.params, state.variables, batch)
         total = {name: total.get(name, 0.0) + float(sums[name]) for name in ("loss", "weight")}
     return total["loss"] / total["weight"]
+
+
+def start_state(plan: spmd.ShardingPlan, seed: int, before: TrainState | None) -> TrainState:
+    """Return the initial state, or that of another run, whose variables may lack those of compression."""
+    state = init_state(plan, seed)
+    if before is None:
+        return state
+    before = dataclasses.replace(before, variables={**state.variables, **before.variables})
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), before, state)
 
 
 def table(rows: list[dict[str, Any]]) -> tuple[str, bool]:

@@ -14,7 +14,6 @@ RUN = [
     ("run", "build a run from a TrainConfig, start it, check it, drive it"),
 ]
 SERVICES = [
-    ("distributed", "processes, XLA flags"),
     ("checkpoint", "save, verify, restore"),
     ("data", "corpus, tokenizer, batches"),
     ("generate", "decode with a KV cache"),
@@ -26,6 +25,7 @@ SERVICES = [
     ("testing", "for tests of users"),
     ("hf", "Hugging Face checkpoints"),
 ]
+PROCESSES = ("distributed", "processes, compilation cache, XLA flags: a service that the core uses")
 CORE = [
     ("training", "state, compiled step, loop"),
     ("pipeline", "schedules, and the GradFn that executes them"),
@@ -34,6 +34,7 @@ CORE = [
     ("plan", "every decision, resolved; how model code reads it"),
     ("optim", "optimizers that see layers; narrow and offloaded state"),
     ("model_api", "what a model declares: functions, precision, remat"),
+    PROCESSES,
     ("sharding", "meshes, rule tables, ZeRO, specs of optimizer state"),
 ]
 GROUND = [("jaxpr", "walking traced programs"), ("tree", "paths of a pytree"), ("errors", "SpmdError, Problem")]
@@ -93,7 +94,7 @@ def draw() -> ET.Element:
         y += ROW + GAP
     core = y
     for entry in CORE:
-        folder(root, 0, y, LEFT, entry, BLUE)
+        folder(root, 0, y, LEFT, entry, GREEN if entry is PROCESSES else BLUE)
         y += 30 + GAP
     for entry in GROUND:
         folder(root, 0, y, LEFT, entry, GREY)
