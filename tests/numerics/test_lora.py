@@ -104,10 +104,9 @@ def test_adapters_train_alike_on_every_mesh(sizes: dict[str, int]) -> None:
     ("schedule", "sizes"),
     [
         ("1f1b", {"pipe": 2, "data": 2}),
-        ("interleaved", {"pipe": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("interleaved", {"pipe": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.soak
 def test_adapters_train_alike_in_a_pipeline(schedule: str, sizes: dict[str, int]) -> None:
     """Each stage has its own frozen layers, and gradients are those of its adapters alone."""
     model = tiny.model(tiny.replaced(layers=4))

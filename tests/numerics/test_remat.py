@@ -255,7 +255,9 @@ def test_no_policy_changes_a_gradient(remat):
     assert_close(gradients(remat), gradients("none"), lost())
 
 
-@pytest.mark.parametrize("remat", ["selective", "save:attention_out offload:mlp_hidden/2"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("selective", marks=pytest.mark.soak), "save:attention_out offload:mlp_hidden/2"]
+)
 def test_no_policy_changes_a_gradient_of_separate_layers(remat):
     """Layers that are not scanned, under a policy that acts inside of them and one that acts around some of them."""
     assert_close(gradients(remat, stacked=False), gradients("none", stacked=False), lost(stacked=False))

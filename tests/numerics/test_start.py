@@ -176,13 +176,8 @@ def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
     assert [problem.where for problem in caught.value.problems] == ["model.class"]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param((), id="whole"),
-        pytest.param(("--lora.targets", *LORA.targets), id="adapters", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("more", [(), ("--lora.targets", *LORA.targets)], ids=["whole", "adapters"])
 def test_a_check_starts_with_it(folder: Path, capsys: pytest.CaptureFixture, more: tuple[str, ...]) -> None:
     """Both layouts have the folder's parameters; the control: drawn ones have another loss."""
     flags = ("--check-steps", 1, "--optimizer.learning-rate", "1e-3", "--devices", 8, "--json")

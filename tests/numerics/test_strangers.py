@@ -113,6 +113,7 @@ def test_an_update_that_differs_is_found():
     assert {row.what for row in found.rows if not row.ok} == {"updates"}
 
 
+@pytest.mark.soak
 def test_a_state_of_another_seed_is_found():
     """Initial values are equal bit for bit, or it is said."""
     found = dataclasses.replace(small(), seed=1)

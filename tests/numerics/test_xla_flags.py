@@ -77,7 +77,15 @@ ABSENT = """
 """
 
 
-@pytest.mark.parametrize("topology", ["v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1", "h100:1x1"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        "v5e:1x1",
+        "tpu7x:1x1x1",
+        "h100:1x1",
+        *(pytest.param(topology, marks=pytest.mark.soak) for topology in ("v5p:1x1x1", "v6e:1x1")),
+    ],
+)
 def test_flags_are_known_to_their_own_compiler(topology):
     """A chip's compiler takes every flag and refuses each one misspelt or mistyped; or it is asked for by name."""
     parsed = parse_topology(topology)

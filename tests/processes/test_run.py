@@ -139,6 +139,7 @@ def test_two_processes_train_the_same_as_one(folder, whole):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), a, b)
 
 
+@pytest.mark.soak
 def test_nan_stops_the_run_and_skip_too_in_the_end(folder):
     """A learning rate far too high: stop names step, position and newest checkpoint; skip counts up to its limit."""
     out = folder / "nan"

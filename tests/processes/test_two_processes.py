@@ -64,11 +64,18 @@ the process dies as it begins to write a checkpoint."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The corpus, the config, and a run of two processes that nothing interrupts."""
+def written(tmp_path_factory):
+    """The corpus and the config."""
     folder = tmp_path_factory.mktemp("two")
-    train(write_tiny(folder, FAULT + PACED), folder / "whole", **TWO)
+    write_tiny(folder, FAULT + PACED)
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(written):
+    """The corpus, the config, and a run of two processes that nothing interrupts."""
+    train(written / "tiny.py", written / "whole", **TWO)
+    return written
 
 
 def assert_joins(folder, out, **where):
@@ -85,10 +92,10 @@ def assert_goes_on_from(out, *steps):
 
 
 @pytest.mark.soak
-def test_processes_that_differ_stop_before_the_first_step(folder):
+def test_processes_that_differ_stop_before_the_first_step(written):
     """A learning rate that differs on process 1: both exit with 2 and name it, and no step is taken."""
-    out = folder / "differ"
-    with Run(folder / "tiny.py", out, **TWO, own=[(), ("--optimizer.learning-rate", "0.5")]) as run:
+    out = written / "differ"
+    with Run(written / "tiny.py", out, **TWO, own=[(), ("--optimizer.learning-rate", "0.5")]) as run:
         assert run.codes(240) == [2, 2]
         for i in range(2):
             assert "process 1: config.optimizer.learning_rate is 0.5" in run.text(i)
@@ -109,6 +116,7 @@ def test_both_start_from_a_hugging_face_folder(folder):
     assert ours[0] < drawn[0] - 0.1
 
 
+@pytest.mark.soak
 def test_one_that_is_told_to_go_takes_the_other_along(folder):
     """SIGUSR1 to process 1: both stop after the same step, save and exit with 75; resumed, it is bitwise the whole."""
     out = folder / "preempted"
@@ -178,16 +186,16 @@ def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder):
     assert_goes_on_from(out, 5)
 
 
-def test_one_that_fails_leaves_at_once(folder):
+def test_one_that_fails_leaves_at_once(written):
     """An error that process 0 alone has, while a save may be under way: it is told, and the other ends as well."""
-    out = folder / "broken-run"
-    with Run(folder / "tiny.py", out, *SOON, **TWO) as run:
+    out = written / "broken-run"
+    with Run(written / "tiny.py", out, *SOON, **TWO) as run:
         run.wait_for_step(7)
-        (folder / "broken").write_text("--process-id 0")
+        (written / "broken").write_text("--process-id 0")
         began = time.monotonic()
         codes = run.codes(90)
         assert time.monotonic() - began < 60
-    (folder / "broken").unlink()
+    (written / "broken").unlink()
     assert codes[0] == 1
     assert "OSError: the disk is gone" in run.text(0)
     assert codes[1] in (EXIT_LOST, -signal.SIGABRT)
