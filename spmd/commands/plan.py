@@ -26,7 +26,7 @@ from spmd.run.describe import compression_lines, exchange_line, execution_lines,
 from spmd.run.init_from import check_init
 from spmd.run.load_config import load_config, other_config
 from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
-from spmd.run.recipes import check_recipes, recipe_lines
+from spmd.run.recipes import recipe_lines
 from spmd.run.step_time import estimate_time, time_compiled_step
 from spmd.sharding.mesh import AnyMesh
 from spmd.step_time.report import StepTime
@@ -78,9 +78,8 @@ def run_plan(arguments: list[str]) -> int:
     mesh = mesh_on(command.topology, config)
     if command.schedule:  # before the step, which some schedules cannot run
         return _print_schedule(command, build_schedule(config, mesh))
-    setup = make_setup(config, mesh)
-    topology = parse_topology(command.topology or f"cpu:{setup.mesh.size}")
-    check_recipes(setup.plan, topology.chip.device_kind)
+    topology = parse_topology(command.topology or f"cpu:{mesh.size}")
+    setup = make_setup(config, mesh, topology.chip.device_kind)
     if command.estimate:
         return _print_time(command, estimate_time(setup, topology))
     preflight(setup)

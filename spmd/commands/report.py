@@ -19,7 +19,6 @@ from spmd.report.run_page import run_page
 from spmd.run.build import make_setup
 from spmd.run.config import M
 from spmd.run.load_config import shipped
-from spmd.run.recipes import check_recipes
 from spmd.tree import human_bytes
 
 _TITLE = "There is no report:"
@@ -72,8 +71,7 @@ def _report_plan(arguments: list[str], name: str) -> int:
         config = dataclasses.replace(config, devices=parse_topology(command.topology).devices)
     mesh = mesh_on(command.topology, config)
     topology = parse_topology(command.topology or f"cpu:{mesh.size}")
-    setup = make_setup(config, mesh)
-    check_recipes(setup.plan, topology.chip.device_kind)
+    setup = make_setup(config, mesh, topology.chip.device_kind)
     report = collect_plan(name, setup, topology, compiles=command.compile)
     _write(plan_page(report), config.out, report.notes)
     return 0

@@ -8,6 +8,7 @@ import functools
 import operator
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,10 @@ from spmd.data.loader import DataConfig, load_corpus, packing_of
 from spmd.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer
 from spmd.data.training_text import TrainingText, open_text
 from spmd.distributed.xla_flags import Flag, compiler_options, flags_for
-from spmd.errors import ConfigError, DataError, Problem, RuleError
+from spmd.errors import ConfigError, DataError, Problem, RuleError, SpmdError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.compression_state import TITLE, PowerSGD, powersgd_problems, with_compression
+from spmd.gradients.compression_state import PowerSGD, powersgd_problems, with_compression
 from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
 from spmd.gradients.loss_scale import keep_variables
 from spmd.gradients.losses import LossFn, next_token_loss
@@ -33,6 +34,7 @@ from spmd.gradients.powersgd import compress
 from spmd.model_api.compress import CompressConfig, powersgd_rank
 from spmd.model_api.model import Model
 from spmd.model_api.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
+from spmd.model_api.quantize import RECIPES, parse_table
 from spmd.observe.metrics import Flops, transformer_flops
 from spmd.optim.config import check_patterns, make_learning_rate, make_optimizer
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
@@ -46,6 +48,7 @@ from spmd.plan.flax import from_nnx
 from spmd.plan.lora import lora_rules, with_lora
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.run.config import CountsFlops, TrainConfig
+from spmd.run.recipes import device_kind, recipe_problems
 from spmd.sharding.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, check_slices, mesh_of, shards_of
 from spmd.training.step import TrainStep, Watch, make_train_step
 
@@ -71,11 +74,11 @@ class TrainSetup:
         return self.plan.mesh
 
 
-def make_setup(config: TrainConfig, mesh: AnyMesh) -> TrainSetup:
-    """Build what a run needs, on a mesh from `config_mesh` or `planned_mesh`."""
+def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup:
+    """Build what a run needs, on a mesh from `config_mesh` or `planned_mesh`; `chip` is the kind of an abstract one."""
     model, schedule = build_model(config), build_schedule(config, mesh)
     loss_fn = next_token_loss(model, chunk=config.logits_chunk)
-    plan = build_plan(config, mesh, model)
+    plan = build_plan_with_fewer_bits(config, mesh, model, schedule, chip)
     if schedule and not schedule.flush:
         if problems := _problems_without_flush(config):
             raise ConfigError("A pipeline without a flush cannot do this:", problems)
@@ -83,8 +86,6 @@ def make_setup(config: TrainConfig, mesh: AnyMesh) -> TrainSetup:
             config, mesh, with_in_flight(model, plan, loss_fn, abstract_batch(config), tabulate(schedule))
         )
     if powersgd := build_powersgd(config):
-        if problems := [*powersgd_problems(plan, powersgd, config.slices.sizes), *_problems_once(config, schedule)]:
-            raise ConfigError(TITLE, problems)
         plan = build_plan(config, mesh, with_compression(model, plan, powersgd))
     if remembering(plan):
         plan = build_plan(config, mesh, with_magnitudes(plan.model, plan))
@@ -170,6 +171,36 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
     paths, tied = [entry.path for entry in plan.params], plan.model.info().tied
     if problems := check_patterns(config.optimizer, paths, rules.stacked, tied):
         raise RuleError("The optimizer's table does not fit the model:", problems)
+    return plan
+
+
+def build_plan_with_fewer_bits(
+    config: TrainConfig, mesh: AnyMesh, model: Model, schedule: Schedule | None, chip: str
+) -> ShardingPlan:
+    """Return the plan, without a state of fewer bits; if it cannot be made with them, raise all reasons at once.
+
+    Each part is also checked where another one fails: what is sent, multiplied and stored, PowerSGD, what the chip has.
+    """
+    plan, errors = None, list[SpmdError]()
+    others: dict[str, Any] = {"quantize": "", "remat": "none"}
+    sent = {"compress": CompressConfig()}
+    for fields in ({}, sent, others, sent | others):
+        try:
+            plan = build_plan(dataclasses.replace(config, **fields), mesh, model)
+        except SpmdError as error:
+            errors.append(error)
+        if not errors:
+            break
+    recipes = [RECIPES[name] for _, name in parse_table(config.quantize) if name in RECIPES]
+    problems = {*recipe_problems(recipes, chip or device_kind(mesh))}
+    if plan and (powersgd := build_powersgd(config)):
+        problems |= {*powersgd_problems(plan, powersgd, config.slices.sizes), *_problems_once(config, schedule)}
+    problems = problems.union(*(error.problems for error in errors))
+    if errors and len(problems) == len(errors[0].problems):
+        raise errors[0]
+    if problems:
+        raise ConfigError("This plan cannot be made:", problems)
+    assert plan is not None
     return plan
 
 

@@ -18,7 +18,6 @@ from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.pipeline.tick_table import tabulate
 from spmd.run.build import TrainSetup, abstract_batch, count_microbatches, make_setup
 from spmd.run.config import TrainConfig, config_values
-from spmd.run.recipes import check_recipes, device_kind
 from spmd.sharding.mesh import AnyMesh, batch_sharding, mesh_of
 
 
@@ -34,7 +33,6 @@ def preflight(setup: TrainSetup) -> None:
     if setup.config.sample.prompt:
         count_sample_tokens(setup.config, load_tokenizer(setup.config.data.tokenizer))
     check_microbatches(setup)
-    check_recipes(setup.plan, device_kind(setup.mesh))
     setup.step.trace(abstract_batch(setup.config))
 
 

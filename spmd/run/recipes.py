@@ -2,11 +2,12 @@
 
 import collections
 import math
+from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
 from spmd.analysis.topology import CHIPS
-from spmd.errors import ConfigError, Problem
+from spmd.errors import Problem
 from spmd.model_api.quantize import MatmulRecipe
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import AnyMesh
@@ -16,20 +17,19 @@ _BLOCKS_OF_32 = {"b200"}
 """GPUs whose matmuls have the format of `mxfp8`."""
 
 
-def check_recipes(plan: ShardingPlan, device_kind: str) -> None:
-    """Raise `ConfigError` for each recipe in a format that this kind of chip has not; simulated devices have all."""
+def recipe_problems(recipes: Iterable[MatmulRecipe], device_kind: str) -> list[Problem]:
+    """Return a problem for each recipe in a format that this kind of chip has not; simulated devices have all."""
     kind = _kind(device_kind)
     if kind not in HARDWARE or CHIPS[kind].platform == "tpu":
-        return  # XLA has these formats on every TPU, and multiplies in bfloat16 where the chip does not
+        return []  # XLA has these formats on every TPU, and multiplies in bfloat16 where the chip does not
     has, problems = HARDWARE[kind].products, []
     fix = ", ".join(["int8"] * ("int8" in has) + ["fp8", "fp8-block"] * ("float8" in has)) + ", or bf16"
-    for recipe in _kernels(plan):
+    for recipe in recipes:
         if recipe.block == 32 and kind not in _BLOCKS_OF_32:
             problems.append(Problem(f"quantize {recipe.name}", f"is Blackwell's format, which {kind} has not", fix=fix))
         elif recipe.inputs.startswith("float8") and "float8" not in has:
             problems.append(Problem(f"quantize {recipe.name}", f"needs float8, which {kind} has not", fix=fix))
-    if problems:
-        raise ConfigError("These matmuls cannot be quantized:", problems)
+    return problems
 
 
 def recipe_lines(plan: ShardingPlan, device_kind: str) -> list[str]:

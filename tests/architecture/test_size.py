@@ -10,7 +10,7 @@ MAX_MODULE_LINES = 400
 LARGE_MODULE_LINES = 360
 MAX_LARGE_MODULES = 3
 MAX_CORE_LINES = 11_100  # fewer bits: stored activations 339, codes 598, PowerSGD 520, recipes 366; averages 94
-MAX_PACKAGE_LINES = 36_050  # the aim was 20,000; above it: what users meet (data, chats, reports 4,000), experts, bits
+MAX_PACKAGE_LINES = 36_080  # the aim was 20,000; above it: what users meet (data, chats, reports 4,000), experts, bits
 MAX_RELATIVE_DOCSTRINGS = 0.02
 RELATIVE_WORDS = frozenset(
     ("what", "whether", "which", "where", "how", "why", "when", "who", "that", "whose", "as", "all", "everything")

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.analysis.topology import CHIPS, parse_topology
+from spmd.cli import main
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, RuleError
 from spmd.model_api.quantize import RECIPES
@@ -20,7 +21,7 @@ from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan.lora import LoRAConfig
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.config import TrainConfig, config_values, with_values
-from spmd.run.recipes import check_recipes, recipe_lines
+from spmd.run.recipes import recipe_lines, recipe_problems
 from spmd.run.record import MAY_CHANGE
 from spmd.run.step_time import estimate_time
 from spmd.sharding.mesh import abstract_mesh
@@ -137,15 +138,31 @@ def test_a_plan_says_what_a_chip_gains(recipe, chip, expected):
 
 def test_chips_refuse_what_they_have_not():
     """GPUs without float8, and without blocks of 32; TPUs and simulated devices compute all."""
-    plan = setup("mlp/.*=fp8,.*=mxfp8").plan
-    with pytest.raises(ConfigError) as caught:
-        check_recipes(plan, CHIPS["a100"].device_kind)
-    assert len(caught.value.problems) == 2
-    with pytest.raises(ConfigError, match=r"mxfp8: is Blackwell's format, which h100 has not\n +fix: int8, fp8"):
-        check_recipes(plan, CHIPS["h100"].device_kind)
+    recipes = [RECIPES["fp8"], RECIPES["mxfp8"]]
+    assert len(recipe_problems(recipes, CHIPS["a100"].device_kind)) == 2
+    (found,) = recipe_problems(recipes, CHIPS["h100"].device_kind)
+    assert "mxfp8: is Blackwell's format, which h100 has not\n    fix: int8, fp8" in str(found)
     for chip in ("b200", "v5e", "cpu"):
-        check_recipes(plan, CHIPS[chip].device_kind)
-    assert len(recipe_lines(plan, "cpu")) == len({"fp8", "mxfp8"})
+        assert not recipe_problems(recipes, CHIPS[chip].device_kind)
+
+
+def test_everything_that_is_wrong_with_fewer_bits_is_said_at_once(capsys):
+    """What is sent, multiplied and stored, PowerSGD, and what the chip has: none hides another."""
+    sizes = ("--mesh.data", "1", "--mesh.fsdp", "1", "--mesh.tensor", "8", "--topology", "a100:1x8")
+    bits = ("--quantize", "nothing/kernel=fp8", "--compress.gather", "int8", "--compress.gradients", "powersgd:400")
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "demo", "--precision", "bf16", *sizes, *bits, "--remat", "store:int8=nope"])
+    said = capsys.readouterr().err
+    for each in (
+        "compress.gather: is int8, and no parameter is split over fsdp",
+        "compress.gradients: is powersgd:400 over data, an axis of size 1",
+        "compress.gradients, lm_head/kernel: is powersgd:400, a rank above the matrix",
+        "quantize fp8: needs float8, which a100 has not",
+        "quantize, row 'nothing/kernel=fp8': matches no matmul",
+        "remat store:int8=nope: is no activation of the rule table",
+    ):
+        assert said.count(each) == 1, said
+    assert "Traceback" not in said
 
 
 def test_every_recipe_is_in_the_table_of_the_command_line(capsys):
