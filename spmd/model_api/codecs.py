@@ -54,13 +54,13 @@ class BlockCodec:
         return 8 / self.packed + 32 / block
 
     def block_dim(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the dimension with the largest block, the longest of those, and the block; 0 if none has one.
+        """Return the dimension with the largest block, the last of those, and the block; 0 if none has one.
 
         Example:
-            >>> [GATHERS["int8"].block_dim(shape) for shape in ((16, 4096), (4096, 16), (9, 9))]
-            [(1, 128), (0, 128), (1, 0)]
+            >>> [GATHERS["int8"].block_dim(shape) for shape in ((256, 16, 128), (4096, 16), (9, 9))]
+            [(2, 128), (0, 128), (1, 0)]
         """
-        block, _, dim = max((self.block_of(size), size, dim) for dim, size in enumerate(shape))
+        block, dim = max((self.block_of(size), dim) for dim, size in enumerate(shape))
         return dim, block
 
     def encode(self, x: jax.Array, block: int, rows: int = 1, dim: int = -1) -> Encoded:

@@ -44,7 +44,7 @@ class CodedGather:
 
     def across(self, x: Array) -> Encoded:
         """Encode a shard, and send its codes across slices: `[slice, …]`; without two hops, the codes of the shard."""
-        coded = _encoded(x, self.codec)
+        coded = _encoded(x, self.codec, *self.codec.block_dim(x.shape))
         if self.hop is None:
             return coded
         axis, slices = self.hop
@@ -105,11 +105,22 @@ def sum_codes(x: Array, axis: str, codec: BlockCodec, slices: int) -> Array:
 
 
 def _exchanged(parts: Array, axis: str, codec: BlockCodec, leading: int, groups: list[list[int]]) -> Array:
-    """Send `parts[i]` to device `i` of the group, and sum what is received."""
-    some = groups if len(groups) > 1 else None
-    sent = _encoded(parts, codec, leading)
+    """Send `parts[i]` to device `i` of the group, and sum what is received.
+
+    Blocks stay apart until the sum: a TPU would write the scales of joined ones to memory, one for each element. And it
+    packs codes slowly along the last dimension.
+    """
+    dim, block = codec.block_dim(parts.shape[leading:])
+    dim += leading - parts.ndim
+    if swaps := codec.packed > 1 and dim == -1:
+        parts, dim = parts.swapaxes(-1, -2), -2
+    shape, some = parts.shape[1:], groups if len(groups) > 1 else None
+    if dim < -1:
+        parts = parts.reshape(parts.shape[0], -1, block, *parts.shape[dim + 1 :])
+    sent = _encoded(parts, codec, dim, block)
     codes, scale = (jax.lax.all_to_all(part, axis, 0, 0, axis_index_groups=some, tiled=True) for part in sent)
-    return _decoded_sum(Encoded(codes, scale), codec)
+    sums = _decoded_sum(Encoded(codes, scale), codec).reshape(shape)
+    return sums.swapaxes(-1, -2) if swaps else sums
 
 
 def _decoded_sum(coded: Encoded, codec: BlockCodec) -> Array:
@@ -134,9 +145,8 @@ def _groups(axis: str, slices: int) -> tuple[list[list[int]], list[list[int]]]:
     return within, [list(group) for group in zip(*within, strict=True)]
 
 
-def _encoded(x: Array, codec: BlockCodec, leading: int = 0) -> Encoded:
-    dim, block = codec.block_dim(x.shape[leading:])
-    codes, scale = codec.encode(x, block, _rows(x), dim + leading)
+def _encoded(x: Array, codec: BlockCodec, dim: int, block: int) -> Encoded:
+    codes, scale = codec.encode(x, block, _rows(x), dim)
     is_integer = jnp.issubdtype(codes.dtype, jnp.integer)
     return Encoded(codes if is_integer else jax.lax.bitcast_convert_type(codes, jnp.uint8), scale)
 
