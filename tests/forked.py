@@ -8,6 +8,7 @@ import io
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import traceback
@@ -50,6 +51,7 @@ def fork(run: Callable[[], object], log: Path) -> int:
 
 def answer(run: Callable[[list[str]], object]) -> None:
     """Runs each list of arguments that comes in a process of its own; says its process id, and then how it ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a background job of a shell starts
     for line in sys.stdin:
         log, *arguments = json.loads(line)
         child = fork(lambda arguments=arguments: run(arguments), Path(log))
