@@ -81,8 +81,7 @@ def scatter_codes(x: Array, axis: str, dim: int, codec: BlockCodec, slices: int)
     An axis over several slices has two hops, as in ZeRO++ (Wang et al., arXiv:2306.10209, section 3.3): first inside of
     each slice, so that devices send their sums, and no terms, over the slow network.
     """
-    count = jax.lax.axis_size(axis)
-    inner = count // slices
+    inner = jax.lax.axis_size(axis) // slices
     parts = x.reshape(*x.shape[:dim], slices, inner, -1, *x.shape[dim + 1 :])  # device i = slice · inner + member
     parts = jnp.moveaxis(parts, (dim + 1, dim), (0, 1))
     within, across = _groups(axis, slices)
@@ -96,8 +95,7 @@ def sum_codes(x: Array, axis: str, codec: BlockCodec, slices: int) -> Array:
     All devices decode the same codes, so that the sums are bitwise equal. A dimension has parts with blocks.
     """
     count = jax.lax.axis_size(axis)
-    fitting = [dim for dim in range(x.ndim) if scatters_codes(x.shape, dim, count, codec)]
-    dim = max(fitting, key=lambda dim: x.shape[dim])
+    dim = max((i for i in range(x.ndim) if scatters_codes(x.shape, i, count, codec)), key=lambda i: x.shape[i])
     shard = scatter_codes(x, axis, dim, codec, slices)
     with jax.named_scope(SUM):
         gather = CodedGather(codec, [(axis,) * (i == dim) for i in range(x.ndim)])
@@ -131,9 +129,7 @@ def _decoded_sum(coded: Encoded, codec: BlockCodec) -> Array:
     """
     shape, dim = coded.codes.shape, _blocked(coded)
     before, after = math.prod(shape[1:dim]), shape[dim + 1 :]
-    merged = (
-        x.reshape(shape[0], before, x.shape[dim], *(math.prod(after),) * bool(after)) for x in coded if x is not None
-    )
+    merged = (x.reshape(shape[0], before, -1, *(math.prod(after),) * bool(after)) for x in coded if x is not None)
     total = _decode(Encoded(*merged), codec, jnp.float32).sum(axis=0)
     return total.reshape(*shape[1:dim], codec.packed * shape[dim], *after)
 
@@ -152,10 +148,8 @@ def _encoded(x: Array, codec: BlockCodec, dim: int, block: int) -> Encoded:
 
 
 def _decode(coded: Encoded, codec: BlockCodec, dtype: jnp.dtype) -> Array:
-    codes, scale = coded
-    assert scale is not None
-    codes = codes if codes.dtype == codec.dtype else jax.lax.bitcast_convert_type(codes, codec.dtype)
-    return codec.decode(Encoded(codes, scale), dtype, _rows(codes), _blocked(coded))
+    codes = coded.codes if coded.codes.dtype == codec.dtype else jax.lax.bitcast_convert_type(coded.codes, codec.dtype)
+    return codec.decode(Encoded(codes, coded.scale), dtype, _rows(codes), _blocked(coded))
 
 
 def _blocked(coded: Encoded) -> int:
