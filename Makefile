@@ -65,7 +65,7 @@ demo: $(INSTALLED) ## train a small Llama over 8 simulated devices, into runs/de
 	@if [ -e runs/demo ]; then echo "removing the previous runs/demo"; rm -rf runs/demo; fi
 	$(VENV)/bin/spmd train demo --out runs/demo
 
-test: install ## run the tests that every change must pass (ARGS="-k mesh" chooses; 10 to 13 minutes on 2 quiet cores)
+test: install ## run the tests that every change must pass (ARGS="-k mesh" chooses; 10 to 16 minutes on 2 quiet cores)
 	$(VENV)/bin/python $(PYTEST) -m "$(CI_TIER)" $(ARGS)
 
 newest: ## run the tests of what dependencies can break, on PYTHON_NEWEST with the newest release of everything
