@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from spmd.analysis.collectives import source_line
-from spmd.jaxpr import equations, inner_jaxprs, open_jaxpr
+from spmd.jaxpr.equations import equations, inner_jaxprs, open_jaxpr
+from spmd.jaxpr.source import equation_line
 from spmd.plan.scopes import read_scope
 
 Annotated = Mapping[tuple[str, str], str]
@@ -31,7 +31,7 @@ def find_annotated(jaxpr: Any) -> Annotated:
             scope, name = read_scope(str(equation.source_info.name_stack))
             if scope == "annotate" and equation.primitive.name == "sharding_constraint":
                 for operation in _before(made, equation.invars[0]):
-                    found.setdefault((operation.primitive.name, _line(operation)), name)
+                    found.setdefault((operation.primitive.name, equation_line([operation])), name)
     return found
 
 
@@ -54,8 +54,3 @@ def _before(made: dict[Any, JaxprEqn], value: Any) -> Iterator[JaxprEqn]:
 
 def _producers(jaxpr: Jaxpr) -> dict[Any, JaxprEqn]:
     return {value: equation for equation in jaxpr.eqns for value in equation.outvars}
-
-
-def _line(equation: JaxprEqn) -> str:
-    traceback = equation.source_info.traceback
-    return source_line([(frame.file_name, frame.line_num) for frame in traceback.frames]) if traceback else ""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from spmd.analysis.traced_program import TracedProgram, TracedValue
+from spmd.jaxpr.traced_program import TracedProgram, TracedValue
 
 _ALIASES = {
     *("transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "name", "stored", "sharding_constraint"),

@@ -16,8 +16,7 @@ Compilers write some collectives in another form, noted in `written_as`:
 import dataclasses
 import os
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from types import MappingProxyType
 
@@ -28,6 +27,7 @@ from spmd.analysis.executions import Execution, executions
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.overlap import chain_of, compute_beside
 from spmd.analysis.replica_groups import Groups, entering, kind_of, mesh_axes, per_device, read_groups
+from spmd.jaxpr.source import source_line
 from spmd.plan import annotate, context, fsdp, local_param, manual, wires
 from spmd.plan.scopes import read_names
 from spmd.sharding import hops
@@ -43,8 +43,6 @@ _WIDENED = {"f32": ("bf16", "f16"), "f16": ("f8e4m3fn", "f8e5m2")}  # by XLA:CPU
 _WRAPPERS = tuple(
     f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp, hops, local_param, manual, wires)
 )
-
-_LIBRARIES = ("flax", "jax", "optax")
 
 _Key = tuple[str, ...]
 
@@ -195,7 +193,7 @@ class _Search:
                     array=self._argument(source) or self._destination(results[0]),
                     factor=self._factor(source) if kind in ("all-reduce", "reduce-scatter") else "",
                     op_name=operations[part] if apart and len(operations) == parts else metadata.op_name,
-                    source=source_line(self.program.frames(metadata)),
+                    source=source_line(self.program.frames(metadata), _WRAPPERS),
                     instruction=instruction.name,
                     groups=written,
                     crosses=enters > 0,
@@ -337,22 +335,8 @@ class _Search:
         return params.pop() if len(params) == 1 and len(seen) < _MAX_VALUES else ""
 
 
-def source_line(frames: Sequence[tuple[str, int]]) -> str:
-    """Return `file:line` of the innermost frame outside of libraries and wrappers, or the innermost of all."""
-    outside = [(_relative(file), line) for file, line in frames if not file.endswith(_WRAPPERS)]
-    own = [frame for frame in outside if frame[0].partition(os.sep)[0] not in _LIBRARIES]
-    inner = [(_relative(file), line) for file, line in frames[:1]]
-    return next((f"{file}:{line}" for file, line in (*own, *outside, *inner)), "")
-
-
 def _path(parameter: Instruction) -> str:
     """Return the path of an argument: `state.params['mlp']['kernel']` as `params/mlp/kernel`."""
     parts = ["".join(part) for part in re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)", parameter.op_name)]
     starts = [i for i, part in enumerate(parts) if part in ("params", "variables", "optimizer_state")]
     return "/".join(parts[starts[0] :] if starts else parts)
-
-
-def _relative(file: str) -> str:
-    """Return the file relative to the folder of `sys.path` that Python found it in."""
-    roots = [root for root in map(os.path.abspath, sys.path) if file.startswith(f"{root}{os.sep}")]
-    return file.removeprefix(max(roots, key=len, default="")).lstrip(os.sep) if roots else file

@@ -17,7 +17,6 @@ import flax
 import jax
 from jax.sharding import AbstractMesh
 
-from spmd.analysis.collectives import source_line
 from spmd.analysis.explicit_rules import (
     constraint_spec,
     decided_dims,
@@ -30,7 +29,8 @@ from spmd.analysis.explicit_rules import (
     result_dims,
     unsharded,
 )
-from spmd.analysis.traced_program import Dims, Operation, TracedProgram, TracedValue, read_program
+from spmd.jaxpr.source import source_line
+from spmd.jaxpr.traced_program import Dims, Operation, TracedProgram, TracedValue, read_program
 from spmd.sharding.dims import dims_spec
 from spmd.sharding.rules import spec_text
 from spmd.training.state import abstract_arguments

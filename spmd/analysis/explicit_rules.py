@@ -10,17 +10,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.analysis.propagation import propagate
-from spmd.analysis.traced_program import Dims, Operation, TracedProgram, TracedValue
+from spmd.jaxpr.propagation import ELEMENTWISE, propagate
+from spmd.jaxpr.traced_program import Dims, Operation, TracedProgram, TracedValue
 from spmd.sharding.dims import dims_spec
 from spmd.sharding.mesh import entry_axes
 
-_ELEMENTWISE = {
-    *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf"),
-    *("exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max"),
-    *("min", "mul", "name", "ne", "neg", "not", "or", "pow", "reduce_precision", "rsqrt", "select_n", "sign", "sin"),
-    *("sqrt", "square", "stop_gradient", "stored", "sub", "tanh"),
-}
 _LIKE_ADD = ("add_any", "select_n")
 """Element-wise operations that follow the rule of `add`; JAX's own has none, or refuses a mask of fewer axes."""
 
@@ -135,7 +129,7 @@ def decided_dims(
             elif operation.primitive == "shard_map":
                 if operation.params["newly_manual_axes"].issuperset(mesh.axis_names):
                     dims = {mesh_dims(operation.params["in_specs"][i], value, mesh.shape)}
-            elif operation.primitive in _ELEMENTWISE and value.shape == operation.outputs[0].shape:
+            elif operation.primitive in ELEMENTWISE and value.shape == operation.outputs[0].shape:
                 dims = after
             elif operation.primitive == "transpose":
                 order = operation.params["permutation"]

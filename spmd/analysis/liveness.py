@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from spmd.analysis.traced_program import Operation, TracedProgram, TracedValue
+from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue
 
 _READS_MEMORY = ("dot_general", "ragged_dot", "pallas_call", "scatter-add", "scatter", "gather", "sort", "top_k")
 """Operations that read their operands from memory: nothing is fused into them."""

@@ -20,9 +20,9 @@ import numpy as np
 
 from spmd.analysis.bf16_operands import narrow_operands
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
-from spmd.analysis.propagation import place, propagate
 from spmd.analysis.topology import Topology
-from spmd.analysis.traced_program import matmul_flops, read_program
+from spmd.jaxpr.propagation import place, propagate
+from spmd.jaxpr.traced_program import matmul_flops, read_program
 from spmd.pipeline.executor import SLOTS
 from spmd.plan.plan import ShardingPlan
 from spmd.training.state import abstract_arguments

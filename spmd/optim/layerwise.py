@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.jaxpr import inner_jaxprs
+from spmd.jaxpr.equations import inner_jaxprs
 from spmd.sharding.layer_paths import Stack, dims_of, insert_layer_numbers, read_stacked, without_dims
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 

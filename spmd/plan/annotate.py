@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError, Problem, did_you_mean
-from spmd.jaxpr import equations
+from spmd.jaxpr.equations import equations
 from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.remat import Remat
 from spmd.plan.context import TraceContext, constrain, current, override

@@ -20,6 +20,7 @@ from spmd.model_api.codecs import Encoded
 from spmd.model_api.precision import cast_floats
 from spmd.plan.context import constrain, current
 from spmd.plan.host_params import HostParam, host_param_error, is_host_param
+from spmd.plan.linear_call import linear_call
 from spmd.plan.local_param import local_param
 from spmd.plan.lora_layer import is_lora
 from spmd.plan.manual import manual_over, split_axes
@@ -117,16 +118,11 @@ def _is_wrapped(x: Any) -> bool:
     return is_host_param(x) or is_lora(x) or is_scaled(x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gathered(param: jax.Array, placement: ParamPlacement | None) -> jax.Array:
-    """Apply `gather`, with `scatter` as the derivative: for a parameter that is used as it is, such as a bias."""
-    return gather(param, placement, param.dtype)
-
-
-gathered.defvjp(
-    lambda param, placement: (gather(param, placement, param.dtype), None),
-    lambda placement, _, gradient: (scatter(gradient, placement),),
-)
+    """Apply `gather`, with `scatter` as the transpose: for a parameter that is used as it is, such as a bias."""
+    if placement is None:
+        return param
+    return linear_call(lambda x: gather(x, placement, x.dtype), lambda g: scatter(g, placement), param)
 
 
 _NO_HISTORY: Mapping[str, History] = MappingProxyType({})

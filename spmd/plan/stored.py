@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, primit
 from jax.interpreters import ad, mlir, partial_eval
 
 from spmd.errors import Problem
-from spmd.jaxpr import equations, inner_jaxprs, open_jaxpr
+from spmd.jaxpr.equations import equations, inner_jaxprs, open_jaxpr
 from spmd.model_api.codecs import Codec, Encoded
 from spmd.model_api.remat import Remat
 

@@ -24,8 +24,8 @@ PACKAGES = ("spmd", *(f"spmd/{name}" for name in FAMILIES), "benchmarks")
 CORE = (
     "errors",
     "tree",
-    "jaxpr",
     "sharding",
+    "jaxpr",
     "model_api",
     "optim",
     "plan",

@@ -11,7 +11,7 @@ from flax import nnx
 
 from spmd.errors import CacheError
 from spmd.gradients.losses import next_token_loss
-from spmd.jaxpr import equations
+from spmd.jaxpr.equations import equations
 from spmd.layers.attention import attend
 from spmd.layers.kv_cache import KVCache, decode, prefill
 from spmd.layers.zigzag import positions

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import AnnotationError, RuleError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.jaxpr import equations
+from spmd.jaxpr.equations import equations
 from spmd.layers import expert_layout, moe
 from spmd.layers.expert_exchange import ExpertAxes, Ragged
 from spmd.layers.expert_layout import ExpertKernel

@@ -16,7 +16,7 @@ from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.jaxpr import equations
+from spmd.jaxpr.equations import equations
 from spmd.model_api.precision import POLICIES
 from spmd.optim import master_weights
 from spmd.optim.config import OptimizerConfig, make_optimizer

@@ -17,7 +17,7 @@ from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import cross_entropy, next_token_loss
-from spmd.jaxpr import equations
+from spmd.jaxpr.equations import equations
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.model_api.model import Model, Outputs

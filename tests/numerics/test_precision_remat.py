@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd.gradients.base import value_and_grad
-from spmd.jaxpr import equations
+from spmd.jaxpr.equations import equations
 from spmd.model_api.precision import POLICIES
 from spmd.plan.context import use_plan
 from spmd.testing import token_batches

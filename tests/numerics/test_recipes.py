@@ -14,7 +14,7 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.gradients.magnitudes import adapt_magnitudes, remember, stored_magnitudes, with_magnitudes
-from spmd.jaxpr import equations
+from spmd.jaxpr.equations import equations
 from spmd.layers.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from spmd.layers.quantized_matmul import magnitude, power_of_two, quantize, quantized_einsum
 from spmd.model_api.compress import CompressConfig

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from spmd.analysis.memory import estimate_memory
-from spmd.analysis.traced_program import matmul_flops, read_program
+from spmd.jaxpr.traced_program import matmul_flops, read_program
 from spmd.models.llama import Block, LlamaConfig
 from spmd.plan.annotate import remat_attention, remat_layer
 from spmd.plan.context import use_plan

@@ -12,7 +12,7 @@ import pytest
 import spmd
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.gradients.base import value_and_grad
-from spmd.jaxpr import equations
+from spmd.jaxpr.equations import equations
 from spmd.model_api.remat import Remat, make_remat
 from spmd.plan.annotate import annotate, remat_attention, remat_layer
 from spmd.plan.context import use_plan

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from spmd.analysis.bf16_operands import narrow_operands
 from spmd.analysis.liveness import Buffer, find_buffers, heap_bytes, peak_buffers, saved_activations
 from spmd.analysis.memory import CompiledMemory, Estimate, MemoryReport, estimate_memory
-from spmd.analysis.propagation import place, propagate
 from spmd.analysis.topology import parse_topology
-from spmd.analysis.traced_program import read_program
+from spmd.jaxpr.propagation import place, propagate
+from spmd.jaxpr.traced_program import read_program
 from spmd.layers.attention import splash_attention_tpu
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh

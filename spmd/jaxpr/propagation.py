@@ -10,10 +10,18 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from spmd.analysis.traced_program import Dims, Operation, TracedProgram, TracedValue
+from spmd.jaxpr.traced_program import Dims, Operation, TracedProgram, TracedValue
 from spmd.sharding.mesh import entry_axes
 
-_VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "reduce_precision", "stored")
+ELEMENTWISE = {
+    *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf"),
+    *("exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max"),
+    *("min", "mul", "name", "ne", "neg", "not", "or", "pow", "reduce_precision", "rsqrt", "select_n", "sign", "sin"),
+    *("sqrt", "square", "stop_gradient", "stored", "sub", "tanh"),
+}
+"""Operations on arrays of one shape, element by element."""
+
+VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "reduce_precision", "stored")
 """Operations that change only the form of an array; its name is kept."""
 
 
@@ -54,7 +62,7 @@ def _propagate_operation(operation: Operation) -> None:
         results = _RULES.get(name, _like_operands)(operation)
     for output, dims in zip(outputs, results, strict=True):
         output.dims = output.dims or dims
-        if name in _VIEWS:
+        if name in VIEWS:
             output.name = output.name or operation.inputs[0].name
     if name not in (*_UNARY_RULES, *_RULES) and outputs and outputs[0].dims:
         for value in operation.inputs:  # zeros and masks are split like the arrays they are combined with
@@ -212,7 +220,7 @@ def _scatter(operation: Operation) -> list[Dims | None]:
     return [tuple(dims)]
 
 
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin")
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin")
 
 _UNARY_RULES: dict[str, Callable[[Operation, Dims], Dims]] = {
     "broadcast_in_dim": _broadcast,
@@ -220,7 +228,7 @@ _UNARY_RULES: dict[str, Callable[[Operation, Dims], Dims]] = {
     "squeeze": lambda operation, dims: _without(dims, operation.params["dimensions"]),
     "stack_iterations": lambda _, dims: ((), *dims),
     "transpose": lambda operation, dims: tuple(dims[i] for i in operation.params["permutation"]),
-    **dict.fromkeys(_REDUCTIONS, lambda operation, dims: _without(dims, operation.params["axes"])),
+    **dict.fromkeys(REDUCTIONS, lambda operation, dims: _without(dims, operation.params["axes"])),
 }
 """Rules for the results of an operation whose first operand has a known sharding."""
 

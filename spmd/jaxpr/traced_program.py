@@ -1,4 +1,4 @@
-"""Traced programs as plain values and operations; `spmd.analysis.propagation` adds the shardings."""
+"""Traced programs as plain values and operations; `spmd.jaxpr.propagation` adds the shardings."""
 
 import dataclasses
 import math

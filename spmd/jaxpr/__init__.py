@@ -1,0 +1,1 @@
+"""Traced programs: their equations, plain values and operations, and the shardings of all values."""
