@@ -114,6 +114,7 @@ class _Products:
         into: The activation name of the array as an input of the matmul, if any.
         out: The activation name of a product's gradient as an input of the matmul, if any.
         outs: The kernel's dimensions that the product has.
+        recomputed: Whether the backward pass recomputes the layer; asked here, since JAX traces derivatives later.
     """
 
     placed: tuple[ParamPlacement | None, ...]
@@ -123,6 +124,7 @@ class _Products:
     out: str = ""
     precision: str | None = None
     outs: str = "o"
+    recomputed: bool = dataclasses.field(default_factory=is_recomputed)
 
     @property
     def inputs(self) -> str:
@@ -193,7 +195,7 @@ def _products_forward(
             seen.append(seen_before(tokens, stored, scales[index]))
     kept = [u if saves_gathered(placed) else k for u, k, placed in zip(used, shards, how.placed, strict=True)]
     like = [jnp.zeros((0,), kernel.dtype) for kernel in kernels]
-    return tuple(ys), (tokens if is_recomputed() else x, kept, like, scales, seen)
+    return tuple(ys), (tokens if how.recomputed else x, kept, like, scales, seen)
 
 
 def _products_backward(
@@ -201,7 +203,7 @@ def _products_backward(
 ) -> tuple[Array, tuple[Array, ...], tuple[History | None, ...]]:
     x, kept, like_kernels, scales, seen = saved
     # Barriers keep XLA from merging these gathers with those of the forward pass and saving their results until now.
-    if how.into and not is_recomputed() and placement("residual") != placement(how.into):
+    if how.into and not how.recomputed and placement("residual") != placement(how.into):
         x = annotate(constrain_like(jax.lax.optimization_barrier(x), "residual"), how.into)
     dkernels, factors, histories = [], [], []
     form = f"...{how.inputs},...{how.outs}->{how.axes}"

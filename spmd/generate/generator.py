@@ -24,6 +24,7 @@ from spmd.layers.sequential_stages import sequential_stages
 from spmd.model_api.model import PRNG, as_outputs
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
+from spmd.plan.partition_safe import partition_safe
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import BATCH_AXES, batch_sharding, shards_of
 
@@ -136,13 +137,16 @@ class Generator:
         whole_window = self.whole_window
 
         def run(params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int) -> Any:
-            with use_plan(self.plan):
+            def draw_next(params: Any, variables: Any, ids: Any) -> Any:
                 if whole_window:
                     carry: Any = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
                     logits = self._logits(params, variables, carry)
                 else:
                     logits, carry = prefill(lambda: self._logits(params, variables, ids), length)
                 return *self._draw(_logits_at(logits, lengths - 1), lengths, key), carry
+
+            with use_plan(self.plan):
+                return partition_safe(draw_next)(params_for_forward(params), variables, ids)
 
         return jax.jit(run, static_argnames="length")
 
@@ -152,7 +156,7 @@ class Generator:
         whole_window = self.whole_window
 
         def run(params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any) -> Any:
-            with use_plan(self.plan):
+            def draw_next(params: Any, variables: Any, carry: Any) -> Any:
                 if whole_window:
                     columns = jax.lax.broadcasted_iota(jnp.int32, carry.shape, 1)
                     carry = jnp.where(columns == position[:, None], token[:, None], carry)
@@ -163,11 +167,14 @@ class Generator:
                     logits = _logits_at(logits, jnp.zeros_like(position))
                 return *self._draw(logits, position + 1, key), carry
 
+            with use_plan(self.plan):
+                return partition_safe(draw_next)(params_for_forward(params), variables, carry)
+
         return jax.jit(run, donate_argnames="carry")
 
     def _logits(self, params: Any, variables: Any, ids: Array) -> Any:
         with lazy_logits(), sequential_stages():
-            returned, _ = self.plan.model.forward(params_for_forward(params), variables, None, ids, train=False)
+            returned, _ = self.plan.model.forward(params, variables, None, ids, train=False)
         return as_outputs(returned).logits
 
     def _draw(self, logits: Array, position: Array, key: Array) -> tuple[Array, Array]:

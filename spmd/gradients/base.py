@@ -15,6 +15,7 @@ from spmd.gradients.losses import LossFn, Sums, check_returned
 from spmd.model_api.precision import LOSS_SCALE, scale_loss
 from spmd.model_api.variables import split_variables
 from spmd.plan.fsdp import grad_targets, params_for_forward
+from spmd.plan.partition_safe import partition_safe
 from spmd.plan.scaled_param import MAGNITUDES, histories_of, with_seen
 
 GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
@@ -47,9 +48,12 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
             problem = Problem("mesh.pipe", "splits the layers of the model", fix="spmd.pipeline.grad_fn.pipeline")
             raise ConfigError("A stage has no gradient function of its own:", [problem])
 
+        def checked(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
+            return check_returned(loss_fn(params, variables, batch, key), own)
+
         def objective(targets: Any, histories: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
             given = params_for_forward(params, targets, histories)
-            sums, after = check_returned(loss_fn(given, own, batch, key), own)
+            sums, after = partition_safe(checked)(given, own, batch, key)
             return scale_loss(sums["loss"], scaling), (sums, after)
 
         wanted = grad_targets(params), histories_of(magnitudes.get(MAGNITUDES, {}))

@@ -1,9 +1,9 @@
-"""Iteration over the equations of a jaxpr and of the jaxprs inside them."""
+"""The equations of a jaxpr and of the jaxprs inside them: iteration and replacement."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
@@ -37,3 +37,39 @@ def _jaxprs(value: Any) -> Iterator[Jaxpr]:
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _jaxprs(part)
+
+
+def replace_equations(jaxpr: ClosedJaxpr, replacements: Mapping[int, ClosedJaxpr]) -> ClosedJaxpr:
+    """Return a jaxpr in which some equations, here or in the jaxprs inside, are calls of other jaxprs.
+
+    Args:
+        replacements: `id` of an equation → the jaxpr to call with its operands, without constants.
+    """
+    if not replacements:
+        return jaxpr
+    return jaxpr.replace(jaxpr=_replaced(jaxpr.jaxpr, replacements))
+
+
+def _replaced(jaxpr: Jaxpr, replacements: Mapping[int, ClosedJaxpr]) -> Jaxpr:
+    replaced = []
+    for equation in jaxpr.eqns:
+        if id(equation) in replacements:
+            params = {"call_jaxpr": replacements[id(equation)]}
+            replaced.append(equation.replace(primitive=primitives.closed_call_p, params=params))
+        elif any(id(inner) in replacements for body in inner_jaxprs(equation) for inner in equations(body)):
+            params = {name: _replaced_inside(value, replacements) for name, value in equation.params.items()}
+            replaced.append(equation.replace(params=params))
+        else:
+            replaced.append(equation)
+    return jaxpr.replace(eqns=replaced)
+
+
+def _replaced_inside(value: Any, replacements: Mapping[int, ClosedJaxpr]) -> Any:
+    """Return a parameter of an equation with the jaxprs in it replaced."""
+    if isinstance(value, ClosedJaxpr):
+        return replace_equations(value, replacements)
+    if isinstance(value, Jaxpr):
+        return _replaced(value, replacements)
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced_inside(part, replacements) for part in value)
+    return value

@@ -14,10 +14,15 @@ from spmd.jaxpr.traced_program import Dims, Operation, TracedProgram, TracedValu
 from spmd.sharding.mesh import entry_axes
 
 ELEMENTWISE = {
-    *("abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf"),
-    *("exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max"),
-    *("min", "mul", "name", "ne", "neg", "not", "or", "pow", "reduce_precision", "rsqrt", "select_n", "sign", "sin"),
-    *("sqrt", "square", "stop_gradient", "stored", "sub", "tanh"),
+    *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh"),
+    *("bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj"),
+    *("convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc"),
+    *("exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow"),
+    *("is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg"),
+    *("nextafter", "not", "or", "polygamma", "population_count", "pow", "random_gamma_grad", "real"),
+    *("reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left"),
+    *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient"),
+    *("stored", "sub", "tan", "tanh", "xor", "zeta"),
 }
 """Operations on arrays of one shape, element by element."""
 

@@ -11,6 +11,9 @@ Dims = tuple[tuple[str, ...], ...]
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Parameters that hold a jaxpr which the operation calls with its own operands."""
 
+_NO_CALLS = ("pallas_call", "reduce", "reduce_window")
+"""Operations with a jaxpr that they do not call with their own operands."""
+
 _BODIES = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches", "shard_map": "jaxpr"}
 """Operation → parameter with the jaxpr, or the jaxprs, of its bodies."""
 
@@ -131,7 +134,7 @@ def _read(
         called, inlined = next((params[key] for key in _CALLS if key in params), None), None
         if name == "optimization_barrier":  # an ordering constraint: its results are its operands
             inlined = TracedProgram(operands, operands, [])
-        elif called is not None and name not in (*_BODIES, "pallas_call"):
+        elif called is not None and name not in (*_BODIES, *_NO_CALLS):
             own = operands[len(operands) - len(getattr(called, "jaxpr", called).invars) :]
             inlined = _read(called, own, stacks, eager, inside)
         elif name == "scan" and 1 < params["length"] <= params["unroll"]:

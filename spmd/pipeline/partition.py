@@ -25,6 +25,7 @@ from spmd.model_api.model import LayeredModel, as_outputs
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.shared_params import gather_over_stages
 from spmd.plan.context import current
+from spmd.plan.partition_safe import partition_safe
 
 TITLE = "This model cannot be pipelined:"
 
@@ -116,38 +117,44 @@ class StageModel:
 
     def enter(self, shared: Any, i: jax.Array) -> Stream:
         """Return the stream that enters the first layer."""
-        x, context = self._embed(self.some_layers, shared, i)
-        apply = functools.partial(self._apply, self.some_layers, shared, context=context, chunk=0)
-        values = jax.eval_shape(apply, x)[1]
+        loss, layered = in_parts(self.loss_fn)
+
+        def embed(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+            return layered.embed_inputs(params, variables, key, *loss.inputs(batch), train=loss.train)
+
+        arrays = self._arrays(self.some_layers, shared, 0)
+        x, context = partition_safe(embed)(*arrays, *read_slot(self.microbatches, i))
+        apply = functools.partial(layered.apply_layers, train=loss.train)
+        _, values = jax.eval_shape(apply, *arrays, x, context)
         count = self.stages * self.chunks * self.size
         return Stream(x, jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values))
 
     def inside(self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0) -> Stream:
         """Return the stream after the layers of one of this stage's chunks."""
+        loss, layered = in_parts(self.loss_fn)
+
+        def apply(params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+            _, context = layered.embed_inputs(params, variables, key, *loss.inputs(batch), train=loss.train)
+            return layered.apply_layers(params, variables, x, context, train=loss.train)
+
+        arrays = self._arrays(layers, shared, chunk)
+        x, values = partition_safe(apply)(*arrays, *read_slot(self.microbatches, i), stream.x)
         first = (chunk * self.stages + jax.lax.axis_index(AXIS)) * self.size
-        context = self._embed(layers, shared, i, chunk)[1]
-        x, values = self._apply(layers, shared, stream.x, context, chunk)
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
         return Stream(x, jax.tree.map(put, stream.values, values))
 
     def leave(self, shared: Any, stream: Stream, i: jax.Array) -> tuple[jax.Array, Sums]:
         """Return the loss and all sums."""
         loss, layered = in_parts(self.loss_fn)
+
+        def finish(params: Any, variables: Any, stream: Stream, batch: Any) -> Sums:
+            with lazy_logits():
+                outputs = layered.compute_outputs(params, variables, stream.x, stream.values, train=loss.train)
+                return loss.sums(as_outputs(outputs), batch)
+
         arrays = self._arrays(self.some_layers, shared, 0)
-        with lazy_logits():
-            outputs = layered.compute_outputs(*arrays, stream.x, stream.values, train=loss.train)
-            sums = loss.sums(as_outputs(outputs), read_slot(self.microbatches, i)[0])
+        sums = partition_safe(finish)(*arrays, stream, read_slot(self.microbatches, i)[0])
         return sums["loss"], sums
-
-    def _embed(self, layers: Any, shared: Any, i: jax.Array, chunk: Any = 0) -> tuple[jax.Array, Any]:
-        loss, layered = in_parts(self.loss_fn)
-        batch, key = read_slot(self.microbatches, i)
-        arrays = self._arrays(layers, shared, chunk)
-        return layered.embed_inputs(*arrays, key, *loss.inputs(batch), train=loss.train)
-
-    def _apply(self, layers: Any, shared: Any, x: jax.Array, context: Any, chunk: Any) -> tuple[jax.Array, Any]:
-        loss, layered = in_parts(self.loss_fn)
-        return layered.apply_layers(*self._arrays(layers, shared, chunk), x, context, train=loss.train)
 
     def _arrays(self, layers: Any, shared: Any, chunk: Any) -> tuple[Any, Any]:
         """Return the parameters and the variables of a model with one chunk of layers."""

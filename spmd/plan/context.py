@@ -6,7 +6,7 @@ traced again under another. Outside a plan it has its neutral defaults.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ class TraceContext:
     Attributes:
         mesh: The plan's mesh; None outside a plan.
         placements: Parameter path → its placement, as the plan decided it.
+        variables: Variable path → its spec.
         activations: Activation name → spec.
         precision: Its precision; None outside a plan.
         regather: Whether the backward pass gathers kernels again, where no `jax.checkpoint` around the layer does so.
@@ -46,6 +47,7 @@ class TraceContext:
 
     mesh: AnyMesh | None = None
     placements: Mapping[str, ParamPlacement] = FrozenDict()
+    variables: Mapping[str, P] = FrozenDict()
     activations: Mapping[str, P] = FrozenDict()
     remat: Remat = _NO_REMAT
     precision: Precision | None = None
@@ -79,6 +81,7 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
     context = TraceContext(
         mesh=plan.mesh,
         placements=plan.placements,
+        variables=FrozenDict({entry.path: entry.spec for entry in plan.variables}),
         activations=FrozenDict(plan.rules.activations),
         remat=plan.remat,
         precision=plan.precision,
@@ -100,4 +103,11 @@ def constrain(x: jax.Array, mesh: AnyMesh, spec: P, what: str) -> jax.Array:
     problems = audit_spec(what, x.shape, spec, mesh.shape, f"its spec {spec_text(spec)}")
     if problems:
         raise AnnotationError("An array cannot be split as the rule table says:", problems)
+    return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(mesh, spec))
+
+
+def keep_whole(x: jax.Array, mesh: AnyMesh, dims: Sequence[int]) -> jax.Array:
+    """Constrain some dimensions of `x` to be split over no axis, and leave the others to the compiler."""
+    spec = P(*(None if dim in dims else P.UNCONSTRAINED for dim in range(x.ndim)))
+    manual = get_abstract_mesh().manual_axes
     return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(mesh, spec))

@@ -23,7 +23,6 @@ from flax import nnx
 from spmd import tree
 from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type
 from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
-from spmd.plan.fsdp import gather_params
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
 _NO_MODEL = "This is no model:"
@@ -50,8 +49,7 @@ def from_nnx(
     built with `use_running_average=True` or `deterministic=True` keeps it in training. Keyword arguments of `apply` and
     `forward` are passed on to the module.
 
-    Parameters are gathered over `fsdp` before the module runs, except those with the metadata `gathered_by_layer=True`,
-    whose layer calls `spmd.plan.fsdp.gather`. Two optional attributes of the module: `position_aware` lets ring
+    Two optional attributes of the module: `position_aware` lets ring
     attention reorder tokens (`spmd.layers.zigzag`) and implies `supports_kv_cache`, which lets generation decode token
     by token (`spmd.layers.kv_cache`). A module with the methods `embed_inputs`, `apply_layers` and `compute_outputs`
     can be pipelined (`spmd.model_api.model.LayeredModel`).
@@ -108,7 +106,7 @@ def from_nnx(
     def restore(params: Any, variables: Any, train: bool) -> nnx.Module:
         _, graph, *states = structure()
         params_state, variables_state = (jax.tree.map(lambda leaf: leaf, state) for state in states)
-        nnx.replace_by_pure_dict(params_state, gather_params(params, marked("gathered_by_layer").__contains__))
+        nnx.replace_by_pure_dict(params_state, params)
         nnx.replace_by_pure_dict(variables_state, jax.tree.map(_as_key, variables, nnx.to_pure_dict(states[1])))
         module = nnx.merge(graph, params_state, variables_state, copy=True)
         if not train:
@@ -220,7 +218,7 @@ def from_linen(
             return module.apply(everything, *inputs, **options, **keywords)
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
-        everything = {"params": gather_params(params), **variables}
+        everything = {"params": params, **variables}
         if not train:
             return call(everything, inputs, {**evaluation, **keywords}), variables
         keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(rngs)}
@@ -229,7 +227,7 @@ def from_linen(
 
     def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
         _check_none({name: part for name, part in abstract().items() if name not in ("params", PARAMS_AXES)})
-        return call({"params": gather_params(params)}, inputs, {**evaluation, **keywords})
+        return call({"params": params}, inputs, {**evaluation, **keywords})
 
     @functools.cache
     def abstract() -> dict[str, Any]:

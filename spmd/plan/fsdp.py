@@ -6,7 +6,7 @@ Outside a plan every function here is the identity.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from spmd import tree
-from spmd.errors import AnnotationError
 from spmd.model_api.codecs import Encoded
 from spmd.model_api.precision import cast_floats
 from spmd.plan.context import constrain, current
-from spmd.plan.host_params import HostParam, host_param_error, is_host_param
+from spmd.plan.host_params import HostParam, is_host_param
 from spmd.plan.linear_call import linear_call
 from spmd.plan.local_param import local_param
 from spmd.plan.lora_layer import is_lora
@@ -92,29 +91,8 @@ def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
         return constrain(gradient, placement.mesh, placement.gradient, "a layer's gradient")
 
 
-def gather_params(params: Any, gathered_later: Callable[[str], bool] = lambda path: False) -> Any:
-    """Gather all parameters over `fsdp`, for a model that knows of no plan; gradients are kept as the plan says.
-
-    Left to itself, XLA computes some matmuls of kernels that are split over `fsdp` wrongly where activations are split
-    over it as well (decision 0011). `gathered_later` tells whether the layer that uses the parameter at a path gathers
-    it itself; any other parameter must not be in host memory.
-    """
-    placements = current().placements
-    paths = tree.flatten(params, is_leaf=_is_wrapped)
-    on_host = [path for path in sorted(paths) if path in placements and placements[path].on_host]
-    if wrong := [host_param_error(path) for path in on_host if not gathered_later(path)]:
-        raise AnnotationError("This model takes its parameters all at once:", wrong)
-
-    def place(path: str, param: Any) -> Any:
-        placement = placements.get(path)
-        if placement is None or gathered_later(path) or not jnp.issubdtype(param.dtype, jnp.floating):
-            return param
-        return gathered(param, placement.of_stack())
-
-    return tree.map_with_path(place, params, is_leaf=_is_wrapped)
-
-
-def _is_wrapped(x: Any) -> bool:
+def is_wrapped(x: Any) -> bool:
+    """Return whether a node among parameters is an object of several arrays; for `is_leaf`."""
     return is_host_param(x) or is_lora(x) or is_scaled(x)
 
 
@@ -163,7 +141,7 @@ def params_for_forward(params: Any, targets: Any = None, histories: Mapping[str,
         placement = context.placements.get(path)
         if placement is not None and placement.on_host:
             sharding = NamedSharding(mesh, placement.stored, memory_kind="device")
-            seen = HostParam(param, proxies.get(path), sharding)
+            seen = HostParam(param, proxies.get(path), sharding, path)
         return ScaledParam(seen, histories[path]) if path in histories else seen
 
     return tree.map_with_path(take, params, seen)

@@ -22,11 +22,13 @@ class HostParam:
     Attributes:
         grad_proxy: Zeros of its shape on the device, in the dtype of gradients; None without differentiation.
         sharding: The sharding of one layer of it on the device.
+        path: Its path, for the error.
     """
 
     array: Any
     grad_proxy: Any
     sharding: NamedSharding = dataclasses.field(metadata={"static": True})
+    path: str = dataclasses.field(metadata={"static": True})
 
     def fetch(self) -> jax.Array:
         """Copy the parameter of one layer to the device."""
@@ -36,13 +38,14 @@ class HostParam:
 
     def __jax_array__(self) -> jax.Array:
         """Refuse a use as an array outside of its layer."""
-        raise AnnotationError("A parameter in host memory is used as an array:", [host_param_error("a parameter")])
+        what = "is in host memory, and the model does not use it layer by layer"
+        fix = "run layers as functions of parameters through spmd.plan.annotate.remat_layer, or do not offload it"
+        problem = Problem(self.path, what, fix=fix)
+        raise AnnotationError("This model takes its parameters all at once:", [problem])
 
-
-def host_param_error(path: str) -> Problem:
-    """Return the problem of a parameter in host memory that a model does not use layer by layer."""
-    fix = "run layers as functions of parameters through spmd.plan.annotate.remat_layer, or do not offload it"
-    return Problem(path, "is in host memory, and the model does not use it layer by layer", fix=fix)
+    def __getitem__(self, index: Any) -> jax.Array:
+        """Refuse an index, as Flax's layers take the arrays of their parameters."""
+        return self.__jax_array__()
 
 
 def is_host_param(x: Any) -> bool:

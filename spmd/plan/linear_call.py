@@ -36,7 +36,7 @@ def linear_call(
         >>> import jax.numpy as jnp
         >>> double = lambda x: linear_call(lambda x: 2 * x, lambda y: 2 * y, x)
         >>> jax.grad(lambda x: double(x) ** 2)(3.0), jax.jacfwd(double)(jnp.ones(2)).tolist()
-        (Array(24., dtype=float32, weak_type=True), [[2.0, 0.0], [0.0, 2.0]])
+        (Array(24., dtype=float32), [[2.0, 0.0], [0.0, 2.0]])
     """
     forward = jax.make_jaxpr(function)(x)
     (out,) = forward.out_avals
@@ -61,15 +61,10 @@ def _batched(arrays: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, transpose: _Tra
     return linear_call(function, backward, x), dim
 
 
-def _jet(primals: Any, series: Any, **params: Any) -> Any:
-    (x,), (terms,) = primals, series
-    return _linear_call.bind(x, **params), [_linear_call.bind(term, **params) for term in terms]
-
-
 _linear_call = Primitive("linear_call")
 _linear_call.def_impl(_call)
 _linear_call.def_abstract_eval(lambda x, *, call_jaxpr, transpose: call_jaxpr.out_avals[0])
 mlir.register_lowering(_linear_call, mlir.lower_fun(_call, multiple_results=False))
 ad.deflinear2(_linear_call, _transposed)
 batching.primitive_batchers[_linear_call] = _batched
-jet.jet_rules[_linear_call] = _jet
+jet.deflinear(_linear_call)

@@ -23,6 +23,7 @@ from spmd.model_api.variables import split_variables
 from spmd.plan.annotate import check_annotations
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
+from spmd.plan.partition_safe import partition_safe
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scaled_param import MAGNITUDES
 from spmd.plan.scopes import METRICS, OPTIMIZER
@@ -131,7 +132,8 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, A
     def evaluate(params: Any, variables: Any, batch: Any) -> Sums:
         with use_plan(plan):
             own, _ = split_variables(variables, LOSS_SCALE, COMPRESSION, MAGNITUDES)
-            return loss_fn(params_for_forward(params), own, batch, jax.random.key(0, impl=PRNG))[0]
+            key = jax.random.key(0, impl=PRNG)
+            return partition_safe(loss_fn)(params_for_forward(params), own, batch, key)[0]
 
     return without_faulty_cache(plan.mesh.shape["pipe"])(jax.jit(evaluate))
 

@@ -1,0 +1,152 @@
+"""How a traced function uses its inputs, and which of them must be gathered before.
+
+XLA computes some operations wrongly where an operand is split over an axis that splits the batch too (decision 0011). A
+use of such an input is proven right if it is one of these:
+
+- a view (a cast, a transpose, a slice), whose result is followed to its own uses;
+- an element-wise operation or a sum of nothing that depends on the batch, such as weight decay in a loss, and any
+  element-wise operation if no axis of the batch splits the input;
+- a lookup of rows whose columns are split, with indices that are split over other axes;
+- a sharding constraint after which the array is not split so: XLA gathers it there;
+- a region that is manual over these axes: that is how a layer gathers its parameter for itself.
+
+Any other use is reported. It makes no difference who wrote the layer.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec as P
+
+from spmd.jaxpr.propagation import ELEMENTWISE, REDUCTIONS, VIEWS
+from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue
+from spmd.sharding.mesh import entry_axes
+
+Inputs = frozenset[int]
+"""Numbers of inputs of a function."""
+
+_NONE: Inputs = frozenset()
+_FOLLOWED = {*VIEWS, "broadcast_in_dim", "device_put", "dynamic_slice", "expand_dims", "name", "rev", "slice", "split"}
+
+
+def unproven_uses(program: TracedProgram, axes: Mapping[int, frozenset[str]], batch: int) -> dict[int, Operation]:
+    """Return the number of each input with an unproven use → the first such use.
+
+    Args:
+        program: The traced function, with the shardings of its values.
+        axes: The number of each input to follow → the axes of the batch that split it, which may be none.
+        batch: The number of the first input that depends on the batch; those before it are parameters and variables.
+    """
+    uses = _Uses(axes)
+    for number in axes:
+        uses.sources[program.inputs[number]] = frozenset([number])
+    uses.dynamic.update(program.inputs[batch:])
+    uses.follow(program)
+    return uses.found
+
+
+@dataclasses.dataclass
+class _Uses:
+    """Views and element-wise results of followed inputs, and values that depend on the batch.
+
+    Attributes:
+        sources: Value → the inputs that it is a view or an element-wise result of.
+        dynamic: Values that depend on the batch.
+        found: Input → its first unproven use.
+    """
+
+    axes: Mapping[int, frozenset[str]]
+    sources: dict[TracedValue, Inputs] = dataclasses.field(default_factory=dict)
+    dynamic: set[TracedValue] = dataclasses.field(default_factory=set)
+    found: dict[int, Operation] = dataclasses.field(default_factory=dict)
+
+    def follow(self, program: TracedProgram) -> None:
+        """Follow the inputs through the operations of a program."""
+        for operation in program.operations:
+            if operation.bodies:
+                self._follow_bodies(operation)
+            else:
+                self._follow_operation(operation)
+
+    def _sources_of(self, values: Sequence[TracedValue]) -> Inputs:
+        return _NONE.union(*(self.sources.get(value, _NONE) for value in values))
+
+    def _report(self, inputs: Inputs, operation: Operation) -> None:
+        for number in inputs:
+            self.found.setdefault(number, operation)
+
+    def _set(self, values: Sequence[TracedValue], sources: Inputs) -> None:
+        for value in values:
+            # A scalar is split over nothing.
+            self.sources[value] = sources if value.shape else _NONE
+
+    def _follow_operation(self, operation: Operation) -> None:
+        sources = self._sources_of(operation.inputs)
+        is_dynamic = any(value in self.dynamic for value in operation.inputs)
+        if operation.primitive == "sharding_constraint":
+            spec = operation.params["sharding"].spec
+            if P.UNCONSTRAINED not in spec:
+                kept = frozenset(axis for entry in spec for axis in entry_axes(entry))
+                sources = Inputs(number for number in sources if self.axes[number] & kept)
+            self._set(operation.outputs, sources)
+        elif operation.primitive in _FOLLOWED:
+            self._set(operation.outputs, sources)
+        elif operation.primitive in ELEMENTWISE or operation.primitive in REDUCTIONS:
+            mixes = any(value in self.dynamic and value.shape for value in operation.inputs)
+            if mixes:
+                self._report(Inputs(number for number in sources if self.axes[number]), operation)
+            self._set(operation.outputs, _NONE if mixes else sources)
+        elif operation.primitive != "gather" or not self._is_aligned_lookup(operation):
+            self._report(sources, operation)
+        if is_dynamic:
+            self.dynamic.update(operation.outputs)
+
+    def _is_aligned_lookup(self, lookup: Operation) -> bool:
+        """Return whether each device can look rows up in its own columns: no axis splits both columns and indices."""
+        table, indices = lookup.inputs[:2]
+        if table.dims is None or indices.dims is None:
+            return False
+        sizes = zip(table.dims, table.shape, lookup.params["slice_sizes"], strict=True)
+        are_columns = all(size == taken for axes, size, taken in sizes if axes)
+        axes_of_indices = {axis for axes in indices.dims for axis in axes}
+        return are_columns and axes_of_indices.isdisjoint(axis for axes in table.dims for axis in axes)
+
+    def _follow_bodies(self, operation: Operation) -> None:
+        """Follow inputs into the bodies of a loop, a condition or a manual region, and out of them."""
+        manual = operation.params.get("newly_manual_axes", frozenset())
+        for body in operation.bodies:
+            inputs = operation.inputs[len(operation.inputs) - len(body.inputs) :]
+            # Operands of the condition of a `while` loop, and the index of a branch, are not among the body's.
+            self._report(self._sources_of(operation.inputs[: len(operation.inputs) - len(inputs)]), operation)
+            for value, inner in zip(inputs, body.inputs, strict=True):
+                sources = self.sources.get(value, _NONE)
+                self.sources[inner] = Inputs(number for number in sources if self.axes[number] - manual)
+                if value in self.dynamic:
+                    self.dynamic.add(inner)
+            self.follow(body)
+            while self._carry_over(operation, body):
+                self.follow(body)
+            for output, inner in zip(operation.outputs, body.outputs, strict=True):
+                known = self.sources.get(output, _NONE)
+                self.sources[output] = known | self.sources.get(inner, _NONE)
+                if inner in self.dynamic:
+                    self.dynamic.add(output)
+
+    def _carry_over(self, operation: Operation, body: TracedProgram) -> bool:
+        """Add what a loop carries out of an iteration to what it carries into the next; return whether that is more."""
+        if operation.primitive == "scan":
+            first, count = operation.params["num_consts"], operation.params["num_carry"]
+        elif operation.primitive == "while":
+            first, count = len(body.inputs) - len(body.outputs), len(body.outputs)
+        else:
+            return False
+        is_more = False
+        for old, new in zip(body.inputs[first : first + count], body.outputs[:count], strict=True):
+            before, after = self.sources.get(old, _NONE), self.sources.get(new, _NONE)
+            if after - before:
+                self.sources[old] = before | after
+                is_more = True
+            if new in self.dynamic and old not in self.dynamic:
+                self.dynamic.add(old)
+                is_more = True
+        return is_more

@@ -1,0 +1,163 @@
+"""Functions of parameters, evaluated so that XLA's partitioner computes them right.
+
+This is the one place on the way into a loss. The function is traced once. Every parameter and variable with a use that
+is not proven right (`spmd.plan.input_uses`) is gathered before it, and every operation that XLA computes wrongly is
+replaced (`spmd.plan.xla_faults`). What is then evaluated is the same function of the same arrays.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
+from jax.sharding import use_abstract_mesh
+
+from spmd import tree
+from spmd.errors import AnnotationError, Problem
+from spmd.jaxpr.equations import replace_equations
+from spmd.jaxpr.propagation import propagate
+from spmd.jaxpr.source import equation_line
+from spmd.jaxpr.traced_program import Operation, TracedProgram, read_program
+from spmd.plan.context import constrain, current
+from spmd.plan.fsdp import gather, is_wrapped, named_after
+from spmd.plan.input_uses import unproven_uses
+from spmd.plan.linear_call import linear_call
+from spmd.plan.manual import split_axes
+from spmd.plan.records import ParamPlacement
+from spmd.plan.scopes import param_scope
+from spmd.plan.xla_faults import Fault, fault_of
+from spmd.sharding.dims import extra_axes, spec_dims
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh, entry_axes
+from spmd.sharding.optimizer_state import drop_axis
+
+GATHERED = (*BATCH_AXES, "sequence")
+"""The axes that split what a batch holds, and over which parameters are gathered."""
+
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+
+def partition_safe(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of `(params, variables, *others)` with the same results, which XLA computes right on any mesh.
+
+    Outside of a plan, on one device, and where every axis of the mesh is manual, it is the function itself.
+
+    Raises:
+        AnnotationError: At trace time: an operation would be wrong and cannot be replaced, with its source line.
+    """
+
+    def safe(params: Any, variables: Any, *others: Any) -> Any:
+        mesh = current().mesh
+        if mesh is None or not split_axes(mesh):
+            return function(params, variables, *others)
+        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(params, variables, *others)
+        leaves = jax.tree.leaves((params, variables, others))
+        placements = _placements(params, variables, mesh)
+        program = _read(jaxpr, placements, mesh)
+        axes = {i: _gathered_axes(placed) for i, placed in placements.items()}
+        for number in unproven_uses(program, axes, len(jax.tree.leaves((params, variables)))):
+            leaves[number] = gather_input(leaves[number], placements[number])
+        jaxpr = _without_faults(jaxpr, program, mesh)
+        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(jaxpr)(*leaves))
+
+    return safe
+
+
+def gather_input(x: jax.Array, placement: ParamPlacement) -> jax.Array:
+    """Gather an input over the axes of the batch; its cotangent is summed to where the plan keeps its gradient.
+
+    Cotangents of any order go the same way: that of a gradient is gathered as the input is.
+    """
+    used = placement.used
+
+    def scatter(g: jax.Array) -> jax.Array:
+        with named_after(placement):
+            if not _is_summed_right(placement, g.ndim):
+                g = constrain(g, placement.mesh, used, "a gradient")
+            return constrain(g, placement.mesh, placement.gradient, "a gradient")
+
+    return linear_call(lambda x: gather(x, placement, x.dtype), scatter, x)
+
+
+def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
+    """Return whether XLA may choose how to sum a gradient into its sharding.
+
+    It does so rightly, and in one reduce-scatter, if one dimension is split over axes of the batch, over these alone
+    and in the order of the mesh. Otherwise the sum comes first.
+    """
+    split = split_axes(placement.mesh)
+    kept, used = (spec_dims(spec, ndim, split) for spec in (placement.gradient, placement.used))
+    scattered = [(axes, names) for axes, names in zip(kept, extra_axes(kept, used), strict=True) if names]
+    if len(scattered) > 1:
+        return False
+    return all(axes == names == tuple(axis for axis in split if axis in names) for axes, names in scattered)
+
+
+def _placements(params: Any, variables: Any, mesh: AnyMesh) -> dict[int, ParamPlacement]:
+    """Return the number of each input that may be split → its placement, with that of a gathered one as `used`.
+
+    Of a parameter that is an object of several arrays, the first array is the parameter.
+    """
+    context, found, number = current(), dict[int, ParamPlacement](), 0
+    for table, arrays in enumerate((params, variables)):
+        for path, node in tree.flatten(arrays, is_leaf=is_wrapped).items():
+            leaves = jax.tree.leaves(node)
+            if path in context.placements:
+                placed = context.placements[path].of_stack()
+                found[number] = dataclasses.replace(placed, used=_used_spec(placed.stored))
+            elif table and path in context.variables:
+                spec = context.variables[path]
+                found[number] = ParamPlacement(mesh, spec, _used_spec(spec), spec, scope=param_scope(path))
+            number += len(leaves)
+    return found
+
+
+def _used_spec(spec: P) -> P:
+    for axis in GATHERED:
+        spec = drop_axis(spec, axis)
+    return spec
+
+
+def _gathered_axes(placement: ParamPlacement) -> frozenset[str]:
+    split = split_axes(placement.mesh)
+    named = (axis for entry in placement.stored for axis in entry_axes(entry))
+    return frozenset(axis for axis in named if axis in GATHERED and axis in split)
+
+
+def _read(jaxpr: ClosedJaxpr, placements: dict[int, ParamPlacement], mesh: AnyMesh) -> TracedProgram:
+    """Return the program with the shardings of its values, as far as they follow from those of its inputs."""
+    program = read_program(jaxpr)
+    for number, placed in placements.items():
+        value = program.inputs[number]
+        value.dims = tuple(spec_dims(placed.stored, len(value.shape), split_axes(mesh)))
+    propagate(program)
+    return program
+
+
+def _without_faults(jaxpr: ClosedJaxpr, program: TracedProgram, mesh: AnyMesh) -> ClosedJaxpr:
+    """Replace the operations that XLA computes wrongly; raise an error that lists those that cannot be replaced."""
+    faulty = [(operation, fault) for operation in program.walk() if (fault := fault_of(operation))]
+    replacements, problems = dict[int, ClosedJaxpr](), list[Problem]()
+    for operation, fault in faulty:
+        equation, *around = operation.equations
+        with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
+            if not split_axes(mesh):
+                continue
+            if any(outer.primitive.name in _CUSTOM for outer in around):
+                problems += [] if fault.may_stay else [_problem(operation, fault, mesh)]
+                continue
+            arrays = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
+            replacements[id(equation)] = jax.make_jaxpr(fault.formula(operation, mesh))(*arrays)
+    if problems:
+        raise AnnotationError("XLA would compute these operations of the model wrongly:", problems)
+    return replace_equations(jaxpr, replacements)
+
+
+def _problem(operation: Operation, fault: Fault, mesh: AnyMesh) -> Problem:
+    where = equation_line(operation.equations) or operation.primitive
+    axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in split_axes(mesh))
+    shapes = " and ".join(str(value.shape) for value in operation.inputs)
+    what = f"{operation.primitive} of {shapes} is in the code of a custom derivative, which cannot be replaced"
+    detail = f"on {axes}: docs/xla-faults.md, {fault.name}"
+    return Problem(where, what, detail, "compute it outside of jax.custom_vjp and jax.custom_jvp")

@@ -1,0 +1,119 @@
+"""Operations that XLA's partitioner computes wrongly, and formulas that it computes right.
+
+Each fault has a reproduction in plain JAX on the page docs/xla-faults.md, and a test that fails when XLA mends it.
+`formula_of` returns, for an operation with such a fault on a mesh, a function with the same results to call instead.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from spmd.jaxpr.traced_program import Operation
+from spmd.plan.context import keep_whole
+from spmd.plan.manual import manual_over, split_axes
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh
+
+Formula = Callable[..., Any]
+"""A function of an operation's operands that returns its results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """An operation that XLA computes wrongly where it splits it.
+
+    Attributes:
+        name: Heading on the page docs/xla-faults.md.
+        applies: Whether an operation may have it.
+        formula: What to compute instead on a mesh.
+        may_stay: Whether the operation may stay where it cannot be replaced, in the code of a custom derivative: it is
+            wrong only where something else splits its dimensions.
+    """
+
+    name: str
+    applies: Callable[[Operation], bool]
+    formula: Callable[[Operation, AnyMesh], Formula]
+    may_stay: bool = False
+
+
+def _is_convolution(operation: Operation) -> bool:
+    return operation.primitive == "conv_general_dilated"
+
+
+def _has_groups(operation: Operation) -> bool:
+    params = operation.params
+    return _is_convolution(operation) and max(params["feature_group_count"], params["batch_group_count"]) > 1
+
+
+def _has_windows(operation: Operation) -> bool:
+    return operation.primitive.startswith(("reduce_window", "select_and_"))
+
+
+def _local_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
+    """Each device convolves its own examples, and its own channels if the kernel is split by groups over `tensor`."""
+    params, split = operation.params, split_axes(mesh)
+    lhs, rhs, out = (getattr(params["dimension_numbers"], f"{name}_spec") for name in ("lhs", "rhs", "out"))
+    images, kernel = operation.inputs
+    batch = tuple(axis for axis in BATCH_AXES if axis in split)
+    if params["batch_group_count"] > 1 or images.shape[lhs[0]] % math.prod(mesh.shape[axis] for axis in batch):
+        batch = ()
+    channels: tuple[str, ...] = ()
+    if "tensor" in split and params["feature_group_count"] % mesh.shape["tensor"] == 0:
+        along = [value.dims[dim] for value, dim in ((images, lhs[1]), (kernel, rhs[0])) if value.dims]
+        channels = ("tensor",) if any("tensor" in axes for axes in along) else ()
+    parts = mesh.shape["tensor"] if channels else 1
+    local = functools.partial(_bind, operation, feature_group_count=params["feature_group_count"] // parts)
+    specs = _spec({lhs[0]: batch, lhs[1]: channels}), _spec({rhs[0]: channels})
+    return manual_over(mesh, split, local, specs, _spec({out[0]: batch, out[1]: channels}))
+
+
+def _whole_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
+    """Keep the spatial dimensions of images, kernel and result whole."""
+    numbers = operation.params["dimension_numbers"]
+
+    def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
+        images = keep_whole(images, mesh, numbers.lhs_spec[2:])
+        kernel = keep_whole(kernel, mesh, numbers.rhs_spec[2:])
+        return keep_whole(_bind(operation, images, kernel), mesh, numbers.out_spec[2:])
+
+    return convolve
+
+
+def _whole_windows(operation: Operation, mesh: AnyMesh) -> Formula:
+    """Keep the dimensions along which windows reach over several elements whole."""
+    params = operation.params
+    sizes = zip(params["window_dimensions"], params["window_strides"], strict=True)
+    dims = [dim for dim, (window, stride) in enumerate(sizes) if window > 1 or stride > 1]
+
+    def reduce(*arrays: jax.Array) -> Any:
+        arrays = tuple(keep_whole(x, mesh, dims) if x.ndim else x for x in arrays)
+        return jax.tree.map(lambda x: keep_whole(x, mesh, dims), _bind(operation, *arrays))
+
+    return reduce
+
+
+def _bind(operation: Operation, *arrays: jax.Array, **changes: Any) -> Any:
+    equation = operation.equations[0]
+    return equation.primitive.bind(*arrays, **{**equation.params, **changes})
+
+
+def _spec(entries: dict[int, tuple[str, ...]]) -> P:
+    """Return the spec of an array of which some dimensions are split."""
+    return P(*(entries.get(dim) or None for dim in range(max(entries) + 1)))
+
+
+FAULTS = (
+    Fault("Convolutions with groups", _has_groups, _local_convolution),
+    Fault("Convolutions over a split dimension", _is_convolution, _whole_convolution, may_stay=True),
+    Fault("Windows over a split dimension", _has_windows, _whole_windows, may_stay=True),
+)
+"""The first that applies to an operation counts."""
+
+
+def fault_of(operation: Operation) -> Fault | None:
+    """Return the fault of an operation, if it has one on some mesh."""
+    return next((fault for fault in FAULTS if fault.applies(operation)), None)
