@@ -81,7 +81,7 @@ def cross_entropy(
     A target whose logit ties with the largest counts as predicted.
 
     Args:
-        logits: Logits in any float dtype, cast to float32. The vocabulary may be split over devices: a masked sum
+        logits: Logits in any float dtype, cast to float32 unless they are wider. The vocabulary may be split over devices: a masked sum
             selects the target's logit without a gather. With `LazyLogits`, never all logits exist at once.
         weights: 0 for padding, otherwise 1.
         chunk: Tokens of a device whose logits exist at once, for `LazyLogits`.
@@ -93,7 +93,7 @@ def cross_entropy(
     if isinstance(logits, LazyLogits):
         loss, correct = chunked_cross_entropy(logits, targets, weights, chunk)
         return {"loss": loss, "weight": weights.sum(), "accuracy": correct}
-    logits = logits.astype(jnp.float32)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     vocabulary = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2)
     target = jnp.where(vocabulary == targets[..., None], logits, 0.0).sum(axis=-1)
     losses = jax.nn.logsumexp(logits, axis=-1) - target

@@ -3,12 +3,13 @@
 | name | parameters | compute | gradients | exchange | master weights | update rounding | loss scale |
 |---|---|---|---|---|---|---|---|
 | `float32` | float32 | float32 | float32 | float32 | | nearest | |
+| `float64` | float64 | float64 | float64 | float64 | | nearest | |
 | `bf16` | float32 | bfloat16 | float32 | bfloat16 | | nearest | |
 | `bf16-params` | bfloat16 | bfloat16 | float32 | bfloat16 | float32 | nearest | |
 | `bf16-params-stochastic` | bfloat16 | bfloat16 | float32 | bfloat16 | | stochastic | |
 | `fp16` | float32 | float16 | float32 | float32 | | nearest | dynamic |
 
-In `bf16` and `fp16` the stored parameters are the float32 master weights, cast where they are used. Norms, softmax and
+`float64` needs `jax_enable_x64`. In `bf16` and `fp16` the stored parameters are the float32 master weights, cast where they are used. Norms, softmax and
 the loss are computed in float32. Matmuls return weight gradients in the dtype in which they are summed.
 """
 
@@ -104,11 +105,11 @@ class LossScale:
 
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
-    "params": ("float32", "bfloat16"),
-    "compute": ("float32", "bfloat16", "float16"),
-    "gradients": ("float32", "bfloat16"),
+    "params": ("float32", "bfloat16", "float64"),
+    "compute": ("float32", "bfloat16", "float16", "float64"),
+    "gradients": ("float32", "bfloat16", "float64"),
     "exchange": (None, "float32", "bfloat16", "int8", "int4"),
-    "accumulation": ("float32", "bfloat16"),
+    "accumulation": ("float32", "bfloat16", "float64"),
     "master": (None, "float32"),
     "moments": (None, "float32", "bfloat16", "8bit"),
     "rounding": ("nearest", "stochastic"),
@@ -158,8 +159,10 @@ class Precision:
             what = "is float16, whose small gradients vanish without loss scaling"
             sizes = "float16 ends at 6e-08, float32 at 1e-45"
             problems.append(Problem("compute", what, sizes, "loss_scale=LossScale(), or bfloat16"))
-        if (self.gradients, self.accumulation) == ("float32", "bfloat16"):
-            problems.append(Problem("accumulation", "rounds what was summed in float32", fix="float32"))
+        widths = {"bfloat16": 2, "float32": 4, "float64": 8}
+        if not problems and widths[self.accumulation] < widths[self.gradients]:
+            what = f"rounds what was summed in {self.gradients}"
+            problems.append(Problem("accumulation", what, fix=self.gradients))
         if self.master and self.params == self.master:
             problems.append(Problem("master", f"is {self.master}, as the parameters are", fix="None"))
         if self.rounding == "stochastic" and self.params != "bfloat16":
@@ -199,6 +202,7 @@ POLICIES = {
     policy.name: policy
     for policy in (
         Precision("float32", params="float32", compute="float32"),
+        Precision("float64", params="float64", compute="float64", gradients="float64", accumulation="float64"),
         Precision("bf16", params="float32", compute="bfloat16", exchange="bfloat16"),
         Precision("bf16-params", params="bfloat16", compute="bfloat16", exchange="bfloat16", master="float32"),
         Precision(*("bf16-params-stochastic", "bfloat16", "bfloat16"), exchange="bfloat16", rounding="stochastic"),
@@ -216,6 +220,25 @@ def make_precision(name: str | Precision) -> Precision:
         problem = Problem("precision", f"{name!r} does not exist", fix=did_you_mean(str(name), POLICIES))
         raise ConfigError("This precision cannot be used:", [problem])
     return POLICIES[name]
+
+
+def check_float64(precision: Precision, params: Mapping[str, Any]) -> list[Problem]:
+    """Return what is wrong between a policy, JAX's setting for 64 bits, and the dtypes that a model makes.
+
+    Args:
+        params: Path → parameter, as the model makes it.
+    """
+    widest = "float64" in (precision.params, precision.compute, precision.gradients, precision.accumulation)
+    if widest and not jax.config.jax_enable_x64:
+        fix = 'jax.config.update("jax_enable_x64", True) before the first array, or JAX_ENABLE_X64=1'
+        return [Problem("precision", f"{precision.name} has float64, which JAX is not set to compute in", fix=fix)]
+    if precision.params == "float64":
+        return []
+    return [
+        Problem(path, f"is float64 in the model, and {precision.name} would round it", fix='precision="float64"')
+        for path, x in params.items()
+        if x.dtype == jnp.float64
+    ]
 
 
 @functools.lru_cache(maxsize=64)

@@ -43,7 +43,7 @@ def wrap_optimizer_for_precision(
     """
     if precision.loss_scale:
         optimizer = skip_bad_updates(optimizer)
-    if precision.params == "float32":
+    if precision.params in ("float32", "float64"):
         return optimizer
     global_phase, param_phase = phases(optimizer)
     if precision.master:

@@ -83,15 +83,23 @@ def gather_input(x: jax.Array, placement: ParamPlacement) -> jax.Array:
 def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
     """Return whether XLA may choose how to sum a gradient into its sharding.
 
-    It does so rightly, and in one reduce-scatter, if one dimension is split over axes of the batch, over these alone
-    and in the order of the mesh. Otherwise the sum comes first.
+    It does so rightly, and in one reduce-scatter, if it scatters one dimension, over axes that are all of that
+    dimension's and in the order of the mesh, and if each other dimension has one axis at most. Otherwise the sum comes
+    first: XLA computes other products wrongly (docs/xla-faults.md, Products).
     """
     split = split_axes(placement.mesh)
     kept, used = (spec_dims(spec, ndim, split) for spec in (placement.gradient, placement.used))
-    scattered = [(axes, names) for axes, names in zip(kept, extra_axes(kept, used), strict=True) if names]
+    scattered = [dim for dim, axes in enumerate(extra_axes(kept, used)) if axes]
     if len(scattered) > 1:
         return False
-    return all(axes == names == tuple(axis for axis in split if axis in names) for axes, names in scattered)
+    for dim, axes in enumerate(kept):
+        if dim in scattered:
+            in_order = tuple(axis for axis in split if axis in axes)
+            if used[dim] or axes != in_order:
+                return False
+        elif len(axes) > 1:
+            return False
+    return True
 
 
 def _placements(params: Any, variables: Any, mesh: AnyMesh) -> dict[int, ParamPlacement]:
@@ -137,7 +145,7 @@ def _read(jaxpr: ClosedJaxpr, placements: dict[int, ParamPlacement], mesh: AnyMe
 
 def _without_faults(jaxpr: ClosedJaxpr, program: TracedProgram, mesh: AnyMesh) -> ClosedJaxpr:
     """Replace the operations that XLA computes wrongly; raise an error that lists those that cannot be replaced."""
-    faulty = [(operation, fault) for operation in program.walk() if (fault := fault_of(operation))]
+    faulty = [(operation, fault) for operation in program.walk() if (fault := fault_of(operation, mesh))]
     replacements, problems = dict[int, ClosedJaxpr](), list[Problem]()
     for operation, fault in faulty:
         equation, *around = operation.equations

@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, RuleError
+from spmd.errors import ConfigError, Problem, RuleError, first_of
 from spmd.model_api.attention_config import AttentionConfig, make_attention_config
 from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
 from spmd.model_api.model import PRNG, Model
-from spmd.model_api.precision import Precision, cast_floats, make_precision, with_loss_scale
+from spmd.model_api.precision import Precision, cast_floats, check_float64, make_precision, with_loss_scale
 from spmd.model_api.remat import Remat, make_remat
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.optim.offload_chunks import UpdateChunk, plan_chunks
@@ -222,6 +222,8 @@ def make_plan(
     if problems := resolve.check_params(made):
         raise ConfigError("These parameters cannot be trained:", problems)
     precision, remat = compress.precision(make_precision(precision), slices), make_remat(remat)
+    if problems := check_float64(precision, tree.flatten(made)):
+        raise ConfigError("This precision does not fit the model:", first_of(problems, at_most=5))
     offload = resolve.check_offload(mesh, offload, remat)
     attention_config = make_attention_config(mesh, attention, context)
     model, optimizer = with_loss_scale(model, precision.loss_scale), wrap_optimizer_for_precision(optimizer, precision)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from spmd.jaxpr.traced_program import Operation
@@ -35,22 +37,26 @@ class Fault:
     """
 
     name: str
-    applies: Callable[[Operation], bool]
+    applies: Callable[[Operation, AnyMesh], bool]
     formula: Callable[[Operation, AnyMesh], Formula]
     may_stay: bool = False
 
 
-def _is_convolution(operation: Operation) -> bool:
+def _is_convolution(operation: Operation, mesh: AnyMesh) -> bool:
     return operation.primitive == "conv_general_dilated"
 
 
-def _has_groups(operation: Operation) -> bool:
+def _has_groups(operation: Operation, mesh: AnyMesh) -> bool:
     params = operation.params
-    return _is_convolution(operation) and max(params["feature_group_count"], params["batch_group_count"]) > 1
+    return _is_convolution(operation, mesh) and max(params["feature_group_count"], params["batch_group_count"]) > 1
 
 
-def _has_windows(operation: Operation) -> bool:
+def _has_windows(operation: Operation, mesh: AnyMesh) -> bool:
     return operation.primitive.startswith(("reduce_window", "select_and_"))
+
+
+def _is_cpu_transform(operation: Operation, mesh: AnyMesh) -> bool:
+    return operation.primitive == "fft" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
 def _local_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
@@ -96,6 +102,23 @@ def _whole_windows(operation: Operation, mesh: AnyMesh) -> Formula:
     return reduce
 
 
+def _row_major_transform(operation: Operation, mesh: AnyMesh) -> Formula:
+    """Lay operand and result out by rows, and keep the transformed dimensions whole."""
+    transformed = len(operation.params["fft_lengths"])
+
+    def by_rows(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+    def whole(x: jax.Array) -> jax.Array:
+        return keep_whole(x, mesh, range(x.ndim - transformed, x.ndim))
+
+    def transform(x: jax.Array) -> jax.Array:
+        # In this order, so that the layout comes last in the backward pass, too.
+        return whole(by_rows(_bind(operation, by_rows(whole(x)))))
+
+    return transform
+
+
 def _bind(operation: Operation, *arrays: jax.Array, **changes: Any) -> Any:
     equation = operation.equations[0]
     return equation.primitive.bind(*arrays, **{**equation.params, **changes})
@@ -109,11 +132,12 @@ def _spec(entries: dict[int, tuple[str, ...]]) -> P:
 FAULTS = (
     Fault("Convolutions with groups", _has_groups, _local_convolution),
     Fault("Convolutions over a split dimension", _is_convolution, _whole_convolution, may_stay=True),
+    Fault("FFTs on CPUs", _is_cpu_transform, _row_major_transform, may_stay=True),
     Fault("Windows over a split dimension", _has_windows, _whole_windows, may_stay=True),
 )
 """The first that applies to an operation counts."""
 
 
-def fault_of(operation: Operation) -> Fault | None:
-    """Return the fault of an operation, if it has one on some mesh."""
-    return next((fault for fault in FAULTS if fault.applies(operation)), None)
+def fault_of(operation: Operation, mesh: AnyMesh) -> Fault | None:
+    """Return the fault that an operation may have on a mesh."""
+    return next((fault for fault in FAULTS if fault.applies(operation, mesh)), None)

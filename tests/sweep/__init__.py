@@ -1,0 +1,1 @@
+"""Random models, meshes and rule tables, each compared with one device."""

@@ -1,0 +1,193 @@
+"""One example of the sweep: a small model on a mesh under a random rule table, and on one device.
+
+Compared are the value of a loss, its gradient, and the gradient of the gradient's product with a fixed vector, which is
+a column of second derivatives. All three are part of one program: the loss that is differentiated is the value plus
+that product. Numbers are float64, so that rounding errors are far below the tolerance.
+"""
+
+import dataclasses
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from spmd import tree
+from spmd.errors import SpmdError
+from spmd.gradients.base import value_and_grad
+from spmd.model_api.model import PRNG, Model
+from spmd.model_api.precision import cast_floats
+from spmd.plan.context import use_plan
+from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.sharding.mesh import AXES, BATCH_AXES, entry_axes, make_mesh
+from spmd.sharding.rules import Rules, replicate, spec_text
+from tests.sweep.kinds import KINDS
+
+TOLERANCE = 1e-5
+"""Largest difference, relative to the largest number of an array (or a thousandth of that of all)."""
+
+Specs = Mapping[str, P]
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A model, its inputs, and how they are split."""
+
+    kind: str
+    model: Model
+    inputs: tuple[np.ndarray, ...]
+    sizes: Mapping[str, int]
+    specs: Specs
+
+    def __str__(self) -> str:
+        specs = ", ".join(f"{path}: {spec_text(spec)}" for path, spec in self.specs.items())
+        shapes = ", ".join(str(x.shape) for x in self.inputs)
+        return f"{self.kind} of {shapes} on {dict(self.sizes)} with {specs}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The largest difference of an example from one device; or the reason for which it was refused."""
+
+    error: float = 0.0
+    where: str = ""
+    refused: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= TOLERANCE
+
+
+def mesh_sizes(devices: int) -> list[dict[str, int]]:
+    """Every pair and triple of axes at 2 and 4 that has at most this many devices."""
+    found = []
+    for first, a in enumerate(AXES):
+        for second, b in enumerate(AXES[first + 1 :], first + 1):
+            for x in (2, 4):
+                for y in (2, 4):
+                    found.append({a: x, b: y})
+                    found += [{a: x, b: y, c: z} for c in AXES[second + 1 :] for z in (2, 4)]
+    return [sizes for sizes in found if np.prod([*sizes.values()]) <= devices]
+
+
+@st.composite
+def examples(draw: Any, devices: int = 8, kinds: tuple[str, ...] = ()) -> Example:
+    """Examples of any kind, on any mesh, with any legal table.
+
+    Choices have equal chances: Hypothesis's own would repeat a few kinds.
+    """
+    with jax.enable_x64(True):
+        return _draw_example(draw(st.randoms(use_true_random=True)), devices, kinds)
+
+
+def _draw_example(chance: random.Random, devices: int, kinds: tuple[str, ...]) -> Example:
+    kind = chance.choice(sorted(kinds or KINDS))
+    model, inputs = KINDS[kind].build(lambda *options: chance.choice(options))
+    sizes = chance.choice(mesh_sizes(devices))
+    key = jax.random.key(0, impl=PRNG)
+    params, variables = (tree.flatten(jax.eval_shape(make, key)) for make in (model.init, model.init_variables))
+    drawn = model.info().random_state
+    arrays = {path: x for path, x in {**params, **variables}.items() if path not in drawn}
+    specs: Specs = {}
+    for _ in range(20):  # a plan refuses the axis for experts if it splits no parameter
+        specs = {path: _draw_spec(chance, x.shape, sizes) for path, x in arrays.items()}
+        if "expert" not in sizes or any("expert" in entry_axes(entry) for spec in specs.values() for entry in spec):
+            break
+    return Example(kind, model, inputs, sizes, specs)
+
+
+def _draw_spec(chance: random.Random, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
+    """Return a spec of an array: each axis splits one dimension that it divides, or none; in any order."""
+    left, entries = [*shape], [[] for _ in shape]
+    for axis in chance.sample(sorted(sizes), len(sizes)):
+        dims = [dim for dim, size in enumerate(left) if size % sizes[axis] == 0 and size > 1]
+        dim = chance.choice([None, *dims])
+        if dim is not None:
+            entries[dim].append(axis)
+            left[dim] //= sizes[axis]
+    return P(*(tuple(names) or None for names in entries))
+
+
+def make_example_plan(example: Example) -> ShardingPlan:
+    """The plan of an example."""
+    rows = []
+    for path, spec in example.specs.items():
+        is_split = any(entry is not None for entry in spec)
+        rows.append((f"^{re.escape(path)}", spec if is_split else replicate("drawn so")))
+    devices = jax.devices()[: int(np.prod([*example.sizes.values()]))]
+    mesh = make_mesh(devices=devices, **example.sizes)
+    return make_plan(mesh, Rules(rows, stacked={}), example.model, optax.sgd(0.1), precision="float64")
+
+
+def compare(example: Example) -> Difference:
+    """Return the largest difference between the mesh and one device."""
+    with jax.enable_x64(True):
+        return _compare(example)
+
+
+def _compare(example: Example) -> Difference:
+    orders, model = KINDS[example.kind].orders, example.model
+    inputs = tuple(x.astype(np.float64) for x in example.inputs)
+    rng = np.random.default_rng(1)
+
+    def signs(x: Any) -> np.ndarray:
+        return rng.choice(np.array([-1.0, 1.0]), x.shape)
+
+    key = jax.random.key(0, impl=PRNG)
+    abstract = jax.eval_shape(model.init, key)
+    vector = jax.tree.map(signs, abstract)
+
+    def loss_fn(params: Any, variables: Any, batch: Any, key: Any) -> Any:
+        def value(params: Any) -> Any:
+            y, after = model.forward(params, variables, key, *batch, train=True)
+            return sum(jnp.square(x).mean() for x in jax.tree.leaves(y)), after
+
+        if orders == 1:
+            loss, after = value(params)
+            return {"loss": loss, "weight": jnp.float64(1), "value": loss}, after
+        (loss, after), gradient = jax.value_and_grad(value, has_aux=True)(params)
+        along = sum(jnp.vdot(g, v) for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(vector), strict=True))
+        return {"loss": loss + along, "weight": jnp.float64(1), "value": loss}, after
+
+    grad_fn = value_and_grad(loss_fn)
+    params, variables = jax.jit(lambda key: (cast_floats(model.init(key), jnp.float64), model.init_variables(key)))(key)
+    open("/tmp/fft_lowered.txt", "w").write("") if False else None
+    alone = jax.jit(grad_fn)(params, variables, inputs, key)
+    try:
+        plan = make_example_plan(example)
+
+        def on_mesh(*arrays: Any) -> Any:
+            with use_plan(plan):
+                return grad_fn(*arrays)
+
+        batch = tuple(jax.device_put(x, _batch_sharding(plan, x)) for x in inputs)
+        shardings = jax.tree.map(lambda x: x.sharding, (plan.abstract_params, plan.abstract_variables))
+        placed = jax.device_put((params, variables), shardings)
+        found = jax.jit(on_mesh, out_shardings=(plan.gradient_shardings, None, None))(*placed, batch, key)
+    except SpmdError as error:
+        return Difference(refused=str(error))
+    return _difference(jax.device_get(found), jax.device_get(alone))
+
+
+def _batch_sharding(plan: ShardingPlan, x: np.ndarray) -> Any:
+    count = int(np.prod([plan.mesh.shape[axis] for axis in BATCH_AXES]))
+    return jax.sharding.NamedSharding(plan.mesh, P(BATCH_AXES) if x.shape[0] % count == 0 else P())
+
+
+def _difference(found: Any, wanted: Any) -> Difference:
+    pairs = {path: (np.asarray(x), np.asarray(tree.flatten(found)[path])) for path, x in tree.flatten(wanted).items()}
+    floats = {path: pair for path, pair in pairs.items() if np.issubdtype(pair[0].dtype, np.floating)}
+    largest = max(float(np.abs(x).max()) for x, _ in floats.values())
+    worst = Difference()
+    for path, (x, y) in floats.items():
+        scale = max(float(np.abs(x).max()), 1e-3 * largest)
+        error = float(np.abs(y - x).max()) / scale if np.isfinite(y).all() else np.inf
+        if error > worst.error:
+            worst = Difference(error, path)
+    return worst
