@@ -81,8 +81,9 @@ def cross_entropy(
     A target whose logit ties with the largest counts as predicted.
 
     Args:
-        logits: Logits in any float dtype, cast to float32 unless they are wider. The vocabulary may be split over devices: a masked sum
-            selects the target's logit without a gather. With `LazyLogits`, never all logits exist at once.
+        logits: Logits in any float dtype, cast to float32 unless they are wider. The vocabulary may be split over
+            devices: a masked sum selects the target's logit without a gather. With `LazyLogits`, never all logits exist
+            at once.
         weights: 0 for padding, otherwise 1.
         chunk: Tokens of a device whose logits exist at once, for `LazyLogits`.
     """

@@ -9,8 +9,9 @@
 | `bf16-params-stochastic` | bfloat16 | bfloat16 | float32 | bfloat16 | | stochastic | |
 | `fp16` | float32 | float16 | float32 | float32 | | nearest | dynamic |
 
-`float64` needs `jax_enable_x64`. In `bf16` and `fp16` the stored parameters are the float32 master weights, cast where they are used. Norms, softmax and
-the loss are computed in float32. Matmuls return weight gradients in the dtype in which they are summed.
+`float64` needs `jax_enable_x64`. In `bf16` and `fp16` the stored parameters are the float32 master weights, cast where
+they are used. Norms, softmax and the loss are computed in float32. Matmuls return weight gradients in the dtype in
+which they are summed.
 """
 
 import dataclasses
@@ -229,7 +230,7 @@ def check_float64(precision: Precision, params: Mapping[str, Any]) -> list[Probl
         params: Path → parameter, as the model makes it.
     """
     widest = "float64" in (precision.params, precision.compute, precision.gradients, precision.accumulation)
-    if widest and not jax.config.jax_enable_x64:
+    if widest and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
         fix = 'jax.config.update("jax_enable_x64", True) before the first array, or JAX_ENABLE_X64=1'
         return [Problem("precision", f"{precision.name} has float64, which JAX is not set to compute in", fix=fix)]
     if precision.params == "float64":
