@@ -160,7 +160,8 @@ def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head:
     if heads and all(p is None or p.keeps_whole(dim, n) for p, n in zip(how.placed, heads, strict=True)):
         bases = [kernel.reshape(*kernel.shape[:dim], -1, head, *kernel.shape[dim + 1 :]) for kernel in bases]
         folded = tuple(placed and placed.with_dim(dim + 1) for placed in how.placed)
-        how = dataclasses.replace(how, placed=folded, **(_INTO_HEADS if how.into else _OUT_OF_HEADS))
+        axes, outs = ("ihk", "hk") if how.into else ("hko", how.outs)
+        how = dataclasses.replace(how, placed=folded, axes=axes, outs=outs)
         tokens = x if how.into else x.reshape(*x.shape[:-1], -1, head)
     ys = [y.reshape(*x.shape[:-1], -1) if heads else y for y in _products(tokens, tuple(bases), histories, how)]
     added = []
@@ -168,9 +169,6 @@ def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head:
         with named_after(placed):
             added.append(lora_delta(x, value))
     return tuple(y if change is None else y + change for y, change in zip(ys, added, strict=True))
-
-
-_INTO_HEADS, _OUT_OF_HEADS = {"axes": "ihk", "outs": "hk"}, {"axes": "hko"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

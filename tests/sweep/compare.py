@@ -157,7 +157,6 @@ def _compare(example: Example) -> Difference:
 
     grad_fn = value_and_grad(loss_fn)
     params, variables = jax.jit(lambda key: (cast_floats(model.init(key), jnp.float64), model.init_variables(key)))(key)
-    open("/tmp/fft_lowered.txt", "w").write("") if False else None
     alone = jax.jit(grad_fn)(params, variables, inputs, key)
     try:
         plan = make_example_plan(example)
