@@ -34,7 +34,7 @@ from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.examples.demo import config as DEMO
 from spmd.run.build import abstract_batch, make_setup
 from spmd.run.preflight import check_microbatches
-from spmd.sharding.mesh import MeshShape, batch_sharding, mesh_of
+from spmd.sharding.mesh import MeshShape, mesh_of
 
 MESHES = (
     *("data=2,fsdp=2,tensor=2", "data=8", "data=4,fsdp=2", "data=2,fsdp=4", "fsdp=8", "data=4,tensor=2"),
@@ -201,7 +201,7 @@ class Step:
         tokens = np.random.default_rng(0).integers(0, 256, (config.data.batch, config.data.sequence + 1), np.int32)
         weights = np.ones((config.data.batch, config.data.sequence), np.float32)
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
-        self._batch = jax.device_put(batch, batch_sharding(setup.mesh))
+        self._batch = spmd.place_batch(setup, batch)
         self._state, _ = jax.block_until_ready(setup.step(self._state, self._batch))
 
     def run(self) -> None:

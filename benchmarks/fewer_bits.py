@@ -34,7 +34,7 @@ from spmd.model_api.compress import CompressConfig
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_config import load_config
-from spmd.sharding.mesh import MeshShape, batch_sharding
+from spmd.sharding.mesh import MeshShape
 from spmd.training.state import TrainState, init_state
 from spmd.training.step import TrainStep, make_eval_step, make_train_step
 
@@ -100,7 +100,7 @@ def train(config: TrainConfig, setting: str) -> float:
             grad_fn = accumulate(value_and_grad(next_token_loss(setup.plan.model)), 1)
             step = make_train_step(setup.plan, grad_fn=exchange_once(grad_fn, ("data",), signs))
         state = start_state(setup.plan, config.seed, state)
-        placed = {"batch": config.data.batch, "sharding": batch_sharding(setup.mesh)}
+        placed = {"batch": config.data.batch, "sharding": setup.plan.batch_sharding("tokens")}
         for batch in batches(Windows(corpus.train, sequence), seed=config.seed, start=start, steps=end, **placed):
             state, metrics = step(state, batch)
             jax.block_until_ready(metrics)  # simulated devices wait for each other forever if too many are dispatched

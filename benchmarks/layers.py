@@ -43,6 +43,7 @@ from spmd.models.rope import rotary_angles
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan.context import use_plan
+from spmd.sharding.mesh import BATCH_SPEC
 from spmd.sharding.rules import Rules
 
 DEVICES = 8
@@ -129,7 +130,7 @@ def ours(case: Case, devices: int, arguments: tuple[Tree, Any, Any]) -> Program:
             return model.apply(params, x)
 
     params = jax.tree.map(lambda leaf: leaf.sharding, plan.abstract_params)
-    return Program(apply, arguments, params, spmd.batch_sharding(mesh))
+    return Program(apply, arguments, params, NamedSharding(mesh, BATCH_SPEC))
 
 
 def bare(case: Case, arguments: tuple[Tree, Any, Any]) -> Program:

@@ -35,7 +35,7 @@ class Side:
         plan = spmd.make_plan(mesh, LLAMA, model, optimizer, remat=args.remat, precision=PRECISION[args.dtype])
         self._state = spmd.init_state(plan)
         self.params = size(self._state.params)
-        self._split = spmd.batch_sharding(mesh)
+        self._plan = plan
         shape = (args.batch, args.seq)
         dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
         batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
@@ -46,7 +46,7 @@ class Side:
 
     def run(self, batch: Mapping[str, np.ndarray]) -> jax.Array:
         """Take one step on a host batch of `[batch, seq]` arrays; the loss is ready when the step is."""
-        self._state, metrics = self._step(self._state, jax.device_put(dict(batch), self._split))
+        self._state, metrics = self._step(self._state, spmd.place_batch(self._plan, dict(batch)))
         return metrics["loss"]
 
 

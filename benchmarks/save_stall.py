@@ -22,7 +22,6 @@ from spmd.data.loader import Windows, batches, load_corpus
 from spmd.distributed.initialize import initialize
 from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.load_config import load_config
-from spmd.sharding.mesh import batch_sharding
 from spmd.training.loop import Hook, fit
 from spmd.training.state import TrainState, init_state
 
@@ -53,7 +52,7 @@ def measure(setup: TrainSetup, directory: Path) -> dict[str, object]:
     written: list[float] = []
     with CheckpointManager(directory, max_to_keep=config.max_to_keep) as checkpoints:
         watch = TimedSave(checkpoints, config.checkpoint_every, config.steps)
-        sharding = batch_sharding(setup.mesh)
+        sharding = setup.plan.batch_sharding("tokens")
         stream = batches(
             windows, batch=config.data.batch, sharding=sharding, seed=config.seed, start=0, steps=config.steps
         )

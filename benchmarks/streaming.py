@@ -22,7 +22,6 @@ from spmd.distributed.initialize import initialize
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_config import load_config
-from spmd.sharding.mesh import batch_sharding
 from spmd.training.state import TrainState, init_state
 from spmd.training.step import TrainStep
 
@@ -48,7 +47,7 @@ def run_round(
     data = dataclasses.replace(config.data, streaming=streaming, cache=str(folder))
     began = time.perf_counter()
     order = open_text(data).order(config.seed)
-    sharding = batch_sharding(step.plan.mesh)
+    sharding = step.plan.batch_sharding("tokens")
     ahead = {"threads": data.threads, "prefetch": data.prefetch}
     with ordered_batches(order, batch=data.batch, sharding=sharding, start=0, steps=steps + 1, **ahead) as batches:
         state, _ = step(state, next(batches))

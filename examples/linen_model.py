@@ -66,7 +66,7 @@ RULES = spmd.Rules(
 )
 
 
-def batches(mesh: jax.sharding.Mesh, steps: int) -> Iterator[dict[str, jax.Array]]:
+def batches(plan: spmd.ShardingPlan, steps: int) -> Iterator[dict[str, jax.Array]]:
     """Pieces of the text, and what follows each byte."""
     text = np.frombuffer(Path(argparse.__file__).read_bytes(), np.uint8)
     draws = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def batches(mesh: jax.sharding.Mesh, steps: int) -> Iterator[dict[str, jax.Array
         starts = draws.integers(0, len(text) - SEQUENCE - 1, 16)
         rows = text[starts[:, None] + np.arange(SEQUENCE + 1)].astype(np.int32)
         batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": np.ones((16, SEQUENCE), np.float32)}
-        yield jax.device_put(batch, spmd.batch_sharding(mesh))
+        yield spmd.place_batch(plan, batch)
 
 
 class Show(spmd.Hook):
@@ -97,7 +97,7 @@ def main() -> None:
     plan = spmd.make_plan(mesh, RULES, model, optax.adamw(3e-3))
     print(plan)
     step = spmd.make_train_step(plan, spmd.next_token_loss(model))
-    spmd.fit(spmd.init_state(plan, seed=0), step, batches(mesh, steps), steps=steps, hooks=[Show()])
+    spmd.fit(spmd.init_state(plan, seed=0), step, batches(plan, steps), steps=steps, hooks=[Show()])
 
 
 if __name__ == "__main__":

@@ -54,12 +54,11 @@ def points(batch: int, draws: np.random.Generator) -> dict[str, np.ndarray]:
     return {"points": (xy + draws.normal(0, 0.02, xy.shape)).astype(np.float32), "label": label.astype(np.int32)}
 
 
-def batches(mesh: jax.sharding.Mesh, steps: int) -> Iterator[dict[str, jax.Array]]:
+def batches(plan: spmd.ShardingPlan, steps: int) -> Iterator[dict[str, jax.Array]]:
     """Return new points for every step."""
     draws = np.random.default_rng(0)
     for _ in range(steps):
-        batch = points(256, draws)
-        yield {name: jax.device_put(x, spmd.batch_sharding(mesh, ndim=x.ndim)) for name, x in batch.items()}
+        yield spmd.place_batch(plan, points(256, draws))
 
 
 class Show(spmd.Hook):
@@ -90,7 +89,7 @@ def main() -> None:
         return {"loss": losses.sum(), "weight": jax.numpy.float32(len(losses)), "accuracy": right}, variables
 
     step = spmd.make_train_step(plan, loss_fn)
-    spmd.fit(spmd.init_state(plan, seed=0), step, batches(mesh, steps), steps=steps, hooks=[Show()])
+    spmd.fit(spmd.init_state(plan, seed=0), step, batches(plan, steps), steps=steps, hooks=[Show()])
 
 
 if __name__ == "__main__":

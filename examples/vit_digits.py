@@ -29,19 +29,19 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     return found.images[order, :, :, None].astype(np.float32) / 8 - 1, found.target[order].astype(np.int32)
 
 
-def batches(mesh: jax.sharding.Mesh, steps: int, batch: int = 64) -> Iterator[dict[str, jax.Array]]:
+def batches(plan: spmd.ShardingPlan, steps: int, batch: int = 64) -> Iterator[dict[str, jax.Array]]:
     """Random digits of those that are not held out."""
     images, labels = digits()
     draws = np.random.default_rng(1)
     for _ in range(steps):
         rows = draws.integers(HELD_OUT, len(images), batch)
-        yield place(mesh, images[rows], labels[rows])
+        yield place(plan, images[rows], labels[rows])
 
 
-def place(mesh: jax.sharding.Mesh, images: np.ndarray, labels: np.ndarray) -> dict[str, jax.Array]:
+def place(plan: spmd.ShardingPlan, images: np.ndarray, labels: np.ndarray) -> dict[str, jax.Array]:
     """Return a batch on the mesh, every image of weight 1."""
     arrays = {"images": images, "labels": labels, "weights": np.ones(len(labels), np.float32)}
-    return {name: jax.device_put(x, spmd.batch_sharding(mesh, ndim=1)) for name, x in arrays.items()}
+    return spmd.place_batch(plan, arrays)
 
 
 class Show(spmd.Hook):
@@ -67,7 +67,7 @@ def main() -> None:
     plan = spmd.make_plan(mesh, VIT, model, spmd.make_optimizer(optimizer, steps=steps))
     print(plan)
     step = spmd.make_train_step(plan, spmd.classification_loss(model))
-    state = spmd.fit(spmd.init_state(plan, seed=0), step, batches(mesh, steps), steps=steps, hooks=[Show()])
+    state = spmd.fit(spmd.init_state(plan, seed=0), step, batches(plan, steps), steps=steps, hooks=[Show()])
 
     images, labels = (x[:HELD_OUT] for x in digits())
     scores = jax.jit(model.apply)(state.params, images)

@@ -9,6 +9,7 @@ import dataclasses
 from jax.sharding import PartitionSpec as P
 
 from spmd.partition_rules.llama import LLAMA_TIED
+from spmd.sharding.batch import TOKENS
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
 
@@ -28,6 +29,7 @@ GPT2 = Rules(
     params=(("embed/embedding", P(None, ("fsdp", "tensor", "pipe"))), ("positions", P(None, "fsdp")), *LAYERS),
     activations=tuple(mark for mark in LLAMA_TIED.activations if mark[0] != "mlp_gate"),
     stacked={"layers": "pipe"},
+    batch=TOKENS,
 )
 
 _WHOLE = {"tied_columns": P(None, "fsdp"), "logits": P(BATCH_AXES, "sequence")}

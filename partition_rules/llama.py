@@ -13,6 +13,7 @@ import dataclasses
 
 from jax.sharding import PartitionSpec as P
 
+from spmd.sharding.batch import TOKENS
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Replicate, Rules, replicate
 
@@ -51,6 +52,7 @@ LLAMA = Rules(
     params=(_EMBEDDING, *_LAYERS, ("lm_head/kernel", P(("fsdp", "pipe"), "tensor"))),  # the head is [d, vocab]
     activations=(*_LOOKUP, *_ACTIVATIONS),
     stacked={"layers": "pipe"},
+    batch=TOKENS,
 )
 
 LLAMA_TIED = Rules(
@@ -61,6 +63,7 @@ LLAMA_TIED = Rules(
         ("tied_columns", P(("pipe", "tensor"), "fsdp")),  # [vocab, d]: columns are exchanged for rows, …
     ),
     stacked={"layers": "pipe"},
+    batch=TOKENS,
 )
 
 

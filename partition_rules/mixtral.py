@@ -10,6 +10,7 @@ import dataclasses
 from jax.sharding import PartitionSpec as P
 
 from spmd.partition_rules.llama import LLAMA
+from spmd.sharding.batch import TOKENS
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
 
@@ -44,6 +45,7 @@ MIXTRAL = Rules(
     params=(*_PLAIN, *_EXPERTS),
     activations=(*(mark for mark in _ACTIVATIONS if mark[0] not in _MLP), *_ROUTED),
     stacked={"layers": "pipe"},
+    batch=TOKENS,
 )
 """For models without shared experts and dense layers."""
 
@@ -56,6 +58,7 @@ MIXTRAL_SHARED = Rules(
     ),
     activations=(*_ACTIVATIONS, *_ROUTED),
     stacked={"layers": "pipe", "dense_layers": "pipe"},
+    batch=TOKENS,
 )
 """For models with a shared expert, or with dense layers."""
 

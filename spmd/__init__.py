@@ -38,11 +38,13 @@ from spmd.run.run import Run
 from spmd.run.run_config import EvaluationInterval, RecoveryConfig, RunConfig, SDCConfig
 from spmd.run.session import RunResult
 from spmd.run.train import train
+from spmd.sharding.batch import whole
 from spmd.sharding.from_flax import rules_from_annotations
 from spmd.sharding.from_search import rules_from_search
 from spmd.sharding.layer_paths import Stack
-from spmd.sharding.mesh import MeshShape, batch_sharding, make_mesh, simulate_devices
+from spmd.sharding.mesh import MeshShape, make_mesh, simulate_devices
 from spmd.sharding.rules import Rules, replicate
+from spmd.training.batch import place_batch
 from spmd.training.loop import Hook, fit
 from spmd.training.state import TrainState, init_state
 from spmd.training.step import make_train_step
@@ -77,7 +79,6 @@ __all__ = [
     "Writer",
     "accumulate",
     "annotate",
-    "batch_sharding",
     "classification_loss",
     "cross_entropy",
     "ema_params",
@@ -92,6 +93,7 @@ __all__ = [
     "make_train_step",
     "next_token_loss",
     "per_layer",
+    "place_batch",
     "replicate",
     "rules_from_annotations",
     "rules_from_search",
@@ -99,5 +101,6 @@ __all__ = [
     "skip_bad_updates",
     "train",
     "value_and_grad",
+    "whole",
     "with_ema",
 ]

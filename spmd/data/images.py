@@ -1,7 +1,7 @@
 """Images in a folder of classes as rows of batches.
 
     images = ImageFolder("flowers/train", size=224, crop="random", views=90)
-    sharding = spmd.batch_sharding(mesh, ndim=1)
+    sharding = plan.batch_sharding("images", ndim=4)
     with batches(images, batch=256, sharding=sharding, seed=0, start=0, steps=1000) as train:
         for batch in train: ...
 

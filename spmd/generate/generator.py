@@ -26,7 +26,7 @@ from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.partition_safe import partition_safe
 from spmd.plan.plan import ShardingPlan
-from spmd.sharding.mesh import BATCH_AXES, batch_sharding, shards_of
+from spmd.sharding.mesh import BATCH_AXES, shards_of
 
 MIN_LENGTH = 32
 """Tokens that a prompt is padded to at least."""
@@ -97,7 +97,7 @@ class Generator:
         ids = np.zeros((len(rows), self._padded(int(max(lengths)))), np.int32)
         for number, row in enumerate(rows):
             ids[number, : len(row)] = row
-        return jax.device_put(ids, batch_sharding(self.plan.mesh)), lengths
+        return jax.device_put(ids, self.plan.batch_sharding("tokens")), lengths
 
     @property
     def _batch_shards(self) -> int:

@@ -1,21 +1,38 @@
 """Gradient accumulation over microbatches, equal to the gradients of the whole batch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn, check_results
 from spmd.gradients.losses import Sums
+from spmd.jaxpr.propagation import propagate
+from spmd.jaxpr.source import equation_line
+from spmd.jaxpr.traced_program import TracedProgram, read_program
+from spmd.plan.context import current
 from spmd.plan.fsdp import zero_gradients
+from spmd.sharding.batch import BatchTable
+
+_TITLE = "The batch cannot be split into microbatches:"
+_DECLARE = (
+    'Rules(batch=[("{path}", P(None, ("data", "fsdp", "expert")))]) if they are another dimension, '
+    'or ("{path}", spmd.whole("why")) if it has none'
+)
 
 
 def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
     """Return a gradient function that adds up the results of `grad_fn` on microbatches, one after the other.
 
-    A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next. A
-    batch that does not divide raises a `ConfigError` at trace time.
+    A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next.
+    Examples are the first dimension of each array of a batch, unless the batch table of the rules says otherwise.
+
+    Raises:
+        ConfigError: At trace time: arrays have different numbers of examples, none, or a number that does not divide;
+            or the model scans over what should be examples.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         problem = Problem("microbatches", f"is {microbatches}", fix="a whole number, at least 1")
@@ -24,38 +41,113 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
         return grad_fn
 
     def accumulated(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
+        split, shared = split_microbatches(batch, microbatches)
+        keys = jax.random.split(key, microbatches)
+
         def add(carry: tuple[Any, Any], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
             total, variables = carry
-            gradients, sums, variables = grad_fn(params, variables, *part)
+            arrays, key = part
+            gradients, sums, variables = grad_fn(params, variables, join_microbatch(batch, arrays, shared), key)
             total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (gradients, sums))
             return (total, variables), None
 
-        parts = (split_microbatches(batch, microbatches), jax.random.split(key, microbatches))
-        returned = jax.eval_shape(grad_fn, params, variables, *jax.tree.map(lambda x: x[0], parts))
+        first = join_microbatch(batch, {path: x[0] for path, x in split.items()}, shared)
+        jaxpr, returned = jax.make_jaxpr(grad_fn, return_shape=True)(params, variables, first, keys[0])
         gradients, sums, _ = check_results(returned)
+        _check_no_scan(read_program(jaxpr), len(jax.tree.leaves((params, variables))), first)
         zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, sums)
-        ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), parts)
+        ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), (split, keys))
         return gradients, sums, variables
 
     return accumulated
 
 
-def split_microbatches(batch: Any, microbatches: int) -> Any:
-    """Reshape every array `[batch, …]` to `[microbatches, batch / microbatches, …]`.
+def split_microbatches(batch: Any, microbatches: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Split the arrays of a batch: path → `[microbatches, …]`, and path → array that every microbatch has whole.
 
     Microbatch *i* has the examples *i*, *i* + `microbatches`, …, so each stays split over the devices of the batch.
 
     Example:
-        >>> split_microbatches(jnp.arange(6), 2).tolist()
+        >>> split_microbatches({"x": jnp.arange(6)}, 2)[0]["x"].tolist()
         [[0, 2, 4], [1, 3, 5]]
     """
+    table, arrays = current().batch, tree.flatten(batch)
+    dims = {path: table.examples(path) for path in arrays}
+    if problems := _example_problems(arrays, dims, microbatches):
+        raise ConfigError(_TITLE, problems)
+    split, shared = dict[str, jax.Array](), dict[str, jax.Array]()
+    for path, x in arrays.items():
+        dim = dims[path]
+        if dim is None:
+            shared[path] = x
+            continue
+        examples = x.shape[dim] // microbatches
+        parts = x.reshape(*x.shape[:dim], examples, microbatches, *x.shape[dim + 1 :])
+        split[path] = jnp.moveaxis(parts, dim + 1, 0)
+    return split, shared
 
-    def split(x: jax.Array) -> jax.Array:
-        examples = x.shape[0]
-        if examples % microbatches:
-            detail = f"{examples} / {microbatches} = {examples / microbatches:.4g}"
-            problem = Problem("batch", "does not divide into microbatches", detail, "change one of them")
-            raise ConfigError("The batch cannot be split into microbatches:", [problem])
-        return jnp.swapaxes(x.reshape(examples // microbatches, microbatches, *x.shape[1:]), 0, 1)
 
-    return jax.tree.map(split, batch)
+def join_microbatch(batch: Any, part: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> Any:
+    """Return a microbatch, a tree like the batch, from its own arrays and those of all microbatches."""
+    return tree.map_with_path(lambda path, _: part[path] if path in part else shared[path], batch)
+
+
+def _example_problems(
+    arrays: Mapping[str, jax.Array], dims: Mapping[str, int | None], microbatches: int
+) -> list[Problem]:
+    """Return what is wrong with the numbers of examples of the arrays of a batch."""
+    sizes, problems = dict[str, int](), list[Problem]()
+    for path, x in arrays.items():
+        dim, where = dims[path], f"batch {path}".strip()
+        if dim is None:
+            continue
+        if x.ndim <= dim:
+            what = "is a scalar, which has no examples" if not x.ndim else f"has no dimension {dim} for examples"
+            problems.append(Problem(where, what, f"{x.shape}", _DECLARE.format(path=path)))
+        elif x.shape[dim] % microbatches:
+            detail = f"{x.shape[dim]} / {microbatches} = {x.shape[dim] / microbatches:.4g}"
+            problems.append(Problem(where, "does not divide into microbatches", detail, "change one of them"))
+        else:
+            sizes[path] = x.shape[dim]
+    if len(set(sizes.values())) > 1:
+        detail = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+        what = "has arrays with different numbers of examples, which would not be split alike"
+        problems.append(Problem("batch", what, detail, _DECLARE.format(path=max(sizes, key=sizes.__getitem__))))
+    return problems
+
+
+def _check_no_scan(program: TracedProgram, before: int, batch: Any) -> None:
+    """Raise a `ConfigError` if a loop with a state runs over the dimension of examples, so that it is time.
+
+    Arrays with a row in the batch table are not checked: their author has said which dimension is the examples.
+
+    Args:
+        program: The traced gradient function.
+        before: The number of inputs before those of the batch.
+        batch: The arrays of a microbatch.
+    """
+    table: BatchTable = current().batch
+    paths = [path for path in tree.flatten(batch) if table.value(path) is None]
+    for number, (path, x) in enumerate(tree.flatten(batch).items(), before):
+        if path in paths:
+            program.inputs[number].dims = ((path,), *((),) * (x.ndim - 1))
+    propagate(program)  # as if an axis of the mesh split the examples of each array
+    found = dict[str, str]()
+    for operation in program.walk():
+        if operation.primitive != "scan" or not operation.params["num_carry"]:
+            continue
+        for value in operation.inputs[operation.params["num_consts"] + operation.params["num_carry"] :]:
+            for path in (value.dims or ((),))[0]:
+                found.setdefault(path, equation_line(operation.equations))
+    problems = [
+        Problem(
+            f"batch {path}".strip(),
+            f"is scanned over its first dimension at {line}, which then is no dimension of examples",
+            "a microbatch would be a part of the steps of each example",
+            f'Rules(batch=[("{path}", P(None, ("data", "fsdp", "expert")))]) for [time, batch, …]; or '
+            f'("{path}", P(("data", "fsdp", "expert"))) if the loop only adds up what examples give',
+        )
+        for path, line in found.items()
+    ]
+    if problems:
+        raise ConfigError(_TITLE, problems)

@@ -12,10 +12,11 @@ from jax.sharding import get_abstract_mesh
 
 from spmd.errors import ConfigError, Problem, check_call
 from spmd.gradients.losses import LossFn, Sums, check_returned
+from spmd.gradients.weights import check_weight
 from spmd.model_api.precision import LOSS_SCALE, scale_loss
 from spmd.model_api.variables import split_variables
 from spmd.plan.fsdp import grad_targets, params_for_forward
-from spmd.plan.partition_safe import partition_safe
+from spmd.plan.partition_safe import trace_call
 from spmd.plan.scaled_param import MAGNITUDES, histories_of, with_seen
 
 GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
@@ -53,7 +54,9 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
 
         def objective(targets: Any, histories: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
             given = params_for_forward(params, targets, histories)
-            sums, after = partition_safe(checked)(given, own, batch, key)
+            call = trace_call(checked, given, own, batch, key)
+            check_weight(call)
+            sums, after = call.evaluate()
             return scale_loss(sums["loss"], scaling), (sums, after)
 
         wanted = grad_targets(params), histories_of(magnitudes.get(MAGNITUDES, {}))

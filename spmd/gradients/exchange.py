@@ -108,7 +108,11 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...], last_stage: LastStage 
         given, others = (params, variables), tuple(axis for axis in mesh.axis_names if axis not in over)
         kept = tuple(specs(part, others) for part in given)
         whole = jax.tree.map(lambda x, spec: constrain(x, mesh, spec, "a parameter"), given, kept)
-        in_specs = (*(specs(part, stages) for part in given), P(over), P())
+
+        def batch_spec(path: str, x: Any) -> P:
+            return dims_spec(spec_dims(current().batch.spec(path, x.ndim), x.ndim, over))
+
+        in_specs = (*(specs(part, stages) for part in given), tree.map_with_path(batch_spec, batch), P())
         out_specs = specs(params, stages, of_gradients=True), P()
         run = manual_over(mesh, (*stages, *over), local, in_specs, out_specs)
         jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*whole, batch, key)

@@ -26,7 +26,6 @@ from spmd.gradients.base import GradFn
 from spmd.model_api.precision import LOSS_SCALE, Precision
 from spmd.parity.result import TOLERANCES, Parity, Row, Tolerance, compare_leaf, distance, largest, worst_of_each
 from spmd.plan.plan import ShardingPlan
-from spmd.sharding.mesh import batch_sharding
 from spmd.training.offloaded_update import make_update
 from spmd.training.state import TrainState, abstract_state, init_state
 from spmd.training.step import TrainStep, make_train_step
@@ -258,4 +257,4 @@ def _as_tree(like: Any, leaves: Leaves) -> Any:
 
 
 def _placed(plan: ShardingPlan, batch: Any) -> Any:
-    return jax.tree.map(lambda x: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)), batch)
+    return jax.device_put(batch, plan.batch_shardings(batch))

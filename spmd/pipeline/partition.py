@@ -18,7 +18,7 @@ from jax.sharding import get_abstract_mesh
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.accumulate import split_microbatches
+from spmd.gradients.accumulate import join_microbatch, split_microbatches
 from spmd.gradients.losses import LossFn, ModelLoss, Sums
 from spmd.layers.lm_head import lazy_logits
 from spmd.model_api.model import LayeredModel, as_outputs
@@ -211,5 +211,7 @@ def partition(
     ]
     if problems:
         raise ConfigError(TITLE, problems)
-    microbatched = split_microbatches(batch, microbatches), jax.random.split(key, microbatches)
+    split, shared_arrays = split_microbatches(batch, microbatches)
+    repeated = {path: jnp.broadcast_to(x[None], (microbatches, *x.shape)) for path, x in shared_arrays.items()}
+    microbatched = join_microbatch(batch, split, repeated), jax.random.split(key, microbatches)
     return (layers, frozen_layers), (gather_over_stages(shared), gather_over_stages(frozen_others)), microbatched

@@ -32,7 +32,7 @@ from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import grad_targets
 from spmd.plan.plan import ShardingPlan
-from spmd.sharding.mesh import batch_sharding
+from spmd.sharding.mesh import BATCH_SPEC
 from spmd.sharding.optimizer_state import drop_axis, drop_fsdp
 
 _STREAMS = ("inputs", "arrived", "sent_back")
@@ -132,13 +132,13 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
         stages = jax.tree.map(lambda x: jnp.zeros((table.stages * x.shape[0], *x.shape[1:]), x.dtype), local)
         return {"params": model.init(key), "data": data, "stages": stages}
 
-    rows = batch_sharding(plan.mesh).spec
+    batch_table = plan.rules.batch_table
     gradients = {leaf.path: drop_axis(leaf.spec, AXIS) for leaf in plan.gradients}
-    placed = {"data/key": P(), **{f"data/batch/{name}": rows for name in batch}}
+    placed = {"data/key": P(), **{f"data/batch/{name}": batch_table.spec(name, x.ndim) for name, x in batch.items()}}
     for name in (*_STREAMS, "of_others", "sums"):
         for path in tree.flatten(local[name]):
             is_x = name in _STREAMS and path == "0"
-            spec = gradients[path] if name == "of_others" else rows if is_x else P()
+            spec = gradients[path] if name == "of_others" else BATCH_SPEC if is_x else P()
             placed[f"stages/{name}/{path}"] = P(AXIS, *spec)
     if plan.zero < 3:  # then no state is split over fsdp by its parameters' rules
         placed = {path: drop_fsdp(spec) for path, spec in placed.items()}

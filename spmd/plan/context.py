@@ -20,11 +20,12 @@ from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
+from spmd.sharding.batch import BatchTable
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import drop_axis
 from spmd.sharding.rules import audit_spec, spec_text
 
-_NO_REMAT, _ANY_ATTENTION = Remat("none"), AttentionConfig()
+_NO_REMAT, _ANY_ATTENTION, _EXAMPLES_FIRST = Remat("none"), AttentionConfig(), BatchTable()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class TraceContext:
         placements: Parameter path → its placement, as the plan decided it.
         variables: Variable path → its spec.
         activations: Activation name → spec.
+        batch: How arrays of a batch are split.
         precision: Its precision; None outside a plan.
         regather: Whether the backward pass gathers kernels again, where no `jax.checkpoint` around the layer does so.
         single_token: Whether each row has one token, so that the token dimension is not split (decoding).
@@ -49,6 +51,7 @@ class TraceContext:
     placements: Mapping[str, ParamPlacement] = FrozenDict()
     variables: Mapping[str, P] = FrozenDict()
     activations: Mapping[str, P] = FrozenDict()
+    batch: BatchTable = _EXAMPLES_FIRST
     remat: Remat = _NO_REMAT
     precision: Precision | None = None
     attention: AttentionConfig = _ANY_ATTENTION
@@ -83,6 +86,7 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
         placements=plan.placements,
         variables=FrozenDict({entry.path: entry.spec for entry in plan.variables}),
         activations=FrozenDict(plan.rules.activations),
+        batch=plan.rules.batch_table,
         remat=plan.remat,
         precision=plan.precision,
         attention=plan.attention,

@@ -38,30 +38,54 @@ GATHERED = (*BATCH_AXES, "sequence")
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """A call of a function of `(params, variables, *others)`, traced once.
+
+    Attributes:
+        jaxpr: The function of the leaves of the arguments.
+        outputs: Its results, as abstract arrays.
+    """
+
+    jaxpr: ClosedJaxpr
+    outputs: Any
+    params: Any
+    variables: Any
+    others: tuple[Any, ...]
+
+    def evaluate(self) -> Any:
+        """Return the results, which XLA computes right on any mesh.
+
+        Outside of a plan, on one device, and where every axis of the mesh is manual, the function is evaluated as it
+        is.
+
+        Raises:
+            AnnotationError: An operation would be wrong and cannot be replaced, with its source line.
+        """
+        mesh, jaxpr = current().mesh, self.jaxpr
+        leaves = jax.tree.leaves((self.params, self.variables, self.others))
+        if mesh is not None and split_axes(mesh):
+            placements = _placements(self.params, self.variables, mesh)
+            program = _read(jaxpr, placements, mesh)
+            axes = {number: _gathered_axes(placed) for number, placed in placements.items()}
+            for number in unproven_uses(program, axes, len(jax.tree.leaves((self.params, self.variables)))):
+                leaves[number] = gather_input(leaves[number], placements[number])
+            jaxpr = _without_faults(jaxpr, program, mesh)
+        return jax.tree.unflatten(jax.tree.structure(self.outputs), jaxpr_as_fun(jaxpr)(*leaves))
+
+
+def trace_call(function: Callable[..., Any], params: Any, variables: Any, *others: Any) -> TracedCall:
+    """Trace a call of a function of `(params, variables, *others)`."""
+    jaxpr, outputs = jax.make_jaxpr(function, return_shape=True)(params, variables, *others)
+    return TracedCall(jaxpr, outputs, params, variables, others)
+
+
 def partition_safe(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of `(params, variables, *others)` with the same results, which XLA computes right on any mesh.
 
-    Outside of a plan, on one device, and where every axis of the mesh is manual, it is the function itself.
-
-    Raises:
-        AnnotationError: At trace time: an operation would be wrong and cannot be replaced, with its source line.
+    See `TracedCall.evaluate`.
     """
-
-    def safe(params: Any, variables: Any, *others: Any) -> Any:
-        mesh = current().mesh
-        if mesh is None or not split_axes(mesh):
-            return function(params, variables, *others)
-        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(params, variables, *others)
-        leaves = jax.tree.leaves((params, variables, others))
-        placements = _placements(params, variables, mesh)
-        program = _read(jaxpr, placements, mesh)
-        axes = {i: _gathered_axes(placed) for i, placed in placements.items()}
-        for number in unproven_uses(program, axes, len(jax.tree.leaves((params, variables)))):
-            leaves[number] = gather_input(leaves[number], placements[number])
-        jaxpr = _without_faults(jaxpr, program, mesh)
-        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(jaxpr)(*leaves))
-
-    return safe
+    return lambda params, variables, *others: trace_call(function, params, variables, *others).evaluate()
 
 
 def gather_input(x: jax.Array, placement: ParamPlacement) -> jax.Array:
@@ -84,10 +108,13 @@ def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
     """Return whether XLA may choose how to sum a gradient into its sharding.
 
     It does so rightly, and in one reduce-scatter, if it scatters one dimension, over axes that are all of that
-    dimension's and in the order of the mesh, and if each other dimension has one axis at most. Otherwise the sum comes
-    first: XLA computes other products wrongly (docs/xla-faults.md, Products).
+    dimension's and in the order of the mesh, if each other dimension has one axis at most, and if one axis at most
+    splits anything but the batch. Otherwise the sum comes first: XLA computes other products wrongly
+    (docs/xla-faults.md, Products).
     """
     split = split_axes(placement.mesh)
+    if len([axis for axis in split if axis not in GATHERED]) > 1:
+        return False
     kept, used = (spec_dims(spec, ndim, split) for spec in (placement.gradient, placement.used))
     scattered = [dim for dim, axes in enumerate(extra_axes(kept, used)) if axes]
     if len(scattered) > 1:

@@ -110,6 +110,14 @@ class ShardingPlan:
 
         return tree.map_with_path(place, shapes)
 
+    def batch_sharding(self, path: str, ndim: int = 2) -> NamedSharding:
+        """Return the sharding of an array of a batch, by its path and number of dimensions."""
+        return NamedSharding(self.mesh, self.rules.batch_table.spec(path, ndim))
+
+    def batch_shardings(self, batch: Any) -> Any:
+        """Return the sharding of each array of a batch, a tree like the batch."""
+        return tree.map_with_path(lambda path, x: self.batch_sharding(path, x.ndim), batch)
+
     def bytes_per_device(self) -> dict[str, int]:
         """Return table → bytes on each device: `params`, `gradients`, `optimizer_state`, and `variables` if any."""
         return self._bytes(on_host=False)

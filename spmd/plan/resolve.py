@@ -27,7 +27,7 @@ from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.sharding.dims import extra_axes, is_prefix, local_shape, spec_dims
 from spmd.sharding.from_flax import audit_stack_names
 from spmd.sharding.layer_paths import Stack, dims_of
-from spmd.sharding.mesh import AXES, AnyMesh, entry_axes
+from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_fsdp, optimizer_specs
 from spmd.sharding.patterns import compile_pattern
 from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
@@ -88,6 +88,12 @@ def audit_rules(
     if mesh.shape["expert"] > 1 and not any("expert" in entry_axes(entry) for spec in specs for entry in spec):
         what, fix = "splits no parameter: this model has no experts", "expert=1; data and fsdp split the batch, too"
         problems.append(Problem("mesh.expert", what, f"expert={mesh.shape['expert']}", fix))
+    specs += [spec for _, spec in rules.activations]
+    specs += [value for _, value in rules.batch if isinstance(value, P)]
+    if mesh.shape["sequence"] > 1 and not any("sequence" in entry_axes(entry) for spec in specs for entry in spec):
+        what = "splits nothing: no row says which dimension of an activation or of the batch is a sequence"
+        fix = f'Rules(batch=[("tokens", P({BATCH_AXES}, "sequence"))]) for tokens [batch, sequence], or sequence=1'
+        problems.append(Problem("mesh.sequence", what, f"sequence={mesh.shape['sequence']}", fix))
     return problems
 
 

@@ -49,7 +49,7 @@ from spmd.plan.lora import lora_rules, with_lora
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.recipes import device_kind, recipe_problems
-from spmd.sharding.mesh import AnyMesh, MeshShape, abstract_mesh, batch_sharding, check_slices, mesh_of, shards_of
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh, MeshShape, abstract_mesh, check_slices, mesh_of, shards_of
 from spmd.training.step import TrainStep, Watch, make_train_step
 
 MICROBATCHES = 4
@@ -223,7 +223,7 @@ def build_schedule(config: TrainConfig, mesh: AnyMesh) -> Schedule | None:
 
 def _default_microbatches(config: TrainConfig, mesh: AnyMesh) -> int:
     """Return up to `MICROBATCHES` for each stage, as many as divide the batch and are split over the mesh."""
-    devices = shards_of(batch_sharding(mesh).spec[0], mesh.shape)
+    devices = shards_of(BATCH_AXES, mesh.shape)
     stages = mesh.shape["pipe"]
     most, step = MICROBATCHES * stages, stages if config.pipeline.schedule == "interleaved" else 1
     fitting = (n for n in range(most, 0, -step) if config.data.batch % (config.accumulate * n * devices) == 0)

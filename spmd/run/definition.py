@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from spmd import tree
 from spmd.errors import ConfigError, Problem, check_call, check_type, shown
 from spmd.gradients.losses import LossFn
 from spmd.observe.metrics import Writer
@@ -121,12 +122,18 @@ class RunDefinition:
     @functools.cached_property
     def examples(self) -> int:
         """Number of examples in a batch."""
-        return int(jax.tree.leaves(self.abstract_batch)[0].shape[0])
+        table = self.step.plan.rules.batch_table
+        sizes = [
+            x.shape[dim]
+            for path, x in tree.flatten(self.abstract_batch).items()
+            if (dim := table.examples(path)) is not None and x.ndim > dim
+        ]
+        return int(sizes[0]) if sizes else 1
 
     def read_first(self) -> Any:
         """Return the first batch of training, on the mesh."""
         with closing(self.batches(0, 1)) as batches:
-            return place_batch(self.step.plan.mesh, next(iter(batches)))
+            return place_batch(self.step.plan, next(iter(batches)))
 
 
 def closing(batches: Iterable[Any]) -> contextlib.AbstractContextManager[Iterable[Any]]:

@@ -16,7 +16,6 @@ from spmd.data.training_text import TrainingText
 from spmd.errors import ConfigError, DataError, Problem
 from spmd.run.build import TrainSetup, read_source
 from spmd.run.config import TrainConfig
-from spmd.sharding.mesh import batch_sharding
 from spmd.training.state import ModelState
 from spmd.training.step import make_eval_step
 
@@ -115,11 +114,11 @@ def evaluate(
 ) -> Iterator[Evaluation]:
     """Yield the result on each set, of at most about `tokens` tokens; 0 for all."""
     config, step = setup.config, make_eval_step(setup.plan, setup.evaluation_loss_fn)
-    sharding = batch_sharding(setup.mesh)
+    sharding = setup.plan.batch_sharding("tokens")
     for each in sets:
         sums, size = dict.fromkeys(("loss", "accuracy", "weight"), 0.0), 0.0
-        for batch in set_batches(each, config.data.batch, sharding, tokens):
-            found = jax.device_get(step(model.params, model.variables, batch))
+        for number, batch in enumerate(set_batches(each, config.data.batch, sharding, tokens), 1):
+            found = jax.device_get(step(model.params, model.variables, batch, each.name, number))
             sums = {name: total + float(found[name]) for name, total in sums.items()}
         for part, count, weight in _counts(each, tokens):
             size += weight * sum(count_bytes(targets, tokenizer) for targets in _targets(part, count))

@@ -155,7 +155,7 @@ class Evaluate(Hook):
     """Evaluates every `every` steps (0: never) and after the last, step `steps`.
 
     Args:
-        evaluate: `(params, variables, batch)` → sums; None if there are no sets.
+        evaluate: `(params, variables, batch, name of the set, number of the batch)` → sums; None without sets.
         params: The training state → the parameters to evaluate: its own, or their average.
         sets: Name → a function that returns the batches of an evaluation set, the same at each call.
         patience: Evaluations without a lower loss on the first set, after which to stop; 0 for any number.
@@ -166,7 +166,7 @@ class Evaluate(Hook):
     every: int
     steps: int
     patience: int
-    evaluate: Callable[[Any, Any, Any], Sums] | None
+    evaluate: Callable[..., Sums] | None
     params: Callable[[TrainState], Any]
     sets: Mapping[str, Callable[[], Iterable[Any]]]
     writers: Writers
@@ -209,7 +209,8 @@ class Evaluate(Hook):
         totals, watchdog = collections.defaultdict[str, float](float), self.telemetry.watchdog
         for number, batch in enumerate(batches, 1):
             watchdog.set_activity(f"evaluating {name} after step {step}")
-            sums, _ = split_arrays(jax.device_get(self.evaluate(model.params, model.variables, batch)))
+            found = self.evaluate(model.params, model.variables, batch, name, number)
+            sums, _ = split_arrays(jax.device_get(found))
             for metric, value in sums.items():
                 totals[metric] += float(value)
             watchdog.reset(f"batch {number} of {name} after step {step}")

@@ -18,13 +18,13 @@ from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.pipeline.tick_table import tabulate
 from spmd.run.build import TrainSetup, abstract_batch, count_microbatches, make_setup
 from spmd.run.config import TrainConfig, config_values
-from spmd.sharding.mesh import AnyMesh, batch_sharding, mesh_of
+from spmd.sharding.mesh import AnyMesh, mesh_of
 
 
 def check_microbatches(setup: TrainSetup) -> None:
     """Check that the batch divides into microbatches, and a microbatch over the mesh."""
     data, parts = setup.config.data, setup.config.accumulate * count_microbatches(setup.config, setup.schedule)
-    check_batch_size(data.batch, data.sequence, batch_sharding(setup.mesh), parts)
+    check_batch_size(data.batch, data.sequence, setup.plan.batch_sharding("tokens"), parts)
 
 
 def preflight(setup: TrainSetup) -> None:

@@ -30,7 +30,7 @@ from spmd.run.preflight import count_sample_tokens, preflight
 from spmd.run.run import Run
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.session import RunResult
-from spmd.sharding.mesh import AnyMesh, batch_sharding
+from spmd.sharding.mesh import AnyMesh
 from spmd.training.loop import Hook
 
 
@@ -116,7 +116,7 @@ def make_run(
     """Return the run of a checked setup and its data."""
     setup, text, init = checked.setup, checked.text, checked.init
     config, plan, data = setup.config, setup.plan, setup.config.data
-    device, sharding = jax.devices()[0], batch_sharding(setup.mesh)
+    device, sharding = jax.devices()[0], plan.batch_sharding("tokens")
     flags = flags_text(setup, device.platform, device.device_kind)
     order = text.order(config.seed)
     corpus_line = f"\n{text.describe(config.steps, data.batch)}"

@@ -66,7 +66,8 @@ def rules_from_annotations(
     used = {name for annotation in annotations.values() for name in annotation.names}
     if unused := dict.fromkeys(name for name, _ in rules if name not in used):
         report(f"Logical names that no parameter has, so their rules are unused: {', '.join(unused)}")
-    return Rules((*base.params, *own.items()), (*base.activations, *stack.activations), stack.stacked)
+    params, activations = (*base.params, *own.items()), (*base.activations, *stack.activations)
+    return Rules(params, activations, stack.stacked, base.batch)
 
 
 def named_stacks(annotations: Mapping[str, Annotation], stacks: Mapping[str, Stack]) -> dict[str, Stack]:

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import MeshError, Problem, did_you_mean
@@ -239,8 +239,3 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def as_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
     """Return the entry of a `PartitionSpec` for mesh axes: the inverse of `entry_axes`."""
     return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
-
-
-def batch_sharding(mesh: AnyMesh, ndim: int = 2) -> NamedSharding:
-    """Return the sharding of a batch array: `[batch]`, or `[batch, sequence, …]`, of `ndim` dimensions."""
-    return NamedSharding(mesh, P(*BATCH_SPEC[:ndim]))

@@ -25,6 +25,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import Problem, RuleError, did_you_mean
+from spmd.sharding.batch import BatchTable, Whole
 from spmd.sharding.layer_paths import (
     Stack,
     audit_stacks,
@@ -117,6 +118,8 @@ class Rules:
         stacked: Path component → the axis that splits its leading (layer) dimension, or None; `Stack(axis, dim=1)` for
             layers that are stacked along another dimension. It applies to `layers/attention/…` and not to unrolled
             layers (`layers/0/…`). A pattern may leave out their numbers, so one table serves both.
+        batch: `(pattern, PartitionSpec or whole(reason))` pairs for the arrays of a batch (`spmd.sharding.batch`). One
+            without a row is split by examples, its first dimension.
 
     Example:
         >>> rules = Rules(params=[("wo/kernel", P("tensor", "fsdp"))])
@@ -129,9 +132,10 @@ class Rules:
     params: Sequence[tuple[str, P | Replicate]]
     activations: Sequence[tuple[str, P]] = ()
     stacked: Any = DEFAULT_STACKED
+    batch: Sequence[tuple[str, P | Whole]] = ()
 
     def __post_init__(self) -> None:
-        for field in ("params", "activations", "stacked"):
+        for field in ("params", "activations", "stacked", "batch"):
             table = getattr(self, field)
             pairs = table.items() if isinstance(table, Mapping) else table
             object.__setattr__(self, field, tuple(tuple(pair) for pair in pairs))
@@ -159,8 +163,14 @@ class Rules:
                 problems.append(Problem(f"activation {name!r}", f"has the value {value!r}", fix="a PartitionSpec"))
             if name in names[:index]:
                 problems.append(Problem(f"activation {name!r}", "is in the table twice", fix="keep one"))
+        problems += self.batch_table.problems()
         if problems:
             raise RuleError("This rule table cannot be made:", problems)
+
+    @functools.cached_property
+    def batch_table(self) -> BatchTable:
+        """The rows for arrays of a batch."""
+        return BatchTable(tuple(self.batch))
 
     def match(self, path: str) -> Match | None:
         """Return the first rule that matches the parameter at `path`."""
@@ -254,6 +264,7 @@ class Rules:
         problems = []
         tables = [(rule_name(i, pattern), v) for i, (pattern, v) in enumerate(self.params) if isinstance(v, P)]
         tables += [(f"activation {name!r}", spec) for name, spec in self.activations]
+        tables += [(f"batch row {i} ({pattern!r})", v) for i, (pattern, v) in enumerate(self.batch) if isinstance(v, P)]
         tables += [(f"stacked[{name!r}]", P(stack.axis)) for name, stack in self.stacks.items()]
         for where, spec in tables:
             for axis in dict.fromkeys(axis for entry in spec for axis in entry_axes(entry)):

@@ -1,7 +1,6 @@
-"""Batches of a step: checked against the mesh, and split over it where nobody has placed them."""
+"""Batches of a step: checked against the plan, and split as it says where nobody has placed them."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -9,36 +8,40 @@ import numpy as np
 
 from spmd import tree
 from spmd.errors import MeshError, check_type, first_of
-from spmd.sharding.mesh import AnyMesh, batch_sharding
+from spmd.plan.plan import ShardingPlan
 from spmd.sharding.rules import audit_spec
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
-_sharding = functools.lru_cache(maxsize=64)(batch_sharding)
 
 
-def check_batch(mesh: AnyMesh, batch: Any) -> None:
+def check_batch(plan: ShardingPlan, batch: Any) -> None:
     """Raise a `MeshError` that lists the leaves of a batch that are no arrays, or do not divide over the mesh."""
-    problems = []
-    for path, x in tree.flatten(batch).items():
+    table, axes, leaves = plan.rules.batch_table, plan.mesh.shape, tree.flatten(batch)
+    problems = table.unused(list(leaves), axes)
+    for path, x in leaves.items():
         where = f"batch {path}".strip()
         if wrong := check_type(where, x, _ARRAYS, "a NumPy or JAX array"):
             problems += wrong
             continue
-        found = audit_spec(where, x.shape, _sharding(mesh, x.ndim).spec, mesh.shape, "the sharding of batches")
-        problems += [
-            dataclasses.replace(problem, fix="another size, or drop the rest of the batch") for problem in found
-        ]
+        found = audit_spec(where, x.shape, table.spec(path, x.ndim), axes, "the sharding of batches")
+        fix = "another size, or drop the rest of the batch; or say in Rules(batch=…) which dimension is the examples"
+        problems += [dataclasses.replace(problem, fix=fix) for problem in found]
     if problems:
         raise MeshError("The batch does not fit the mesh:", first_of(problems, at_most=5))
 
 
-def place_batch(mesh: AnyMesh, batch: Any) -> Any:
-    """Return a batch whose host arrays, and those on JAX's default device, are split as `batch_sharding` says."""
+def place_batch(plan: ShardingPlan, batch: Any) -> Any:
+    """Return a batch whose host arrays, and those on JAX's default device, are split as the plan says.
 
-    def place(x: Any) -> jax.Array:
-        return x if getattr(x, "committed", False) else jax.device_put(x, _sharding(mesh, x.ndim))
+    Each array is split by examples, its first dimension, unless the rules' batch table says otherwise.
+    """
+
+    def place(path: str, x: Any) -> jax.Array:
+        if getattr(x, "committed", False):
+            return x
+        return jax.device_put(x, plan.batch_sharding(path, x.ndim))
 
     if all(getattr(x, "committed", False) for x in jax.tree.leaves(batch)):
         return batch
-    check_batch(mesh, batch)
-    return jax.tree.map(place, batch)
+    check_batch(plan, batch)
+    return tree.map_with_path(place, batch)

@@ -75,8 +75,8 @@ def fit(
 
     Args:
         state: The state after `start` steps; it is donated.
-        batches: Global batches, the first one for step `start + 1`. Host arrays are placed as `spmd.batch_sharding`
-            says, while nothing else happens: placing them ahead, as `spmd.data.loader.batches` does, is faster.
+        batches: Global batches, the first one for step `start + 1`. Host arrays are placed as `spmd.place_batch`
+            does, while nothing else happens: placing them ahead, as `spmd.data.loader.batches` does, is faster.
         hooks: Called in order.
 
     Raises:

@@ -16,7 +16,6 @@ from spmd.errors import ConfigError, Problem, check_type, first_of, shown
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import cast_floats
 from spmd.plan.plan import ShardingPlan
-from spmd.sharding.mesh import batch_sharding
 from spmd.training.batch import check_batch
 
 
@@ -64,12 +63,12 @@ def abstract_state(plan: ShardingPlan) -> TrainState:
 
 def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]:
     """Return the arguments of a step, the state and a batch of this shape, as abstract values with shardings."""
-    check_batch(plan.mesh, batch)
+    check_batch(plan, batch)
 
-    def place(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(plan.mesh, len(x.shape)))
+    def place(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return abstract_state(plan), jax.tree.map(place, batch)
+    return abstract_state(plan), jax.tree.map(place, batch, plan.batch_shardings(batch))
 
 
 def check_state(plan: ShardingPlan, state: Any) -> None:

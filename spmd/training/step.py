@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import weakref
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from spmd.distributed.compilation_cache import without_faulty_cache
@@ -56,11 +58,11 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Dispatch one step and return at once; `state` must not be used again, which is an error.
 
-        Host arrays of the batch are placed as `spmd.batch_sharding` says.
+        Host arrays of the batch are placed as `spmd.place_batch` does.
         """
         if not self._newest or self._newest() is not state or state.step.is_deleted():  # else it is known to fit
             check_state(self.plan, state)
-        batch = place_batch(self.plan.mesh, batch)
+        batch = place_batch(self.plan, batch)
         state, metrics = self.compile(batch)(state, batch)
         self._newest = weakref.ref(state)
         return state, metrics
@@ -126,16 +128,28 @@ class TrainStep:
         return after, metrics
 
 
-def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[[Any, Any, Any], Sums]:
-    """Return `(params, variables, batch) -> Sums`, jitted under `plan`; nothing is donated, no variable changes."""
+def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
+    """Return `(params, variables, batch, name="", number=0) -> Sums`, jitted under `plan`.
 
-    def evaluate(params: Any, variables: Any, batch: Any) -> Sums:
+    Nothing is donated, and no variable changes. The key of the loss function is that of the batch's place, the name of
+    its set and its number there: batches draw different numbers, and each evaluation the same ones.
+    """
+
+    def evaluate(params: Any, variables: Any, batch: Any, place: jax.Array) -> Sums:
         with use_plan(plan):
             own, _ = split_variables(variables, LOSS_SCALE, COMPRESSION, MAGNITUDES)
             key = jax.random.key(0, impl=PRNG)
+            for part in place:
+                key = jax.random.fold_in(key, part)
             return partition_safe(loss_fn)(params_for_forward(params), own, batch, key)[0]
 
-    return without_faulty_cache(plan.mesh.shape["pipe"])(jax.jit(evaluate))
+    compiled = without_faulty_cache(plan.mesh.shape["pipe"])(jax.jit(evaluate))
+
+    def evaluate_batch(params: Any, variables: Any, batch: Any, name: str = "", number: int = 0) -> Sums:
+        place = np.array([zlib.crc32(name.encode()), number], np.uint32)
+        return compiled(params, variables, batch, place)
+
+    return evaluate_batch
 
 
 def make_train_step(

@@ -97,7 +97,7 @@ MODELS_MAY_IMPORT = (
     *("spmd.errors", "spmd.layers", "spmd.model_api.model"),
     *("spmd.plan.annotate", "spmd.plan.fsdp", "spmd.plan.lora_layer", "spmd.plan.scaled_param"),
 )
-PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.sharding.mesh", "spmd.sharding.rules")
+PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.sharding.batch", "spmd.sharding.mesh", "spmd.sharding.rules")
 NAME_MAPS_MAY_IMPORT = (
     *("spmd.models", "spmd.partition_rules", "spmd.run.config", "spmd.hf.family", "spmd.hf.fields"),
     *("spmd.layers.router", "spmd.sharding.rules"),

@@ -11,7 +11,7 @@ from spmd.model_api.model import Model
 from spmd.plan.annotate import annotate, cast_to_compute, remat_layer
 from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
-from spmd.sharding.mesh import batch_sharding, make_mesh
+from spmd.sharding.mesh import make_mesh
 from spmd.sharding.rules import Rules
 from spmd.training.state import init_state
 from spmd.training.step import make_train_step
@@ -115,6 +115,6 @@ def test_batches_of_any_rank_are_split_along_their_first_dimensions():
         return {"loss": (error**2).sum(), "weight": jnp.float32(8)}, variables
 
     batch = {"images": jnp.ones((8, 4, 4, 3)), "labels": jnp.ones(8)}
-    placed = {name: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)) for name, x in batch.items()}
+    placed = place_batch(plan, batch)
     _, metrics = make_train_step(plan, loss_fn)(init_state(plan), placed)
     assert metrics["loss"] == 1.0

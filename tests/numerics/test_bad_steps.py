@@ -18,7 +18,6 @@ from spmd.resilience.divergence import DivergenceCheck
 from spmd.run.build import build_optimizer, config_mesh, make_setup
 from spmd.run.load_config import load_config
 from spmd.run.run_config import RecoveryConfig
-from spmd.sharding.mesh import batch_sharding
 from spmd.training.state import init_state
 from tests.train_runs import assert_same, losses, state, write_tiny
 
@@ -129,7 +128,7 @@ def expected(path):
     config = dataclasses.replace(load_config(str(path)), steps=12)
     setup = make_setup(config, config_mesh(config))
     windows = Windows(load_corpus(setup.config.data).train, config.data.sequence)
-    sharding = batch_sharding(setup.mesh)
+    sharding = setup.plan.batch_sharding("tokens")
     at = init_state(setup.plan, config.seed)
     for first, last in ((0, 4), (7, 15)):
         with batches(windows, batch=8, sharding=sharding, seed=0, start=first, steps=last) as stream:
@@ -154,7 +153,7 @@ def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, cl
     config = load_config(str(path))
     setup = make_setup(config, config_mesh(config))
     windows = Windows(load_corpus(setup.config.data).train, 16)
-    with batches(windows, batch=8, sharding=batch_sharding(setup.mesh), seed=0, start=6, steps=7) as stream:
+    with batches(windows, batch=8, sharding=setup.plan.batch_sharding("tokens"), seed=0, start=6, steps=7) as stream:
         rows = np.asarray(next(stream)["tokens"])
     every = windows.rows(np.arange(len(windows)))["tokens"]
     damaged = [int(np.flatnonzero((every == row).all(axis=1))[0]) for row in rows]

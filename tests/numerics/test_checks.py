@@ -20,8 +20,8 @@ from spmd.gradients.base import value_and_grad
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.run.load_config import load_config
 from spmd.run.run_config import SDCConfig
-from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
+from spmd.training.batch import place_batch
 from spmd.training.loop import fit
 from spmd.training.state import init_state
 from spmd.training.step import TrainStep, make_train_step
@@ -36,7 +36,7 @@ PATH = "params/layers/mlp/down_proj/kernel"
 
 
 def placed(plan):
-    return [jax.device_put(batch, batch_sharding(plan.mesh)) for batch in BATCHES]
+    return [place_batch(plan, batch) for batch in BATCHES]
 
 
 def damaged(step, plan, *, after):

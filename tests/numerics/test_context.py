@@ -26,7 +26,7 @@ from spmd.layers.zigzag import positions, zigzag, zigzag_batch
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan import flax
 from spmd.plan.context import use_plan
-from spmd.sharding.mesh import BATCH_AXES, batch_sharding
+from spmd.sharding.mesh import BATCH_AXES
 from spmd.testing import token_batches
 from spmd.training.step import make_train_step
 from tests import tiny
@@ -173,7 +173,7 @@ def test_a_batch_is_put_into_zigzag_order(devices):
         with use_plan(plan), zigzag_batch(batch, position_aware=True) as moved:
             return moved, jnp.asarray(positions(SEQ))
 
-    placed = {name: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)) for name, x in batch.items()}
+    placed = place_batch(plan, batch)
     moved_batch, order = jax.jit(moved)(placed)
     np.testing.assert_array_equal(order[0], zigzag(SEQ, devices))
     for name in ("tokens", "weights"):
@@ -329,7 +329,7 @@ ON_TPU = """
 
         heads = NamedSharding(mesh, P(("data", "fsdp", "expert"), "sequence", "tensor"))
         shapes = [jax.ShapeDtypeStruct((4, 1024, count, 128), "bfloat16", sharding=heads) for count in (8, 4, 4)]
-        ids = jax.ShapeDtypeStruct((4, 1024), "int32", sharding=spmd.batch_sharding(mesh))
+        ids = jax.ShapeDtypeStruct((4, 1024), "int32", sharding=plan.batch_sharding("tokens"))
         text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes, ids).compile().as_text()
         words = ("tpu_custom_call", "all-gather", "all-to-all", "collective-permute-start")
         found[name] = {word: text.count(word) for word in words}

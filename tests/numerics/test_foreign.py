@@ -150,7 +150,7 @@ def test_variables_change_as_the_model_says(kind):
     layout = plan(kind, fsdp=4, tensor=2)
     state = init_state(layout)
     before = {path: np.asarray(leaf) for path, leaf in tree.flatten(state.variables).items()}
-    batch = jax.device_put(BATCHES[0], spmd.batch_sharding(layout.mesh))
+    batch = spmd.place_batch(layout, BATCHES[0])
     evaluate = make_eval_step(layout, spmd.next_token_loss(model(kind), train=False))
     sums = [float(evaluate(state.params, state.variables, batch)["loss"]) for _ in range(2)]
     assert sums[0] == sums[1], "dropout is off in evaluation"
@@ -178,7 +178,7 @@ def test_variables_pass_from_one_microbatch_to_the_next():
     """With accumulation, statistics see every microbatch and each draws its own dropout."""
     grads, sharded = spmd.accumulate(grad_fn("nnx"), 2), plan("nnx", fsdp=4, tensor=2)
     assert_parity(sharded, plan("nnx"), grads, BATCHES)
-    batch = jax.device_put(BATCHES[0], spmd.batch_sharding(sharded.mesh))
+    batch = spmd.place_batch(sharded, BATCHES[0])
     state, _ = make_train_step(sharded, grad_fn=grads, keep_gradients=True)(init_state(sharded), batch)
     assert next(value for path, value in tree.flatten(state.variables).items() if path.endswith("count")) == 2
 
@@ -187,9 +187,7 @@ def test_variables_pass_from_one_microbatch_to_the_next():
 def test_variables_resume(kind, tmp_path):
     """A checkpoint holds them, and restores them onto another mesh."""
     layout, other = plan(kind, fsdp=4, tensor=2), plan(kind, data=8)
-    state, _ = make_train_step(layout, grad_fn=grad_fn(kind))(
-        init_state(layout), jax.device_put(BATCHES[0], spmd.batch_sharding(layout.mesh))
-    )
+    state, _ = make_train_step(layout, grad_fn=grad_fn(kind))(init_state(layout), spmd.place_batch(layout, BATCHES[0]))
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, state, {"step": 1}, {})
         checkpoints.wait()

@@ -25,8 +25,8 @@ from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
 from spmd.plan.lora import BASE, LoRAConfig, lora_rules, with_adapters, with_lora
 from spmd.plan.plan import ShardingPlan, make_plan
-from spmd.sharding.mesh import batch_sharding
 from spmd.sharding.rules import Rules
+from spmd.training.batch import place_batch
 from spmd.training.state import TrainState, init_state
 from spmd.training.step import make_train_step
 from tests import tiny
@@ -50,7 +50,7 @@ def plan(lora: LoRAConfig = LORA, options: tuple = (), **sizes: int) -> Sharding
 def batch(of: ShardingPlan) -> dict[str, jax.Array]:
     tokens = np.random.default_rng(0).integers(0, tiny.CONFIG.vocab, (8, 17)).astype(np.int32)
     arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 16), np.float32)}
-    return jax.device_put(arrays, batch_sharding(of.mesh))
+    return place_batch(of, arrays)
 
 
 @functools.cache

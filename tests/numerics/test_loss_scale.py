@@ -160,7 +160,7 @@ def plan(precision=PRECISION, optimizer=OPTIMIZER, **sizes):
 def train(layout, batches, grad_fn=GRAD_FN):
     step, state, metrics = make_train_step(layout, grad_fn=grad_fn), init_state(layout), []
     for one in batches:
-        one = jax.tree.map(lambda x: jax.device_put(x, spmd.batch_sharding(layout.mesh, x.ndim)), one)
+        one = spmd.place_batch(layout, one)
         state, more = step(state, one)
         metrics.append(jax.device_get(more))
     return jax.device_get(state), metrics
@@ -218,7 +218,7 @@ def test_every_device_holds_the_same_scale():
     assert len(lines) == 3
     assert all("every device scales by the same number" in line for line in lines)
     step = make_train_step(layout, grad_fn=GRAD_FN)
-    one = jax.tree.map(lambda x: jax.device_put(x, spmd.batch_sharding(layout.mesh, x.ndim)), batch(0, spoilt=True))
+    one = spmd.place_batch(layout, batch(0, spoilt=True))
     state, _ = step(init_state(layout), one)
     held = {float(shard.data) for shard in state.variables[LOSS_SCALE]["scale"].addressable_shards}
     assert held == {2.0}

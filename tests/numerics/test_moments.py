@@ -161,7 +161,7 @@ def losses(kind: Kind, text: Path, block: int = 8, steps: int = 40) -> np.ndarra
     layout = tiny.plan(tiny.replaced(vocab=256), optimizer(kind, moments_block=block), fsdp=2)
     step, state, found = make_train_step(layout, tiny.loss_fn(tiny.replaced(vocab=256))), init_state(layout), []
     stream = batches(
-        Windows(corpus.train, 32), batch=16, sharding=spmd.batch_sharding(layout.mesh), seed=0, start=0, steps=steps
+        Windows(corpus.train, 32), batch=16, sharding=layout.batch_sharding("tokens"), seed=0, start=0, steps=steps
     )
     with stream:
         for batch in stream:

@@ -26,8 +26,8 @@ from spmd.plan.lora import LoRAConfig, lora_rules, with_lora
 from spmd.plan.plan import make_plan
 from spmd.run.build import TrainSetup, make_setup, planned_mesh
 from spmd.run.check import Check
-from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
+from spmd.training.batch import place_batch
 from spmd.training.state import abstract_state, init_state
 from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
@@ -60,7 +60,7 @@ def layout(stages, microbatches=MICROBATCHES, lora=None, **axes):
 
 
 def placed(plan, batch):
-    return jax.tree.map(lambda x: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)), batch)
+    return place_batch(plan, batch)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ MESH = {"fsdp": 4, "tensor": 2}
 
 
 def placed(layout, batch):
-    return jax.device_put(batch, spmd.batch_sharding(layout.mesh))
+    return spmd.place_batch(layout, batch)
 
 
 def plan(name, **sizes):

@@ -112,7 +112,7 @@ def test_both_dimensions_train_alike(kind, stack):
         state = init_state(plan, params=placed)
         step = make_train_step(plan, spmd.next_token_loss(known))
         for batch in batches:
-            state, _ = step(state, jax.device_put(batch, spmd.batch_sharding(plan.mesh)))
+            state, _ = step(state, spmd.place_batch(plan, batch))
         layers = jax.tree.map(lambda x, dim=dim: np.moveaxis(np.asarray(x), dim, 0), state.params[stack])
         moved[dim] = {**layers, "embedding": np.asarray(state.params["embedding"])}
     for name, before in {**start[stack], "embedding": start["embedding"]}.items():

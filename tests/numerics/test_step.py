@@ -16,8 +16,8 @@ from spmd.models.llama import LlamaConfig
 from spmd.optim.skip_updates import skip_bad_updates
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.plan import make_plan
-from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
+from spmd.training.batch import place_batch
 from spmd.training.state import abstract_state, init_program, init_state
 from spmd.training.step import make_train_step
 from tests import tiny
@@ -29,7 +29,7 @@ BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=3)
 
 
 def placed(plan, batch):
-    return jax.device_put(batch, batch_sharding(plan.mesh))
+    return place_batch(plan, batch)
 
 
 def test_initial_parameters_are_bitwise_equal_on_every_mesh():
@@ -215,7 +215,7 @@ def test_a_state_is_used_once_and_a_batch_may_be_of_the_host():
         return {"loss": (params["w"].sum() * x).sum(), "weight": jnp.float32(8)}, variables
 
     step, other = make_train_step(plan, loss), make_train_step(plan, loss)
-    placed = jax.device_put(host, batch_sharding(plan.mesh, 1))
+    placed = place_batch(plan, host)
     first = init_state(plan)
     trained = [
         spmd.fit(init_state(plan), step, [batch] * 2, steps=2) for batch in (host, placed, jnp.asarray(host["x"]))

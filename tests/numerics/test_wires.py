@@ -28,8 +28,9 @@ from spmd.plan.manual import manual_over
 from spmd.plan.plan import make_plan
 from spmd.plan.records import ParamPlacement
 from spmd.run.describe import compression_lines
-from spmd.sharding.mesh import batch_sharding, entry_axes, make_mesh
+from spmd.sharding.mesh import entry_axes, make_mesh
 from spmd.testing import token_batches
+from spmd.training.batch import place_batch
 from spmd.training.state import init_state
 from spmd.training.step import make_train_step
 from tests import tiny
@@ -199,7 +200,7 @@ def first_step(plan, changed=None):
         )
         state = dataclasses.replace(state, params=params)
     batch = token_batches((8, 16), MIXTRALS["test"].vocab, steps=1)[0]
-    metrics = step(state, jax.device_put(batch, batch_sharding(plan.mesh)))[1]
+    metrics = step(state, place_batch(plan, batch))[1]
     return float(metrics["loss"]), {path: np.asarray(x) for path, x in tree.flatten(metrics["gradients"]).items()}
 
 
@@ -248,7 +249,7 @@ def test_the_backward_pass_gathers_inside_of_a_slice(remat, rules, sizes):
         plan = make_plan(mesh, rules, model, tiny.OPTIMIZER, compress=compress, slices=slices, remat=remat)
         step, state = make_train_step(plan, next_token_loss(model), keep_gradients=True), init_state(plan, 0)
         batch = token_batches((8, 16), config.vocab, steps=1)[0]
-        metrics = step(state, jax.device_put(batch, batch_sharding(mesh)))[1]
+        metrics = step(state, place_batch(plan, batch))[1]
         found.append((metrics["loss"], metrics["gradients"]))
         audit = audit_collectives(step.programs[-1], mesh, plan=plan, slices=slices)
         assert not audit.broken

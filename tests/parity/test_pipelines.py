@@ -26,8 +26,8 @@ from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import TickTable, tabulate
 from spmd.plan import flax
 from spmd.plan.plan import ShardingPlan, make_plan
-from spmd.sharding.mesh import batch_sharding
 from spmd.testing import Parity, Reference, Tolerance, token_batches
+from spmd.training.batch import place_batch
 from spmd.training.state import init_state
 from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
@@ -207,7 +207,7 @@ def test_evaluation_goes_through_the_stages():
 
     def sums(plan, loss_fn, batch):
         state = init_state(plan)
-        placed = jax.tree.map(lambda x: jax.device_put(x, batch_sharding(plan.mesh, x.ndim)), batch)
+        placed = place_batch(plan, batch)
         return jax.device_get(make_eval_step(plan, loss_fn)(state.params, state.variables, placed))
 
     expected = sums(whole, loss_fn, BATCHES[0])

@@ -5,13 +5,12 @@ import json
 import os
 import signal
 
-import jax
 import pytest
 
 from spmd.errors import ConfigError
 from spmd.observe.profiling import ON_DEMAND, Profile, parse_steps
-from spmd.sharding.mesh import batch_sharding
 from spmd.testing import token_batches
+from spmd.training.batch import place_batch
 from spmd.training.loop import Hook, fit
 from spmd.training.state import init_state
 from spmd.training.step import make_train_step
@@ -35,9 +34,7 @@ def run(folder, steps, *hooks):
     """Trains the tiny model for `STEPS` steps; the steps in each trace that is there then."""
     plan = tiny.plan(data=2, fsdp=4)
     step = make_train_step(plan, tiny.loss_fn())
-    batches = [
-        jax.device_put(batch, batch_sharding(plan.mesh)) for batch in token_batches((8, 16), tiny.CONFIG.vocab, STEPS)
-    ]
+    batches = [place_batch(plan, batch) for batch in token_batches((8, 16), tiny.CONFIG.vocab, STEPS)]
     state = init_state(plan)
     step.compile(batches[0])
     with Profile(folder, steps, print) as profile:

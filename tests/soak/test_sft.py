@@ -22,7 +22,6 @@ from spmd.plan.lora import BASE, LoRAConfig
 from spmd.run.build import TrainSetup, config_mesh, make_setup, open_training_text
 from spmd.run.init_from import initial_state
 from spmd.run.load_config import load_config
-from spmd.sharding.mesh import batch_sharding
 from spmd.training.state import TrainState
 from tests.chats import MARKED, TOKENS, words
 from tests.command_line import run
@@ -109,7 +108,7 @@ def conversations(folder: Path, setup: TrainSetup) -> list[list[tuple[int, ...]]
     data, found = setup.config.data, []
     (text,) = open_training_text(setup.config).sets
     rows = text.train
-    options = {"batch": data.batch, "sharding": batch_sharding(setup.mesh), "seed": setup.config.seed}
+    options = {"batch": data.batch, "sharding": setup.plan.batch_sharding("tokens"), "seed": setup.config.seed}
     with batches(rows, start=0, steps=STEPS, **options) as stream:
         for batch in stream:
             arrays = {name: np.asarray(x) for name, x in batch.items()}

@@ -8,14 +8,14 @@ import jax
 import numpy as np
 import PIL.Image
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.data import images as images_module
 from spmd.data.images import ImageFolder
 from spmd.data.loader import batches, evaluation_batches
 from spmd.errors import ConfigError, DataError, MeshError
-from spmd.sharding.mesh import batch_sharding, make_mesh
+from spmd.sharding.mesh import BATCH_AXES, BATCH_SPEC, make_mesh
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
@@ -203,6 +203,11 @@ def test_all_bad_fields_are_reported_at_once(folder: Path, monkeypatch: pytest.M
     assert "pip install 'spmd[images]'" in str(caught.value)
 
 
+def by_rows(mesh: Mesh) -> NamedSharding:
+    """The sharding of arrays whose first dimension is the examples."""
+    return NamedSharding(mesh, P(BATCH_AXES))
+
+
 def test_batches_are_the_same_on_every_mesh_and_resumed(folder: Path) -> None:
     """Arrays of every rank are whole and split by rows, in one order, which a resumed run continues bitwise."""
     images = ImageFolder(folder, size=4, crop="random", views=2)
@@ -212,8 +217,8 @@ def test_batches_are_the_same_on_every_mesh_and_resumed(folder: Path) -> None:
         with batches(images, batch=8, sharding=sharding, seed=3, start=start, steps=6) as found:
             return list(found)
 
-    whole = run(batch_sharding(several, ndim=1), 0)
-    for other, first in ((run(batch_sharding(one, ndim=1), 0), 0), (run(batch_sharding(several), 4), 4)):
+    whole = run(by_rows(several), 0)
+    for other, first in ((run(by_rows(one), 0), 0), (run(NamedSharding(several, BATCH_SPEC), 4), 4)):
         assert len(other) == 6 - first
         for a, b in zip(whole[first:], other, strict=True):
             for name in a:
@@ -237,7 +242,7 @@ def test_a_process_reads_only_its_images(folder: Path, monkeypatch: pytest.Monke
     """Of two processes, the first reads the files of the first half of each batch, and hands JAX their rows."""
     images, mesh = ImageFolder(folder, size=4), make_mesh(data=2, devices=jax.devices()[:2])
     options = {"batch": 4, "seed": 0, "start": 0, "steps": 2, "threads": 0}
-    with batches(images, sharding=batch_sharding(mesh, ndim=1), **options) as found:
+    with batches(images, sharding=by_rows(mesh), **options) as found:
         whole = [np.asarray(batch["images"]) for batch in found]
     read: list[Path] = []
     read_image = images_module._read_image
@@ -254,7 +259,7 @@ def test_a_process_reads_only_its_images(folder: Path, monkeypatch: pytest.Monke
 
 def test_evaluation_pads_with_weight_0(folder: Path) -> None:
     """Ten images in batches of four are ten of weight 1, in order; then padding."""
-    images, sharding = ImageFolder(folder, size=4), batch_sharding(make_mesh(data=2, devices=jax.devices()[:2]), ndim=1)
+    images, sharding = ImageFolder(folder, size=4), by_rows(make_mesh(data=2, devices=jax.devices()[:2]))
     found = list(evaluation_batches(images, batch=4, sharding=sharding, tokens_at_most=1000))
     assert np.concatenate([batch["weights"] for batch in found]).tolist() == [1] * 10 + [0] * 2
     np.testing.assert_array_equal(np.concatenate([x["images"] for x in found])[:10], rows(images, *range(10))["images"])
@@ -266,6 +271,6 @@ def test_a_mesh_that_splits_tokens_needs_a_sharding_of_rows(folder: Path) -> Non
     images, mesh = ImageFolder(folder, size=4), make_mesh(data=2, sequence=2, devices=jax.devices()[:4])
     options = {"batch": 4, "seed": 0, "start": 0, "steps": 1}
     with pytest.raises(MeshError, match="1 / "):
-        batches(images, sharding=batch_sharding(mesh), **options)
-    with batches(images, sharding=batch_sharding(mesh, ndim=1), **options) as found:
+        batches(images, sharding=NamedSharding(mesh, BATCH_SPEC), **options)
+    with batches(images, sharding=by_rows(mesh), **options) as found:
         assert next(found)["images"].shape == (4, 4, 4, 3)

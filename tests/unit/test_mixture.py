@@ -6,6 +6,7 @@ from pathlib import Path
 import grain
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from spmd.data.loader import DataConfig
 from spmd.data.mixture import MixtureSource
@@ -14,7 +15,7 @@ from spmd.data.packing import PackedDocuments
 from spmd.data.training_text import open_text
 from spmd.errors import ConfigError, DataError
 from spmd.run.evaluate import held_out_sets, set_batches
-from spmd.sharding.mesh import batch_sharding, make_mesh
+from spmd.sharding.mesh import BATCH_SPEC, make_mesh
 
 WEIGHTS = [(0.7, 0.3), (1.0, *[1.0099] * 9), (5, 3, 1, 1), (0.9, 0.07, 0.03)]
 
@@ -177,7 +178,7 @@ def test_every_set_that_cannot_be_read_is_named(config):
 
 def test_the_whole_is_weighted(config):
     """Means over `val` are the sets' own means by weight, however many held-out tokens each has."""
-    sharding = batch_sharding(make_mesh(data=8))
+    sharding = NamedSharding(make_mesh(data=8), BATCH_SPEC)
     whole, *own = held_out_sets(open_text(config))
     assert [each.name for each in (whole, *own)] == ["val", "one", "two"]
 

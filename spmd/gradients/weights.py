@@ -1,0 +1,45 @@
+"""A check that the weight of a loss is a constant of its parameters."""
+
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from spmd import tree
+from spmd.errors import ConfigError, Problem
+from spmd.plan.partition_safe import TracedCall
+
+
+def check_weight(call: TracedCall) -> None:
+    """Raise a `ConfigError` if the sum `weight` of a loss function changes with its parameters.
+
+    The step divides gradients of the summed loss by the weight, so a derivative of the weight would be missing from the
+    gradient of the mean that is reported. A weight that depends on them in steps only, such as a count, has none.
+
+    Args:
+        call: A loss function's; it returns `(Sums, variables)`.
+    """
+    paths = tree.flatten(call.outputs)
+    is_weight = [path == "0/weight" for path in paths]
+    params = jax.tree.leaves(call.params)
+    is_used = dce_jaxpr(call.jaxpr.jaxpr, is_weight)[1][: len(params)]
+    if not any(is_used):
+        return
+    others = jax.tree.leaves((call.variables, call.others))
+
+    def weight(*params: Any) -> Any:
+        return jaxpr_as_fun(call.jaxpr)(*params, *others)[is_weight.index(True)]
+
+    def derivative(params: Any, tangents: Any) -> Any:
+        return jax.jvp(weight, params, tangents)[1]
+
+    floats = tuple(params)
+    jaxpr = jax.make_jaxpr(derivative)(floats, floats)
+    changes = dce_jaxpr(jaxpr.jaxpr, [True])[1][len(params) :]
+    names = [path for path, is_changing in zip(tree.flatten(call.params), changes, strict=True) if is_changing]
+    if names:
+        what = f"changes with the parameters {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+        detail = "gradients are those of loss / weight with a constant weight, and the loss that is reported is another"
+        fix = 'jax.lax.stop_gradient(weight); or {"loss": loss / weight, "weight": jnp.float32(1)} for the whole mean'
+        raise ConfigError("The loss has a weight that is trained:", [Problem("sum 'weight'", what, detail, fix)])

@@ -1,0 +1,121 @@
+"""How the arrays of a batch are split: which dimension of each holds examples, and which holds tokens.
+
+Examples are the first dimension of an array, unless the batch table of the rules says otherwise:
+
+```python
+rules = Rules(
+    params=[…],
+    batch=[
+        ("tokens|targets|weights", P(("data", "fsdp", "expert"), "sequence")),  # [batch, sequence]
+        ("observations", P(None, ("data", "fsdp", "expert"))),                  # [time, batch, feature]
+        ("adjacency", whole("one graph for all examples")),
+    ],
+)
+```
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec as P
+
+from spmd.errors import Problem, RuleError
+from spmd.sharding.mesh import BATCH_AXES, BATCH_SPEC, entry_axes
+from spmd.sharding.patterns import PatternError, compile_pattern
+
+TOKENS = (("tokens|targets|weights|segments", BATCH_SPEC),)
+"""Rows for the arrays `[batch, sequence]` of a language model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Value of a row for an array without examples: every device and every microbatch has it whole, for a reason."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"whole({self.reason!r})"
+
+
+def whole(reason: str) -> Whole:
+    """Return the value of a row for an array of a batch that holds no examples.
+
+    Example:
+        >>> print(whole("one graph for all examples"))
+        whole('one graph for all examples')
+    """
+    if not isinstance(reason, str) or not reason.strip():
+        problem = Problem("whole()", "has no reason", fix='whole("one graph for all examples")')
+        raise RuleError("A row cannot be made:", [problem])
+    return Whole(reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchTable:
+    """Rows from a pattern of paths in a batch to a `PartitionSpec` or `whole(reason)`; the first match wins.
+
+    Example:
+        >>> table = BatchTable((("observations", P(None, BATCH_AXES)), ("graph", whole("one for all"))))
+        >>> [table.examples(path) for path in ("observations", "graph", "labels")]
+        [1, None, 0]
+    """
+
+    rows: tuple[tuple[str, P | Whole], ...] = ()
+
+    def value(self, path: str) -> P | Whole | None:
+        """Return the value of the first row that matches a path; None without one."""
+        row = self._row(path)
+        return None if row is None else row[1]
+
+    def spec(self, path: str, ndim: int) -> P:
+        """Return the spec of an array; one of no dimensions is whole, unless a row gives it a spec."""
+        value = self.value(path)
+        if isinstance(value, Whole):
+            return P()
+        if value is None:
+            return P(BATCH_AXES) if ndim else P()
+        return value
+
+    def examples(self, path: str) -> int | None:
+        """Return the dimension of an array that holds examples; None if it is whole."""
+        value = self.value(path)
+        if isinstance(value, Whole):
+            return None
+        return 0 if value is None else _dims_of_examples(value)[0]
+
+    def problems(self) -> list[Problem]:
+        """Return what is wrong with the rows alone."""
+        problems = []
+        for index, (pattern, value) in enumerate(self.rows):
+            where = f"batch row {index} ({pattern!r})"
+            fix = f"P({BATCH_AXES}, …) with these axes in the dimension of the examples, or whole('why')"
+            try:
+                compile_pattern(pattern)
+            except PatternError as error:
+                problems.append(Problem(where, f"is not a regular expression: {error}"))
+            if not isinstance(value, P | Whole):
+                problems.append(Problem(where, f"has the value {value!r}", fix=fix))
+            elif isinstance(value, P) and len(dims := _dims_of_examples(value)) != 1:
+                what = "splits no dimension over the examples" if not dims else f"has examples in the dimensions {dims}"
+                problems.append(Problem(where, what, fix=fix))
+        return problems
+
+    def unused(self, paths: list[str], axes: Mapping[str, int]) -> list[Problem]:
+        """Return a problem for each row that would split tokens on a mesh, and matches none of a batch's arrays."""
+        used = {self._row(path) for path in paths}
+        problems = []
+        for index, row in enumerate(self.rows):
+            pattern, value = row
+            names = [] if isinstance(value, Whole) else [axis for entry in value for axis in entry_axes(entry)]
+            acts = any(axes[axis] > 1 and axis not in BATCH_AXES for axis in names)
+            if acts and row not in used:
+                where, known = f"batch row {index} ({pattern!r})", f"it has {', '.join(paths)}"
+                problems.append(Problem(where, "matches no array of the batch", known, "correct the pattern"))
+        return problems
+
+    def _row(self, path: str) -> tuple[str, P | Whole] | None:
+        return next((row for row in self.rows if compile_pattern(row[0]).fullmatch(path)), None)
+
+
+def _dims_of_examples(spec: P) -> list[int]:
+    return [dim for dim, entry in enumerate(spec) if set(entry_axes(entry)) & set(BATCH_AXES)]
