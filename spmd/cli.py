@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import jax
 
 from spmd.checkpoint.versions import library_version
-from spmd.commands.check import CheckCommand, run_check
+from spmd.commands.check import CheckCommand, CheckStepCommand, run_check
 from spmd.commands.evaluate import EvalCommand, run_eval
 from spmd.commands.export_hf import ExportCommand, run_export
 from spmd.commands.flag_names import name_flags
@@ -56,6 +56,7 @@ usage: spmd COMMAND …
   spmd check CONFIG [--FIELD VALUE …]                          compare the first steps on the mesh with one device
        [--check-steps N] [--leaves] [--json] [--inject BUG]    … by leaf; as JSON; with a bug that must be found
        [--products 2]                                          … on every axis and every pair of axes, one line for each
+  spmd check FILE.py:FUNCTION [--mesh.AXIS SIZE …]             the same for a train step of your own
   spmd eval RUN [--data NAME=SOURCE …] [--json]                loss, perplexity, bits per byte and accuracy, by text
   spmd generate RUN --prompt TEXT [--prompt TEXT …]            text from a trained model, token by token
        [--temperature T] [--top-k K] [--top-p P]               … with these sampling parameters; temperature 0 is greedy
@@ -74,7 +75,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "plan": (run_plan, (PlanCommand,)),
     "report": (run_report, (ReportCommand, ReportRunCommand)),
     "search": (run_search, (SearchCommand,)),
-    "check": (run_check, (CheckCommand,)),
+    "check": (run_check, (CheckCommand, CheckStepCommand)),
     "eval": (run_eval, (EvalCommand,)),
     "generate": (run_generate, (GenerateCommand,)),
     "import": (run_import, (ImportCommand,)),

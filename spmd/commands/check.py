@@ -4,36 +4,35 @@ import dataclasses
 import json
 from typing import Any, Generic, Literal
 
+import jax
+import tyro
+
 from spmd.analysis.explicit_axes import check_explicit
-from spmd.commands.parsing import ConfigFields, parse_command
+from spmd.analysis.xla_fault_report import FaultReport, find_faults
+from spmd.commands.parsing import ConfigFields, parse_command, parse_flags
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.model_api.compress import NO_COMPRESSION
 from spmd.observe.waiting import show_waiting, show_waiting_for
 from spmd.run.build import abstract_batch, config_mesh, make_setup, planned_mesh
-from spmd.run.check import Check, Sweep, axes_text
+from spmd.run.check import Check, StepCheck, Sweep, axes_text
 from spmd.run.config import M, TrainConfig
 from spmd.run.init_from import check_init
+from spmd.run.load_config import load_function
 from spmd.run.preflight import check_microbatches
+from spmd.sharding.mesh import AnyMesh, MeshShape, mesh_of
+from spmd.training.step import TrainStep
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckCommand(Generic[M]):
-    """Compare the first steps on the config's mesh with one device: the initial state, and of each step the loss,
-    gradients and updates, leaf by leaf. Exit with 1 if any differs by more than its tolerance. Both start with --init,
-    if given. One device takes each step from the mesh's own state.
-    """
-
-    config: ConfigFields
-    check_steps: int = 3
-    """Number of steps."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _CheckOptions:
     leaves: bool = False
     """Print a line for every leaf, not only for the largest error of each kind."""
     json: bool = False
     """Print one JSON object with a record for every leaf."""
     products: int = 0
-    """Instead of the config's mesh, check each axis alone, each pair, and so on up to products of this many axes of
-    size 2. Prints a line per mesh, with the reason if the config cannot run on it."""
+    """Instead of one mesh, check each axis alone, each pair, and so on up to products of this many axes of size 2.
+    Prints a line per mesh, with the reason if it cannot be used."""
     inject: Literal["", "reduction", "token-weight", "gradient-scale", "leaf-scale", "stale-microbatch"] = ""
     """Inject a bug into the run on the mesh, which the check must find: gradients summed over half of the examples,
     padding with weight, all gradients or those of one parameter 1 % too large, a microbatch that counts twice."""
@@ -42,22 +41,43 @@ class CheckCommand(Generic[M]):
     axes, and no sharding constraint follows. Needs no device, and compiles nothing. Exit with 1 if there are any."""
 
 
+@dataclasses.dataclass(frozen=True)
+class CheckCommand(_CheckOptions, Generic[M]):
+    """Compare the first steps on the config's mesh with one device: the initial state, and of each step the loss,
+    gradients and updates, leaf by leaf. Exit with 1 if any differs by more than its tolerance. Both start with --init,
+    if given. One device takes each step from the mesh's own state. Before that, list the operations that XLA computes
+    wrongly where it splits them, and what is computed instead.
+    """
+
+    config: ConfigFields
+    check_steps: int = 3
+    """Number of steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckStepCommand(_CheckOptions):
+    """Compare the first steps of your own train step on a mesh with one device, as for a config.
+
+    FUNCTION takes a mesh and returns `(step, batches)`: a step from spmd.make_train_step, and a list of batches.
+    """
+
+    function: tyro.conf.Positional[str]
+    """FILE.py:FUNCTION."""
+    mesh: MeshShape = MeshShape()
+    """The mesh: a size for each axis."""
+    devices: int = 0
+    """Number of CPU devices to simulate; 0 takes what the machine has."""
+    check_steps: int = 0
+    """Number of steps; 0 is one for each batch."""
+
+
 def run_check(arguments: list[str]) -> int:
     """Run `spmd check`; return the exit code."""
+    if arguments and ".py:" in arguments[0]:
+        return _check_step(parse_flags(CheckStepCommand, arguments, "spmd check FILE.py:FUNCTION"))
     command, _ = parse_command(CheckCommand, arguments, "check")
     config: TrainConfig = command.config
-    problems = []
-    if command.check_steps < 1:
-        problems.append(Problem("check-steps", f"is {command.check_steps}", fix="at least 1"))
-    if command.products < 0:
-        problems.append(Problem("products", f"is {command.products}", fix="the number of axes to combine, such as 2"))
-    if command.products and command.leaves:
-        problems.append(Problem("leaves", "shows one mesh", fix="--mesh.AXIS sizes instead of --products"))
-    for name in ("products", "leaves", "inject"):
-        if command.explicit and getattr(command, name):
-            problems.append(Problem(name, "compares steps, and --explicit takes none", fix="ask for one of them"))
-    if problems:
-        raise ConfigError("Nothing to check:", problems)
+    _check_flags(command, at_least=1)
     if command.explicit:
         return _check_explicit(command)
     initialize(config.devices)
@@ -67,15 +87,48 @@ def run_check(arguments: list[str]) -> int:
     check = Check(plain, command.check_steps)
     if (init := check_init(check.one_device)) and not command.json:
         print(init)
-    return _check_products(command, check) if command.products else _check_mesh(command, check)
+    mesh = None if command.products else config_mesh(plain)
+    setup = check.setup_on(mesh) if mesh else check.one_device
+    return _run(command, check, mesh, find_faults(setup.step, abstract_batch(plain)))
 
 
-def _check_mesh(command: CheckCommand, check: Check) -> int:
-    mesh = config_mesh(check.config)
+def _check_step(command: CheckStepCommand) -> int:
+    _check_flags(command, at_least=0)
+    initialize(command.devices)
+    check = StepCheck(load_function(command.function), command.check_steps)
+    mesh = None if command.products else mesh_of(command.mesh, jax.devices())
+    step, batches = check.made_on(mesh) if mesh else check.one_device
+    if command.explicit:
+        return _print_explicit(command, step, batches[0])
+    return _run(command, check, mesh, find_faults(step, batches[0]))
+
+
+def _check_flags(command: CheckCommand | CheckStepCommand, at_least: int) -> None:
+    problems = []
+    if command.check_steps < at_least:
+        problems.append(Problem("check-steps", f"is {command.check_steps}", fix=f"at least {at_least}"))
+    if command.products < 0:
+        problems.append(Problem("products", f"is {command.products}", fix="the number of axes to combine, such as 2"))
+    if command.products and command.leaves:
+        problems.append(Problem("leaves", "shows one mesh", fix="--mesh.AXIS sizes instead of --products"))
+    for name in ("products", "leaves", "inject"):
+        if command.explicit and getattr(command, name):
+            problems.append(Problem(name, "compares steps, and --explicit takes none", fix="ask for one of them"))
+    if problems:
+        raise ConfigError("Nothing to check:", problems)
+
+
+def _run(command: _CheckOptions, check: Check | StepCheck, mesh: AnyMesh | None, faults: FaultReport) -> int:
+    if not command.json:
+        print(faults, flush=True)
+    return _check_mesh(command, check, mesh, faults) if mesh else _check_products(command, check, faults)
+
+
+def _check_mesh(command: _CheckOptions, check: Check | StepCheck, mesh: AnyMesh, faults: FaultReport) -> int:
     with show_waiting(f"comparing {axes_text(mesh.shape)} with one device"):
         parity = check.compare(mesh, command.inject)
     if command.json:
-        _print_json(command, check, {"mesh": dict(mesh.shape), **parity.to_json()})
+        _print_json(command, check, faults, {"mesh": dict(mesh.shape), **parity.to_json()})
         return 0 if parity.ok else 1
     print(f"{axes_text(mesh.shape)} against one device, {check};")
     print("differences relative to the largest value of each leaf:")
@@ -92,25 +145,29 @@ def _check_mesh(command: CheckCommand, check: Check) -> int:
     return 0 if parity.ok else 1
 
 
-def _check_explicit(command: CheckCommand) -> int:
+def _check_explicit(command: CheckCommand[Any]) -> int:
     setup = make_setup(command.config, planned_mesh(command.config))
     check_microbatches(setup)
+    return _print_explicit(command, setup.step, abstract_batch(command.config))
+
+
+def _print_explicit(command: _CheckOptions, step: TrainStep, batch: Any) -> int:
     with show_waiting("checking the layout of each operation"):
-        result = check_explicit(setup.step, abstract_batch(command.config))
+        result = check_explicit(step, batch)
     print(json.dumps(result.to_json(), indent=2) if command.json else result)
     return 0 if result.ok else 1
 
 
-def _check_products(command: CheckCommand, check: Check) -> int:
+def _check_products(command: _CheckOptions, check: Check | StepCheck, faults: FaultReport) -> int:
     sweep = Sweep(check, command.products, command.inject)
     for line in show_waiting_for(sweep.lines(), "comparing with one device"):
         if not command.json:
             print(line, flush=True)
     if command.json:
-        _print_json(command, check, sweep.to_json())
+        _print_json(command, check, faults, sweep.to_json())
     return 0 if sweep.ok else 1
 
 
-def _print_json(command: CheckCommand, check: Check, results: dict[str, Any]) -> None:
-    about = {"steps": check.steps, "precision": check.config.precision, "injected": command.inject or None}
-    print(json.dumps(about | results, indent=2))
+def _print_json(command: _CheckOptions, check: Check | StepCheck, faults: FaultReport, results: dict[str, Any]) -> None:
+    about = {"steps": check.count, "precision": check.precision, "injected": command.inject or None}
+    print(json.dumps(about | {"xla_faults": faults.to_json()} | results, indent=2))

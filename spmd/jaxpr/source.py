@@ -21,10 +21,11 @@ def source_line(frames: Sequence[tuple[str, int]], wrappers: tuple[str, ...] = (
     return next((f"{file}:{line}" for file, line in (*own, *outside, *inner)), "")
 
 
-def equation_line(equations: Iterable[Any]) -> str:
+def equation_line(equations: Iterable[Any], wrappers: tuple[str, ...] = ()) -> str:
     """Return `file:line` of an equation and those around it, the innermost first; empty where JAX kept no frames."""
     traces = [equation.source_info.traceback for equation in equations]
-    return source_line([(frame.file_name, frame.line_num) for trace in traces if trace for frame in trace.frames])
+    frames = [(frame.file_name, frame.line_num) for trace in traces if trace for frame in trace.frames]
+    return source_line(frames, wrappers)
 
 
 def _relative(file: str) -> str:

@@ -261,5 +261,9 @@ def scale_loss(loss: jax.Array, scaling: Mapping[str, Any]) -> jax.Array:
 
 
 def cast_floats(params: Any, dtype: Any) -> Any:
-    """Cast the floating-point leaves of a tree."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+    """Cast the floating-point leaves of a tree, which may be numbers of Python."""
+
+    def cast(x: Any) -> jax.Array:
+        return jnp.asarray(x, dtype if jnp.issubdtype(jnp.result_type(x), jnp.floating) else None)
+
+    return jax.tree.map(cast, params)

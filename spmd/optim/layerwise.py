@@ -21,6 +21,7 @@ from jax.extend.core import Jaxpr
 from spmd import tree
 from spmd.errors import Problem
 from spmd.jaxpr.equations import inner_jaxprs
+from spmd.optim.extra_args import example_update
 from spmd.sharding.layer_paths import Stack, dims_of, insert_layer_numbers, read_stacked, without_dims
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
@@ -211,8 +212,7 @@ def trace_update(
         whole = param in lengths and not set(lengths[param]) <= set(leaf.shape)
         return _Seen(frozenset({("state", param)}), frozenset({param} if whole and leaf.size > 1 else ()))
 
-    with jax.numpy_dtype_promotion("standard"):
-        closed = jax.make_jaxpr(lambda g, s, p: optimizer.update(g, s, p)[0])(params, state, params)
+    closed = jax.make_jaxpr(lambda g, s, p: example_update(optimizer, g, s, p)[0])(params, state, params)
     inputs = [_Seen(frozenset({("gradient", path)})) for path in flat]
     inputs += [seen(path, leaf) for path, leaf in leaves.items()]
     inputs += [_Seen(frozenset({("parameter", path)})) for path in flat]
@@ -307,7 +307,8 @@ def _movement(optimizer: optax.GradientTransformation, draws: Sequence[Any]) -> 
     @jax.jit
     def step(moved: Any, state: Any, gradients: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = optimizer.update(gradients, state, optax.apply_updates(draws[0], moved))
+            params = optax.apply_updates(draws[0], moved)
+            updates, state = example_update(optimizer, gradients, state, params)
             return jax.tree.map(jnp.add, moved, updates), state
 
     moved, state = jax.tree.map(np.zeros_like, draws[0]), jax.jit(optimizer.init)(draws[0])

@@ -26,7 +26,6 @@ from spmd.gradients.base import GradFn
 from spmd.model_api.precision import LOSS_SCALE, Precision
 from spmd.parity.result import TOLERANCES, Parity, Row, Tolerance, compare_leaf, distance, largest, worst_of_each
 from spmd.plan.plan import ShardingPlan
-from spmd.training.offloaded_update import make_update
 from spmd.training.state import TrainState, abstract_state, init_state
 from spmd.training.step import TrainStep, make_train_step
 
@@ -98,7 +97,7 @@ class Reference:
             found = {"loss": {"": np.asarray(metrics["loss"])}, "gradients": gradients}
             found |= {what: _part(after, field) for what, field in _FIELDS.items()}
             expected = self._first if number == 1 and starts_equal else self._gradients(before, batch)
-            expected = expected | self._updates(before, gradients)
+            expected = expected | self._updates(before, batch, gradients, metrics["loss"])
             rows += _compare(number, found, expected, before, tolerance, plan.precision)
             losses.append(float(metrics["loss"]))
             theirs.append(float(expected["loss"][""][0]))
@@ -129,7 +128,7 @@ class Reference:
     @functools.cached_property
     def _update(self) -> Any:
         state = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(self.plan))
-        return jax.jit(make_update(self.plan), out_shardings=(state.params, state.optimizer_state))
+        return jax.jit(self._step.update, out_shardings=(state.params, state.optimizer_state))
 
     def _check_state(self, found: Leaves) -> None:
         expected = {path: x.shape for path, x in tree.flatten(abstract_state(self.plan)).items()}
@@ -157,15 +156,16 @@ class Reference:
 
         return _with_noise(take)
 
-    def _updates(self, before: Leaves, gradients: Leaves) -> Noisy:
-        """Return the parameters and the optimizer state that follow from a state and gradients."""
-        state, held = abstract_state(self.plan), _part(before, "optimizer_state")
-        params = _as_tree(state.params, _part(before, "params"))
+    def _updates(self, before: Leaves, batch: Any, gradients: Leaves, loss: jax.Array) -> Noisy:
+        """Return the parameters and the optimizer state that follow from a state, a batch, gradients and a loss."""
+        held = {path: x for path, x in before.items() if path.startswith("optimizer_state/")}
+        placed_batch, mean = _placed(self.plan, batch), np.asarray(loss)
 
         def take(seed: int | None) -> dict[str, Leaves]:
             near = _moved(gradients, seed)
             placed = tree.map_with_path(lambda path, to: jax.device_put(near[path], to), self.plan.gradient_shardings)
-            moved = self._update(placed, _as_tree(state.optimizer_state, _moved(held, seed)), params)
+            state = _as_tree(abstract_state(self.plan), before | _moved(held, seed))
+            moved = self._update(state, placed_batch, placed, mean)
             return dict(zip(("updates", "optimizer state"), map(_on_host, moved), strict=True))
 
         return _with_noise(take)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import pathlib
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd import tree
-from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type
+from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
 from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
@@ -35,6 +36,8 @@ _MODES = ("deterministic", "use_running_average")
 _NO_MESH = ("non-empty mesh in context", "not under a mesh context", "axis names that are of type Auto")
 """Words of JAX's errors about a `PartitionSpec` that it has no mesh for."""
 
+_UNBOUND = re.compile(r"unbound axis name:? (\w+)")
+
 
 def from_nnx(
     make: Callable[[nnx.Rngs], nnx.Module],
@@ -47,7 +50,7 @@ def from_nnx(
     Its `nnx.Param`s are the parameters; all other variables (batch statistics, the random state of dropout) are the
     model's variables, under their own paths. `forward` runs the module in `train()` or `eval()` mode; a layer that was
     built with `use_running_average=True` or `deterministic=True` keeps it in training. Keyword arguments of `apply` and
-    `forward` are passed on to the module.
+    `forward` are passed on to the module; `method` says which method they call, by its name or as a function.
 
     Two optional attributes of the module: `position_aware` lets ring
     attention reorder tokens (`spmd.layers.zigzag`) and implies `supports_kv_cache`, which lets generation decode token
@@ -96,7 +99,7 @@ def from_nnx(
 
     def init(key: jax.Array) -> Any:
         structure()
-        return nnx.to_pure_dict(nnx.state(build(key), nnx.Param))
+        return jax.tree.map(_as_array, nnx.to_pure_dict(nnx.state(build(key), nnx.Param)))
 
     def init_variables(key: jax.Array) -> Any:
         if not jax.tree.leaves(structure()[3]):
@@ -128,9 +131,10 @@ def from_nnx(
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
         del key  # an NNX module has its own random state
         module, keywords = restore(params, variables, train), {**(training if train else evaluation), **keywords}
-        _check_call(module, inputs, keywords)
+        method = keywords.pop("method", "__call__")
+        run = _check_call(module, method, inputs, keywords)
         with _no_shardings_inside():
-            outputs = module(*inputs, **keywords)
+            outputs = run(module, *inputs, **keywords)
         after = tree.flatten(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))))
         return outputs, tree.map_with_path(lambda path, _: _as_data(after[path]), variables)
 
@@ -186,7 +190,7 @@ def from_linen(
         rngs: Names of the random streams in training.
         train: Keyword arguments of a call in training, such as `{"train": True}` or `{"deterministic": False}`.
         evaluate: Keyword arguments of a call in evaluation and at initialization. Those of `apply` and `forward` are
-            added.
+            added; `method` says which method is called, as in Flax.
 
     Example:
         >>> model = from_linen(nn.Dense(3), jax.ShapeDtypeStruct((4, 2), "float32"))
@@ -201,21 +205,25 @@ def from_linen(
     training, evaluation = dict(train or {}), dict(evaluate or {})
 
     def create(key: jax.Array) -> dict[str, Any]:
-        _check_call(module, shapes, evaluation)
+        keywords = dict(evaluation)
+        method = keywords.pop("method", "__call__")
+        run = _check_call(module, method, shapes, keywords)
         with _no_shardings_inside():
-            return dict(module.lazy_init(key, *shapes, **evaluation))
+            return dict(module.lazy_init(key, *shapes, method=run, **keywords))
 
     def init(key: jax.Array) -> Any:
-        return nn.meta.unbox(create(key).get("params", {}))
+        return jax.tree.map(_as_array, nn.meta.unbox(create(key).get("params", {})))
 
     def init_variables(key: jax.Array) -> Any:
         others = {name: part for name, part in create(key).items() if name not in ("params", PARAMS_AXES)}
-        return nn.meta.unbox(others)
+        return jax.tree.map(_as_array, nn.meta.unbox(others))
 
     def call(everything: Any, inputs: Any, keywords: Any, **options: Any) -> Any:
-        _check_call(module, inputs, keywords)
+        keywords = dict(keywords)
+        method = keywords.pop("method", "__call__")
+        run = _check_call(module, method, inputs, keywords)
         with _no_shardings_inside():
-            return module.apply(everything, *inputs, **options, **keywords)
+            return module.apply(everything, *inputs, method=run, **options, **keywords)
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
         everything = {"params": params, **variables}
@@ -240,8 +248,14 @@ def from_linen(
     return Model(init, apply, init_variables, forward, info)
 
 
-def _as_data(leaf: jax.Array) -> jax.Array:
-    """Convert a random key to its data, as the training state holds it; other arrays are unchanged."""
+def _as_array(leaf: Any) -> jax.Array:
+    """Convert a number of Python, such as that of `nnx.Param(0.07)`; its dtype is JAX's default, and not weak."""
+    return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf, jnp.result_type(leaf))
+
+
+def _as_data(leaf: Any) -> jax.Array:
+    """Convert a random key to its data, as the training state holds it, and numbers to arrays."""
+    leaf = _as_array(leaf)
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
@@ -266,15 +280,31 @@ def _join(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))
 
 
-def _check_call(module: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-    """Raise a `ConfigError` if the module's `__call__` does not take these arguments."""
+def _check_call(
+    module: Any, method: str | Callable[..., Any], inputs: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return a method of the module, or raise a `ConfigError` if it does not take these arguments.
+
+    Args:
+        method: The name of a method, or a function whose first argument is the module.
+    """
+    kind = type(module)
+    run = getattr(kind, method, None) if isinstance(method, str) else method
+    if not callable(run):
+        of_flax = {*dir(nnx.Module), *dir(nn.Module)}
+        known = [name for name in dir(kind) if name not in of_flax and callable(getattr(kind, name))]
+        what = f"is {shown(method)}, which {kind.__name__} does not have"
+        problem = Problem("method", what, fix=did_you_mean(str(method), known))
+        raise ConfigError("This module cannot be called so:", [problem])
     try:
-        inspect.signature(type(module).__call__).bind(module, *inputs, **keywords)
+        inspect.signature(run).bind(module, *inputs, **keywords)
     except TypeError as error:
         what = f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: {error}"
         fix = 'give the arguments to model.apply or model.forward; those of a mode once: train={"deterministic": False}'
-        problem = Problem(f"{type(module).__name__}.__call__", what, fix=f"{fix}, evaluate={{…}}")
+        name = method if isinstance(method, str) else getattr(method, "__name__", shown(method))
+        problem = Problem(f"{kind.__name__}.{name}", what, fix=f"{fix}, evaluate={{…}}")
         raise ConfigError("This module cannot be called so:", [problem]) from None
+    return run
 
 
 @contextlib.contextmanager
@@ -285,13 +315,28 @@ def _no_shardings_inside() -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if not any(words in str(error) for words in _NO_MESH):
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if not {"jax", "flax", "contextlib.py"} & set(pathlib.PurePath(f.filename).parts)]
-        where = f"{own[-1].filename}:{own[-1].lineno}" if own else "the module"
-        what = f"names a sharding by itself: {own[-1].line if own else error}"
+        where, line = _own_line(error)
+        what = f"names a sharding by itself: {line or error}"
         fix = 'spmd.annotate(x, "name") in its place, and the spec in the table: Rules(activations=[("name", P(…))])'
         problem = Problem(where, what, "JAX has no mesh for it here; the plan shards arrays, on any mesh", fix)
         raise AnnotationError("The model names shardings outside of the rule table:", [problem]) from error
+    except NameError as error:
+        if not (axis := _UNBOUND.search(str(error))):
+            raise
+        where, line = _own_line(error)
+        what = f"reduces over an axis {axis[1]!r} that nothing maps: {line or error}"
+        detail = "the model is called with the global batch, so its means are over the examples of all devices already"
+        problem = Problem(where, what, detail, f"leave out axis_name={axis[1]!r}, as of a BatchNorm")
+        raise AnnotationError("The model names an axis of a map that is not there:", [problem]) from error
+
+
+def _own_line(error: BaseException) -> tuple[str, str | None]:
+    """Return the file and number of the innermost line that raised an error, outside of JAX and Flax, and its text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not {"jax", "flax", "contextlib.py"} & set(pathlib.PurePath(frame.filename).parts):
+            return f"{frame.filename}:{frame.lineno}", frame.line
+    return "the module", None
 
 
 def _check_none(variables: Any) -> None:

@@ -26,7 +26,7 @@ from spmd.plan.input_uses import unproven_uses
 from spmd.plan.linear_call import linear_call
 from spmd.plan.manual import split_axes
 from spmd.plan.records import ParamPlacement
-from spmd.plan.scopes import param_scope
+from spmd.plan.scopes import fault_scope, param_scope
 from spmd.plan.xla_faults import Fault, fault_of
 from spmd.sharding.dims import extra_axes, spec_dims
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, entry_axes
@@ -183,7 +183,8 @@ def _without_faults(jaxpr: ClosedJaxpr, program: TracedProgram, mesh: AnyMesh) -
                 problems += [] if fault.may_stay else [_problem(operation, fault, mesh)]
                 continue
             arrays = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
-            replacements[id(equation)] = jax.make_jaxpr(fault.formula(operation, mesh))(*arrays)
+            formula = jax.named_call(fault.formula(operation, mesh), name=fault_scope(fault.name))
+            replacements[id(equation)] = jax.make_jaxpr(formula)(*arrays)
     if problems:
         raise AnnotationError("XLA would compute these operations of the model wrongly:", problems)
     return replace_equations(jaxpr, replacements)

@@ -24,6 +24,7 @@ from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
 from spmd.model_api.model import PRNG, Model
 from spmd.model_api.precision import Precision, cast_floats, check_float64, make_precision, with_loss_scale
 from spmd.model_api.remat import Remat, make_remat
+from spmd.optim.extra_args import check_update
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.optim.offload_chunks import UpdateChunk, plan_chunks
 from spmd.optim.two_phase import phases
@@ -261,9 +262,11 @@ def make_plan(
     updated = tuple(name for name in offload if name != "params" or not info.frozen)
     if updated and not problems:
         param_phase = phases(optimizer)[1]
-        chunks, problems = plan_chunks(
-            param_phase, params, state, specs["optimizer"], mesh.shape, rules.stacks, updated
-        )
+        problems = check_update(param_phase, params, whole=False)
+        if not problems:
+            chunks, problems = plan_chunks(
+                param_phase, params, state, specs["optimizer"], mesh.shape, rules.stacks, updated
+            )
     if problems:
         raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 

@@ -21,6 +21,7 @@ from spmd.model_api.model import Model, ModelInfo
 from spmd.model_api.precision import Precision
 from spmd.model_api.quantize import RECIPES, MatmulRecipe, parse_table, table_problems
 from spmd.model_api.remat import Remat
+from spmd.optim.extra_args import check_update
 from spmd.optim.layerwise import check_layerwise
 from spmd.optim.offload_chunks import UpdateChunk
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
@@ -215,7 +216,8 @@ def resolve_optimizer_state(
         found = audit_spec(f"optimizer state {path}", derived.shape, derived.spec, mesh.shape, by)
         smaller = f"smaller blocks than {derived.block} (OptimizerConfig.moments_block), so each shard has whole ones"
         problems += [dataclasses.replace(p, fix=smaller) for p in found] if derived.block > 1 else found
-    return state, problems + check_layerwise(optimizer, params, rules.stacked)
+    problems += check_update(optimizer, params)
+    return state, problems or check_layerwise(optimizer, params, rules.stacked)
 
 
 def frozen_on_host(rules: Rules, info: ModelInfo, variables: Mapping[str, Any]) -> set[str]:

@@ -11,6 +11,7 @@ import jax
 OPTIMIZER, METRICS = "optimizer", "metrics"
 """Scopes of the optimizer's update, and of metrics such as the gradient norm."""
 
+_FAULT = re.compile(r"\bxla_fault\(([^()]+)\)")
 _SCOPE = re.compile(r"\b(annotate|param)\(([^()]+)\)")
 
 
@@ -22,6 +23,17 @@ def annotate_scope(name: str) -> str:
 def param_scope(path: str) -> str:
     """Return the scope of what moves a parameter or its gradient, or multiplies by it."""
     return f"param({path})"
+
+
+def fault_scope(name: str) -> str:
+    """Return the scope of a formula that replaces an operation with a fault of XLA, a heading of docs/xla-faults.md."""
+    return f"xla_fault({name})"
+
+
+def read_fault(op_name: str) -> str:
+    """Return the fault in whose scope an operation is; empty if there is none."""
+    found = _FAULT.search(op_name)
+    return found[1] if found else ""
 
 
 def in_scope(scope: str) -> contextlib.AbstractContextManager:

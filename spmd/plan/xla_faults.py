@@ -32,6 +32,7 @@ class Fault:
         name: Heading on the page docs/xla-faults.md.
         applies: Whether an operation may have it.
         formula: What to compute instead on a mesh.
+        instead: The formula in words.
         may_stay: Whether the operation may stay where it cannot be replaced, in the code of a custom derivative: it is
             wrong only where something else splits its dimensions.
     """
@@ -39,6 +40,7 @@ class Fault:
     name: str
     applies: Callable[[Operation, AnyMesh], bool]
     formula: Callable[[Operation, AnyMesh], Formula]
+    instead: str
     may_stay: bool = False
 
 
@@ -130,10 +132,33 @@ def _spec(entries: dict[int, tuple[str, ...]]) -> P:
 
 
 FAULTS = (
-    Fault("Convolutions with groups", _has_groups, _local_convolution),
-    Fault("Convolutions over a split dimension", _is_convolution, _whole_convolution, may_stay=True),
-    Fault("FFTs on CPUs", _is_cpu_transform, _row_major_transform, may_stay=True),
-    Fault("Windows over a split dimension", _has_windows, _whole_windows, may_stay=True),
+    Fault(
+        name="Convolutions with groups",
+        applies=_has_groups,
+        formula=_local_convolution,
+        instead="each device convolves its own examples",
+    ),
+    Fault(
+        name="Convolutions over a split dimension",
+        applies=_is_convolution,
+        formula=_whole_convolution,
+        instead="spatial dimensions are kept whole",
+        may_stay=True,
+    ),
+    Fault(
+        name="FFTs on CPUs",
+        applies=_is_cpu_transform,
+        formula=_row_major_transform,
+        instead="operand and result are laid out by rows",
+        may_stay=True,
+    ),
+    Fault(
+        name="Windows over a split dimension",
+        applies=_has_windows,
+        formula=_whole_windows,
+        instead="the dimensions of a window are kept whole",
+        may_stay=True,
+    ),
 )
 """The first that applies to an operation counts."""
 

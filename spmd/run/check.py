@@ -3,19 +3,20 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.errors import ConfigError, Problem, SpmdError, check_type, shown
 from spmd.run.build import TrainSetup, count_microbatches, make_setup, one_device_mesh, open_training_text
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
 from spmd.run.preflight import preflight
 from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, mesh_of
 from spmd.testing import BUGS, Parity, Reference, pad_unevenly
+from spmd.training.step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +26,21 @@ class Check:
     config: TrainConfig
     steps: int
     _references: dict[int, Reference] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _setups: dict[AnyMesh, TrainSetup] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        return f"{steps} of {self.config.precision}, a quarter of the tokens masked as padding"
+        steps = "1 step" if self.count == 1 else f"{self.count} steps"
+        return f"{steps} of {self.precision}, a quarter of the tokens masked as padding"
+
+    @property
+    def count(self) -> int:
+        """Number of steps."""
+        return self.steps
+
+    @property
+    def precision(self) -> str:
+        """Name of the precision."""
+        return self.config.precision
 
     @functools.cached_property
     def one_device(self) -> TrainSetup:
@@ -52,11 +64,10 @@ class Check:
             self._references[microbatches] = Reference(setup.plan, setup.grad_fn, self.batches, state=state)
         return self._references[microbatches]
 
-    def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
-        """Run the steps on a mesh, with a bug of `spmd.testing.BUGS`, and compare each with one device, leaf by leaf.
-
-        A config that cannot run on the mesh is refused before anything compiles.
-        """
+    def setup_on(self, mesh: AnyMesh) -> TrainSetup:
+        """Return the config's setup on a mesh; one that cannot run there is refused before anything compiles."""
+        if mesh in self._setups:
+            return self._setups[mesh]
         setup = make_setup(self.config, mesh)
         preflight(setup)
         if setup.schedule and not setup.schedule.flush:
@@ -64,9 +75,79 @@ class Check:
             fix = "check the layout with --pipeline.schedule 1f1b"
             problem = Problem(f"schedule {setup.schedule.name}", what, fix=fix)
             raise ConfigError("There is nothing to compare:", [problem])
+        self._setups[mesh] = setup
+        return setup
+
+    def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
+        """Run the steps on a mesh, with a bug of `spmd.testing.BUGS`, and compare each with one device by leaf."""
+        setup = self.setup_on(mesh)
         grad_fn = BUGS[bug](setup.grad_fn) if bug else setup.grad_fn
         reference = self.reference(count_microbatches(self.config, setup.schedule))
         return reference.compare(setup.plan, grad_fn, state=initial_state(setup))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCheck:
+    """First steps of a user's own train step, on its own batches.
+
+    Attributes:
+        make: A function of a mesh that returns a `TrainStep` and its batches, those of one mesh as those of another.
+        steps: Number of steps; 0 is one for each batch.
+    """
+
+    make: Callable[[AnyMesh], tuple[TrainStep, Sequence[Any]]]
+    steps: int = 0
+    _made: dict[AnyMesh, tuple[TrainStep, Sequence[Any]]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def __str__(self) -> str:
+        return f"{'1 step' if self.count == 1 else f'{self.count} steps'} of {self.precision}"
+
+    @property
+    def count(self) -> int:
+        """Number of steps."""
+        return len(self.one_device[1])
+
+    @property
+    def precision(self) -> str:
+        """Name of the precision."""
+        return self.one_device[0].plan.precision.name
+
+    @property
+    def one_device(self) -> tuple[TrainStep, Sequence[Any]]:
+        """Step and batches on one device."""
+        return self.made_on(one_device_mesh())
+
+    def made_on(self, mesh: AnyMesh) -> tuple[TrainStep, Sequence[Any]]:
+        """Return the step and the batches of a mesh."""
+        if mesh in self._made:
+            return self._made[mesh]
+        returned, fix = self.make(mesh), "return step, batches, with step from spmd.make_train_step"
+        name = getattr(self.make, "__name__", "the function")
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise ConfigError("There is no step to check:", [Problem(name, f"returns {shown(returned)}", fix=fix)])
+        step, batches = returned
+        problems = check_type(f"{name}, step", step, TrainStep, fix)
+        problems += check_type(f"{name}, batches", batches, (list, tuple), f"{fix}, and batches a list")
+        if not problems and not max(self.steps, 1) <= len(batches):
+            what = f"are {len(batches)}, fewer than the steps"
+            problems.append(Problem(f"{name}, batches", what, f"check-steps={self.steps}", "one batch for each step"))
+        if problems:
+            raise ConfigError("There is no step to check:", problems)
+        self._made[mesh] = step, batches[: self.steps or len(batches)]
+        return self._made[mesh]
+
+    @functools.cached_property
+    def _reference(self) -> Reference:
+        step, batches = self.one_device
+        return Reference(step.plan, step.grad_fn, batches)
+
+    def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
+        """Run the steps on a mesh, with a bug of `spmd.testing.BUGS`, and compare each with one device by leaf."""
+        step, _ = self.made_on(mesh)
+        grad_fn = BUGS[bug](step.grad_fn) if bug else step.grad_fn
+        return self._reference.compare(step.plan, grad_fn)
 
 
 class Sweep:
@@ -75,7 +156,7 @@ class Sweep:
     If the config is refused on a mesh, meshes with the same axes and more are skipped: the reason would be the same.
     """
 
-    def __init__(self, check: Check, most: int, bug: str = "") -> None:
+    def __init__(self, check: Check | StepCheck, most: int, bug: str = "") -> None:
         needed, available = 2**most, len(jax.devices())
         if needed > available:
             detail = f"{' × '.join(['2'] * most)} = {needed} > {available}"

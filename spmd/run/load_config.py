@@ -14,10 +14,11 @@ import shutil
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
+from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean, nearest_file
 from spmd.run.config import TrainConfig
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -105,6 +106,37 @@ def load_config(name: str) -> TrainConfig:
         raise ConfigError(
             "There is no such config:", [Problem(name, "is neither a file nor a shipped config", fix=fix)]
         )
+    defined, finder = _execute(path)
+    config = defined.get("config")
+    if not isinstance(config, TrainConfig):
+        what = f"defines config = {config!r}" if config is not None else "defines no config"
+        raise _unreadable(str(path), what, "config = spmd.TrainConfig(...)")
+    if "config" in finder.names:
+        what = "imports a module named config, and a run folder has its own config.py"
+        raise _unreadable(str(path), what, "give that module another name")
+    return config
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Execute a Python file and return a function that it defines; `target` is `FILE.py:FUNCTION`.
+
+    Raises:
+        ConfigError: The file does not exist, fails, or does not define the function.
+    """
+    file, _, name = target.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        problem = Problem(file, "does not exist", fix=nearest_file(path))
+        raise ConfigError("There is no such file:", [problem])
+    defined, _ = _execute(path)
+    if not callable(defined.get(name)):
+        functions = [key for key, value in defined.items() if callable(value) and not key.startswith("_")]
+        raise _unreadable(str(path), f"defines no function {name!r}", did_you_mean(name, functions))
+    return defined[name]
+
+
+def _execute(path: Path) -> tuple[dict[str, Any], ConfigFolder]:
+    """Run a file, with imports from its own folder; return what it defines, and the finder of those imports."""
     finder = ConfigFolder(path.resolve().parent)
     finder.activate()
     module = types.ModuleType(f"config {path}")
@@ -117,14 +149,7 @@ def load_config(name: str) -> TrainConfig:
     except BaseException as error:
         raise _unreadable(_line_of(error, path), f"fails: {_text(error)}") from error
     sys.modules[module.__name__] = module  # where `typing` and `inspect` look for what its classes refer to
-    config = vars(module).get("config")
-    if not isinstance(config, TrainConfig):
-        what = f"defines config = {config!r}" if config is not None else "defines no config"
-        raise _unreadable(str(path), what, "config = spmd.TrainConfig(...)")
-    if "config" in finder.names:
-        what = "imports a module named config, and a run folder has its own config.py"
-        raise _unreadable(str(path), what, "give that module another name")
-    return config
+    return vars(module), finder
 
 
 def copy_config(source: Path, folder: Path) -> None:

@@ -19,6 +19,7 @@ A path is compared without the numbers of unrolled layers, and as it is.
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -296,11 +297,12 @@ class Rules:
         lengths = range(len(parts) if is_numbered else min(2, len(parts)), len(parts) + 1)
         ends = ["/".join(parts[-n:]) for n in lengths if not parts[-n].isdigit()]
         free = (end for end in ends if not any(f"/{form}".endswith(f"/{end}") for form in taken))
-        tail = next(free, f"^{own}")
+        tail = next((re.escape(end) for end in free), f"^{re.escape(own)}")
         patterns = [pattern for pattern, _ in self.params]
         near = max(patterns, key=lambda p: difflib.SequenceMatcher(None, p, tail).ratio(), default=None)
         nearest = f"the nearest rule is {near!r}; " if near is not None else ""
-        fix = f'{nearest}add ("{tail}", P(…)) or ("{tail}", replicate("why"))'
+        row = f'r"{tail}"' if "\\" in tail else f'"{tail}"'
+        fix = f'{nearest}add ({row}, P(…)) or ({row}, replicate("why"))'
         return Problem(path, "no rule matches this parameter", fix=fix)
 
     def _useless(self, index: int, paths: Iterable[str]) -> Problem:

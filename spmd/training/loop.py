@@ -99,8 +99,8 @@ def fit(
     for hook in hooks:
         hook.on_start(start)
     number, stop = start, False
-    with jax.transfer_guard("disallow"):  # inside the loop an implicit transfer is an error
-        for number, batch in zip(range(start + 1, steps + 1), batches, strict=False):
+    for number, batch in zip(range(start + 1, steps + 1), batches, strict=False):
+        with jax.transfer_guard("disallow"):  # an implicit transfer is an error, but where batches are drawn
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 state, metrics = step(state, batch)
             report()
@@ -115,8 +115,9 @@ def fit(
             with jax.transfer_guard("allow"):
                 for hook in wanting:
                     hook.on_state(number, state)
-            if stop:
-                break
+        if stop:
+            break
+    with jax.transfer_guard("disallow"):
         report()
     if number < steps and not stop:
         fix = f"give {steps - start} batches, or catch the error: its state is the one after step {number}"

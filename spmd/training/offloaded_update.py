@@ -14,13 +14,14 @@ import optax
 from jax.sharding import NamedSharding
 
 from spmd import tree
+from spmd.optim.extra_args import OF_PARTS, update_with
 from spmd.optim.offload_chunks import UpdateChunk
 from spmd.optim.two_phase import phases
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
 
-Update = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""`(gradients, optimizer state, params) -> (params, optimizer state)`."""
+Update = Callable[..., tuple[Any, Any]]
+"""`(gradients, optimizer state, params, **extra) -> (params, optimizer state)`; see `spmd.optim.extra_args`."""
 
 
 def make_update(plan: ShardingPlan) -> Update:
@@ -28,15 +29,16 @@ def make_update(plan: ShardingPlan) -> Update:
     global_phase, param_phase = phases(plan.optimizer)
     if not plan.update_chunks:
 
-        def update(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
-            updates, state = plan.optimizer.update(gradients, state, params)
+        def update(gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+            updates, state = update_with(plan.optimizer, gradients, state, params, extra)
             return optax.apply_updates(params, updates), state
 
         return update
     updates = [_chunked(plan, param_phase, chunk) for chunk in plan.update_chunks]
 
-    def streamed(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def streamed(gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         gradients, scalars = global_phase(gradients)
+        scalars = scalars | {name: extra[name] for name in OF_PARTS}
         before = tree.flatten(state)
         moved: dict[str, Any] = {}
         after: dict[str, Any] = {}
@@ -66,7 +68,7 @@ def _chunked(
         part = {path: place(leaves[path], x) for path, x in state.items()}
         params = tree.map_with_path(lambda path, x: place(weights[path], x), params)
         before = tree.map_with_path(lambda path, _: part[path], like)
-        updates, after = param_phase.update(gradients, before, params, **scalars)
+        updates, after = update_with(param_phase, gradients, before, params, scalars)
         moved = optax.apply_updates(params, updates)
         moved = tree.map_with_path(lambda path, x: place(weights[path], x, weights[path].memory_kind), moved)
         after = tree.flatten(after)

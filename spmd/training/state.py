@@ -84,7 +84,8 @@ def check_state(plan: ShardingPlan, state: Any) -> None:
 def check_alive(where: str, arrays: Any, fix: str) -> list[Problem]:
     """Return a problem if some arrays are deleted, as donated ones are."""
     table = tree.flatten(arrays)
-    deleted = [path for path, x in table.items() if isinstance(x, jax.Array) and x.is_deleted()]
+    held = {path: x for path, x in table.items() if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)}
+    deleted = [path for path, x in held.items() if x.is_deleted()]
     what = f"was donated to another call: {len(deleted)} of its {len(table)} arrays are gone"
     return [Problem(where, what, f"such as {deleted[0]}", fix)] if deleted else []
 

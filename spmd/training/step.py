@@ -22,6 +22,7 @@ from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import LOSS_SCALE
 from spmd.model_api.variables import split_variables
+from spmd.optim.extra_args import extra_args
 from spmd.plan.annotate import check_annotations
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
@@ -58,14 +59,28 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Dispatch one step and return at once; `state` must not be used again, which is an error.
 
-        Host arrays of the batch are placed as `spmd.place_batch` does.
+        Host arrays of the batch are placed as `spmd.place_batch` does. Inside a transformation of JAX, such as a
+        `jax.lax.scan` over batches, the step becomes a part of that program.
         """
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
+            return self._traced(state, batch)
         if not self._newest or self._newest() is not state or state.step.is_deleted():  # else it is known to fit
             check_state(self.plan, state)
         batch = place_batch(self.plan, batch)
         state, metrics = self.compile(batch)(state, batch)
         self._newest = weakref.ref(state)
         return state, metrics
+
+    def _traced(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Take a step inside another traced program, checked as a step of its own is."""
+        if self.compiler_options:
+            what, fix = "are options of a program, and the step is a part of another", "jax.jit(…, compiler_options=…)"
+            raise ConfigError("This step cannot be traced:", [Problem("compiler_options", what, fix=fix)])
+        check_state(self.plan, state)
+        batch = jax.tree.map(jnp.asarray, batch)
+        self.trace(batch)
+        batch = jax.lax.with_sharding_constraint(batch, self.plan.batch_shardings(batch))
+        return self._jitted(state, batch)
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """Return the compiled step for batches of this shape, arrays or abstract ones; compile each shape once."""
@@ -104,21 +119,18 @@ class TrainStep:
         return self.trace(batch).lower()
 
     @functools.cached_property
+    def _scaled_back(self) -> GradFn:
+        """The gradient function of the loss as it is, without the factor of a loss scale."""
+        return unscale(remember(self.grad_fn, self.plan), self.plan.precision.loss_scale)
+
+    @functools.cached_property
     def _jitted(self) -> Any:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(self.plan))
         return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        with use_plan(self.plan):
-            returned = self.grad_fn(state.params, state.variables, batch, state.step_key())
-        gradients, sums, variables = check_results(returned)
-        weight = sums.pop("weight")
-        divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
-        gradients = jax.tree.map(lambda g: g / divisor, gradients)
-        gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
-        with jax.named_scope(OPTIMIZER):
-            params, optimizer_state = make_update(self.plan)(gradients, state.optimizer_state, state.params)
-        metrics = jax.tree.map(lambda total: total / divisor, sums)
+        gradients, metrics, weight, variables = self._mean_gradients(state, batch, state.params)
+        params, optimizer_state = self.update(state, batch, gradients, metrics["loss"])
         after = TrainState(state.step + 1, params, variables, optimizer_state, state.key)
         with jax.named_scope(METRICS):
             metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
@@ -126,6 +138,47 @@ class TrainStep:
         if self.keep_gradients:
             metrics["gradients"] = gradients
         return after, metrics
+
+    def update(self, state: TrainState, batch: Any, gradients: Any, loss: jax.Array) -> tuple[Any, Any]:
+        """Return the parameters and the optimizer state after an update with gradients of the mean loss.
+
+        Pure and not compiled; `batch` matters only to an optimizer that computes the loss again, as a line search does.
+        """
+        value_fn = functools.partial(self._mean_loss, state, batch)
+        extra = extra_args(loss, gradients, value_fn)
+        with jax.named_scope(OPTIMIZER):
+            return make_update(self.plan)(gradients, state.optimizer_state, state.params, **extra)
+
+    def _mean_gradients(self, state: TrainState, batch: Any, params: Any) -> tuple[Any, Metrics, jax.Array, Any]:
+        """Return the gradients of the mean loss at parameters, the means, their weight, and the updated variables."""
+        with use_plan(self.plan):
+            returned = self._scaled_back(params, state.variables, batch, state.step_key())
+        gradients, sums, variables = check_results(returned)
+        weight = sums.pop("weight")
+        divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
+        gradients = jax.tree.map(lambda g: g / divisor, gradients)
+        gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
+        return gradients, jax.tree.map(lambda total: total / divisor, sums), weight, variables
+
+    def _mean_loss(self, state: TrainState, batch: Any, params: Any) -> jax.Array:
+        """Return the mean loss at any parameters, for line searches; its derivative is that of the gradient function.
+
+        Nothing is traced unless the optimizer calls it.
+        """
+
+        @jax.custom_vjp
+        def loss_at(params: Any) -> jax.Array:
+            return self._mean_gradients(state, batch, params)[1]["loss"]
+
+        def forward(params: Any) -> tuple[jax.Array, Any]:
+            gradients, means, *_ = self._mean_gradients(state, batch, params)
+            return means["loss"], gradients
+
+        def backward(gradients: Any, cotangent: jax.Array) -> tuple[Any]:
+            return (jax.tree.map(lambda p, g: (cotangent * g).astype(p.dtype), state.params, gradients),)
+
+        loss_at.defvjp(forward, backward)
+        return loss_at(jax.tree.map(lambda p, like: p.astype(like.dtype), params, state.params))
 
 
 def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
@@ -176,5 +229,4 @@ def make_train_step(
     if problems:
         raise ConfigError("This step cannot be made:", problems)
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
-    grad_fn = unscale(remember(grad_fn, plan), plan.precision.loss_scale)
     return TrainStep(plan, grad_fn, watch or {}, keep_gradients, compiler_options or {})

@@ -1,0 +1,111 @@
+"""Operations of a step that XLA computes wrongly (docs/xla-faults.md), and what replaces them."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from spmd.jaxpr.source import equation_line
+from spmd.jaxpr.traced_program import Operation, TracedProgram, read_program
+from spmd.plan.scopes import read_fault
+from spmd.plan.xla_faults import FAULTS, fault_of
+from spmd.sharding.mesh import AnyMesh
+from spmd.training.step import TrainStep
+
+PAGE = "docs/xla-faults.md"
+PRODUCTS = "Products"
+_FEWEST_AXES = 3
+"""Mesh axes above size 1 from which on XLA computes some products wrongly."""
+
+_GATHERED = "what XLA could multiply wrongly is gathered before the loss"
+_LEFT = "left to XLA"
+_REPLACED_IN = ("plan/xla_faults.py",)
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultyOperation:
+    """Operations of one line with one of the faults.
+
+    Attributes:
+        fault: Heading on the page.
+        source: `file:line` of the model; empty if JAX kept none.
+        answer: What is computed instead.
+        count: Number of such operations, forward and backward.
+    """
+
+    fault: str
+    primitive: str
+    source: str
+    answer: str
+    count: int
+
+    def __str__(self) -> str:
+        times = f" ×{self.count}" if self.count > 1 else ""
+        where = f" at {self.source}" if self.source else ""
+        return f"{self.fault}: {self.primitive}{times}{where}: {self.answer}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultReport:
+    """Operations of a step that XLA computes wrongly where it splits them.
+
+    Attributes:
+        axes: Axis → size, of those above 1.
+        operations: One record for equal operations of a line.
+    """
+
+    axes: Mapping[str, int]
+    operations: tuple[FaultyOperation, ...]
+
+    def __str__(self) -> str:
+        if not self.operations:
+            return f"no operation of this step is on the page of what XLA computes wrongly ({PAGE})"
+        lines = [f"operations of this step that XLA computes wrongly where it splits them ({PAGE}):"]
+        return "\n".join([*lines, *(f"  {operation}" for operation in self.operations)])
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the operations as JSON values."""
+        return [dataclasses.asdict(operation) for operation in self.operations]
+
+
+def find_faults(step: TrainStep, batch: Any) -> FaultReport:
+    """List the operations of a step with a fault of XLA; nothing is compiled, and the batch may be abstract."""
+    mesh = step.plan.mesh
+    axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    program = read_program(step.trace(batch).jaxpr)
+    counts = Counter(_faults(program, mesh, is_split=bool(axes)))
+    if len(axes) >= _FEWEST_AXES and (products := sum(1 for _ in _outside_of_regions(program, "dot_general"))):
+        counts[PRODUCTS, "dot_general", "", _GATHERED] = products
+    operations = (FaultyOperation(*key, count) for key, count in counts.items())
+    return FaultReport(axes, tuple(sorted(operations, key=dataclasses.astuple)))
+
+
+def _faults(program: TracedProgram, mesh: AnyMesh, *, is_split: bool) -> Iterator[tuple[str, str, str, str]]:
+    """Yield fault, primitive, source line and answer of each operation that has one."""
+    instead = {fault.name: fault.instead for fault in FAULTS}
+    for operation in program.walk():
+        if not (fault := fault_of(operation, mesh)):
+            continue
+        scopes = "/".join(str(equation.source_info.name_stack) for equation in operation.equations)
+        replaced = read_fault(scopes)
+        if not replaced and is_split and _is_local(operation, mesh):
+            continue  # in a manual region each device computes its own
+        name = replaced or fault.name
+        answer = instead[name] if replaced or not is_split else _LEFT
+        yield name, operation.primitive, equation_line(operation.equations, _REPLACED_IN), answer
+
+
+def _outside_of_regions(program: TracedProgram, primitive: str) -> Iterator[Operation]:
+    """Yield the operations of one kind, but those in manual regions."""
+    for operation in program.operations:
+        if operation.primitive == primitive:
+            yield operation
+        elif operation.primitive != "shard_map":
+            for body in operation.bodies:
+                yield from _outside_of_regions(body, primitive)
+
+
+def _is_local(operation: Operation, mesh: AnyMesh) -> bool:
+    """Return whether every axis that splits something is manual where the operation is."""
+    manual = operation.equations[0].ctx.cur_abstract_mesh.manual_axes if operation.equations else ()
+    return all(axis in manual for axis in mesh.shape if mesh.shape[axis] > 1)

@@ -1,0 +1,75 @@
+"""What a step gives an optimizer besides gradients, state and parameters: optax's extra arguments.
+
+A learning rate that follows the loss takes `value`; a line search takes `value`, `grad` and `value_fn` (L-BFGS). They
+are named as in `optax.GradientTransformationExtraArgs`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmd.errors import Problem
+
+NAMES = ("value", "grad", "value_fn")
+"""The mean loss, its gradients, and the function from parameters to the mean loss of this batch."""
+
+OF_PARTS = ("value",)
+"""Those that an update of some of the parameters gets."""
+
+
+def extra_args(value: jax.Array, gradients: Any, value_fn: Callable[[Any], jax.Array]) -> dict[str, Any]:
+    """Return the extra arguments of one update by name."""
+    return dict(zip(NAMES, (value, gradients, value_fn), strict=True))
+
+
+def update_with(
+    optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, extra: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Return the updates and the state of an optimizer, which gets those extra arguments that it takes."""
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return optimizer.update(gradients, state, params)
+    parameters = inspect.signature(optimizer.update).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    taken = {name: x for name, x in extra.items() if takes_any or name in parameters}
+    return optimizer.update(gradients, state, params, **taken)
+
+
+def example_update(
+    optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, given: tuple[str, ...] = NAMES
+) -> tuple[Any, Any]:
+    """Return the updates and the state, with the extra arguments of a loss that is quadratic in the parameters."""
+
+    dtype = jnp.promote_types(jnp.float32, jnp.result_type(*jax.tree.leaves(params)))
+
+    def value_fn(params: Any) -> jax.Array:
+        return optax.tree.norm(params, squared=True).astype(dtype) / 2
+
+    extra = extra_args(jnp.zeros((), dtype), gradients, value_fn)
+    with jax.numpy_dtype_promotion("standard"):
+        return update_with(optimizer, gradients, state, params, {name: extra[name] for name in given})
+
+
+def check_update(optimizer: optax.GradientTransformation, params: Any, *, whole: bool = True) -> list[Problem]:
+    """Return a problem if the update cannot be traced: it needs an argument that a step does not give.
+
+    Args:
+        params: Abstract parameters.
+        whole: Whether all parameters are updated at once; else parts of them are, and only `value` is given.
+    """
+    given = NAMES if whole else OF_PARTS
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    state = jax.eval_shape(optimizer.init, params)
+    try:
+        jax.eval_shape(lambda g, s, p: example_update(optimizer, g, s, p, given), params, state, params)
+    except (TypeError, ValueError) as error:
+        detail = f"it gets {', '.join(given)}, the gradients, its state and the parameters"
+        said = str(error).partition("\n")[0]
+        fix = "an optimizer that needs no other arguments"
+        if not whole:
+            fix = f"offload nothing, or {fix}"
+        return [Problem("optimizer", f"cannot be updated in a step: {said}", detail, fix)]
+    return []
