@@ -6,6 +6,7 @@ that product. Numbers are float64, so that rounding errors are far below the tol
 """
 
 import dataclasses
+import math
 import random
 import re
 from collections.abc import Mapping
@@ -25,8 +26,10 @@ from spmd.model_api.model import PRNG, Model
 from spmd.model_api.precision import cast_floats
 from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.sharding.batch import whole
 from spmd.sharding.mesh import AXES, BATCH_AXES, entry_axes, make_mesh
 from spmd.sharding.rules import Rules, replicate, spec_text
+from spmd.training.batch import place_batch
 from tests.sweep.kinds import KINDS
 
 TOLERANCE = 1e-5
@@ -44,9 +47,11 @@ class Example:
     inputs: tuple[np.ndarray, ...]
     sizes: Mapping[str, int]
     specs: Specs
+    batch: Specs
 
     def __str__(self) -> str:
-        specs = ", ".join(f"{path}: {spec_text(spec)}" for path, spec in self.specs.items())
+        table = {**self.specs, **{f"batch {path}": spec for path, spec in self.batch.items()}}
+        specs = ", ".join(f"{path}: {spec_text(spec)}" for path, spec in table.items())
         shapes = ", ".join(str(x.shape) for x in self.inputs)
         return f"{self.kind} of {shapes} on {dict(self.sizes)} with {specs}"
 
@@ -95,11 +100,34 @@ def _draw_example(chance: random.Random, devices: int, kinds: tuple[str, ...]) -
     drawn = model.info().random_state
     arrays = {path: x for path, x in {**params, **variables}.items() if path not in drawn}
     specs: Specs = {}
-    for _ in range(20):  # a plan refuses the axis for experts if it splits no parameter
+    batch: Specs = {}
+    for _ in range(
+        20
+    ):  # a plan refuses an axis for experts that splits no parameter, and `sequence` if it splits nothing
         specs = {path: _draw_spec(chance, x.shape, sizes) for path, x in arrays.items()}
-        if "expert" not in sizes or any("expert" in entry_axes(entry) for spec in specs.values() for entry in spec):
+        batch = {str(number): _draw_batch_spec(chance, x.shape, sizes) for number, x in enumerate(inputs)}
+        needed = {"expert": specs, "sequence": {**specs, **batch}}
+        if all(axis not in sizes or _names(axis, table) for axis, table in needed.items()):
             break
-    return Example(kind, model, inputs, sizes, specs)
+    return Example(kind, model, inputs, sizes, specs, batch)
+
+
+def _names(axis: str, specs: Specs) -> bool:
+    """Return whether some spec names an axis."""
+    return any(axis in entry_axes(entry) for spec in specs.values() for entry in spec)
+
+
+def _draw_batch_spec(chance: random.Random, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
+    """Return a spec of an input: split by examples where they divide, and any other dimension over `sequence`."""
+    entries: list[Any] = [None for _ in shape]
+    if shape[0] % math.prod(sizes.get(axis, 1) for axis in BATCH_AXES) == 0:
+        entries[0] = BATCH_AXES
+    if "sequence" in sizes:
+        dims = [dim for dim, size in enumerate(shape) if dim and size % sizes["sequence"] == 0]
+        dim = chance.choice([None, *dims])
+        if dim is not None:
+            entries[dim] = "sequence"
+    return P(*entries)
 
 
 def _draw_spec(chance: random.Random, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
@@ -122,7 +150,8 @@ def make_example_plan(example: Example) -> ShardingPlan:
         rows.append((f"^{re.escape(path)}", spec if is_split else replicate("drawn so")))
     devices = jax.devices()[: int(np.prod([*example.sizes.values()]))]
     mesh = make_mesh(devices=devices, **example.sizes)
-    return make_plan(mesh, Rules(rows, stacked={}), example.model, optax.sgd(0.1), precision="float64")
+    batch = [(f"^{path}", whole("drawn so") if spec[0] is None else spec) for path, spec in example.batch.items()]
+    return make_plan(mesh, Rules(rows, stacked={}, batch=batch), example.model, optax.sgd(0.1), precision="float64")
 
 
 def compare(example: Example) -> Difference:
@@ -165,18 +194,13 @@ def _compare(example: Example) -> Difference:
             with use_plan(plan):
                 return grad_fn(*arrays)
 
-        batch = tuple(jax.device_put(x, _batch_sharding(plan, x)) for x in inputs)
+        batch = place_batch(plan, inputs)
         shardings = jax.tree.map(lambda x: x.sharding, (plan.abstract_params, plan.abstract_variables))
         placed = jax.device_put((params, variables), shardings)
         found = jax.jit(on_mesh, out_shardings=(plan.gradient_shardings, None, None))(*placed, batch, key)
     except SpmdError as error:
         return Difference(refused=str(error))
     return _difference(jax.device_get(found), jax.device_get(alone))
-
-
-def _batch_sharding(plan: ShardingPlan, x: np.ndarray) -> Any:
-    count = int(np.prod([plan.mesh.shape[axis] for axis in BATCH_AXES]))
-    return jax.sharding.NamedSharding(plan.mesh, P(BATCH_AXES) if x.shape[0] % count == 0 else P())
 
 
 def _difference(found: Any, wanted: Any) -> Difference:
