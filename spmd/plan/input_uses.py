@@ -10,11 +10,12 @@ use of such an input is proven right if it is one of these:
 - a sharding constraint after which the array is not split so: XLA gathers it there;
 - a region that is manual over these axes: that is how a layer gathers its parameter for itself.
 
-Any other use is reported. It makes no difference who wrote the layer.
+Any other use is reported, and whether it is one of the input itself (and its views) or of a function of it, such as a
+normalised kernel. It makes no difference who wrote the layer.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
@@ -22,15 +23,15 @@ from spmd.jaxpr.propagation import ELEMENTWISE, REDUCTIONS, VIEWS
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue
 from spmd.sharding.mesh import entry_axes
 
-Inputs = frozenset[int]
-"""Numbers of inputs of a function."""
+Sources = frozenset[tuple[int, bool]]
+"""The inputs from which a value is made: the number of each, and whether the value is an element-wise result of it."""
 
-_NONE: Inputs = frozenset()
+_NONE: Sources = frozenset()
 _FOLLOWED = {*VIEWS, "broadcast_in_dim", "device_put", "dynamic_slice", "expand_dims", "name", "rev", "slice", "split"}
 
 
-def unproven_uses(program: TracedProgram, axes: Mapping[int, frozenset[str]], batch: int) -> dict[int, Operation]:
-    """Return the number of each input with an unproven use → the first such use.
+def unproven_uses(program: TracedProgram, axes: Mapping[int, frozenset[str]], batch: int) -> dict[int, bool]:
+    """Return the number of each input with an unproven use → whether some are of element-wise results of it.
 
     Args:
         program: The traced function, with the shardings of its values.
@@ -39,7 +40,7 @@ def unproven_uses(program: TracedProgram, axes: Mapping[int, frozenset[str]], ba
     """
     uses = _Uses(axes)
     for number in axes:
-        uses.sources[program.inputs[number]] = frozenset([number])
+        uses.sources[program.inputs[number]] = frozenset([(number, False)])
     uses.dynamic.update(program.inputs[batch:])
     uses.follow(program)
     return uses.found
@@ -52,13 +53,13 @@ class _Uses:
     Attributes:
         sources: Value → the inputs that it is a view or an element-wise result of.
         dynamic: Values that depend on the batch.
-        found: Input → its first unproven use.
+        found: Input with an unproven use → whether some are of element-wise results of it.
     """
 
     axes: Mapping[int, frozenset[str]]
-    sources: dict[TracedValue, Inputs] = dataclasses.field(default_factory=dict)
+    sources: dict[TracedValue, Sources] = dataclasses.field(default_factory=dict)
     dynamic: set[TracedValue] = dataclasses.field(default_factory=set)
-    found: dict[int, Operation] = dataclasses.field(default_factory=dict)
+    found: dict[int, bool] = dataclasses.field(default_factory=dict)
 
     def follow(self, program: TracedProgram) -> None:
         """Follow the inputs through the operations of a program."""
@@ -68,14 +69,20 @@ class _Uses:
             else:
                 self._follow_operation(operation)
 
-    def _sources_of(self, values: Sequence[TracedValue]) -> Inputs:
+    def _sources_of(self, values: Sequence[TracedValue]) -> Sources:
         return _NONE.union(*(self.sources.get(value, _NONE) for value in values))
 
-    def _report(self, inputs: Inputs, operation: Operation) -> None:
-        for number in inputs:
-            self.found.setdefault(number, operation)
+    def _report(self, sources: Sources) -> None:
+        for number, is_result in sources:
+            self.found[number] = self.found.get(number, False) or is_result
 
-    def _set(self, values: Sequence[TracedValue], sources: Inputs) -> None:
+    def _split(self, sources: Sources) -> Iterator[tuple[int, bool]]:
+        """Yield the sources that an axis of the batch splits."""
+        for number, is_result in sources:
+            if self.axes[number]:
+                yield number, is_result
+
+    def _set(self, values: Sequence[TracedValue], sources: Sources) -> None:
         for value in values:
             # A scalar is split over nothing.
             self.sources[value] = sources if value.shape else _NONE
@@ -87,17 +94,17 @@ class _Uses:
             spec = operation.params["sharding"].spec
             if P.UNCONSTRAINED not in spec:
                 kept = frozenset(axis for entry in spec for axis in entry_axes(entry))
-                sources = Inputs(number for number in sources if self.axes[number] & kept)
+                sources = Sources((number, result) for number, result in sources if self.axes[number] & kept)
             self._set(operation.outputs, sources)
         elif operation.primitive in _FOLLOWED:
             self._set(operation.outputs, sources)
         elif operation.primitive in ELEMENTWISE or operation.primitive in REDUCTIONS:
             mixes = any(value in self.dynamic and value.shape for value in operation.inputs)
             if mixes:
-                self._report(Inputs(number for number in sources if self.axes[number]), operation)
-            self._set(operation.outputs, _NONE if mixes else sources)
+                self._report(Sources(self._split(sources)))
+            self._set(operation.outputs, _NONE if mixes else Sources((number, True) for number, _ in sources))
         elif operation.primitive != "gather" or not self._is_aligned_lookup(operation):
-            self._report(sources, operation)
+            self._report(sources)
         if is_dynamic:
             self.dynamic.update(operation.outputs)
 
@@ -117,10 +124,12 @@ class _Uses:
         for body in operation.bodies:
             inputs = operation.inputs[len(operation.inputs) - len(body.inputs) :]
             # Operands of the condition of a `while` loop, and the index of a branch, are not among the body's.
-            self._report(self._sources_of(operation.inputs[: len(operation.inputs) - len(inputs)]), operation)
+            self._report(self._sources_of(operation.inputs[: len(operation.inputs) - len(inputs)]))
             for value, inner in zip(inputs, body.inputs, strict=True):
                 sources = self.sources.get(value, _NONE)
-                self.sources[inner] = Inputs(number for number in sources if self.axes[number] - manual)
+                self.sources[inner] = Sources(
+                    (number, result) for number, result in sources if self.axes[number] - manual
+                )
                 if value in self.dynamic:
                     self.dynamic.add(inner)
             self.follow(body)

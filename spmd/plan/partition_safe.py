@@ -68,8 +68,9 @@ class TracedCall:
             placements = _placements(self.params, self.variables, mesh)
             program = _read(jaxpr, placements, mesh)
             axes = {number: _gathered_axes(placed) for number, placed in placements.items()}
-            for number in unproven_uses(program, axes, len(jax.tree.leaves((self.params, self.variables)))):
-                leaves[number] = gather_input(leaves[number], placements[number])
+            uses = unproven_uses(program, axes, len(jax.tree.leaves((self.params, self.variables))))
+            for number, is_result_used in uses.items():
+                leaves[number] = gather_input(leaves[number], placements[number], sum_first=is_result_used)
             jaxpr = _without_faults(jaxpr, program, mesh)
         return jax.tree.unflatten(jax.tree.structure(self.outputs), jaxpr_as_fun(jaxpr)(*leaves))
 
@@ -88,16 +89,21 @@ def partition_safe(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, variables, *others: trace_call(function, params, variables, *others).evaluate()
 
 
-def gather_input(x: jax.Array, placement: ParamPlacement) -> jax.Array:
+def gather_input(x: jax.Array, placement: ParamPlacement, *, sum_first: bool = False) -> jax.Array:
     """Gather an input over the axes of the batch; its cotangent is summed to where the plan keeps its gradient.
 
     Cotangents of any order go the same way: that of a gradient is gathered as the input is.
+
+    Args:
+        sum_first: Whether to sum the cotangent before it is scattered. In the derivative of an element-wise function of
+            the input, such as a normalised kernel, both meet; XLA would split the function's result as the cotangent
+            is, and multiply it wrongly (docs/xla-faults.md, Products).
     """
     used = placement.used
 
     def scatter(g: jax.Array) -> jax.Array:
         with named_after(placement):
-            if not _is_summed_right(placement, g.ndim):
+            if sum_first or not _is_summed_right(placement, g.ndim):
                 g = constrain(g, placement.mesh, used, "a gradient")
             return constrain(g, placement.mesh, placement.gradient, "a gradient")
 

@@ -13,6 +13,7 @@ from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh
 from spmd.sharding.rules import Rules
+from spmd.training.batch import place_batch
 from spmd.training.state import init_state
 from spmd.training.step import make_train_step
 from tests import tiny

@@ -28,6 +28,7 @@ from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.testing import token_batches
+from spmd.training.batch import place_batch
 from spmd.training.step import make_train_step
 from tests import tiny
 from tests.numerics.test_attention import MASKS, arrays, computed, lost, reference

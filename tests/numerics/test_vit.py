@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from spmd import tree
-from spmd.errors import ConfigError
+from spmd.errors import ConfigError, RuleError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import classification_loss
 from spmd.models.vit import PRESETS, ViTConfig
@@ -110,8 +110,7 @@ def test_logits_are_float32_whatever_is_computed_in():
 
 
 def traced(**sizes):
-    options = {name: sizes.pop(name) for name in ("context",) if name in sizes}
-    plan = make_plan(abstract_mesh(MeshShape(**sizes)), VIT, model(), optax.sgd(0.1), **options)
+    plan = make_plan(abstract_mesh(MeshShape(**sizes)), VIT, model(), optax.sgd(0.1))
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batches(1)[0].items()}
     params = jax.eval_shape(model().init, jax.random.key(0))
     with use_plan(plan):
@@ -119,13 +118,11 @@ def traced(**sizes):
 
 
 def test_the_table_fits_every_axis_that_splits_images():
-    """Five tokens do not divide over `sequence`: that is refused, in a ring and by heads, with what to do."""
+    """No row splits patches over `sequence`: that is refused, with what to do."""
     for axis in ("pipe", "data", "fsdp", "tensor"):
         assert set(traced(**{axis: 2})) == {"loss", "weight", "accuracy"}
-    with pytest.raises(ConfigError, match="whose kernel is causal"):
+    with pytest.raises(RuleError, match="mesh.sequence: splits nothing"):
         traced(sequence=2)
-    with pytest.raises(ConfigError, match=r"5 / \(sequence=2\) = 2\.5"):
-        traced(sequence=2, context="all-to-all")
 
 
 def test_what_cannot_be_built_or_seen_is_refused_at_once():

@@ -101,9 +101,7 @@ def _draw_example(chance: random.Random, devices: int, kinds: tuple[str, ...]) -
     arrays = {path: x for path, x in {**params, **variables}.items() if path not in drawn}
     specs: Specs = {}
     batch: Specs = {}
-    for _ in range(
-        20
-    ):  # a plan refuses an axis for experts that splits no parameter, and `sequence` if it splits nothing
+    for _ in range(20):  # a plan refuses the axes `expert` and `sequence` if they split nothing
         specs = {path: _draw_spec(chance, x.shape, sizes) for path, x in arrays.items()}
         batch = {str(number): _draw_batch_spec(chance, x.shape, sizes) for number, x in enumerate(inputs)}
         needed = {"expert": specs, "sequence": {**specs, **batch}}
