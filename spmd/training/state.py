@@ -81,6 +81,17 @@ def check_state(plan: ShardingPlan, state: Any) -> None:
         raise ConfigError("The step cannot take this state:", first_of(problems, at_most=5))
 
 
+def place_state(plan: ShardingPlan, state: TrainState) -> TrainState:
+    """Return a state whose arrays are where the plan has them; those that are there already are unchanged."""
+
+    def place(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.committed and x.sharding.is_equivalent_to(like.sharding, x.ndim):
+            return x
+        return jax.device_put(x, like.sharding)
+
+    return jax.tree.map(place, state, abstract_state(plan))
+
+
 def check_alive(where: str, arrays: Any, fix: str) -> list[Problem]:
     """Return a problem if some arrays are deleted, as donated ones are."""
     table = tree.flatten(arrays)

@@ -32,7 +32,7 @@ from spmd.plan.scaled_param import MAGNITUDES
 from spmd.plan.scopes import METRICS, OPTIMIZER
 from spmd.training.batch import place_batch
 from spmd.training.offloaded_update import make_update
-from spmd.training.state import TrainState, abstract_arguments, abstract_state, check_state
+from spmd.training.state import TrainState, abstract_arguments, abstract_state, check_state, place_state
 
 Watch = Callable[[TrainState, TrainState], Any]
 """Metric of a step: a function of the states before and after it."""
@@ -60,12 +60,14 @@ class TrainStep:
         """Dispatch one step and return at once; `state` must not be used again, which is an error.
 
         Host arrays of the batch are placed as `spmd.place_batch` does. Inside a transformation of JAX, such as a
-        `jax.lax.scan` over batches, the step becomes a part of that program.
+        `jax.lax.scan` over batches, the step becomes a part of that program. A state that comes out of such a program in
+        another layout is moved into the plan's.
         """
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
             return self._traced(state, batch)
         if not self._newest or self._newest() is not state or state.step.is_deleted():  # else it is known to fit
             check_state(self.plan, state)
+            state = place_state(self.plan, state)
         batch = place_batch(self.plan, batch)
         state, metrics = self.compile(batch)(state, batch)
         self._newest = weakref.ref(state)
