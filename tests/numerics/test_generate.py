@@ -87,7 +87,7 @@ def _forward(model, params, ids):
     return getattr(returned, "logits", returned)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", pytest.param("gemma2", marks=pytest.mark.soak)])
 def test_greedy_is_the_likeliest_token_each_time(name):
     """Kept or not, prompts of three lengths in one batch go on as each does by itself in the plain model."""
     assert write(PROMPTS, name) == by_hand(name)

@@ -132,6 +132,7 @@ def test_a_rotation_by_a_product_is_exact(dtype, on_tpus):
     np.testing.assert_array_equal(back(x)[0], rope._by_halves(x, cos, -sin))
 
 
+@pytest.mark.soak
 def test_heads_as_a_dimension_change_no_number(on_tpus):
     """As they are on TPUs, over simulated devices: two steps equal those of one device."""
     batches = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)

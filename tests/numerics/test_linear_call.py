@@ -64,26 +64,20 @@ FORWARD = {
     "jit": lambda f: jax.jit(f)(POINT),
     "vmap": lambda f: jax.vmap(f)(ROWS),
     "vmap over columns": lambda f: jax.vmap(f, in_axes=1, out_axes=1)(ROWS.T),
-    "vmap of vmap": lambda f: jax.vmap(jax.vmap(f))(np.stack([ROWS, -ROWS])),
     "jvp": lambda f: jax.jvp(f, (POINT,), (TANGENT,)),
     "jvp of jvp": lambda f: jax.jvp(lambda x: jax.jvp(f, (x,), (TANGENT,))[1], (POINT,), (TANGENT,)),
     "linearize": lambda f: jax.linearize(f, POINT)[1](TANGENT),
     "jacfwd": lambda f: jax.jacfwd(f)(POINT),
-    "jacfwd of jacfwd": lambda f: jax.jacfwd(jax.jacfwd(f))(POINT),
     "jvp of a loop": lambda f: jax.jvp(looped(f), (POINT,), (TANGENT,)),
     "jet": lambda f: jet(f, (POINT,), ((TANGENT, jnp.zeros(3), jnp.zeros(3)),)),
-    "vmap of jet": lambda f: jax.vmap(lambda x: jet(f, (x,), ((TANGENT, jnp.zeros(3)),)))(ROWS),
 }
 """Modes that do not transpose."""
 MODES = FORWARD | {
     "vjp": lambda f: jax.vjp(f, POINT)[1](TANGENT),
     "jacrev": lambda f: jax.jacrev(f)(POINT),
     "grad": lambda f: jax.grad(total(f))(POINT),
-    "grad in jit": lambda f: jax.jit(jax.grad(total(f)))(POINT),
-    "vmap of grad": lambda f: jax.vmap(jax.grad(total(f)))(ROWS),
     "grad of vmap": lambda f: jax.grad(lambda rows: (jax.vmap(f)(rows) ** 2).sum())(ROWS),
     "grad of grad": lambda f: jax.grad(along(f))(POINT),
-    "grad of grad of grad": lambda f: jax.grad(lambda x: jax.grad(along(f))(x) @ TANGENT)(POINT),
     "hessian": lambda f: jax.hessian(total(f))(POINT),
     "jacrev of jacfwd": lambda f: jax.jacrev(jax.jacfwd(f))(POINT),
     "forward over reverse": lambda f: jax.jvp(jax.grad(total(f)), (POINT,), (TANGENT,))[1],
@@ -92,7 +86,6 @@ MODES = FORWARD | {
     "scan": lambda f: jax.grad(total(scanned(f)))(POINT),
     "grad of grad of scan": lambda f: jax.grad(along(scanned(f)))(POINT),
     "branches": lambda f: jax.grad(along(chosen(f)))(POINT),
-    "checkpoint": lambda f: jax.grad(along(jax.checkpoint(f)))(POINT),
     "checkpoint in scan": lambda f: jax.grad(along(scanned(jax.checkpoint(f))))(POINT),
 }
 """Mode → a function of the function to differentiate."""
@@ -118,8 +111,9 @@ def test_every_mode_differentiates_the_call(mode):
 
 
 def test_control_another_transpose():
-    """With a transpose of twice the size, reverse modes are wrong, and others stay as they are."""
-    assert {mode for mode in MODES if differs(mode, 2.0)} == MODES.keys() - FORWARD.keys()
+    """With a transpose of twice the size, reverse modes are wrong, and forward modes stay as they are."""
+    modes = ("jvp", "linearize", "jacfwd", "vjp", "grad", "forward over reverse", "scan")
+    assert {mode for mode in modes if differs(mode, 2.0)} == {*modes} - FORWARD.keys()
 
 
 def test_shapes_may_change():
@@ -149,7 +143,7 @@ class Net(nnx.Module):
     """A network with biases, which are gathered, too."""
 
     def __init__(self, rngs):
-        self.a, self.b = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 4, rngs=rngs)
+        self.a, self.b = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x):
         return self.b(jnp.tanh(self.a(x)))
@@ -158,7 +152,7 @@ class Net(nnx.Module):
 MODEL = from_nnx(Net)
 RULES = Rules([("kernel", P("fsdp", "tensor")), ("bias", P("fsdp"))])
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
-BATCH = {"x": np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)}
+BATCH = {"x": np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)}
 
 
 def ones(params):
@@ -199,7 +193,7 @@ TERMS = {
     "jacfwd": slopes,
     "forward over reverse": newton,
     "jet": curvature,
-    "examples one by one": lambda p, x: jax.vmap(lambda x: jax.grad(lambda p: size(p, x[None]))(p)["a"]["kernel"])(x),
+    "examples one by one": lambda p, x: jax.vmap(lambda x: jax.grad(lambda p: size(p, x[None]))(p)["a"]["bias"])(x),
     "scan of checkpoints": lambda p, x: jax.lax.scan(jax.checkpoint(lambda x, _: (moved(p, x), None)), x, length=2)[0],
 }
 """Name → an array that a loss squares and sums, and that needs a derivative over parameters or inputs."""
@@ -239,14 +233,14 @@ def derivatives_of_a_bias():
         with use_plan(plan):
             return jax.jacfwd(squares)(bias), jax.hessian(lambda bias: squares(bias).sum())(bias)
 
-    return jax.jit(run)(np.arange(4.0, dtype=np.float32))
+    return jax.jit(run)(np.arange(float(WIDTH), dtype=np.float32))
 
 
 def test_a_bias_that_a_layer_gathers_is_differentiated_in_any_mode(monkeypatch):
     """Its tangents are gathered as it is; the control: with `jax.custom_vjp` there is no forward mode."""
     first, second = derivatives_of_a_bias()
-    np.testing.assert_allclose(first, np.diag(2 * np.arange(4.0)))
-    np.testing.assert_allclose(second, 2 * np.eye(4))
+    np.testing.assert_allclose(first, np.diag(2 * np.arange(float(WIDTH))))
+    np.testing.assert_allclose(second, 2 * np.eye(WIDTH))
     monkeypatch.setattr(fsdp, "linear_call", by_custom_vjp)
     with pytest.raises(TypeError, match="forward-mode"):
         derivatives_of_a_bias()
@@ -271,9 +265,9 @@ def program_of_gradients():
         with use_plan(plan):
             return loss(params, {}, batch, jax.random.key(0))[:2]
 
-    batch = {"x": jax.ShapeDtypeStruct((8, WIDTH), jnp.float32, sharding=plan.batch_sharding("x"))}
+    batch = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32, sharding=plan.batch_sharding("x"))}
     compiled = jax.jit(run, out_shardings=(plan.gradient_shardings, None)).lower(plan.abstract_params, batch).compile()
-    return Counter(re.findall(r"= \S+ ([a-z-]+)\(", compiled.as_text()))
+    return Counter(re.findall(r"[]})] ([a-z-]+)\(", compiled.as_text()))
 
 
 def test_a_call_costs_nothing(monkeypatch):

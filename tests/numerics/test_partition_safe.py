@@ -36,6 +36,7 @@ X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
 BATCH = {"x": X, "tokens": np.random.default_rng(1).integers(0, VOCAB, 16)}
 
 
+@functools.cache
 def make_inputs(model):
     """Parameters and variables of a model, and a key, on the host."""
     key = jax.random.key(0)

@@ -114,7 +114,7 @@ def test_state_has_the_planned_dtypes_and_bytes(name):
     assert per_param["optimizer_state"] == 8 + (4 if policy.master else 0)
 
 
-@pytest.mark.parametrize("name", ["bf16-params-stochastic", "fp16"])
+@pytest.mark.parametrize("name", [pytest.param("bf16-params-stochastic", marks=pytest.mark.soak), "fp16"])
 def test_a_mesh_trains_as_one_device_does(name):
     """Three steps on eight devices stay within the policy's tolerance; the other policies are in the parity suite."""
     result = one_device(name).compare(plan(name, **MESH))
@@ -132,7 +132,9 @@ def test_a_narrow_policy_follows_float32(name):
     assert 0 < np.abs(losses(name) / losses("float32") - 1).max() < 1e-2
 
 
-@pytest.mark.parametrize("name", ["bf16-params", "bf16-params-stochastic", "fp16"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("bf16-params", marks=pytest.mark.soak), "bf16-params-stochastic", "fp16"]
+)
 def test_a_run_resumes_bitwise(name, tmp_path):
     """Two steps, a checkpoint and a third step end as three steps do, with everything the policy keeps."""
     layout = plan(name, **MESH)

@@ -139,7 +139,9 @@ def steps(quantize, count=1, microbatches=1, config=CONFIG, options=(), **sizes)
     return found, state
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed", pytest.param("int8", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "recipe", ["fp8-delayed", *(pytest.param(name, marks=pytest.mark.soak) for name in ("fp8", "int8"))]
+)
 def test_layouts_train_alike(recipe):
     """But for codes that are rounded the other way where sums differ in order; the control is without the recipe."""
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -246,6 +248,7 @@ def test_experts_have_the_products_of_their_codes(recipe):
     np.testing.assert_allclose(jax.jit(run)(rows, kernels), slots, rtol=0, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_a_mixture_trains_alike_on_every_mesh():
     """With quantized experts: to the order of sums; the control, without a recipe, is further off."""
     config = dataclasses.replace(MIXTRALS["test"], d_model=64)

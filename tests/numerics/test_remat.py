@@ -134,7 +134,7 @@ def test_naming_an_activation_that_no_rule_names_is_an_error(word):
         tiny.plan(options=(("remat", f"{word}:attention_ouut"),))
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"])
 def test_naming_an_activation_that_no_layer_marks_is_an_error(stacked):
     """One error for all such names, with those that the layers do mark; an activation outside of the layers is none."""
     plan = tiny.plan(tiny.replaced(stacked=stacked), options=(("remat", "save:mlp_hidden,logits offload:embed_rows"),))
@@ -203,7 +203,7 @@ def test_offload_needs_a_memory_that_is_there():
     make(mesh, remat="offload:mlp_hidden")
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"])
 def test_full_recomputes_each_layer_and_save_recomputes_less(stacked):
     """Matmuls in the program: least with none, most with full, which runs nearly a second forward pass."""
     programs = 1 if stacked else tiny.CONFIG.layers  # a scanned layer is in the program once
@@ -228,7 +228,7 @@ def test_saving_every_name_recomputes_fewer_matmuls():
     assert matmuls("offload:" + ",".join(names)) == counts[-1]
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"])
 def test_an_interval_recomputes_every_kth_layer(stacked):
     """Of five layers every second is three, every third two, every ninth the first; the others keep everything."""
     per_layer = KERNELS - 2 + 2 + 1
@@ -249,15 +249,17 @@ def test_offloaded_activations_go_to_the_host_and_come_back():
     assert count("device_put", "save:attention_out offload:mlp_hidden") - count("device_put", f"save:{NAMES}") == 2
 
 
-@pytest.mark.parametrize("remat", ["dots", "save:attention_out offload:residual", "full/2", "selective/2"])
+@pytest.mark.parametrize(
+    "remat",
+    ["dots", "save:attention_out offload:residual", "full/2", pytest.param("selective/2", marks=pytest.mark.soak)],
+)
 def test_no_policy_changes_a_gradient(remat):
     """Against none, but for the order of sums, with three scanned layers over fsdp and tensor."""
     assert_close(gradients(remat), gradients("none"), lost())
 
 
-@pytest.mark.parametrize(
-    "remat", [pytest.param("selective", marks=pytest.mark.soak), "save:attention_out offload:mlp_hidden/2"]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("remat", ["selective", "save:attention_out offload:mlp_hidden/2"])
 def test_no_policy_changes_a_gradient_of_separate_layers(remat):
     """Layers that are not scanned, under a policy that acts inside of them and one that acts around some of them."""
     assert_close(gradients(remat, stacked=False), gradients("none", stacked=False), lost(stacked=False))
@@ -269,6 +271,7 @@ def test_no_policy_changes_a_gradient_of_a_scan_that_is_unrolled(remat):
     assert_close(gradients(remat, unroll=2), gradients("none"), lost())
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("remat", ["selective"])
 def test_no_policy_changes_a_gradient_in_bf16(remat):
     """What is recomputed is rounded as it was the first time, but for sums that XLA orders otherwise."""

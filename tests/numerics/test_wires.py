@@ -235,7 +235,7 @@ def test_layers_experts_and_head_use_the_codes_forward_and_backward():
     [
         pytest.param("full/2", LLAMA, {"fsdp": 8}, marks=pytest.mark.soak, id="full/2-['fsdp']"),
         pytest.param("dots", LLAMA, {"fsdp": 8}, marks=pytest.mark.soak, id="dots-['fsdp']"),
-        pytest.param("full", MIXTRAL, {"fsdp": 4, "expert": 2}, id="full-['fsdp', 'expert']"),
+        pytest.param("full", MIXTRAL, {"fsdp": 4, "expert": 2}, marks=pytest.mark.soak, id="full-['fsdp', 'expert']"),
     ],
 )
 def test_the_backward_pass_gathers_inside_of_a_slice(remat, rules, sizes):

@@ -6,8 +6,10 @@ message.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ FAULTS = {
     "FFTs on CPUs": 0,
 }
 """Heading → its silent faults."""
+MENDED_IN_0_12 = ("fft_handler.cc:117",)
+"""Loud faults by the beginning of their messages, which only the older end of the range of JAX has."""
 LEAST_ERROR = 0.05
 LARGEST_ERROR = 1e-6
 
@@ -50,7 +54,7 @@ def loud_faults() -> list[tuple[str, str, str]]:
     """Heading, code and message of each block that does not run."""
     found = []
     for heading, listed in sections().items():
-        for block, after in zip(listed, listed[1:], strict=False):
+        for block, after in itertools.pairwise(listed):
             if block.language == "python" and block.is_marked:
                 assert after.language == "text", f"a block of {heading!r} that is not run has no message"
                 found.append((heading, block.code, after.code.strip()))
@@ -74,7 +78,7 @@ def mended(heading: str) -> str:
     what = f"`Fault({heading!r}, ...)` of spmd/plan/xla_faults.py"
     if heading == "Products":
         what = "the gathers and sums of spmd/plan/partition_safe.py"
-    return f"XLA mended a fault: drop {what} and it in section {heading!r} of docs/xla-faults.md"
+    return f"XLA mended a fault: drop {what} and its part of section {heading!r} of docs/xla-faults.md"
 
 
 def error(result: Any, expected: Any) -> float:
@@ -127,6 +131,10 @@ def test_loud_fault(
     """A block that is not run ends its process or raises, with the message below it, but for the line of XLA's code."""
     log = tmp_path / "log"
     setup = "".join(block.code for block in python_blocks(""))
-    assert server(log, [setup + code]).wait() != 0, f"{mended(heading)}:\n{code}"
+    ended = server(log, [setup + code]).wait()
+    if message.startswith(MENDED_IN_0_12) and not version("jax").startswith("0.10."):
+        assert ended == 0, log.read_text(encoding="utf-8", errors="replace")
+        return
+    assert ended != 0, f"{mended(heading)}:\n{code}"
     printed = re.sub(r"\.cc:\d+", ".cc", log.read_text(encoding="utf-8", errors="replace"))
     assert re.sub(r"\.cc:\d+", ".cc", message) in printed, printed[-4000:]

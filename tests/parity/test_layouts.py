@@ -86,6 +86,7 @@ def test_accumulation_equals_the_whole_batch():
     assert_equal(grad_fn=accumulate(GRAD_FN, 4))
 
 
+@pytest.mark.soak
 def test_bf16_follows_float32():
     """bfloat16 compute with float32 parameters stays near float32, and is not it."""
     plan = tiny.plan(fsdp=4, options=(("precision", "bf16"),))

@@ -109,11 +109,21 @@ def name_of(row: Row) -> str:
 
 COMPAT = TABLE[::9]
 """Rows for the newest JAX."""
+IN_CI = [*COMPAT, *(row for row in TABLE[::2] if row["precision"] == EXACT)]
+"""Half of the rows that compare exactly; the whole table, with every pair of choices, is soak."""
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.compat] * (row in COMPAT), id=name_of(row)) for row in TABLE]
-)
+def marks_of(row: Row) -> list[pytest.MarkDecorator]:
+    """The tiers of a row."""
+    marks = []
+    if row in COMPAT:
+        marks.append(pytest.mark.compat)
+    if row not in IN_CI:
+        marks.append(pytest.mark.soak)
+    return marks
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=marks_of(row), id=name_of(row)) for row in TABLE])
 def test_a_layout_gives_the_numbers_of_one_device(row: Row) -> None:
     """The initial state bitwise; of two steps losses, gradients and updates as near as the precision lets."""
     result = parity(row)

@@ -62,7 +62,7 @@ def test_zero_is_no_deadline():
 @pytest.mark.parametrize(
     ("hang", "code"),
     [
-        ("time.sleep(600)", EXIT_HUNG),
+        pytest.param("time.sleep(600)", EXIT_HUNG, marks=pytest.mark.soak),
         ("ctypes.PyDLL(None).sleep(600)", 1),  # holds the interpreter's lock: no Python thread can run any more
     ],
 )

@@ -104,7 +104,7 @@ exit_process(7)
 """
 
 
-@pytest.mark.parametrize("process_id", [0, 1])
+@pytest.mark.parametrize("process_id", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_processes_that_wait_in_vain_say_where(process_id):
     """Without the other process, each ends by itself and says which address was tried, and for how long."""
     address = f"127.0.0.1:{free_port()}"
@@ -178,7 +178,7 @@ sys.exit(int(mode))
     [
         ((("0", 0), ("3", 0.5), ("0", 60)), 3, ["process 1 ended with exit code 3", "stopped process 2"]),
         ((("0", 60), ("kill", 0)), 137, ["process 1 ended with signal SIGKILL", "stopped process 0"]),
-        ((("4", 4), ("5", 0)), 5, ["process 1 ended with exit code 5"]),
+        pytest.param((("4", 4), ("5", 0)), 5, ["process 1 ended with exit code 5"], marks=pytest.mark.soak),
         ((("0", 0), ("0", 0.2)), 0, []),
     ],
     ids=["exit-code", "signal", "both-fail", "none-fails"],

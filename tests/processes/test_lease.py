@@ -86,6 +86,7 @@ def two_at_once(start, out, config="tiny.py"):
     return first
 
 
+@pytest.mark.soak
 def test_one_of_two_trains_and_killed_it_is_resumed_at_once(start):
     """The other exits with 2 and names the first, whose metrics and config stay its own. SIGKILL leaves the lease of a
     process that has ended: the next run on this host does not wait."""
@@ -101,6 +102,7 @@ def test_one_of_two_trains_and_killed_it_is_resumed_at_once(start):
     assert list(losses(out)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.soak
 def test_the_control_without_a_lease(start, folder):
     """The second run is not refused, or the first one dies."""
     folder, _ = folder

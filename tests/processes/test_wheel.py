@@ -99,6 +99,7 @@ def test_the_source_distribution_contains_the_families(built: Path) -> None:
     assert "spmd/models/llama.py" in names
 
 
+@pytest.mark.soak
 def test_the_installed_wheel_trains_beside_a_module_named_models(built: Path, tmp_path: Path) -> None:
     """`import models` is the user's, `spmd.models` comes from the wheel, and a shipped config runs."""
     (wheel,) = built.glob("*.whl")
