@@ -112,8 +112,20 @@ def _example_problems(
     if len(set(sizes.values())) > 1:
         detail = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         what = "has arrays with different numbers of examples, which would not be split alike"
-        problems.append(Problem("batch", what, detail, _DECLARE.format(path=max(sizes, key=sizes.__getitem__))))
+        problems.append(Problem("batch", what, detail, _DECLARE.format(path=_undeclared(arrays, sizes))))
+    if all(dim is None for dim in dims.values()):
+        detail = f"each of {microbatches} microbatches would be the whole batch"
+        problems.append(Problem("batch", "has no array with examples", detail, "microbatches=1"))
     return problems
+
+
+def _undeclared(arrays: Mapping[str, jax.Array], sizes: Mapping[str, int]) -> str:
+    """Return the array that a fix names: one that has the examples of another in a later dimension, or the longest."""
+    for path, size in sizes.items():
+        others = {other for other in sizes.values() if other != size}
+        if others & set(arrays[path].shape[1:]):
+            return path
+    return max(sizes, key=sizes.__getitem__)
 
 
 def _check_no_scan(program: TracedProgram, before: int, batch: Any) -> None:

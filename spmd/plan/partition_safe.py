@@ -6,10 +6,11 @@ replaced (`spmd.plan.xla_faults`). What is then evaluated is the same function o
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 from jax.sharding import use_abstract_mesh
@@ -66,13 +67,19 @@ class TracedCall:
         leaves = jax.tree.leaves((self.params, self.variables, self.others))
         if mesh is not None and split_axes(mesh):
             placements = _placements(self.params, self.variables, mesh)
-            program = _read(jaxpr, placements, mesh)
+            program = _read(jaxpr, placements, self._batch_specs(), mesh)
             axes = {number: _gathered_axes(placed) for number, placed in placements.items()}
             uses = unproven_uses(program, axes, len(jax.tree.leaves((self.params, self.variables))))
             for number, is_result_used in uses.items():
                 leaves[number] = gather_input(leaves[number], placements[number], sum_first=is_result_used)
             jaxpr = _without_faults(jaxpr, program, mesh)
         return jax.tree.unflatten(jax.tree.structure(self.outputs), jaxpr_as_fun(jaxpr)(*leaves))
+
+    def _batch_specs(self) -> dict[int, P]:
+        """Return the number of each input that is an array of the batch → its spec in the batch table."""
+        number, table = len(jax.tree.leaves((self.params, self.variables))), current().batch
+        arrays = tree.flatten(self.others[0] if self.others else ())
+        return {number + i: table.spec(path, jnp.ndim(x)) for i, (path, x) in enumerate(arrays.items())}
 
 
 def trace_call(function: Callable[..., Any], params: Any, variables: Any, *others: Any) -> TracedCall:
@@ -166,12 +173,16 @@ def _gathered_axes(placement: ParamPlacement) -> frozenset[str]:
     return frozenset(axis for axis in named if axis in GATHERED and axis in split)
 
 
-def _read(jaxpr: ClosedJaxpr, placements: dict[int, ParamPlacement], mesh: AnyMesh) -> TracedProgram:
+def _read(
+    jaxpr: ClosedJaxpr, placements: Mapping[int, ParamPlacement], batch: Mapping[int, P], mesh: AnyMesh
+) -> TracedProgram:
     """Return the program with the shardings of its values, as far as they follow from those of its inputs."""
     program = read_program(jaxpr)
-    for number, placed in placements.items():
+    specs = {number: placed.stored for number, placed in placements.items()} | dict(batch)
+    for number, spec in specs.items():
         value = program.inputs[number]
-        value.dims = tuple(spec_dims(placed.stored, len(value.shape), split_axes(mesh)))
+        if len(spec) <= len(value.shape):  # another function than a loss may have other arrays at this place
+            value.dims = tuple(spec_dims(spec, len(value.shape), split_axes(mesh)))
     propagate(program)
     return program
 
@@ -186,7 +197,8 @@ def _without_faults(jaxpr: ClosedJaxpr, program: TracedProgram, mesh: AnyMesh) -
             if not split_axes(mesh):
                 continue
             if any(outer.primitive.name in _CUSTOM for outer in around):
-                problems += [] if fault.may_stay else [_problem(operation, fault, mesh)]
+                if not _is_whole(operation, fault, mesh):
+                    problems.append(_problem(operation, fault, mesh))
                 continue
             arrays = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
             formula = jax.named_call(fault.formula(operation, mesh), name=fault_scope(fault.name))
@@ -196,10 +208,29 @@ def _without_faults(jaxpr: ClosedJaxpr, program: TracedProgram, mesh: AnyMesh) -
     return replace_equations(jaxpr, replacements)
 
 
+def _is_whole(operation: Operation, fault: Fault, mesh: AnyMesh) -> bool:
+    """Return whether the dimensions that XLA must not split are known to be whole.
+
+    Where the sharding of an operand does not follow from the rules, they are if the mesh has no axis for sequences: no
+    other axis splits them.
+    """
+    if fault.whole is None:
+        return False
+    for value, dims in fault.whole(operation):
+        if value.dims is None and mesh.shape["sequence"] > 1:
+            return False
+        if value.dims is not None and any(value.dims[dim] for dim in dims):
+            return False
+    return True
+
+
 def _problem(operation: Operation, fault: Fault, mesh: AnyMesh) -> Problem:
     where = equation_line(operation.equations) or operation.primitive
     axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in split_axes(mesh))
     shapes = " and ".join(str(value.shape) for value in operation.inputs)
     what = f"{operation.primitive} of {shapes} is in the code of a custom derivative, which cannot be replaced"
     detail = f"on {axes}: docs/xla-faults.md, {fault.name}"
-    return Problem(where, what, detail, "compute it outside of jax.custom_vjp and jax.custom_jvp")
+    fix = "compute it outside of jax.custom_vjp and jax.custom_jvp"
+    if fault.whole is not None:
+        fix += ", or split no other dimension of its operands than the examples: Rules(batch=…, activations=…)"
+    return Problem(where, what, detail, fix)

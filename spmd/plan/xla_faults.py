@@ -7,7 +7,7 @@ Each fault has a reproduction in plain JAX on the page docs/xla-faults.md, and a
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from spmd.jaxpr.traced_program import Operation
+from spmd.jaxpr.traced_program import Operation, TracedValue
 from spmd.plan.context import keep_whole
 from spmd.plan.manual import manual_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
@@ -33,15 +33,15 @@ class Fault:
         applies: Whether an operation may have it.
         formula: What to compute instead on a mesh.
         instead: The formula in words.
-        may_stay: Whether the operation may stay where it cannot be replaced, in the code of a custom derivative: it is
-            wrong only where something else splits its dimensions.
+        whole: The dimensions of its operands that must be whole. Where they are, the operation is right as it is, and
+            may stay in the code of a custom derivative, which cannot be replaced; None if it may never.
     """
 
     name: str
     applies: Callable[[Operation, AnyMesh], bool]
     formula: Callable[[Operation, AnyMesh], Formula]
     instead: str
-    may_stay: bool = False
+    whole: Callable[[Operation], list[tuple[TracedValue, Sequence[int]]]] | None = None
 
 
 def _is_convolution(operation: Operation, mesh: AnyMesh) -> bool:
@@ -91,11 +91,31 @@ def _whole_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
     return convolve
 
 
-def _whole_windows(operation: Operation, mesh: AnyMesh) -> Formula:
-    """Keep the dimensions along which windows reach over several elements whole."""
+def _spatial_dims(operation: Operation) -> list[tuple[TracedValue, Sequence[int]]]:
+    numbers, (images, kernel) = operation.params["dimension_numbers"], operation.inputs
+    return [(images, numbers.lhs_spec[2:]), (kernel, numbers.rhs_spec[2:])]
+
+
+def _window_dims(operation: Operation) -> list[tuple[TracedValue, Sequence[int]]]:
+    dims = _dims_of_window(operation)
+    return [(value, dims) for value in operation.inputs if value.shape]
+
+
+def _transformed_dims(operation: Operation) -> list[tuple[TracedValue, Sequence[int]]]:
+    (value,), count = operation.inputs, len(operation.params["fft_lengths"])
+    return [(value, range(len(value.shape) - count, len(value.shape)))]
+
+
+def _dims_of_window(operation: Operation) -> list[int]:
+    """Return the dimensions along which windows reach over several elements."""
     params = operation.params
     sizes = zip(params["window_dimensions"], params["window_strides"], strict=True)
-    dims = [dim for dim, (window, stride) in enumerate(sizes) if window > 1 or stride > 1]
+    return [dim for dim, (window, stride) in enumerate(sizes) if window > 1 or stride > 1]
+
+
+def _whole_windows(operation: Operation, mesh: AnyMesh) -> Formula:
+    """Keep the dimensions along which windows reach over several elements whole."""
+    dims = _dims_of_window(operation)
 
     def reduce(*arrays: jax.Array) -> Any:
         arrays = tuple(keep_whole(x, mesh, dims) if x.ndim else x for x in arrays)
@@ -143,21 +163,21 @@ FAULTS = (
         applies=_is_convolution,
         formula=_whole_convolution,
         instead="spatial dimensions are kept whole",
-        may_stay=True,
+        whole=_spatial_dims,
     ),
     Fault(
         name="FFTs on CPUs",
         applies=_is_cpu_transform,
         formula=_row_major_transform,
         instead="operand and result are laid out by rows",
-        may_stay=True,
+        whole=_transformed_dims,
     ),
     Fault(
         name="Windows over a split dimension",
         applies=_has_windows,
         formula=_whole_windows,
         instead="the dimensions of a window are kept whole",
-        may_stay=True,
+        whole=_window_dims,
     ),
 )
 """The first that applies to an operation counts."""

@@ -60,7 +60,7 @@ class TrainStep:
         """Dispatch one step and return at once; `state` must not be used again, which is an error.
 
         Host arrays of the batch are placed as `spmd.place_batch` does. Inside a transformation of JAX, such as a
-        `jax.lax.scan` over batches, the step becomes a part of that program. A state that comes out of such a program in
+        `jax.lax.scan` over batches, the step becomes a part of that program. A state that such a program returns in
         another layout is moved into the plan's.
         """
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):

@@ -335,24 +335,47 @@ def in_a_loop(groups):
 CUSTOM = {"custom_vjp": with_custom_vjp, "custom_jvp": with_custom_jvp, "loop": in_a_loop}
 
 
-def custom_gradients(kind, groups, sizes):
-    """Gradients of a model with a custom derivative, on a mesh and on one device."""
-    layer = CUSTOM[kind](groups)
+def convolution_errors(layer, groups, spec, batch=(), **sizes):
+    """The differences of a model with one convolution from one device."""
     shape = (3, 3, CHANNELS // groups, CHANNELS)
     model = Model(lambda key: {"kernel": jax.random.normal(key, shape) / 4}, lambda p, x: layer(x, p["kernel"]))
 
     def loss_fn(params, variables, batch, key):
-        return {"loss": (model.apply(params, batch["images_2d"]) ** 2).mean(), "weight": jnp.float32(1)}, variables
+        outputs = model.apply(params, batch["images_2d"])
+        return {"loss": (outputs**2 * (1 + weights(outputs))).mean(), "weight": jnp.float32(1)}, variables
 
-    rules = Rules([("kernel", P(None, None, None, "tensor"))])
-    return on_mesh(model, rules, loss_fn, BATCH, **sizes), on_one_device(model, loss_fn, BATCH)
+    found = on_mesh(model, Rules([("kernel", spec)], batch=batch), loss_fn, BATCH, **sizes)
+    return errors(found, on_one_device(model, loss_fn, BATCH))
+
+
+def gradient_in_a_loss(x, kernel):
+    """A loss that is the gradient of another."""
+    return jax.grad(lambda kernel: (jnp.tanh(convolve(x, kernel, 2)) ** 2).sum())(kernel)
+
+
+NESTED = {
+    "checkpoint": jax.checkpoint(lambda x, kernel: jnp.tanh(convolve(x, kernel, 2))),
+    "loop": lambda x, kernel: jax.lax.scan(lambda x, _: (jnp.tanh(convolve(x, kernel, 2)), None), x, length=2)[0],
+    "branch": lambda x, kernel: jax.lax.cond(x[0, 0, 0, 0] < 9, lambda x: convolve(x, kernel, 2), lambda x: x, x),
+    "vmap": lambda x, kernel: jax.vmap(lambda x: convolve(x[None], kernel, 2)[0])(x),
+    "gradient": gradient_in_a_loss,
+}
+"""Name → a function with a grouped convolution inside."""
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_convolutions_inside_of_other_programs(name):
+    """They are replaced there, too: value and gradients agree to 1e-5 where channels and images are split."""
+    channels, sizes = P(None, None, None, "tensor"), {"data": 2, "sequence": 2, "tensor": 2}
+    found = convolution_errors(NESTED[name], 2, channels, ROWS, **sizes)
+    assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("kind", CUSTOM)
 def test_groups_in_a_custom_derivative_are_refused(kind):
     """The error names the primitive, the line of the model, and the axes that split it."""
     with pytest.raises(AnnotationError) as caught:
-        custom_gradients(kind, 2, {"data": 2, "tensor": 4})
+        convolution_errors(CUSTOM[kind](2), 2, P(None, None, None, "tensor"), data=2, tensor=4)
     (problem,) = caught.value.problems
     source, start = inspect.getsourcelines(convolve)
     file, line = problem.where.split(":")
@@ -367,10 +390,26 @@ def test_groups_in_a_custom_derivative_are_refused(kind):
 @pytest.mark.parametrize("kind", CUSTOM)
 def test_other_convolutions_in_a_custom_derivative_stay(kind):
     """Without groups and without an axis over an image, XLA computes them right where they stand."""
-    found = errors(*custom_gradients(kind, 1, {"data": 2, "tensor": 4}))
+    found = convolution_errors(CUSTOM[kind](1), 1, P(None, None, None, "tensor"), data=2, tensor=4)
     assert max(found.values()) <= TOLERANCE, found
+
+
+def with_pool(groups):
+    """A pool in the code of a custom derivative, after a product that passes on how images are split."""
+    del groups
+    pool = jax.custom_vjp(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME"))
+    pool.defvjp(lambda x: jax.vjp(pool.fun, x), lambda back, g: back(g))
+    return lambda x, kernel: pool(x @ kernel[0, 0])
+
+
+@pytest.mark.parametrize("layer", [*CUSTOM.values(), with_pool], ids=[*CUSTOM, "pool"])
+def test_split_images_in_a_custom_derivative_are_refused(layer):
+    """XLA would compute them wrongly where they stand; the error says what must be whole."""
+    with pytest.raises(AnnotationError, match="split no other dimension of its operands than the examples"):
+        convolution_errors(layer(1), 1, replicate("small"), ROWS, data=2, sequence=2, tensor=2)
 
 
 def test_on_one_device_nothing_is_refused():
     """A plan of one device leaves every operation as it is."""
-    assert max(errors(*custom_gradients("custom_vjp", 2, {"data": 1})).values()) <= TOLERANCE
+    found = convolution_errors(CUSTOM["custom_vjp"](2), 2, replicate("small"), data=1)
+    assert max(found.values()) <= TOLERANCE, found

@@ -24,8 +24,6 @@ from spmd.training.state import abstract_state, init_state
 from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
 
-pytestmark = pytest.mark.compat
-
 VOCAB, WIDTH, HEADS = 32, 16, 4
 BATCHES = token_batches((8, 8), VOCAB, steps=3)
 
@@ -124,6 +122,7 @@ def one_device(kind):
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.compat
 def test_dropout_statistics_and_tied_weights_equal_one_device(kind, sizes):
     """Three steps give the same losses, gradients, updates, batch statistics and random state."""
     result = one_device(kind).compare(plan(kind, **sizes))
@@ -145,6 +144,7 @@ def test_control_statistics_of_part_of_the_batch_are_caught(kind):
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.compat
 def test_variables_change_as_the_model_says(kind):
     """Statistics move in training, draws differ from step to step, and evaluation changes nothing."""
     layout = plan(kind, fsdp=4, tensor=2)
@@ -327,6 +327,7 @@ class Annotated(nnx.Module):
         return self.head(self.embed(tokens))
 
 
+@pytest.mark.compat
 def test_a_model_is_sharded_by_its_own_annotations():
     """Its metadata become the table; it trains under it as on one device."""
     annotated = spmd.from_nnx(Annotated)

@@ -33,6 +33,6 @@ def test_control_without_the_gather_a_fault_is_found(monkeypatch):
 
 @pytest.mark.parametrize("library", ["nnx", "linen"])
 def test_every_layer_of_flax_is_drawn_from(library):
-    """A new layer of a newer Flax belongs into the sweep, or into what is left out, with the reason."""
+    """A new layer of a newer Flax belongs into the sweep, or into `LEFT_OUT` with the reason."""
     known = layers.COVERED[library] | layers.LEFT_OUT[library].keys()
     assert not layers.exported(library) - known

@@ -169,9 +169,7 @@ def test_operations_of_the_optimizer_are_marked():
     table = {"up": P(None, ("fsdp", "tensor")), "down": P(("fsdp", "tensor"))}
     options = {"table": table, "optimizer": optax.adam(1e-2), "spec": P("data"), "data": 2, "fsdp": 2, "tensor": 2}
     rest = [record for record in check(apply, zero=1, **options).undecided if record.phase == "rest of the step"]
-    assert {record.source for record in rest} == {
-        line_with("plan.optimizer.update(", "spmd/training/offloaded_update.py")
-    }
+    assert {record.source for record in rest} == {line_with("params, **taken)", "spmd/optim/extra_args.py")}
     assert "add got incompatible shardings" in rest[0].reason
     assert not any(r.phase == "rest of the step" for r in check(apply, zero=3, **options).undecided)
 
