@@ -19,7 +19,8 @@ INSTALLED := $(VENV)/.installed
 TEST_INSTALLED := $(VENV)/.installed-test
 DOCS_INSTALLED := $(VENV)/.installed-docs
 SOAK_INSTALLED := $(VENV)/.installed-soak
-PIP := $(VENV)/bin/python -m pip install -q -c constraints.txt
+# Python compiles what is imported; compiling all that is installed takes half of the installation's time.
+PIP := $(VENV)/bin/python -m pip install -q --no-compile -c constraints.txt
 
 # make_venv(python, folder, name of the variable that chooses python): an environment, or a sentence on what is missing.
 define make_venv
@@ -32,7 +33,7 @@ define make_venv
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install system demo test newest soak durations check bench docs
+.PHONY: help install system demo test newest soak durations check bench docs docs-environment
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,7 +72,7 @@ test: install ## run the tests that every change must pass (ARGS="-k mesh" choos
 newest: ## run the tests of what dependencies can break, on PYTHON_NEWEST with the newest release of everything
 	$(call make_venv,$(PYTHON_NEWEST),$(NEWEST),PYTHON_NEWEST)
 	@echo "installing the newest releases into $(NEWEST)"
-	@$(NEWEST)/bin/python -m pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
+	@$(NEWEST)/bin/python -m pip install -q --no-compile --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python $(PYTEST) -m "(unit or compat) and not soak" $(ARGS)
 
 soak: $(SOAK_INSTALLED) system ## run the long proofs, which no change waits for (as root, 45 to 80 minutes on 2 cores)
@@ -100,6 +101,8 @@ bench: install ## time step and layers against hand-written JAX, generation with
 
 docs: $(DOCS_INSTALLED) ## build the documentation with its API reference into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict --site-dir site
+
+docs-environment: $(DOCS_INSTALLED)
 
 $(DOCS_INSTALLED): $(INSTALLED)
 	@$(PIP) -e '.[docs]'

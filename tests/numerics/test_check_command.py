@@ -67,6 +67,7 @@ def two_axes(monkeypatch):
     monkeypatch.setattr(check, "AXES", ("data", "expert"))
 
 
+@pytest.mark.soak
 def test_check_sweeps_over_products_of_axes(config, two_axes, capsys):
     """A line for each; what is refused is given a reason and stops nothing, and no product with it is tried."""
     assert run("check", config, "--check-steps", "1", "--products", "2") == 0
@@ -92,6 +93,7 @@ def test_a_sweep_that_compares_nothing_is_an_error(config, two_axes, capsys):
     assert "runs on no product of axes" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_check_says_where_both_sides_are_nan(config, capsys):
     """With a learning rate that no float32 survives the steps before are compared, and it is said."""
     flags = ("--optimizer.learning-rate", "1e30", "--optimizer.name", "sgd")

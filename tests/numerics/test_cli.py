@@ -278,6 +278,7 @@ def test_version_names_the_libraries(capsys):
     assert [name for name in ("spmd ", "jax ", "jaxlib ", "flax ", "Python ") if name not in printed] == []
 
 
+@pytest.mark.soak
 def test_a_long_error_is_cut_and_kept(config, tmp_path, capsys, monkeypatch):
     """200,001 lines are 101 on the terminal, and all of them in the file that the last one names."""
 

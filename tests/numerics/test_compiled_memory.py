@@ -22,6 +22,7 @@ MEASURE = """
 """
 
 
+@pytest.mark.soak
 def test_the_estimate_is_near_what_is_compiled():
     """The demo model over `data` and `fsdp` as it is compiled with all optimisations, within a quarter.
 

@@ -103,7 +103,7 @@ def test_adapters_train_alike_on_every_mesh(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("schedule", "sizes"),
     [
-        ("1f1b", {"pipe": 2, "data": 2}),
+        pytest.param("1f1b", {"pipe": 2, "data": 2}, marks=pytest.mark.soak),
         pytest.param("interleaved", {"pipe": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.soak),
     ],
 )

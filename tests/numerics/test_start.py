@@ -77,6 +77,7 @@ def test_control_without_it_parameters_are_others(folder: Path) -> None:
     assert not np.allclose(state.params["lm_head"]["kernel"], trained(folder)["lm_head/kernel"])
 
 
+@pytest.mark.soak
 def test_with_adapters_what_is_loaded_is_frozen_and_merged_on_export(folder: Path) -> None:
     """`--init` with `--lora.targets`: the base is the folder's; an export of the run has its adapters in it."""
     began = setup(folder, "hf", lora=LORA, mesh=MeshShape(fsdp=4, tensor=2))

@@ -165,6 +165,7 @@ def test_nan_on_one_side_alone_is_a_difference():
     assert [row.path for row in result.rows if row.what == "gradients" and math.isinf(row.error)] == ["head/bias"]
 
 
+@pytest.mark.soak
 def test_a_step_that_overflows_on_both_sides_is_skipped_on_both():
     """A loss scale that is too large for float16: no update, a smaller scale, and the result says so."""
     scale = LossScale(initial=2.0**40, hysteresis=1)

@@ -26,6 +26,7 @@ def hang(watchdog, codes):
     time.sleep(0.5)
 
 
+@pytest.mark.soak
 def test_nothing_happens_while_something_finishes():
     """The control: steps within the deadline, for longer than one deadline."""
 

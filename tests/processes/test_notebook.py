@@ -32,6 +32,7 @@ def execute(source: str, new: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     return client.execute()
 
 
+@pytest.mark.soak
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It trains, evaluates and draws two pictures, as the stored one did over all of its steps."""
     for notebook, steps in (

@@ -121,6 +121,7 @@ def test_the_record_beside_a_checkpoint_says_what_it_is_of(folder, whole):
     assert record["config"]["steps"] == 30
 
 
+@pytest.mark.soak
 def test_two_processes_train_the_same_as_one(folder, whole):
     """Two processes of four devices (gloo) and one of eight: the same losses, the same final parameters."""
     port, out = free_port(), folder / "two"
