@@ -81,6 +81,7 @@ HOMES = {
     "tyro": {
         "run.config",
         "commands.parsing",
+        "commands.check",
         "commands.evaluate",
         "commands.generate",
         "commands.import_hf",
