@@ -40,9 +40,12 @@ class FaultyOperation:
     count: int
 
     def __str__(self) -> str:
-        times = f" ×{self.count}" if self.count > 1 else ""
-        where = f" at {self.source}" if self.source else ""
-        return f"{self.fault}: {self.primitive}{times}{where}: {self.answer}"
+        text = f"{self.fault}: {self.primitive}"
+        if self.count > 1:
+            text += f" ×{self.count}"
+        if self.source:
+            text += f" at {self.source}"
+        return f"{text}: {self.answer}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +63,8 @@ class FaultReport:
     def __str__(self) -> str:
         if not self.operations:
             return f"no operation of this step is on the page of what XLA computes wrongly ({PAGE})"
-        lines = [f"operations of this step that XLA computes wrongly where it splits them ({PAGE}):"]
-        return "\n".join([*lines, *(f"  {operation}" for operation in self.operations)])
+        title = f"operations of this step that XLA computes wrongly where it splits them ({PAGE}):"
+        return "\n  ".join([title, *map(str, self.operations)])
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the operations as JSON values."""
@@ -74,9 +77,10 @@ def find_faults(step: TrainStep, batch: Any) -> FaultReport:
     axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     program = read_program(step.trace(batch).jaxpr)
     counts = Counter(_faults(program, mesh, is_split=bool(axes)))
-    if len(axes) >= _FEWEST_AXES and (products := sum(1 for _ in _outside_of_regions(program, "dot_general"))):
-        counts[PRODUCTS, "dot_general", "", _GATHERED] = products
-    operations = (FaultyOperation(*key, count) for key, count in counts.items())
+    if len(axes) >= _FEWEST_AXES:
+        products = _outside_of_regions(program, "dot_general")
+        counts.update((PRODUCTS, "dot_general", "", _GATHERED) for _ in products)
+    operations = [FaultyOperation(*key, count) for key, count in counts.items()]
     return FaultReport(axes, tuple(sorted(operations, key=dataclasses.astuple)))
 
 
@@ -84,15 +88,17 @@ def _faults(program: TracedProgram, mesh: AnyMesh, *, is_split: bool) -> Iterato
     """Yield fault, primitive, source line and answer of each operation that has one."""
     instead = {fault.name: fault.instead for fault in FAULTS}
     for operation in program.walk():
-        if not (fault := fault_of(operation, mesh)):
+        fault = fault_of(operation, mesh)
+        if fault is None:
             continue
+        line = equation_line(operation.equations, _REPLACED_IN)
         scopes = "/".join(str(equation.source_info.name_stack) for equation in operation.equations)
-        replaced = read_fault(scopes)
-        if not replaced and is_split and _is_local(operation, mesh):
-            continue  # in a manual region each device computes its own
-        name = replaced or fault.name
-        answer = instead[name] if replaced or not is_split else _LEFT
-        yield name, operation.primitive, equation_line(operation.equations, _REPLACED_IN), answer
+        if replaced := read_fault(scopes):
+            yield replaced, operation.primitive, line, instead[replaced]
+        elif not is_split:
+            yield fault.name, operation.primitive, line, fault.instead
+        elif not _is_local(operation, mesh):  # in a manual region each device computes its own
+            yield fault.name, operation.primitive, line, _LEFT
 
 
 def _outside_of_regions(program: TracedProgram, primitive: str) -> Iterator[Operation]:
@@ -107,5 +113,7 @@ def _outside_of_regions(program: TracedProgram, primitive: str) -> Iterator[Oper
 
 def _is_local(operation: Operation, mesh: AnyMesh) -> bool:
     """Return whether every axis that splits something is manual where the operation is."""
-    manual = operation.equations[0].ctx.cur_abstract_mesh.manual_axes if operation.equations else ()
-    return all(axis in manual for axis in mesh.shape if mesh.shape[axis] > 1)
+    if not operation.equations:
+        return False
+    manual = operation.equations[0].ctx.cur_abstract_mesh.manual_axes
+    return all(axis in manual for axis, size in mesh.shape.items() if size > 1)

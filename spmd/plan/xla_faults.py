@@ -63,20 +63,34 @@ def _is_cpu_transform(operation: Operation, mesh: AnyMesh) -> bool:
 
 def _local_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
     """Each device convolves its own examples, and its own channels if the kernel is split by groups over `tensor`."""
-    params, split = operation.params, split_axes(mesh)
-    lhs, rhs, out = (getattr(params["dimension_numbers"], f"{name}_spec") for name in ("lhs", "rhs", "out"))
-    images, kernel = operation.inputs
-    batch = tuple(axis for axis in BATCH_AXES if axis in split)
-    if params["batch_group_count"] > 1 or images.shape[lhs[0]] % math.prod(mesh.shape[axis] for axis in batch):
-        batch = ()
-    channels: tuple[str, ...] = ()
-    if "tensor" in split and params["feature_group_count"] % mesh.shape["tensor"] == 0:
-        along = [value.dims[dim] for value, dim in ((images, lhs[1]), (kernel, rhs[0])) if value.dims]
-        channels = ("tensor",) if any("tensor" in axes for axes in along) else ()
-    parts = mesh.shape["tensor"] if channels else 1
-    local = functools.partial(_bind, operation, feature_group_count=params["feature_group_count"] // parts)
-    specs = _spec({lhs[0]: batch, lhs[1]: channels}), _spec({rhs[0]: channels})
-    return manual_over(mesh, split, local, specs, _spec({out[0]: batch, out[1]: channels}))
+    numbers = operation.params["dimension_numbers"]
+    batch, channels = _axes_of_examples(operation, mesh), _axes_of_groups(operation, mesh)
+    groups = operation.params["feature_group_count"] // math.prod(mesh.shape[axis] for axis in channels)
+    local = functools.partial(_bind, operation, feature_group_count=groups)
+    images = _spec({numbers.lhs_spec[0]: batch, numbers.lhs_spec[1]: channels})
+    kernel = _spec({numbers.rhs_spec[0]: channels})
+    result = _spec({numbers.out_spec[0]: batch, numbers.out_spec[1]: channels})
+    return manual_over(mesh, split_axes(mesh), local, (images, kernel), result)
+
+
+def _axes_of_examples(operation: Operation, mesh: AnyMesh) -> tuple[str, ...]:
+    """Return the axes over which the examples of a convolution are split; none if they do not divide."""
+    axes = tuple(axis for axis in BATCH_AXES if axis in split_axes(mesh))
+    examples = operation.inputs[0].shape[operation.params["dimension_numbers"].lhs_spec[0]]
+    if operation.params["batch_group_count"] > 1 or examples % math.prod(mesh.shape[axis] for axis in axes):
+        return ()
+    return axes
+
+
+def _axes_of_groups(operation: Operation, mesh: AnyMesh) -> tuple[str, ...]:
+    """Return `tensor` if channels are split over it and its parts are whole groups."""
+    if "tensor" not in split_axes(mesh) or operation.params["feature_group_count"] % mesh.shape["tensor"]:
+        return ()
+    numbers, (images, kernel) = operation.params["dimension_numbers"], operation.inputs
+    for value, dim in ((images, numbers.lhs_spec[1]), (kernel, numbers.rhs_spec[0])):
+        if value.dims and "tensor" in value.dims[dim]:
+            return ("tensor",)
+    return ()
 
 
 def _whole_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
@@ -117,9 +131,11 @@ def _whole_windows(operation: Operation, mesh: AnyMesh) -> Formula:
     """Keep the dimensions along which windows reach over several elements whole."""
     dims = _dims_of_window(operation)
 
+    def whole(x: jax.Array) -> jax.Array:
+        return keep_whole(x, mesh, dims) if x.ndim else x
+
     def reduce(*arrays: jax.Array) -> Any:
-        arrays = tuple(keep_whole(x, mesh, dims) if x.ndim else x for x in arrays)
-        return jax.tree.map(lambda x: keep_whole(x, mesh, dims), _bind(operation, *arrays))
+        return jax.tree.map(whole, _bind(operation, *map(whole, arrays)))
 
     return reduce
 

@@ -38,7 +38,7 @@ def make_update(plan: ShardingPlan) -> Update:
 
     def streamed(gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         gradients, scalars = global_phase(gradients)
-        scalars = scalars | {name: extra[name] for name in OF_PARTS}
+        scalars = scalars | {name: extra[name] for name in OF_PARTS if name in extra}
         before = tree.flatten(state)
         moved: dict[str, Any] = {}
         after: dict[str, Any] = {}

@@ -217,6 +217,7 @@ TWO_PROCESSES = """
 """
 
 
+@pytest.mark.soak
 def test_every_process_comes_to_the_same_verdict():
     """Process 1 holds the flipped bit, and process 0 names its device too; before, neither names any."""
     with socket.socket() as bound:

@@ -103,7 +103,7 @@ def test_greedy_is_the_likeliest_token_each_time(name):
         ("llama", {"data": 2}),
         ("llama", {"fsdp": 2}),
         ("llama", {"tensor": 2}),
-        ("llama", {"sequence": 2}),
+        pytest.param("llama", {"sequence": 2}, marks=pytest.mark.soak),
         ("llama", {"pipe": 2}),
         # More devices than key/value heads.
         pytest.param("replicated-kv", {"tensor": 4}, marks=pytest.mark.soak),

@@ -96,7 +96,14 @@ def test_dtypes_that_cannot_work_are_all_listed(fields, places):
     assert [problem.where for problem in caught.value.problems] == places
 
 
-@pytest.mark.parametrize("name", ["float32", *NARROW])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("float32", "bf16", "bf16-params")),
+        "bf16-params-stochastic",
+        "fp16",
+    ],
+)
 def test_state_has_the_planned_dtypes_and_bytes(name):
     """After a step, parameters, moments, master weights and variables lie as planned, to the byte."""
     layout = plan(name, **MESH)

@@ -9,8 +9,11 @@ from spmd.plan import partition_safe
 from tests.sweep import layers
 from tests.sweep.run import first_wrong, sweep
 
-# Layers of Flax with float32 parts, such as a cache, warn about models in float64.
-pytestmark = pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
+# Layers of Flax with float32 parts, such as a cache, warn about models in float64; a layer is deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning"),
+]
 
 SEED, COUNT = 41, 100
 CONTROL_SEED, MOST_OF_CONTROL = 45, 200

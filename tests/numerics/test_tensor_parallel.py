@@ -74,7 +74,7 @@ WHOLE = dataclasses.replace(
 """The residual stream whole on every device of `tensor`, as in Megatron-LM's first paper."""
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_activations_fall_as_published(tensor):
     """Where the residual stream is split, all are divided, and else those inside of regions (table 2 of the paper)."""
     assert saved(LLAMA, 1) == OUTSIDE + INSIDE
@@ -82,6 +82,7 @@ def test_activations_fall_as_published(tensor):
     assert saved(LLAMA, tensor) == saved(sequence_parallel(LLAMA), tensor) == (OUTSIDE + INSIDE) / tensor
 
 
+@pytest.mark.soak
 def test_any_number_of_tokens_is_split():
     """By width, 15 tokens go over two devices; by tokens they are refused."""
     batches = token_batches((8, 15), tiny.CONFIG.vocab, steps=1)

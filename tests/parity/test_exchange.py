@@ -130,7 +130,7 @@ def experts_alone() -> tuple[GradFn, Reference]:
 @pytest.mark.parametrize(
     ("is_mean", "layout"),
     [
-        (True, {"data": 2}),
+        pytest.param(True, {"data": 2}, marks=pytest.mark.soak),
         (False, {"data": 2}),
         pytest.param(True, {"data": 2, "expert": 2}, marks=pytest.mark.soak),
     ],

@@ -95,6 +95,7 @@ def test_bf16_follows_float32():
     assert result.losses != result.reference_losses
 
 
+@pytest.mark.soak
 def test_unrolled_layers_equal_scanned_ones():
     """A list of layers starts bitwise equal to stacked layers and trains the same."""
     unrolled = tiny.replaced(stacked=False)
