@@ -73,7 +73,7 @@ class CheckStepCommand(_CheckOptions):
 
 def run_check(arguments: list[str]) -> int:
     """Run `spmd check`; return the exit code."""
-    if arguments and ".py:" in arguments[0]:
+    if any(".py:" in argument for argument in arguments if not argument.startswith("-")):
         return _check_step(parse_flags(CheckStepCommand, arguments, "spmd check FILE.py:FUNCTION"))
     command, _ = parse_command(CheckCommand, arguments, "check")
     config: TrainConfig = command.config

@@ -1,5 +1,6 @@
 """Gradient accumulation over microbatches, equal to the gradients of the whole batch."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +19,9 @@ from spmd.plan.fsdp import zero_gradients
 from spmd.sharding.batch import BatchTable
 
 _TITLE = "The batch cannot be split into microbatches:"
-_DECLARE = (
-    'Rules(batch=[("{path}", P(None, ("data", "fsdp", "expert")))]) if they are another dimension, '
-    'or ("{path}", spmd.whole("why")) if it has none'
-)
+_EXAMPLES_FIRST = 'P(("data", "fsdp", "expert"))'
+_WHOLE = 'spmd.whole("why")'
+_EXAMPLES_LATER = 'P(None, ("data", "fsdp", "expert"))'
 
 
 def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
@@ -103,7 +103,7 @@ def _example_problems(
             continue
         if x.ndim <= dim:
             what = "is a scalar, which has no examples" if not x.ndim else f"has no dimension {dim} for examples"
-            problems.append(Problem(where, what, f"{x.shape}", _DECLARE.format(path=path)))
+            problems.append(Problem(where, what, f"{x.shape}", f"Rules(batch=[{_row(path, _WHOLE)}])"))
         elif x.shape[dim] % microbatches:
             detail = f"{x.shape[dim]} / {microbatches} = {x.shape[dim] / microbatches:.4g}"
             problems.append(Problem(where, "does not divide into microbatches", detail, "change one of them"))
@@ -112,11 +112,22 @@ def _example_problems(
     if len(set(sizes.values())) > 1:
         detail = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         what = "has arrays with different numbers of examples, which would not be split alike"
-        problems.append(Problem("batch", what, detail, _DECLARE.format(path=_undeclared(arrays, sizes))))
+        path = _undeclared(arrays, sizes)
+        later, none = _row(path, _EXAMPLES_LATER), _row(path, _WHOLE)
+        fix = f"Rules(batch=[{later}]) if they are another dimension, or {none} if it has none"
+        problems.append(Problem("batch", what, detail, fix))
     if all(dim is None for dim in dims.values()):
         detail = f"each of {microbatches} microbatches would be the whole batch"
         problems.append(Problem("batch", "has no array with examples", detail, "microbatches=1"))
     return problems
+
+
+def _row(path: str, value: str) -> str:
+    """Return a row of the batch table as it is written."""
+    pattern = re.escape(path)
+    if "\\" in pattern:
+        return f'(r"{pattern}", {value})'
+    return f'("{pattern}", {value})'
 
 
 def _undeclared(arrays: Mapping[str, jax.Array], sizes: Mapping[str, int]) -> str:
@@ -139,25 +150,28 @@ def _check_no_scan(program: TracedProgram, before: int, batch: Any) -> None:
         batch: The arrays of a microbatch.
     """
     table: BatchTable = current().batch
-    paths = [path for path in tree.flatten(batch) if table.value(path) is None]
+    axes = dict[str, str]()
     for number, (path, x) in enumerate(tree.flatten(batch).items(), before):
-        if path in paths:
-            program.inputs[number].dims = ((path,), *((),) * (x.ndim - 1))
-    propagate(program)  # as if an axis of the mesh split the examples of each array
+        if table.value(path) is None:
+            axis = f"examples of {path}"  # as if an axis of the mesh split the examples of each array
+            axes[axis] = path
+            program.inputs[number].dims = ((axis,), *((),) * (x.ndim - 1))
+    propagate(program)
     found = dict[str, str]()
     for operation in program.walk():
         if operation.primitive != "scan" or not operation.params["num_carry"]:
             continue
         for value in operation.inputs[operation.params["num_consts"] + operation.params["num_carry"] :]:
-            for path in (value.dims or ((),))[0]:
-                found.setdefault(path, equation_line(operation.equations))
+            for axis in (value.dims or ((),))[0]:
+                if axis in axes:
+                    found.setdefault(axes[axis], equation_line(operation.equations))
     problems = [
         Problem(
             f"batch {path}".strip(),
             f"is scanned over its first dimension at {line}, which then is no dimension of examples",
             "a microbatch would be a part of the steps of each example",
-            f'Rules(batch=[("{path}", P(None, ("data", "fsdp", "expert")))]) for [time, batch, …]; or '
-            f'("{path}", P(("data", "fsdp", "expert"))) if the loop only adds up what examples give',
+            f"Rules(batch=[{_row(path, _EXAMPLES_LATER)}]) for [time, batch, …]; or "
+            f"{_row(path, _EXAMPLES_FIRST)} if the loop only adds up what examples give",
         )
         for path, line in found.items()
     ]

@@ -290,6 +290,7 @@ def _check_call(
     """
     kind = type(module)
     run = getattr(kind, method, None) if isinstance(method, str) else method
+    run = getattr(run, "__func__", run)  # of a bound method, which Flax takes, too
     if not callable(run):
         of_flax = {*dir(nnx.Module), *dir(nn.Module)}
         known = [name for name in dir(kind) if name not in of_flax and callable(getattr(kind, name))]
@@ -300,9 +301,10 @@ def _check_call(
         inspect.signature(run).bind(module, *inputs, **keywords)
     except TypeError as error:
         what = f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: {error}"
-        fix = 'give the arguments to model.apply or model.forward; those of a mode once: train={"deterministic": False}'
+        fix = "give the arguments to model.apply or model.forward; those of a mode once: "
+        fix += 'train={"deterministic": False}, evaluate={…}'
         name = method if isinstance(method, str) else getattr(method, "__name__", shown(method))
-        problem = Problem(f"{kind.__name__}.{name}", what, fix=f"{fix}, evaluate={{…}}")
+        problem = Problem(f"{kind.__name__}.{name}", what, fix=fix)
         raise ConfigError("This module cannot be called so:", [problem]) from None
     return run
 

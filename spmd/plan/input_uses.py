@@ -91,8 +91,8 @@ class _Uses:
         sources = self._sources_of(operation.inputs)
         is_dynamic = any(value in self.dynamic for value in operation.inputs)
         if operation.primitive == "sharding_constraint":
-            spec = operation.params["sharding"].spec
-            if P.UNCONSTRAINED not in spec:
+            spec = getattr(operation.params["sharding"], "spec", None)  # of one device there is none
+            if spec is not None and P.UNCONSTRAINED not in spec:
                 kept = frozenset(axis for entry in spec for axis in entry_axes(entry))
                 sources = Sources((number, result) for number, result in sources if self.axes[number] & kept)
             self._set(operation.outputs, sources)
@@ -121,15 +121,17 @@ class _Uses:
     def _follow_bodies(self, operation: Operation) -> None:
         """Follow inputs into the bodies of a loop, a condition or a manual region, and out of them."""
         manual = operation.params.get("newly_manual_axes", frozenset())
+        if operation.primitive == "while":  # its condition, which is no body, may use what it carries
+            self._report(self._sources_of(operation.inputs))
         for body in operation.bodies:
             inputs = operation.inputs[len(operation.inputs) - len(body.inputs) :]
             # Operands of the condition of a `while` loop, and the index of a branch, are not among the body's.
             self._report(self._sources_of(operation.inputs[: len(operation.inputs) - len(inputs)]))
             for value, inner in zip(inputs, body.inputs, strict=True):
                 sources = self.sources.get(value, _NONE)
-                self.sources[inner] = Sources(
-                    (number, result) for number, result in sources if self.axes[number] - manual
-                )
+                if manual:  # what is split over these axes alone, or over none, is the region's own there
+                    sources = Sources((number, result) for number, result in sources if self.axes[number] - manual)
+                self.sources[inner] = sources
                 if value in self.dynamic:
                     self.dynamic.add(inner)
             self.follow(body)

@@ -1,7 +1,7 @@
 """Operations that XLA's partitioner computes wrongly, and formulas that it computes right.
 
 Each fault has a reproduction in plain JAX on the page docs/xla-faults.md, and a test that fails when XLA mends it.
-`formula_of` returns, for an operation with such a fault on a mesh, a function with the same results to call instead.
+`fault_of` returns the fault of an operation on a mesh, and its `formula` a function with the same results.
 """
 
 import dataclasses

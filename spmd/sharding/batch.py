@@ -95,9 +95,8 @@ class BatchTable:
                 problems.append(Problem(where, f"is not a regular expression: {error}"))
             if not isinstance(value, P | Whole):
                 problems.append(Problem(where, f"has the value {value!r}", fix=fix))
-            elif isinstance(value, P) and len(dims := _dims_of_examples(value)) != 1:
-                what = "splits no dimension over the examples" if not dims else f"has examples in the dimensions {dims}"
-                problems.append(Problem(where, what, fix=fix))
+            elif isinstance(value, P) and not _has_examples_once(value):
+                problems.append(Problem(where, f"does not split one dimension over {BATCH_AXES}", fix=fix))
         return problems
 
     def unused(self, paths: list[str], axes: Mapping[str, int]) -> list[Problem]:
@@ -115,6 +114,15 @@ class BatchTable:
 
     def _row(self, path: str) -> tuple[str, P | Whole] | None:
         return next((row for row in self.rows if compile_pattern(row[0]).fullmatch(path)), None)
+
+
+def _has_examples_once(spec: P) -> bool:
+    """Return whether one dimension is split over all axes of the batch, in their order: so is every other array."""
+    dims = _dims_of_examples(spec)
+    if len(dims) != 1:
+        return False
+    axes = entry_axes(spec[dims[0]])
+    return tuple(axis for axis in axes if axis in BATCH_AXES) == BATCH_AXES
 
 
 def _dims_of_examples(spec: P) -> list[int]:

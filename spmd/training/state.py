@@ -85,7 +85,7 @@ def place_state(plan: ShardingPlan, state: TrainState) -> TrainState:
     """Return a state whose arrays are where the plan has them; those that are there already are unchanged."""
 
     def place(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-        if x.committed and x.sharding.is_equivalent_to(like.sharding, x.ndim):
+        if getattr(x, "committed", False) and x.sharding.is_equivalent_to(like.sharding, x.ndim):
             return x
         return jax.device_put(x, like.sharding)
 

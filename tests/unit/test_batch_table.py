@@ -24,7 +24,7 @@ ROWS = (
     ("observations", TIME_MAJOR),
     ("graph/.*", whole("one graph for all examples")),
     ("tokens", BATCH_SPEC),
-    ("features|tokens", P("data", None, "tensor")),
+    ("features|tokens", P(BATCH_AXES, None, "tensor")),
 )
 TABLE = BatchTable(ROWS)
 AXES = {"pipe": 1, "data": 2, "fsdp": 1, "expert": 1, "sequence": 2, "tensor": 2}
@@ -46,7 +46,7 @@ def plan(rows=ROWS, abstract=False, **sizes):
         ("graph/nodes", 2, P(), None),
         ("graph/deep/edges", 1, P(), None),
         ("tokens", 2, BATCH_SPEC, 0),
-        ("features", 3, P("data", None, "tensor"), 0),
+        ("features", 3, P(BATCH_AXES, None, "tensor"), 0),
         ("labels", 1, P(BATCH_AXES), 0),
         ("images", 4, P(BATCH_AXES), 0),
         ("scale", 0, P(), 0),
@@ -90,18 +90,20 @@ def test_whole_needs_a_reason(reason):
 @pytest.mark.parametrize(
     ("pattern", "value", "words"),
     [
-        ("tokens", P(None, "sequence"), "splits no dimension over the examples"),
-        ("tokens", P(), "splits no dimension over the examples"),
-        ("tokens", P("data", "fsdp"), "has examples in the dimensions [0, 1]"),
+        ("tokens", P(None, "sequence"), f"does not split one dimension over {BATCH_AXES}"),
+        ("tokens", P(), f"does not split one dimension over {BATCH_AXES}"),
+        ("tokens", P("data", "fsdp"), f"does not split one dimension over {BATCH_AXES}"),
+        ("tokens", P("data"), f"does not split one dimension over {BATCH_AXES}"),
+        ("tokens", P(("fsdp", "data", "expert")), f"does not split one dimension over {BATCH_AXES}"),
         ("tokens", None, "has the value None"),
         ("tokens", "data", "has the value 'data'"),
         ("tokens", replicate("small"), "has the value Replicate"),
-        ("tok(ens", P("data"), "is not a regular expression"),
+        ("tok(ens", P(BATCH_AXES), "is not a regular expression"),
     ],
 )
 def test_problems_of_rows(pattern, value, words):
     """Each wrong row is a problem that names it; an error in making a plan says so, too."""
-    (problem,) = BatchTable((("labels", P("data")), (pattern, value))).problems()
+    (problem,) = BatchTable((("labels", P(BATCH_AXES)), (pattern, value))).problems()
     assert words in problem.what
     assert problem.where == f"batch row 1 ({pattern!r})"
     with pytest.raises(RuleError) as caught:
