@@ -21,8 +21,6 @@ from spmd.training.state import init_state
 from spmd.training.step import make_train_step
 from tests import tiny
 
-pytestmark = pytest.mark.compat
-
 STEPS, EXAMPLES = 4, 16
 RULES = Rules([("kernel", P("fsdp", "tensor")), ("bias", replicate("small"))])
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -115,6 +113,7 @@ def test_offloaded_parts_get_the_value():
     np.testing.assert_allclose(losses(offloaded), losses_of_optax(PLATEAU), rtol=1e-5)
 
 
+@pytest.mark.compat
 def test_what_a_step_cannot_give_is_refused_in_the_plan():
     """A line search over parts, and arguments that no step has, are named with what there is."""
     with pytest.raises(RuleError, match="missing 2 required keyword-only arguments: 'grad' and 'value_fn'") as caught:

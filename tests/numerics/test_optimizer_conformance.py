@@ -30,8 +30,6 @@ from spmd.sharding.rules import Rules, replicate
 from spmd.tree import flatten, map_with_path
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
 
-pytestmark = pytest.mark.compat
-
 LAYERS = 2
 SHAPES = {
     "embed": {"embedding": (16, 8)},
@@ -215,6 +213,7 @@ def wrong_shards(leaves: tuple[PlanEntry, ...], arrays: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "zero"), STAGES)
+@pytest.mark.compat
 def test_state_lies_as_planned_and_stays(name: str, zero: int) -> None:
     """After init and after updates every leaf has the planned sharding and bytes; ZeRO-1 replicates only parameters."""
     run = on_the_mesh(name, zero)
@@ -282,6 +281,7 @@ def test_noise_on_other_parameters_is_no_problem() -> None:
     }
 
 
+@pytest.mark.compat
 def test_every_leaf_of_unknown_structure_is_listed() -> None:
     """One error names all the leaves that cannot be told apart, each with its shape."""
 

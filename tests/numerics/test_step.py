@@ -23,8 +23,6 @@ from spmd.training.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 
-pytestmark = pytest.mark.compat
-
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=3)
 
 
@@ -64,6 +62,7 @@ def test_no_leaf_is_whole_on_one_device_while_it_is_created():
     assert whole.output_size_in_bytes > largest
 
 
+@pytest.mark.compat
 def test_the_state_is_donated():
     """The step writes into the state's own memory, and the old state is gone."""
     plan = tiny.plan(fsdp=8)
@@ -77,6 +76,7 @@ def test_the_state_is_donated():
     assert not after.params["lm_head"]["kernel"].is_deleted()
 
 
+@pytest.mark.compat
 def test_the_second_step_compiles_nothing():
     """One compilation for a step and a batch shape, and one of the initial state for equal plans."""
     plan = make_plan(tiny.mesh(fsdp=4), LLAMA, tiny.model(), tiny.OPTIMIZER)
@@ -107,6 +107,7 @@ class _count_compilations:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
 
+@pytest.mark.compat
 def test_metrics_are_token_weighted_means():
     """The loss is sum over sum, whatever the padding; the weight is the number of tokens."""
     plan = tiny.plan(data=4, fsdp=2)
@@ -117,6 +118,7 @@ def test_metrics_are_token_weighted_means():
     assert_close({name: metrics[name] for name in ("loss", "accuracy")}, means(params), noise_of(means, params))
 
 
+@pytest.mark.compat
 def test_a_watched_function_of_the_state_is_reported():
     """`watch` adds a metric; it sees the states before and after the step."""
     plan = tiny.plan()
@@ -176,6 +178,7 @@ def test_a_step_that_is_not_finite_can_be_left_out():
     assert not np.array_equal(before[0]["norm"]["scale"], state.params["norm"]["scale"])
 
 
+@pytest.mark.compat
 def test_finite_gradients_whose_norm_overflows_are_left_out():
     """Each element is finite, the sum of squares is not: Adam's second moment would stay infinite for good."""
     optimizer = skip_bad_updates(optax.adam(1.0))
@@ -197,6 +200,7 @@ def test_a_batch_of_padding_alone_changes_nothing_but_moments():
     assert float(metrics["loss"]) == float(metrics["gradient_norm"]) == float(metrics["tokens"]) == 0.0
 
 
+@pytest.mark.compat
 def test_accuracy_counts_the_tokens_with_the_largest_logit():
     """Two of three targets have the largest logit of their position."""
     ones = jnp.ones((1, 3))
@@ -204,6 +208,7 @@ def test_accuracy_counts_the_tokens_with_the_largest_logit():
     assert float(sums["accuracy"]) == 2.0
 
 
+@pytest.mark.compat
 def test_a_state_is_used_once_and_a_batch_may_be_of_the_host():
     """A donated state is an error and does not end the process, whichever call took it; NumPy batches train alike."""
     model = spmd.Model(lambda key: {"w": jnp.ones(4)}, lambda params, x: x)
@@ -236,6 +241,7 @@ def test_a_state_is_used_once_and_a_batch_may_be_of_the_host():
         step(mixed, placed)
 
 
+@pytest.mark.compat
 def test_the_state_is_a_frozen_value():
     """Nothing writes into a state by accident."""
     state = init_state(tiny.plan())
@@ -243,6 +249,7 @@ def test_the_state_is_a_frozen_value():
         state.step = 3
 
 
+@pytest.mark.compat
 def test_bytes_per_device_are_those_of_the_shards():
     """What the plan says each device holds is what the arrays hold."""
     plan = tiny.plan(data=2, fsdp=2, tensor=2)
@@ -252,6 +259,7 @@ def test_bytes_per_device_are_those_of_the_shards():
         assert plan.bytes_per_device()[category] == held
 
 
+@pytest.mark.compat
 def test_every_step_has_a_key_of_its_own():
     """A loss that reports what it draws reports another number in each step and for each seed, and else the same."""
     model = spmd.Model(lambda key: {"w": jnp.ones(4)}, lambda params, x: x)
