@@ -118,11 +118,13 @@ def test_a_tied_head_sends_what_a_head_sends_and_its_columns() -> None:
     assert found["all-to-all"] <= (1 + MICROBATCHES) * columns  # the table once a step
 
 
+@pytest.mark.soak
 def test_a_pipeline_sends_streams_and_shared_gradients() -> None:
     """Two stages under 1F1B, as a v5e slice runs them."""
     assert_streams_and_shared_gradients(pipelines("v5e:2x4", CASES[0])[CASES[0]])
 
 
+@pytest.mark.soak
 def test_a_schedule_knows_how_often_a_pipeline_computes() -> None:
     """The same program: its collectives and its cycles are those of four microbatches, not of six ticks."""
     assert_branches_are_known(pipelines("v5e:2x4", CASES[0])[CASES[0]], FEW)

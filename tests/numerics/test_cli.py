@@ -263,6 +263,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(config, tmp_path, capsys):
     assert "--mesh.fsdp" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_a_short_sample_is_shortened_and_said(config, tmp_path, capsys):
     """A sample of more tokens than a training sequence holds has as many as fit."""
     flags = ["--steps", "1", "--sample.prompt", "To be", "--evaluate.tokens", "17", "--mesh.data", "8"]

@@ -56,7 +56,13 @@ def job(packed=False):
     return Job(tiny.model(config), LLAMA, value_and_grad(tiny.loss_fn(config)), batches(packed))
 
 
-@pytest.mark.parametrize(("context", "sizes"), [("ring", {"fsdp": 2, "sequence": 4}), ("all-to-all", {"sequence": 4})])
+@pytest.mark.parametrize(
+    ("context", "sizes"),
+    [
+        pytest.param("ring", {"fsdp": 2, "sequence": 4}, marks=pytest.mark.soak),
+        ("all-to-all", {"sequence": 4}),
+    ],
+)
 def test_a_split_sequence_of_documents_trains_as_on_one_device(context, sizes):
     """Loss, gradients and parameters after a step, with a window and packed documents, over four devices."""
     job(packed=True).assert_parity(options=(("context", context),), **sizes)

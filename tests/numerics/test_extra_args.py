@@ -26,6 +26,7 @@ RULES = Rules([("kernel", P("fsdp", "tensor")), ("bias", replicate("small"))])
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 PLATEAU = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0, rtol=0.5))
 BACKTRACKING = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10, store_grad=True))
+SOAKED = ("backtracking", "polyak")
 OPTIMIZERS = {"plateau": PLATEAU, "lbfgs": optax.lbfgs(), "backtracking": BACKTRACKING, "polyak": optax.polyak_sgd(1.0)}
 
 
@@ -78,7 +79,7 @@ def losses_of_optax(optimizer):
     return np.array(found)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["plateau", "lbfgs", *(pytest.param(name, marks=pytest.mark.soak) for name in SOAKED)])
 def test_a_mesh_trains_as_plain_optax_does(name):
     """Learning rates and line searches see the mean loss of the batch."""
     np.testing.assert_allclose(losses(plan(OPTIMIZERS[name])), losses_of_optax(OPTIMIZERS[name]), rtol=1e-5)
@@ -90,6 +91,7 @@ def test_a_line_search_sees_the_loss_of_every_microbatch():
     np.testing.assert_allclose(losses(plan(optax.lbfgs()), grad_fn), losses_of_optax(optax.lbfgs()), rtol=1e-5)
 
 
+@pytest.mark.soak
 def test_control_a_line_search_on_another_loss_is_another_run():
     """What a line search is told matters: on half of the loss L-BFGS takes other steps."""
 

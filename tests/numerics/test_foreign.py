@@ -130,7 +130,7 @@ def test_dropout_statistics_and_tied_weights_equal_one_device(kind, sizes):
     assert {row.path for row in result.rows if row.what == "variables"} == {leaf.path for leaf in plan(kind).variables}
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", [pytest.param("linen", marks=pytest.mark.soak), "nnx"])
 def test_control_statistics_of_part_of_the_batch_are_caught(kind):
     """Batch statistics of each device's own examples, as in unsynchronised data parallelism, do not pass."""
 
@@ -183,7 +183,7 @@ def test_variables_pass_from_one_microbatch_to_the_next():
     assert next(value for path, value in tree.flatten(state.variables).items() if path.endswith("count")) == 2
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", [pytest.param("linen", marks=pytest.mark.soak), "nnx"])
 def test_variables_resume(kind, tmp_path):
     """A checkpoint holds them, and restores them onto another mesh."""
     layout, other = plan(kind, fsdp=4, tensor=2), plan(kind, data=8)

@@ -135,6 +135,7 @@ print(json.dumps(step.compile(token_batches((2, 16), config.vocab, steps=1)[0]).
 """
 
 
+@pytest.mark.soak
 def test_idle_stages_multiply_nothing() -> None:
     """In a Llama's optimised step, every matrix multiplication is in a branch that the stage's row chooses, beside one
     that has none; no others are in the program."""

@@ -191,6 +191,7 @@ def seen(state, path="layers/mlp/up_proj/kernel"):
     return np.asarray(tree.flatten(state.variables)[f"{MAGNITUDES}/{path}/history"])
 
 
+@pytest.mark.soak
 def test_a_step_remembers_the_largest_of_its_microbatches():
     """As one batch has it, on every mesh; before the first step, magnitudes are assumed."""
     state = steps("fp8-delayed", 2)[1]

@@ -251,7 +251,11 @@ def test_offloaded_activations_go_to_the_host_and_come_back():
 
 @pytest.mark.parametrize(
     "remat",
-    ["dots", "save:attention_out offload:residual", "full/2", pytest.param("selective/2", marks=pytest.mark.soak)],
+    [
+        "save:attention_out offload:residual",
+        "full/2",
+        *(pytest.param(remat, marks=pytest.mark.soak) for remat in ("dots", "selective/2")),
+    ],
 )
 def test_no_policy_changes_a_gradient(remat):
     """Against none, but for the order of sums, with three scanned layers over fsdp and tensor."""

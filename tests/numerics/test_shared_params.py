@@ -83,6 +83,7 @@ def compiled(table: str):
     return sent, estimate_memory(step, BATCH), read_memory(program)
 
 
+@pytest.mark.soak
 def test_bytes_over_pipe():
     """Both are gathered once and their gradients scattered once: what the all-reduce of a table without pipe sends."""
     shared = sum(SIZES.values()) // 4

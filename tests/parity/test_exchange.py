@@ -135,6 +135,7 @@ def experts_alone() -> tuple[GradFn, Reference]:
         pytest.param(True, {"data": 2, "expert": 2}, marks=pytest.mark.soak),
     ],
 )
+@pytest.mark.soak
 def test_experts_that_are_exchanged_once_equal_one_device(monkeypatch, is_mean, layout):
     """Losses of routers are of all devices' examples; averaged over those of one device, the control, they differ."""
     if not is_mean:

@@ -104,7 +104,8 @@ exit_process(7)
 """
 
 
-@pytest.mark.parametrize("process_id", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.soak
+@pytest.mark.parametrize("process_id", [0, 1])
 def test_processes_that_wait_in_vain_say_where(process_id):
     """Without the other process, each ends by itself and says which address was tried, and for how long."""
     address = f"127.0.0.1:{free_port()}"

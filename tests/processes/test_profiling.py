@@ -49,6 +49,7 @@ def traced(path):
     return sorted({int(event["args"]["step_num"]) for event in events if event.get("name") == "train"})
 
 
+@pytest.mark.soak
 def test_steps_by_flag(tmp_path):
     """`--profile 3:5` traces these three, and what runs beside them; without it, no trace is written."""
     (steps,) = run(tmp_path / "some", parse_steps("3:5"))
