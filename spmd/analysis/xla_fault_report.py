@@ -7,8 +7,7 @@ from typing import Any
 
 from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.traced_program import Operation, TracedProgram, read_program
-from spmd.plan.scopes import read_fault
-from spmd.plan.xla_faults import FAULTS, fault_of
+from spmd.plan.xla_faults import FAULTS, fault_of, left_to_xla, replaced_fault
 from spmd.sharding.mesh import AnyMesh
 from spmd.training.step import TrainStep
 
@@ -18,7 +17,7 @@ _FEWEST_AXES = 3
 """Mesh axes above size 1 from which on XLA computes some products wrongly."""
 
 _GATHERED = "what XLA could multiply wrongly is gathered before the loss"
-_LEFT = "left to XLA"
+_LEFT = "left to XLA, which does not split it there"
 _REPLACED_IN = ("plan/xla_faults.py",)
 
 
@@ -76,7 +75,7 @@ def find_faults(step: TrainStep, batch: Any) -> FaultReport:
     mesh = step.plan.mesh
     axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     program = read_program(step.trace(batch).jaxpr)
-    counts = Counter(_faults(program, mesh, is_split=bool(axes)))
+    counts = Counter(_faults(program, mesh))
     if len(axes) >= _FEWEST_AXES:
         products = _outside_of_regions(program, "dot_general")
         counts.update((PRODUCTS, "dot_general", "", _GATHERED) for _ in products)
@@ -84,21 +83,24 @@ def find_faults(step: TrainStep, batch: Any) -> FaultReport:
     return FaultReport(axes, tuple(sorted(operations, key=dataclasses.astuple)))
 
 
-def _faults(program: TracedProgram, mesh: AnyMesh, *, is_split: bool) -> Iterator[tuple[str, str, str, str]]:
+def _faults(program: TracedProgram, mesh: AnyMesh) -> Iterator[tuple[str, str, str, str]]:
     """Yield fault, primitive, source line and answer of each operation that has one."""
     instead = {fault.name: fault.instead for fault in FAULTS}
+    is_split = any(size > 1 for size in mesh.shape.values())
     for operation in program.walk():
         fault = fault_of(operation, mesh)
         if fault is None:
             continue
-        line = equation_line(operation.equations, _REPLACED_IN)
-        scopes = "/".join(str(equation.source_info.name_stack) for equation in operation.equations)
-        if replaced := read_fault(scopes):
-            yield replaced, operation.primitive, line, instead[replaced]
+        if replaced := replaced_fault(operation):
+            yield replaced, operation.primitive, _line(operation), instead[replaced]
         elif not is_split:
-            yield fault.name, operation.primitive, line, fault.instead
-        elif not _is_local(operation, mesh):  # in a manual region each device computes its own
-            yield fault.name, operation.primitive, line, _LEFT
+            yield fault.name, operation.primitive, _line(operation), fault.instead
+    for operation, fault in left_to_xla(program, mesh):
+        yield fault.name, operation.primitive, _line(operation), _LEFT
+
+
+def _line(operation: Operation) -> str:
+    return equation_line(operation.equations, _REPLACED_IN)
 
 
 def _outside_of_regions(program: TracedProgram, primitive: str) -> Iterator[Operation]:
@@ -109,11 +111,3 @@ def _outside_of_regions(program: TracedProgram, primitive: str) -> Iterator[Oper
         elif operation.primitive != "shard_map":
             for body in operation.bodies:
                 yield from _outside_of_regions(body, primitive)
-
-
-def _is_local(operation: Operation, mesh: AnyMesh) -> bool:
-    """Return whether every axis that splits something is manual where the operation is."""
-    if not operation.equations:
-        return False
-    manual = operation.equations[0].ctx.cur_abstract_mesh.manual_axes
-    return all(axis in manual for axis, size in mesh.shape.items() if size > 1)

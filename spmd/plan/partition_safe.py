@@ -6,7 +6,7 @@ replaced (`spmd.plan.xla_faults`). What is then evaluated is the same function o
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,7 @@ from spmd import tree
 from spmd.errors import AnnotationError, Problem
 from spmd.jaxpr.equations import replace_equations
 from spmd.jaxpr.propagation import propagate
-from spmd.jaxpr.source import equation_line
-from spmd.jaxpr.traced_program import Operation, TracedProgram, read_program
+from spmd.jaxpr.traced_program import TracedProgram, read_program
 from spmd.plan.context import constrain, current
 from spmd.plan.fsdp import gather, is_wrapped, named_after
 from spmd.plan.input_uses import unproven_uses
@@ -28,7 +27,7 @@ from spmd.plan.linear_call import linear_call
 from spmd.plan.manual import split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import fault_scope, param_scope
-from spmd.plan.xla_faults import Fault, fault_of
+from spmd.plan.xla_faults import fault_of, is_whole, left_to_xla, problem_of
 from spmd.sharding.dims import extra_axes, spec_dims
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import drop_axis
@@ -37,6 +36,11 @@ GATHERED = (*BATCH_AXES, "sequence")
 """The axes that split what a batch holds, and over which parameters are gathered."""
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+_WRONG = "XLA would compute these operations of the model wrongly:"
+_IN_CUSTOM = "is in the code of a custom derivative, which cannot be replaced"
+_OUTSIDE = "compute it outside of jax.custom_vjp and jax.custom_jvp"
+_NOT_SEEN = "is in the rules of a custom derivative, or in a gradient function that differentiates by itself"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,40 +201,37 @@ def _without_faults(jaxpr: ClosedJaxpr, program: TracedProgram, mesh: AnyMesh) -
             if not split_axes(mesh):
                 continue
             if any(outer.primitive.name in _CUSTOM for outer in around):
-                if not _is_whole(operation, fault, mesh):
-                    problems.append(_problem(operation, fault, mesh))
+                if not is_whole(operation, fault, mesh):
+                    problems.append(problem_of(operation, fault, mesh, _IN_CUSTOM, _OUTSIDE))
                 continue
             arrays = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
             formula = jax.named_call(fault.formula(operation, mesh), name=fault_scope(fault.name))
             replacements[id(equation)] = jax.make_jaxpr(formula)(*arrays)
     if problems:
-        raise AnnotationError("XLA would compute these operations of the model wrongly:", problems)
+        raise AnnotationError(_WRONG, problems)
     return replace_equations(jaxpr, replacements)
 
 
-def _is_whole(operation: Operation, fault: Fault, mesh: AnyMesh) -> bool:
-    """Return whether the dimensions that XLA must not split are known to be whole.
+def check_replaced(jaxpr: ClosedJaxpr, specs: Sequence[P], mesh: AnyMesh) -> None:
+    """Raise an error that lists the operations of a whole step that XLA computes wrongly and that nothing replaced.
 
-    Where the sharding of an operand does not follow from the rules, they are if the mesh has no axis for sequences: no
-    other axis splits them.
+    `TracedCall.evaluate` replaces what it sees: the loss. It does not see the rules of custom derivatives, nor what a
+    gradient function computes around it.
+
+    Args:
+        specs: The specs of the arguments of the step, one for each input of `jaxpr`.
     """
-    if fault.whole is None:
-        return False
-    for value, dims in fault.whole(operation):
-        if value.dims is None and mesh.shape["sequence"] > 1:
-            return False
-        if value.dims is not None and any(value.dims[dim] for dim in dims):
-            return False
-    return True
-
-
-def _problem(operation: Operation, fault: Fault, mesh: AnyMesh) -> Problem:
-    where = equation_line(operation.equations) or operation.primitive
-    axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in split_axes(mesh))
-    shapes = " and ".join(str(value.shape) for value in operation.inputs)
-    what = f"{operation.primitive} of {shapes} is in the code of a custom derivative, which cannot be replaced"
-    detail = f"on {axes}: docs/xla-faults.md, {fault.name}"
-    fix = "compute it outside of jax.custom_vjp and jax.custom_jvp"
-    if fault.whole is not None:
-        fix += ", or split no other dimension of its operands than the examples: Rules(batch=…, activations=…)"
-    return Problem(where, what, detail, fix)
+    program = read_program(jaxpr)
+    if not split_axes(mesh) or not list(left_to_xla(program, mesh)):
+        return
+    for value, spec in zip(program.inputs, specs, strict=True):
+        value.dims = tuple(spec_dims(spec, len(value.shape), split_axes(mesh)))
+    propagate(program)
+    fix = f"{_OUTSIDE}, and differentiate by spmd.value_and_grad"
+    problems = dict[tuple[str, str], Problem]()  # one for each line: forward and backward are of the same
+    for operation, fault in left_to_xla(program, mesh):
+        if not is_whole(operation, fault, mesh):
+            problem = problem_of(operation, fault, mesh, _NOT_SEEN, fix)
+            problems.setdefault((problem.where, fault.name), problem)
+    if problems:
+        raise AnnotationError(_WRONG, problems.values())

@@ -7,17 +7,20 @@ Each fault has a reproduction in plain JAX on the page docs/xla-faults.md, and a
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh
+from jax.sharding import Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from spmd.jaxpr.traced_program import Operation, TracedValue
+from spmd.errors import Problem
+from spmd.jaxpr.source import equation_line
+from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue
 from spmd.plan.context import keep_whole
 from spmd.plan.manual import manual_over, split_axes
+from spmd.plan.scopes import read_fault
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 Formula = Callable[..., Any]
@@ -202,3 +205,47 @@ FAULTS = (
 def fault_of(operation: Operation, mesh: AnyMesh) -> Fault | None:
     """Return the fault that an operation may have on a mesh."""
     return next((fault for fault in FAULTS if fault.applies(operation, mesh)), None)
+
+
+def replaced_fault(operation: Operation) -> str:
+    """Return the name of the fault whose formula an operation is part of; empty if it is the program's own."""
+    scopes = "/".join(str(equation.source_info.name_stack) for equation in operation.equations)
+    return read_fault(scopes)
+
+
+def left_to_xla(program: TracedProgram, mesh: AnyMesh) -> Iterator[tuple[Operation, Fault]]:
+    """Yield the operations with a fault that no formula replaces, but those that each device computes by itself."""
+    for operation in program.walk():
+        fault = fault_of(operation, mesh)
+        if fault is None or replaced_fault(operation):
+            continue
+        with use_abstract_mesh(operation.equations[0].ctx.cur_abstract_mesh):
+            if split_axes(mesh):
+                yield operation, fault
+
+
+def is_whole(operation: Operation, fault: Fault, mesh: AnyMesh) -> bool:
+    """Return whether the dimensions that XLA must not split are known to be whole.
+
+    Where the sharding of an operand does not follow from the rules, they are if the mesh has no axis for sequences: no
+    other axis splits them.
+    """
+    if fault.whole is None:
+        return False
+    for value, dims in fault.whole(operation):
+        if value.dims is None and mesh.shape["sequence"] > 1:
+            return False
+        if value.dims is not None and any(value.dims[dim] for dim in dims):
+            return False
+    return True
+
+
+def problem_of(operation: Operation, fault: Fault, mesh: AnyMesh, where: str, fix: str) -> Problem:
+    """Return the problem of an operation that XLA would compute wrongly; `where` says why no formula replaces it."""
+    line = equation_line(operation.equations) or operation.primitive
+    axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in split_axes(mesh))
+    shapes = " and ".join(str(value.shape) for value in operation.inputs)
+    if fault.whole is not None:
+        fix += ", or split no other dimension of its operands than the examples: Rules(batch=…, activations=…)"
+    detail = f"on {axes}: docs/xla-faults.md, {fault.name}"
+    return Problem(line, f"{operation.primitive} of {shapes} {where}", detail, fix)

@@ -26,7 +26,7 @@ from spmd.optim.extra_args import extra_args
 from spmd.plan.annotate import check_annotations
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
-from spmd.plan.partition_safe import partition_safe
+from spmd.plan.partition_safe import check_replaced, partition_safe
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scaled_param import MAGNITUDES
 from spmd.plan.scopes import METRICS, OPTIMIZER
@@ -111,9 +111,16 @@ class TrainStep:
         return tuple(self._compiled.values())
 
     def trace(self, batch: Any) -> jax.stages.Traced:
-        """Trace the step, and check that the model marks every activation of the rule table; no devices are needed."""
-        traced = self._jitted.trace(*abstract_arguments(self.plan, batch))
+        """Trace the step, and check that the model marks every activation of the rule table; no devices are needed.
+
+        Raises:
+            AnnotationError: An activation is not marked, or XLA would compute an operation wrongly.
+        """
+        arguments = abstract_arguments(self.plan, batch)
+        traced = self._jitted.trace(*arguments)
         check_annotations(self.plan, traced.jaxpr)
+        specs = [leaf.sharding.spec for leaf in jax.tree.leaves(arguments)]
+        check_replaced(traced.jaxpr, specs, self.plan.mesh)
         return traced
 
     def lower(self, batch: Any) -> jax.stages.Lowered:

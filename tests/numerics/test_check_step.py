@@ -6,6 +6,7 @@ import textwrap
 import jax
 import pytest
 
+from spmd.training import step
 from tests.command_line import run
 
 STEP = """
@@ -78,12 +79,22 @@ def test_a_step_of_ones_own_is_compared_with_one_device(file, capsys):
     assert "the layouts agree" in printed
 
 
-def test_control_a_gradient_that_avoids_the_gather_is_left_to_xla_and_wrong(file, capsys):
-    """A gradient function of `jax.grad` alone goes past it: the command says so, and finds the factor 2."""
+def test_a_gradient_that_goes_past_the_replacement_is_refused(file, capsys):
+    """A gradient function of `jax.grad` alone is not seen by it; the error has the line and what to use."""
+    assert run("check", f"{file}:own_gradient", *MESH) == 2
+    said = capsys.readouterr().err
+    assert f"mine.py:{line_of('self.grouped(x')}: conv_general_dilated" in said
+    assert "docs/xla-faults.md, Convolutions with groups" in said
+    assert "differentiate by spmd.value_and_grad" in said
+
+
+def test_control_not_refused_it_is_wrong(file, capsys, monkeypatch):
+    """Without the refusal the same command says what is left to XLA, and finds the factor 2."""
+    monkeypatch.setattr(step, "check_replaced", lambda *_: None)
     assert run("check", f"{file}:own_gradient", *MESH, "--check-steps", "1", "--json") == 1
     report = json.loads(capsys.readouterr().out)
     faults = {record["fault"]: record["answer"] for record in report["xla_faults"]}
-    assert faults["Convolutions with groups"] == "left to XLA"
+    assert faults["Convolutions with groups"].startswith("left to XLA")
     wrong = {row["path"]: row["error"] for row in report["rows"] if row["what"] == "gradients" and not row["ok"]}
     assert wrong["grouped/kernel"] == pytest.approx(1.0, rel=1e-3)
 

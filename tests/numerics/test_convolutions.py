@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -23,6 +24,7 @@ from spmd.plan import xla_faults
 from spmd.plan.flax import from_linen, from_nnx
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
+from tests import tiny
 from tests.numerics.test_partition_safe import TOLERANCE, errors, on_mesh, on_one_device
 
 EXAMPLES, CHANNELS = 8, 8
@@ -407,6 +409,40 @@ def test_split_images_in_a_custom_derivative_are_refused(layer):
     """XLA would compute them wrongly where they stand; the error says what must be whole."""
     with pytest.raises(AnnotationError, match="split no other dimension of its operands than the examples"):
         convolution_errors(layer(1), 1, replicate("small"), ROWS, data=2, sequence=2, tensor=2)
+
+
+def with_rules_alone(groups):
+    """A custom derivative whose rules convolve, and whose function does not."""
+    layer = jax.custom_vjp(lambda x, kernel: x * kernel.sum())
+    layer.defvjp(lambda *a: jax.vjp(lambda x, kernel: convolve(x, kernel, groups), *a), lambda back, g: back(g))
+    return layer
+
+
+def step_with_rules_alone(groups, batch=(), **sizes):
+    """A step of a model with such a layer, traced."""
+    shape, layer = (3, 3, CHANNELS // groups, CHANNELS), with_rules_alone(groups)
+    model = Model(lambda key: {"kernel": jax.random.normal(key, shape)}, lambda p, x: layer(x, p["kernel"]))
+
+    def loss_fn(params, variables, batch, key):
+        return {"loss": (model.apply(params, batch["x"]) ** 2).mean(), "weight": jnp.float32(1)}, variables
+
+    rules = Rules([("kernel", replicate("small"))], batch=batch)
+    step = spmd.make_train_step(spmd.make_plan(tiny.mesh(**sizes), rules, model, optax.sgd(0.1)), loss_fn)
+    return step.trace({"x": jax.ShapeDtypeStruct((8, 8, 8, CHANNELS), jnp.float32)})
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rules_of_a_custom_derivative_are_seen_in_the_whole_step(groups):
+    """The loss does not show them; one error for each line, with what to split instead."""
+    rows = [("x", P(BATCH_AXES, "sequence"))]
+    with pytest.raises(AnnotationError, match="is in the rules of a custom derivative") as caught:
+        step_with_rules_alone(groups, rows, data=2, sequence=2, tensor=2)
+    assert len(caught.value.problems) == 1
+
+
+def test_rules_of_a_custom_derivative_may_convolve_whole_images():
+    """Without groups, and with images that nothing splits."""
+    assert step_with_rules_alone(1, data=2, tensor=2)
 
 
 def test_on_one_device_nothing_is_refused():
