@@ -75,7 +75,7 @@ newest: ## run the tests of what dependencies can break, on PYTHON_NEWEST with t
 	@$(NEWEST)/bin/python -m pip install -q --no-compile --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python $(PYTEST) -m "(unit or compat) and not soak" $(ARGS)
 
-soak: $(SOAK_INSTALLED) system ## run the long proofs, which no change waits for (as root, about two hours on 2 cores)
+soak: $(SOAK_INSTALLED) system ## run the long proofs, which no change waits for (as root, 45 to 80 minutes on 2 cores, and the sweep)
 	$(VENV)/bin/python $(PYTEST) -m soak $(ARGS)
 
 durations: install ## write tests/durations.txt: the seconds of each test of `make test`, with nothing compiled before
