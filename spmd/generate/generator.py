@@ -156,7 +156,8 @@ class Generator:
         whole_window = self.whole_window
 
         def run(params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any) -> Any:
-            def draw_next(params: Any, variables: Any, carry: Any) -> Any:
+            def draw_next(params: Any, variables: Any, none: Any, carry: Any) -> Any:
+                del none
                 if whole_window:
                     columns = jax.lax.broadcasted_iota(jnp.int32, carry.shape, 1)
                     carry = jnp.where(columns == position[:, None], token[:, None], carry)
@@ -168,7 +169,7 @@ class Generator:
                 return *self._draw(logits, position + 1, key), carry
 
             with use_plan(self.plan):
-                return partition_safe(draw_next)(params_for_forward(params), variables, carry)
+                return partition_safe(draw_next)(params_for_forward(params), variables, (), carry)
 
         return jax.jit(run, donate_argnames="carry")
 

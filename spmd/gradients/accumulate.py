@@ -1,7 +1,7 @@
 """Gradient accumulation over microbatches, equal to the gradients of the whole batch."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from spmd.gradients.base import GradFn, check_results
 from spmd.gradients.losses import Sums
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.source import equation_line
-from spmd.jaxpr.traced_program import TracedProgram, read_program
+from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
 from spmd.plan.context import current
 from spmd.plan.fsdp import zero_gradients
 from spmd.sharding.batch import BatchTable
@@ -21,6 +21,9 @@ from spmd.sharding.batch import BatchTable
 _TITLE = "The batch cannot be split into microbatches:"
 _EXAMPLES_FIRST = 'P(("data", "fsdp", "expert"))'
 _WHOLE = 'spmd.whole("why")'
+_ADDING = ("add", "add_any", "dynamic_update_slice", "max", "min")
+"""Operations that join what an iteration gives to what a loop carries, in any order."""
+
 _EXAMPLES_LATER = 'P(None, ("data", "fsdp", "expert"))'
 
 
@@ -54,7 +57,7 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
         first = join_microbatch(batch, {path: x[0] for path, x in split.items()}, shared)
         jaxpr, returned = jax.make_jaxpr(grad_fn, return_shape=True)(params, variables, first, keys[0])
         gradients, sums, _ = check_results(returned)
-        _check_no_scan(read_program(jaxpr), len(jax.tree.leaves((params, variables))), first)
+        _check_no_order(read_program(jaxpr), len(jax.tree.leaves((params, variables))), first)
         zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, sums)
         ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), (split, keys))
         return gradients, sums, variables
@@ -139,8 +142,40 @@ def _undeclared(arrays: Mapping[str, jax.Array], sizes: Mapping[str, int]) -> st
     return max(sizes, key=sizes.__getitem__)
 
 
-def _check_no_scan(program: TracedProgram, before: int, batch: Any) -> None:
-    """Raise a `ConfigError` if a loop with a state runs over the dimension of examples, so that it is time.
+def _ordered_dims(program: TracedProgram, *, in_loop: bool = False) -> Iterator[tuple[Operation, TracedValue, int]]:
+    """Yield operations that go through a dimension of an array in order, with the array and the dimension.
+
+    These are loops whose iterations depend on those before them, and cumulative sums. `in_loop` tells whether the
+    program is the body of such a loop, where `x[t]` is a slice of size 1.
+    """
+    for operation in program.operations:
+        name, params = operation.primitive, operation.params
+        depends = not all(_adds_up(operation, *carried) for carried in operation.carried)
+        if name.startswith("cum"):
+            yield operation, operation.inputs[0], params["axis"]
+        elif name == "dynamic_slice" and in_loop:
+            array = operation.inputs[0]
+            for dim, taken in enumerate(params["slice_sizes"]):
+                if taken == 1 < array.shape[dim]:
+                    yield operation, array, dim
+        elif name == "scan" and depends:
+            for array in operation.inputs[params["num_consts"] + params["num_carry"] :]:
+                yield operation, array, 0
+        for body in operation.bodies:
+            yield from _ordered_dims(body, in_loop=in_loop or depends)
+
+
+def _adds_up(loop: Operation, old: TracedValue, new: TracedValue) -> bool:
+    """Return whether a loop only adds to a value that it carries, or counts, so that the order makes no difference."""
+    if old is new or not old.is_float:
+        return True
+    (body,) = loop.bodies
+    users = [operation for operation in body.operations if old in operation.inputs]
+    return len(users) == 1 and users[0].primitive in _ADDING and new in users[0].outputs
+
+
+def _check_no_order(program: TracedProgram, before: int, batch: Any) -> None:
+    """Raise a `ConfigError` if the model goes through the dimension of examples in order, so that it is time.
 
     Arrays with a row in the batch table are not checked: their author has said which dimension is the examples.
 
@@ -158,17 +193,14 @@ def _check_no_scan(program: TracedProgram, before: int, batch: Any) -> None:
             program.inputs[number].dims = ((axis,), *((),) * (x.ndim - 1))
     propagate(program)
     found = dict[str, str]()
-    for operation in program.walk():
-        if operation.primitive != "scan" or not operation.params["num_carry"]:
-            continue
-        for value in operation.inputs[operation.params["num_consts"] + operation.params["num_carry"] :]:
-            for axis in (value.dims or ((),))[0]:
-                if axis in axes:
-                    found.setdefault(axes[axis], equation_line(operation.equations))
+    for operation, value, dim in _ordered_dims(program):
+        for axis in value.dims[dim] if value.dims else ():
+            if axis in axes:
+                found.setdefault(axes[axis], equation_line(operation.equations))
     problems = [
         Problem(
             f"batch {path}".strip(),
-            f"is scanned over its first dimension at {line}, which then is no dimension of examples",
+            f"is gone through in order along its first dimension at {line}, which then is no dimension of examples",
             "a microbatch would be a part of the steps of each example",
             f"Rules(batch=[{_row(path, _EXAMPLES_LATER)}]) for [time, batch, …]; or "
             f"{_row(path, _EXAMPLES_FIRST)} if the loop only adds up what examples give",

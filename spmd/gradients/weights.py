@@ -26,7 +26,7 @@ def check_weight(call: TracedCall) -> None:
     is_used = dce_jaxpr(call.jaxpr.jaxpr, is_weight)[1][: len(params)]
     if not any(is_used):
         return
-    others = jax.tree.leaves((call.variables, call.others))
+    others = jax.tree.leaves((call.variables, call.batch, call.others))
 
     def weight(*params: Any) -> Any:
         return jaxpr_as_fun(call.jaxpr)(*params, *others)[is_weight.index(True)]
@@ -34,12 +34,13 @@ def check_weight(call: TracedCall) -> None:
     def derivative(params: Any, tangents: Any) -> Any:
         return jax.jvp(weight, params, tangents)[1]
 
-    floats = tuple(params)
-    jaxpr = jax.make_jaxpr(derivative)(floats, floats)
+    jaxpr = jax.make_jaxpr(derivative)(tuple(params), tuple(params))
     changes = dce_jaxpr(jaxpr.jaxpr, [True])[1][len(params) :]
     names = [path for path, is_changing in zip(tree.flatten(call.params), changes, strict=True) if is_changing]
     if names:
-        what = f"changes with the parameters {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+        what = f"changes with the parameters {', '.join(names[:3])}"
+        if len(names) > 3:
+            what += " and others"
         detail = "gradients are those of loss / weight with a constant weight, and the loss that is reported is another"
         fix = 'jax.lax.stop_gradient(weight); or {"loss": loss / weight, "weight": jnp.float32(1)} for the whole mean'
         raise ConfigError("The loss has a weight that is trained:", [Problem("sum 'weight'", what, detail, fix)])

@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 Dims = tuple[tuple[str, ...], ...]
 """The mesh axes of each dimension."""
 
@@ -26,6 +28,7 @@ class TracedValue:
         dims: Mesh axes of each dimension; None if unknown, which counts as replicated.
         name: `checkpoint_name` given by the model; may be empty.
         kept: Bytes of one element in memory, if fewer than `itemsize`.
+        is_float: Whether its elements are real or complex numbers, and no integers or flags.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +37,7 @@ class TracedValue:
     name: str = ""
     on_host: bool = False
     kept: int = 0
+    is_float: bool = False
 
     def bytes(self, axes: Mapping[str, int]) -> int:
         """Return the bytes of one device's shard; uneven shards are padded."""
@@ -57,6 +61,17 @@ class Operation:
     params: Mapping[str, Any]
     bodies: "list[TracedProgram]" = dataclasses.field(default_factory=list)
     equations: tuple[Any, ...] = ()
+
+    @property
+    def carried(self) -> "list[tuple[TracedValue, TracedValue]]":
+        """The values that a loop carries: those that enter an iteration, with those that leave it."""
+        if self.primitive not in ("scan", "while"):
+            return []
+        (body,) = self.bodies
+        first, count = len(body.inputs) - len(body.outputs), len(body.outputs)
+        if self.primitive == "scan":
+            first, count = self.params["num_consts"], self.params["num_carry"]
+        return list(zip(body.inputs[first : first + count], body.outputs[:count], strict=True))
 
 
 @dataclasses.dataclass(eq=False)
@@ -199,4 +214,6 @@ def _unroll(
 
 def _value(atom: Any) -> TracedValue:
     aval = atom.aval
-    return TracedValue(tuple(getattr(aval, "shape", ())), getattr(getattr(aval, "dtype", None), "itemsize", 0))
+    dtype = getattr(aval, "dtype", None)
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return TracedValue(tuple(getattr(aval, "shape", ())), getattr(dtype, "itemsize", 0), is_float=is_float)

@@ -147,13 +147,13 @@ class StageModel:
         """Return the loss and all sums."""
         loss, layered = in_parts(self.loss_fn)
 
-        def finish(params: Any, variables: Any, stream: Stream, batch: Any) -> Sums:
+        def finish(params: Any, variables: Any, batch: Any, stream: Stream) -> Sums:
             with lazy_logits():
                 outputs = layered.compute_outputs(params, variables, stream.x, stream.values, train=loss.train)
                 return loss.sums(as_outputs(outputs), batch)
 
         arrays = self._arrays(self.some_layers, shared, 0)
-        sums = partition_safe(finish)(*arrays, stream, read_slot(self.microbatches, i)[0])
+        sums = partition_safe(finish)(*arrays, read_slot(self.microbatches, i)[0], stream)
         return sums["loss"], sums
 
     def _arrays(self, layers: Any, shared: Any, chunk: Any) -> tuple[Any, Any]:

@@ -135,7 +135,7 @@ class _Uses:
                 if value in self.dynamic:
                     self.dynamic.add(inner)
             self.follow(body)
-            while self._carry_over(operation, body):
+            while self._carry_over(operation):
                 self.follow(body)
             for output, inner in zip(operation.outputs, body.outputs, strict=True):
                 known = self.sources.get(output, _NONE)
@@ -143,16 +143,10 @@ class _Uses:
                 if inner in self.dynamic:
                     self.dynamic.add(output)
 
-    def _carry_over(self, operation: Operation, body: TracedProgram) -> bool:
+    def _carry_over(self, operation: Operation) -> bool:
         """Add what a loop carries out of an iteration to what it carries into the next; return whether that is more."""
-        if operation.primitive == "scan":
-            first, count = operation.params["num_consts"], operation.params["num_carry"]
-        elif operation.primitive == "while":
-            first, count = len(body.inputs) - len(body.outputs), len(body.outputs)
-        else:
-            return False
         is_more = False
-        for old, new in zip(body.inputs[first : first + count], body.outputs[:count], strict=True):
+        for old, new in operation.carried:
             before, after = self.sources.get(old, _NONE), self.sources.get(new, _NONE)
             if after - before:
                 self.sources[old] = before | after

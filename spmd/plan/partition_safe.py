@@ -45,7 +45,7 @@ _NOT_SEEN = "is in the rules of a custom derivative, or in a gradient function t
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """A call of a function of `(params, variables, *others)`, traced once.
+    """A call of a function of `(params, variables, batch, *others)`, traced once.
 
     Attributes:
         jaxpr: The function of the leaves of the arguments.
@@ -56,6 +56,7 @@ class TracedCall:
     outputs: Any
     params: Any
     variables: Any
+    batch: Any
     others: tuple[Any, ...]
 
     def evaluate(self) -> Any:
@@ -68,7 +69,7 @@ class TracedCall:
             AnnotationError: An operation would be wrong and cannot be replaced, with its source line.
         """
         mesh, jaxpr = current().mesh, self.jaxpr
-        leaves = jax.tree.leaves((self.params, self.variables, self.others))
+        leaves = jax.tree.leaves((self.params, self.variables, self.batch, self.others))
         if mesh is not None and split_axes(mesh):
             placements = _placements(self.params, self.variables, mesh)
             program = _read(jaxpr, placements, self._batch_specs(), mesh)
@@ -82,22 +83,26 @@ class TracedCall:
     def _batch_specs(self) -> dict[int, P]:
         """Return the number of each input that is an array of the batch → its spec in the batch table."""
         number, table = len(jax.tree.leaves((self.params, self.variables))), current().batch
-        arrays = tree.flatten(self.others[0] if self.others else ())
-        return {number + i: table.spec(path, jnp.ndim(x)) for i, (path, x) in enumerate(arrays.items())}
+        arrays = tree.flatten(self.batch).items()
+        return {i: table.spec(path, jnp.ndim(x)) for i, (path, x) in enumerate(arrays, number)}
 
 
-def trace_call(function: Callable[..., Any], params: Any, variables: Any, *others: Any) -> TracedCall:
-    """Trace a call of a function of `(params, variables, *others)`."""
-    jaxpr, outputs = jax.make_jaxpr(function, return_shape=True)(params, variables, *others)
-    return TracedCall(jaxpr, outputs, params, variables, others)
+def trace_call(function: Callable[..., Any], params: Any, variables: Any, batch: Any, *others: Any) -> TracedCall:
+    """Trace a call of a function of `(params, variables, batch, *others)`; the batch may be empty."""
+    jaxpr, outputs = jax.make_jaxpr(function, return_shape=True)(params, variables, batch, *others)
+    return TracedCall(jaxpr, outputs, params, variables, batch, others)
 
 
 def partition_safe(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of `(params, variables, *others)` with the same results, which XLA computes right on any mesh.
+    """Return a function of `(params, variables, batch, *others)` with the same results, right on any mesh.
 
     See `TracedCall.evaluate`.
     """
-    return lambda params, variables, *others: trace_call(function, params, variables, *others).evaluate()
+
+    def safe(params: Any, variables: Any, batch: Any, *others: Any) -> Any:
+        return trace_call(function, params, variables, batch, *others).evaluate()
+
+    return safe
 
 
 def gather_input(x: jax.Array, placement: ParamPlacement, *, sum_first: bool = False) -> jax.Array:
@@ -185,8 +190,7 @@ def _read(
     specs = {number: placed.stored for number, placed in placements.items()} | dict(batch)
     for number, spec in specs.items():
         value = program.inputs[number]
-        if len(spec) <= len(value.shape):  # another function than a loss may have other arrays at this place
-            value.dims = tuple(spec_dims(spec, len(value.shape), split_axes(mesh)))
+        value.dims = tuple(spec_dims(spec, len(value.shape), split_axes(mesh)))
     propagate(program)
     return program
 

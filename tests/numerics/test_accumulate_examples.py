@@ -102,17 +102,52 @@ class Summed(nnx.Module):
         return jax.lax.scan(add, jnp.float32(0), batch["x"])[1]
 
 
+class Stepped(nnx.Module):
+    """A recurrent network as a loop that takes one step at a time from the array."""
+
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, batch):
+        x, first = self.a(batch["x"]), jnp.zeros((batch["x"].shape[1], 8))
+        return jax.lax.fori_loop(0, len(x), lambda t, h: jnp.tanh(self.b(h) + x[t]), first)[None]
+
+
+class Cumulative(Scaled):
+    """Values over `[time, batch, features]` that add up over time."""
+
+    def __call__(self, batch):
+        return jnp.cumsum(self.a(batch["x"]), axis=0)
+
+
+class Chunked(Scaled):
+    """A loop over chunks of examples that only adds up what they give."""
+
+    def __call__(self, batch):
+        y = self.a(batch["x"])
+
+        def add(chunk, total):
+            return total + (jax.lax.dynamic_slice_in_dim(y, 2 * chunk, 2) ** 2).sum()
+
+        return y * jax.lax.stop_gradient(jax.lax.fori_loop(0, len(y) // 2, add, jnp.float32(0)) * 0 + 1)
+
+
 EDGES = {"senders": RNG.integers(0, 6, 12), "receivers": RNG.integers(0, 6, 12)}
 CASES = {
     "graph": (Graph, {"x": normal(8, 6, 4), **EDGES}, (("senders|receivers", ONE_GRAPH),)),
     "time": (Recurrent, {"x": normal(6, 8, 4)}, (("x", TIME_MAJOR),)),
     "batch": (BatchMajor, {"x": normal(8, 6, 4)}, ()),
     "scalar": (Scaled, {"x": normal(8, 4), "temperature": np.float32(0.7)}, (("temperature", whole("one for all")),)),
-    "sum": (Summed, {"x": normal(8, 4)}, (("x", P(BATCH_AXES)),)),
+    "sum": (Summed, {"x": normal(8, 4)}, ()),
+    "chunks": (Chunked, {"x": normal(8, 4)}, ()),
+    "loop": (Stepped, {"x": normal(6, 8, 4)}, (("x", TIME_MAJOR),)),
+    "cumulative": (Cumulative, {"x": normal(6, 8, 4)}, (("x", TIME_MAJOR),)),
     "steps": (Weighted, {"x": normal(6, 8, 4), "temperature": normal(8)}, (("x", TIME_MAJOR),)),
     "one graph": (BigGraph, {"x": normal(6, 4), **EDGES}, ((".*", ONE_GRAPH),)),
 }
 """Name → a model, a batch, and the rows that say where its examples are."""
+IN_SOAK = {"scalar": "graph", "sum": "chunks"}
+"""Case that is soak → one that is like it."""
 
 
 def step_of(name, microbatches, declared=True):
@@ -143,13 +178,22 @@ def error(found, wanted):
     return max(float(np.abs(found[path] - x).max() / np.abs(x).max()) for path, x in wanted.items())
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("batch", "one graph")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("batch", "one graph", *IN_SOAK)])
 def test_declared_arrays_have_the_gradients_of_the_whole_batch(name):
     """Loss and gradients in two microbatches agree to 1e-5, whichever dimension the examples are."""
     assert error(metrics_of(name, 2), metrics_of(name, 1)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["time", "graph"])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", IN_SOAK)
+def test_other_declared_arrays_have_them_too(name):
+    """The same for more cases."""
+    assert error(metrics_of(name, 2), metrics_of(name, 1)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name", ["graph", "loop", *(pytest.param(name, marks=pytest.mark.soak) for name in ("time", "cumulative"))]
+)
 def test_control_without_the_table(name, monkeypatch):
     """Where the first dimension of each array is split regardless, gradients are wrong by more than a hundredth."""
     monkeypatch.setattr(BatchTable, "examples", lambda self, path: 0)
@@ -163,11 +207,12 @@ REFUSED = {
         'Rules(batch=[("receivers", ',
     ),
     "time": (
-        ["batch x: is scanned over its first dimension at", "no dimension of examples"],
+        ["batch x: is gone through in order along its first dimension at", "no dimension of examples"],
         'Rules(batch=[("x", P(None, ("data", "fsdp", "expert")))])',
     ),
     "scalar": (["batch temperature: is a scalar, which has no examples"], '("temperature", spmd.whole("why"))'),
-    "sum": (["batch x: is scanned over its first dimension at"], '("x", P(("data", "fsdp", "expert")))'),
+    "loop": (["batch x: is gone through in order"], '("x", P(None, ("data", "fsdp", "expert")))'),
+    "cumulative": (["batch x: is gone through in order"], '("x", P(("data", "fsdp", "expert")))'),
     "steps": (
         ["batch: has arrays with different numbers of examples", "temperature: 8, x: 6"],
         'Rules(batch=[("x", P(None, ("data", "fsdp", "expert")))])',
@@ -194,7 +239,7 @@ def test_a_batch_without_examples_is_refused():
         step_of("one graph", 2).trace(batch)
 
 
-@pytest.mark.parametrize(("name", "microbatches"), [("batch", 2), ("graph", 1)])
+@pytest.mark.parametrize(("name", "microbatches"), [("batch", 2), ("sum", 2), ("chunks", 2), ("graph", 1)])
 def test_what_needs_no_row(name, microbatches):
     """A recurrent layer over steps behind the examples, and a batch that is not split at all, are not refused."""
     step = step_of(name, microbatches, declared=False)
