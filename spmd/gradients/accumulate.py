@@ -92,7 +92,8 @@ def split_microbatches(batch: Any, microbatches: int) -> tuple[dict[str, jax.Arr
 
 def join_microbatch(batch: Any, part: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> Any:
     """Return a microbatch, a tree like the batch, from its own arrays and those of all microbatches."""
-    return tree.map_with_path(lambda path, _: part[path] if path in part else shared[path], batch)
+    arrays = {**shared, **part}
+    return tree.map_with_path(lambda path, _: arrays[path], batch)
 
 
 def _example_problems(

@@ -1,5 +1,6 @@
 """The equations of a jaxpr and of the jaxprs inside them: iteration and replacement."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -56,12 +57,18 @@ def _replaced(jaxpr: Jaxpr, replacements: Mapping[int, ClosedJaxpr]) -> Jaxpr:
         if id(equation) in replacements:
             params = {"call_jaxpr": replacements[id(equation)]}
             replaced.append(equation.replace(primitive=primitives.closed_call_p, params=params))
-        elif any(id(inner) in replacements for body in inner_jaxprs(equation) for inner in equations(body)):
+        elif _has_inside(equation, replacements):
             params = {name: _replaced_inside(value, replacements) for name, value in equation.params.items()}
             replaced.append(equation.replace(params=params))
         else:
             replaced.append(equation)
     return jaxpr.replace(eqns=replaced)
+
+
+def _has_inside(equation: JaxprEqn, replacements: Mapping[int, ClosedJaxpr]) -> bool:
+    """Return whether an equation to replace is in the jaxprs inside an equation."""
+    inside = itertools.chain.from_iterable(map(equations, inner_jaxprs(equation)))
+    return any(id(inner) in replacements for inner in inside)
 
 
 def _replaced_inside(value: Any, replacements: Mapping[int, ClosedJaxpr]) -> Any:

@@ -33,7 +33,9 @@ def fault_scope(name: str) -> str:
 def read_fault(op_name: str) -> str:
     """Return the fault in whose scope an operation is; empty if there is none."""
     found = _FAULT.search(op_name)
-    return found[1] if found else ""
+    if found is None:
+        return ""
+    return found[1]
 
 
 def in_scope(scope: str) -> contextlib.AbstractContextManager:
@@ -51,7 +53,10 @@ def read_names(op_name: str) -> list[str]:
         ['jit(f)/add']
     """
     joined = re.fullmatch(r"([^:]*/)\((.*:.*)\)", op_name)
-    return [f"{joined[1]}{rest}" for rest in joined[2].split(":")] if joined else op_name.split(":")
+    if joined is None:
+        return op_name.split(":")
+    before, ends = joined.groups()
+    return [f"{before}{end}" for end in ends.split(":")]
 
 
 def read_scope(op_name: str) -> tuple[str, str]:
@@ -62,4 +67,6 @@ def read_scope(op_name: str) -> tuple[str, str]:
         ('param', 'layers/mlp/up_proj/kernel')
     """
     found = _SCOPE.findall(op_name)
-    return found[-1] if found else ("", "")
+    if not found:
+        return "", ""
+    return found[-1]

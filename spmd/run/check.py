@@ -29,8 +29,7 @@ class Check:
     _setups: dict[AnyMesh, TrainSetup] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __str__(self) -> str:
-        steps = "1 step" if self.count == 1 else f"{self.count} steps"
-        return f"{steps} of {self.precision}, a quarter of the tokens masked as padding"
+        return f"{_steps_text(self.count)} of {self.precision}, a quarter of the tokens masked as padding"
 
     @property
     def count(self) -> int:
@@ -102,7 +101,7 @@ class StepCheck:
     )
 
     def __str__(self) -> str:
-        return f"{'1 step' if self.count == 1 else f'{self.count} steps'} of {self.precision}"
+        return f"{_steps_text(self.count)} of {self.precision}"
 
     @property
     def count(self) -> int:
@@ -148,6 +147,12 @@ class StepCheck:
         step, _ = self.made_on(mesh)
         grad_fn = BUGS[bug](step.grad_fn) if bug else step.grad_fn
         return self._reference.compare(step.plan, grad_fn)
+
+
+def _steps_text(count: int) -> str:
+    if count == 1:
+        return "1 step"
+    return f"{count} steps"
 
 
 class Sweep:

@@ -105,15 +105,22 @@ class BatchTable:
         problems = []
         for index, row in enumerate(self.rows):
             pattern, value = row
-            names = [] if isinstance(value, Whole) else [axis for entry in value for axis in entry_axes(entry)]
-            acts = any(axes[axis] > 1 and axis not in BATCH_AXES for axis in names)
-            if acts and row not in used:
+            splits = [axis for axis in _other_axes(value) if axes[axis] > 1]
+            if splits and row not in used:
                 where, known = f"batch row {index} ({pattern!r})", f"it has {', '.join(paths)}"
                 problems.append(Problem(where, "matches no array of the batch", known, "correct the pattern"))
         return problems
 
     def _row(self, path: str) -> tuple[str, P | Whole] | None:
         return next((row for row in self.rows if compile_pattern(row[0]).fullmatch(path)), None)
+
+
+def _other_axes(value: P | Whole) -> list[str]:
+    """Return the axes of a row that split something else than examples."""
+    if isinstance(value, Whole):
+        return []
+    named = [axis for entry in value for axis in entry_axes(entry)]
+    return [axis for axis in named if axis not in BATCH_AXES]
 
 
 def _has_examples_once(spec: P) -> bool:

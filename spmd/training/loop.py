@@ -92,7 +92,9 @@ def fit(
             number, metrics = unread
             unread = None
             scalars, arrays = split_arrays(jax.device_get(metrics))
-            values = {name: float(value) for name, value in scalars.items()} | ({"arrays": arrays} if arrays else {})
+            values: dict[str, Any] = {name: float(value) for name, value in scalars.items()}
+            if arrays:
+                values["arrays"] = arrays
             for hook in hooks:
                 hook.on_metrics(number, values)
 
@@ -107,10 +109,13 @@ def fit(
             unread = number, metrics
             for hook in hooks:
                 hook.on_dispatch(number)
-            if stop := any([hook.wants_stop(number) for hook in hooks]):
+            answers = [hook.wants_stop(number) for hook in hooks]  # of every hook, also after one that wants to stop
+            stop = any(answers)
+            if stop:
                 for hook in hooks:
                     hook.on_stop(number)
-            if wanting := [hook for hook in hooks if hook.wants_state(number)]:
+            wanting = [hook for hook in hooks if hook.wants_state(number)]
+            if wanting:
                 report()
             with jax.transfer_guard("allow"):
                 for hook in wanting:
