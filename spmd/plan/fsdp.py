@@ -96,11 +96,24 @@ def is_wrapped(x: Any) -> bool:
     return is_host_param(x) or is_lora(x) or is_scaled(x)
 
 
-def gathered(param: jax.Array, placement: ParamPlacement | None) -> jax.Array:
-    """Apply `gather`, with `scatter` as the transpose: for a parameter that is used as it is, such as a bias."""
+def gathered(param: jax.Array, placement: ParamPlacement | None, *, sum_first: bool = False) -> jax.Array:
+    """Apply `gather`, with `scatter` as the transpose: for a parameter that is used as it is, such as a bias.
+
+    Cotangents of any order go the same way: that of a gradient is gathered as the parameter is.
+
+    Args:
+        sum_first: Whether to sum a gradient before it is scattered, instead of leaving that choice to XLA.
+    """
     if placement is None:
         return param
-    return linear_call(lambda x: gather(x, placement, x.dtype), lambda g: scatter(g, placement), param)
+
+    def sum_and_scatter(gradient: jax.Array) -> jax.Array:
+        with named_after(placement):
+            summed = constrain(gradient, placement.mesh, placement.used, "a layer's gradient")
+        return scatter(summed, placement)
+
+    transpose = sum_and_scatter if sum_first else functools.partial(scatter, placement=placement)
+    return linear_call(lambda x: gather(x, placement, x.dtype), transpose, param)
 
 
 _NO_HISTORY: Mapping[str, History] = MappingProxyType({})

@@ -20,10 +20,9 @@ from spmd.errors import AnnotationError, Problem
 from spmd.jaxpr.equations import replace_equations
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.traced_program import TracedProgram, read_program
-from spmd.plan.context import constrain, current
-from spmd.plan.fsdp import gather, is_wrapped, named_after
+from spmd.plan.context import current
+from spmd.plan.fsdp import gathered, is_wrapped
 from spmd.plan.input_uses import unproven_uses
-from spmd.plan.linear_call import linear_call
 from spmd.plan.manual import split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import fault_scope, param_scope
@@ -76,7 +75,10 @@ class TracedCall:
             axes = {number: _gathered_axes(placed) for number, placed in placements.items()}
             uses = unproven_uses(program, axes, len(jax.tree.leaves((self.params, self.variables))))
             for number, is_result_used in uses.items():
-                leaves[number] = gather_input(leaves[number], placements[number], sum_first=is_result_used)
+                # In the derivative of an element-wise function of the input, such as a normalised kernel, its gradient
+                # meets the input. XLA would split that function's result as the gradient is, and multiply it wrongly.
+                sum_first = is_result_used or not _is_summed_right(placements[number], leaves[number].ndim)
+                leaves[number] = gathered(leaves[number], placements[number], sum_first=sum_first)
             jaxpr = _without_faults(jaxpr, program, mesh)
         return jax.tree.unflatten(jax.tree.structure(self.outputs), jaxpr_as_fun(jaxpr)(*leaves))
 
@@ -103,27 +105,6 @@ def partition_safe(function: Callable[..., Any]) -> Callable[..., Any]:
         return trace_call(function, params, variables, batch, *others).evaluate()
 
     return safe
-
-
-def gather_input(x: jax.Array, placement: ParamPlacement, *, sum_first: bool = False) -> jax.Array:
-    """Gather an input over the axes of the batch; its cotangent is summed to where the plan keeps its gradient.
-
-    Cotangents of any order go the same way: that of a gradient is gathered as the input is.
-
-    Args:
-        sum_first: Whether to sum the cotangent before it is scattered. In the derivative of an element-wise function of
-            the input, such as a normalised kernel, both meet; XLA would split the function's result as the cotangent
-            is, and multiply it wrongly (docs/xla-faults.md, Products).
-    """
-    used = placement.used
-
-    def scatter(g: jax.Array) -> jax.Array:
-        with named_after(placement):
-            if sum_first or not _is_summed_right(placement, g.ndim):
-                g = constrain(g, placement.mesh, used, "a gradient")
-            return constrain(g, placement.mesh, placement.gradient, "a gradient")
-
-    return linear_call(lambda x: gather(x, placement, x.dtype), scatter, x)
 
 
 def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 
 from spmd.errors import ConfigError, Problem, SpmdError, check_type, shown
+from spmd.pipeline.partition import IN_FLIGHT
+from spmd.plan.plan import ShardingPlan
 from spmd.run.build import TrainSetup, count_microbatches, make_setup, one_device_mesh, open_training_text
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
@@ -69,11 +71,7 @@ class Check:
             return self._setups[mesh]
         setup = make_setup(self.config, mesh)
         preflight(setup)
-        if setup.schedule and not setup.schedule.flush:
-            what = "has gradients that are one update late, unlike one device"
-            fix = "check the layout with --pipeline.schedule 1f1b"
-            problem = Problem(f"schedule {setup.schedule.name}", what, fix=fix)
-            raise ConfigError("There is nothing to compare:", [problem])
+        _check_flush(setup.plan)
         self._setups[mesh] = setup
         return setup
 
@@ -145,8 +143,17 @@ class StepCheck:
     def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
         """Run the steps on a mesh, with a bug of `spmd.testing.BUGS`, and compare each with one device by leaf."""
         step, _ = self.made_on(mesh)
+        _check_flush(step.plan)
         grad_fn = BUGS[bug](step.grad_fn) if bug else step.grad_fn
         return self._reference.compare(step.plan, grad_fn)
+
+
+def _check_flush(plan: ShardingPlan) -> None:
+    """Raise an error if a pipeline without a flush makes the gradients: they are of the batch before."""
+    if IN_FLIGHT in plan.abstract_variables:
+        what = "has gradients that are one update late, unlike one device"
+        problem = Problem("schedule pipedream", what, fix="check the layout with --pipeline.schedule 1f1b")
+        raise ConfigError("There is nothing to compare:", [problem])
 
 
 def _steps_text(count: int) -> str:

@@ -80,6 +80,7 @@ def rules_from_search(
     axes: Mapping[str, Any] | None = None,
     stacked: Any = DEFAULT_STACKED,
     activations: Any = (),
+    batch: Any = (),
     one_layer: bool = False,
     report: Callable[[str], object] = print,
 ) -> Rules:
@@ -91,6 +92,8 @@ def rules_from_search(
         params: A tree of arrays or `jax.ShapeDtypeStruct`s: a model's parameters, an `nnx.State`, or Linen variables,
             also in boxes. Paths are those of `from_nnx` and `from_linen`.
         axes: The table's axis → the mesh's axis, a tuple of them, or None: `{"dp": "data", "mp": "tensor"}`.
+        activations: As in `Rules`.
+        batch: As in `Rules`.
         stacked: As in `Rules`. The table's entry for a stacked dimension must be None or that axis.
         one_layer: Whether the table's specs have no entries for stacked dimensions.
         report: Called with a text: the parameters of each rule, dead and shadowed rules, what catch-alls match, and
@@ -122,7 +125,7 @@ def rules_from_search(
         raise RuleError("This search table cannot be made strict:", problems)
     strict = list(_strict_rules(found, values, stack))
     report("\n".join((*_report(found, strict, rules), "", *_as_python(strict, stack.stacked))))
-    return Rules([(rule.pattern, rule.value) for rule in strict], activations, stacked)
+    return Rules([(rule.pattern, rule.value) for rule in strict], activations, stacked, batch)
 
 
 def _read(table: Iterable[tuple[str, Any]], axes: Mapping[str, Any]) -> list[_SearchRule]:

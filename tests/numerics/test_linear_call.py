@@ -217,7 +217,7 @@ def test_a_loss_may_differentiate_its_parameters_in_any_mode(term):
 @pytest.mark.parametrize("term", ["jvp", "forward over reverse"])
 def test_control_without_the_gather(term, monkeypatch):
     """Where parameters stay as they are stored, the same losses are wrong by more than a tenth."""
-    monkeypatch.setattr(partition_safe, "gather_input", lambda x, *_, **options: x)
+    monkeypatch.setattr(partition_safe, "gathered", lambda x, *_, **options: x)
     found = on_mesh(MODEL, RULES, loss_of(term), BATCH, **SIZES)
     assert max(errors(found, on_one_device(MODEL, loss_of(term), BATCH)).values()) > 0.1
 
@@ -275,7 +275,7 @@ def test_a_call_costs_nothing(monkeypatch):
     ours = program_of_gradients()
     assert ours["all-gather"]
     assert ours["all-reduce"]
-    monkeypatch.setattr(partition_safe, "linear_call", by_custom_vjp)
+    monkeypatch.setattr(fsdp, "linear_call", by_custom_vjp)
     assert program_of_gradients() == ours
 
 
@@ -286,5 +286,5 @@ def test_control_another_cost(monkeypatch):
     def twice(function, transpose, x):
         return linear_call(lambda x: function(x) + function(2 * x) - function(x * 2.5) / 2.5, transpose, x)
 
-    monkeypatch.setattr(partition_safe, "linear_call", twice)
+    monkeypatch.setattr(fsdp, "linear_call", twice)
     assert program_of_gradients() != ours

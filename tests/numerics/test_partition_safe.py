@@ -341,7 +341,7 @@ def test_any_model_has_the_gradients_of_one_device(kind):
 @pytest.mark.parametrize("kind", GATHERED)
 def test_control_without_the_gather(kind, monkeypatch):
     """Where the inputs of a loss stay as they are stored, gradients are wrong by more than a tenth."""
-    monkeypatch.setattr(partition_safe, "gather_input", lambda x, *_, **options: x)
+    monkeypatch.setattr(partition_safe, "gathered", lambda x, *_, **options: x)
     assert max(errors_of(kind).values()) > 0.1
 
 
@@ -383,7 +383,7 @@ def gathered_by(monkeypatch, use, spec=BOTH, shape=(WIDTH, WIDTH), sizes=SIZES):
         seen.append(x.shape)
         return x
 
-    monkeypatch.setattr(partition_safe, "gather_input", record)
+    monkeypatch.setattr(partition_safe, "gathered", record)
     model = written(None, "a", shape)
     plan = make_plan(tiny.mesh(**sizes), rules_of(spec), model, optax.sgd(0.1))
 

@@ -25,7 +25,7 @@ from spmd.plan.context import use_plan
 from spmd.plan.lora import LoRAConfig, lora_rules, with_lora
 from spmd.plan.plan import make_plan
 from spmd.run.build import TrainSetup, make_setup, planned_mesh
-from spmd.run.check import Check
+from spmd.run.check import Check, StepCheck
 from spmd.testing import token_batches
 from spmd.training.batch import place_batch
 from spmd.training.state import abstract_state, init_state
@@ -198,10 +198,17 @@ def test_what_goes_only_with_a_flush_is_refused(fields, said):
 
 
 def test_it_is_not_compared_with_one_device():
-    """`spmd check` says why there is nothing to compare."""
+    """`spmd check` says why there is nothing to compare, of a config and of a step at hand."""
     config = dataclasses.replace(setup().config, devices=8)
     with pytest.raises(SpmdError, match="one update late"):
         Check(config, 1).compare(tiny.mesh(pipe=2))
+
+    def make(mesh):
+        made = setup()
+        return make_train_step(made.plan, made.grad_fn), [None]
+
+    with pytest.raises(SpmdError, match="one update late"):
+        StepCheck(make).compare(tiny.mesh(pipe=2))
 
 
 def test_evaluation_leaves_out_what_is_under_way():

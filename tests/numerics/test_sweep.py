@@ -30,7 +30,7 @@ def test_every_example_is_as_on_one_device(part):
 
 def test_control_without_the_gather_a_fault_is_found(monkeypatch):
     """If inputs enter the loss as they are stored, XLA computes some of the examples wrongly."""
-    monkeypatch.setattr(partition_safe, "gather_input", lambda x, placement, **options: x)
+    monkeypatch.setattr(partition_safe, "gathered", lambda x, placement, **options: x)
     assert first_wrong(CONTROL_SEED, MOST_OF_CONTROL)
 
 

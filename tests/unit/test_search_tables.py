@@ -21,6 +21,7 @@ from spmd.sharding.mesh import MeshShape, abstract_mesh, entry_axes
 from spmd.sharding.rules import Replicate, Rules
 
 AXES = {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
+ROWS = [("tokens", P(("data", "fsdp", "expert"), "sequence"))]
 EASYLM = (
     ("transformer/wte/embedding", P("mp", "fsdp")),
     ("attention/(wq|wk|wv)/kernel", P("fsdp", "mp")),
@@ -102,6 +103,12 @@ def test_the_easylm_llama_table_keeps_its_words_and_its_meaning():
     assert audit(rules, llama()) == []
     assert differences(rules, EASYLM, llama(), {"mp": "tensor"}) == []
     assert audit(rules, llama(layers=5)) == [], "a deeper model needs no other table"
+
+
+def test_rows_of_a_batch_are_those_that_are_given():
+    """The new table says how arrays of a batch are split, as one that is written by hand."""
+    rules, _ = convert(EASYLM, llama(), axes={"mp": "tensor"}, batch=ROWS)
+    assert list(rules.batch) == ROWS
 
 
 def test_a_tree_does_as_well_as_a_table_of_paths():
