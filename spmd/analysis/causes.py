@@ -1,22 +1,19 @@
 """Causes of collectives: the rule, the annotation or the source line that makes each of them necessary.
 
-The plan's operations have name scopes (`spmd.plan.scopes`), so most collectives name their parameter or activation in
-the metadata of the compiled program. Layers that are manual over the mesh, sums over split dimensions, and the
-optimizer are found by operation and source line. What remains is the compiler's choice, and has no rule.
+Operations of the plan and of layers have name scopes (`spmd.plan.scopes`), so most collectives name their parameter,
+activation or purpose in the metadata of the compiled program. Sums over split dimensions are found by operation and
+source line. What remains is the compiler's choice, and has no rule.
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 from spmd.analysis.annotated import Annotated
 from spmd.analysis.collective_record import Cause, Collective
-from spmd.gradients import exchange
-from spmd.layers import expert_dispatch, expert_exchange, lm_head, moe, ring_attention, sequential_stages, zigzag
-from spmd.pipeline import executor, grad_fn, interleave, pipedream, shared_params
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
-from spmd.plan.scopes import METRICS, OPTIMIZER, read_names, read_scope
+from spmd.plan.scopes import METRICS, OPTIMIZER, read_comm, read_names, read_scope
 from spmd.plan.wires import SUM
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.optimizer_state import drop_fsdp
@@ -35,22 +32,6 @@ _CONVERSIONS = ("clamp", "convert_element_type", "div", "mul", "round")  # parti
 _PRODUCTS = ("add", "dot_general")  # compilers add products before they sum over devices
 _SUMS = ("add", "argmax", "argmin", "conv_general_dilated", "dot_general", "reduce", "scatter")
 _TOKENS = {axis for entry in BATCH_SPEC for axis in entry_axes(entry)}
-
-_LAYERS = {
-    executor: "pipeline, from stage to stage",
-    exchange: "gradients, exchanged once a step",
-    expert_dispatch: "experts, exchange of tokens",
-    expert_exchange: "experts, exchange of tokens",
-    grad_fn: "pipeline, sums of all stages",
-    interleave: "pipeline, layers to their stages",
-    lm_head: "vocabulary-parallel head",
-    moe: "experts",
-    pipedream: "pipeline",
-    ring_attention: "context-parallel attention",
-    sequential_stages: "pipeline, stages in sequence",
-    shared_params: "pipeline, parameters of all stages",
-    zigzag: "zigzag order of tokens",
-}
 
 
 def add_causes(
@@ -101,9 +82,10 @@ class _Search:
         if scope == "param" and (entry := self.entries.get(name)) and (is_sum or is_explicit or is_converted):
             yield self._rule(entry, self._use(entry, record, steps))
         if is_explicit:
-            layer = _layer(record.source)
             what = record.kind if is_renamed else operation
-            yield Cause("layer", f"{layer} ({what}){at}" if layer else f"{what}{at}")
+            if purpose := read_comm(op_name):
+                what = f"{purpose} ({what})"
+            yield Cause("layer", f"{what}{at}")
         if entry := self.entries.get(factor):
             yield self._rule(entry, PRODUCT)
         # XLA:TPU multiplies in windows, with permutes between them, in place of a gather or a sum.
@@ -170,13 +152,3 @@ def _param(array: str) -> str:
 
 def _axes(spec: Iterable) -> set[str]:
     return {axis for entry in spec for axis in entry_axes(entry)}
-
-
-def _layer(source: str) -> str:
-    """Return the layer of this package that a source line belongs to, or an empty string."""
-    file = source.rpartition(":")[0]
-    return next((text for module, text in _LAYERS.items() if file.endswith(_path(module))), "")
-
-
-def _path(module: ModuleType) -> str:
-    return f"{module.__name__.replace('.', '/')}.py"

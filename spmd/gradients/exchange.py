@@ -21,7 +21,7 @@ from spmd.plan.context import constrain, current, use_plan
 from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import manual_over, psum, split_axes
 from spmd.plan.plan import ShardingPlan
-from spmd.plan.scopes import in_scope
+from spmd.plan.scopes import comm_scope, in_scope
 from spmd.sharding.dims import dims_spec, extra_axes, spec_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
@@ -103,11 +103,14 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...], last_stage: LastStage 
 
         def local(*arrays: Any) -> tuple[Any, Sums]:
             gradients, sums, _ = grad_fn(*arrays)
-            return jax.tree.map(lambda g: g[None], gradients), jax.tree.map(lambda x: psum(x, over), sums)
+            with in_scope(comm_scope("gradients, exchanged once a step")):
+                sums = jax.tree.map(lambda x: psum(x, over), sums)
+            return jax.tree.map(lambda g: g[None], gradients), sums
 
         given, others = (params, variables), tuple(axis for axis in mesh.axis_names if axis not in over)
         kept = tuple(specs(part, others) for part in given)
-        whole = jax.tree.map(lambda x, spec: constrain(x, mesh, spec, "a parameter"), given, kept)
+        with in_scope(comm_scope("parameters, gathered once a step")):
+            whole = jax.tree.map(lambda x, spec: constrain(x, mesh, spec, "a parameter"), given, kept)
 
         def batch_spec(path: str, x: Any) -> P:
             return dims_spec(spec_dims(current().batch.spec(path, x.ndim), x.ndim, over))

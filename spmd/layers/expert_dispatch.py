@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spmd.layers.expert_exchange import ExpertAxes, Ragged, exchange, row_by_row
+from spmd.layers.expert_exchange import EXCHANGE_OF_TOKENS, ExpertAxes, Ragged, exchange, row_by_row
 from spmd.layers.router import RouterConfig
+from spmd.plan.scopes import comm_scope, in_scope
 
 EXTRA_PASSES = "extra_passes"
 """Scope of the loop over the passes after the first, of which there are none with even load."""
@@ -83,7 +84,10 @@ class Capacity:
         return _take(rows, self._slot)
 
     def _exchange(self, parts: Array) -> Array:
-        return jax.lax.all_to_all(parts, self._axes, 0, 0, tiled=True) if self._axes else parts
+        if not self._axes:
+            return parts
+        with in_scope(comm_scope(EXCHANGE_OF_TOKENS)):
+            return jax.lax.all_to_all(parts, self._axes, 0, 0, tiled=True)
 
 
 class Dropless:

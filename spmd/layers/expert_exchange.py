@@ -15,7 +15,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from spmd.layers.router import RouterConfig
+from spmd.plan.scopes import comm_scope, in_scope
 from spmd.sharding.mesh import AnyMesh
+
+EXCHANGE_OF_TOKENS = "experts, exchange of tokens"
+"""Purpose of collectives that move rows to experts and back."""
 
 _TILE, _SUBLANES = 128, 16
 """Rows of a buffer, and of a block, are multiples of these: kernels work on whole tiles."""
@@ -73,7 +77,10 @@ def exchange(counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: 
     """Return the exchange of this device's `rows`, with a buffer of `factor` times as many."""
     if axes.kind is None:
         return None
-    every = jax.lax.all_gather(counts, axes.names) if axes.names else counts
+    every = counts
+    if axes.names:
+        with in_scope(comm_scope(EXCHANGE_OF_TOKENS)):
+            every = jax.lax.all_gather(counts, axes.names)
     return axes.kind(every.reshape(axes.size, axes.size, -1), axes, rows, factor)
 
 
@@ -146,7 +153,8 @@ class Ragged:
     def _move(self, rows: Array, onto: Array, starts: Array, ends: Array, counts: Array) -> Array:
         me = self._me
         offsets = starts[me], counts[me], ends[me], counts[:, me]
-        return jax.lax.ragged_all_to_all(rows, onto, *offsets, axis_name=self._axes.names)
+        with in_scope(comm_scope(EXCHANGE_OF_TOKENS)):
+            return jax.lax.ragged_all_to_all(rows, onto, *offsets, axis_name=self._axes.names)
 
     def _empty(self, rows: int, like: Array) -> Array:
         """Return an uninitialised buffer.
@@ -204,4 +212,7 @@ class Blocks:
         """Return None: received rows are sorted."""
 
     def _swap(self, blocks: Array) -> Array:
-        return jax.lax.all_to_all(blocks, self._axes.names, 0, 0, tiled=True) if self._axes.names else blocks
+        if not self._axes.names:
+            return blocks
+        with in_scope(comm_scope(EXCHANGE_OF_TOKENS)):
+            return jax.lax.all_to_all(blocks, self._axes.names, 0, 0, tiled=True)

@@ -47,6 +47,7 @@ CHUNK = 1024
 _TILE = 256
 """Words of a turn are a multiple of it: XLA:TPU fuses reduce-scatters of such parts, and of few others."""
 
+_PURPOSE = "vocabulary-parallel head"
 _WHOLE, _ONE_DEVICE = P(), LocalParam(((), ()), ((), ()), ((), ()))
 
 
@@ -101,7 +102,7 @@ class _Layout:
         x, (stored, _, kept) = P(*self.tokens, self.width or None), self.param.specs
         specs = (x, stored, self.tokens, self.tokens)
         results = (P(), P(), *([x, kept] if differentiate else []))
-        return manual_over(self.mesh, self.split, local, specs, results)(*arrays)
+        return manual_over(self.mesh, self.split, local, specs, results, purpose=_PURPOSE)(*arrays)
 
     @property
     def joined(self) -> tuple[str, ...]:

@@ -126,7 +126,9 @@ class _Layer:
     def manual(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Run `local` on the shards of each device."""
         mesh = self.layout.mesh
-        return local if mesh is None else manual_over(mesh, split_axes(mesh), local, in_specs, out_specs)
+        if mesh is None:
+            return local
+        return manual_over(mesh, split_axes(mesh), local, in_specs, out_specs, purpose="experts")
 
     @property
     def tokens(self) -> P:

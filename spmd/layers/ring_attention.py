@@ -45,6 +45,7 @@ Segments = Int[Array, "batch seq"] | None
 Tokens attend to their own document only.
 """
 
+_PURPOSE = "context-parallel attention"
 _HEADS_FIRST, _IDS = P(None, None, "sequence"), P(None, "sequence")
 
 
@@ -59,7 +60,9 @@ class Ring:
 
     def run(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Return `f` on each device's tokens."""
-        return f if self.mesh is None else manual_over(self.mesh, ("sequence",), f, in_specs, out_specs)
+        if self.mesh is None:
+            return f
+        return manual_over(self.mesh, ("sequence",), f, in_specs, out_specs, purpose=_PURPOSE)
 
     def rotate(self, arrays: Any) -> Any:
         """Send each device's arrays to the next device."""
@@ -196,4 +199,4 @@ def ulysses_attention(
     batch = tuple(axis for axis in BATCH_AXES if axis in split)
     tokens = P(batch or None, *(axis if axis in parts else None for axis in ("sequence", "tensor")))
     specs = (tokens, tokens, tokens, P(batch or None))
-    return manual_over(mesh, (*batch, *parts), local, specs, tokens)(query, key, value, segments)
+    return manual_over(mesh, (*batch, *parts), local, specs, tokens, purpose=_PURPOSE)(query, key, value, segments)

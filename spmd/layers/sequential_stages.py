@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.plan.context import current, override
 from spmd.plan.manual import manual_over
+from spmd.plan.scopes import comm_scope, in_scope
 from spmd.sharding.mesh import AnyMesh
+
+_PURPOSE = "pipeline, stages in sequence"
 
 Run = Callable[[Any, Any], tuple[jax.Array, Any]]
 """`(x, layers) -> (x after them, a value of each layer, stacked)`, for any number of layers."""
@@ -55,11 +58,15 @@ def _run_stages(mesh: AnyMesh, run: Run, x: jax.Array, layers: Any) -> tuple[jax
             # Inactive stages also run (collectives must match); their output is discarded.
             y, own = run(x, layers)
             values = jax.tree.map(lambda new, old: jnp.where(stage == number, new, old), own, values)
-            return (jax.lax.ppermute(y, "pipe", [(i, (i + 1) % stages) for i in range(stages)]), values), None
+            with in_scope(comm_scope(_PURPOSE)):
+                y = jax.lax.ppermute(y, "pipe", [(i, (i + 1) % stages) for i in range(stages)])
+            return (y, values), None
 
         (y, values), _ = jax.lax.scan(turn, (x, nothing), jnp.arange(stages))
         # The first stage holds the last one's output. In float32: XLA:CPU cannot add up bfloat16 here.
         last = jnp.where(stage == 0, y, 0).astype(jnp.float32)
-        return jax.lax.psum(last, "pipe").astype(y.dtype), values
+        with in_scope(comm_scope(_PURPOSE)):
+            output = jax.lax.psum(last, "pipe")
+        return output.astype(y.dtype), values
 
     return manual_over(mesh, ("pipe",), local, (P(), P("pipe")), (P(), P("pipe")))(x, layers)

@@ -77,7 +77,7 @@ def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
         what = "does not divide into two blocks for each device"
         raise ConfigError("A ring cannot be balanced:", [Problem("sequence", what, arithmetic, fix)])
     exchange, spec = functools.partial(_exchange, devices=ring.sequence), P(None, "sequence")
-    move = manual_over(ring.mesh, ("sequence",), exchange, spec, spec)
+    move = manual_over(ring.mesh, ("sequence",), exchange, spec, spec, purpose="zigzag order of tokens")
     with override(zigzag=True):
         yield {name: move(x) if x.shape[1:2] == (seq,) else x for name, x in batch.items()}
 

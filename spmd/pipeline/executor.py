@@ -21,6 +21,7 @@ from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import StageModel, Stream, read_slot, select_chunk
 from spmd.pipeline.tick_table import IDLE, TickTable
 from spmd.plan.fsdp import zero_gradients
+from spmd.plan.scopes import comm_scope, in_scope
 
 SLOTS = "stage_inputs"
 """The checkpoint name of the slots that hold a stage's inputs."""
@@ -130,7 +131,8 @@ def shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:
     """Send to the next stage (1) or the previous one (-1); around the ring only if stages have several chunks."""
     ring = [(s, (s + by) % stages) for s in range(stages)]
     pairs = ring if chunks > 1 else [(s, to) for s, to in ring if to - s == by]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), stream)
+    with in_scope(comm_scope("pipeline, from stage to stage")):
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), stream)
 
 
 def zeros(like: Any, *leading: int) -> Any:

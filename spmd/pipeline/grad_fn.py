@@ -26,6 +26,7 @@ from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets
 from spmd.plan.manual import manual_over
+from spmd.plan.scopes import comm_scope, in_scope
 
 
 def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
@@ -80,7 +81,7 @@ def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn
     shared = jax.tree.map(lambda w: w[None], shared)
     carry = run_ticks(model, chunks, shared, scale, table, first_carry(model, chunks, shared, table))
     d_chunks, d_shared, sums = carry["totals"]
-    sums = jax.lax.psum(jax.tree.map(lambda x: x[0], sums), AXIS)
+    sums = sum_of_stages(jax.tree.map(lambda x: x[0], sums))
     return interleave(d_chunks, table.stages, table.chunks, back=True), d_shared, sums
 
 
@@ -105,4 +106,10 @@ def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: i
         return (shift(left, stages, 1), sums), None
 
     (_, sums), _ = jax.lax.scan(tick, (empty, no_sums), jnp.arange(microbatches + stages - 1))
-    return jax.lax.psum(sums, AXIS)
+    return sum_of_stages(sums)
+
+
+def sum_of_stages(sums: Sums) -> Sums:
+    """Sum over stages."""
+    with in_scope(comm_scope("pipeline, sums of all stages")):
+        return jax.lax.psum(sums, AXIS)

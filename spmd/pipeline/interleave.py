@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.plan.scopes import comm_scope, in_scope
+
 AXIS = "pipe"
 
 
@@ -30,7 +32,8 @@ def interleave(layers: Any, stages: int, chunks: int, *, back: bool = False) -> 
                 if back:
                     pairs, source, target = [(t, s) for s, t in pairs], target, source
                 group = jax.lax.dynamic_index_in_dim(w, jnp.asarray(source)[stage], keepdims=False)
-                group = jax.lax.ppermute(group, AXIS, pairs)
+                with in_scope(comm_scope("pipeline, layers to their stages")):
+                    group = jax.lax.ppermute(group, AXIS, pairs)
                 out = jax.lax.dynamic_update_index_in_dim(out, group, jnp.asarray(target)[stage], 0)
             return out
 

@@ -24,7 +24,7 @@ from spmd.gradients.losses import LossFn, Sums
 from spmd.model_api.model import PRNG, Model
 from spmd.model_api.variables import split_variables, with_variables
 from spmd.pipeline.executor import Carry, first_carry, run_ticks
-from spmd.pipeline.grad_fn import merge_like, shard_over_stages
+from spmd.pipeline.grad_fn import merge_like, shard_over_stages, sum_of_stages
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import IN_FLIGHT, TITLE, StageModel, Stream, partition
 from spmd.pipeline.shared_params import sum_over_stages
@@ -78,7 +78,7 @@ def _run_batch(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, table: Ti
     carry = run_ticks(model, chunks, shared, jnp.float32(1), table, carry)
     d_layers, d_shared, sums = jax.tree.map(lambda x: x[1], carry["totals"])
     d_shared = jax.tree.map(lambda x: x[None], d_shared)
-    return d_layers, d_shared, jax.lax.psum(sums, AXIS), _save_carry(carry, table)
+    return d_layers, d_shared, sum_of_stages(sums), _save_carry(carry, table)
 
 
 def _save_carry(carry: Carry, table: TickTable) -> dict[str, Any]:

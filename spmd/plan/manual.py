@@ -1,13 +1,14 @@
 """Regions that are manual over the mesh (`jax.shard_map`): their axes, specs and collectives."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from jax.sharding import get_abstract_mesh
 from jaxtyping import Array
 
 from spmd.plan.context import current
+from spmd.plan.scopes import comm_scope, in_scope
 from spmd.sharding import hops
 from spmd.sharding.dims import Dims
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
@@ -21,12 +22,15 @@ def split_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
 
 
-def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any) -> F:
+def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any, *, purpose: str = "") -> F:
     """Map `f` over the shards along some axes of size above 1; the other axes are left to the compiler.
 
     Without axes that are not manual yet, `f` is returned unchanged. Where no other axis is larger than 1, the region is
     manual over all of them: a Pallas kernel needs that. Varying axes are not checked, so a region around it must not
     check them either (`check_vma=False`), or JAX refuses its derivative.
+
+    Args:
+        purpose: Why the region has collectives, for their audit (`spmd.plan.scopes.comm_scope`).
     """
     around = get_abstract_mesh().manual_axes
     axes = tuple(axis for axis in axes if axis not in around)
@@ -34,7 +38,7 @@ def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_s
         return f
     left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*axes, *around)]
     names = set(axes) if left else set(mesh.axis_names) - set(around)
-    return jax.shard_map(
+    region = jax.shard_map(
         f,
         mesh=None if around else mesh,  # inside another such region, that one's mesh
         in_specs=in_specs,
@@ -42,6 +46,14 @@ def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_s
         axis_names=names,
         check_vma=False,
     )
+    if not purpose:
+        return region
+
+    def run(*args: Any) -> Any:
+        with in_scope(comm_scope(purpose)):
+            return region(*args)
+
+    return cast(F, run)
 
 
 def all_gather(x: Array, dims: Dims) -> Array:

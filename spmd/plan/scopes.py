@@ -11,6 +11,7 @@ import jax
 OPTIMIZER, METRICS = "optimizer", "metrics"
 """Scopes of the optimizer's update, and of metrics such as the gradient norm."""
 
+_COMM = re.compile(r"\bcomm\(([^()]+)\)")
 _FAULT = re.compile(r"\bxla_fault\(([^()]+)\)")
 _SCOPE = re.compile(r"\b(annotate|param)\(([^()]+)\)")
 
@@ -25,6 +26,14 @@ def param_scope(path: str) -> str:
     return f"param({path})"
 
 
+def comm_scope(purpose: str) -> str:
+    """Return the scope of collectives that a layer makes by itself, with their purpose: `experts, exchange of tokens`.
+
+    A layer of one's own writes `jax.named_scope("comm(halo exchange)")`.
+    """
+    return f"comm({purpose})"
+
+
 def fault_scope(name: str) -> str:
     """Return the scope of a formula that replaces an operation with a fault of XLA, a heading of docs/xla-faults.md."""
     return f"xla_fault({name})"
@@ -36,6 +45,19 @@ def read_fault(op_name: str) -> str:
     if found is None:
         return ""
     return found[1]
+
+
+def read_comm(op_name: str) -> str:
+    """Return the purpose of the innermost `comm_scope` that an operation is in; empty if there is none.
+
+    Example:
+        >>> read_comm("jit(_step)/transpose(jvp(comm(experts)))/shard_map/comm(exchange of tokens)/all_to_all")
+        'exchange of tokens'
+    """
+    found = _COMM.findall(op_name)
+    if not found:
+        return ""
+    return found[-1]
 
 
 def in_scope(scope: str) -> contextlib.AbstractContextManager:

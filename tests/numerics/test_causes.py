@@ -63,7 +63,7 @@ CASES = {  # a config, its mesh, its ZeRO stage → causes that it has, by kind 
         ("all-reduce", "pipe", "pipeline, sums of all stages (psum) at spmd/pipeline/grad_fn.py:"),
     ],
     (mixtral_tiny, MeshShape(fsdp=2, expert=2, tensor=2), 3): [
-        ("all-to-all", "expert", "experts (all_to_all) at spmd/layers/moe.py:"),
+        ("all-to-all", "expert", "experts, exchange of tokens (all_to_all) at spmd/layers/moe.py:"),
         ("all-gather", "fsdp", EXPERTS),
         ("all-reduce", "fsdp+expert", "sum over the batch at spmd/layers/router.py:"),
     ],
@@ -217,6 +217,27 @@ def test_replication_has_its_reason() -> None:
     program = step.compile({"x": jax.ShapeDtypeStruct((8, 32), jnp.float32)})
     audited = audit_collectives(program, plan.mesh, plan=plan)
     assert "rule 'scale' → replicate('one vector'): gradient, ZeRO 3" in {str(r.cause) for r in audited.records}
+
+
+def test_a_layer_of_ones_own_says_why_it_sends() -> None:
+    """A collective in a `comm` scope has that purpose as its cause; without the scope it has its line alone."""
+    mesh = tiny.mesh(fsdp=2)
+
+    def halo(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, "fsdp", [(0, 1), (1, 0)])
+
+    def exchange(x: jax.Array) -> jax.Array:
+        move = jax.shard_map(halo, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
+        with jax.named_scope("comm(halo exchange)"):
+            named = move(x)
+        return named + move(x * 2)
+
+    plan = make_plan(mesh, Rules([("scale", replicate("one vector"))]), from_nnx(Scale), optax.sgd(0.1))
+    program = jax.jit(exchange).lower(jax.ShapeDtypeStruct((8, 32), jnp.float32)).compile()
+    audited = audit_collectives(program, mesh, plan=plan)
+    where = line_of('return jax.lax.ppermute(x, "fsdp", [(0, 1), (1, 0)])')
+    expected = {f"halo exchange (ppermute) at {where}", f"ppermute at {where}"}
+    assert {str(r.cause) for r in audited.records if r.kind == "collective-permute"} == expected
 
 
 class Scale(nnx.Module):
