@@ -23,7 +23,7 @@ from spmd.errors import Problem, check_fields
 from spmd.layers.expert_layout import ExpertKernel
 from spmd.layers.moe import mixture_of_experts
 from spmd.layers.ring_attention import Segments
-from spmd.layers.router import RouterConfig, balanced_bias, jittered, route
+from spmd.layers.router import RouterConfig, Valid, balanced_bias, jittered, route
 from spmd.model_api.model import Outputs
 from spmd.models.layers import RMSNorm, collect_layers, gated, make_layers, run_layers
 from spmd.models.linear import Head, dense
@@ -224,14 +224,14 @@ class MixtureOfExperts(nnx.Module):
         self.shared = MLP(shared, rngs=rngs) if config.shared_d_ff else None
 
     def __call__(
-        self, x: Float[Array, "batch seq d"], key: Array | None
+        self, x: Float[Array, "batch seq d"], key: Array | None, valid: Valid = None
     ) -> tuple[Float[Array, "batch seq d"], dict[str, Array]]:
         """Return the experts' output, and the router's losses, load and dropped fraction."""
         noise, second = jax.random.split(key) if key is not None else (None, None)
         tokens = annotate(constrain_like(x, "residual"), "expert_tokens")
         logits = self.router(tokens, noise)
         bias = self.router.bias[...] if self.router.bias is not None else None
-        routing, report = route(logits, self.config, key=second, bias=bias)
+        routing, report = route(logits, self.config, key=second, bias=bias, valid=valid)
         experts = self.experts
         into = [proj.placed() for proj in (experts.gate_proj, experts.up_proj) if proj is not None]
         y, counts = mixture_of_experts(
@@ -243,7 +243,7 @@ class MixtureOfExperts(nnx.Module):
             "balance_loss": report.balance,
             "z_loss": report.z_loss,
             "load": report.load,
-            "dropped": counts["dropped"] / report.load.sum(),
+            "dropped": counts["dropped"] / jnp.maximum(report.load.sum(), 1),
             "extra_passes": counts["extra_passes"],
         }
 
@@ -258,12 +258,17 @@ class ExpertBlock(nnx.Module):
         self.moe = MixtureOfExperts(config, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "batch seq d"], key: Array | None, angles: Angles, segments: Segments = None
+        self,
+        x: Float[Array, "batch seq d"],
+        key: Array | None,
+        angles: Angles,
+        segments: Segments = None,
+        valid: Valid = None,
     ) -> tuple[Float[Array, "batch seq d"], dict[str, Array]]:
         """Return the residual stream after this layer, and its router's report."""
         x = annotate(x, "residual")
         x = annotate(x + self.attention(self.attention_norm(x), angles, segments), "residual")
-        y, report = self.moe(self.mlp_norm(x), key)
+        y, report = self.moe(self.mlp_norm(x), key, valid)
         return annotate(x + y, "residual"), report
 
 
@@ -300,23 +305,26 @@ class Mixtral(nnx.Module):
         """True unless experts choose tokens. With capacities, a decoded token is never dropped."""
         return self.config.router.choice == "token"
 
-    def __call__(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> Outputs:
+    def __call__(self, tokens: Int[Array, "batch seq"], segments: Segments = None, valid: Valid = None) -> Outputs:
         """Return next-token logits, losses and metrics.
 
+        `segments` is the document of each token of a packed sequence, `valid` the mask of tokens that are no padding.
         The array `expert_load`, `[layer, expert]`, is the number of tokens that chose an expert, relative to even load.
         Losses are sums over layers, as are the metrics `idle_experts` (those without a token) and `extra_passes`. Means
         over layers are `load_spread`, the load of the busiest expert, and `dropped`, the fraction of dropped choices.
         """
-        x, context = self.embed_inputs(tokens, segments)
+        x, context = self.embed_inputs(tokens, segments, valid)
         return self.compute_outputs(*self.apply_layers(x, context))
 
-    def embed_inputs(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> tuple[Array, Any]:
+    def embed_inputs(
+        self, tokens: Int[Array, "batch seq"], segments: Segments = None, valid: Valid = None
+    ) -> tuple[Array, Any]:
         """Return the residual stream before the first layer with experts, and what every layer takes."""
         x = annotate(self.embed(tokens), "residual")
         angles = self.config.angles(tokens.shape[1])
         if self.dense_layers is not None:
             x = run_layers(self.dense_layers, x, angles, segments, unroll=self.config.unroll)
-        return x, (angles, segments)
+        return x, (angles, segments, valid)
 
     def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, dict[str, Array]]:
         """Return the residual stream after the layers with experts, and what their routers report."""
@@ -335,7 +343,8 @@ class Mixtral(nnx.Module):
         logits = self.lm_head(x) if self.lm_head else self.embed.attend(x)
         weights = {"balance_loss": config.router.balance, "z_loss": config.router.z_loss}
         load = reports["load"]
-        load = load / load.mean(axis=-1, keepdims=True)
+        even = jnp.maximum(load.mean(axis=-1, keepdims=True), 1 / config.router.experts)  # without tokens, load is 0
+        load = load / even
         metrics = {"load_spread": load.max(axis=-1).mean(), "idle_experts": (load == 0).sum(dtype=jnp.float32)}
         metrics["extra_passes"] = reports["extra_passes"].sum()
         if config.router.dispatch == "capacity":

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spmd.errors import CacheError, ConfigError, Problem
 from spmd.generate.sampling import Sampling, draw
 from spmd.layers.kv_cache import decode, prefill, single_token
 from spmd.layers.lm_head import LazyLogits, lazy_logits, materialize
 from spmd.layers.sequential_stages import sequential_stages
-from spmd.model_api.model import PRNG, as_outputs
+from spmd.model_api.model import PRNG, VALID, as_outputs
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.partition_safe import partition_safe
@@ -123,7 +123,7 @@ class Generator:
 
         def trace(params: Any, variables: Any, ids: Any) -> Any:
             with use_plan(self.plan):
-                return prefill(lambda: self._logits(params, variables, ids), ids.shape[1])
+                return prefill(lambda: self._logits(params, variables, ids, ids >= 0), ids.shape[1])
 
         try:
             _, cache = jax.eval_shape(trace, *shapes, ids)
@@ -140,9 +140,10 @@ class Generator:
             def draw_next(params: Any, variables: Any, ids: Any) -> Any:
                 if whole_window:
                     carry: Any = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
-                    logits = self._logits(params, variables, carry)
+                    logits = self._logits(params, variables, carry, _before(carry, lengths))
                 else:
-                    logits, carry = prefill(lambda: self._logits(params, variables, ids), length)
+                    valid = _before(ids, lengths)
+                    logits, carry = prefill(lambda: self._logits(params, variables, ids, valid), length)
                 return *self._draw(_logits_at(logits, lengths - 1), lengths, key), carry
 
             with use_plan(self.plan):
@@ -161,7 +162,8 @@ class Generator:
                 if whole_window:
                     columns = jax.lax.broadcasted_iota(jnp.int32, carry.shape, 1)
                     carry = jnp.where(columns == position[:, None], token[:, None], carry)
-                    logits = _logits_at(self._logits(params, variables, carry), position)
+                    valid = _before(carry, position + 1)
+                    logits = _logits_at(self._logits(params, variables, carry, valid), position)
                 else:
                     tokens = token[:, None]
                     logits, carry = decode(lambda: self._logits(params, variables, tokens), carry, position)
@@ -173,15 +175,23 @@ class Generator:
 
         return jax.jit(run, donate_argnames="carry")
 
-    def _logits(self, params: Any, variables: Any, ids: Array) -> Any:
+    def _logits(self, params: Any, variables: Any, ids: Array, valid: Array | None = None) -> Any:
+        """Return the logits of all tokens; `valid` is their mask, for a model that takes it."""
+        model = self.plan.model
+        keywords = {VALID: valid} if model.info().padding_aware and valid is not None else {}
         with lazy_logits(), sequential_stages():
-            returned, _ = self.plan.model.forward(params, variables, None, ids, train=False)
+            returned, _ = model.forward(params, variables, None, ids, train=False, **keywords)
         return as_outputs(returned).logits
 
     def _draw(self, logits: Array, position: Array, key: Array) -> tuple[Array, Array]:
         """Return token and position, replicated: every process must decide alike when to stop."""
         drawn = draw(logits, self.sampling, key, position), position
         return jax.lax.with_sharding_constraint(drawn, NamedSharding(self.plan.mesh, P()))
+
+
+def _before(ids: Int[Array, "batch seq"], lengths: Int[Array, "batch"]) -> Bool[Array, "batch seq"]:
+    """Return the mask of each row's first tokens."""
+    return jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < lengths[:, None]
 
 
 def _logits_at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]) -> Array:

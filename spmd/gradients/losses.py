@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, shown
 from spmd.layers.lm_head import CHUNK, LazyLogits, chunked_cross_entropy, lazy_logits
 from spmd.layers.zigzag import zigzag_batch
-from spmd.model_api.model import Model, Outputs, as_outputs
+from spmd.model_api.model import VALID, Model, Outputs, as_outputs
 from spmd.sharding.mesh import BATCH_AXES
 
 Sums = dict[str, Any]
@@ -111,6 +111,8 @@ class ModelLoss:
         inputs: Batch → the model's inputs.
         sums: `(Outputs, batch)` → `Sums`.
         train: Whether the model runs in training mode (dropout, updates of batch statistics) or in evaluation mode.
+
+    A `padding_aware` model also gets the batch's `valid_tokens`.
     """
 
     model: Model
@@ -118,19 +120,55 @@ class ModelLoss:
     sums: Callable[[Outputs, Any], Sums]
     train: bool = True
 
+    def prepare(self, batch: Any) -> Any:
+        """Return the batch with the mask of its tokens, for a model that takes it. Tokens must be in their order."""
+        if not self.model.info().padding_aware:
+            return batch
+        valid = valid_tokens(batch)
+        return batch if valid is None else {**batch, VALID: valid}
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the model's inputs and keywords of a prepared batch."""
+        takes_valid = self.model.info().padding_aware and isinstance(batch, Mapping) and VALID in batch
+        return self.inputs(batch), {VALID: batch[VALID]} if takes_valid else {}
+
     def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
         """Return the sums of a batch, and the updated variables."""
+        batch = self.prepare(batch)
         with zigzag_batch(batch, position_aware=self.model.info().position_aware) as batch, lazy_logits():
-            inputs = self.inputs(batch)
-            returned, variables = self.model.forward(params, variables, key, *inputs, train=self.train)
+            inputs, keywords = self.arguments(batch)
+            returned, variables = self.model.forward(params, variables, key, *inputs, train=self.train, **keywords)
             return self.sums(as_outputs(returned), batch), variables
+
+
+def valid_tokens(batch: Any) -> Bool[Array, "batch seq"] | None:
+    """Return the mask of the tokens that are no padding; None if a batch does not tell.
+
+    It is the batch's array `valid`, or else all tokens of a row up to its last positive weight: a weight of 0 before
+    that, as of a prompt in fine-tuning, is no padding. `weights` that are not `[batch, sequence]` do not tell.
+
+    Example:
+        >>> valid_tokens({"weights": jnp.array([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])}).astype(int).tolist()
+        [[1, 1, 1, 0], [0, 0, 0, 0]]
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    if VALID in batch:
+        return jnp.asarray(batch[VALID]) != 0
+    weights = batch.get("weights")
+    if weights is None or jnp.ndim(weights) != 2:
+        return None
+    number = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 1) + 1
+    lengths = jnp.where(weights > 0, number, 0).max(axis=1, keepdims=True)
+    return number <= lengths
 
 
 def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> ModelLoss:
     """Return the loss of a language model on batches of `tokens`, `targets` and `weights`, each `[batch, sequence]`.
 
-    A batch may also have `segments`, the document of each token: the second input of the model. The model returns
-    logits `[batch, sequence, vocab]` or `spmd.model_api.model.Outputs`, whose losses are added in training.
+    A batch may also have `segments`, the document of each token: the second input of the model; and `valid`, the mask
+    of its tokens (`valid_tokens`). The model returns logits `[batch, sequence, vocab]` or
+    `spmd.model_api.model.Outputs`, whose losses are added in training.
     """
     return ModelLoss(model, _tokens, functools.partial(next_token_sums, train=train, chunk=chunk), train)
 

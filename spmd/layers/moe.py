@@ -66,7 +66,7 @@ def mixture_of_experts(
     layer = _Layer(config, capacity, activation, layout, math.gcd(tokens, config.chunks), recipes)
     where, dropped = routing.experts, jnp.zeros((), jnp.float32)
     if config.dispatch == "capacity":
-        slots, dropped = expert_slots(routing.experts, config.experts, capacity)
+        slots, dropped = expert_slots(routing.experts, config.experts, capacity, routing.capacities)
         is_kept = slots < config.experts * capacity
         where = jnp.where(is_kept, routing.experts, config.experts) if layer.is_dropless else slots
     arrays = tuple(kernel.array for kernel in kernels)

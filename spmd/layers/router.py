@@ -9,8 +9,9 @@
 | DeepSeek-V3 (arXiv:2412.19437) | `score="sigmoid", bias_rate=1e-3, groups=8, top_groups=4, scale=2.5` |
 | expert choice (arXiv:2202.09368) | `choice="expert", balance=0, dispatch="capacity"` |
 
-Logits are float32 `[example, token, expert]`. Losses and loads are over all tokens, padding included, of all devices:
-also in a region that is manual over the batch, where each device passes its own. So they are the same on every mesh.
+Logits are float32 `[example, token, expert]`. Losses and loads are over the tokens of all devices: also in a region that
+is manual over the batch, where each device passes its own. So they are the same on every mesh. Padding chooses no
+expert, uses no capacity and is in no mean; the losses and the load of a batch of padding alone are 0.
 """
 
 import dataclasses
@@ -20,11 +21,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.model_api.remat import CHOICE
 from spmd.plan.manual import batch_mean, batch_sum
+
+Valid = Bool[Array, "example token"] | None
+"""True for a token and False for padding; None if there is no padding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +63,7 @@ class RouterConfig:
     """Its normalisation: switch is N·Σ f·P, which is 1 for even load; gshard is the mean of f·P over experts, with f of
     first choices, which is 1/N² for even load."""
     balance_over: Literal["batch", "example"] = "batch"
-    """f and P are means over all tokens of a (micro)batch, or over those of each example; then losses are averaged."""
+    """f and P are means over the tokens of a (micro)batch, or over those of each example; then losses are averaged."""
     z_loss: float = 0.0
     """Weight of the router's z-loss, the mean squared log-sum-exp of logits (ST-MoE, arXiv:2202.08906: 0.001)."""
     dispatch: Literal["capacity", "dropless"] = "dropless"
@@ -143,14 +147,20 @@ class RouterConfig:
         capacity = self.capacity_factor * self.top_k * tokens / self.experts
         return tokens if capacity >= tokens else math.ceil(capacity)
 
+    def capacities(self, valid: Bool[Array, "example token"]) -> Int[Array, "example"]:
+        """Return the `capacity` of each example, for its tokens without padding."""
+        by_tokens = [0, *(self.capacity(tokens) for tokens in range(1, valid.shape[1] + 1))]
+        return jnp.asarray(by_tokens, jnp.int32)[valid.sum(axis=1)]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
     """Experts and weights of each token. Only weights have gradients."""
 
-    experts: Int[Array, "example token choice"]  # `config.experts` for a choice that is not followed
-    weights: Float[Array, "example token choice"]  # 0 for a choice that is not followed
+    experts: Int[Array, "example token choice"]  # `config.experts` for padding and for a choice that is not followed
+    weights: Float[Array, "example token choice"]  # 0 for these
+    capacities: Int[Array, "example"] | None = None  # of an expert; None for those of examples without padding
 
 
 @jax.tree_util.register_dataclass
@@ -169,12 +179,14 @@ def route(
     *,
     key: Array | None = None,
     bias: Float[Array, "expert"] | None = None,
+    valid: Valid = None,
 ) -> tuple[Routing, RouterReport]:
     """Return each token's experts and weights, and the router's losses and load.
 
     Args:
         key: For training; None in evaluation, where every second choice is followed.
         bias: Added to scores for the choice, not for the weights (DeepSeek-V3).
+        valid: Mask of the tokens. The logits of padding change no result, not even its rounding.
 
     Example:
         >>> logits = jnp.array([[[0.0, 1.0, 2.0]]])
@@ -183,23 +195,28 @@ def route(
         ([[[2, 1]]], [0.731, 0.269])
     """
     assert logits.dtype == jnp.float32, "a router computes in float32"
+    valid = _mask(valid, logits)
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
     if config.choice == "expert":
-        routing = _experts_choose(scores, config)
+        routing = _experts_choose(scores, config, valid)
         load = _load(routing.experts, config.experts)
-        return routing, RouterReport(jnp.zeros((), jnp.float32), z_loss(logits, config), load)
+        return routing, RouterReport(jnp.zeros((), jnp.float32), z_loss(logits, config, valid), load)
     ranking = jax.lax.stop_gradient(scores if bias is None else scores + bias[None, None])
     experts = checkpoint_name(_top_k(_mask_groups(ranking, config), config.top_k)[0], CHOICE)
     weights = jnp.stack([_pick(scores, experts[..., i]) for i in range(config.top_k)], axis=-1)
     if config.normalise:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    report = RouterReport(balance_loss(scores, experts, config), z_loss(logits, config), _load(experts, config.experts))
+    experts = jnp.where(valid[..., None], experts, config.experts)
+    weights = jnp.where(valid[..., None], weights, 0.0)
+    balance = balance_loss(scores, experts, config, valid)
+    report = RouterReport(balance, z_loss(logits, config, valid), _load(experts, config.experts))
     if config.random_second and key is not None:
         uniform = jax.random.uniform(key, weights.shape[:-1])
         followed = checkpoint_name(second_probability(jax.lax.stop_gradient(weights[..., 1])) > uniform, CHOICE)
         experts = experts.at[..., 1].set(jnp.where(followed, experts[..., 1], config.experts))
         weights = weights.at[..., 1].multiply(followed)
-    return Routing(experts, weights * config.scale), report
+    capacities = config.capacities(valid) if config.dispatch == "capacity" else None
+    return Routing(experts, weights * config.scale, capacities), report
 
 
 def second_probability(weight: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -213,20 +230,26 @@ def jittered(x: Float[Array, "..."], jitter: float, key: Array) -> Float[Array, 
 
 
 def balance_loss(
-    scores: Float[Array, "example token expert"], experts: Int[Array, "example token choice"], config: RouterConfig
+    scores: Float[Array, "example token expert"],
+    experts: Int[Array, "example token choice"],
+    config: RouterConfig,
+    valid: Valid = None,
 ) -> Float[Array, ""]:
     """Return the load-balance loss, α·N·Σᵢ fᵢ·Pᵢ (Switch, equation 4) or α·Σᵢ fᵢ·Pᵢ/N (GShard, algorithm 1).
 
-    fᵢ is the fraction of choices that are expert i and Pᵢ its mean score, normalised to sum to 1 for each token.
+    fᵢ is the fraction of choices that are expert i and Pᵢ its mean score, normalised to sum to 1 for each token. The
+    `experts` of padding must be `config.experts`, as in a `Routing`.
     """
+    valid = _mask(valid, scores)
     shares = scores / scores.sum(axis=-1, keepdims=True) if config.score == "sigmoid" else scores
-    over = (0, 1) if config.balance_over == "batch" else (1,)
     counted = experts[..., :1] if config.balance_form == "gshard" else experts
     chosen = jax.nn.one_hot(counted, config.experts).mean(axis=-2)
-    fractions, means = chosen.mean(axis=over), shares.mean(axis=over)
     if config.balance_over == "batch":
-        return weighted_balance(batch_mean(fractions), batch_mean(means), config).mean()
-    return batch_mean(weighted_balance(fractions, means, config).mean())
+        return weighted_balance(batch_mean(chosen, valid), batch_mean(shares, valid), config)
+    tokens = valid.sum(axis=1, keepdims=True, dtype=jnp.float32)
+    fractions = chosen.sum(axis=1) / jnp.maximum(tokens, 1)
+    means = jnp.where(valid[..., None], shares, 0.0).sum(axis=1) / jnp.maximum(tokens, 1)
+    return batch_mean(weighted_balance(fractions, means, config), tokens[:, 0] > 0)
 
 
 def weighted_balance(
@@ -245,9 +268,11 @@ def weighted_balance(
     return config.balance * config.experts * products.sum(axis=-1)
 
 
-def z_loss(logits: Float[Array, "example token expert"], config: RouterConfig) -> Float[Array, ""]:
+def z_loss(
+    logits: Float[Array, "example token expert"], config: RouterConfig, valid: Valid = None
+) -> Float[Array, ""]:
     """Return the router's z-loss (ST-MoE, equation 5), which keeps logits small."""
-    return config.z_loss * batch_mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean())
+    return config.z_loss * batch_mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), _mask(valid, logits))
 
 
 def balanced_bias(
@@ -258,28 +283,43 @@ def balanced_bias(
 
 
 def expert_slots(
-    experts: Int[Array, "example token choice"], count: int, capacity: int
+    experts: Int[Array, "example token choice"],
+    count: int,
+    capacity: int,
+    filled: Int[Array, "example"] | None = None,
 ) -> tuple[Int[Array, "example token choice"], Float[Array, ""]]:
     """Return each choice's slot among the `count · capacity` of its example, by expert, and the number of drops.
 
     First choices are placed before second ones, and earlier tokens before later ones. A choice that is dropped or not
     followed has the slot `count · capacity`.
+
+    Args:
+        filled: The slots of an expert that each example may fill, at most `capacity`; None for all.
     """
     examples, tokens, choices = experts.shape
     queue = experts.swapaxes(1, 2).reshape(examples, choices * tokens)
     mine = jax.nn.one_hot(queue, count, dtype=jnp.bool_)
     position = jnp.where(mine, jnp.cumsum(mine, axis=1, dtype=jnp.int32) - 1, 0).sum(axis=-1)
-    full = (position >= capacity) & (queue < count)
+    limit = capacity if filled is None else filled[:, None]
+    full = (position >= limit) & (queue < count)
     slot = jnp.where(full | (queue >= count), count * capacity, queue * capacity + position)
     return slot.reshape(examples, choices, tokens).swapaxes(1, 2), full.sum(dtype=jnp.float32)
 
 
-def _experts_choose(scores: Float[Array, "example token expert"], config: RouterConfig) -> Routing:
+def _experts_choose(
+    scores: Float[Array, "example token expert"], config: RouterConfig, valid: Bool[Array, "example token"]
+) -> Routing:
     """Let each expert choose the tokens of an example with the best scores for it."""
-    rank = jnp.argsort(jnp.argsort(-jax.lax.stop_gradient(scores), axis=1), axis=1)
-    taken = checkpoint_name(rank < config.capacity(scores.shape[1]), CHOICE)
+    ranking = jnp.where(valid[..., None], jax.lax.stop_gradient(scores), -jnp.inf)  # padding is last
+    rank = jnp.argsort(jnp.argsort(-ranking, axis=1), axis=1)
+    capacities = config.capacities(valid)
+    taken = checkpoint_name(rank < capacities[:, None, None], CHOICE)
     experts = jnp.where(taken, jax.lax.broadcasted_iota(jnp.int32, taken.shape, 2), config.experts)
-    return Routing(experts, jnp.where(taken, scores, 0.0) * config.scale)
+    return Routing(experts, jnp.where(taken, scores, 0.0) * config.scale, capacities)
+
+
+def _mask(valid: Valid, tokens: Float[Array, "example token expert"]) -> Bool[Array, "example token"]:
+    return jnp.ones(tokens.shape[:2], jnp.bool_) if valid is None else valid
 
 
 def _mask_groups(

@@ -14,6 +14,9 @@ from spmd.errors import ConfigError, check_call
 PRNG = "threefry2x32"
 """The PRNG implementation of every key, whatever JAX's default, so that a seed gives the same numbers everywhere."""
 
+VALID = "valid"
+"""The mask of tokens that are no padding: its name in a batch, and as an argument of a model."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
@@ -36,6 +39,8 @@ class ModelInfo:
             order may change.
         supports_kv_cache: Whether tokens interact only through `spmd.layers.attention.attend`, so that
             `spmd.layers.kv_cache` can decode token by token.
+        padding_aware: Whether the model takes the keyword `valid`, the mask of tokens that are no padding,
+            `[batch, sequence]`: because it has losses or statistics over tokens, or tokens that compete.
     """
 
     tied: tuple[tuple[str, ...], ...] = ()
@@ -51,6 +56,7 @@ class ModelInfo:
     merged: frozenset[str] = frozenset()
     position_aware: bool = False
     supports_kv_cache: bool = False
+    padding_aware: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -58,8 +64,9 @@ class ModelInfo:
 class Outputs:
     """The outputs of a model that returns more than logits.
 
-    Losses and metrics are float32 scalars of the whole (micro)batch, padding included. Each is reported under its name,
-    as a mean over microbatches weighted by their tokens; arrays are reported together as `"arrays"`.
+    Losses and metrics are finite float32 scalars of the whole (micro)batch, without the padding that a model's `valid`
+    tells. Each is reported under its name, as a mean over microbatches weighted by their tokens; arrays are reported
+    together as `"arrays"`.
 
     Attributes:
         logits: `[batch, sequence, vocab]`, or `spmd.layers.lm_head.LazyLogits`.
@@ -87,7 +94,8 @@ class LayeredModel:
     """A forward pass in three parts, so that a pipeline can give each stage some of the stacked layers.
 
     The outputs are `compute_outputs(…, *apply_layers(…, *embed_inputs(…, key, *inputs)))`; each part takes
-    `(params, variables, …, train=…)`. Layers of another kind, such as dense first layers, are part of `embed_inputs`.
+    `(params, variables, …, train=…)`. Layers of another kind, such as dense first layers, are part of `embed_inputs`,
+    which also takes `valid=` if the model is `padding_aware`.
 
     Attributes:
         embed_inputs: `(key, *inputs)` → `(x, context)`: the input of the first layer, and other inputs of every layer.
@@ -113,7 +121,8 @@ class Model:
         apply: `(params, *inputs)` → outputs, for a model without variables. Keyword arguments are passed on.
         init_variables: Key → variables, a nested dictionary.
         forward: `(params, variables, key, *inputs, train)` → `(outputs, updated variables)`; by default `apply`. In
-            evaluation (`train=False`) there is no dropout, statistics are not updated, and the key may be None.
+            evaluation (`train=False`) there is no dropout, statistics are not updated, and the key may be None. It
+            takes `valid=`, too, if `info()` says `padding_aware`.
         layered: The forward pass in parts, for a pipeline.
 
     Example:

@@ -40,7 +40,8 @@ def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_variables(variables, LOSS_SCALE)
-        arrays = partition(grad_targets(params), own, batch, key, table.stages, table.chunks, table.microbatches)
+        counts = table.stages, table.chunks, table.microbatches
+        arrays = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
         scale = scale_loss(jnp.float32(1), scaling)
         local = functools.partial(_backward, loss_fn=loss_fn, table=table)
         d_layers, d_shared, sums = shard_over_stages(local, (P(AXIS), P(AXIS), P()), *arrays, scale)
@@ -59,7 +60,8 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
     """Return a loss function for evaluation that pipelines microbatches through the stages of `pipe`."""
 
     def pipelined_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        arrays = partition(params, split_variables(variables, IN_FLIGHT)[0], batch, key, stages, 1, microbatches)
+        own, _ = split_variables(variables, IN_FLIGHT)
+        arrays = partition(loss_fn, params, own, batch, key, stages, 1, microbatches)
         local = functools.partial(_forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches)
         return shard_over_stages(local, P(), *arrays), variables
 

@@ -120,7 +120,8 @@ class StageModel:
         loss, layered = in_parts(self.loss_fn)
 
         def embed(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-            return layered.embed_inputs(params, variables, key, *loss.inputs(batch), train=loss.train)
+            inputs, keywords = loss.arguments(batch)
+            return layered.embed_inputs(params, variables, key, *inputs, train=loss.train, **keywords)
 
         arrays = self._arrays(self.some_layers, shared, 0)
         x, context = partition_safe(embed)(*arrays, *read_slot(self.microbatches, i))
@@ -134,7 +135,8 @@ class StageModel:
         loss, layered = in_parts(self.loss_fn)
 
         def apply(params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
-            _, context = layered.embed_inputs(params, variables, key, *loss.inputs(batch), train=loss.train)
+            inputs, keywords = loss.arguments(batch)
+            _, context = layered.embed_inputs(params, variables, key, *inputs, train=loss.train, **keywords)
             return layered.apply_layers(params, variables, x, context, train=loss.train)
 
         arrays = self._arrays(layers, shared, chunk)
@@ -163,7 +165,14 @@ class StageModel:
 
 
 def partition(
-    params: Any, variables: Any, batch: Any, key: jax.Array, stages: int, chunks: int, microbatches: int
+    loss_fn: LossFn,
+    params: Any,
+    variables: Any,
+    batch: Any,
+    key: jax.Array,
+    stages: int,
+    chunks: int,
+    microbatches: int,
 ) -> tuple[Any, Any, Any]:
     """Split arrays into layers, all others (both pairs: parameters, frozen variables), and microbatches with keys.
 
@@ -211,6 +220,7 @@ def partition(
     ]
     if problems:
         raise ConfigError(TITLE, problems)
+    batch = in_parts(loss_fn)[0].prepare(batch)
     split, shared_arrays = split_microbatches(batch, microbatches)
     repeated = {path: jnp.broadcast_to(x[None], (microbatches, *x.shape)) for path, x in shared_arrays.items()}
     microbatched = join_microbatch(batch, split, repeated), jax.random.split(key, microbatches)

@@ -54,7 +54,8 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
 
         def arrays(params: Any, data: Any) -> tuple[Any, Any, Any]:
             key = jax.random.wrap_key_data(data["key"], impl=PRNG)
-            return partition(grad_targets(params), own, data["batch"], key, table.stages, 1, table.microbatches)
+            counts = table.stages, 1, table.microbatches
+            return partition(loss_fn, grad_targets(params), own, data["batch"], key, *counts)
 
         now, before = arrays(params, data), arrays(flight["params"], flight["data"])
         local = functools.partial(_run_batch, loss_fn=loss_fn, table=table)
@@ -117,7 +118,8 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
 
     def empty_carry(params: Any, variables: Any, batch: Any, key: Any) -> Any:
         with use_plan(plan):
-            arrays = partition(grad_targets(params), variables, batch, key, table.stages, 1, table.microbatches)
+            counts = table.stages, 1, table.microbatches
+            arrays = partition(loss_fn, grad_targets(params), variables, batch, key, *counts)
             (layers, frozen), (shared, others), parts = arrays
             layers, frozen = jax.tree.map(lambda w: w[: w.shape[0] // table.stages], (layers, frozen))
             chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (layers, shared))

@@ -23,7 +23,7 @@ from flax import nnx
 
 from spmd import tree
 from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
-from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
+from spmd.model_api.model import PRNG, VALID, LayeredModel, Model, ModelInfo
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
 _NO_MODEL = "This is no model:"
@@ -55,7 +55,8 @@ def from_nnx(
     Two optional attributes of the module: `position_aware` lets ring
     attention reorder tokens (`spmd.layers.zigzag`) and implies `supports_kv_cache`, which lets generation decode token
     by token (`spmd.layers.kv_cache`). A module with the methods `embed_inputs`, `apply_layers` and `compute_outputs`
-    can be pipelined (`spmd.model_api.model.LayeredModel`).
+    can be pipelined (`spmd.model_api.model.LayeredModel`). One with a parameter `valid` is called with the mask of the
+    tokens that are no padding (`spmd.gradients.losses.valid_tokens`).
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so the arrays are
@@ -122,9 +123,9 @@ def from_nnx(
         return module
 
     def part(method: str) -> Callable[..., Any]:
-        def run(params: Any, variables: Any, *inputs: Any, train: bool) -> Any:
+        def run(params: Any, variables: Any, *inputs: Any, train: bool, **keywords: Any) -> Any:
             with _no_shardings_inside():
-                return getattr(restore(params, variables, train), method)(*inputs)
+                return getattr(restore(params, variables, train), method)(*inputs, **keywords)
 
         return run
 
@@ -158,17 +159,23 @@ def from_nnx(
             linear=marked("linear"),
             position_aware=position_aware,
             supports_kv_cache=getattr(module, "supports_kv_cache", position_aware),
+            padding_aware=_takes_valid(module, training),
         )
 
     def layered() -> LayeredModel | None:
         if training or evaluation or not all(hasattr(structure()[0], name) for name in _PARTS):
             return None
+        module = structure()[0]
+        if _takes_valid(module, {}) and not _takes_valid(module, {"method": "embed_inputs"}):
+            what = f"does not take {VALID!r}, which {type(module).__name__}.__call__ takes"
+            raise ConfigError(_NO_MODEL, [Problem("embed_inputs", what, fix=f"embed_inputs(…, {VALID}=None)")])
         embed_inputs, apply_layers, compute_outputs = map(part, _PARTS)
-        return LayeredModel(
-            lambda params, variables, key, *inputs, train: embed_inputs(params, variables, *inputs, train=train),
-            apply_layers,
-            compute_outputs,
-        )
+
+        def embed(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> Any:
+            del key  # an NNX module has its own random state
+            return embed_inputs(params, variables, *inputs, train=train, **keywords)
+
+        return LayeredModel(embed, apply_layers, compute_outputs)
 
     return Model(init, apply, init_variables, forward, info, layered)
 
@@ -243,7 +250,10 @@ def from_linen(
 
     def info() -> ModelInfo:
         collections = abstract()
-        return ModelInfo(annotations=linen_annotations(collections.get("params", {}), collections.get(PARAMS_AXES)))
+        return ModelInfo(
+            annotations=linen_annotations(collections.get("params", {}), collections.get(PARAMS_AXES)),
+            padding_aware=_takes_valid(module, training),
+        )
 
     return Model(init, apply, init_variables, forward, info)
 
@@ -288,9 +298,7 @@ def _check_call(
     Args:
         method: The name of a method, or a function whose first argument is the module.
     """
-    kind = type(module)
-    run = getattr(kind, method, None) if isinstance(method, str) else method
-    run = getattr(run, "__func__", run)  # of a bound method, which Flax takes, too
+    kind, run = type(module), _method(module, method)
     if not callable(run):
         of_flax = {*dir(nnx.Module), *dir(nn.Module)}
         known = [name for name in dir(kind) if name not in of_flax and callable(getattr(kind, name))]
@@ -307,6 +315,18 @@ def _check_call(
         problem = Problem(f"{kind.__name__}.{name}", what, fix=fix)
         raise ConfigError("This module cannot be called so:", [problem]) from None
     return run
+
+
+def _method(module: Any, method: str | Callable[..., Any]) -> Any:
+    """Return a method as a function whose first argument is the module; None if there is none of this name."""
+    run = getattr(type(module), method, None) if isinstance(method, str) else method
+    return getattr(run, "__func__", run)  # of a bound method, which Flax takes, too
+
+
+def _takes_valid(module: Any, keywords: Mapping[str, Any]) -> bool:
+    """Return whether the method that is called with these keywords has a parameter for the mask of tokens."""
+    run = _method(module, keywords.get("method", "__call__"))
+    return callable(run) and VALID in inspect.signature(run).parameters
 
 
 @contextlib.contextmanager

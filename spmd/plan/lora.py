@@ -141,7 +141,10 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         return outputs, {**after, BASE: variables[BASE]}
 
     def part(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda params, variables, *args, train: function(*merged(params, variables), *args, train=train)
+        def run(params: Any, variables: Any, *args: Any, **keywords: Any) -> Any:
+            return function(*merged(params, variables), *args, **keywords)
+
+        return run
 
     def apply(params: Any, *inputs: Any) -> Any:
         fix = "call model.forward(params, variables, key, *inputs, train=False)"

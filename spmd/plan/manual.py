@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
 from jaxtyping import Array
 
@@ -81,10 +82,18 @@ def batch_sum(x: Array) -> Array:
     return psum(x, _manual_batch_axes())
 
 
-def batch_mean(x: Array) -> Array:
-    """Return the mean over the axes of the batch that are manual here."""
-    axes = _manual_batch_axes()
-    return jax.lax.pmean(x, axes) if axes else x
+def batch_mean(x: Array, valid: Array) -> Array:
+    """Return the mean over the valid examples, or tokens, of all devices; 0 if there are none.
+
+    Args:
+        x: Values, whose first dimensions are those of `valid`.
+        valid: Mask of those that count.
+    """
+    over = tuple(range(valid.ndim))
+    mask = jnp.expand_dims(valid, tuple(range(valid.ndim, x.ndim)))
+    count = batch_sum(valid.sum(dtype=x.dtype))
+    total = batch_sum(jnp.where(mask, x, 0).sum(axis=over))
+    return total / jnp.maximum(count, 1)
 
 
 def global_max(x: Array) -> Array:

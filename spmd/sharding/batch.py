@@ -23,7 +23,7 @@ from spmd.errors import Problem, RuleError
 from spmd.sharding.mesh import BATCH_AXES, BATCH_SPEC, entry_axes
 from spmd.sharding.patterns import PatternError, compile_pattern
 
-TOKENS = (("tokens|targets|weights|segments", BATCH_SPEC),)
+TOKENS = (("tokens|targets|weights|segments|valid", BATCH_SPEC),)
 """Rows for the arrays `[batch, sequence]` of a language model."""
 
 
