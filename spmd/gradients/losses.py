@@ -32,6 +32,7 @@ LossFn = Callable[[Any, Any, Any, jax.Array], tuple[Sums, Any]]
 
 
 _NO_LOSS = "The loss function does not return what a step needs:"
+_NO_BATCH = "The batch does not fit the loss:"
 _RETURN = 'return {"loss": losses.sum(), "weight": weights.sum()}, variables'
 
 
@@ -153,10 +154,14 @@ def valid_tokens(batch: Any) -> Bool[Array, "batch seq"] | None:
     """
     if not isinstance(batch, Mapping):
         return None
-    if VALID in batch:
-        return jnp.asarray(batch[VALID]) != 0
     weights = batch.get("weights")
-    if weights is None or jnp.ndim(weights) != 2:
+    if VALID in batch:
+        valid = jnp.asarray(batch[VALID])
+        if weights is not None and valid.shape != weights.shape:
+            what = f"has the shape {valid.shape}, and the weights have {weights.shape}"
+            raise ConfigError(_NO_BATCH, [Problem(f"batch {VALID}", what, fix="one for each")])
+        return valid != 0
+    if weights is None or weights.ndim != 2:
         return None
     number = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 1) + 1
     lengths = jnp.where(weights > 0, number, 0).max(axis=1, keepdims=True)
@@ -196,7 +201,7 @@ def _tokens(batch: Any) -> tuple[Any, ...]:
 def _take(batch: Any, *names: str) -> tuple[Any, ...]:
     known = list(batch) if isinstance(batch, Mapping) else [shown(batch)]
     if missing := [Problem("batch", f"has no {name!r}", f"it has {known}") for name in names if name not in known]:
-        raise ConfigError("The batch does not fit the loss:", missing)
+        raise ConfigError(_NO_BATCH, missing)
     return tuple(batch[name] for name in names)
 
 

@@ -9,8 +9,8 @@
 | DeepSeek-V3 (arXiv:2412.19437) | `score="sigmoid", bias_rate=1e-3, groups=8, top_groups=4, scale=2.5` |
 | expert choice (arXiv:2202.09368) | `choice="expert", balance=0, dispatch="capacity"` |
 
-Logits are float32 `[example, token, expert]`. Losses and loads are over the tokens of all devices: also in a region that
-is manual over the batch, where each device passes its own. So they are the same on every mesh. Padding chooses no
+Logits are float32 `[example, token, expert]`. Losses and loads are over the tokens of all devices: also in a region
+that is manual over the batch, where each device passes its own. So they are the same on every mesh. Padding chooses no
 expert, uses no capacity and is in no mean; the losses and the load of a batch of padding alone are 0.
 """
 
@@ -186,7 +186,7 @@ def route(
     Args:
         key: For training; None in evaluation, where every second choice is followed.
         bias: Added to scores for the choice, not for the weights (DeepSeek-V3).
-        valid: Mask of the tokens. The logits of padding change no result, not even its rounding.
+        valid: Mask of the tokens. The logits of padding change no result, not even by rounding.
 
     Example:
         >>> logits = jnp.array([[[0.0, 1.0, 2.0]]])
@@ -196,6 +196,7 @@ def route(
     """
     assert logits.dtype == jnp.float32, "a router computes in float32"
     valid = _mask(valid, logits)
+    logits = jnp.where(valid[..., None], logits, 0.0)
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
     if config.choice == "expert":
         routing = _experts_choose(scores, config, valid)
@@ -237,8 +238,7 @@ def balance_loss(
 ) -> Float[Array, ""]:
     """Return the load-balance loss, α·N·Σᵢ fᵢ·Pᵢ (Switch, equation 4) or α·Σᵢ fᵢ·Pᵢ/N (GShard, algorithm 1).
 
-    fᵢ is the fraction of choices that are expert i and Pᵢ its mean score, normalised to sum to 1 for each token. The
-    `experts` of padding must be `config.experts`, as in a `Routing`.
+    fᵢ is the fraction of choices that are expert i and Pᵢ its mean score, normalised to sum to 1 for each token.
     """
     valid = _mask(valid, scores)
     shares = scores / scores.sum(axis=-1, keepdims=True) if config.score == "sigmoid" else scores
@@ -246,10 +246,10 @@ def balance_loss(
     chosen = jax.nn.one_hot(counted, config.experts).mean(axis=-2)
     if config.balance_over == "batch":
         return weighted_balance(batch_mean(chosen, valid), batch_mean(shares, valid), config)
-    tokens = valid.sum(axis=1, keepdims=True, dtype=jnp.float32)
-    fractions = chosen.sum(axis=1) / jnp.maximum(tokens, 1)
-    means = jnp.where(valid[..., None], shares, 0.0).sum(axis=1) / jnp.maximum(tokens, 1)
-    return batch_mean(weighted_balance(fractions, means, config), tokens[:, 0] > 0)
+    tokens = valid.sum(axis=1, dtype=jnp.float32)
+    sums = (jnp.where(valid[..., None], x, 0.0).sum(axis=1) for x in (chosen, shares))
+    fractions, means = (x / jnp.maximum(tokens, 1)[:, None] for x in sums)
+    return batch_mean(weighted_balance(fractions, means, config), tokens > 0)
 
 
 def weighted_balance(
@@ -268,9 +268,7 @@ def weighted_balance(
     return config.balance * config.experts * products.sum(axis=-1)
 
 
-def z_loss(
-    logits: Float[Array, "example token expert"], config: RouterConfig, valid: Valid = None
-) -> Float[Array, ""]:
+def z_loss(logits: Float[Array, "example token expert"], config: RouterConfig, valid: Valid = None) -> Float[Array, ""]:
     """Return the router's z-loss (ST-MoE, equation 5), which keeps logits small."""
     return config.z_loss * batch_mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), _mask(valid, logits))
 

@@ -4,6 +4,8 @@
 """
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +17,15 @@ PRNG = "threefry2x32"
 """The PRNG implementation of every key, whatever JAX's default, so that a seed gives the same numbers everywhere."""
 
 VALID = "valid"
-"""The mask of tokens that are no padding: its name in a batch, and as an argument of a model."""
+"""Name of the mask of tokens that are no padding, in a batch and as an argument of a model."""
+
+
+def takes_valid(function: Any) -> bool:
+    """Return whether a function has a parameter `valid`."""
+    try:
+        return VALID in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or one without a signature
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +133,7 @@ class Model:
         forward: `(params, variables, key, *inputs, train)` → `(outputs, updated variables)`; by default `apply`. In
             evaluation (`train=False`) there is no dropout, statistics are not updated, and the key may be None. It
             takes `valid=`, too, if `info()` says `padding_aware`.
+        info: Returns the `ModelInfo`; by default of functions, `padding_aware` if they have a parameter `valid`.
         layered: The forward pass in parts, for a pipeline.
 
     Example:
@@ -136,12 +147,16 @@ class Model:
     apply: Callable[..., Any]
     init_variables: Callable[[jax.Array], Any] = lambda key: {}
     forward: Callable[..., tuple[Any, Any]] = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
-    info: Callable[[], ModelInfo] = ModelInfo
+    info: Callable[[], ModelInfo] = dataclasses.field(default=None)  # type: ignore[assignment]
     layered: Callable[[], LayeredModel | None] = lambda: None
 
     def __post_init__(self) -> None:
         if problems := check_call("init", self.init, "key"):
             raise ConfigError("This model cannot be made:", problems)
+        if self.info is None:
+            is_aware = takes_valid(self.apply if self.forward is None else self.forward)
+            info = functools.partial(ModelInfo, padding_aware=True) if is_aware else ModelInfo
+            object.__setattr__(self, "info", info)
         if self.forward is None:
 
             def forward(

@@ -23,7 +23,7 @@ from flax import nnx
 
 from spmd import tree
 from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
-from spmd.model_api.model import PRNG, VALID, LayeredModel, Model, ModelInfo
+from spmd.model_api.model import PRNG, VALID, LayeredModel, Model, ModelInfo, takes_valid
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
 _NO_MODEL = "This is no model:"
@@ -159,14 +159,14 @@ def from_nnx(
             linear=marked("linear"),
             position_aware=position_aware,
             supports_kv_cache=getattr(module, "supports_kv_cache", position_aware),
-            padding_aware=_takes_valid(module, training),
+            padding_aware=takes_valid(_called(module, training)),
         )
 
     def layered() -> LayeredModel | None:
         if training or evaluation or not all(hasattr(structure()[0], name) for name in _PARTS):
             return None
         module = structure()[0]
-        if _takes_valid(module, {}) and not _takes_valid(module, {"method": "embed_inputs"}):
+        if takes_valid(_called(module, {})) and not takes_valid(module.embed_inputs):
             what = f"does not take {VALID!r}, which {type(module).__name__}.__call__ takes"
             raise ConfigError(_NO_MODEL, [Problem("embed_inputs", what, fix=f"embed_inputs(…, {VALID}=None)")])
         embed_inputs, apply_layers, compute_outputs = map(part, _PARTS)
@@ -252,7 +252,7 @@ def from_linen(
         collections = abstract()
         return ModelInfo(
             annotations=linen_annotations(collections.get("params", {}), collections.get(PARAMS_AXES)),
-            padding_aware=_takes_valid(module, training),
+            padding_aware=takes_valid(_called(module, training)),
         )
 
     return Model(init, apply, init_variables, forward, info)
@@ -323,10 +323,9 @@ def _method(module: Any, method: str | Callable[..., Any]) -> Any:
     return getattr(run, "__func__", run)  # of a bound method, which Flax takes, too
 
 
-def _takes_valid(module: Any, keywords: Mapping[str, Any]) -> bool:
-    """Return whether the method that is called with these keywords has a parameter for the mask of tokens."""
-    run = _method(module, keywords.get("method", "__call__"))
-    return callable(run) and VALID in inspect.signature(run).parameters
+def _called(module: Any, keywords: Mapping[str, Any]) -> Any:
+    """Return the method that is called with these keywords."""
+    return _method(module, keywords.get("method", "__call__"))
 
 
 @contextlib.contextmanager
