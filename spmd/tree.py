@@ -64,6 +64,20 @@ def map_with_path(
     return jax.tree_util.tree_map_with_path(lambda k, *leaves: f(path_of(k), *leaves), tree, *rest, is_leaf=is_leaf)
 
 
+def key_implementation(leaf: Any) -> Any:
+    """Return the PRNG implementation of a random key, which may be abstract; None for other arrays.
+
+    Example:
+        >>> key_implementation(jax.random.key(0, impl="threefry2x32")), key_implementation(jax.numpy.ones(2))
+        (PRNGImpl(name=threefry2x32, tag=fry), None)
+    """
+    if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return None
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+    return found[0]
+
+
 def select(tree: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
     """Return the nested dictionary of the leaves whose path passes `keep`, without empty branches.
 

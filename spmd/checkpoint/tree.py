@@ -131,11 +131,7 @@ def structure_mismatches(
 
 def from_serialized(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Convert a restored array to the leaf's dtype: the inverse of the conversion in `storable`."""
-    if not _is_key(leaf):
-        return array
-    implementations: list[Any] = []
-    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), leaf)
-    return jax.random.wrap_key_data(array, impl=implementations[0])
+    return jax.random.wrap_key_data(array, impl=tree.key_implementation(leaf)) if _is_key(leaf) else array
 
 
 def _is_key(leaf: Any) -> bool:

@@ -36,6 +36,8 @@ class ModelInfo:
         tied: Groups of paths of one array; the first path is the parameter's name.
         random_state: Paths of random keys and draw counters.
         annotations: Parameter path → the dimension names in its metadata, for `rules_from_annotations`.
+        constants: Paths of arrays that a module keeps beside its variables, such as tables and masks. They are
+            variables that are replicated unless a rule matches.
         replicated: Path of another variable without a rule → the reason why it is replicated.
         placed: Path of a variable without a rule → its spec.
         lora_kernels: Paths of kernels that may be `spmd.plan.lora_layer.LoRAParam`, since the module uses its matmul.
@@ -56,6 +58,7 @@ class ModelInfo:
     tied: tuple[tuple[str, ...], ...] = ()
     random_state: frozenset[str] = frozenset()
     annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    constants: frozenset[str] = frozenset()
     replicated: Mapping[str, str] = dataclasses.field(default_factory=dict)
     placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lora_kernels: frozenset[str] = frozenset()

@@ -24,6 +24,7 @@ from flax import nnx
 from spmd import tree
 from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
 from spmd.model_api.model import PRNG, VALID, LayeredModel, Model, ModelInfo, takes_valid
+from spmd.plan.nnx_state import ModuleStructure, join, register_arrays, to_dict, trace_structure, with_values
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
 _NO_MODEL = "This is no model:"
@@ -48,7 +49,8 @@ def from_nnx(
     """Return the functions of an NNX module.
 
     Its `nnx.Param`s are the parameters; all other variables (batch statistics, the random state of dropout) are the
-    model's variables, under their own paths. `forward` runs the module in `train()` or `eval()` mode; a layer that was
+    model's variables, under their own paths. So are arrays and random keys that modules keep as plain attributes; they
+    are replicated unless a rule matches. `forward` runs the module in `train()` or `eval()` mode; a layer that was
     built with `use_running_average=True` or `deterministic=True` keeps it in training. Keyword arguments of `apply` and
     `forward` are passed on to the module; `method` says which method they call, by its name or as a function.
 
@@ -78,41 +80,41 @@ def from_nnx(
     if problems := check_type("make", make, (), fix) if is_module else check_call("make", make, "rngs", fix):
         raise ConfigError(_NO_MODEL, problems)
 
-    def build(key: jax.Array) -> nnx.Module:
+    def build(key: jax.Array) -> tuple[nnx.Module, dict[str, jax.Array]]:
         with _no_shardings_inside(), nnx.use_eager_sharding(False):  # the plan shards arrays, not the module
             module = make(nnx.Rngs(key))
         if problems := check_type("what make returns", module, nnx.Module, fix):
             raise ConfigError(_NO_MODEL, problems)
-        return module
+        return module, register_arrays(module)
 
     @functools.cache
-    def structure() -> tuple[nnx.Module, Any, Any, Any]:
-        module = nnx.eval_shape(lambda: build(jax.random.key(0, impl=PRNG)))
-        graph, params, variables = nnx.split(module, nnx.Param, ...)
-        for path, param in nnx.to_flat_state(params):
-            param.set_metadata(path=_join(path))  # for `spmd.plan.fsdp.placement_of`
-        return module, graph, params, variables
+    def structure() -> ModuleStructure:
+        return trace_structure(build, jax.random.key(0, impl=PRNG))
+
+    @functools.cache
+    def abstract_module() -> nnx.Module:
+        return structure().module()
 
     @functools.cache
     def marked(flag: str) -> frozenset[str]:
-        params = nnx.to_flat_state(structure()[2])
-        return frozenset(_join(path) for path, param in params if param.get_metadata(flag, False))
+        params = nnx.to_flat_state(structure().params)
+        return frozenset(join(path) for path, param in params if param.get_metadata(flag, False))
 
     def init(key: jax.Array) -> Any:
         structure()
-        return jax.tree.map(_as_array, nnx.to_pure_dict(nnx.state(build(key), nnx.Param)))
+        return jax.tree.map(_as_array, to_dict(nnx.state(build(key)[0], nnx.Param)))
 
     def init_variables(key: jax.Array) -> Any:
-        if not jax.tree.leaves(structure()[3]):
+        if not jax.tree.leaves(structure().others):
             return {}  # building a module is slow, and most have no variables
-        return jax.tree.map(_as_data, nnx.to_pure_dict(nnx.split(build(key), nnx.Param, ...)[2]))
+        return jax.tree.map(_as_data, to_dict(nnx.state(build(key)[0], nnx.Not(nnx.Param))))
 
     def restore(params: Any, variables: Any, train: bool) -> nnx.Module:
-        _, graph, *states = structure()
-        params_state, variables_state = (jax.tree.map(lambda leaf: leaf, state) for state in states)
-        nnx.replace_by_pure_dict(params_state, params)
-        nnx.replace_by_pure_dict(variables_state, jax.tree.map(_as_key, variables, nnx.to_pure_dict(states[1])))
-        module = nnx.merge(graph, params_state, variables_state, copy=True)
+        known = structure()
+        variables = tree.map_with_path(lambda path, x: _as_key(x, known.variables.get(path)), variables)
+        module = nnx.merge(
+            known.graph, with_values(known.params, params), with_values(known.others, variables), copy=True
+        )
         if not train:
             module.eval()
             return module
@@ -136,23 +138,24 @@ def from_nnx(
         run = _check_call(module, method, inputs, keywords)
         with _no_shardings_inside():
             outputs = run(module, *inputs, **keywords)
-        after = tree.flatten(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))))
+        after = tree.flatten(to_dict(nnx.state(module, nnx.Not(nnx.Param))))
         return outputs, tree.map_with_path(lambda path, _: _as_data(after[path]), variables)
 
     def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
-        _check_none(nnx.to_pure_dict(structure()[3]))
+        _check_none(structure().variables)
         return forward(params, {}, None, *inputs, train=False, **keywords)[0]
 
     def info() -> ModelInfo:
-        module, _, params, variables = structure()
-        shared = [[_join(path) for path in group] for group in nnx.find_duplicates(module)]
-        aliases = (_aliases(_join(path), shared) for path, _ in nnx.to_flat_state(params))
-        random_state = (_join(path) for path, v in nnx.to_flat_state(variables) if isinstance(v, nnx.RngState))
+        module, known = abstract_module(), structure()
+        shared = [[join(path) for path in group] for group in nnx.find_duplicates(module)]
+        aliases = (_aliases(join(path), shared) for path, _ in nnx.to_flat_state(known.params))
+        random_state = (join(path) for path, v in nnx.to_flat_state(known.others) if isinstance(v, nnx.RngState))
         position_aware = getattr(module, "position_aware", False)
         return ModelInfo(
             tied=tuple(filter(None, aliases)),
             random_state=frozenset(random_state),
-            annotations=nnx_annotations(params),
+            constants=known.constants,
+            annotations=nnx_annotations(known.params),
             lora_kernels=marked("supports_lora"),
             gathered_by_layer=marked("gathered_by_layer"),
             sent_exactly=marked("sent_exactly"),
@@ -163,9 +166,9 @@ def from_nnx(
         )
 
     def layered() -> LayeredModel | None:
-        if training or evaluation or not all(hasattr(structure()[0], name) for name in _PARTS):
+        if training or evaluation or not all(hasattr(abstract_module(), name) for name in _PARTS):
             return None
-        module = structure()[0]
+        module = abstract_module()
         if takes_valid(_called(module, {})) and not takes_valid(module.embed_inputs):
             what = f"does not take {VALID!r}, which {type(module).__name__}.__call__ takes"
             raise ConfigError(_NO_MODEL, [Problem("embed_inputs", what, fix=f"embed_inputs(…, {VALID}=None)")])
@@ -270,7 +273,9 @@ def _as_data(leaf: Any) -> jax.Array:
 
 
 def _as_key(leaf: jax.Array, like: Any) -> jax.Array:
-    return jax.random.wrap_key_data(leaf, impl=PRNG) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else leaf
+    """Convert the data of a random key back to the key that the module has there."""
+    implementation = like is not None and tree.key_implementation(like)
+    return jax.random.wrap_key_data(leaf, impl=implementation) if implementation else leaf
 
 
 def _aliases(path: str, shared: list[list[str]]) -> tuple[str, ...]:
@@ -284,10 +289,6 @@ def _aliases(path: str, shared: list[list[str]]) -> tuple[str, ...]:
                     paths = [other + known.removeprefix(prefix) for other in others]
                     found += [path for path in paths if path not in found]
     return tuple(found) if len(found) > 1 else ()
-
-
-def _join(path: tuple[Any, ...]) -> str:
-    return "/".join(map(str, path))
 
 
 def _check_call(

@@ -240,7 +240,7 @@ def make_plan(
     variables, info = tree.flatten(_abstract_variables(model)), model.info()
     weights = tree.flatten(params)
 
-    matches = resolve.matches_without_rules(info)
+    matches = resolve.matches_without_rules(info, rules)
     ruled = {path: tuple(x.shape) for path, x in {**weights, **variables}.items() if path not in matches}
     recipes, problems = resolve.resolve_recipes(quantize, rules, mesh, weights, info)
     if problems := [*resolve.audit_rules(mesh, rules, ruled, info, remat), *problems]:

@@ -39,6 +39,8 @@ OFFLOADABLE = ("optimizer_state", "params")
 Specs = Mapping[str, P]
 
 _SAME_DRAWS = replicate("every device draws the same numbers")
+_ATTRIBUTE = replicate("an attribute that no rule matches")
+_CONSTANT = Match(-1, "plain array", _ATTRIBUTE, P(), _ATTRIBUTE.reason)
 _RANDOM_STATE = Match(-1, "random state", _SAME_DRAWS, P(), _SAME_DRAWS.reason)
 
 
@@ -71,9 +73,10 @@ def check_params(made: Any) -> list[Problem]:
     return problems
 
 
-def matches_without_rules(info: ModelInfo) -> dict[str, Match]:
-    """Return the matches of the variables that need no rule: random state, and those with a spec of their own."""
+def matches_without_rules(info: ModelInfo, rules: Rules) -> dict[str, Match]:
+    """Return the matches of the variables that need no rule: random state, constants, and those with their own spec."""
     matches = {path: _RANDOM_STATE for path in info.random_state}
+    matches |= {path: _CONSTANT for path in info.constants if rules.match(path) is None}
     matches |= {path: Match(-1, "whole", replicate(why), P(), why) for path, why in info.replicated.items()}
     return matches | {path: Match(-1, "where it is made", spec, spec, "") for path, spec in info.placed.items()}
 
