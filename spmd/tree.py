@@ -69,7 +69,7 @@ def key_implementation(leaf: Any) -> Any:
 
     Example:
         >>> key_implementation(jax.random.key(0, impl="threefry2x32")), key_implementation(jax.numpy.ones(2))
-        (PRNGImpl(name=threefry2x32, tag=fry), None)
+        ('threefry2x32', None)
     """
     if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return None

@@ -228,7 +228,9 @@ def make_plan(
     if problems:
         raise ConfigError("This plan cannot be made:", problems)
     made = jax.eval_shape(lambda: model.init(jax.random.key(0, impl=PRNG)))
-    if problems := resolve.check_params(made):
+    made_variables = _abstract_variables(model)
+    problems = [*resolve.check_params(made), *resolve.check_storable(made), *resolve.check_storable(made_variables)]
+    if problems:
         raise ConfigError("These parameters cannot be trained:", problems)
     precision, remat = compress.precision(make_precision(precision), slices), make_remat(remat)
     if problems := check_float64(precision, tree.flatten(made)):

@@ -73,6 +73,30 @@ def check_params(made: Any) -> list[Problem]:
     return problems
 
 
+def check_storable(arrays: Any) -> list[Problem]:
+    """Return what no checkpoint could hold: arrays without elements, and names that are no part of a path.
+
+    Example:
+        >>> print(*check_storable({"a/b": jax.ShapeDtypeStruct((2, 0), "float32")}), sep="\n")
+        a/b: has no elements, so it cannot be trained or stored
+            shape (2, 0)
+            fix: leave it out, as of an adapter of rank 0
+        a/b: has a part named 'a/b', which is no part of a path
+            fix: another name, without "/"
+    """
+    problems = []
+    for keys, x in jax.tree_util.tree_leaves_with_path(arrays):
+        path = tree.path_of(keys)
+        if 0 in x.shape:
+            what, fix = "has no elements, so it cannot be trained or stored", "leave it out, as of an adapter of rank 0"
+            problems.append(Problem(path, what, f"shape {tuple(x.shape)}", fix))
+        for name in (tree.path_of((key,)) for key in keys):
+            if "/" in name or name in ("", ".", ".."):
+                fix = 'another name, without "/"' if "/" in name else "another name"
+                problems.append(Problem(path, f"has a part named {name!r}, which is no part of a path", fix=fix))
+    return problems
+
+
 def matches_without_rules(info: ModelInfo, rules: Rules) -> dict[str, Match]:
     """Return the matches of the variables that need no rule: random state, constants, and those with their own spec."""
     matches = {path: _RANDOM_STATE for path in info.random_state}
@@ -219,6 +243,8 @@ def resolve_optimizer_state(
         found = audit_spec(f"optimizer state {path}", derived.shape, derived.spec, mesh.shape, by)
         smaller = f"smaller blocks than {derived.block} (OptimizerConfig.moments_block), so each shard has whole ones"
         problems += [dataclasses.replace(p, fix=smaller) for p in found] if derived.block > 1 else found
+    empty = [path for path, derived in state.items() if 0 in derived.shape]
+    problems += [Problem(f"optimizer state {path}", "has no elements and cannot be stored") for path in empty]
     problems += check_update(optimizer, params)
     return state, problems or check_layerwise(optimizer, params, rules.stacked)
 
