@@ -86,6 +86,7 @@ class Outputs:
         losses: Name → an auxiliary loss, already weighted, which training adds to the mean loss of a token.
         metrics: Name → any other value.
         arrays: Name → values that belong together, such as one for each layer and expert.
+        intermediates: Name → any other value, for a loss of one's own; it is not reported.
         of_all_devices: Whether losses, metrics and arrays are of the whole (micro)batch also where each device runs the
             model on its own examples (`spmd.plan.manual.batch_mean`), as `spmd.exchange_once` and pipelines over it do.
     """
@@ -94,6 +95,7 @@ class Outputs:
     losses: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     arrays: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    intermediates: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     of_all_devices: bool = dataclasses.field(default=False, metadata={"static": True})
 
 

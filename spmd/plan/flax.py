@@ -13,18 +13,23 @@ import inspect
 import pathlib
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from spmd import tree
 from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
 from spmd.model_api.model import PRNG, VALID, LayeredModel, Model, ModelInfo, takes_valid
+from spmd.plan.linen_collections import DEBUGGING, LinenCollections
 from spmd.plan.nnx_state import ModuleStructure, join, register_arrays, to_dict, trace_structure, with_values
+from spmd.plan.sown import Sown, add_sown, check_sown, stacked_by_scan
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
 _NO_MODEL = "This is no model:"
@@ -37,12 +42,19 @@ _MODES = ("deterministic", "use_running_average")
 _NO_MESH = ("non-empty mesh in context", "not under a mesh context", "axis names that are of type Auto")
 """Words of JAX's errors about a `PartitionSpec` that it has no mesh for."""
 
+_LOSSES = ("losses",)
+
+_DEBUGGING_TYPES = (nnx.Intermediate, nnx.Perturbation)
+
+_NO_VARIABLES = ("params", PARAMS_AXES)
+
 _UNBOUND = re.compile(r"unbound axis name:? (\w+)")
 
 
 def from_nnx(
     make: Callable[[nnx.Rngs], nnx.Module],
     *,
+    losses: type[nnx.Variable] | tuple[type[nnx.Variable], ...] = (),
     train: Mapping[str, Any] | None = None,
     evaluate: Mapping[str, Any] | None = None,
 ) -> Model:
@@ -60,9 +72,13 @@ def from_nnx(
     can be pipelined (`spmd.model_api.model.LayeredModel`). One with a parameter `valid` is called with the mask of the
     tokens that are no padding (`spmd.gradients.losses.valid_tokens`).
 
+    What the module sows in a call is returned by `forward`, as `spmd.model_api.model.Outputs`, under its path.
+    `nnx.Intermediate` itself, which Flax has for looking inside, is left out unless it is one of `losses`.
+
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so the arrays are
             created only as the plan shards them.
+        losses: Types of variables whose sown values training adds to the loss; what is sown as others becomes metrics.
         train: Keyword arguments of a call in training, for a module that takes its mode so: `{"deterministic": False}`.
             Such a module cannot be pipelined.
         evaluate: Keyword arguments of a call in evaluation and of `apply`.
@@ -75,6 +91,7 @@ def from_nnx(
     """
 
     training, evaluation = dict(train or {}), dict(evaluate or {})
+    loss_types = losses if isinstance(losses, tuple) else (losses,)
     fix = "spmd.from_nnx(lambda rngs: Module(…, rngs=rngs)), or spmd.from_linen(module, *inputs)"
     is_module = isinstance(make, nnx.Module | nn.Module)
     if problems := check_type("make", make, (), fix) if is_module else check_call("make", make, "rngs", fix):
@@ -133,17 +150,40 @@ def from_nnx(
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
         del key  # an NNX module has its own random state
-        module, keywords = restore(params, variables, train), {**(training if train else evaluation), **keywords}
+        keywords = {**(training if train else evaluation), **keywords}
+        outputs, after = call(params, variables, inputs, keywords, train)
+        sown = sown_in(after)
+        if train:
+            _check_losses(kind.__name__ for kind in loss_types if not any(isinstance(x, kind) for x in sown.values()))
+
+        def again() -> list[Any]:
+            return [x.get_value() for x in sown_in(call(params, variables, inputs, keywords, train)[1]).values()]
+
+        found = [Sown(path, x.get_value(), isinstance(x, loss_types)) for path, x in sown.items()]
+        values = tree.flatten(to_dict(after))
+        variables = tree.map_with_path(lambda path, _: _as_data(values[path]), variables)
+        return add_sown(outputs, found, lambda: stacked_by_scan(again)), variables
+
+    def call(params: Any, variables: Any, inputs: Any, keywords: Any, train: bool) -> tuple[Any, nnx.State]:
+        module, keywords = restore(params, variables, train), dict(keywords)
         method = keywords.pop("method", "__call__")
         run = _check_call(module, method, inputs, keywords)
-        with _no_shardings_inside():
+        with _no_shardings_inside(), warnings.catch_warnings():
+            # Flax would rather have the types of sown values named before the call, and says so at each of them.
+            warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
             outputs = run(module, *inputs, **keywords)
-        after = tree.flatten(to_dict(nnx.state(module, nnx.Not(nnx.Param))))
-        return outputs, tree.map_with_path(lambda path, _: _as_data(after[path]), variables)
+        return outputs, nnx.state(module, nnx.Not(nnx.Param))
+
+    def sown_in(after: nnx.State) -> dict[str, nnx.Variable]:
+        known = {path for path, _ in nnx.to_flat_state(structure().others)}
+        new = {
+            join(path): x for path, x in nnx.to_flat_state(after) if path not in known and isinstance(x, nnx.Variable)
+        }
+        return {path: x for path, x in new.items() if type(x) not in _DEBUGGING_TYPES or isinstance(x, loss_types)}
 
     def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
         _check_none(structure().variables)
-        return forward(params, {}, None, *inputs, train=False, **keywords)[0]
+        return call(params, {}, inputs, {**evaluation, **keywords}, train=False)[0]
 
     def info() -> ModelInfo:
         module, known = abstract_module(), structure()
@@ -187,17 +227,24 @@ def from_linen(
     module: nn.Module,
     *inputs: Any,
     rngs: tuple[str, ...] = ("dropout",),
+    evaluation_rngs: tuple[str, ...] = (),
+    losses: tuple[str, ...] = _LOSSES,
     train: Mapping[str, Any] | None = None,
     evaluate: Mapping[str, Any] | None = None,
 ) -> Model:
     """Return the functions of a Linen module.
 
     The `params` collection is the parameters; every other collection at initialization (`batch_stats`) is among the
-    model's variables, under its name.
+    model's variables, under its name. A collection that only `sow` writes to is no variable: `forward` returns what was
+    sown in the call, as `spmd.model_api.model.Outputs`, under `collection/path/name`. Those that Flax has for looking
+    inside (`intermediates`, `perturbations`) are left out.
 
     Args:
-        *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s; only shapes are used.
-        rngs: Names of the random streams in training.
+        *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s. Only shapes are used, unless an initial
+            value is computed from the inputs, as that of an ActNorm: this takes arrays.
+        rngs: Names of the random streams in training with a key of their own. Others draw from the stream `params`.
+        evaluation_rngs: Names of the random streams in evaluation, for a module that draws there, too.
+        losses: Collections whose sown values training adds to the loss; what is sown in others becomes metrics.
         train: Keyword arguments of a call in training, such as `{"train": True}` or `{"deterministic": False}`.
         evaluate: Keyword arguments of a call in evaluation and at initialization. Those of `apply` and `forward` are
             added; `method` says which method is called, as in Flax.
@@ -211,40 +258,67 @@ def from_linen(
     fix = "spmd.from_linen(Module(…), *inputs), or spmd.from_nnx for a module of nnx"
     if problems := check_type("module", module, nn.Module, fix):
         raise ConfigError(_NO_MODEL, problems)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    examples = jax.tree.map(_as_example, inputs)
     training, evaluation = dict(train or {}), dict(evaluate or {})
 
-    def create(key: jax.Array) -> dict[str, Any]:
+    @functools.cache
+    def collections() -> LinenCollections:
         keywords = dict(evaluation)
         method = keywords.pop("method", "__call__")
-        run = _check_call(module, method, shapes, keywords)
+        run = _check_call(module, method, examples, keywords)
+        return LinenCollections(module, run, keywords, examples, losses)
+
+    def create(key: jax.Array) -> dict[str, Any]:
         with _no_shardings_inside():
-            return dict(module.lazy_init(key, *shapes, method=run, **keywords))
+            return collections().create(key)
 
     def init(key: jax.Array) -> Any:
         return jax.tree.map(_as_array, nn.meta.unbox(create(key).get("params", {})))
 
     def init_variables(key: jax.Array) -> Any:
-        others = {name: part for name, part in create(key).items() if name not in ("params", PARAMS_AXES)}
+        others = {name: part for name, part in create(key).items() if name not in _NO_VARIABLES}
         return jax.tree.map(_as_array, nn.meta.unbox(others))
 
     def call(everything: Any, inputs: Any, keywords: Any, **options: Any) -> Any:
         keywords = dict(keywords)
         method = keywords.pop("method", "__call__")
         run = _check_call(module, method, inputs, keywords)
-        with _no_shardings_inside():
+        with _no_shardings_inside(), _flax_errors_in_words():
             return module.apply(everything, *inputs, method=run, **options, **keywords)
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
         everything = {"params": params, **variables}
-        if not train:
-            return call(everything, inputs, {**evaluation, **keywords}), variables
-        keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(rngs)}
-        outputs, after = call(everything, inputs, {**training, **keywords}, rngs=keys, mutable=list(variables))
-        return outputs, {**variables, **after}
+        keywords = {**(training if train else evaluation), **keywords}
+        keys = _streams(key, rngs if train else evaluation_rngs, also="params" if train else None)
+        immutable = _NO_VARIABLES if train else (*_NO_VARIABLES, *variables)
+        debugging = [name for name in DEBUGGING if name not in losses]
+        mutable = nn.DenyList((*immutable, *debugging))
+
+        def run() -> tuple[Any, Any]:
+            return call(everything, inputs, keywords, rngs=keys, mutable=mutable)
+
+        outputs, after = run()
+        after = dict(nn.meta.unbox(after))
+        sown = {name: after.pop(name) for name in list(after) if name not in variables}
+        if train:
+            _check_persistent(variables, after)
+            if not collections().sown.issuperset(sown):  # made in training alone: the module has to do without them
+                only = list(variables)
+                jax.eval_shape(lambda: call(everything, inputs, keywords, rngs=keys, mutable=only)[0])
+            _check_losses(name for name in losses if name not in sown and losses != _LOSSES)
+
+        def again() -> dict[str, Any]:
+            made = nn.meta.unbox(run()[1])
+            return {name: made[name] for name in sown}
+
+        return add_sown(outputs, named(sown), lambda: stacked_by_scan(again)), {**variables, **after}
+
+    def named(sown: Mapping[str, Any]) -> list[Sown]:
+        values = tree.flatten(sown, is_leaf=lambda x: not isinstance(x, Mapping))  # a tuple is one value
+        return [Sown(path, value, path.partition("/")[0] in losses) for path, value in values.items()]
 
     def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
-        _check_none({name: part for name, part in abstract().items() if name not in ("params", PARAMS_AXES)})
+        _check_none({name: part for name, part in abstract().items() if name not in _NO_VARIABLES})
         return call({"params": params}, inputs, {**evaluation, **keywords})
 
     @functools.cache
@@ -252,13 +326,70 @@ def from_linen(
         return jax.eval_shape(lambda: create(jax.random.key(0, impl=PRNG)))
 
     def info() -> ModelInfo:
-        collections = abstract()
+        check_sown(named(collections().sown_values), collections().sown_by_scan)
+        made = abstract()
         return ModelInfo(
-            annotations=linen_annotations(collections.get("params", {}), collections.get(PARAMS_AXES)),
+            annotations=linen_annotations(made.get("params", {}), made.get(PARAMS_AXES)),
             padding_aware=takes_valid(_called(module, training)),
         )
 
     return Model(init, apply, init_variables, forward, info)
+
+
+def _as_example(x: Any) -> Any:
+    """Convert an input to a NumPy array, which any mesh can take, or to its shape if it has no values."""
+    is_abstract = isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_abstract else np.asarray(x)
+
+
+def _streams(key: jax.Array | None, names: tuple[str, ...], also: str | None) -> dict[str, jax.Array]:
+    """Return a key for each random stream, and for one more."""
+    if key is None:
+        return {}
+    keys = {name: jax.random.fold_in(key, number) for number, name in enumerate((*names, also))}
+    return {name: x for name, x in keys.items() if name is not None}
+
+
+def _check_losses(unsown: Iterable[str]) -> None:
+    """Raise a `ConfigError` that lists the losses that a call does not sow."""
+    if problems := [Problem(f"losses {name!r}", "is nothing that the module sows in training") for name in unsown]:
+        raise ConfigError("These losses do not exist:", problems)
+
+
+def _check_persistent(before: Any, after: Any) -> None:
+    """Raise a `ConfigError` that lists the arrays that a call adds to collections that persist between steps."""
+    known = {path for path in tree.flatten(before)}
+    fix = "sow into a collection of its own, or make the variable at initialization, too"
+    new = [path for path in tree.flatten(after) if path not in known]
+    if new:
+        problems = [Problem(path, "is added to the variables by a call", fix=fix) for path in new]
+        raise ConfigError("The module adds to its variables:", problems)
+
+
+_STREAM = re.compile(r'needs PRNG for "(\w+)"')
+
+
+@contextlib.contextmanager
+def _flax_errors_in_words() -> Iterator[None]:
+    """Replace Flax's errors about random streams and variables that a call does not have."""
+    try:
+        yield
+    except flax.errors.InvalidRngError as error:
+        where, line = _own_line(error)
+        stream = found[1] if (found := _STREAM.search(str(error))) else "noise"
+        what = f"draws from the random stream {stream!r}, which has no key: {line or error}"
+        fix = f'a key for forward; in evaluation, evaluate={{"deterministic": True}} or evaluation_rngs=("{stream}",)'
+        raise ConfigError("The module draws random numbers:", [Problem(where, what, fix=fix)]) from None
+    except flax.errors.ModifyScopeVariableError as error:
+        where, line = _own_line(error)
+        fix = 'evaluate={"train": False}, or in the module: if self.is_mutable_collection("name")'
+        problem = Problem(where, f"changes a variable in evaluation: {line or error}", fix=fix)
+        raise ConfigError("Evaluation changes no variables:", [problem]) from None
+    except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeVariableNotFoundError) as error:
+        where, line = _own_line(error)
+        fix = "make it in evaluation mode, too, which initializes the module; or give model.forward its variables"
+        problem = Problem(where, f"needs a variable that does not exist: {line or error}", fix=fix)
+        raise ConfigError("The module lacks a variable:", [problem]) from None
 
 
 def _as_array(leaf: Any) -> jax.Array:

@@ -74,26 +74,26 @@ def check_params(made: Any) -> list[Problem]:
 
 
 def check_storable(arrays: Any) -> list[Problem]:
-    """Return what no checkpoint could hold: arrays without elements, and names that are no part of a path.
+    """Return what no checkpoint could hold: arrays without elements, and names that make no path or the same one.
 
     Example:
-        >>> print(*check_storable({"a/b": jax.ShapeDtypeStruct((2, 0), "float32")}), sep="\n")
-        a/b: has no elements, so it cannot be trained or stored
+        >>> print(*check_storable({"..": jax.ShapeDtypeStruct((2, 0), "float32")}), sep="\n")
+        ..: has no elements, so it cannot be trained or stored
             shape (2, 0)
             fix: leave it out, as of an adapter of rank 0
-        a/b: has a part named 'a/b', which is no part of a path
-            fix: another name, without "/"
+        ..: has '..' in its path
+            fix: another name
     """
-    problems = []
-    for keys, x in jax.tree_util.tree_leaves_with_path(arrays):
-        path = tree.path_of(keys)
+    problems, seen = [], set[str]()
+    for path, x in ((tree.path_of(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(arrays)):
         if 0 in x.shape:
             what, fix = "has no elements, so it cannot be trained or stored", "leave it out, as of an adapter of rank 0"
             problems.append(Problem(path, what, f"shape {tuple(x.shape)}", fix))
-        for name in (tree.path_of((key,)) for key in keys):
-            if "/" in name or name in ("", ".", ".."):
-                fix = 'another name, without "/"' if "/" in name else "another name"
-                problems.append(Problem(path, f"has a part named {name!r}, which is no part of a path", fix=fix))
+        parts = [part for part in path.split("/") if part in ("", ".", "..")]
+        problems += [Problem(path, f"has {part!r} in its path", fix="another name") for part in parts]
+        if path in seen:
+            problems.append(Problem(path, "is the path of two arrays", fix='another name, without "/"'))
+        seen.add(path)
     return problems
 
 

@@ -1,0 +1,156 @@
+"""Collections of a Linen module: which persist between steps, which are sown, and how they are initialized."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+
+from spmd import tree
+from spmd.errors import ConfigError, Problem
+from spmd.jaxpr.equations import inner_jaxprs
+from spmd.model_api.model import PRNG
+from spmd.plan.sown import stacked_by_scan
+from spmd.sharding.flax_metadata import PARAMS_AXES
+
+DEBUGGING = ("intermediates", "perturbations")
+"""Collections by which Flax looks inside a module. They are neither variables nor outputs, unless asked for."""
+
+_NEEDS_COLLECTION = (
+    flax.errors.ScopeCollectionNotFound,
+    flax.errors.ScopeVariableNotFoundError,
+    flax.errors.ModifyScopeVariableError,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinenCollections:
+    """Initialization of a module's collections.
+
+    Attributes:
+        run: The method that is called.
+        keywords: Its keyword arguments.
+        inputs: Its inputs: NumPy arrays, or `jax.ShapeDtypeStruct`s.
+        kept: Names in `DEBUGGING` that are collections like others.
+    """
+
+    module: nn.Module
+    run: Callable[..., Any]
+    keywords: Mapping[str, Any]
+    inputs: tuple[Any, ...]
+    kept: tuple[str, ...]
+
+    def create(self, key: jax.Array) -> dict[str, Any]:
+        """Return the collections that persist, from a key, in the boxes of their metadata."""
+        if self._is_lazy:
+            return self._init_lazily(key)
+        return dict(self._init(key, *self.inputs, mutable=self._persistent))
+
+    @functools.cached_property
+    def abstract(self) -> dict[str, Any]:
+        """The collections that persist, abstract."""
+        return jax.eval_shape(self.create, self._key)
+
+    @functools.cached_property
+    def sown(self) -> frozenset[str]:
+        """Collections that the module does without where they are immutable: those that only `sow` writes to."""
+        made = self._all
+        return frozenset(name for name in made if name not in ("params", PARAMS_AXES) and self._runs_without(name))
+
+    @functools.cached_property
+    def sown_values(self) -> dict[str, Any]:
+        """What is sown at initialization, abstract, by collection."""
+        return {name: nn.meta.unbox(self._all[name]) for name in sorted(self.sown)}
+
+    def sown_by_scan(self) -> list[bool]:
+        """Return for each array of `sown_values` whether scanned layers have stacked it."""
+
+        def sow(key: jax.Array, *inputs: Any) -> dict[str, Any]:
+            made = nn.meta.unbox(self._init(key, *inputs, mutable=nn.DenyList(self._denied)))
+            return {name: made[name] for name in self.sown}
+
+        return stacked_by_scan(sow, self._key, *self._shapes)
+
+    @functools.cached_property
+    def _all(self) -> dict[str, Any]:
+        init = functools.partial(self._init, mutable=nn.DenyList(self._denied))
+        return dict(jax.eval_shape(init, self._key, *self.inputs))
+
+    def _runs_without(self, name: str) -> bool:
+        others = {other: value for other, value in self._all.items() if other != name}
+
+        def run(others: Any, key: jax.Array, *inputs: Any) -> Any:
+            mutable = [other for other in others if other != "params"]
+            call = functools.partial(self.module.apply, method=self.run, rngs={"params": key}, mutable=mutable)
+            return call(others, *inputs, **self.keywords)[1]
+
+        try:
+            jax.eval_shape(run, others, self._key, *self.inputs)
+        except _NEEDS_COLLECTION:
+            return False
+        return True
+
+    def _init(self, key: jax.Array, *inputs: Any, mutable: Any) -> Any:
+        return self.module.init(key, *inputs, method=self.run, mutable=mutable, **self.keywords)
+
+    def _init_lazily(self, key: jax.Array) -> dict[str, Any]:
+        keywords = {"method": self.run, "mutable": self._persistent, **self.keywords}
+        return dict(self.module.lazy_init(key, *self._shapes, **keywords))
+
+    @functools.cached_property
+    def _is_lazy(self) -> bool:
+        """Whether initial values depend on the inputs' shapes alone.
+
+        Raises:
+            ConfigError: They do not, and the inputs are no arrays; all such values are listed.
+        """
+        try:
+            jax.eval_shape(self._init_lazily, self._key)
+        except flax.errors.LazyInitError:
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.inputs)):
+                fix = "real inputs in place of shapes: spmd.from_linen(module, *arrays)"
+                problems = [
+                    Problem(path, "is computed from the module's inputs", fix=fix) for path in self._from_values()
+                ]
+                raise ConfigError("The module cannot be initialized from shapes:", problems) from None
+            return False
+        return True
+
+    def _from_values(self) -> list[str]:
+        """Return the paths of the arrays whose initial values depend on the inputs' values."""
+        make = functools.partial(self._init, self._key, mutable=self._persistent)
+        traced, shapes = jax.make_jaxpr(make, return_shape=True)(*self._shapes)
+        depend = _tainted(traced.jaxpr, [True] * len(traced.jaxpr.invars))
+        paths = tree.flatten(nn.meta.unbox(dict(shapes)))
+        return [path for path, is_tainted in zip(paths, depend, strict=True) if is_tainted]
+
+    @property
+    def _key(self) -> jax.Array:
+        return jax.random.key(0, impl=PRNG)
+
+    @property
+    def _shapes(self) -> tuple[Any, ...]:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.inputs)
+
+    @property
+    def _denied(self) -> tuple[str, ...]:
+        return tuple(name for name in DEBUGGING if name not in self.kept)
+
+    @property
+    def _persistent(self) -> nn.DenyList:
+        return nn.DenyList((*self._denied, *sorted(self.sown)))
+
+
+def _tainted(jaxpr: Any, inputs: list[bool]) -> list[bool]:
+    """Return which outputs of a jaxpr depend on the values of some inputs."""
+    tainted = {id(x) for x, is_tainted in zip(jaxpr.invars, inputs, strict=True) if is_tainted}
+    for equation in jaxpr.eqns:
+        given = [id(x) in tainted for x in equation.invars]
+        inner = inner_jaxprs(equation)
+        is_call = len(inner) == 1 and len(inner[0].invars) == len(given) and equation.primitive.name != "scan"
+        outputs = _tainted(inner[0], given) if is_call else [any(given)] * len(equation.outvars)
+        tainted |= {id(x) for x, is_tainted in zip(equation.outvars, outputs, strict=True) if is_tainted}
+    return [id(x) in tainted for x in jaxpr.outvars]

@@ -1,0 +1,126 @@
+"""Values that modules sow while they run: auxiliary losses and metrics, beside what they return."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd import tree
+from spmd.errors import ConfigError, Problem, shown
+from spmd.jaxpr.equations import open_jaxpr
+from spmd.model_api.model import as_outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Sown:
+    """A sown value.
+
+    Attributes:
+        name: Its collection and path, `losses/block_0/balance`.
+        value: A tuple of arrays, one for each time that it was sown, or what the module's `reduce_fn` made of them.
+        is_loss: Whether training adds it to the loss.
+    """
+
+    name: str
+    value: Any
+    is_loss: bool
+
+
+def add_sown(returned: Any, sown: Sequence[Sown], is_stacked: Callable[[], Sequence[bool]]) -> Any:
+    """Return what a module returned, as `Outputs` with the sown values if there are any.
+
+    A loss is summed over times and layers. Other values that are scalars become metrics, those that scanned layers have
+    one of each become arrays, all under their name; several of one name get a number.
+
+    Args:
+        is_stacked: Returns for each array in `sown` whether scanned layers have stacked it.
+
+    Raises:
+        ConfigError: As `check_sown` does.
+    """
+    if not sown:
+        return returned
+    stacked = check_sown(sown, is_stacked)
+    outputs = as_outputs(returned)
+    losses, metrics, layers, others = dict(outputs.losses), dict(outputs.metrics), dict(outputs.arrays), {}
+    for each in sown:
+        values = _times(each)
+        if each.is_loss:
+            losses[each.name] = sum(jnp.sum(x, dtype=jnp.float32) for x in values)
+            continue
+        for number, x in enumerate(values):
+            name = each.name if len(values) == 1 else f"{each.name}/{number}"
+            if jnp.ndim(x) == 0:
+                metrics[name] = jnp.asarray(x, jnp.float32)
+            elif stacked[id(x)]:
+                layers[name] = jnp.asarray(x, jnp.float32)
+            else:
+                others[name] = x
+    return dataclasses.replace(outputs, losses=losses, metrics=metrics, arrays=layers, intermediates=others)
+
+
+def check_sown(sown: Sequence[Sown], is_stacked: Callable[[], Sequence[bool]]) -> dict[int, bool]:
+    """Return for each array, by its `id`, whether scanned layers have stacked it. Arrays may be abstract.
+
+    Raises:
+        ConfigError: All values whose reduction is neither a tuple nor a scalar, and all losses that are no scalars.
+    """
+    arrays = jax.tree.leaves([each.value for each in sown])
+    stacked = dict.fromkeys(map(id, arrays), False)
+    if any(_rank(x) == 1 for x in arrays):
+        stacked = dict(zip(map(id, arrays), is_stacked(), strict=True))
+    if problems := [problem for each in sown if (problem := _problem(each, stacked))]:
+        raise ConfigError("These sown values cannot be returned:", problems)
+    return stacked
+
+
+def _times(sown: Sown) -> tuple[Any, ...]:
+    """Return one value for each time that it was sown, or the reduced one."""
+    return sown.value if isinstance(sown.value, tuple) else (sown.value,)
+
+
+def _rank(x: Any) -> int:
+    return len(getattr(x, "shape", ()))
+
+
+def _problem(sown: Sown, stacked: Mapping[int, bool]) -> Problem | None:
+    """Return what is wrong with a sown value."""
+    values = _times(sown)
+    is_reduced = not isinstance(sown.value, tuple)
+    is_known = all(hasattr(x, "dtype") or isinstance(x, int | float) for x in values)
+    if not is_known or (is_reduced and _rank(sown.value)):
+        what, fix = f"is reduced to {shown(sown.value)}", "sow it without reduce_fn, or let reduce_fn add scalars"
+        return Problem(sown.name, what, "neither a tuple of arrays nor a scalar", fix)
+    wrong = [x for x in values if sown.is_loss and _rank(x) and not stacked[id(x)]]
+    return Problem(sown.name, f"is a loss: {shown(wrong[0])}", fix="sow its mean or its sum") if wrong else None
+
+
+def stacked_by_scan(f: Callable[..., Any], *arguments: Any) -> list[bool]:
+    """Return for each array that `f` returns whether it is what a scan stacks, one value for each of its steps."""
+    return _from_scan(jax.make_jaxpr(f)(*arguments).jaxpr)
+
+
+def _from_scan(jaxpr: Any) -> list[bool]:
+    """Return whether each output of a jaxpr is stacked by a scan in it."""
+    stacked = set[int]()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            stacked |= {id(x) for x in equation.outvars[equation.params["num_carry"] :]}
+            continue
+        inner = equation.params.get("jaxpr")  # of jit and of checkpoint
+        if inner is not None and len(open_jaxpr(inner).outvars) == len(equation.outvars):
+            found = zip(equation.outvars, _from_scan(open_jaxpr(inner)), strict=True)
+            stacked |= {id(x) for x, is_stacked in found if is_stacked}
+    return [id(x) in stacked for x in jaxpr.outvars]
+
+
+def sown_leaves(sown: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sown values by path in nested dictionaries. A tuple is one value.
+
+    Example:
+        >>> sown_leaves({"losses": {"block": {"balance": (1.0, 2.0)}}})
+        {'losses/block/balance': (1.0, 2.0)}
+    """
+    return tree.flatten(sown, is_leaf=lambda x: not isinstance(x, Mapping))
