@@ -240,7 +240,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab: int, width: int, *, rngs: nnx.Rngs) -> None:
         table = nnx.initializers.normal(0.02)(rngs.params(), (vocab, width), jnp.float32)
-        self.embedding = nnx.Param(table, gathered_by_layer=True, sent_exactly=True)
+        self.embedding = nnx.Param(table, gathered_by_layer=True, sent_exactly=True, role="lookup")
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
         """Look up one row for each token; annotations let a table shard the lookup and its result."""

@@ -176,7 +176,7 @@ class Router(nnx.Module):
         width, experts = config.d_model, config.router.experts
         init = nnx.initializers.normal(math.sqrt(config.init_scale / width))
         kernel = init(rngs.params(), (width, experts), jnp.float32)
-        self.kernel = nnx.Param(kernel, gathered_by_layer=True, sent_exactly=True)
+        self.kernel = nnx.Param(kernel, gathered_by_layer=True, sent_exactly=True, matrix="io")
         self.bias = RouterBias(jnp.zeros((experts,), jnp.float32)) if self.config.bias_rate else None
 
     def __call__(self, x: Float[Array, "batch seq d"], key: Array | None) -> Float[Array, "batch seq expert"]:
@@ -193,7 +193,7 @@ class ExpertDense(nnx.Module):
     def __init__(self, experts: int, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         table = init(rngs.params(), (experts, inputs, outputs), jnp.float32)
-        self.kernel = nnx.Param(table, gathered_by_layer=True, linear=True)
+        self.kernel = nnx.Param(table, gathered_by_layer=True, linear=True, matrix="bio")
 
     def placed(self) -> ExpertKernel:
         """Return the kernels with their placement under the plan in scope."""

@@ -82,7 +82,8 @@ class PatchProjection(nnx.Module):
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         shape = (config.patch, config.patch, config.channels)
         init = nnx.initializers.normal(math.prod(shape) ** -0.5)
-        self.kernel = nnx.Param(init(rngs.params(), (*shape, config.d_model), jnp.float32), gathered_by_layer=True)
+        table = init(rngs.params(), (*shape, config.d_model), jnp.float32)
+        self.kernel = nnx.Param(table, gathered_by_layer=True, matrix="iiio")
         self.bias = nnx.Param(jnp.zeros((config.d_model,), jnp.float32), gathered_by_layer=True)
 
     def __call__(self, images: Float[Array, "batch height width channel"]) -> Float[Array, "batch patch d"]:
@@ -102,7 +103,8 @@ class ViT(nnx.Module):
         width, init = config.d_model, nnx.initializers.normal(0.02)
         self.patch_proj = PatchProjection(config, rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros((1, 1, width), jnp.float32))
-        self.positions = nnx.Param(init(rngs.params(), (1, config.patches + 1, width), jnp.float32))
+        table = init(rngs.params(), (1, config.patches + 1, width), jnp.float32)
+        self.positions = nnx.Param(table, role="lookup")
         self.layers = make_layers(
             lambda rngs: Block(config, causal=False, approximate=False, rngs=rngs),
             *(config.layers, rngs.params()),
@@ -110,7 +112,7 @@ class ViT(nnx.Module):
         )
         self.norm = LayerNorm(width, eps=config.norm_eps)
         self.head = Dense(width, config.classes, bias=True, rngs=rngs)
-        self.head.kernel.set_metadata(linear=False)
+        self.head.kernel.set_metadata(linear=False, role="logits")
 
     def __call__(self, images: Float[Array, "batch height width channel"]) -> Float[Array, "batch class"]:
         """Return class logits in float32.

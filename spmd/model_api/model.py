@@ -12,6 +12,8 @@ from typing import Any
 import jax
 
 from spmd.errors import ConfigError, check_call
+from spmd.model_api.kernels import Matrix
+from spmd.sharding.layer_paths import Stack
 
 PRNG = "threefry2x32"
 """The PRNG implementation of every key, whatever JAX's default, so that a seed gives the same numbers everywhere."""
@@ -49,6 +51,11 @@ class ModelInfo:
             stacked layers they may be in host memory, and a pipeline may split them, like parameters.
         position_aware: Whether the model asks for the positions of its tokens (`spmd.layers.zigzag`), so that their
             order may change.
+        matrices: Path of a kernel → its inputs and outputs, where its layer says them.
+        no_matrix: Path of a parameter that is no matrix between layers → the reason, such as a lookup.
+        added: Paths of parameters that their layers add to a product or multiply by: biases, scales of norms.
+        stacks: The stacks of layers, recorded where parameters are created; None where nothing was recorded.
+        created: Path of a parameter that is stored with more dimensions than it was created with → how many it had.
         supports_kv_cache: Whether tokens interact only through `spmd.layers.attention.attend`, so that
             `spmd.layers.kv_cache` can decode token by token.
         padding_aware: Whether the model takes the keyword `valid`, the mask of tokens that are no padding,
@@ -67,6 +74,11 @@ class ModelInfo:
     linear: frozenset[str] = frozenset()
     frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
     merged: frozenset[str] = frozenset()
+    matrices: Mapping[str, Matrix] = dataclasses.field(default_factory=dict)
+    no_matrix: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    added: frozenset[str] = frozenset()
+    stacks: Mapping[str, Stack] | None = None
+    created: Mapping[str, int] = dataclasses.field(default_factory=dict)
     position_aware: bool = False
     supports_kv_cache: bool = False
     padding_aware: bool = False

@@ -8,6 +8,7 @@ logits = model.apply(params, tokens)
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import pathlib
@@ -26,10 +27,13 @@ from flax import nnx
 
 from spmd import tree
 from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
+from spmd.model_api.kernels import Said
 from spmd.model_api.model import PRNG, VALID, LayeredModel, Model, ModelInfo, takes_valid
+from spmd.plan.created import drawn_shapes, recording
 from spmd.plan.linen_collections import DEBUGGING, LinenCollections
 from spmd.plan.nnx_state import ModuleStructure, join, register_arrays, to_dict, trace_structure, with_values
 from spmd.plan.sown import Sown, add_sown, check_sown, stacked_by_scan
+from spmd.plan.structure import describe, nnx_said
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
 _NO_MODEL = "This is no model:"
@@ -185,14 +189,18 @@ def from_nnx(
         _check_none(structure().variables)
         return call(params, {}, inputs, {**evaluation, **keywords}, train=False)[0]
 
+    @functools.cache
     def info() -> ModelInfo:
         module, known = abstract_module(), structure()
         shared = [[join(path) for path in group] for group in nnx.find_duplicates(module)]
-        aliases = (_aliases(join(path), shared) for path, _ in nnx.to_flat_state(known.params))
+        tied = tuple(filter(None, (_aliases(join(path), shared) for path, _ in nnx.to_flat_state(known.params))))
+        shapes = {join(path): jnp.shape(param.get_value()) for path, param in nnx.to_flat_state(known.params)}
+        drawn = functools.partial(drawn_shapes, init, jax.eval_shape(lambda: jax.random.key(0, impl=PRNG)))
         random_state = (join(path) for path, v in nnx.to_flat_state(known.others) if isinstance(v, nnx.RngState))
         position_aware = getattr(module, "position_aware", False)
-        return ModelInfo(
-            tied=tuple(filter(None, aliases)),
+        return dataclasses.replace(
+            describe(shapes, nnx_said(module), drawn, tied),
+            tied=tied,
             random_state=frozenset(random_state),
             constants=known.constants,
             annotations=nnx_annotations(known.params),
@@ -321,15 +329,20 @@ def from_linen(
         _check_none({name: part for name, part in abstract().items() if name not in _NO_VARIABLES})
         return call({"params": params}, inputs, {**evaluation, **keywords})
 
+    said = dict[str, Said]()
+
     @functools.cache
     def abstract() -> dict[str, Any]:
-        return jax.eval_shape(lambda: create(jax.random.key(0, impl=PRNG)))
+        with recording(said):
+            return jax.eval_shape(lambda: create(jax.random.key(0, impl=PRNG)))
 
     def info() -> ModelInfo:
         check_sown(named(collections().sown_values), collections().sown_by_scan)
-        made = abstract()
-        return ModelInfo(
-            annotations=linen_annotations(made.get("params", {}), made.get(PARAMS_AXES)),
+        params, names = (abstract().get(part, {}) for part in ("params", PARAMS_AXES))
+        shapes = {path: x.shape for path, x in tree.flatten(nn.meta.unbox(params)).items()}
+        return dataclasses.replace(
+            describe(shapes, said),
+            annotations=linen_annotations(params, names),
             padding_aware=takes_valid(_called(module, training)),
         )
 

@@ -20,7 +20,6 @@ from spmd.sharding.mesh import AXES, as_entry, entry_axes
 from spmd.sharding.patterns import PatternError, compile_pattern, compile_search
 from spmd.sharding.rules import (
     ANY_PATH,
-    DEFAULT_STACKED,
     Replicate,
     Rules,
     is_catch_all,
@@ -78,7 +77,7 @@ def rules_from_search(
     params: Any,
     *,
     axes: Mapping[str, Any] | None = None,
-    stacked: Any = DEFAULT_STACKED,
+    stacked: Any = None,
     activations: Any = (),
     batch: Any = (),
     one_layer: bool = False,
@@ -124,7 +123,7 @@ def rules_from_search(
     if problems:
         raise RuleError("This search table cannot be made strict:", problems)
     strict = list(_strict_rules(found, values, stack))
-    report("\n".join((*_report(found, strict, rules), "", *_as_python(strict, stack.stacked))))
+    report("\n".join((*_report(found, strict, rules), "", *_as_python(strict, stack.stacks.items()))))
     return Rules([(rule.pattern, rule.value) for rule in strict], activations, stacked, batch)
 
 

@@ -33,6 +33,10 @@ class Stack:
             raise RuleError("A stack cannot be read:", [Problem(f"{self}", what, fix=fix)])
 
 
+DEFAULT_STACKED = (("layers", "pipe"),)
+"""The stacks of a table that names none, for a model that recorded none: of functions without a module."""
+
+
 def read_stacked(stacked: Any) -> dict[str, Stack]:
     """Return the stacks by path component, from a sequence of components, or from the form of `Rules.stacked`.
 
@@ -40,6 +44,7 @@ def read_stacked(stacked: Any) -> dict[str, Stack]:
         >>> read_stacked(["layers"]) == read_stacked({"layers": None}) == {"layers": Stack(axis=None, dim=0)}
         True
     """
+    stacked = DEFAULT_STACKED if stacked is None else stacked
     pairs = stacked.items() if isinstance(stacked, Mapping) else stacked
     named = ((pair, None) if isinstance(pair, str) else pair for pair in pairs)
     return {name: value if isinstance(value, Stack) else Stack(value) for name, value in named}
@@ -132,6 +137,137 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
             fix = f'stacked={{"{name}": spmd.Stack(axis, dim={dim})}}, or, for what is no stack, without {name!r}'
         what = f"is stacked along dimension {min(dims.values())}, where its arrays have different sizes"
         problems.append(Problem(stack, what, detail, fix))
+    return problems
+
+
+def find_stacks(shapes: Mapping[str, Sequence[int]], created: Mapping[str, Sequence[int | None]]) -> dict[str, Stack]:
+    """Return the stacks of a module from the shapes of its arrays as stored and as they were created.
+
+    A stack is the outermost component below which all arrays have one more dimension, of one size. An array of unknown
+    origin belongs to the stack around it, if it has the size there. The outermost stacks are split over `pipe`.
+
+    Args:
+        shapes: Path → the shape as stored.
+        created: Path → the shape as created, with None for an unknown size, where its rank is known.
+
+    Example:
+        >>> shapes = {"embed/w": (8, 4), "blocks/mlp/w": (3, 4, 4), "blocks/scale": (3, 4)}
+        >>> find_stacks(shapes, {"embed/w": (8, 4), "blocks/mlp/w": (4, 4)})
+        {'blocks': Stack(axis='pipe', dim=0)}
+    """
+    found: dict[str, Stack] = {}
+    _find_stacks_below("", {path: tuple(shape) for path, shape in shapes.items()}, created, "pipe", found)
+    return found
+
+
+def _find_stacks_below(
+    parent: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    created: Mapping[str, Sequence[int | None]],
+    axis: str | None,
+    found: dict[str, Stack],
+) -> None:
+    """Add the stacks below a component; shapes are without the dimensions of the stacks around it."""
+    nodes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for path, shape in shapes.items():
+        name, slash, _ = path.removeprefix(parent).partition("/")
+        if slash:
+            nodes.setdefault(parent + name, {})[path] = shape
+    for node, members in nodes.items():
+        dim = _added_dim(node, members, created)
+        if dim is None:
+            _find_stacks_below(f"{node}/", members, created, axis, found)
+        else:
+            found[node] = Stack(axis, dim)
+            layer = {path: without_dims(shape, (dim,)) for path, shape in members.items()}
+            _find_stacks_below(f"{node}/", layer, created, None, found)
+
+
+def _added_dim(
+    node: str, shapes: Mapping[str, tuple[int, ...]], created: Mapping[str, Sequence[int | None]]
+) -> int | None:
+    """Return the dimension that was added to all arrays below a component; None if there is none."""
+    is_numbered = any(path.removeprefix(f"{node}/").partition("/")[0].isdigit() for path in shapes)
+    if is_numbered or not created.keys() & shapes.keys():
+        return None
+    choices = []
+    for path, shape in shapes.items():
+        own = created.get(path)
+        dims = [dim for dim in range(len(shape)) if own is None or _contains(without_dims(shape, (dim,)), own)]
+        choices.append({(dim, shape[dim]) for dim in dims})
+    return min((dim for dim, _ in set.intersection(*choices)), default=None)
+
+
+def _contains(shape: Iterable[int], created: Sequence[int | None]) -> bool:
+    """Return whether a shape has the dimensions of another one in their order, perhaps with others between them."""
+    left = list(created)
+    for size in shape:
+        if left and left[0] in (size, None):
+            left.pop(0)
+    return not left
+
+
+def stacked_text(stacks: Mapping[str, Stack]) -> str:
+    """Return stacks as the argument of a table.
+
+    Example:
+        >>> stacked_text({"blocks": Stack("pipe"), "blocks/experts": Stack(None, dim=1)})
+        'stacked={"blocks": "pipe", "blocks/experts": spmd.Stack(None, dim=1)}'
+    """
+
+    entries = []
+    for name, stack in stacks.items():
+        axis = "None" if stack.axis is None else f'"{stack.axis}"'
+        value = f"spmd.Stack({axis}, dim={stack.dim})" if stack.dim else axis
+        entries.append(f'"{name}": {value}')
+    return f"stacked={{{', '.join(entries)}}}"
+
+
+def audit_recorded(
+    shapes: Mapping[str, Sequence[int]],
+    stacks: Mapping[str, Stack],
+    recorded: Mapping[str, Stack],
+    created: Mapping[str, int],
+) -> list[Problem]:
+    """Return a problem for each stack of a module that a table does not name, or along another dimension.
+
+    Args:
+        shapes: Path → the shape as stored.
+        stacks: Those of the table.
+        recorded: Those that were recorded where the module created its parameters.
+        created: As in `ModelInfo`.
+
+    Example:
+        >>> shapes, recorded = {"blocks/w": (3, 4, 8)}, {"blocks": Stack("pipe")}
+        >>> print(*audit_recorded(shapes, {"layers": Stack("pipe")}, recorded, {"blocks/w": 2}))
+        blocks: is a stack of layers that the table does not name
+            blocks/w was created with 2 dimensions and is stored as (3, 4, 8)
+            fix: Rules(…, stacked={"blocks": "pipe"})
+    """
+    problems = []
+    fix = f"Rules(…, {stacked_text({**stacks, **recorded})})"
+    for name in recorded:
+        members = [path for path in shapes if path.startswith(f"{name}/")]
+        for path in members:
+            ours, theirs = dims_of(path, stacks), dims_of(path, recorded)
+            if set(theirs) <= set(ours):
+                continue
+            what = "is a stack of layers that the table does not name"
+            if len(ours) >= len(theirs):
+                what = f"is stacked along dimension {recorded[name].dim}, and the table says another"
+            first = next((member for member in members if member in created), path)
+            rank = created.get(first, len(shapes[first]) - len(theirs))
+            detail = f"{first} was created with {rank} dimensions and is stored as {tuple(shapes[first])}"
+            problems.append(Problem(name, what, detail, fix))
+            break
+    for path, rank in created.items():
+        is_named = any(path.startswith(f"{problem.where}/") for problem in problems)
+        added = len(shapes[path]) - rank if path in shapes else 0
+        if "/" not in path or is_named or added <= len(dims_of(path, stacks)):
+            continue
+        what = f"was created with {rank} dimensions and is stored as {tuple(shapes[path])}, and is in no stack"
+        detail = "arrays beside it have no dimension of that size"
+        problems.append(Problem(path, what, detail, "give what is stacked an attribute of its own"))
     return problems
 
 

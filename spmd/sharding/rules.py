@@ -40,7 +40,6 @@ from spmd.sharding.layer_paths import (
 from spmd.sharding.mesh import entry_axes, shards_of
 from spmd.sharding.patterns import PatternError, compile_pattern
 
-DEFAULT_STACKED = (("layers", "pipe"),)
 Tied = Iterable[Sequence[str]]
 """Groups of paths; the paths of a group are names of one array."""
 
@@ -118,7 +117,8 @@ class Rules:
         activations: `(name, PartitionSpec)` pairs for the names that the model marks with `annotate`.
         stacked: Path component → the axis that splits its leading (layer) dimension, or None; `Stack(axis, dim=1)` for
             layers that are stacked along another dimension. It applies to `layers/attention/…` and not to unrolled
-            layers (`layers/0/…`). A pattern may leave out their numbers, so one table serves both.
+            layers (`layers/0/…`). A pattern may leave out their numbers, so one table serves both. By default the
+            stacks that the module recorded, split over `pipe`; for a model without a module, `layers`.
         batch: `(pattern, PartitionSpec or whole(reason))` pairs for the arrays of a batch (`spmd.sharding.batch`). One
             without a row is split by examples, its first dimension.
 
@@ -132,16 +132,17 @@ class Rules:
 
     params: Sequence[tuple[str, P | Replicate]]
     activations: Sequence[tuple[str, P]] = ()
-    stacked: Any = DEFAULT_STACKED
+    stacked: Any = None
     batch: Sequence[tuple[str, P | Whole]] = ()
 
     def __post_init__(self) -> None:
-        for field in ("params", "activations", "stacked", "batch"):
+        for field in ("params", "activations", "batch"):
             table = getattr(self, field)
             pairs = table.items() if isinstance(table, Mapping) else table
             object.__setattr__(self, field, tuple(tuple(pair) for pair in pairs))
-        stacked = ((name, stack if stack.dim else stack.axis) for name, stack in read_stacked(self.stacked).items())
-        object.__setattr__(self, "stacked", tuple(stacked))
+        if self.stacked is not None:
+            stacked = ((name, stack if stack.dim else stack.axis) for name, stack in read_stacked(self.stacked).items())
+            object.__setattr__(self, "stacked", tuple(stacked))
         problems = []
         for index, (pattern, value) in enumerate(self.params):
             where = rule_name(index, pattern)

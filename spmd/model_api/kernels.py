@@ -1,0 +1,101 @@
+"""Structure of parameters: which of them are matrices, and which their layers add to a product.
+
+An optimizer that treats matrices in another way (Muon), and the default of weight decay, read it instead of names.
+
+```python
+Matrix.of("bio")                      # an expert's kernel [expert, in, out]
+Matrix(inputs=(0,), outputs=(1, 2))   # attention's query kernel [in, heads, head_dim]
+```
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from spmd.errors import Problem, shown
+
+LOOKUP, LOGITS, VECTOR = "lookup", "logits", "vector"
+"""Reasons why a parameter with two or more dimensions is no matrix between layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Dimensions of one layer's kernel that are its inputs and its outputs; all others are a batch of matrices.
+
+    Example:
+        >>> Matrix.of("ioo"), Matrix.of("bio").text((8, 32, 16))
+        (Matrix(inputs=(0,), outputs=(1, 2)), '8 of 32 × 16')
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dims: str) -> "Matrix":
+        """Return the matrix of a kernel with one letter for each dimension: `i` for in, `o` for out, `b` for batch."""
+        sides = (tuple(dim for dim, kind in enumerate(dims) if kind == letter) for letter in "io")
+        return cls(*sides)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions of a matrix, without those of a batch."""
+        return (*self.inputs, *self.outputs)
+
+    def sides(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the numbers of inputs and of outputs, from the shape of one layer's kernel."""
+        return _product(shape, self.inputs), _product(shape, self.outputs)
+
+    def text(self, shape: Sequence[int]) -> str:
+        """Return the matrices of a kernel of one layer as text: `32 × 16`, and before it how many, if not one."""
+        rows, columns = self.sides(shape)
+        batch = [dim for dim in range(len(shape)) if dim not in self.dims]
+        count = f"{_product(shape, batch)} of " if batch else ""
+        return f"{count}{rows} × {columns}"
+
+
+def _product(shape: Sequence[int], dims: Collection[int]) -> int:
+    return math.prod(shape[dim] for dim in dims)
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """Statement of a layer about one of its parameters.
+
+    Attributes:
+        shape: Its shape when the layer created it, with None for an unknown size; None if its rank is unknown.
+        matrix: Its dimensions, if it is a kernel.
+        role: `"lookup"` for rows that are looked up, `"logits"` for a head, or empty.
+        is_added: Whether the layer adds it to a product or multiplies by it: a bias, the scale of a norm.
+    """
+
+    shape: tuple[int | None, ...] | None = None
+    matrix: Matrix | None = None
+    role: str = ""
+    is_added: bool = False
+
+
+def read_matrices(matrices: Any) -> tuple[dict[str, Matrix | None], list[Problem]]:
+    """Return the user's pattern → matrix, or None for no matrix, and what is wrong.
+
+    Example:
+        >>> read_matrices({"query/kernel": (0, (1, 2)), "positions": None})[0]
+        {'query/kernel': Matrix(inputs=(0,), outputs=(1, 2)), 'positions': None}
+    """
+    fix = 'matrices={"query/kernel": ((0,), (1, 2))}: the dimensions of inputs and of outputs, of one layer'
+    if not isinstance(matrices, Mapping):
+        return {}, [Problem("matrices", f"is {shown(matrices)}", fix=fix)]
+    found, problems = dict[str, Matrix | None](), []
+    for pattern, value in matrices.items():
+        if value is None or isinstance(value, Matrix):
+            found[pattern] = value
+            continue
+        sides = value if isinstance(value, tuple | list) and len(value) == 2 else ()
+        dims = [tuple(side) if isinstance(side, tuple | list) else (side,) for side in sides]
+        flat = [dim for side in dims for dim in side]
+        is_valid = all(dims) and all(type(dim) is int and dim >= 0 for dim in flat) and len({*flat}) == len(flat)
+        if dims and is_valid:
+            found[pattern] = Matrix(*dims)
+        else:
+            problems.append(Problem(f"matrices[{pattern!r}]", f"is {shown(value)}", fix=fix))
+    return found, problems

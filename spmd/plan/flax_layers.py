@@ -1,0 +1,150 @@
+"""What Flax's layers say of their parameters by their fields: dimensions of kernels, lookups, what is added.
+
+A layer that is not Flax's says it by the metadata of an `nnx.Param`:
+
+```python
+self.kernel = nnx.Param(table, matrix="bio")        # one letter for each dimension: batch, in, out
+self.embedding = nnx.Param(table, role="lookup")    # or "logits", for a head
+self.gain = nnx.Param(gain, added=True)             # like a bias: without weight decay
+```
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+from flax import nnx
+
+from spmd.errors import AnnotationError, Problem, did_you_mean, shown
+from spmd.model_api.kernels import LOGITS, LOOKUP, Matrix, Said
+
+Shape = tuple[int | None, ...]
+
+Statement = Callable[[Any, str, Shape | None], Said]
+"""From a layer, the name of one of its parameters and its shape, if it was seen, to what the layer says of it."""
+
+
+def said_of(layer: Any, name: str, metadata: Mapping[str, Any], seen: Shape | None = None) -> Said | None:
+    """Return what a layer says of one of its own parameters; None if it says nothing.
+
+    Args:
+        metadata: That of the parameter.
+        seen: The parameter's shape when it was created, if it was seen.
+
+    Example:
+        >>> layer = nnx.LinearGeneral(4, (2, 3), rngs=nnx.Rngs(0))
+        >>> said_of(layer, "kernel", {})
+        Said(shape=(4, 2, 3), matrix=Matrix(inputs=(0,), outputs=(1, 2)), role='', is_added=False)
+    """
+    if not metadata.keys().isdisjoint(_METADATA):
+        return _by_metadata(name, metadata)
+    for kinds, statement in _STATEMENTS:
+        if isinstance(layer, kinds):
+            return statement(layer, name, seen)
+    return None
+
+
+_METADATA = ("matrix", "role", "added")
+
+
+def _by_metadata(name: str, metadata: Mapping[str, Any]) -> Said:
+    dims, role, is_added = (metadata.get(key, default) for key, default in zip(_METADATA, ("", "", False), strict=True))
+    problems = []
+    if not isinstance(dims, str) or not {*dims} <= {*"bio"} or (dims and not {*"io"} <= {*dims}):
+        fix = 'a letter for each dimension of one layer, such as "io" or "bio": batch, in, out'
+        problems.append(Problem(f"matrix of {name}", f"is {shown(dims)}", fix=fix))
+    if role not in ("", LOOKUP, LOGITS):
+        problems.append(Problem(f"role of {name}", f"is {shown(role)}", fix=did_you_mean(str(role), (LOOKUP, LOGITS))))
+    if problems:
+        raise AnnotationError("The metadata of this parameter cannot be read:", problems)
+    return Said((None,) * len(dims) or None, Matrix.of(dims) if dims else None, role, is_added)
+
+
+def _linear(layer: Any, name: str, seen: Shape | None) -> Said:
+    shape = seen or (layer.in_features, layer.out_features)
+    return Said(shape, Matrix.of("io")) if name == "kernel" else Said(seen or shape[1:], is_added=True)
+
+
+def _general(layer: nnx.LinearGeneral, name: str, seen: Shape | None) -> Said:
+    del seen
+    batch, inputs, outputs = tuple(layer.batch_axis.values()), layer.in_features, layer.out_features
+    if name == "kernel":
+        dims = "b" * len(batch) + "i" * len(inputs) + "o" * len(outputs)
+        return Said((*batch, *inputs, *outputs), Matrix.of(dims))
+    return Said((*batch, *outputs), is_added=True)
+
+
+def _dense_general(layer: nn.DenseGeneral, name: str, seen: Shape | None) -> Said:
+    if name != "kernel" or seen is None:
+        return Said(seen, is_added=name != "kernel")
+    batch, outputs = _count(layer.batch_dims), _count(layer.features)
+    return Said(seen, Matrix.of("b" * batch + "i" * (len(seen) - batch - outputs) + "o" * outputs))
+
+
+def _count(values: Any) -> int:
+    return 1 if isinstance(values, int) else len(tuple(values))
+
+
+def _einsum(layer: Any, name: str, seen: Shape | None) -> Said:
+    """Read the kernel's dimensions: those that the output lacks are inputs, those that the input lacks are outputs."""
+    if name != "kernel":
+        return Said(seen or layer.bias_shape, is_added=True)
+    shape = seen or layer.kernel_shape
+    if not layer.einsum_str:
+        return Said(shape)  # the equation is an argument of the call
+    operands, result = layer.einsum_str.replace(" ", "").split("->")
+    x, kernel = operands.split(",")
+    if "." in kernel:
+        return Said(shape)
+    letters = ["i" if dim not in result else "b" if dim in x else "o" for dim in kernel]
+    return Said(shape, Matrix.of("".join(letters)))
+
+
+def _convolution(layer: Any, name: str, seen: Shape | None) -> Said:
+    """Read a convolution's kernel: its taps and channels are inputs."""
+    if name != "kernel":
+        return Said(seen or (None,), is_added=True)
+    shape = seen or layer.kernel_shape
+    channels = "oi" if getattr(layer, "transpose_kernel", False) else "io"
+    return Said(tuple(shape), Matrix.of("i" * (len(shape) - 2) + channels))
+
+
+def _local_convolution(layer: Any, name: str, seen: Shape | None) -> Said:
+    """Read the kernel of a convolution without shared weights: a matrix for each place."""
+    del layer
+    if name != "kernel" or seen is None:
+        return Said(seen, is_added=name != "kernel")
+    return Said(seen, Matrix.of("b" * (len(seen) - 2) + "io"))
+
+
+def _embedding(layer: Any, name: str, seen: Shape | None) -> Said:
+    del name
+    return Said(seen or (layer.num_embeddings, layer.features), role=LOOKUP)
+
+
+def _adapter(layer: Any, name: str, seen: Shape | None) -> Said:
+    del layer, name
+    return Said(seen or (None, None), Matrix.of("io"))
+
+
+def _norm(layer: Any, name: str, seen: Shape | None) -> Said:
+    del name
+    is_vector = isinstance(layer, nnx.Module) and not isinstance(layer, nnx.WeightNorm)
+    return Said((None,) if is_vector else seen, is_added=True)
+
+
+_NNX_NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.WeightNorm)
+_LINEN_NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm, nn.WeightNorm)
+
+_STATEMENTS: tuple[tuple[tuple[type, ...], Statement], ...] = (
+    ((nnx.Linear, nn.Dense), _linear),
+    ((nnx.LinearGeneral,), _general),
+    ((nn.DenseGeneral,), _dense_general),
+    ((nnx.Einsum, nn.Einsum), _einsum),
+    ((nn.ConvLocal,), _local_convolution),
+    ((nnx.Conv, nn.Conv, nnx.ConvTranspose, nn.ConvTranspose), _convolution),
+    ((nnx.Embed, nn.Embed), _embedding),
+    ((nnx.LoRA,), _adapter),
+    (_NNX_NORMS + _LINEN_NORMS, _norm),
+)
+"""Kinds of layers → what they say; the first that a layer is an instance of applies."""
