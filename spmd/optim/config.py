@@ -9,7 +9,7 @@ per layer of a stacked parameter (`per_layer`), so scanned and unrolled layers t
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -18,9 +18,12 @@ import optax
 from optax import contrib
 
 from spmd.errors import ConfigError, Problem, check_call, check_fields, check_type, did_you_mean, shown
+from spmd.model_api.kernels import read_matrices
+from spmd.model_api.model import Model, ModelInfo
 from spmd.optim.ema import with_ema
 from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, check_block, quantize_moments
+from spmd.optim.treatment import Treatment, read_model
 from spmd.optim.two_phase import TwoPhaseOptimizer, two_phase
 from spmd.sharding.layer_paths import read_stacked
 from spmd.sharding.patterns import PatternError, compile_pattern
@@ -29,9 +32,6 @@ from spmd.tree import PyTree, map_with_path
 
 OptimizerName = Literal["adamw", "adafactor", "lion", "muon", "sgd"]
 ScheduleName = Literal["constant", "cosine", "linear", "inverse-sqrt", "wsd"]
-
-NO_DECAY = ("[^/]*norm[^/]*/[^/]+", "bias")
-"""Patterns of the parameters that conventionally do not decay: those of norms, and biases."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,9 @@ class OptimizerConfig:
     """Momentum of sgd and of muon's matrices; with 0, sgd has no state."""
     weight_decay: float = 0.1
     """Decoupled weight decay, multiplied by the learning rate; 0 disables it."""
-    no_decay: tuple[str, ...] = NO_DECAY
-    """Patterns, as in rule tables, of parameters without weight decay."""
+    no_decay: tuple[str, ...] | None = None
+    """Patterns, as in rule tables, of parameters without weight decay. They replace the default, which goes by
+    structure: vectors of a layer (scales of norms, biases) and biases of any rank do not decay."""
     scales: tuple[str, ...] = ()
     """Rows PATTERN=FACTOR of the learning rate, as in rule tables: the first that matches a parameter decides; 0
     freezes it, with its state kept."""
@@ -94,13 +95,13 @@ class OptimizerConfig:
             what = f"is {self.moments}, and {self.name} keeps its state in float32"
             problems.append(Problem("moments", what, fix="float32, or name adamw, lion or sgd"))
         problems += _schedule_problems(self) if self.schedule_fn is not None else []
-        problems += check_type("no_decay", self.no_decay, (tuple, list), f'("{self.no_decay}",)')
+        problems += check_type("no_decay", self.no_decay, (tuple, list, type(None)), f'("{self.no_decay}",)')
         problems += check_type("scales", self.scales, (tuple, list), f'("{self.scales}",)')
         for index, row in enumerate(self.scales):
             if _factor(row) is None:
                 fix = "PATTERN=FACTOR, a number that is at least 0, such as embed/embedding=0.1"
                 problems.append(Problem(f"scales[{index}]", f"is {row!r}", fix=fix))
-        named = [("no_decay", self.no_decay), ("scales", [row.rpartition("=")[0] for row in self.scales])]
+        named = [("no_decay", self.no_decay or ()), ("scales", [row.rpartition("=")[0] for row in self.scales])]
         for where, index, pattern in ((where, *item) for where, patterns in named for item in enumerate(patterns)):
             try:
                 compile_pattern(pattern)
@@ -204,10 +205,30 @@ def _checked(schedule_fn: Callable[[Any], Any]) -> optax.Schedule:
     return schedule
 
 
-def make_optimizer(config: OptimizerConfig, steps: int, stacked: Any = ("layers",)) -> TwoPhaseOptimizer:
+def make_optimizer(
+    config: OptimizerConfig,
+    steps: int,
+    stacked: Any = None,
+    *,
+    model: Model | ModelInfo | None = None,
+    matrices: Mapping[str, Any] | None = None,
+) -> TwoPhaseOptimizer:
     """Make the optimizer of a config: a clip of the global norm, then `make_update_rule(...)`. It needs `params`.
 
     With `ema_decay`, its state has an average of the parameters (`with_ema`).
+
+    Args:
+        config: The optimizer's.
+        steps: The number of steps of the run, for the schedule.
+        stacked: `Rules.stacked`; by default the stacks that the model recorded, and without a model `layers`.
+        model: The trained model, or its `ModelInfo`. Muon reads from it which parameters are matrices, and weight decay
+            which are biases. Without it both go by ranks alone.
+        matrices: Pattern → the dimensions of inputs and of outputs of one layer's kernel, `((0,), (1, 2))`, for Muon,
+            where its layer does not say them; or None for a parameter that AdamW updates.
+
+    Raises:
+        ConfigError: A row of `matrices` cannot be read. When the state is made or planned: a kernel of three or more
+            dimensions that nobody explains, one that two explain, or Muon without a matrix.
 
     Example:
         >>> config = OptimizerConfig(name="sgd", learning_rate=0.5, schedule="constant")
@@ -220,6 +241,13 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Any = ("layers"
     problems = check_type("config", config, OptimizerConfig, 'spmd.OptimizerConfig(name="adamw")')
     problems += check_type("steps", steps, int, "a whole number")
     problems += check_type("stacked", stacked, (), f'("{stacked}",)') if isinstance(stacked, str) else []
+    fix = "the model that is trained, spmd.from_nnx(…), or its info()"
+    problems += check_type("model", model, (Model, ModelInfo, type(None)), fix)
+    rows, wrong = read_matrices(matrices or {})
+    problems += wrong
+    if rows and config.name != "muon":
+        what = f"is given, and {config.name} treats matrices as all other parameters"
+        problems.append(Problem("matrices", what, fix="leave it out, or name muon"))
     if problems:
         raise ConfigError("This optimizer cannot be made:", problems)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
@@ -228,23 +256,29 @@ def make_optimizer(config: OptimizerConfig, steps: int, stacked: Any = ("layers"
         with jax.numpy_dtype_promotion("standard"):
             return clip.update(gradients, clip.init(gradients))[0], {}
 
-    optimizer = two_phase(global_phase, make_update_rule(config, steps, stacked))
+    info = read_model(model)
+    if stacked is None and info is not None:
+        stacked = info.stacks
+    decays = config.weight_decay > 0
+    treatment = Treatment(config.name, read_stacked(stacked), info, rows, config.no_decay, decays)
+    optimizer = two_phase(global_phase, make_update_rule(config, steps, treatment), treatment)
     return with_ema(optimizer, config.ema_decay) if config.ema_decay else optimizer
 
 
 def make_update_rule(
-    config: OptimizerConfig, steps: int, stacked: Any = ("layers",)
+    config: OptimizerConfig, steps: int, treatment: Treatment
 ) -> optax.GradientTransformationExtraArgs:
     """Make the optimizer without the clip, whose update of one layer depends on no other. It needs `params`.
 
     Adafactor (Shazeer and Stern, arXiv:1804.04235) has no momentum and no scaling by the parameter, so that
     `learning_rate` is an absolute step size as for the others; its direction is clipped to a root mean square of 1.
-    Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises the momentum of the matrices
-    inside layers, and updates embeddings, heads, norms and biases by AdamW; its direction has the root mean square of
-    AdamW's, 0.2, so that both share one learning rate and one decay (Liu et al., arXiv:2502.16982). AdamW, Lion (Chen
-    et al., arXiv:2302.06675) and SGD are elementwise and need no `per_layer`.
+    Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises the momentum of matrices, and
+    updates lookups, heads, scales and biases by AdamW; its direction has the root mean square of AdamW's, 0.2, so that
+    both share one learning rate and one decay (Liu et al., arXiv:2502.16982). A kernel of more dimensions is the matrix
+    of its inputs by its outputs, or a batch of them. AdamW, Lion (Chen et al., arXiv:2302.06675) and SGD are
+    elementwise and need no `per_layer`.
     """
-    stacks = read_stacked(stacked)
+    stacks = treatment.stacks
     quantize = functools.partial(quantize_moments, kind=config.moments, block=config.moments_block, stacked=stacks)
     match config.name:
         case "adamw":
@@ -253,14 +287,14 @@ def make_update_rule(
             factored = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
             direction = per_layer(factored, stacks)
         case "muon":
-            direction = per_layer(_muon(config, stacks), stacks)
+            direction = per_layer(_muon(config, treatment), stacks)
         case "lion":
             direction = quantize(optax.scale_by_lion(config.b1, config.b2))
         case "sgd":
             direction = quantize(optax.trace(config.momentum)) if config.momentum else optax.identity()
 
-    def decays(path: str, _: Any) -> bool:
-        return not any(matches(pattern, path, stacks) for pattern in config.no_decay)
+    def decays(path: str, param: Any) -> bool:
+        return treatment.decays(path, len(param.shape))
 
     mask = functools.partial(map_with_path, decays)
     decay = [optax.add_decayed_weights(config.weight_decay, mask)] if config.weight_decay else []
@@ -279,27 +313,35 @@ MUON_RMS = 0.2
 """Root mean square of AdamW's direction, as measured by Liu et al. (arXiv:2502.16982, section 2.2)."""
 
 
-def _muon(config: OptimizerConfig, stacked: Collection[str]) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, treatment: Treatment) -> optax.GradientTransformation:
     """Return Muon for the matrices of a layer and AdamW for the rest, for use in `per_layer`."""
 
-    def matrices(params: PyTree) -> PyTree:
-        return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
+    def dimensions(path: str, x: Any) -> contrib.MuonDimensionNumbers:
+        matrix = treatment.matrix(path, x.ndim)
+        assert matrix is not None  # the label of others is another one
+        return contrib.MuonDimensionNumbers(matrix.inputs, matrix.outputs)
 
     def label(path: str, x: Any) -> str:
-        return "muon" if x.ndim == 2 and any(f"/{name}/" in f"/{path}" for name in stacked) else "adamw"
+        return "adamw" if treatment.matrix(path, x.ndim) is None else "muon"
 
-    orthogonal = contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=matrices)
-    # The root mean square of an orthogonal matrix is 1 / √(its longer side).
-    scale = optax.stateless_with_tree_map(lambda x, _: x * (MUON_RMS * math.sqrt(max(x.shape))))
+    def scaled(path: str, x: jax.Array) -> jax.Array:
+        matrix = treatment.matrix(path, x.ndim)
+        assert matrix is not None
+        # The root mean square of an orthogonal matrix is 1 / √(its longer side).
+        return x * (MUON_RMS * math.sqrt(max(matrix.sides(x.shape))))
+
+    by_path = functools.partial(map_with_path, dimensions)
+    orthogonal = contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=by_path)
+    scale = optax.stateless(lambda updates, params: map_with_path(scaled, updates))
     adamw = optax.scale_by_adam(config.b1, config.b2, config.eps)
     labels = functools.partial(map_with_path, label)
     return optax.partition({"muon": optax.chain(orthogonal, scale), "adamw": adamw}, labels)
 
 
 def check_patterns(
-    config: OptimizerConfig, paths: Sequence[str], stacked: Any = ("layers",), tied: Tied = ()
+    config: OptimizerConfig, paths: Sequence[str], stacked: Any = None, tied: Tied = ()
 ) -> list[Problem]:
-    """Return a problem for each pattern that matches no parameter, except those of `NO_DECAY`.
+    """Return a problem for each pattern that matches no parameter.
 
     Example:
         >>> print(*check_patterns(OptimizerConfig(no_decay=("scales",)), ["norm/scale"]))
@@ -308,7 +350,7 @@ def check_patterns(
     """
     stacks, ends = read_stacked(stacked), sorted({path.rsplit("/", 1)[-1] for path in paths})
     first = functools.partial(first_path, tied=tied, stacked=stacks)
-    named = [("no_decay", pattern) for pattern in config.no_decay if pattern not in NO_DECAY]
+    named = [("no_decay", pattern) for pattern in config.no_decay or ()]
     named += [("scales", row.rpartition("=")[0]) for row in config.scales]
     return [
         Problem(where, f"{pattern!r} matches no parameter", fix=first(pattern) or did_you_mean(pattern, ends))

@@ -14,7 +14,7 @@ import optax
 from spmd import tree
 from spmd.errors import ConfigError, Problem, shown
 from spmd.optim.skip_updates import counts_skips
-from spmd.optim.two_phase import TwoPhaseOptimizer, phases, two_phase
+from spmd.optim.two_phase import TwoPhaseOptimizer, phases, treatment_of, two_phase
 
 
 class ParamEmaState(NamedTuple):
@@ -67,7 +67,8 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseO
         ema = jax.tree.map(lambda old, new: (old + weight * (new - old)).astype(old.dtype), state.ema, after)
         return updates, ParamEmaState(count, ema, inner)
 
-    return two_phase(global_phase, optax.GradientTransformationExtraArgs(init, update))
+    param_phase_with_ema = optax.GradientTransformationExtraArgs(init, update)
+    return two_phase(global_phase, param_phase_with_ema, treatment_of(optimizer))
 
 
 def ema_path(state: Any) -> str | None:

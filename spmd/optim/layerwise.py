@@ -22,7 +22,7 @@ from spmd import tree
 from spmd.errors import Problem
 from spmd.jaxpr.equations import inner_jaxprs
 from spmd.optim.extra_args import example_update
-from spmd.sharding.layer_paths import Stack, dims_of, insert_layer_numbers, read_stacked, without_dims
+from spmd.sharding.layer_paths import Stack, dims_of, insert_layer_numbers, read_stacked, stacked_text, without_dims
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
 _FIX = "wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
@@ -78,8 +78,8 @@ def check_layerwise(optimizer: optax.GradientTransformation, params: Any, stacke
         if what:
             count = " × ".join(str(shape[dim]) for dim in dims)
             fix = "mask it to parameters that are not stacked" if ours.random else _FIX
-            if any(stack.dim for stack in stacks.values()):
-                fix += ", which needs the dimensions: spmd.per_layer(…, rules.stacked)"
+            if {name: stack.dim for name, stack in stacks.items()} != {name: 0 for name in read_stacked(None)}:
+                fix += f", which needs the stacks: spmd.per_layer(…, {stacked_text(stacks)}); make_optimizer(…, model=)"
             problems.append(Problem(path, what, f"{count} layers are one array of the shape {shape}", fix))
     return problems
 

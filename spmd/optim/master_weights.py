@@ -13,7 +13,7 @@ import optax
 from spmd.model_api.precision import Precision, cast_floats
 from spmd.optim.skip_updates import skip_bad_updates
 from spmd.optim.stochastic_rounding import round_stochastically, salt_of, seed_of
-from spmd.optim.two_phase import phases, two_phase
+from spmd.optim.two_phase import phases, treatment_of, two_phase
 from spmd.tree import map_with_path
 
 _wide = functools.partial(cast_floats, dtype=jnp.float32)
@@ -50,7 +50,7 @@ def wrap_optimizer_for_precision(
         wrap = _with_master_weights
     else:
         wrap = _with_stochastic_rounding if precision.rounding == "stochastic" else _in_float32
-    return two_phase(global_phase, wrap(param_phase))
+    return two_phase(global_phase, wrap(param_phase), treatment_of(optimizer))
 
 
 def _with_master_weights(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:

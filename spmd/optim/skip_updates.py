@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.optim.two_phase import TwoPhaseOptimizer, phases, two_phase
+from spmd.optim.two_phase import TwoPhaseOptimizer, phases, treatment_of, two_phase
 
 
 class SkipState(NamedTuple):
@@ -80,4 +80,5 @@ def skip_bad_updates(
         usual = jnp.where(take, mean, state.usual_norm).astype(jnp.float32)
         return updates, SkipState(state.skipped + jnp.logical_not(take), taken, usual, inner)
 
-    return two_phase(global_phase, optax.GradientTransformationExtraArgs(init, update))
+    skipping = optax.GradientTransformationExtraArgs(init, update)
+    return two_phase(global_phase, skipping, treatment_of(optimizer))

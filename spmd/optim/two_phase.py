@@ -10,6 +10,10 @@ from typing import Any
 import jax
 import optax
 
+from spmd import tree
+from spmd.errors import ConfigError
+from spmd.optim.treatment import Treatment
+
 GlobalPhase = Callable[[Any], tuple[Any, dict[str, jax.Array]]]
 """Stateless function from the whole gradient to the new one, and to scalars: extra arguments of the second phase."""
 
@@ -19,10 +23,16 @@ class TwoPhaseOptimizer(optax.GradientTransformationExtraArgs):
 
     global_phase: GlobalPhase
     param_phase: optax.GradientTransformationExtraArgs
+    treatment: Treatment | None
 
 
-def two_phase(global_phase: GlobalPhase, param_phase: optax.GradientTransformation) -> TwoPhaseOptimizer:
+def two_phase(
+    global_phase: GlobalPhase, param_phase: optax.GradientTransformation, treatment: Treatment | None = None
+) -> TwoPhaseOptimizer:
     """Apply `param_phase`, whose update of one parameter depends on no other, to the gradient from `global_phase`.
+
+    A `treatment` is the description of what it does to each parameter, for plans; its state is made only where nothing
+    contradicts it.
 
     Example:
         >>> clip = optax.clip_by_global_norm(1.0)
@@ -36,9 +46,21 @@ def two_phase(global_phase: GlobalPhase, param_phase: optax.GradientTransformati
         gradients, scalars = global_phase(gradients)
         return inner.update(gradients, state, params, **extra, **scalars)
 
-    optimizer = TwoPhaseOptimizer(inner.init, update)
-    optimizer.global_phase, optimizer.param_phase = global_phase, inner
+    def init(params: Any) -> Any:
+        if treatment is not None:
+            shapes = {path: param.shape for path, param in tree.flatten(params).items() if hasattr(param, "shape")}
+            if problems := treatment.problems(shapes):
+                raise ConfigError("The optimizer does not fit these parameters:", problems)
+        return inner.init(params)
+
+    optimizer = TwoPhaseOptimizer(init, update)
+    optimizer.global_phase, optimizer.param_phase, optimizer.treatment = global_phase, inner, treatment
     return optimizer
+
+
+def treatment_of(optimizer: optax.GradientTransformation) -> Treatment | None:
+    """Return what an optimizer of a config does to each parameter; None for any other optimizer."""
+    return optimizer.treatment if isinstance(optimizer, TwoPhaseOptimizer) else None
 
 
 def phases(optimizer: optax.GradientTransformation) -> tuple[GlobalPhase, optax.GradientTransformationExtraArgs]:

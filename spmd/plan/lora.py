@@ -12,7 +12,7 @@ gradients and optimizer state. `A` is sharded as the rows of its parameter and `
 
 import dataclasses
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
+from spmd.model_api.kernels import Matrix
 from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
 from spmd.model_api.precision import cast_floats
 from spmd.plan.fsdp import params_for_forward
@@ -79,7 +80,7 @@ def adapted_paths(model: Model, lora: LoRAConfig, rules: Rules) -> dict[str, tup
     """Return the shapes of the parameters with an adapter, by path."""
     shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(_abstract(model)).items()}
     found: dict[str, tuple[int, ...]] = {}
-    problems = []
+    problems, rules = [], rules.with_recorded(model.info().stacks)
     for index, pattern in enumerate(lora.targets):
         where = f"lora.targets[{index}]"
         targets = [path for path in shapes if matches(pattern, path, rules.stacks)]
@@ -156,7 +157,8 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         tied = tuple(tuple(f"{BASE}/{path}" for path in group) for group in known.tied)
         frozen = {f"{BASE}/{path}": path for path in tree.flatten(_abstract(model))}
         merged = frozenset(f"{BASE}/{path}" for path in paths if path not in known.lora_kernels)
-        return dataclasses.replace(known, tied=tied, annotations={}, frozen=frozen, merged=merged)
+        known = dataclasses.replace(known, tied=tied, annotations={}, frozen=frozen, merged=merged, added=frozenset())
+        return dataclasses.replace(known, **_adapter_matrices(known, paths, rules))
 
     def layered() -> LayeredModel | None:
         parts = model.layered()
@@ -165,6 +167,19 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         return LayeredModel(part(parts.embed_inputs), part(parts.apply_layers), part(parts.compute_outputs))
 
     return Model(init, apply, init_variables, forward, info, layered)
+
+
+def _adapter_matrices(known: ModelInfo, paths: Mapping[str, tuple[int, ...]], rules: Rules) -> dict[str, Any]:
+    """Return which adapters are matrices between layers: those of parameters that are."""
+    stacks, matrices, no_matrix = rules.with_recorded(known.stacks).stacks, {}, {}
+    for path, shape in paths.items():
+        rank = len(shape) - len(dims_of(path, stacks))
+        for name in (path + LORA_A, path + LORA_B):
+            if path in known.no_matrix:
+                no_matrix[name] = known.no_matrix[path]
+            else:
+                matrices[name] = Matrix((rank - 2,), (rank - 1,))
+    return {"matrices": matrices, "no_matrix": no_matrix, "created": {}}
 
 
 def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, unmerged: Container[str] = ()) -> Any:
@@ -186,6 +201,7 @@ def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, unmerged: Containe
 def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:
     """Return the rule table of a model without adapters, with rows for its adapters."""
     rows: dict[str, P | Replicate] = {}
+    rules = rules.with_recorded(model.info().stacks)
     for path, shape in adapted_paths(model, lora, rules).items():
         name, leading = rules.layer_path(path)
         match = rules.match(path)

@@ -27,7 +27,7 @@ from spmd.model_api.remat import Remat, make_remat
 from spmd.optim.extra_args import check_update
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.optim.offload_chunks import UpdateChunk, plan_chunks
-from spmd.optim.two_phase import phases
+from spmd.optim.two_phase import phases, treatment_of
 from spmd.plan import resolve
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.plan.render import diff_texts, format_entries, format_footer, format_html
@@ -41,6 +41,7 @@ TABLES = ("params", "variables", "gradients", "optimizer_state")
 """The tables of entries that a plan has."""
 
 _ONE_SLICE: Mapping[str, int] = FrozenDict()
+_NO_UPDATES: Mapping[str, str] = FrozenDict()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,10 +238,11 @@ def make_plan(
         raise ConfigError("This precision does not fit the model:", first_of(problems, at_most=5))
     offload = resolve.check_offload(mesh, offload, remat)
     attention_config = make_attention_config(mesh, attention, context)
+    treatment = treatment_of(optimizer)
     model, optimizer = with_loss_scale(model, precision.loss_scale), wrap_optimizer_for_precision(optimizer, precision)
     params = jax.eval_shape(functools.partial(cast_floats, dtype=precision.params_dtype), made)
     variables, info = tree.flatten(_abstract_variables(model)), model.info()
-    weights = tree.flatten(params)
+    weights, rules = tree.flatten(params), rules.with_recorded(info.stacks)
 
     matches = resolve.matches_without_rules(info, rules)
     ruled = {path: tuple(x.shape) for path, x in {**weights, **variables}.items() if path not in matches}
@@ -272,12 +274,21 @@ def make_plan(
     if problems:
         raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 
+    updates = treatment.describe({path: x.shape for path, x in weights.items()}) if treatment else _NO_UPDATES
     on_host = {path for chunk in chunks for path in chunk.host_params}
     on_host |= resolve.frozen_on_host(rules, info, variables) if "params" in offload else set()
 
-    def entries(table: str, arrays: Mapping[str, Any], hosted: Container[str] = ()) -> tuple[PlanEntry, ...]:
+    def entries(
+        table: str, arrays: Mapping[str, Any], hosted: Container[str] = (), updates: Mapping[str, str] = _NO_UPDATES
+    ) -> tuple[PlanEntry, ...]:
         return tuple(
-            make_entry(path, x, matches[path], specs[table][path], zero=zero, axes=mesh.shape, on_host=path in hosted)
+            make_entry(
+                *(path, x, matches[path], specs[table][path]),
+                zero=zero,
+                axes=mesh.shape,
+                on_host=path in hosted,
+                update=updates.get(path, ""),
+            )
             for path, x in arrays.items()
         )
 
@@ -306,7 +317,7 @@ def make_plan(
         quantize=quantize,
         attention=attention_config,
         placements=FrozenDict({**by_module, **by_path}),
-        params=entries("params", weights, on_host),
+        params=entries("params", weights, on_host, updates),
         gradients=entries("gradients", tree.flatten(gradients)),
         variables=entries("params", variables, on_host),
         optimizer_state=resolve.state_entries(mesh, state, zero, chunks),

@@ -80,6 +80,7 @@ class PlanEntry:
         spec: The spec in force: with stacked dimensions, after the ZeRO stage.
         reason: Why it is replicated, or differs from what was requested; may be empty.
         memory_kind: `"device"` or `"pinned_host"`.
+        update: Of a parameter, what an optimizer of a config does not do to all of them: `muon 32 × 64`, `no decay`.
     """
 
     path: str
@@ -91,6 +92,7 @@ class PlanEntry:
     reason: str
     memory_kind: str
     bytes_per_device: int
+    update: str = ""
 
     @property
     def on_host(self) -> bool:
@@ -99,15 +101,17 @@ class PlanEntry:
 
     @property
     def row(self) -> tuple[str, str, str, str, str]:
-        """Path, dtype and shape, spec in force, bytes of a shard, and the rule with its reason."""
+        """Path, dtype and shape, spec in force, bytes of a shard, and the rule with its reason and remarks."""
         shape = "×".join(map(str, self.shape)) or "scalar"
         rule = self.rule + (f" ({self.reason})" if self.reason else "")
+        remarks = [f"in {self.memory_kind}"] if self.on_host else []
+        remarks += [self.update] if self.update else []
         return (
             self.path,
             f"{self.dtype}[{shape}]",
             spec_text(self.spec),
             human_bytes(self.bytes_per_device),
-            rule + (f"  in {self.memory_kind}" if self.on_host else ""),
+            "  ".join((rule, *remarks)),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -119,7 +123,15 @@ class PlanEntry:
 
 
 def make_entry(
-    path: str, array: Any, match: Match, spec: P, *, zero: int, axes: Mapping[str, int], on_host: bool
+    path: str,
+    array: Any,
+    match: Match,
+    spec: P,
+    *,
+    zero: int,
+    axes: Mapping[str, int],
+    on_host: bool,
+    update: str = "",
 ) -> PlanEntry:
     """Return the entry of an array that a rule matched; the ZeRO stage may have dropped an axis of the rule's spec."""
     shape = tuple(array.shape)
@@ -134,4 +146,5 @@ def make_entry(
         reason=", ".join(filter(None, (match.reason, dropped))),
         memory_kind="pinned_host" if on_host else "device",
         bytes_per_device=shard_bytes(shape, array.dtype, spec, axes),
+        update=update,
     )

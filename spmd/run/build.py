@@ -141,9 +141,9 @@ def skips_updates(config: TrainConfig) -> bool:
     return "skip" in (config.on_nan, config.recovery.on_spike) or build_precision(config).loss_scale is not None
 
 
-def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Return the optimizer; it skips bad updates where the config says so (plans for fp16 always do)."""
-    optimizer = make_optimizer(config.optimizer, config.steps, config.rules.stacked)
+def build_optimizer(config: TrainConfig, model: Model) -> optax.GradientTransformation:
+    """Return the model's optimizer; it skips bad updates where the config says so (plans for fp16 always do)."""
+    optimizer = make_optimizer(config.optimizer, config.steps, config.rules.stacked, model=model)
     if not skips_updates(config) or build_precision(config).loss_scale:
         return optimizer
     factor = config.recovery.spike_factor if config.recovery.on_spike == "skip" else 0.0
@@ -157,7 +157,7 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
         mesh,
         rules,
         model,
-        build_optimizer(config),
+        build_optimizer(config, model),
         zero=config.zero,
         remat=config.remat,
         precision=build_precision(config),
@@ -169,7 +169,7 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
         context=config.context,
     )
     paths, tied = [entry.path for entry in plan.params], plan.model.info().tied
-    if problems := check_patterns(config.optimizer, paths, rules.stacked, tied):
+    if problems := check_patterns(config.optimizer, paths, plan.rules.stacked, tied):
         raise RuleError("The optimizer's table does not fit the model:", problems)
     return plan
 

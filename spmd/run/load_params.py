@@ -165,7 +165,7 @@ def _trained(config: TrainConfig, params: Any, ema: bool) -> tuple[str, Any]:
     """Return where a checkpoint has the trained parameters or their average, and what to restore there."""
     if not ema:
         return "params", params
-    optimizer = wrap_optimizer_for_precision(build_optimizer(config), build_precision(config))
+    optimizer = wrap_optimizer_for_precision(build_optimizer(config, build_model(config)), build_precision(config))
     return _averaged(jax.eval_shape(optimizer.init, params), params)
 
 

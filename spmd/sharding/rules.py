@@ -188,6 +188,12 @@ class Rules:
         """The stacks by path component."""
         return read_stacked(self.stacked)
 
+    def with_recorded(self, stacks: Mapping[str, Stack] | None) -> "Rules":
+        """Return the table with the stacks that a module recorded; as it is, if it names its own."""
+        if self.stacked is not None or stacks is None:
+            return self
+        return dataclasses.replace(self, stacked=stacks)
+
     def stored_spec(self, path: str, value: P | Replicate) -> P:
         """Return the spec of a parameter as stored, from a rule's value: with the entries of stacked dimensions."""
         layer = value if isinstance(value, P) else ()

@@ -15,7 +15,7 @@ from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.model_api.precision import LossScale
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.resilience.divergence import DivergenceCheck
-from spmd.run.build import build_optimizer, config_mesh, make_setup
+from spmd.run.build import build_model, build_optimizer, config_mesh, make_setup
 from spmd.run.load_config import load_config
 from spmd.run.run_config import RecoveryConfig
 from spmd.training.state import init_state
@@ -104,7 +104,7 @@ def test_the_window_of_the_config_is_that_of_skipping(tmp_path):
     def skipped_batches(window, *norms):
         recovery = dataclasses.replace(config.recovery, on_spike="skip", spike_factor=4.0, spike_window=window)
         chosen = dataclasses.replace(config, recovery=recovery)
-        optimizer = build_optimizer(chosen)
+        optimizer = build_optimizer(chosen, build_model(chosen))
         opt_state = optimizer.init(params)
         update = jax.jit(optimizer.update)
         for norm in norms:

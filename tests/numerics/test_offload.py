@@ -49,7 +49,8 @@ def plan(optimizer, zero=3, offload=True, model=BIG, **sizes):
 
 
 def config(name, **fields):
-    return make_optimizer(OptimizerConfig(name=name, learning_rate=1e-2, schedule="constant", **fields), steps=3)
+    config = OptimizerConfig(name=name, learning_rate=1e-2, schedule="constant", **fields)
+    return make_optimizer(config, steps=3, model=tiny.model(BIG))
 
 
 def _no_norms(params):

@@ -101,7 +101,9 @@ def muon_or_adamw(params: Any) -> Any:
 
 
 def config(name: Any, **fields: Any) -> optax.GradientTransformation:
-    return make_optimizer(OptimizerConfig(name=name, learning_rate=0.1, schedule="constant", **fields), steps=10)
+    config = OptimizerConfig(name=name, learning_rate=0.1, schedule="constant", **fields)
+    outside = {"embed/embedding": None, "square/kernel": None} if name == "muon" else None
+    return make_optimizer(config, steps=10, matrices=outside)
 
 
 FACTORED = dict(learning_rate=0.1, min_dim_size_to_factor=8)

@@ -16,7 +16,7 @@ CONFIG = OptimizerConfig(learning_rate=0.1, schedule="constant", clip_norm=0.0)
 def updates(**fields):
     """Updates of the tiny Llama by path, from equal gradients."""
     params = tiny.model().init(jax.random.key(0))
-    optimizer = make_optimizer(dataclasses.replace(CONFIG, **fields), steps=3)
+    optimizer = make_optimizer(dataclasses.replace(CONFIG, **fields), steps=3, model=tiny.model())
     return optimizer.update(params, optimizer.init(params), params)[0]
 
 
