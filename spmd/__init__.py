@@ -45,6 +45,7 @@ from spmd.sharding.layer_paths import Stack
 from spmd.sharding.mesh import MeshShape, make_mesh, simulate_devices
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.batch import place_batch
+from spmd.training.evaluated_params import evaluated_params
 from spmd.training.loop import Hook, fit
 from spmd.training.state import TrainState, init_state
 from spmd.training.step import make_train_step
@@ -82,6 +83,7 @@ __all__ = [
     "classification_loss",
     "cross_entropy",
     "ema_params",
+    "evaluated_params",
     "exchange_once",
     "fit",
     "from_linen",

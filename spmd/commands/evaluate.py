@@ -21,6 +21,7 @@ from spmd.run.load_params import restore_model
 from spmd.run.preflight import check_microbatches
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import MeshShape
+from spmd.training.evaluated_params import plan_evaluation_point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ class EvalCommand:
     """Sequences per batch; by default as in the run."""
     step: int | None = None
     """Checkpoint to load; the newest by default."""
-    ema: bool = False
-    """Evaluate the averaged parameters of a run with --optimizer.ema-decay."""
+    trained: bool = False
+    """Evaluate the parameters that gradients were taken at, where the run evaluates others, such as their average."""
     mesh: MeshShape = MeshShape()
     """The size of each mesh axis; one may be -1. All 1: that of the run; for one device, --mesh.fsdp -1 --devices 1."""
     devices: int | None = None
@@ -79,12 +80,13 @@ def run_eval(arguments: list[str]) -> int:
         show_waiting("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
-        model = restore_model(checkpoints, command.step, setup.plan, ema=command.ema)
+        model = restore_model(checkpoints, command.step, setup.plan, trained=command.trained)
         step = checkpoints.latest() if command.step is None else command.step
+    point = "" if command.trained else plan_evaluation_point(setup.plan).name
     results = evaluate(setup, model, sets, tokenizer, command.tokens)
     found = list(show_waiting_for(results, "evaluating"))
     if jax.process_index() == 0:
-        title = f"{command.run}, step {step}{', averaged parameters' * command.ema}; losses in nats per token"
+        title = ", ".join(filter(None, [command.run, f"step {step}", point])) + "; losses in nats per token"
         print("\n".join(json.dumps(x.to_json()) for x in found) if command.json else fitted(_table(title, found)))
     return 0
 

@@ -45,8 +45,8 @@ class ExportCommand:
     """Folder to write; it must not exist."""
     step: int | None = None
     """Checkpoint to use; the newest by default."""
-    ema: bool = False
-    """Export the averaged parameters of a run with --optimizer.ema-decay."""
+    trained: bool = False
+    """Export the parameters that gradients were taken at, where the run evaluates others, such as their average."""
     adapter: bool = False
     """Write the LoRA adapters alone, for `peft`."""
     dtype: Literal["", "bf16", "float32"] = ""
@@ -65,7 +65,7 @@ def run_export(arguments: list[str]) -> int:
     files, values = sidecar_files(run, config.data.tokenizer, config.model)
     family = family_for(config.model, architectures_of(values))
     initialize(config.devices or 1)  # simulated devices
-    params = read_params(run, _abstract(config), command.step, ema=command.ema)
+    params = read_params(run, _abstract(config), command.step, trained=command.trained)
     dtype = _DTYPES.get(command.dtype)
     values = values or _values(config, family)
     save_params(out, params, family, config.model, dtype=dtype, shard_size=size, files=files, values=values)
@@ -83,7 +83,7 @@ def _export_adapter(command: ExportCommand, config: TrainConfig) -> int:
         problem = Problem(str(run), "has no adapters: all parameters were trained", fix="export it without --adapter")
         raise ConfigError("Nothing was exported:", [problem])
     initialize(config.devices or 1)  # simulated devices
-    adapters = read_adapters(run, one_device_mesh(), command.step, ema=command.ema)
+    adapters = read_adapters(run, one_device_mesh(), command.step, trained=command.trained)
     shapes = {path: leaf.shape for path, leaf in tree.flatten(_abstract(config)).items()}
     family, dtype, start = family_for(config.model), _DTYPES.get(command.dtype), Path(config.init)
     base = "" if not config.init or is_run(start) else str(start.absolute())

@@ -54,8 +54,8 @@ class GenerateCommand:
     """Seed of the sampling."""
     step: int | None = None
     """Checkpoint to load; the newest by default."""
-    ema: bool = False
-    """Generate with the averaged parameters of a run with --optimizer.ema-decay."""
+    trained: bool = False
+    """Use the parameters that gradients were taken at, where the run evaluates others, such as their average."""
     mesh: MeshShape = MeshShape()
     """The size of each mesh axis; one may be -1. All 1: that of the run; for one device, --mesh.fsdp -1 --devices 1."""
     devices: int | None = None
@@ -75,7 +75,7 @@ def run_generate(arguments: list[str]) -> int:
         show_waiting("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
-        model = restore_model(checkpoints, command.step, setup.plan, ema=command.ema)
+        model = restore_model(checkpoints, command.step, setup.plan, trained=command.trained)
     is_first = jax.process_index() == 0
     show = functools.partial(print, end="", flush=True) if is_first else lambda text: None
     if is_first and generator.whole_window:

@@ -5,24 +5,16 @@ host memory with them, and the train step does not know it. `ema_params` reads i
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from spmd import tree
 from spmd.errors import ConfigError, Problem, shown
+from spmd.optim.evaluated_params import ParamEmaState, find_evaluated_params
 from spmd.optim.skip_updates import counts_skips
 from spmd.optim.two_phase import TwoPhaseOptimizer, phases, treatment_of, two_phase
-
-
-class ParamEmaState(NamedTuple):
-    """Number of averaged updates (int32 scalar), the average of the parameters, and the inner optimizer's state."""
-
-    averaged: jax.Array
-    ema: Any
-    inner: Any
 
 
 def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseOptimizer:
@@ -31,7 +23,8 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseO
     The average after t updates is the sum of `decay**(t - i) * params[i]` over i = 1 … t, divided by the sum of these
     weights: an exponential moving average with the bias correction of Kingma and Ba (arXiv:1412.6980, section 3), so
     that the initial parameters have no weight. It moves by `(1 - decay) / (1 - decay**t)` of the distance, and needs
-    no correction when it is read. Wrap it in `skip_bad_updates`, not the reverse: a skipped update does not move it.
+    no correction when it is read. Wrap it in `skip_bad_updates`, not the reverse: a skipped update does not move it. Of
+    an optimizer that is evaluated at other parameters (schedule-free, lookahead), it averages these.
 
     Args:
         decay: Above 0 and below 1; the average is of about the last `1 / (1 - decay)` updates.
@@ -63,19 +56,12 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseO
         updates, inner = param_phase.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.averaged)
         weight = (1 - decay) / -jnp.expm1(count.astype(jnp.float32) * math.log(decay))
-        after = optax.apply_updates(params, updates)
+        after = find_evaluated_params(inner, optax.apply_updates(params, updates))
         ema = jax.tree.map(lambda old, new: (old + weight * (new - old)).astype(old.dtype), state.ema, after)
         return updates, ParamEmaState(count, ema, inner)
 
     param_phase_with_ema = optax.GradientTransformationExtraArgs(init, update)
     return two_phase(global_phase, param_phase_with_ema, treatment_of(optimizer))
-
-
-def ema_path(state: Any) -> str | None:
-    """Return the path of the averaged parameters in an optimizer's state; None if it keeps no average."""
-    nodes = tree.flatten(state, is_leaf=_is_average)
-    found = (path for path, node in nodes.items() if _is_average(node))
-    return next((f"{path}/ema" if path else "ema" for path in found), None)
 
 
 def ema_params(state: Any) -> Any:
@@ -84,12 +70,8 @@ def ema_params(state: Any) -> Any:
     Raises:
         ConfigError: The optimizer keeps no average.
     """
-    for node in jax.tree.leaves(state, is_leaf=_is_average):
-        if _is_average(node):
+    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ParamEmaState)):
+        if isinstance(node, ParamEmaState):
             return node.ema
     problem = Problem("optimizer", "keeps no average of the parameters", fix="spmd.with_ema(optimizer, decay=0.999)")
     raise ConfigError("There are no averaged parameters:", [problem])
-
-
-def _is_average(node: Any) -> bool:
-    return isinstance(node, ParamEmaState)

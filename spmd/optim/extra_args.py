@@ -65,7 +65,7 @@ def check_update(optimizer: optax.GradientTransformation, params: Any, *, whole:
     state = jax.eval_shape(optimizer.init, params)
     try:
         jax.eval_shape(lambda g, s, p: example_update(optimizer, g, s, p, given), params, state, params)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         detail = f"it gets {', '.join(given)}, the gradients, its state and the parameters"
         said = str(error).partition("\n")[0]
         fix = "an optimizer that needs no other arguments"

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from spmd.model_api.precision import Precision, cast_floats
+from spmd.optim.lookahead import keep_slow_params
 from spmd.optim.skip_updates import skip_bad_updates
 from spmd.optim.stochastic_rounding import round_stochastically, salt_of, seed_of
-from spmd.optim.two_phase import phases, treatment_of, two_phase
+from spmd.optim.two_phase import TwoPhaseOptimizer, phases, treatment_of, two_phase
 from spmd.tree import map_with_path
 
 _wide = functools.partial(cast_floats, dtype=jnp.float32)
@@ -44,13 +45,28 @@ def wrap_optimizer_for_precision(
     if precision.loss_scale:
         optimizer = skip_bad_updates(optimizer)
     if precision.params in ("float32", "float64"):
-        return optimizer
+        return optimizer if isinstance(optimizer, TwoPhaseOptimizer) else keep_slow_params(optimizer)
     global_phase, param_phase = phases(optimizer)
     if precision.master:
         wrap = _with_master_weights
     else:
         wrap = _with_stochastic_rounding if precision.rounding == "stochastic" else _in_float32
     return two_phase(global_phase, wrap(param_phase), treatment_of(optimizer))
+
+
+def unwrap_for_precision(state: Any, params: Any, precision: Precision) -> tuple[Any, Any]:
+    """Return the state and the parameters of the optimizer that `wrap_optimizer_for_precision` wrapped.
+
+    Its parameters are the master weights, or the stored ones in float32.
+    """
+    if precision.params not in ("float32", "float64"):
+        if precision.master:
+            params, state = state.master, state.inner
+        elif precision.rounding == "stochastic":
+            params, state = _wide(params), state.inner
+        else:
+            params = _wide(params)
+    return (state.inner if precision.loss_scale else state), params
 
 
 def _with_master_weights(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:

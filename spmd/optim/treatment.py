@@ -164,5 +164,3 @@ def read_model(model: Any) -> ModelInfo | None:
         return model
     info: ModelInfo = model.info()
     return info
-
-

@@ -12,6 +12,7 @@ import optax
 
 from spmd import tree
 from spmd.errors import ConfigError
+from spmd.optim.lookahead import keep_slow_params
 from spmd.optim.treatment import Treatment
 
 GlobalPhase = Callable[[Any], tuple[Any, dict[str, jax.Array]]]
@@ -67,4 +68,4 @@ def phases(optimizer: optax.GradientTransformation) -> tuple[GlobalPhase, optax.
     """Return the two phases of any optimizer; the global phase may be the identity."""
     if isinstance(optimizer, TwoPhaseOptimizer):
         return optimizer.global_phase, optimizer.param_phase
-    return lambda gradients: (gradients, {}), optax.with_extra_args_support(optimizer)
+    return lambda gradients: (gradients, {}), keep_slow_params(optimizer)

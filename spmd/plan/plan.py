@@ -7,7 +7,7 @@ change.
 import dataclasses
 import functools
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -40,6 +40,9 @@ from spmd.sharding.rules import Rules
 TABLES = ("params", "variables", "gradients", "optimizer_state")
 """The tables of entries that a plan has."""
 
+EvaluatedParams = Callable[[Any, Any], Any]
+"""`(optimizer state, params) -> params` to evaluate, as `optax.contrib.schedule_free_eval_params`."""
+
 _ONE_SLICE: Mapping[str, int] = FrozenDict()
 _NO_UPDATES: Mapping[str, str] = FrozenDict()
 
@@ -60,6 +63,7 @@ class ShardingPlan:
         quantize: The table of matmuls in fewer bits; of each kernel, `ParamPlacement.recipe` says so.
         offload: What is stored in host memory.
         update_chunks: The chunks in which offloaded state is updated; empty where nothing is offloaded.
+        evaluation_params: What finds the parameters to evaluate, in place of `find_evaluated_params`.
     """
 
     mesh: AnyMesh
@@ -79,6 +83,7 @@ class ShardingPlan:
     update_chunks: tuple[UpdateChunk, ...]
     model: Model = dataclasses.field(repr=False)
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
+    evaluation_params: EvaluatedParams | None = dataclasses.field(repr=False)
 
     @functools.cached_property
     def abstract_params(self) -> Any:
@@ -196,6 +201,7 @@ def make_plan(
     offload: tuple[str, ...] = (),
     attention: str = "auto",
     context: str = "ring",
+    evaluation_params: EvaluatedParams | None = None,
 ) -> ShardingPlan:
     """Resolve every decision, or list everything that is wrong.
 
@@ -213,6 +219,8 @@ def make_plan(
         offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or nothing.
         attention: The kernel: `"auto"`, or one of `spmd.model_api.attention_config.KERNELS`.
         context: The algorithm of attention over a sequence split over `sequence`: `"ring"` or `"all-to-all"`.
+        evaluation_params: `(optimizer state, params)` → the parameters to evaluate, for an optimizer that is evaluated
+            at others than its gradients. An average, schedule-free and lookahead need none: their state is read.
 
     Raises:
         RuleError: All problems of the table, the recipes, the specs and the optimizer's state, at once.
@@ -247,6 +255,7 @@ def make_plan(
     matches = resolve.matches_without_rules(info, rules)
     ruled = {path: tuple(x.shape) for path, x in {**weights, **variables}.items() if path not in matches}
     recipes, problems = resolve.resolve_recipes(quantize, rules, mesh, weights, info)
+    problems += resolve.check_evaluation_params(evaluation_params, optimizer, precision, params)
     if problems := [*resolve.audit_rules(mesh, rules, ruled, info, remat), *problems]:
         others = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, dict.fromkeys(weights, P()))[1]
         problems += [problem for problem in others if problem not in problems]
@@ -325,6 +334,7 @@ def make_plan(
         update_chunks=chunks,
         model=model,
         optimizer=optimizer,
+        evaluation_params=evaluation_params,
     )
 
 

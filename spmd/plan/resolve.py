@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, check_type, did_you_mean, shown
+from spmd.errors import ConfigError, Problem, check_call, check_type, did_you_mean, shown
 from spmd.model_api.codecs import EXCHANGES, GATHERS
 from spmd.model_api.compress import WITHOUT_CODES, CompressConfig, Wire
 from spmd.model_api.model import Model, ModelInfo
@@ -23,6 +23,7 @@ from spmd.model_api.quantize import RECIPES, MatmulRecipe, parse_table, table_pr
 from spmd.model_api.remat import Remat
 from spmd.optim.extra_args import check_update
 from spmd.optim.layerwise import check_layerwise
+from spmd.optim.master_weights import unwrap_for_precision
 from spmd.optim.offload_chunks import UpdateChunk
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.sharding.dims import extra_axes, is_prefix, local_shape, spec_dims
@@ -250,6 +251,33 @@ def resolve_optimizer_state(
     problems += [Problem(f"optimizer state {path}", "has no elements and cannot be stored") for path in empty]
     problems += check_update(optimizer, params)
     return state, problems or check_layerwise(optimizer, params, rules.stacked)
+
+
+def check_evaluation_params(
+    function: Any, optimizer: optax.GradientTransformation, precision: Precision, params: Any
+) -> list[Problem]:
+    """Return what is wrong with a function from an optimizer's state and parameters to the parameters to evaluate."""
+    where, fix = "evaluation_params", "a function such as optax.contrib.schedule_free_eval_params"
+    if function is None:
+        return []
+    if problems := check_call(where, function, "optimizer_state, params", fix):
+        return problems
+
+    def evaluated(params: Any) -> Any:
+        return function(*unwrap_for_precision(optimizer.init(params), params, precision))
+
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            found = jax.eval_shape(evaluated, params)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        said = str(error).partition("\n")[0]
+        return [Problem(where, f"cannot be computed from the optimizer's state: {said}", fix=fix)]
+    wanted, shapes = ({path: x.shape for path, x in tree.flatten(each).items()} for each in (params, found))
+    differing = [path for path in {**wanted, **shapes} if wanted.get(path) != shapes.get(path)]
+    if not differing:
+        return []
+    examples = [f"{path}: {shapes.get(path, 'missing')}, not {wanted.get(path, 'there')}" for path in differing[:3]]
+    return [Problem(where, "does not return the model's parameters", "; ".join(examples), fix)]
 
 
 def frozen_on_host(rules: Rules, info: ModelInfo, variables: Mapping[str, Any]) -> set[str]:

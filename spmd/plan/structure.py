@@ -6,7 +6,6 @@ never from names.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from flax import nnx
 

@@ -156,7 +156,7 @@ class Evaluate(Hook):
 
     Args:
         evaluate: `(params, variables, batch, name of the set, number of the batch)` → sums; None without sets.
-        params: The training state → the parameters to evaluate: its own, or their average.
+        params: The training state → the parameters to evaluate.
         sets: Name → a function that returns the batches of an evaluation set, the same at each call.
         patience: Evaluations without a lower loss on the first set, after which to stop; 0 for any number.
         best: Lowest loss on the first set so far; None before the first evaluation.

@@ -61,7 +61,7 @@ def initial_state(setup: TrainSetup) -> TrainState:
     if not config.init:
         return init_state(plan, config.seed)
     if is_run(path):
-        params = read_params(path, _model_params(setup))
+        params = read_params(path, _model_params(setup), trained=True)
     else:
         with _open_hf(setup, path) as found:
             params = load_published(found, _model_params(setup))

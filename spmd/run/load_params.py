@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.manifest import read_object
 from spmd.checkpoint.tree import OptionalState
-from spmd.errors import CheckpointError, ConfigError, Problem
+from spmd.errors import CheckpointError, Problem
 from spmd.hf.folder import CONFIG, open_folder
 from spmd.hf.load import load_published
 from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG, Model
-from spmd.optim.ema import ema_params, ema_path
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.plan.lora import BASE, with_adapters
 from spmd.plan.plan import ShardingPlan
@@ -30,6 +29,14 @@ from spmd.run.load_config import other_config
 from spmd.run.reloaded import Reloaded
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import AnyMesh
+from spmd.sharding.optimizer_state import followed_params
+from spmd.training.evaluated_params import (
+    EvaluationPoint,
+    evaluation_point,
+    place_params,
+    plan_evaluation_point,
+    trained_point,
+)
 from spmd.training.state import ModelState
 
 _MAX_CONFIG_BYTES = 16 << 20
@@ -71,7 +78,7 @@ def load_base(origin: Mapping[str, Any], abstract: Any) -> Any:
         problem = Problem(str(path), "is not there", why, "put the folder back, or a link to it")
         raise CheckpointError("Nothing was restored:", [problem])
     if origin.get("step") is not None:
-        return read_params(path, abstract, origin["step"])
+        return read_params(path, abstract, origin["step"], trained=True)
     with open_folder(path) as found:
         return load_published(found, abstract)
 
@@ -81,44 +88,51 @@ FROZEN = Reloaded(f"variables/{BASE}", load_base)
 
 
 def restore_model(
-    checkpoints: CheckpointManager, step: int | None, plan: ShardingPlan, *, ema: bool = False
+    checkpoints: CheckpointManager, step: int | None, plan: ShardingPlan, *, trained: bool = False
 ) -> ModelState:
     """Restore the parameters and variables of a checkpoint, by default the newest intact one, onto the plan's mesh.
 
-    With `ema`, the averaged parameters (`OptimizerConfig.ema_decay`).
+    The parameters are those that the run evaluates, or with `trained` those that its gradients are taken at.
     """
-    where, trained = "params", plan.abstract_params
-    if ema:
-        where, trained = _averaged(plan.abstract_optimizer_state, trained)
-    wanted = {**tree.at_path(where, trained), "variables": plan.abstract_variables}
+    point = trained_point(plan.abstract_params) if trained else plan_evaluation_point(plan)
     optional = [OptionalState(f"variables/{COMPRESSION}"), FROZEN.optional]
-    restored, record = checkpoints.restore(step, wanted, branches=(where, "variables"), optional=optional)
+    params, variables = _restore(checkpoints, step, point, plan.abstract_variables, ["variables"], optional)
+    return ModelState(place_params(params, plan.abstract_params), variables)
+
+
+def _restore(
+    checkpoints: CheckpointManager,
+    step: int | None,
+    point: EvaluationPoint,
+    variables: Any,
+    branches: Sequence[str],
+    optional: Sequence[OptionalState],
+) -> tuple[Any, Any]:
+    """Return the parameters at a point, as they are computed, and the variables of a checkpoint.
+
+    Other arrays of a checkpoint are an error below `branches`, and where the point takes a tree like the parameters.
+    """
+    params = tree.flatten(point.like)
+    heads = {_without_param(path, params) for path in point.arrays}
+    wanted = {**point.arrays, "variables": variables}
+    restored, record = checkpoints.restore(step, wanted, branches=[*sorted(heads), *branches], optional=optional)
     restored = FROZEN.fill(restored, record)
-    params = jax.tree.map(_cast, tree.below(where, restored), plan.abstract_params)
-    return ModelState(params, restored["variables"])
+    return point.compute({path: restored[path] for path in point.arrays}), restored["variables"]
 
 
-def _averaged(optimizer_state: Any, params: Any) -> tuple[str, Any]:
-    """Return the path of the averaged parameters in a checkpoint, and what to restore there, sharded like `params`."""
-    if (path := ema_path(optimizer_state)) is None:
-        fix = "train with --optimizer.ema-decay 0.999, or leave out --ema"
-        problem = Problem("optimizer.ema_decay", "is 0: the run keeps no average of its parameters", fix=fix)
-        raise ConfigError("There are no averaged parameters:", [problem])
-    abstract = jax.tree.map(
-        lambda x, leaf: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding),
-        ema_params(optimizer_state),
-        params,
-    )
-    return f"optimizer_state/{path}", abstract
+def _without_param(path: str, params: Collection[str]) -> str:
+    """Return the path of the tree like the parameters that an array is in; that of the array if there is none."""
+    ends = [f"/{param}" for param in params if path.endswith(f"/{param}")]
+    return path.removesuffix(max(ends, key=len, default=""))
 
 
-def read_params(run: Path, abstract: Any, step: int | None = None, *, ema: bool = False) -> Any:
+def read_params(run: Path, abstract: Any, step: int | None = None, *, trained: bool = False) -> Any:
     """Load the model's parameters from a run folder; LoRA adapters are merged into them.
 
     Args:
         abstract: `jax.ShapeDtypeStruct`s with the shardings and dtypes to load into, such as `plan.abstract_params`.
         step: None for the newest intact checkpoint.
-        ema: Load the averaged parameters.
+        trained: Load the parameters that gradients are taken at, not those that the run evaluates.
     """
     folder = RunDir(Path(run))
     with other_config():
@@ -126,47 +140,52 @@ def read_params(run: Path, abstract: Any, step: int | None = None, *, ema: bool 
         model, stored = build_model(config), build_precision(config).params_dtype
     lora, key = config.lora, jax.random.key(0, impl=PRNG)
     if not lora.targets:
-        trained, variables = _stored(abstract, stored), dict[str, Any]()
+        own, variables = _stored(abstract, stored), dict[str, Any]()
     else:
         base_dtype = jax.tree.leaves(jax.eval_shape(model.init_variables, key)[BASE])[0].dtype
-        trained = _abstract_adapters(model, stored, jax.tree.leaves(abstract)[0].sharding.mesh)
+        own = _abstract_adapters(model, stored, jax.tree.leaves(abstract)[0].sharding.mesh)
         variables = {BASE: _stored(abstract, base_dtype)}
-    where, trained = _trained(config, trained, ema)
-    wanted = tree.at_path(where, trained) | ({"variables": variables} if variables else {})
-    branches = [where, *(f"variables/{name}" for name in variables)]
+    point = trained_point(own) if trained else _evaluation_point(config, own)
+    branches = [f"variables/{name}" for name in variables]
     with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
-        restored, record = checkpoints.restore(step, wanted, branches=branches, optional=[FROZEN.optional])
-    restored = FROZEN.fill(restored, record)
-    params = tree.below(where, restored)
+        params, variables = _restore(checkpoints, step, point, variables, branches, [FROZEN.optional])
     if lora.targets:
         # Merged in the requested dtype: a narrower one would round the adapters' contribution away.
-        base = jax.tree.map(_cast, restored["variables"][BASE], abstract)
+        base = place_params(variables[BASE], abstract)
         params = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)(base, params)
-    return jax.tree.map(_cast, params, abstract)
+    return place_params(params, abstract)
 
 
-def read_adapters(run: Path, mesh: AnyMesh, step: int | None = None, *, ema: bool = False) -> Any:
+def read_adapters(run: Path, mesh: AnyMesh, step: int | None = None, *, trained: bool = False) -> Any:
     """Load the adapters of a run alone, on every device of a mesh.
 
     Args:
         step: None for the newest intact checkpoint.
-        ema: Load the averaged adapters.
+        trained: Load the adapters that gradients are taken at, not those that the run evaluates.
     """
     folder = RunDir(run)
     config = folder.config()
     adapters = _abstract_adapters(build_model(config), build_precision(config).params_dtype, mesh)
-    where, trained = _trained(config, adapters, ema)
+    point = trained_point(adapters) if trained else _evaluation_point(config, adapters)
     with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
-        restored, _ = checkpoints.restore(step, tree.at_path(where, trained), branches=[where])
-    return jax.tree.map(_cast, tree.below(where, restored), adapters)
+        params, _ = _restore(checkpoints, step, point, {}, [], [])
+    return place_params(params, adapters)
 
 
-def _trained(config: TrainConfig, params: Any, ema: bool) -> tuple[str, Any]:
-    """Return where a checkpoint has the trained parameters or their average, and what to restore there."""
-    if not ema:
-        return "params", params
-    optimizer = wrap_optimizer_for_precision(build_optimizer(config, build_model(config)), build_precision(config))
-    return _averaged(jax.eval_shape(optimizer.init, params), params)
+def _evaluation_point(config: TrainConfig, params: Any) -> EvaluationPoint:
+    """Return the point at which a run is evaluated, with the optimizer's state sharded as the parameters are."""
+    precision = build_precision(config)
+    optimizer = wrap_optimizer_for_precision(build_optimizer(config, build_model(config)), precision)
+    state, shapes = jax.eval_shape(optimizer.init, params), tree.flatten(params)
+    followed = followed_params(state, shapes)
+    whole = NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, P())
+
+    def place(path: str, x: Any) -> jax.ShapeDtypeStruct:
+        like = shapes.get(followed.get(path, ""))
+        sharding = like.sharding if like is not None and like.shape == x.shape else whole
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return evaluation_point(params, tree.map_with_path(place, state), precision)
 
 
 def _abstract_adapters(model: Model, dtype: Any, mesh: AnyMesh) -> Any:
@@ -185,7 +204,3 @@ def _stored(abstract: Any, dtype: Any) -> Any:
         ),
         abstract,
     )
-
-
-def _cast(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.device_put(array if array.dtype == leaf.dtype else array.astype(leaf.dtype), leaf.sharding)

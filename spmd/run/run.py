@@ -21,10 +21,10 @@ from spmd.observe.goodput import measure_goodput
 from spmd.observe.metrics import device_memory
 from spmd.observe.profiling import parse_steps
 from spmd.observe.writers import check_packages
-from spmd.optim.ema import ema_path
 from spmd.run.definition import RunDefinition
 from spmd.run.run_dir import Resume
 from spmd.run.session import RunResult, train_in_folder
+from spmd.training.evaluated_params import plan_evaluation_point
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,10 +81,11 @@ class Run(RunDefinition):
                 mfu=result.metrics.get("mfu"),
                 memory=device_memory(),
             )
-        averaged = ", averaged parameters" if ema_path(self.step.plan.abstract_optimizer_state) else ""
+        point = plan_evaluation_point(self.step.plan).name
+        evaluated = f", {point}" if point else ""
         for name, weight in result.weights.items():
             title = f"{'validation' if name == 'val' else name} loss"
-            print(f"{title:<15} {result.evaluation[f'{name}_loss']:.4f} over {weight:,.0f} {rate.unit}{averaged}")
+            print(f"{title:<15} {result.evaluation[f'{name}_loss']:.4f} over {weight:,.0f} {rate.unit}{evaluated}")
         print(f"checkpoint      {folder.checkpoints}/{result.checkpoint}")
         print(f"metrics         {folder.metrics}")
         print(fitted(f"\n{measure_goodput(folder.path)}", indent=16))

@@ -41,7 +41,7 @@ from spmd.run.hooks import Evaluate, Log, Save, Telemetry
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
 from spmd.run.reloaded import RELOADED
 from spmd.run.run_dir import ProcessLog
-from spmd.training.evaluated_params import make_evaluated_params
+from spmd.training.evaluated_params import evaluated_params
 from spmd.training.loop import Hook, fit
 from spmd.training.state import TrainState, abstract_state, init_state
 from spmd.training.step import make_eval_step
@@ -284,7 +284,7 @@ class _Session:
             goodput = path if self.console else None
             log = Log(config.log_every, steps, run.rate, devices, written, telemetry, goodput, skipped)
             sums, at = run.evaluation_loss and make_eval_step(plan, run.evaluation_loss), config.evaluate
-            params, sets, progress = make_evaluated_params(plan), run.evaluation, point.evaluation
+            params, sets, progress = functools.partial(evaluated_params, plan), run.evaluation, point.evaluation
             evaluate = Evaluate(at.every, steps, at.patience, sums, params, sets, written, telemetry, **progress)
             record, interval = checkpoint_record(config, plan, run.data, run.examples), config.checkpoint_every
             save = Save(interval, steps, run.examples, record, self.checkpoints, evaluate, telemetry, skipped)

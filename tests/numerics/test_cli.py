@@ -59,8 +59,6 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     assert f"{lines[-1]['val_loss']:.4f}" in capsys.readouterr().out
     assert run("eval", out, "--data", "a=nowhere", "--data", "b=neither") == 2
     assert "neither: does not exist" in capsys.readouterr().err
-    assert run("eval", out, "--ema") == 2
-    assert "optimizer.ema_decay: is 0: the run keeps no average" in capsys.readouterr().err
 
     # generate goes on from it
     assert run("generate", out, "--prompt", "To be", "--tokens", "6", "--temperature", "0") == 0
