@@ -8,6 +8,7 @@ must begin the text with that turn, and the rest of this text is the turn.
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from spmd.checkpoint.manifest import read_bounded, read_object
+from spmd.data.message_fields import RecordedMessage, flag_problems, is_turned_off, map_texts
 from spmd.data.tokenizer import SETTINGS
 from spmd.errors import ConfigError, DataError, Problem, check_fields, did_you_mean
 
@@ -27,12 +29,16 @@ TEMPLATE = "chat_template.jinja"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of messages; a template may name others."""
 
+LINE_FIELDS = ("messages", "conversations", "prompt", "completion", "tools")
+"""Fields of a line that are read."""
+
 _SHARE_GPT = {"human": "user", "gpt": "assistant", "function_response": "tool", "observation": "tool"}
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _MAX_BYTES = 2**24
 _SHOWN = 24
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode gives these no meaning in any text
+_BEGIN, _END, _OWNER = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode gives these no meaning in any text
+_MARKS = (_BEGIN, _END, _OWNER)
 _NOW = "strftime_now"
 # What an expression of a template may raise on values that it does not expect.
 _FAILURES = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
@@ -83,10 +89,16 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True)
 class ChatText:
-    """Text of a conversation; `spans` are the first character of each part that is trained, and that after it."""
+    """Text of a conversation.
+
+    Attributes:
+        spans: The first character of each part that is trained, and that after it.
+        read: Names of the fields of messages that the template read.
+    """
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    read: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
 
 
 def read_conversation(line: Any, roles: Callable[[str], bool] = ROLES.__contains__) -> Conversation:
@@ -114,8 +126,11 @@ def read_conversation(line: Any, roles: Callable[[str], bool] = ROLES.__contains
         raise BadConversationError(f'"{named}" {what}')
     problems: list[str] = []
     messages = tuple(_message(each, f"message {number}", roles, problems) for number, each in enumerate(listed, 1))
-    if not problems and all(message["role"] != "assistant" for message in messages):
+    said = [message for message in messages if message.get("role") == "assistant"]
+    if not problems and not said:
         problems.append("no message is the assistant's, so that nothing is trained")
+    elif not problems and all(map(is_turned_off, said)):
+        problems.append("every message of the assistant is marked not to be trained, so that nothing is")
     if problems:
         raise BadConversationError("; ".join(problems))
     return Conversation(messages, line.get("tools"))
@@ -138,8 +153,9 @@ def _message(given: Any, where: str, roles: Callable[[str], bool], problems: lis
         problems.append(f'{where} has no text under "content"')
     elif role == "assistant" and not (content or "").strip() and not calls:
         problems.append(f"{where}, the assistant's, is empty")
-    elif any(mark in (content or "") for mark in (_BEGIN, _END)):
-        problems.append(f"{where} has a character U+FDD0 or U+FDD1, which are used as marks")
+    elif any(mark in (content or "") for mark in _MARKS):
+        problems.append(f"{where} has a character U+FDD0, U+FDD1 or U+FDD2, which are used as marks")
+    problems += flag_problems(message, where)
     return message
 
 
@@ -186,44 +202,79 @@ class ChatTemplate:
         """Return whether messages may have this role."""
         return role in ROLES or f"'{role}'" in self.source or f'"{role}"' in self.source
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        prompt: bool = False,
+        read: set[str] | None = None,
+    ) -> str:
         """Return the text of messages, with the marks of generation blocks.
 
         Args:
             messages: As of a `Conversation`.
             tools: Passed to the template.
             prompt: End with what precedes the assistant's answer.
+            read: Gets the names of the fields of messages that the template reads.
 
         Raises:
             BadConversationError: The template refuses or fails.
         """
         now = self.now
         values: dict[str, Any] = {_NOW: now.strftime} if now else {}
-        values |= {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        recorded = messages if read is None else [RecordedMessage(message, read) for message in messages]
+        values |= {"messages": list(recorded), "tools": tools, "documents": None, "add_generation_prompt": prompt}
         try:
             return self._compiled.render(**values, **self.tokens)
         except _FAILURES as error:
             raise BadConversationError(f"the template {_said(error)}") from error
 
     def write(self, conversation: Conversation) -> ChatText:
-        """Return the text of a conversation and what of it is the assistant's.
+        """Return the text of a conversation and what of it is trained: the assistant's, without turns that are off.
 
         Raises:
             BadConversationError: The template refuses it, or its turns cannot be told apart.
         """
         messages, tools = conversation.messages, conversation.tools
-        text = self.render(messages, tools)
+        read = set[str]()
+        text = self.render(messages, tools, read=read)
         if self.marks_turns:
-            return _without_marks(text)
+            return self._write_marked(conversation, text, frozenset(read))
         spans = []
         for number, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and not is_turned_off(message):
                 before = self.render(messages[:number], tools, prompt=True)
                 through = self.render(messages[: number + 1], tools)
                 _check_prefix(before, through, f"the prompt for message {number + 1} and the text with it")
                 _check_prefix(through, text, f"the text with message {number + 1} and the whole text")
                 spans.append((len(before), len(through)))
-        return ChatText(text, tuple(spans))
+        return ChatText(text, tuple(spans), frozenset(read))
+
+    def _write_marked(self, conversation: Conversation, marked: str, read: frozenset[str]) -> ChatText:
+        """Return the text without marks, and what is in generation blocks of messages that are trained.
+
+        Which message a block is of is read from another text, in which each message's own texts have its number.
+        """
+        text, spans = _without_marks(marked)
+        off = {str(number) for number, message in enumerate(conversation.messages) if is_turned_off(message)}
+        if not off:
+            return ChatText(text, spans, read)
+
+        def numbered(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+            return map_texts(lambda own: f"{own}{_OWNER}{number}{_OWNER}", message)
+
+        messages = list(itertools.starmap(numbered, enumerate(conversation.messages)))
+        tagged, blocks = _without_marks(self.render(messages, conversation.tools))
+        owners = [set(tagged[begin:end].split(_OWNER)[1::2]) for begin, end in blocks]
+        mixed = [number for number, block in enumerate(owners, 1) if not block or (block & off and block - off)]
+        if mixed or len(owners) != len(spans):
+            detail = f"generation block {mixed[0]} is not of one message" if mixed else "its generation blocks vary"
+            what = "some turns are marked not to be trained, and they cannot be told apart"
+            raise BadConversationError(
+                f"{what}: {detail}", "--chat.template FILE with a generation block for each turn"
+            )
+        kept = [span for span, block in zip(spans, owners, strict=True) if not block & off]
+        return ChatText(text, tuple(kept), read)
 
 
 def _said(error: Exception) -> str:
@@ -241,7 +292,7 @@ def _check_prefix(start: str, text: str, what: str) -> None:
     raise BadConversationError(f"its turns cannot be told apart: {detail}", fix)
 
 
-def _without_marks(text: str) -> ChatText:
+def _without_marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Return the text without marks, and what was between them."""
     first, *others = text.split(_BEGIN)
     pieces, spans, at = [first], [], len(first)
@@ -250,7 +301,7 @@ def _without_marks(text: str) -> ChatText:
         spans.append((at, at + len(inside)))
         pieces += [inside, after]
         at += len(inside) + len(after)
-    return ChatText("".join(pieces), tuple(spans))
+    return "".join(pieces), tuple(spans)
 
 
 class _Generation(jinja2.ext.Extension):

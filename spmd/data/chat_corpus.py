@@ -3,7 +3,9 @@
 As `spmd.data.corpus` does for text, the result is cached under a hash of everything that it depends on.
 """
 
+import collections
 import hashlib
+import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -12,17 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.chat import BadConversationError, ChatConfig, ChatTemplate, read_conversation
+from spmd.data.chat import LINE_FIELDS, BadConversationError, ChatConfig, ChatTemplate, read_conversation
 from spmd.data.corpus import Corpus, install, score, validation_cut
+from spmd.data.message_fields import FLAGS, READ_HERE, is_turned_off
 from spmd.data.sources import SourceFile, find_files
 from spmd.data.tokenizer import Tokenizer
 from spmd.errors import DataError, Problem
 
-_LAYOUT = 1  # version of the cached files
+_LAYOUT = 2  # version of the cached files
 _PROBLEMS_SHOWN = 10
 _SPLITS = ("train", "validation")
 _NAMES = [f"{split}{part}" for part in ("", "_ends", "_mask") for split in _SPLITS]
 _ABOUT = "conversations.json"
+_FIELDS = {"message": "message field ", "line": "line field "}
+"""What has fields → the start of the names under which fields that nobody reads are counted."""
+_FIELDS_SHOWN = 10
 _TITLE = "the conversations cannot be used:"
 
 
@@ -96,7 +102,9 @@ class _Texts:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, longer: str, sequence: int) -> None:
         self.tokenizer, self.template, self.longer, self.sequence = tokenizer, template, longer, sequence
-        self.about = dict.fromkeys(("conversations", "longer", "dropped", "tokens", "trained"), 0)
+        self.about = dict.fromkeys(("conversations", "longer", "dropped", "tokens", "trained", "turned off"), 0)
+        self.fields = {of: collections.Counter[str]() for of in _FIELDS}
+        self.read = {"message": {*READ_HERE}, "line": {*LINE_FIELDS}}
 
     def split(self, files: Iterable[SourceFile], fraction: float) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """Return the arrays of both splits, and the counts."""
@@ -121,6 +129,9 @@ class _Texts:
         self.about["conversations"] = len(found)
         self.about["tokens"] = sum(len(ids) for _, ids, _ in found)
         self.about["trained"] = sum(int(mask[1:].sum()) for _, _, mask in found)
+        for of, counts in self.fields.items():
+            unread = {name: count for name, count in counts.most_common() if name not in self.read[of]}
+            self.about |= {f"{_FIELDS[of]}{name}": count for name, count in unread.items()}
         return arrays, self.about
 
     def _read(
@@ -150,7 +161,13 @@ class _Texts:
 
     def _encode(self, line: Any) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the ids and the mask of a line; None if it is dropped, and counted, for its length."""
-        written = self.template.write(read_conversation(line, self.template.knows))
+        conversation = read_conversation(line, self.template.knows)
+        written = self.template.write(conversation)
+        self.fields["line"].update(name for name, value in line.items() if value is not None)
+        for message in conversation.messages:
+            self.fields["message"].update(message.keys())
+        self.read["message"] |= written.read
+        self.about["turned off"] += sum(map(is_turned_off, conversation.messages))
         written.text.encode("utf-8")  # JSON can contain half of a surrogate pair, which tokenizers reject
         ids, characters = self.tokenizer.encode_chat(written.text)
         mask = np.zeros(len(ids), bool)
@@ -175,6 +192,15 @@ class _Texts:
 def _notes(about: dict[str, int], config: ChatConfig, sequence: int) -> Iterator[str]:
     share = about["trained"] / max(about["tokens"], 1)
     yield f"trained are {about['trained']:,} of {about['tokens']:,} tokens ({share:.1%}): what the assistant says"
+    if off := about["turned off"]:
+        yield f"{off:,} messages are marked not to be trained ({', '.join(FLAGS)})"
+    for of, prefix in _FIELDS.items():
+        counts = {name.removeprefix(prefix): n for name, n in about.items() if name.startswith(prefix)}
+        named = [f"{name} ({n:,} {of}s)" for name, n in itertools.islice(counts.items(), _FIELDS_SHOWN)]
+        named += [f"{len(counts) - _FIELDS_SHOWN} more"] * (len(counts) > _FIELDS_SHOWN)
+        if named:
+            reader = "the chat template" if of == "message" else "spmd"
+            yield f"fields that {reader} does not read: {', '.join(named)}"
     if about["longer"]:
         cut, out = about["longer"] - about["dropped"], about["dropped"]
         why = "" if config.longer == "drop" else " since the assistant says nothing in what is left of them"

@@ -48,6 +48,86 @@ def test_spans_are_what_the_assistant_says():
         assert "\ufdd0" not in written.text
 
 
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "two"}}}]
+
+
+@pytest.mark.parametrize("flag", ["weight", "train", "training", "loss", "trainable"])
+@pytest.mark.parametrize("source", [CHATML, MARKED], ids=["prefixes", "marked"])
+def test_a_turn_that_is_marked_not_to_be_trained_is_not(source, flag):
+    """0 and false turn it off, in the text that it had; control: 1 and true are as no flag."""
+    every = template(source).write(Conversation(tuple(PLAIN)))
+    for off, on in ((0, 1), (False, True), (0.0, 1.0)):
+        for value, kept in ((off, every.spans[1:]), (on, every.spans)):
+            line = {"messages": [{**PLAIN[0], flag: off}, {**PLAIN[1], flag: value}, *PLAIN[2:]]}
+            written = template(source).write(read_conversation(line))
+            assert written.text == every.text
+            assert written.spans == kept
+
+
+def test_a_block_is_of_the_message_whose_texts_it_has():
+    """Also of one that only calls a tool, and with two blocks in a message; a block of several turns is refused."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.thinking %}{% generation %}({{ m.thinking }})"
+        "{% endgeneration %}{% endif %}{% generation %}{{ m.content | trim }}{% for c in m.tool_calls %}"
+        "{{ c.function | tojson }}{% endfor %};{% endgeneration %}{% else %}{{ m.content }}?{% endif %}{% endfor %}"
+    )
+    asked = {"role": "user", "content": "q"}
+    turns = [
+        {"role": "assistant", "tool_calls": CALLS, "content": ""},
+        {"role": "assistant", "thinking": "hm", "content": " a "},
+        {"role": "assistant", "content": "b"},
+    ]
+    called = '{"name": "add", "arguments": {"a": 2, "b": "two"}};'
+    for off, said in ((0, ["(hm)", "a;", "b;"]), (1, [called, "b;"]), (2, [called, "(hm)", "a;"])):
+        flagged = [{**turn, "weight": int(number != off)} for number, turn in enumerate(turns)]
+        written = template(source).write(read_conversation({"messages": [asked, *flagged]}))
+        assert [written.text[begin:end] for begin, end in written.spans] == said
+    together = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    with pytest.raises(BadConversationError, match="cannot be told apart: generation block 1 is not of one message"):
+        template(together).write(read_conversation({"messages": [asked, turns[1], {**turns[2], "weight": 0}]}))
+
+
+@pytest.mark.parametrize(
+    ("number", "flags", "says"),
+    [
+        (1, {"weight": 0.5}, '"weight": 0.5, which is none of 0, 1, false and true'),
+        (1, {"train": "false"}, "\"train\": 'false', which is none of"),
+        (1, {"weight": 2, "loss": [1]}, '"loss": [1], which is none of'),
+        (1, {"weight": 1, "train": False}, '"weight": 1 and "train": False, which disagree'),
+        (0, {"trainable": True}, "only messages of the assistant are"),
+        (1, {"training": 0}, "every message of the assistant is marked not to be trained"),
+    ],
+)
+def test_a_flag_that_cannot_be_honoured_is_refused(number, flags, says):
+    """Another value, two that disagree, a turn without a mask, and a conversation of which nothing is left."""
+    messages = [dict(message) for message in PLAIN[:2]]
+    messages[number] |= flags
+    with pytest.raises(BadConversationError) as caught:
+        read_conversation({"messages": messages})
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        "{{ m.name }}",
+        "{{ m['name'] }}",
+        "{{ m.get('name') }}",
+        "{% if 'name' in m %}{% endif %}",
+        "{{ m | tojson }}",
+        "{% for k, v in m.items() %}{% endfor %}",
+        "{% for k in m %}{% endfor %}",
+        "{{ m.values() | list }}",
+    ],
+)
+def test_the_fields_that_a_template_reads_are_known(reads):
+    """However it reads them; control: one that does not."""
+    messages = Conversation(({"role": "assistant", "content": "x", "name": "bob"},))
+    start = "{% for m in messages %}{{ m.content }}"
+    assert "name" in template(start + reads + "{% endfor %}").write(messages).read
+    assert template(start + "{% endfor %}").write(messages).read == {"content"}
+
+
 def test_turns_that_cannot_be_told_apart_are_refused():
     """A template that changes what is before a turn is named with the place; with marks it is no problem."""
     last = "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m.content }};{% endfor %}"

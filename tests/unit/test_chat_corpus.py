@@ -198,3 +198,23 @@ def test_configs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"has its own\n.*--data\.tokenizer .*tokenizer\.json"):
         open_training_text(config(tmp_path, init=str(tmp_path)))
+
+
+def test_marked_turns_and_fields_that_nobody_reads_are_said(tmp_path):
+    """Once, with counts, from a cache too; control: a template that reads a field, and lines that have none."""
+    lines = [line(n, answers=2) for n in range(4)]
+    for each in lines:
+        each |= {"id": 3, "tools": None}
+        each["messages"][1] |= {"weight": 0, "name": "a", "thinking": "so"}
+    lines[0]["messages"][0]["name"] = "b"
+    for _ in range(2):
+        found = corpus(tmp_path, lines, sequence=99)
+        assert found.notes[1:] == (
+            "4 messages are marked not to be trained (weight, train, training, loss, trainable)",
+            "fields that the chat template does not read: name (5 messages), thinking (4 messages)",
+            "fields that spmd does not read: id (4 lines)",
+        )
+    asks = "{% for m in messages %}{% if m.thinking %}{% endif %}{% endfor %}"
+    reading = ChatTemplate(asks + TEMPLATE.source, "another")
+    assert corpus(tmp_path, lines, sequence=99, template=reading).notes[2].endswith("read: name (5 messages)")
+    assert len(corpus(tmp_path, [line(n) for n in range(4)]).notes) == 1

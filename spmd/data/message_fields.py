@@ -1,0 +1,96 @@
+"""Fields of a conversation's messages: flags that say which turns are trained, and which fields a template reads."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+FLAGS = ("weight", "train", "training", "loss", "trainable")
+"""Fields that say whether a message is trained: 0 or false, 1 or true. OpenAI and Mistral write `weight`."""
+READ_HERE = ("role", "content", *FLAGS)
+"""Fields that are read without a template."""
+
+
+def flag_problems(message: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield what is wrong with the flags of a message: another value, two that disagree, a turn that has no mask.
+
+    Example:
+        >>> list(flag_problems({"role": "assistant", "weight": 0.5}, "message 2"))
+        ['message 2 has "weight": 0.5, which is none of 0, 1, false and true']
+    """
+    flags = {name: message[name] for name in FLAGS if name in message}
+    wrong = {name: value for name, value in flags.items() if not _is_flag(value)}
+    for name, value in wrong.items():
+        yield f'{where} has "{name}": {value!r}, which is none of 0, 1, false and true'
+    values = {bool(value) for name, value in flags.items() if name not in wrong}
+    written = " and ".join(f'"{name}": {value!r}' for name, value in flags.items())
+    if len(values) > 1:
+        yield f"{where} has {written}, which disagree"
+    elif values == {True} and message.get("role") != "assistant":
+        yield f"{where} is marked to be trained ({written}), and only messages of the assistant are"
+
+
+def is_turned_off(message: Mapping[str, Any]) -> bool:
+    """Return whether a flag of a message says that it is not trained.
+
+    Example:
+        >>> is_turned_off({"role": "assistant", "content": "no", "train": False})
+        True
+    """
+    return any(not message[name] for name in FLAGS if name in message)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool | int | float) and value in (0, 1)
+
+
+class RecordedMessage(dict[str, Any]):
+    """A message that adds the names of the fields that are read to a set; all of them where it is read whole."""
+
+    def __init__(self, message: Mapping[str, Any], read: set[str]) -> None:
+        super().__init__(message)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the field, or the default."""
+        self._read.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self._read.add(str(name))
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read.update(super().keys())
+        return super().__iter__()
+
+    def items(self) -> Any:
+        """Return names and fields."""
+        self._read.update(super().keys())
+        return super().items()
+
+    def values(self) -> Any:
+        """Return the fields."""
+        self._read.update(super().keys())
+        return super().values()
+
+
+def map_texts(function: Callable[[str], str], message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with a function of each of its texts, at any depth, but of its role and of kinds (`type`).
+
+    Example:
+        >>> map_texts(str.upper, {"role": "user", "content": "hi", "tool_calls": [{"type": "function", "id": "a"}]})
+        {'role': 'user', 'content': 'HI', 'tool_calls': [{'type': 'function', 'id': 'A'}]}
+    """
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, str):
+            return function(value) if value else value
+        if isinstance(value, Mapping):
+            return {name: each if name in ("role", "type") else mapped(each) for name, each in value.items()}
+        return [mapped(each) for each in value] if isinstance(value, list) else value
+
+    result: dict[str, Any] = mapped(message)
+    return result
