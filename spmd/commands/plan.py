@@ -23,9 +23,15 @@ from spmd.pipeline.tick_table import describe_execution
 from spmd.run.build import TrainSetup, build_flags, build_powersgd, build_schedule, make_setup, planned_mesh
 from spmd.run.config import M, TrainConfig
 from spmd.run.describe import compression_lines, exchange_line, execution_lines, experts_line, flags_text, pipeline_line
-from spmd.run.init_from import check_init
 from spmd.run.load_config import load_config, other_config
-from spmd.run.preflight import compile_step, estimate_step, preflight, suggest_memory_settings, topology_mesh
+from spmd.run.preflight import (
+    check_planned_init,
+    compile_step,
+    estimate_step,
+    preflight,
+    suggest_memory_settings,
+    topology_mesh,
+)
 from spmd.run.recipes import recipe_lines
 from spmd.run.step_time import estimate_time, time_compiled_step
 from spmd.sharding.mesh import AnyMesh
@@ -56,7 +62,7 @@ class PlanCommand(Generic[M]):
     compile: bool = False
     """Compile the step; print the traffic of its collectives, by axis and by source, its memory and compute time."""
     estimate: bool = False
-    """Print the time of a step by closed forms, with its range and where it goes; nothing is traced or compiled."""
+    """Print the time of a step by closed forms, with its range and where it goes; nothing is compiled."""
     time: bool = False
     """Compile the step; print its time from the program's schedule, with its range and where it goes."""
     trace: str = ""
@@ -80,9 +86,10 @@ def run_plan(arguments: list[str]) -> int:
         return _print_schedule(command, build_schedule(config, mesh))
     topology = parse_topology(command.topology or f"cpu:{mesh.size}")
     setup = make_setup(config, mesh, topology.chip.device_kind)
+    preflight(setup)
+    init = check_planned_init(setup)
     if command.estimate:
         return _print_time(command, estimate_time(setup, topology))
-    preflight(setup)
     if command.time:
         return _print_time(command, time_compiled_step(config, topology, command.trace))
     if command.diff:
@@ -92,10 +99,6 @@ def run_plan(arguments: list[str]) -> int:
         lines = difference.split("\n") if difference else []
         print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
         return 0
-    if config.init and not Path(config.init).exists():  # it may exist only on the machine of the run
-        init = f"starts with {config.init}, which is not on this machine and was not checked"
-    else:
-        init = check_init(setup)
     report, refusal = MemoryReport(topology, estimate_step(setup, topology.platform)), ""
     audit = cycles = None
     absent = missing_extra(topology) if command.compile else None

@@ -48,23 +48,33 @@ class Flops:
             raise ConfigError("No FLOP count:", [Problem("per_token", f"is {self.per_token}", fix="above 0")])
 
 
-def transformer_flops(
-    params_in_matmuls: int, layers: int, attention_width: int, sequence: int, causal: bool = True
-) -> Flops:
+def mean_keys(sequence: int, windows: Sequence[int] = ()) -> float:
+    """Return the keys that a query of causal attention sees, on average over positions and layers.
+
+    Args:
+        windows: Sliding windows of consecutive layers, repeated; 0 for all preceding tokens.
+
+    Example:
+        >>> mean_keys(128), mean_keys(128, windows=(16, 0))
+        (64.0, 39.5)
+    """
+    seen = [min(window or sequence, sequence) for window in windows or (0,)]
+    return sum(w - w * w / (2 * sequence) for w in seen) / len(seen)
+
+
+def transformer_flops(params_in_matmuls: float, layers: int, attention_width: int, keys: float) -> Flops:
     """Count the model FLOPs of a transformer, as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311).
 
     Each parameter of a matmul costs 2 operations forward and 4 backward. Attention adds two matmuls of
-    `sequence × attention_width` per token and layer; `attention_width` is query heads × width of a head. PaLM counts
-    all of them; a causal model needs half. `params_in_matmuls` counts the output head, also a tied one, no embedding
-    lookup, and the active experts only.
+    `keys × attention_width` per token and layer; `attention_width` is query heads × width of a head. PaLM counts all
+    keys of a sequence; a query of causal attention sees half of them (`mean_keys`). `params_in_matmuls` counts the
+    output head, also a tied one, no embedding lookup, and the active experts only.
     """
-    attention = 12 * layers * attention_width * sequence / (2 if causal else 1)
     formula = (
-        f"6·N + 12·L·A·S{'/2' if causal else ''} with N={human_count(params_in_matmuls)} matmul parameters, "
-        f"L={layers}, A={attention_width}, S={sequence} "
-        f"({'causal: attention halved' if causal else 'full attention'}; no recompute)"
+        f"6·N + 12·L·A·K with N={human_count(params_in_matmuls)} matmul parameters, L={layers}, A={attention_width}, "
+        f"K={keys:g} keys on average (no recompute)"
     )
-    return Flops(6 * params_in_matmuls + attention, formula)
+    return Flops(6 * params_in_matmuls + 12 * layers * attention_width * keys, formula)
 
 
 PEAK_FLOPS: dict[str, float] = {

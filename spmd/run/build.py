@@ -35,7 +35,7 @@ from spmd.model_api.compress import CompressConfig, powersgd_rank
 from spmd.model_api.model import Model
 from spmd.model_api.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
 from spmd.model_api.quantize import RECIPES, parse_table
-from spmd.observe.metrics import Flops, transformer_flops
+from spmd.observe.metrics import Flops, mean_keys, transformer_flops
 from spmd.optim.config import check_patterns, make_learning_rate, make_optimizer
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.pipeline.grad_fn import pipeline, pipelined
@@ -308,7 +308,13 @@ def count_flops(config: TrainConfig) -> Flops | None:
     model = config.model
     if not isinstance(model, CountsFlops):
         return None
-    return transformer_flops(model.matmul_params, model.layers, model.attention_width, config.data.sequence)
+    return transformer_flops(model.matmul_params, model.layers, model.attention_width, keys_of(config))
+
+
+def keys_of(config: TrainConfig) -> float:
+    """Return the keys that a query sees, on average over positions and layers."""
+    windows = getattr(config.model, "windows", ()) or (getattr(config.model, "window", 0),)
+    return mean_keys(config.data.sequence, windows)
 
 
 def open_training_text(config: TrainConfig) -> TrainingText:

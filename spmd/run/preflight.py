@@ -1,6 +1,7 @@
 """Check and measure a run before it starts: its batch, its trace, its memory, and its compiled step."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.pipeline.tick_table import tabulate
 from spmd.run.build import TrainSetup, abstract_batch, count_microbatches, make_setup
 from spmd.run.config import TrainConfig, config_values
+from spmd.run.init_from import check_init
 from spmd.sharding.mesh import AnyMesh, mesh_of
 
 
@@ -27,13 +29,31 @@ def check_microbatches(setup: TrainSetup) -> None:
     check_batch_size(data.batch, data.sequence, setup.plan.batch_sharding("tokens"), parts)
 
 
-def preflight(setup: TrainSetup) -> None:
-    """Raise for a batch, a sample or an activation that does not fit, before anything is allocated or compiled."""
+def check_config(setup: TrainSetup) -> None:
+    """Raise for what no mesh changes: values that cannot be recorded, and a sample without room."""
     config_values(setup.config)
     if setup.config.sample.prompt:
         count_sample_tokens(setup.config, load_tokenizer(setup.config.data.tokenizer))
+
+
+def check_step(setup: TrainSetup) -> None:
+    """Raise for a batch or an activation that does not fit the mesh."""
     check_microbatches(setup)
     setup.step.trace(abstract_batch(setup.config))
+
+
+def preflight(setup: TrainSetup) -> None:
+    """Raise for what cannot run, before anything is allocated or compiled."""
+    check_config(setup)
+    check_step(setup)
+
+
+def check_planned_init(setup: TrainSetup) -> str:
+    """Return a line about the initial parameters; a folder that is not on this machine may be on that of the run."""
+    init = setup.config.init
+    if init and not Path(init).exists():
+        return f"starts with {init}, which is not on this machine and was not checked"
+    return check_init(setup)
 
 
 def count_sample_tokens(config: TrainConfig, tokenizer: Tokenizer) -> int:
@@ -111,7 +131,7 @@ def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple
         for settings in [alone] if alone == combined else [alone, combined]:
             try:
                 other = make_setup(dataclasses.replace(config, **settings), setup.mesh)
-                check_microbatches(other)
+                check_step(other)
                 total = estimate_step(other, topology.platform).total
             except SpmdError:  # such as a batch that does not divide into so many microbatches
                 continue

@@ -21,7 +21,7 @@ from spmd.errors import SpmdError
 from spmd.model_api.compress import NO_COMPRESSION
 from spmd.run.build import applicable_compression, build_schedule, count_microbatches, make_setup
 from spmd.run.config import PipelineConfig, TrainConfig, config_values
-from spmd.run.preflight import check_microbatches, estimate_step
+from spmd.run.preflight import check_config, check_planned_init, check_step, estimate_step
 from spmd.run.step_time import ModelNumbers, count_model, time_compiled_step, workload
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, MeshShape, abstract_mesh
 from spmd.step_time.calibration import CLOSED, COMPILED
@@ -120,7 +120,10 @@ class Search:
     def _count(self) -> ModelNumbers:
         alone = dataclasses.replace(self.config, mesh=MeshShape(), slices=MeshShape(), pipeline=PipelineConfig())
         alone = dataclasses.replace(alone, compress=NO_COMPRESSION)
-        return count_model(make_setup(alone, abstract_mesh(alone.mesh)))
+        setup = make_setup(alone, abstract_mesh(alone.mesh))
+        check_config(setup)
+        check_planned_init(setup)
+        return count_model(setup)
 
     @property
     def key(self) -> str:
@@ -194,7 +197,7 @@ class Search:
             config = dataclasses.replace(self.config, devices=self.topology.devices, **candidate.settings)
             config = dataclasses.replace(config, compress=applicable_compression(config))
             setup = make_setup(config, abstract_mesh(config.mesh))
-            check_microbatches(setup)
+            check_step(setup)
             report = MemoryReport(self.topology, estimate_step(setup, self.topology.platform))
         except SpmdError as error:
             problem = error.problems[0] if error.problems else error
@@ -316,12 +319,15 @@ def largest_batch(config: TrainConfig[Any], topology: Topology, mesh: AnyMesh) -
 
     It is a multiple of the smallest batch that the mesh and the microbatches divide.
     """
+    check_config(make_setup(config, mesh))
     microbatches = config.accumulate * count_microbatches(config, build_schedule(config, mesh))
     least = math.prod(mesh.shape[axis] for axis in BATCH_AXES) * microbatches
 
     def memory(times: int) -> int:
         data = dataclasses.replace(config.data, batch=least * times)
-        return estimate_step(make_setup(dataclasses.replace(config, data=data), mesh), topology.platform).total
+        setup = make_setup(dataclasses.replace(config, data=data), mesh)
+        check_step(setup)
+        return estimate_step(setup, topology.platform).total
 
     limit = topology.memory or 0
     if (found := memory(1)) > limit:

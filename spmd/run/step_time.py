@@ -19,7 +19,7 @@ from spmd.model_api.remat import make_remat
 from spmd.observe.waiting import show_waiting
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.records import PlanEntry
-from spmd.run.build import TrainSetup, build_precision, build_schedule, make_setup, planned_mesh
+from spmd.run.build import TrainSetup, build_precision, build_schedule, keys_of, make_setup, planned_mesh
 from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.describe import sent_bytes
 from spmd.run.preflight import CompiledStep, compile_step, topology_mesh
@@ -119,7 +119,8 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
         hidden=model.hidden,
         attention_width=heads,
         kv_width=kv_width,
-        keys=_keys(config),
+        keys=keys_of(config),
+        matmul_params=config.model.matmul_params,
         vocab=config.model.vocab,
         layer_params=layer_params,
         head_params=model.head_params,
@@ -245,14 +246,6 @@ def _pipeline(config: TrainConfig, mesh: MeshShape) -> tuple[int, float]:
         microbatches, chunks = schedule.microbatches, schedule.chunks
     chunks = chunks or (2 if name == "interleaved" else 1)
     return microbatches, 0.0 if name == "pipedream" else (mesh.pipe - 1) / (microbatches * chunks)
-
-
-def _keys(config: TrainConfig) -> float:
-    """Return the keys that a query sees, on average over positions and layers."""
-    length = config.data.sequence
-    windows = getattr(config.model, "windows", ()) or (getattr(config.model, "window", 0),)
-    seen = [min(w or length, length) for w in windows]
-    return sum(w - w * w / (2 * length) for w in seen) / len(seen)
 
 
 def _bytes(entries: Iterable[PlanEntry]) -> float:

@@ -16,6 +16,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from spmd.observe.metrics import transformer_flops
 from spmd.step_time.network import Network
 
 _FORWARD, _BACKWARD = 1.0, 2.5
@@ -34,6 +35,8 @@ class Workload:
         keys: Keys that a query sees, on average over positions and layers.
         layer_params: Parameters in matmuls that a token meets in all layers.
         head_params: Parameters of the output head.
+        matmul_params: Parameters that a token is multiplied with, as the model counts them; 0 for those of layers and
+            head.
         params: All parameters.
         mesh: Axis → size.
         microbatches: Of a batch, one after the other or in a pipeline.
@@ -79,6 +82,7 @@ class Workload:
     offloaded: float = 0.0
     offloads_state: bool = False
     bubble: float = 0.0
+    matmul_params: float = 0.0
     is_fused: bool = True
 
     @property
@@ -88,9 +92,9 @@ class Workload:
 
     @property
     def model_flops(self) -> float:
-        """Model FLOPs of one step, without recomputation; attention is causal, or as wide as its windows."""
-        attention = 12 * self.layers * self.attention_width * self.keys
-        return self.tokens * (6 * (self.layer_params + self.head_params) + attention)
+        """Model FLOPs of one step, without recomputation, by the formula of a run's MFU."""
+        params = self.matmul_params or self.layer_params + self.head_params
+        return self.tokens * transformer_flops(params, self.layers, self.attention_width, self.keys).per_token
 
     @property
     def hardware_flops(self) -> float:

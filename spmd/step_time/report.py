@@ -101,7 +101,7 @@ class StepTime:
     def formula(self) -> str:
         """Formula of the MFU, on two lines."""
         work, peak = self.work, self.hardware.peak
-        params = work.layer_params + work.head_params
+        params = work.matmul_params or work.layer_params + work.head_params
         return (
             f"(6·N + 12·L·A·K) · tokens/s of a device / {peak / 1e12:.4g} TFLOP/s\n"
             f"      N={params / 1e9:.4g}B matmul parameters, L={work.layers}, A={work.attention_width}, "

@@ -65,7 +65,7 @@ def test_console_draws_a_bar_on_a_terminal() -> None:
 
 def test_summary_says_what_is_not_reported() -> None:
     """MFU stands beside its formula, and what is unknown is said to be, not shown as 0."""
-    flops = transformer_flops(124_000_000, 12, 768, 1024)
+    flops = transformer_flops(124_000_000, 12, 768, 512)
     stream = io.StringIO()
     console = Console(200, stream)
     console.summary(steps=200, seconds=86, count=1_638_400, unit="tokens", loss=3.2104, flops=flops)

@@ -29,6 +29,7 @@ from spmd.observe.metrics import (
     device_memory,
     human_count,
     human_duration,
+    mean_keys,
     peak_flops,
     process_peak_rss,
     read_json_lines,
@@ -50,14 +51,10 @@ class FakeDevice:
 
 
 def test_transformer_flops_and_their_formula() -> None:
-    """The count is 6N + 12LAS, half of its attention where it is causal, and the formula says which."""
-    full = transformer_flops(1_000_000, layers=2, attention_width=64, sequence=128, causal=False)
-    causal = transformer_flops(1_000_000, layers=2, attention_width=64, sequence=128)
-    assert full.per_token == 6_000_000 + 12 * 2 * 64 * 128
+    """The count is 6N + 12LAK, where K is half of a sequence in causal attention; the formula says so."""
+    causal = transformer_flops(1_000_000, layers=2, attention_width=64, keys=mean_keys(128))
     assert causal.per_token == 6_000_000 + 6 * 2 * 64 * 128
-    assert "12·L·A·S with N=1M matmul parameters, L=2, A=64, S=128 (full attention" in full.formula
-    assert "12·L·A·S/2 with" in causal.formula
-    assert "causal: attention halved" in causal.formula
+    assert "6·N + 12·L·A·K with N=1M matmul parameters, L=2, A=64, K=64 keys on average" in causal.formula
 
 
 def test_a_flop_count_of_nothing_is_refused() -> None:

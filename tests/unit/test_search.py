@@ -16,8 +16,9 @@ from spmd.commands.search import run_search
 from spmd.errors import ConfigError, Problem
 from spmd.run import search
 from spmd.run.build import make_setup, planned_mesh
+from spmd.run.config import SampleConfig
 from spmd.run.load_config import load_config
-from spmd.run.search import Search, enumerate_settings, largest_batch, slice_sizes
+from spmd.run.search import Candidate, Search, enumerate_settings, largest_batch, slice_sizes
 from spmd.run.step_time import ModelNumbers, count_model
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 
@@ -54,7 +55,8 @@ def ledger(monkeypatch):
         found = Ledger(memory)
         monkeypatch.setattr(search, "estimate_step", found)
         monkeypatch.setattr(search, "make_setup", lambda config, mesh: SimpleNamespace(config=config, mesh=mesh))
-        monkeypatch.setattr(search, "check_microbatches", lambda setup: None)
+        for check in ("check_config", "check_planned_init", "check_step"):
+            monkeypatch.setattr(search, check, lambda setup: None)
         monkeypatch.setattr(Search, "_count", lambda self: counted())
         return found
 
@@ -336,3 +338,19 @@ def test_the_largest_batch(most, ledger) -> None:
     assert memory == (max(1, most) + 13 - most) * each + 1
     assert all(config.data.batch % 8 == 0 for config in asked)
     assert len(asked) == len({config.data.batch for config in asked}) <= 2 * math.log2(most + 2) + 2
+
+
+def test_a_search_refuses_what_a_plan_refuses(tmp_path, monkeypatch) -> None:
+    """What no layout changes at once; what one does where it is asked for; control: settings that can run."""
+    config = dataclasses.replace(load_config("demo"), sample=SampleConfig(prompt="x" * 300))
+    with pytest.raises(ConfigError, match="leaves no room for a token"):
+        Search(config, TOPOLOGY, tmp_path / "state.json")
+    with pytest.raises(ConfigError, match="leaves no room for a token"):
+        largest_batch(config, TOPOLOGY, abstract_mesh(MeshShape(fsdp=4)))
+    monkeypatch.setattr(Search, "_count", lambda self: counted())
+    found = Search(load_config("demo"), TOPOLOGY, tmp_path / "state.json")
+    settings = {**found.candidates[0].settings, "mesh": MeshShape(fsdp=4), "slices": MeshShape(), "accumulate": 1}
+    for parts, says in ((1, ""), (4, "cannot run: batch: does not divide")):
+        candidate = Candidate({**settings, "accumulate": parts}, {})
+        found._ask_ledger(candidate)
+        assert candidate.refused.startswith(says) if says else not candidate.refused

@@ -10,12 +10,17 @@ import pytest
 
 from spmd.analysis.topology import parse_topology
 from spmd.commands.plan import run_plan
-from spmd.errors import ConfigError
+from spmd.errors import ConfigError, SpmdError
+from spmd.models import gemma, gpt2, llama, mixtral, transformer
 from spmd.models.transformer import TransformerConfig
+from spmd.partition_rules.gemma import GEMMA2
+from spmd.partition_rules.gpt2 import GPT2
+from spmd.partition_rules.llama import LLAMA
+from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.partition_rules.transformer import transformer_rules
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.run.build import make_setup, planned_mesh
+from spmd.run.build import count_flops, make_setup, planned_mesh
 from spmd.run.load_config import load_config
 from spmd.run.step_time import count_model, estimate_time, workload
 from spmd.sharding.mesh import AXES, MeshShape
@@ -192,6 +197,42 @@ def test_windows_as_keys() -> None:
     config = dataclasses.replace(built.config, model=model, rules=transformer_rules(), data=data)
     found = workload(config, count_model(built), MeshShape(fsdp=64))
     assert found.keys == ((16 - 16**2 / 256) + 64) / 2
+
+
+FAMILIES = {
+    "llama": (llama.PRESETS["test"], LLAMA),
+    "windows": (transformer.PRESETS["test-windows"], transformer_rules()),
+    "gemma": (gemma.PRESETS["test-gemma2"], GEMMA2),
+    "mixtral": (mixtral.PRESETS["test"], MIXTRAL),
+    "gpt2": (gpt2.PRESETS["test"], GPT2),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_and_a_prediction_have_one_mfu(name) -> None:
+    """Model FLOPs of a token are the same, with windows and experts too; control: another window."""
+    model, rules = FAMILIES[name]
+    demo = load_config("demo")
+    data = dataclasses.replace(demo.data, sequence=32)
+    config = dataclasses.replace(demo, model=model, rules=rules, data=data, devices=1, mesh=MeshShape())
+    found = workload(config, count_model(make_setup(config, planned_mesh(config))), MeshShape())
+    of_run = count_flops(config)
+    assert found.model_flops / found.tokens == pytest.approx(of_run.per_token, rel=1e-12)
+    if name == "windows":
+        wider = dataclasses.replace(config, model=dataclasses.replace(model, windows=(9, 0)))
+        assert count_flops(wider).per_token > 1.005 * of_run.per_token
+
+
+def test_an_estimate_refuses_what_a_plan_refuses() -> None:
+    """A batch that does not divide over the mesh, in the same words; control: one that does."""
+    flags = ["llama3-8b", "--topology", "v5p:4x8x8", "--mesh.fsdp", "256", "--data.batch"]
+    said = []
+    for view in ([], ["--estimate"]):
+        with pytest.raises(SpmdError, match="64 / ") as caught:
+            run_plan([*flags, "64", *view])
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert run_plan([*flags, "256", "--estimate"]) == 0
 
 
 def test_mfu_is_the_formula() -> None:
