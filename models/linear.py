@@ -181,7 +181,7 @@ def _products(
 def _products_forward(
     x: Array, kernels: tuple[Array, ...], histories: tuple[History | None, ...], how: _Products
 ) -> tuple[tuple[Array, ...], Any]:
-    tokens = annotate(x, how.into) if how.into else x
+    tokens = annotate(x, how.into, in_rule=True) if how.into else x
     scales = [history if history is None else history.max(axis=-1) for history in histories]
     shards = [secondary(kernel, placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
     used = [gather_operand(*args, x.dtype) for args in zip(shards, how.placed, scales, strict=True)]

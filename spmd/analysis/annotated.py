@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from spmd.jaxpr.equations import equations, inner_jaxprs, open_jaxpr
+from spmd.jaxpr.equations import equations, inner_jaxprs, name_of, open_jaxpr
 from spmd.jaxpr.source import equation_line
 from spmd.plan.scopes import read_scope
 
@@ -29,9 +29,9 @@ def find_annotated(jaxpr: Any) -> Annotated:
         made = _producers(inner)
         for equation in inner.eqns:
             scope, name = read_scope(str(equation.source_info.name_stack))
-            if scope == "annotate" and equation.primitive.name == "sharding_constraint":
+            if scope == "annotate" and name_of(equation) == "sharding_constraint":
                 for operation in _before(made, equation.invars[0]):
-                    found.setdefault((operation.primitive.name, equation_line([operation])), name)
+                    found.setdefault((name_of(operation), equation_line([operation])), name)
     return found
 
 
@@ -43,7 +43,7 @@ def _before(made: dict[Any, JaxprEqn], value: Any) -> Iterator[JaxprEqn]:
             return
         made, value = todo.pop(0)
         equation = None if isinstance(value, Literal) else made.get(value)
-        if equation is None or equation.primitive.name in _BODIES or equation.primitive.name.startswith(_MIXES):
+        if equation is None or name_of(equation) in _BODIES or name_of(equation).startswith(_MIXES):
             continue
         if bodies := inner_jaxprs(equation):
             todo.append((_producers(bodies[0]), bodies[0].outvars[equation.outvars.index(value)]))

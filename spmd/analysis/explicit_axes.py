@@ -179,7 +179,7 @@ class _Check:
         given = [value.dims for value in operation.inputs]
         if (spec := constraint_spec(operation)) is not None:
             return [mesh_dims(spec, operation.outputs[0], mesh.shape, given[0])]
-        if operation.primitive == "device_put":
+        if operation.primitive in ("device_put", "name", "stored"):
             return given
         if not any(any(dims) for dims in given if dims):
             is_constant = all(value.dims is None or not value.shape for value in operation.inputs)

@@ -1,10 +1,86 @@
-"""The equations of a jaxpr and of the jaxprs inside them: iteration and replacement."""
+"""The equations of a jaxpr and of the jaxprs inside them: what they are, iteration and replacement.
 
+JAX writes checkpoints, checkpoint names and custom derivatives in two forms: as primitives, and, under its upgrade
+flags (`spmd.jaxpr.upgrades`), as objects that one primitive of hijax applies. `name_of` and `params_of` give both in
+the first form; all code that reads jaxprs asks them. A new form is an entry here.
+"""
+
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
+from jax.sharding import use_abstract_mesh
+
+_CUSTOM = (primitives.custom_jvp_call_p.name, primitives.custom_vjp_call_p.name)
+
+_HIJAX = "call_hi_primitive"
+"""The primitive of hijax that applies an object, its parameter `_prim`."""
+
+_HIJAX_NAMES = {
+    "CheckpointName": primitives.name_p.name,
+    "CheckpointNameFwd": primitives.name_p.name,
+    "RematTraced": primitives.remat_p.name,
+    "CustomJVPTraced": primitives.custom_jvp_call_p.name,
+    "CustomVJPTraced": primitives.custom_vjp_call_p.name,
+    "StoredActivation": "stored",
+}
+"""Class of what hijax applies → the primitive of the same meaning. Any other is a call of its expansion."""
+
+
+def name_of(equation: JaxprEqn) -> str:
+    """Return the name of an equation's primitive, in its form without upgrade flags.
+
+    Example:
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> (equation,) = jax.make_jaxpr(lambda x: checkpoint_name(x, "hidden"))(1.0).eqns
+        >>> name_of(equation), params_of(equation)["name"]
+        ('name', 'hidden')
+    """
+    applied = _applied(equation)
+    if applied is None:
+        return equation.primitive.name
+    kind = type(applied).__name__
+    return _HIJAX_NAMES.get(kind, kind)
+
+
+def params_of(equation: JaxprEqn) -> Mapping[str, Any]:
+    """Return an equation's parameters, in their form without upgrade flags as far as this package reads them."""
+    applied = _applied(equation)
+    if applied is None:
+        return equation.params
+    if type(applied).__name__ not in _HIJAX_NAMES:
+        return _expansion(equation, applied)
+    if "traced" in applied.params:
+        return {**applied.params, "call_jaxpr": applied.params["traced"].jaxpr}
+    return applied.params
+
+
+def is_hijax(equation: JaxprEqn) -> bool:
+    """Return whether an equation has the form of an upgrade flag."""
+    return equation.primitive.name == _HIJAX
+
+
+def has_own_rules(equation: JaxprEqn) -> bool:
+    """Return whether an equation has a derivative of its own: JAX does not differentiate the jaxpr inside it."""
+    name = name_of(equation)
+    return name in _CUSTOM or (_applied(equation) is not None and name not in _HIJAX_NAMES.values())
+
+
+def _applied(equation: JaxprEqn) -> Any:
+    """Return the object that an equation of hijax applies; None for any other equation."""
+    return equation.params["_prim"] if is_hijax(equation) else None
+
+
+def _expansion(equation: JaxprEqn, applied: Any) -> Mapping[str, Any]:
+    """Return the jaxpr that an object of hijax stands for; none if its operands are not all arrays."""
+    if not all(hasattr(aval, "shape") and hasattr(aval, "dtype") for aval in applied.in_avals_flat):
+        return applied.params
+    with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
+        arrays = jax.tree.map(lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype), applied.in_avals)
+        return {"call_jaxpr": jax.make_jaxpr(applied.expand)(*arrays)}
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
@@ -21,7 +97,7 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
         >>> [[equation.primitive.name for equation in inner.eqns] for inner in inner_jaxprs(call)]
         [['sin']]
     """
-    return list(_jaxprs(equation.params))
+    return list(_jaxprs(params_of(equation)))
 
 
 def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
@@ -79,4 +155,14 @@ def _replaced_inside(value: Any, replacements: Mapping[int, ClosedJaxpr]) -> Any
         return _replaced(value, replacements)
     if isinstance(value, list | tuple):
         return type(value)(_replaced_inside(part, replacements) for part in value)
+    if type(value).__name__ in _HIJAX_NAMES:
+        return _replaced_in_hijax(value, replacements)
     return value
+
+
+def _replaced_in_hijax(applied: Any, replacements: Mapping[int, ClosedJaxpr]) -> Any:
+    """Return an object of hijax with the jaxprs among its parameters replaced; its attributes are its parameters."""
+    changed = copy.copy(applied)
+    changed.params = {name: _replaced_inside(value, replacements) for name, value in applied.params.items()}
+    vars(changed).update(changed.params)
+    return changed

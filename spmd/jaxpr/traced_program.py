@@ -7,6 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from spmd.jaxpr.equations import name_of, params_of
+
 Dims = tuple[tuple[str, ...], ...]
 """The mesh axes of each dimension."""
 
@@ -143,8 +145,8 @@ def _read(
         return _value(atom) if hasattr(atom, "val") else env[atom]
 
     for equation in jaxpr.eqns:
-        name, inside = equation.primitive.name, (equation, *around)
-        params = _scan_params(equation) if name == "scan" else equation.params
+        name, inside = name_of(equation), (equation, *around)
+        params = _scan_params(equation) if name == "scan" else params_of(equation)
         operands = [read(atom) for atom in equation.invars]
         called, inlined = next((params[key] for key in _CALLS if key in params), None), None
         if name == "optimization_barrier":  # an ordering constraint: its results are its operands

@@ -253,7 +253,7 @@ def _receive(
     """Return what the experts of this device get in a pass."""
     rows, scales = (dispatch.receive(array, turn) for array in sent)
     products = (layer.product(i, rows, kernel, dispatch.sizes(turn)) for i, kernel in enumerate(into))
-    return _Received(rows, scales, tuple(annotate(product, "expert_hidden") for product in products))
+    return _Received(rows, scales, tuple(annotate(product, "expert_hidden", in_rule=True) for product in products))
 
 
 def _more(dispatch: Dispatch, body: Callable[[Any, Any], Any], first: Any) -> Any:

@@ -27,6 +27,7 @@ from typing import TypeVar
 import jax
 
 from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.jaxpr.upgrades import checkpoints_ignore_functions
 from spmd.model_api.codecs import CODECS, Codec
 
 F = TypeVar("F", bound=Callable)
@@ -136,14 +137,18 @@ class Remat:
 
         A `scanned` layer is the body of a `lax.scan`, which already keeps XLA from merging the recomputation with the
         original. Checkpoint names in `also` are saved too.
+
+        Raises:
+            ConfigError: JAX, under an upgrade flag that it does not have in full, would ignore the policy.
         """
         if self.kind in ("none", "selective"):
             return layer
         also = (*also, CHOICE) if self.names else also
         policies, policy, saved = jax.checkpoint_policies, None, (*self.save, *also)
         if self.kind == "dots":
-            dots, names = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*also)
-            policy = policies.save_from_both_policies(dots, names)
+            policy = policies.dots_with_no_batch_dims_saveable
+            if also:
+                policy = policies.save_from_both_policies(policy, policies.save_only_these_names(*also))
         elif offloaded := [name for name in self.offload if self.codec(name) is None]:
             policy = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(saved),
@@ -155,6 +160,10 @@ class Remat:
             policy = policies.save_only_these_names(*saved)
         if self.store:  # the primitive of `spmd.plan.stored`
             policy = policies.save_from_both_policies(lambda primitive, *_, **__: primitive.name == "stored", policy)
+        if checkpoints_ignore_functions() and (self.offload or self.store or (self.kind == "dots" and also)):
+            what = f"would be ignored: JAX {jax.__version__} recomputes everything under jax_remat3"
+            problem = Problem(f"remat {self}", what, fix="turn jax_remat3 off, use a newer JAX, or save:NAME,NAME")
+            raise ConfigError("JAX cannot apply this remat policy under its upgrade flags:", [problem])
         return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # type: ignore[return-value]
 
 

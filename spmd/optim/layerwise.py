@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.jaxpr.equations import inner_jaxprs
+from spmd.jaxpr.equations import inner_jaxprs, name_of
 from spmd.optim.extra_args import example_update
 from spmd.sharding.layer_paths import Stack, dims_of, insert_layer_numbers, read_stacked, stacked_text, without_dims
 from spmd.sharding.optimizer_state import followed_params, is_random_key
@@ -160,7 +160,7 @@ class _Tracer:
         return [read(atom) for atom in jaxpr.outvars]
 
     def equation(self, equation: Any, inputs: list[_Seen]) -> list[_Seen]:
-        name, inner = equation.primitive.name, inner_jaxprs(equation)
+        name, inner = name_of(equation), inner_jaxprs(equation)
         if name == "cond":
             branches = [self.run(branch, inputs[1:]) for branch in inner]
             return [_union((inputs[0], *outputs)) for outputs in zip(*branches, strict=True)]

@@ -13,9 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError, Problem, did_you_mean
-from spmd.jaxpr.equations import equations
+from spmd.jaxpr.equations import equations, name_of, params_of
+from spmd.jaxpr.upgrades import checkpoints_are_hijax, name_in_rule
 from spmd.model_api.attention_config import AttentionConfig
-from spmd.model_api.remat import Remat
+from spmd.model_api.remat import CHOICE, Remat
 from spmd.plan.context import TraceContext, constrain, current, override
 from spmd.plan.fsdp import gathered
 from spmd.plan.host_params import fetch
@@ -24,6 +25,7 @@ from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import annotate_scope, in_scope
 from spmd.plan.stored import store, store_problems
+from spmd.plan.unseen import unseen_problems
 from spmd.plan.wires import SECONDARY
 from spmd.sharding.dims import local_shape, spec_dims
 from spmd.sharding.mesh import AnyMesh, is_kind
@@ -35,10 +37,14 @@ REMAT_MARK = "what the remat policy acts on"
 _NUMBERED = "remat_layer(layer, scanned=…, number=i), or a policy without an interval"
 
 
-def annotate(x: jax.Array, name: str) -> jax.Array:
+def annotate(x: jax.Array, name: str, *, in_rule: bool = False) -> jax.Array:
     """Mark `x` as an activation of the rule table: constrain its sharding, then name it for remat and offload.
 
-    `x` has its global shape; inside `shard_map`, the shape within the manual axes.
+    Args:
+        x: Has its global shape; inside `shard_map`, the shape within the manual axes.
+        name: Its name in the table.
+        in_rule: Whether this is the forward rule of a `jax.custom_vjp`, which JAX does not differentiate. Without it, a
+            future JAX (`jax_remat3`) saves `x` and yet computes it again.
 
     Raises:
         AnnotationError: The plan in scope has no such name, or its spec does not divide `x`. (JAX itself drops an
@@ -50,7 +56,7 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
     mesh, spec = found
     with in_scope(annotate_scope(name)):
         x = constrain(x, mesh, spec, f"activation {name!r}")
-    x, remat = checkpoint_name(x, name), current().remat
+    x, remat = name_in_rule(x, name) if in_rule else checkpoint_name(x, name), current().remat
     if (codec := remat.codec(name)) is None:
         return x
 
@@ -60,7 +66,8 @@ def annotate(x: jax.Array, name: str) -> jax.Array:
 
     dims = spec_dims(spec, x.ndim, split_axes(mesh))
     shard = local_shape(x.shape, dims, mesh.shape)
-    return store(x, name, codec, shard, place, on_host=name in remat.offload, transposed=is_kind(mesh, "TPU7x"))
+    host, transposed = name in remat.offload, is_kind(mesh, "TPU7x")
+    return store(x, name, codec, shard, place, on_host=host, transposed=transposed, in_rule=in_rule)
 
 
 def constrain_like(x: jax.Array, name: str) -> jax.Array:
@@ -160,6 +167,8 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
     def run(*arrays: Any) -> Any:
         if remat.names and not number:
             _check_names(remat, layer, arrays)
+        if checkpoints_are_hijax() and not number:
+            _check_seen(remat, layer, arrays, also)
         return checkpointed(*arrays)
 
     return run  # type: ignore[return-value]
@@ -195,6 +204,13 @@ def _check_names(remat: Remat, layer: Callable, arrays: tuple[Any, ...]) -> None
         raise AnnotationError(title, problems + wrong)
 
 
+def _check_seen(remat: Remat, layer: Callable, arrays: tuple[Any, ...], also: tuple[str, ...]) -> None:
+    """Check that JAX applies the policy to all that it names; what JAX does not see, it computes again."""
+    chosen = (CHOICE,) if remat.names else ()
+    if problems := unseen_problems(jax.make_jaxpr(layer)(*arrays), remat, (*also, *chosen)):
+        raise AnnotationError("JAX cannot apply this remat policy under its upgrade flags:", problems)
+
+
 def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
     """Check that a model traced under the plan marks every activation of its table, and that its remat policy acts."""
     marked = _marks(jaxpr)
@@ -214,5 +230,5 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
 
 
 def _marks(jaxpr: Any) -> set[str]:
-    names = {equation.params["name"] for equation in equations(jaxpr) if equation.primitive.name == "name"}
+    names = {params_of(equation)["name"] for equation in equations(jaxpr) if name_of(equation) == "name"}
     return {name.partition(" (")[0] for name in names}  # as codes of stored activations are named

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from spmd.jaxpr.upgrades import name_in_rule
 from spmd.model_api.codecs import GATHERS, Encoded
 from spmd.model_api.compress import PLAIN, WITHOUT_CODES, Wire
 from spmd.plan.context import current
@@ -91,7 +91,7 @@ class LocalParam:
         if coded is None:
             return kernel
         run = manual_over(mesh, split_axes(mesh), coded.across, self.specs[0], self.secondary_spec)
-        return jax.tree.map(lambda part: checkpoint_name(part, SECONDARY), run(kernel))
+        return jax.tree.map(lambda part: name_in_rule(part, SECONDARY), run(kernel))
 
     def sent(self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, str]:
         """Return axis → dtype or codec of the terms of a gradient of this shape, empty for its own dtype.

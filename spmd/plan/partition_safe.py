@@ -17,7 +17,7 @@ from jax.sharding import use_abstract_mesh
 
 from spmd import tree
 from spmd.errors import AnnotationError, Problem
-from spmd.jaxpr.equations import replace_equations
+from spmd.jaxpr.equations import has_own_rules, replace_equations
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.traced_program import TracedProgram, read_program
 from spmd.plan.context import current
@@ -33,8 +33,6 @@ from spmd.sharding.optimizer_state import drop_axis
 
 GATHERED = (*BATCH_AXES, "sequence")
 """The axes that split what a batch holds, and over which parameters are gathered."""
-
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 _WRONG = "XLA would compute these operations of the model wrongly:"
 _IN_CUSTOM = "is in the code of a custom derivative, which cannot be replaced"
@@ -185,7 +183,7 @@ def _without_faults(jaxpr: ClosedJaxpr, program: TracedProgram, mesh: AnyMesh) -
         with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
             if not split_axes(mesh):
                 continue
-            if any(outer.primitive.name in _CUSTOM for outer in around):
+            if any(map(has_own_rules, around)):
                 if not is_whole(operation, fault, mesh):
                     problems.append(problem_of(operation, fault, mesh, _IN_CUSTOM, _OUTSIDE))
                 continue

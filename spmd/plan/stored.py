@@ -1,9 +1,10 @@
 """Activations that are stored in fewer bits: full precision in the forward pass, decoded codes in the backward pass.
 
 No public remat policy gives the backward pass another value than the forward pass has. `store` is an identity with a
-partial-evaluation rule that does: where `jax.checkpoint` divides a layer into what runs now and what runs again, the
-codes cross from one to the other, and what runs again reads the decoded array. So it works for every consumer
-([decision 0041](../../docs/decisions/0041-stored-activations-are-a-primitive.md)).
+rule that does: where `jax.checkpoint` divides a layer into what runs now and what runs again, the codes cross from one
+to the other, and what runs again reads the decoded array. So it works for every consumer
+([decision 0041](../../docs/decisions/0041-stored-activations-are-a-primitive.md)). Each form of `jax.checkpoint` asks
+for the rule in its own way: the present one of a primitive, that of `jax_remat3` of an object of hijax.
 """
 
 import dataclasses
@@ -13,11 +14,12 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, primitives
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, jaxpr_as_fun, primitives
 from jax.interpreters import ad, mlir, partial_eval
 
 from spmd.errors import Problem
-from spmd.jaxpr.equations import equations, inner_jaxprs, open_jaxpr
+from spmd.jaxpr.equations import equations, inner_jaxprs, name_of, open_jaxpr, params_of
+from spmd.jaxpr.upgrades import HiPrim, checkpoints_are_hijax
 from spmd.model_api.codecs import Codec, Encoded
 from spmd.model_api.remat import Remat
 
@@ -34,6 +36,7 @@ class _Stored:
     name: str
     codec: Codec
     size: int
+    in_rule: bool = False
     save: ClosedJaxpr | None = None
     load: ClosedJaxpr | None = None
 
@@ -47,6 +50,7 @@ def store(
     *,
     on_host: bool,
     transposed: bool,
+    in_rule: bool = False,
 ) -> jax.Array:
     """Return `x`, of which the backward pass of the `jax.checkpoint` around it has only codes.
 
@@ -58,10 +62,11 @@ def store(
         place: Constrains an array whose dimensions are split as those of `x` are.
         on_host: Whether codes are moved to host memory. Scales are not.
         transposed: Whether the device's products read the decoded array transposed, so that rows are not kept whole.
+        in_rule: Whether this is the forward rule of a `jax.custom_vjp`.
     """
     block = codec.block_of(shard[-1])
     if not block:
-        return _stored.bind(x, how=_Stored(name, codec, shard[-1]))  # `store_problems` reports it
+        return _bind(x, _Stored(name, codec, shard[-1], in_rule))  # `store_problems` reports it
     rows = 1 if shard[-2:-1] == () or shard[-2] % 8 else 8
     label = f"{name} ({codec.bits(block):g}-bit {codec.name})"
 
@@ -77,7 +82,13 @@ def store(
 
     saved = jax.make_jaxpr(save)(x)
     loaded = jax.make_jaxpr(load)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in saved.out_avals[1:]))
-    return _stored.bind(x, how=_Stored(name, codec, shard[-1], saved, loaded))
+    return _bind(x, _Stored(name, codec, shard[-1], in_rule, saved, loaded))
+
+
+def _bind(x: jax.Array, how: _Stored) -> jax.Array:
+    if checkpoints_are_hijax():
+        return StoredActivation(jax.typeof(x), how)(x)
+    return _stored.bind(x, how=how)
 
 
 def _identity(x: Any, *, how: _Stored) -> Any:
@@ -113,18 +124,77 @@ ad.primitive_jvps[_stored] = _jvp
 partial_eval.partial_eval_jaxpr_custom_rules[_stored] = _partial_eval
 
 
+@jax.custom_jvp
+def _valued(decoded: jax.Array, again: jax.Array) -> jax.Array:
+    """Return the decoded array, whose tangent is that of the activation computed again, which is then not computed."""
+    del again
+    return decoded
+
+
+@_valued.defjvp
+def _valued_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return primals[0], tangents[1]
+
+
+class StoredActivation(HiPrim):
+    """The primitive as an object of hijax, for `jax.checkpoint` under `jax_remat3`."""
+
+    def __init__(self, aval: Any, how: _Stored) -> None:
+        self.in_avals, self.out_aval = (aval,), aval
+        self.params = {"how": how}
+        super().__init__()
+
+    def expand(self, x: Any) -> Any:
+        """Return `x`."""
+        return x
+
+    def remat(self, trace: Any, x: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
+        """Return `x`, what is kept of it, and the function that computes it again from that."""
+        how: _Stored = self.params["how"]
+        is_saved = trace.policy is not None and trace.policy(_stored, *self.in_avals, how=how) is True
+        if not is_saved:
+            return self(x), (), lambda _, again: again
+        x, *codes = jaxpr_as_fun(how.save)(x)
+
+        def decoded(codes: Any, again: Any) -> Any:
+            (value,) = jaxpr_as_fun(how.load)(*codes)
+            return value if how.in_rule else _valued(value, again)
+
+        return x, codes, decoded
+
+    def jvp(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        """Return the activation and its tangent, which is not stored."""
+        return self(*primals), tangents[0]
+
+    def lin(self, _: Any, x: Any) -> tuple[Any, None]:
+        """Return the activation; its linear map needs nothing."""
+        return self(x), None
+
+    def linearized(self, _: Any, tangent: Any) -> Any:
+        """Return the tangent."""
+        return tangent
+
+    def vjp_fwd(self, _: Any, x: Any) -> tuple[Any, None]:
+        """Return the activation; its transpose needs nothing."""
+        return self(x), None
+
+    def vjp_bwd_retval(self, _: Any, cotangent: Any) -> tuple[Any]:
+        """Return the cotangent."""
+        return (cotangent,)
+
+
 def store_problems(jaxpr: Any, remat: Remat) -> list[Problem]:
     """Return what is wrong with the stored activations of a traced layer: last dimensions and readers of masks."""
     found = {}
     for inner in _jaxprs(open_jaxpr(jaxpr)):
         for equation in inner.eqns:
-            if equation.primitive is _stored and (problem := _problem(equation, inner, remat)):
+            if name_of(equation) == _stored.name and (problem := _problem(equation, inner, remat)):
                 found[problem.where] = problem
     return list(found.values())
 
 
 def _problem(equation: JaxprEqn, jaxpr: Jaxpr, remat: Remat) -> Problem | None:
-    how = equation.params["how"]
+    how = params_of(equation)["how"]
     where = f"remat store:{how.codec.name}={how.name}"
     if how.save is None:
         what = f"no block divides its last dimension, which has {how.size} elements on a device"
@@ -133,11 +203,12 @@ def _problem(equation: JaxprEqn, jaxpr: Jaxpr, remat: Remat) -> Problem | None:
         return None
     for reader in _readers(equation.outvars[0], jaxpr):
         if reader is None or not _is_relu(reader):
-            what = f"is read by {reader.primitive if reader else 'another function'}, not by a ReLU alone"
+            what = f"is read by {name_of(reader) if reader else 'another function'}, not by a ReLU alone"
             return Problem(where, what, "a mask has only the sign", fix=f"store:int8={how.name}")
         results = list(_readers(reader.outvars[0], jaxpr))
-        if any(r is None or r.primitive.name != "name" or r.params["name"] not in remat.names for r in results):
-            names = sorted({r.params["name"] for r in results if r is not None and r.primitive.name == "name"})
+        labels = [params_of(r)["name"] if r is not None and name_of(r) == "name" else None for r in results]
+        if any(label not in remat.names for label in labels):
+            names = sorted({label for label in labels if label is not None})
             what = "the result of its ReLU is computed again, and a mask has only the sign"
             return Problem(where, what, fix=f"also save:{','.join(names) or 'NAME'}, or store:int8={how.name}")
     return None
@@ -147,7 +218,7 @@ def _readers(value: Var, jaxpr: Jaxpr) -> Iterator[JaxprEqn | None]:
     """Yield the equations that read a value, through constraints; None for the end of the jaxpr."""
     for equation in jaxpr.eqns:
         if any(atom is value for atom in equation.invars):
-            if equation.primitive.name in _BETWEEN:
+            if name_of(equation) in _BETWEEN:
                 yield from _readers(equation.outvars[0], jaxpr)
             else:
                 yield equation
@@ -159,8 +230,8 @@ def _is_relu(equation: JaxprEqn) -> bool:
     """Tell whether an equation is `jax.nn.relu`, whose derivative reads only the sign of its operand."""
     inside = [e for jaxpr in inner_jaxprs(equation) for e in equations(jaxpr) if not inner_jaxprs(e)]
     return (
-        equation.primitive.name == "custom_jvp_call"
-        and [e.primitive.name for e in inside] == ["max"]
+        name_of(equation) == "custom_jvp_call"
+        and [name_of(e) for e in inside] == ["max"]
         and getattr(inside[0].invars[1], "val", None) == 0
     )
 
