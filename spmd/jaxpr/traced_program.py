@@ -1,6 +1,7 @@
 """Traced programs as plain values and operations; `spmd.jaxpr.propagation` adds the shardings."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ class TracedValue:
         name: `checkpoint_name` given by the model; may be empty.
         kept: Bytes of one element in memory, if fewer than `itemsize`.
         is_float: Whether its elements are real or complex numbers, and no integers or flags.
+        constant: The value of a literal, or the array of a constant; None if it is no constant.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +42,7 @@ class TracedValue:
     on_host: bool = False
     kept: int = 0
     is_float: bool = False
+    constant: Any = None
 
     def bytes(self, axes: Mapping[str, int]) -> int:
         """Return the bytes of one device's shard; uneven shards are padded."""
@@ -136,10 +139,12 @@ _Stacks = dict[TracedValue, list[TracedValue]]
 def _read(
     jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eager: bool, around: tuple[Any, ...]
 ) -> TracedProgram:
+    consts = getattr(jaxpr, "consts", ())
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     program = TracedProgram(list(map(_value, jaxpr.invars) if inputs is None else inputs), [], [])
     env: dict[Any, TracedValue] = dict(zip(jaxpr.invars, program.inputs, strict=True))
-    env.update((variable, _value(variable)) for variable in jaxpr.constvars)
+    for variable, array in itertools.zip_longest(jaxpr.constvars, consts):
+        env[variable] = dataclasses.replace(_value(variable), constant=array)
 
     def read(atom: Any) -> TracedValue:
         return _value(atom) if hasattr(atom, "val") else env[atom]
@@ -218,4 +223,5 @@ def _value(atom: Any) -> TracedValue:
     aval = atom.aval
     dtype = getattr(aval, "dtype", None)
     is_float = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-    return TracedValue(tuple(getattr(aval, "shape", ())), getattr(dtype, "itemsize", 0), is_float=is_float)
+    shape, itemsize = tuple(getattr(aval, "shape", ())), getattr(dtype, "itemsize", 0)
+    return TracedValue(shape, itemsize, is_float=is_float, constant=getattr(atom, "val", None))

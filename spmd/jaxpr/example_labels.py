@@ -1,0 +1,138 @@
+"""Labels of values by how they depend on the examples of a batch.
+
+A program is read at two batch sizes, side by side (`spmd.jaxpr.examples`). A dimension whose size differs is one of
+examples, and a constant whose value differs is a count of them.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from spmd.jaxpr.traced_program import Operation, TracedValue
+
+Pair = tuple[Any, Any]
+"""One property of a value or an operation, at both batch sizes."""
+
+
+class Kind(enum.IntEnum):
+    """Dependence of a value on the examples."""
+
+    SHARED = 0
+    """The same for all examples: parameters, constants, and statistics of a batch."""
+    SUM = 1
+    """A sum over the examples of what depends on one of them."""
+    EXAMPLES = 2
+    """A part for each example, which depends on that example."""
+    PLACES = 3
+    """The place of each example in the batch."""
+    MIXED = 4
+    """Parts that depend on several examples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """An operation after which a value is no sum over the examples.
+
+    Attributes:
+        what: What the operation does, as the end of a sentence about it.
+        sums: The sums over examples that it uses, by the operations that sum.
+    """
+
+    operation: Operation
+    what: str
+    sums: frozenset[Operation] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """Dependence of one value on the examples.
+
+    Attributes:
+        dim: The dimension of the examples; None in a loop over examples, where a value is of the iteration's example.
+        inner: Positions of an example that follow each other in that dimension; None if unknown.
+        degree: The power of the number of examples with which the value grows when a batch is repeated: 1 for a sum,
+            0 for a mean; None if unknown.
+        value: The value of all elements of a constant, at both sizes.
+        sums: The operations that summed over examples what the value is made of, element by element.
+        mixes: The operations before it after which a value is no sum over examples.
+        columns: The labels of the last dimension's entries, if they are of different kinds.
+    """
+
+    kind: Kind = Kind.SHARED
+    dim: int | None = None
+    inner: int | None = None
+    degree: float | None = 0.0
+    value: Pair | None = None
+    sums: frozenset[Operation] = frozenset()
+    mixes: frozenset[Mix] = frozenset()
+    columns: "tuple[Label, ...] | None" = None
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the value is zero at both sizes."""
+        return self.value is not None and self.value[0] == 0 == self.value[1]
+
+    @property
+    def has_examples(self) -> bool:
+        """Whether the value has parts of examples."""
+        return self.kind in (Kind.EXAMPLES, Kind.PLACES)
+
+    def replace(self, **changes: Any) -> "Label":
+        """Return a label with other attributes."""
+        return dataclasses.replace(self, **changes)
+
+    def with_mix(self, operation: Operation, what: str, used: Iterable["Label"] = ()) -> "Label":
+        """Return the label after an operation that mixes what it uses."""
+        sums = frozenset[Operation]().union(*(label.sums for label in used))
+        return self.replace(mixes=self.mixes | {Mix(operation, what, sums)})
+
+
+SHARED = Label()
+
+
+def constant(first: Any, second: Any) -> Label:
+    """Return the label of a constant with one value for all of its elements, at both sizes."""
+    if first == second or (first != first and second != second):  # NaN is not equal to itself
+        return Label(value=(first, second))
+    is_power = first and second and second / first > 0
+    return Label(value=(first, second), degree=math.log2(second / first) if is_power else None)
+
+
+def varying_dims(values: tuple[TracedValue, TracedValue]) -> list[int]:
+    """Return the dimensions of examples: those with another size at another batch size."""
+    return [dim for dim, (a, b) in enumerate(zip(values[0].shape, values[1].shape, strict=True)) if a != b]
+
+
+def all_mixes(labels: Iterable[Label]) -> frozenset[Mix]:
+    """Return the mixes before several values."""
+    return frozenset[Mix]().union(*(label.mixes for label in labels))
+
+
+def all_sums(labels: Iterable[Label]) -> frozenset[Operation]:
+    """Return the sums that several values are made of."""
+    return frozenset[Operation]().union(*(label.sums for label in labels))
+
+
+def same_layout(labels: Sequence[Label]) -> bool:
+    """Return whether the examples of several values are in the same places."""
+    found = [label for label in labels if label.has_examples]
+    inner = {label.inner for label in found} - {None}
+    return len({label.dim for label in found}) <= 1 and len(inner) <= 1
+
+
+def strongest(labels: Sequence[Label]) -> Label:
+    """Return a label with the kind of several values together, their layout, sums and mixes, and degree 0."""
+    kind = max((label.kind for label in labels), default=Kind.SHARED)
+    if kind is Kind.PLACES:
+        kind = Kind.EXAMPLES
+    layout = max((label for label in labels if label.has_examples), key=lambda label: label.inner or 0, default=SHARED)
+    is_parted = kind is Kind.EXAMPLES
+    return Label(
+        kind=kind,
+        dim=layout.dim if is_parted else None,
+        inner=layout.inner if is_parted else None,
+        sums=frozenset() if is_parted or kind is Kind.MIXED else all_sums(labels),
+        mixes=all_mixes(labels),
+    )
