@@ -20,6 +20,7 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.exchange import exchange_once
 from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
+from spmd.jaxpr.examples import per_example
 from spmd.model_api.compress import CompressConfig
 from spmd.model_api.model import Model
 from spmd.model_api.precision import Precision
@@ -94,6 +95,7 @@ __all__ = [
     "make_plan",
     "make_train_step",
     "next_token_loss",
+    "per_example",
     "per_layer",
     "place_batch",
     "replicate",

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.base import GradFn, check_results
+from spmd.gradients.base import GradFn, LossGradFn, check_results
 from spmd.gradients.losses import Sums
+from spmd.jaxpr.examples import ADDING, adding_operation
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
@@ -20,22 +21,28 @@ from spmd.sharding.batch import BatchTable
 
 _TITLE = "The batch cannot be split into microbatches:"
 _EXAMPLES_FIRST = 'P(("data", "fsdp", "expert"))'
+_PER_MICROBATCH = "spmd.accumulate(…, per_microbatch=True) for the loss of each microbatch"
 _WHOLE = 'spmd.whole("why")'
-_ADDING = ("add", "add_any", "dynamic_update_slice", "max", "min")
+_ADDING = (*ADDING, "dynamic_update_slice", "max", "min")
 """Operations that join what an iteration gives to what a loop carries, in any order."""
 
 _EXAMPLES_LATER = 'P(None, ("data", "fsdp", "expert"))'
 
 
-def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
+def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = False) -> GradFn:
     """Return a gradient function that adds up the results of `grad_fn` on microbatches, one after the other.
 
     A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next.
     Examples are the first dimension of each array of a batch, unless the batch table of the rules says otherwise.
 
+    Args:
+        per_microbatch: Whether a loss that is no sum over the examples is meant to be one of each microbatch. Without
+            it, statistics that a model keeps among its variables and declared values such as balance losses are of a
+            microbatch (`values_of_microbatches`), and any other such loss is an error.
+
     Raises:
         ConfigError: At trace time: arrays have different numbers of examples, none, or a number that does not divide;
-            or the model scans over what should be examples.
+            the model scans over what should be examples; or the loss is no sum over the examples.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         problem = Problem("microbatches", f"is {microbatches}", fix="a whole number, at least 1")
@@ -58,11 +65,13 @@ def accumulate(grad_fn: GradFn, microbatches: int) -> GradFn:
         jaxpr, returned = jax.make_jaxpr(grad_fn, return_shape=True)(params, variables, first, keys[0])
         gradients, sums, _ = check_results(returned)
         _check_no_order(read_program(jaxpr), len(jax.tree.leaves((params, variables))), first)
+        if isinstance(grad_fn, LossGradFn) and not per_microbatch:
+            grad_fn.loss.check_additive(_TITLE, params, variables, first, key, fix=_PER_MICROBATCH, statistics=False)
         zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, sums)
         ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), (split, keys))
         return gradients, sums, variables
 
-    return accumulated
+    return LossGradFn(accumulated, grad_fn.loss) if isinstance(grad_fn, LossGradFn) else accumulated
 
 
 def split_microbatches(batch: Any, microbatches: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -88,6 +97,12 @@ def split_microbatches(batch: Any, microbatches: int) -> tuple[dict[str, jax.Arr
         parts = x.reshape(*x.shape[:dim], examples, microbatches, *x.shape[dim + 1 :])
         split[path] = jnp.moveaxis(parts, dim + 1, 0)
     return split, shared
+
+
+def first_microbatch(batch: Any, microbatches: int) -> Any:
+    """Return the first of the microbatches of a batch."""
+    split, shared = split_microbatches(batch, microbatches)
+    return join_microbatch(batch, {path: x[0] for path, x in split.items()}, shared)
 
 
 def join_microbatch(batch: Any, part: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> Any:
@@ -168,11 +183,7 @@ def _ordered_dims(program: TracedProgram, *, in_loop: bool = False) -> Iterator[
 
 def _adds_up(loop: Operation, old: TracedValue, new: TracedValue) -> bool:
     """Return whether a loop only adds to a value that it carries, or counts, so that the order makes no difference."""
-    if old is new or not old.is_float:
-        return True
-    (body,) = loop.bodies
-    users = [operation for operation in body.operations if old in operation.inputs]
-    return len(users) == 1 and users[0].primitive in _ADDING and new in users[0].outputs
+    return old is new or not old.is_float or adding_operation(loop, old, new, _ADDING) is not None
 
 
 def _check_no_order(program: TracedProgram, before: int, batch: Any) -> None:

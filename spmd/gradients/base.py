@@ -4,6 +4,7 @@ A `GradFn` returns gradients *of the summed loss* and the sums. Sums add up, so 
 compose independently; the step divides by the weight once.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 from jax.sharding import get_abstract_mesh
 
 from spmd.errors import ConfigError, Problem, check_call
+from spmd.gradients.additive import LossReader
 from spmd.gradients.losses import LossFn, Sums, check_returned
 from spmd.gradients.weights import check_weight
 from spmd.model_api.precision import LOSS_SCALE, scale_loss
@@ -18,16 +20,43 @@ from spmd.model_api.variables import split_variables
 from spmd.plan.fsdp import grad_targets, params_for_forward
 from spmd.plan.partition_safe import trace_call
 from spmd.plan.scaled_param import MAGNITUDES, histories_of, with_seen
+from spmd.sharding.mesh import BATCH_AXES
 
 GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
 """`(params, variables, batch, key) -> (gradients of sums["loss"], sums, updated variables)`."""
 
+_ONCE = "Gradients cannot be exchanged once a step:"
 
-def value_and_grad(loss_fn: LossFn) -> GradFn:
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossGradFn:
+    """A `GradFn` of a loss function whose structure can be read.
+
+    Attributes:
+        grad_fn: The gradient function itself.
+        loss: Reads how the loss depends on the examples of a batch.
+    """
+
+    grad_fn: GradFn
+    loss: LossReader
+
+    def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
+        """Return the gradients, the sums and the updated variables."""
+        return self.grad_fn(params, variables, batch, key)
+
+
+def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
     """Return the gradient function of the whole batch.
 
     Under a plan gradients have the dtype in which its precision sums them, whatever the dtype of the parameters. If the
     variables have a loss scale, they are gradients of the scaled loss (see `unscale`).
+
+    Args:
+        additive: Whether the sums of `loss_fn` are declared to be sums over the examples. By default this is read from
+            the loss where accumulation, a pipeline or an exchange once a step needs it.
+
+    Raises:
+        ConfigError: At trace time: the loss is a mean, and its weight a count; or the weight is trained.
 
     Example:
         >>> import jax.numpy as jnp
@@ -40,6 +69,8 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
     fix = "a function of (params, variables, batch, key), such as spmd.next_token_loss(model)"
     if problems := check_call("loss_fn", loss_fn, "params, variables, batch, key", fix):
         raise ConfigError("This is no loss function:", problems)
+
+    loss = LossReader(loss_fn, additive=additive)
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_variables(variables, LOSS_SCALE)
@@ -59,12 +90,15 @@ def value_and_grad(loss_fn: LossFn) -> GradFn:
             sums, after = call.evaluate()
             return scale_loss(sums["loss"], scaling), (sums, after)
 
+        loss.check_mean(params, own, batch, key)
+        if any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES):
+            loss.check_additive(_ONCE, params, own, batch, key, fix="--exchange-once none")
         wanted = grad_targets(params), histories_of(magnitudes.get(MAGNITUDES, {}))
         (gradients, seen), (sums, after) = jax.grad(objective, argnums=(0, 1), has_aux=True)(*wanted)
         states = scaling | {name: with_seen(state, seen) for name, state in magnitudes.items()}
         return gradients, sums, {**after, **states} if states else after
 
-    return grad_fn
+    return LossGradFn(grad_fn, loss)
 
 
 def check_results(returned: Any) -> tuple[Any, Sums, Any]:

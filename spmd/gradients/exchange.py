@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
-from spmd.gradients.base import GradFn
+from spmd.gradients.base import GradFn, LossGradFn
 from spmd.gradients.losses import Sums
 from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
@@ -56,7 +56,9 @@ def sum_exchange(local: LocalGradients, states: dict[str, Any]) -> tuple[Any, di
     return tree.map_with_path(lambda path, g: exchange(path, g, local), local.gradients), states
 
 
-def exchange_once(grad_fn: GradFn, axes: tuple[str, ...], last_stage: LastStage = sum_exchange) -> GradFn:
+def exchange_once(
+    grad_fn: GradFn, axes: tuple[str, ...], last_stage: LastStage = sum_exchange, *, additive: bool = False
+) -> GradFn:
     """Return a gradient function that exchanges the gradients of `grad_fn` over mesh `axes` once.
 
     Each device calls `grad_fn`, such as `accumulate(…)` or `pipeline(…)`, on its part of the batch. Parameters that are
@@ -65,6 +67,8 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...], last_stage: LastStage 
     Args:
         axes: `("data",)` or `("data", "fsdp")`. Nothing changes without them, or where their size is 1.
         last_stage: The exchange itself, which may keep a state among the variables.
+        additive: Whether a gradient function that is not made from a loss function is declared to return sums over the
+            examples. `value_and_grad` and pipelines read it from the loss.
 
     Raises:
         ConfigError: At trace time: results are no sums over the examples, so they would differ.
@@ -84,6 +88,10 @@ def exchange_once(grad_fn: GradFn, axes: tuple[str, ...], last_stage: LastStage 
         what, fix = "is {}, and an exchange over fsdp gathers once", "--exchange-once data, or no --compress.gather"
         problems += [Problem("compress.gather", what.format(codec), fix=fix) for codec in codecs]
         problems += [Problem(path, "is in host memory", fix=_FIX) for path in placements if placements[path].on_host]
+        if not additive and not isinstance(grad_fn, LossGradFn):
+            what = "is not made from a loss function, so it is not known whether it sums over the examples"
+            fix = "spmd.value_and_grad(loss_fn), or exchange_once(…, additive=True)"
+            problems.append(Problem("grad_fn", what, fix=fix))
         if problems:
             raise ConfigError(_TITLE, problems)
         stages = split_axes(mesh)[: mesh.shape["pipe"] > 1]  # XLA refuses a manual region over an axis left of these

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, shown
+from spmd.jaxpr.examples import declared_scope
 from spmd.layers.lm_head import CHUNK, LazyLogits, chunked_cross_entropy, lazy_logits
 from spmd.layers.zigzag import zigzag_batch
 from spmd.model_api.model import VALID, Model, Outputs, as_outputs
@@ -39,6 +40,8 @@ _RETURN = 'return {"loss": losses.sum(), "weight": weights.sum()}, variables'
 def check_returned(returned: Any, variables: Any) -> tuple[Sums, Any]:
     """Return the sums, as arrays, and the variables that a loss function returned, or raise a `ConfigError`."""
     is_tuple = isinstance(returned, tuple)
+    if is_tuple and len(returned) == 2 and _is_scalar(returned[0]):  # a mean of weight 1
+        returned = {"loss": returned[0], "weight": jnp.float32(1)}, returned[1]
     if not (is_tuple and len(returned) == 2 and isinstance(returned[0], Mapping)):
         what = f"returns ({', '.join(map(shown, returned))})" if is_tuple else f"returns {shown(returned)}"
         fix = "pass it as grad_fn=" if is_tuple and len(returned) == 3 else _RETURN
@@ -62,6 +65,10 @@ def check_returned(returned: Any, variables: Any) -> tuple[Sums, Any]:
     if problems:
         raise ConfigError(_NO_LOSS, problems)
     return jax.tree.map(jnp.asarray, dict(sums)), after
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not value.shape
 
 
 def split_arrays(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -112,6 +119,7 @@ class ModelLoss:
         inputs: Batch → the model's inputs.
         sums: `(Outputs, batch)` → `Sums`.
         train: Whether the model runs in training mode (dropout, updates of batch statistics) or in evaluation mode.
+        additive: Whether the sums are declared to be sums over examples, so that this is not read from the loss.
 
     A `padding_aware` model also gets the batch's `valid_tokens`.
     """
@@ -120,6 +128,7 @@ class ModelLoss:
     inputs: Callable[[Any], tuple[Any, ...]]
     sums: Callable[[Outputs, Any], Sums]
     train: bool = True
+    additive: bool = False
 
     def prepare(self, batch: Any) -> Any:
         """Return the batch with the mask of its tokens, for a model that takes it. Tokens must be in their order."""
@@ -182,8 +191,8 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
     """Return the cross-entropy of the next token, and each auxiliary loss and metric, as weighted sums."""
     sums = cross_entropy(outputs.logits, *_take(batch, "targets", "weights"), chunk=chunk)
     # The step divides by the weight, so a value of the batch is multiplied by it: zero if all tokens are padding.
-    others = {name: value * sums["weight"] for name, value in {**outputs.losses, **outputs.metrics}.items()}
-    arrays = {name: value * sums["weight"] for name, value in outputs.arrays.items()}
+    others = {name: _of_microbatch(name, value, sums) for name, value in {**outputs.losses, **outputs.metrics}.items()}
+    arrays = {name: _of_microbatch(name, value, sums) for name, value in outputs.arrays.items()}
     around = get_abstract_mesh()
     is_part = any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES)
     if (others or arrays) and is_part and not outputs.of_all_devices:
@@ -192,6 +201,12 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
         raise ConfigError("A device cannot compute the loss of its examples alone:", [problem])
     loss = sum((others[name] for name in outputs.losses if train), start=sums["loss"])
     return {**sums, **others, "loss": loss, **({"arrays": arrays} if arrays else {})}
+
+
+def _of_microbatch(name: str, value: Array, sums: Sums) -> Array:
+    """Return a value of a whole microbatch as one of the sums."""
+    with jax.named_scope(declared_scope(name)):
+        return value * sums["weight"]
 
 
 def _tokens(batch: Any) -> tuple[Any, ...]:

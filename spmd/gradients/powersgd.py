@@ -41,12 +41,13 @@ _DEPENDENT = 1e-5
 """Share of a row that is left without the parts along other rows, below which it is rounding error."""
 
 
-def compress(grad_fn: GradFn, powersgd: PowerSGD, axes: tuple[str, ...] = (AXIS,)) -> GradFn:
+def compress(grad_fn: GradFn, powersgd: PowerSGD, axes: tuple[str, ...] = (AXIS,), *, additive: bool = False) -> GradFn:
     """Return a gradient function that exchanges the gradients of `grad_fn` once a step, compressed over `data`.
 
     Args:
         grad_fn: As for `spmd.exchange_once`; its variables have the state of `with_compression`.
         axes: `("data",)`, or `("data", "fsdp")` to sum over `fsdp` once a step, too, before.
+        additive: As for `spmd.exchange_once`.
     """
 
     def last_stage(local: LocalGradients, states: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -69,7 +70,7 @@ def compress(grad_fn: GradFn, powersgd: PowerSGD, axes: tuple[str, ...] = (AXIS,
         gradients = tree.map_with_path(reduce, local.gradients)
         return gradients, {COMPRESSION: traverse_util.unflatten_dict(after, sep="/")}
 
-    return exchange_once(grad_fn, axes, last_stage)
+    return exchange_once(grad_fn, axes, last_stage, additive=additive)
 
 
 def _exchange(

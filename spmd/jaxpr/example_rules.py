@@ -5,7 +5,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-
 from spmd.jaxpr.example_labels import (
     SHARED,
     Kind,
@@ -689,12 +688,18 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("sharding_constraint", "reshard", "layout_constraint", "stop_gradient"), _linear),
     **dict.fromkeys(("device_put", "optimization_barrier"), lambda operations, labels, setting: list(labels)),
     **dict.fromkeys(("add", "add_any", "sub"), _add),
-    **dict.fromkeys(("random_bits", "random_split", "random_gamma", "rng_bit_generator", "random_seed", "rng_uniform"), _drawn),
+    **dict.fromkeys(
+        ("random_bits", "random_split", "random_gamma", "rng_bit_generator", "random_seed", "rng_uniform"), _drawn
+    ),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     **dict.fromkeys(("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduce),
     **dict.fromkeys(("argmax", "argmin"), _reduce),
-    **dict.fromkeys(("top_k", "approx_top_k", "fft", "cholesky", "lu", "qr", "eigh", "svd", "householder_product"), _last),
-    **dict.fromkeys(("triangular_solve", "eig", "schur", "tridiagonal_solve", "geqrf", "hessenberg", "tridiagonal"), _last),
+    **dict.fromkeys(
+        ("top_k", "approx_top_k", "fft", "cholesky", "lu", "qr", "eigh", "svd", "householder_product"), _last
+    ),
+    **dict.fromkeys(
+        ("triangular_solve", "eig", "schur", "tridiagonal_solve", "geqrf", "hessenberg", "tridiagonal"), _last
+    ),
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add"), _window),
     **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), _psum),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "reduce_scatter", "psum_scatter"), _exchanged),

@@ -7,22 +7,22 @@ labels[0].kind is Kind.SUM and not labels[0].mixes     # the first result is a s
 ```
 
 Loops, conditions and manual regions are read like any code; a loop over the examples may add up what each of them gives.
-A function that is declared to treat each example by itself (`PER_EXAMPLE`) is not read.
+A function that is declared to treat each example by itself (`per_example`) is not read.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from spmd.jaxpr.example_labels import (
     SHARED,
     Kind,
     Label,
-    all_mixes,
-    all_sums,
     constant,
     same_layout,
     strongest,
@@ -31,8 +31,8 @@ from spmd.jaxpr.example_labels import (
 from spmd.jaxpr.example_rules import ACROSS, ADDED, NUMBER, Operations, Setting, results_of, trusted_result
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
 
-PER_EXAMPLE = "per_example"
-"""Scope of operations that are declared to treat each example by itself."""
+_PER_EXAMPLE = "per_example(declared)"
+F = TypeVar("F", bound=Callable)
 
 _DECLARED = re.compile(r"\bof_microbatch\(([^()]*)\)")
 ADDING = ("add", "add_any")
@@ -46,6 +46,27 @@ def declared_scope(name: str) -> str:
     return f"of_microbatch({name})"
 
 
+def per_example(function: F) -> F:
+    """Declare that a function treats each example of a batch by itself, so that its code is not read.
+
+    Results with a dimension of examples then depend, for each example, on its own part of the arguments; results
+    without one are sums over the examples. Needed where the structure does not tell, such as for a primitive of one's
+    own, or for experts that sort the tokens of all examples.
+
+    Example:
+        >>> squares = per_example(lambda x: (x**2).sum())
+        >>> float(squares(np.ones(3)))
+        3.0
+    """
+
+    @functools.wraps(function)
+    def declared(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(_PER_EXAMPLE):
+            return function(*args, **kwargs)
+
+    return declared  # type: ignore[return-value]
+
+
 class UnlikeProgramsError(ValueError):
     """The program of one batch size has other operations than that of another; the text is where."""
 
@@ -56,7 +77,7 @@ class ExampleLabels:
 
     Attributes:
         results: The labels, in order.
-        declared: Names of the values of a microbatch that are declared as such → the first operation that mixes.
+        declared: Names of the values of a microbatch that are declared as such → the operation that adds each to a sum.
     """
 
     results: list[Label]
@@ -137,9 +158,8 @@ class _Reader:
     def _as_declared(self, name: str, operation: Operation, label: Label) -> Label:
         """Return the label of a value of the microbatch, which its author has declared, times a sum."""
         if label.mixes:
-            first = min(label.mixes, key=lambda mix: mix.what)
-            self.declared.setdefault(name, first.operation)
-        if not label.mixes or label.kind is Kind.SHARED and not label.sums:
+            self.declared.setdefault(name, operation)
+        if not label.mixes or (label.kind is Kind.SHARED and not label.sums):
             return label
         return Label(Kind.SUM, degree=1.0, sums=frozenset({operation}))
 
@@ -367,7 +387,7 @@ def _runs(program: TracedProgram) -> list[Operation | list[Operation]]:
     """Return the operations of a program, with runs of those that are not read in lists."""
     runs: list[Operation | list[Operation]] = []
     for operation in program.operations:
-        if PER_EXAMPLE not in names_of_scopes(operation):
+        if _PER_EXAMPLE not in names_of_scopes(operation):
             runs.append(operation)
         elif runs and isinstance(runs[-1], list):
             runs[-1].append(operation)

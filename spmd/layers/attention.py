@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jaxtyping import Array, Float
 
+from spmd.jaxpr.examples import per_example
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import LARGEST_CHUNK, MASK_VALUE
 from spmd.layers.kv_cache import cached_attention
@@ -72,7 +73,7 @@ def attend(
         # Run on each device's part: no compiler can partition a Pallas kernel, and JAX partitions cuDNN's only where no
         # axis is manual yet.
         run = functools.partial(ulysses_attention, run, config.mesh)
-    return remat_attention(run, keeps_scores=kernel == "xla")(query, key, value, segments)
+    return remat_attention(per_example(run), keeps_scores=kernel == "xla")(query, key, value, segments)
 
 
 def _repeat_heads(x: Array, heads: int, parts: int) -> Array:

@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import AnnotationError, Problem
+from spmd.jaxpr.examples import per_example
 from spmd.layers.soft_cap import before_soft_cap, soft_capped
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.context import current, override
@@ -145,7 +146,8 @@ def chunked_cross_entropy(
         >>> round(float(loss), 4), float(correct)  # 2 ln 8
         (4.1589, 2.0)
     """
-    return _sums(head.x, head.kernel, targets, weights, _layout(head, chunk))
+    layout = _layout(head, chunk)
+    return per_example(_sums)(head.x, head.kernel, targets, weights, layout)
 
 
 def _layout(head: LazyLogits, chunk: int) -> _Layout:

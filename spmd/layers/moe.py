@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from spmd.jaxpr.examples import per_example
 from spmd.layers.expert_dispatch import EXTRA_PASSES, Capacity, Dispatch, Dropless
 from spmd.layers.expert_exchange import Blocks
 from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
@@ -70,7 +71,8 @@ def mixture_of_experts(
         is_kept = slots < config.experts * capacity
         where = jnp.where(is_kept, routing.experts, config.experts) if layer.is_dropless else slots
     arrays = tuple(kernel.array for kernel in kernels)
-    y, extra = _apply(layer, x, where, routing.weights, arrays)
+    # The rows of experts are sorted over the examples of a device, and go back to where they were.
+    y, extra = per_example(_apply)(layer, x, where, routing.weights, arrays)
     return y, {"dropped": batch_sum(dropped), "extra_passes": extra}
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from spmd.jaxpr.examples import per_example
 from spmd.model_api.quantize import MatmulRecipe
 from spmd.plan.manual import global_max
 
@@ -132,6 +133,7 @@ def _letters(form: str, *ndims: int) -> tuple[list[str], str]:
     return found, out.replace("...", dots)
 
 
+@per_example
 def quantized_einsum(
     form: str, a: Array, kernel: Array | Operand, recipe: MatmulRecipe, *, is_gradient: bool, scales: Any, dtype: Any
 ) -> Array:

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.gradients.base import GradFn
+from spmd.gradients.accumulate import first_microbatch
+from spmd.gradients.additive import LossReader
+from spmd.gradients.base import GradFn, LossGradFn
 from spmd.gradients.losses import LossFn, Sums
 from spmd.model_api.precision import LOSS_SCALE, scale_loss
 from spmd.model_api.variables import split_variables
 from spmd.pipeline.executor import cond, first_carry, run_ticks, shift, zeros
 from spmd.pipeline.interleave import AXIS, interleave
-from spmd.pipeline.partition import IN_FLIGHT, StageModel, Stream, partition
+from spmd.pipeline.partition import IN_FLIGHT, TITLE, StageModel, Stream, in_parts, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import current
@@ -28,18 +30,29 @@ from spmd.plan.fsdp import grad_targets
 from spmd.plan.manual import manual_over
 from spmd.plan.scopes import comm_scope, in_scope
 
+_PER_MICROBATCH = "pipeline(…, per_microbatch=True) for the loss of each microbatch"
 
-def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
+
+def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False) -> GradFn:
     """Return a gradient function that pipelines microbatches through stages, each with some of the layers.
 
     The stacks that the plan splits over `pipe` are the layers; everything else is used by every stage, however it is
     stored (`shared_params`). If stages have several chunks, the step moves the layers to their stage, and their
     gradients back (`interleave`). The loss is a `ModelLoss` of a model in parts, such as `next_token_loss(model)`;
     another raises a `ConfigError` at trace time.
+
+    Args:
+        per_microbatch: Whether a loss that is no sum over the examples is meant to be one of each microbatch, as for
+            `spmd.accumulate`.
     """
+    loss = LossReader(loss_fn)
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_variables(variables, LOSS_SCALE)
+        if not per_microbatch:
+            in_parts(loss_fn)
+            first = first_microbatch(batch, table.microbatches)
+            loss.check_additive(TITLE, params, own, first, key, fix=_PER_MICROBATCH, statistics=False)
         counts = table.stages, table.chunks, table.microbatches
         arrays = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
         scale = scale_loss(jnp.float32(1), scaling)
@@ -47,7 +60,7 @@ def pipeline(loss_fn: LossFn, table: TickTable) -> GradFn:
         d_layers, d_shared, sums = shard_over_stages(local, (P(AXIS), P(AXIS), P()), *arrays, scale)
         return merge_like(params, d_layers, sum_over_stages(d_shared)), sums, variables
 
-    return grad_fn
+    return LossGradFn(grad_fn, loss)
 
 
 def merge_like(params: Any, layers: Any, shared: Any) -> Any:

@@ -118,7 +118,7 @@ CALLS = {
     # What a loss function returns.
     "a scalar": (lambda: traced(lambda s, v: s["loss"]), "loss_fn: returns float32[]\n"),
     "sums alone": (lambda: traced(lambda s, v: s), "loss_fn: returns a dict\n"),
-    "a scalar and variables": (lambda: traced(lambda s, v: (s["loss"], v)), "loss_fn: returns (float32[], a dict)\n"),
+    "a vector and variables": (lambda: traced(lambda s, v: (jnp.ones(3), v)), "returns (float32[3], a dict)\n"),
     "nothing": (lambda: traced(lambda s, v: None), "loss_fn: returns None\n"),
     "no weight": (lambda: traced(lambda s, v: ({"loss": s["loss"]}, v)), "no 'weight' among its sums\n      ['loss']"),
     "a vector": (lambda: traced(lambda s, v: ({**s, "loss": jnp.ones(16)}, v)), "sum 'loss': has the shape (16,)"),
