@@ -9,14 +9,16 @@ import jax.numpy as jnp
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.base import GradFn, LossGradFn, check_results
+from spmd.gradients.base import GradFn, LossGradFn, check_results, with_loss_of
 from spmd.gradients.losses import Sums
 from spmd.jaxpr.examples import ADDING, adding_operation
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
-from spmd.plan.context import current
+from spmd.model_api.model import PRNG
+from spmd.plan.context import current, use_plan
 from spmd.plan.fsdp import zero_gradients
+from spmd.plan.plan import ShardingPlan
 from spmd.sharding.batch import BatchTable
 
 _TITLE = "The batch cannot be split into microbatches:"
@@ -71,7 +73,23 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
         ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), (split, keys))
         return gradients, sums, variables
 
-    return LossGradFn(accumulated, grad_fn.loss) if isinstance(grad_fn, LossGradFn) else accumulated
+    return with_loss_of(grad_fn, accumulated)
+
+
+def values_of_microbatches(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> list[str]:
+    """Return the names of what is of a microbatch and not of the batch: declared values, and batch statistics.
+
+    A balance loss is declared in `spmd.model_api.model.Outputs`; statistics are found among the variables.
+
+    Args:
+        batch: Arrays, or their shapes.
+    """
+    if not isinstance(grad_fn, LossGradFn):
+        return []
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
+    with use_plan(plan):
+        structure = grad_fn.loss.read(plan.abstract_params, plan.abstract_variables, batch, key)
+    return [*structure.declared, *structure.statistics()]
 
 
 def split_microbatches(batch: Any, microbatches: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:

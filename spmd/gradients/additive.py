@@ -161,10 +161,8 @@ class LossReader:
         inputs = [input_label(None)] * before
         inputs += [input_label(dims[path]) for path in arrays]
         inputs += [input_label(None)] * (len(programs[0].inputs) - len(inputs))
-        around = get_abstract_mesh()
-        split = frozenset(axis for axis in around.manual_axes if axis in BATCH_AXES and around.shape[axis] > 1)
         try:
-            labels = label_examples((programs[0], programs[1]), inputs, sizes, split)
+            labels = label_examples((programs[0], programs[1]), inputs, sizes, _split_axes())
         except UnlikeProgramsError as error:
             what = f"has other operations for {sizes[1]} examples than for {sizes[0]}: {error}"
             return LossStructure(unknown=what)
@@ -173,6 +171,17 @@ class LossReader:
         after = {path.removeprefix("1/"): label for path, label in found.items() if path.startswith("1/")}
         order = {operation: place for place, operation in enumerate(programs[0].walk())}
         return LossStructure(sums, after, tuple(labels.declared), order)
+
+
+def has_part_of_batch() -> bool:
+    """Return whether the code that is traced here has the examples of one device only."""
+    return bool(_split_axes())
+
+
+def _split_axes() -> frozenset[str]:
+    """Return the axes that split the examples and are manual here."""
+    around = get_abstract_mesh()
+    return frozenset(axis for axis in around.manual_axes if axis in BATCH_AXES and around.shape[axis] > 1)
 
 
 def _zip(arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> Iterator[tuple[tuple[str, Any], int | None]]:

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import get_abstract_mesh
 
 from spmd.errors import ConfigError, Problem, check_call
-from spmd.gradients.additive import LossReader
+from spmd.gradients.additive import LossReader, has_part_of_batch
 from spmd.gradients.losses import LossFn, Sums, check_returned
 from spmd.gradients.weights import check_weight
 from spmd.model_api.precision import LOSS_SCALE, scale_loss
@@ -20,7 +20,6 @@ from spmd.model_api.variables import split_variables
 from spmd.plan.fsdp import grad_targets, params_for_forward
 from spmd.plan.partition_safe import trace_call
 from spmd.plan.scaled_param import MAGNITUDES, histories_of, with_seen
-from spmd.sharding.mesh import BATCH_AXES
 
 GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
 """`(params, variables, batch, key) -> (gradients of sums["loss"], sums, updated variables)`."""
@@ -43,6 +42,11 @@ class LossGradFn:
     def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         """Return the gradients, the sums and the updated variables."""
         return self.grad_fn(params, variables, batch, key)
+
+
+def with_loss_of(grad_fn: GradFn, wrapped: GradFn) -> GradFn:
+    """Return a wrapped gradient function with the loss of `grad_fn`, if that has one."""
+    return LossGradFn(wrapped, grad_fn.loss) if isinstance(grad_fn, LossGradFn) else wrapped
 
 
 def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
@@ -91,7 +95,7 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
             return scale_loss(sums["loss"], scaling), (sums, after)
 
         loss.check_mean(params, own, batch, key)
-        if any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES):
+        if has_part_of_batch():
             loss.check_additive(_ONCE, params, own, batch, key, fix="--exchange-once none")
         wanted = grad_targets(params), histories_of(magnitudes.get(MAGNITUDES, {}))
         (gradients, seen), (sums, after) = jax.grad(objective, argnums=(0, 1), has_aux=True)(*wanted)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
-from spmd.gradients.base import GradFn, LossGradFn
+from spmd.gradients.base import GradFn, LossGradFn, with_loss_of
 from spmd.gradients.losses import Sums
 from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
@@ -135,7 +135,7 @@ def exchange_once(
         gradients, states = last_stage(LocalGradients(gradients, summed, sums["weight"], mesh), states)
         return gradients, sums, {**variables, **states} if states else variables
 
-    return exchanged
+    return with_loss_of(grad_fn, exchanged)
 
 
 def exchange(path: str, g: jax.Array, local: LocalGradients) -> jax.Array:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.gradients.base import GradFn
+from spmd.gradients.base import GradFn, with_loss_of
 from spmd.gradients.losses import Sums
 from spmd.model_api.precision import LOSS_SCALE, LossScale
 from spmd.optim.skip_updates import all_finite
@@ -49,7 +49,7 @@ def keep_variables(grad_fn: GradFn) -> GradFn:
         gradients, sums, after = grad_fn(params, variables, batch, key)
         return gradients, sums, _select(all_finite(gradients), after, variables)
 
-    return wrapped
+    return with_loss_of(grad_fn, wrapped)
 
 
 def _select(finite: jax.Array, after: Any, before: Any) -> Any:

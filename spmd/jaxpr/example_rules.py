@@ -61,7 +61,7 @@ def _together(operations: Operations, labels: Sequence[Label]) -> Label:
 
 
 def _nonlinear(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Element by element, any function."""
+    """Label any function, element by element."""
     del setting
     result = _together(operations, labels)
     if any(label.kind is Kind.SUM for label in labels):
@@ -98,7 +98,7 @@ def _degree_of(operation: Operation, labels: Sequence[Label]) -> float | None:
 
 
 def _linear(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """One operand, element by element, linear."""
+    """Label a linear function of one operand, element by element."""
     del setting
     return [labels[0]] * len(operations[0].outputs)
 
@@ -146,7 +146,7 @@ def _fold(operations: Operations, labels: Sequence[Label]) -> Label | None:
 
 
 def _add(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Sums, differences, and choices that depend on no example."""
+    """Label sums, differences, and choices that depend on no example."""
     del setting
     return [_added(operations, labels)] * len(operations[0].outputs)
 
@@ -299,7 +299,7 @@ def _along(name: str) -> Rule:
 
 
 def _last(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Operations along the last dimension or the last two: top-k, FFT, linear algebra."""
+    """Label operations along the last dimension or the last two: top-k, FFT, linear algebra."""
     (result, *_) = _nonlinear(operations, labels, setting)
     rank = len(operations[0].inputs[0].shape)
     along = 1 if operations[0].primitive.endswith(("top_k", "fft")) else 2
@@ -442,7 +442,7 @@ def _summed(operations: Operations, label: Label, times: int) -> Label:
 
 
 def _reduce(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Reductions that are no sums."""
+    """Label reductions that are no sums."""
     label = labels[0]
     axes = operations[0].params["axes"]
     if label.value is not None and operations[0].primitive in ("reduce_max", "reduce_min"):
@@ -621,7 +621,7 @@ def _scatter(operations: Operations, labels: Sequence[Label], setting: Setting) 
 
 
 def _drawn(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Random numbers: those of an example are its own, wherever they come from."""
+    """Label random numbers: those of an example are its own, wherever they come from."""
     results = []
     for pair in zip(operations[0].outputs, operations[1].outputs, strict=True):
         dims = varying_dims(pair)
@@ -659,7 +659,7 @@ def _psum(operations: Operations, labels: Sequence[Label], setting: Setting) -> 
 
 
 def _exchanged(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Collectives that move parts of arrays between devices."""
+    """Label what moves parts of arrays between devices."""
     label, params = labels[0], operations[0].params
     if label.kind is Kind.SHARED:
         return [label] * len(operations[0].outputs)

@@ -6,8 +6,8 @@ labels = label_examples(sizes, inputs, counts=(4, 8))
 labels[0].kind is Kind.SUM and not labels[0].mixes     # the first result is a sum over the examples
 ```
 
-Loops, conditions and manual regions are read like any code; a loop over the examples may add up what each of them gives.
-A function that is declared to treat each example by itself (`per_example`) is not read.
+Loops, conditions and manual regions are read like any code; a loop over the examples may add up what each of them
+gives. A function that is declared to treat each example by itself (`per_example`) is not read.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.gradients.accumulate import first_microbatch
-from spmd.gradients.additive import LossReader
+from spmd.gradients.additive import LossReader, has_part_of_batch
 from spmd.gradients.base import GradFn, LossGradFn
 from spmd.gradients.losses import LossFn, Sums
 from spmd.model_api.precision import LOSS_SCALE, scale_loss
@@ -49,10 +49,11 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
         own, scaling = split_variables(variables, LOSS_SCALE)
-        if not per_microbatch:
-            in_parts(loss_fn)
-            first = first_microbatch(batch, table.microbatches)
-            loss.check_additive(TITLE, params, own, first, key, fix=_PER_MICROBATCH, statistics=False)
+        in_parts(loss_fn)
+        first, is_part = first_microbatch(batch, table.microbatches), has_part_of_batch()
+        loss.check_mean(params, own, first, key)
+        if is_part or not per_microbatch:
+            loss.check_additive(TITLE, params, own, first, key, fix=_PER_MICROBATCH, statistics=is_part)
         counts = table.stages, table.chunks, table.microbatches
         arrays = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
         scale = scale_loss(jnp.float32(1), scaling)

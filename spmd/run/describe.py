@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from spmd.data.order import Shares
 from spmd.distributed.xla_flags import describe
+from spmd.gradients.accumulate import values_of_microbatches
 from spmd.gradients.compression_state import AXIS, PowerSGD, find_matrices
 from spmd.gradients.exchange import AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
@@ -20,7 +21,7 @@ from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.local_param import local_param
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
-from spmd.run.build import TrainSetup, build_flags, build_powersgd, count_microbatches
+from spmd.run.build import TrainSetup, abstract_batch, build_flags, build_powersgd, count_microbatches
 from spmd.run.config import TrainConfig
 from spmd.run.recipes import device_kind, recipe_lines
 from spmd.sharding.dims import local_shape, spec_dims
@@ -34,8 +35,8 @@ def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) ->
 
     `device` is the platform and kind of absent devices; by default, those of the mesh.
     """
-    lines = f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{slices_line(setup)}"
-    lines += mixture_line(setup.config)
+    lines = f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{microbatch_line(setup)}"
+    lines += f"{slices_line(setup)}{mixture_line(setup.config)}"
     more = [
         *recipe_lines(setup.plan, device[1] if device else device_kind(setup.mesh)),
         *compression_lines(setup.plan, build_powersgd(setup.config)),
@@ -83,6 +84,14 @@ def exchange_line(setup: TrainSetup) -> str:
     return f"\ngradients of {parts} microbatches are exchanged {how}" + other * (
         not exchange.reason and exchange.axes != possible
     )
+
+
+def microbatch_line(setup: TrainSetup) -> str:
+    """Return the names of what is of each microbatch, not of the batch; empty if nothing is."""
+    if setup.config.accumulate * count_microbatches(setup.config, setup.schedule) == 1:
+        return ""
+    names = values_of_microbatches(setup.grad_fn, setup.plan, abstract_batch(setup.config))
+    return f"\nof each microbatch, not of the batch: {', '.join(names)}" if names else ""
 
 
 def slices_line(setup: TrainSetup) -> str:

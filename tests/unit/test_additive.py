@@ -108,6 +108,11 @@ def kl(p, b):
     return 0.5 * (jnp.exp(spread) + mean**2 - 1 - spread).sum()
 
 
+def ctc(p, b):
+    is_padding = jnp.zeros_like(b["targets"], jnp.float32)
+    return optax.ctc_loss(b["sequence"] @ p["w"], 1 - b["mask"], b["targets"], is_padding).sum()
+
+
 def td_error(p, b):
     q = jnp.take_along_axis(logits(p, b), b["labels"][:, None], axis=1)[:, 0]
     best = jax.lax.stop_gradient((2 * b["x"] @ p["w"]).max(-1))
@@ -164,9 +169,7 @@ SUMS = {
         0.2 + b["sequence"][:, 0] @ p["w"] - b["sequence"][:, 1]
     ).sum(),
     "KL divergence": kl,
-    "CTC": lambda p, b: optax.ctc_loss(
-        b["sequence"] @ p["w"], 1 - b["mask"], b["targets"], jnp.zeros_like(b["targets"], jnp.float32)
-    ).sum(),
+    "CTC": ctc,
     "focal loss": lambda p, b: optax.sigmoid_focal_loss(logits(p, b), jax.nn.one_hot(b["labels"], D)).sum(),
     "a TD error": td_error,
     "sums by class": counted_by_class,
@@ -368,7 +371,7 @@ def normalised(name, loss, *, train=True) -> tuple[LossReader, tuple]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_batch_statistics_are_of_a_microbatch(name):
-    """They are refused where the whole batch is meant, and named where microbatches are; in evaluation there are none."""
+    """They are refused where the whole batch is meant, and named where microbatches are; the control is evaluation."""
     reader, arguments = normalised(name, lambda y: (y**2).sum())
     assert len(reader.read(*arguments).statistics()) == 4
     with pytest.raises(ConfigError, match="is no sum over the examples"):
@@ -381,7 +384,7 @@ def test_batch_statistics_are_of_a_microbatch(name):
 def test_a_contrastive_loss_behind_batch_norm_is_seen():
     """Statistics do not hide it."""
     reader, arguments = normalised("nnx", lambda y: jax.nn.logsumexp(y @ y.T, axis=-1).sum())
-    with pytest.raises(ConfigError, match="`dot_general` at .*different examples"):
+    with pytest.raises(ConfigError, match=r"`dot_general` at .*different examples"):
         reader.check_additive("title", *arguments, fix="none", statistics=False)
 
 
@@ -422,7 +425,7 @@ def test_a_scalar_is_a_mean_of_weight_1():
     grad_fn = spmd.value_and_grad(loss_fn)
     _, sums, _ = jax.eval_shape(grad_fn, PARAMS, {}, BATCH, jax.random.key(0))
     assert set(sums) == {"loss", "weight"}
-    with pytest.raises(ConfigError, match="sum 'loss': is a mean(.|\n)*sum 'weight': is 1 for any number of examples"):
+    with pytest.raises(ConfigError, match=r"sum 'loss': is a mean(.|\n)*sum 'weight': is 1 for any number of examples"):
         jax.eval_shape(spmd.accumulate(grad_fn, 2), PARAMS, {}, BATCH, jax.random.key(0))
 
 

@@ -1,0 +1,121 @@
+"""Losses that are exchanged once a step: a sum equals one device, and what is none is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.errors import ConfigError
+from spmd.testing import Reference
+from tests import tiny
+from tests.one_device import REORDERED, SGD
+
+SIZE, OUT = 8, 4
+MODEL = spmd.Model(
+    lambda key: {"kernel": jax.random.normal(key, (SIZE, OUT)) / 2}, lambda params, x: jnp.tanh(x @ params["kernel"])
+)
+RULES = spmd.Rules([("kernel", P("fsdp", None))])
+_double = Primitive("double")
+_double.def_impl(lambda x: 2 * x)
+_double.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_double, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+ad.deflinear2(_double, lambda dy, x: [2 * dy])
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    weights = (np.arange(16) % 5 > 0).astype(np.float32)
+    return [{"x": rng.normal(size=(16, SIZE)).astype(np.float32), "weights": weights}]
+
+
+def loss_of(losses):
+    """A loss of the outputs of each example and their weights."""
+
+    def loss_fn(params, variables, batch, key):
+        found = losses(MODEL.apply(params, batch["x"]))
+        return {"loss": (found * batch["weights"]).sum(), "weight": batch["weights"].sum()}, variables
+
+    return loss_fn
+
+
+def squares(y):
+    return (y**2).sum(-1)
+
+
+def contrastive(y):
+    return jax.nn.logsumexp(y @ y.T, axis=-1)
+
+
+def primitive(y):
+    return _double.bind(y).sum(-1)
+
+
+def grad_fn_of(losses, **options):
+    return spmd.accumulate(spmd.value_and_grad(loss_of(losses), **options), 2, per_microbatch=True)
+
+
+def plan(**sizes: int) -> spmd.ShardingPlan:
+    return spmd.make_plan(tiny.mesh(**sizes), RULES, MODEL, SGD)
+
+
+@functools.cache
+def alone(losses, **options) -> Reference:
+    return Reference(plan(), grad_fn_of(losses, **options), batches())
+
+
+def once(losses, axes=("data",), declared=False, options=(), **sizes):
+    """A mesh that exchanges once a step, compared with one device."""
+    grad_fn = spmd.exchange_once(grad_fn_of(losses, **dict(options)), axes, additive=declared)
+    return alone(losses, **dict(options)).compare(plan(**sizes), grad_fn, tolerance=REORDERED)
+
+
+@pytest.mark.parametrize(("axes", "sizes"), [(("data",), {"data": 4}), (("data", "fsdp"), {"data": 2, "fsdp": 2})])
+def test_a_sum_equals_one_device(axes, sizes):
+    """Exchanged once a step, on two meshes."""
+    result = once(squares, axes, **sizes)
+    assert result.ok, f"\n{result}"
+
+
+def test_a_contrastive_loss_is_refused():
+    """Each device would have its own, of its examples alone."""
+    with pytest.raises(ConfigError, match=r"Gradients cannot be exchanged once a step(.|\n)*`dot_general` at"):
+        once(contrastive, data=2)
+
+
+@pytest.mark.soak
+def test_a_contrastive_loss_in_parts_is_another():
+    """The control: declared to be a sum, it differs."""
+    assert not once(contrastive, options=(("additive", True),), data=2).ok
+
+
+def test_a_primitive_of_ones_own_is_declared():
+    """It is refused by its name; declared, it equals one device."""
+    with pytest.raises(ConfigError, match="`double` at"):
+        once(primitive, data=2)
+    assert once(primitive, options=(("additive", True),), data=2).ok
+
+
+def test_a_gradient_function_of_ones_own_is_declared():
+    """Nothing is known of it, so an exchange refuses it unless it is declared to sum over examples."""
+
+    def own(params, variables, batch, key):
+        (loss, weight), gradients = jax.value_and_grad(total, has_aux=True)(params, batch)
+        return gradients, {"loss": loss, "weight": weight}, variables
+
+    def total(params, batch):
+        sums, _ = loss_of(squares)(params, {}, batch, None)
+        return sums["loss"], sums["weight"]
+
+    def traced(**options):
+        step = spmd.make_train_step(plan(data=2), grad_fn=spmd.exchange_once(own, ("data",), **options))
+        step.trace(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches()[0]))
+
+    with pytest.raises(ConfigError, match="grad_fn: is not made from a loss function"):
+        traced()
+    traced(additive=True)
