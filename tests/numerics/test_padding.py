@@ -195,7 +195,9 @@ def test_prompts_are_generated_from_without_their_padding():
     """In the first program and in every later one; prompts of two lengths are in one batch."""
     model = Model(lambda key: {"w": jnp.ones(64)}, counting)
     plan = make_plan(tiny.mesh(), Rules(params=[("w", replicate("it is small"))]), model, optax.sgd(1.0))
-    found = Generator(plan, 32, Sampling(temperature=0.0)).write(model.init(jax.random.key(0)), {}, [[1, 2, 3], [4] * 7], tokens=3)
+    found = Generator(plan, 32, Sampling(temperature=0.0)).write(
+        model.init(jax.random.key(0)), {}, [[1, 2, 3], [4] * 7], tokens=3
+    )
     assert [row.tolist() for row in found] == [[3, 4, 5], [7, 8, 9]]
 
 

@@ -79,7 +79,9 @@ def rules_of(known, **options):
 
 def optimizers(stacked):
     lamb = spmd.per_layer(optax.scale_by_trust_ratio(), stacked)
-    muon = spmd.make_optimizer(spmd.OptimizerConfig(name="muon", weight_decay=0.0), 3, stacked, matrices={"embedding": None})
+    muon = spmd.make_optimizer(
+        spmd.OptimizerConfig(name="muon", weight_decay=0.0), 3, stacked, matrices={"embedding": None}
+    )
     return optax.chain(muon, lamb)
 
 
