@@ -6,7 +6,7 @@
         for batch in train: ...
 
 A batch is a dictionary of global arrays `[batch, sequence]`: `tokens`, `targets` (the next tokens) and `weights` (0 for
-padding); of packed documents also `segments`, where the document of each token begins.
+padding and prompts); of packed documents also `segments`, where the document of each token begins.
 """
 
 import contextlib

@@ -100,7 +100,7 @@ class Outputs:
         arrays: Name → values that belong together, such as one for each layer and expert.
         intermediates: Name → any other value, for a loss of one's own; it is not reported.
         of_all_devices: Whether losses, metrics and arrays are of the whole (micro)batch also where each device runs the
-            model on its own examples (`spmd.plan.manual.batch_mean`), as `spmd.exchange_once` and pipelines over it do.
+            model on its own examples (`spmd.plan.manual.batch_sum`), as `spmd.exchange_once` and pipelines over it do.
     """
 
     logits: Any
