@@ -230,6 +230,10 @@ def scheduled(name: str, chunks: int = 1) -> Wrapped:
     return lambda loss_fn: pipeline(loss_fn, tabulate(make_schedule(name, 2, 4, chunks)))
 
 
+def staged_once(loss_fn: ModelLoss) -> GradFn:
+    return exchange_once(scheduled("1f1b")(loss_fn), ("data",))
+
+
 def results(
     model: Model, wrapped: Wrapped, batches, rules=MIXTRAL, options: tuple = (), **sizes: int
 ) -> list[list[bytes]]:
@@ -284,10 +288,10 @@ LAYOUTS: dict[str, tuple[str, Wrapped, dict[str, Any], dict[str, Any]]] = {
     ),
     "accumulated": ("expert choice", accumulated, {}, {"data": 2, "expert": 2}),
     "exchanged once": ("capacity", once, {}, {"data": 2, "expert": 2}),
-    "gpipe": ("dropless", scheduled("gpipe"), {}, {"pipe": 2, "expert": 2}),
+    "gpipe": ("expert choice", scheduled("gpipe"), {}, {"pipe": 2, "expert": 2}),
     "1f1b": ("capacity", scheduled("1f1b"), {}, {"pipe": 2, "data": 2}),
+    "1f1b exchanged once": ("dropless", staged_once, {}, {"pipe": 2, "data": 2}),
     "interleaved": ("dropless", scheduled("interleaved", 2), {"layers": 4}, {"pipe": 2, "expert": 2}),
-    "zero-bubble": ("expert choice", scheduled("zero-bubble"), {}, {"pipe": 2, "expert": 2}),
 }
 
 
