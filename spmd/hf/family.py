@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from flax.core import FrozenDict
 
 from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.sharding.rules import Rules
@@ -25,6 +26,7 @@ GROUP = "spmd.families"
 """Entry-point group; each value is `module:NAME` of a `Family`."""
 
 _PLACEHOLDERS = ("layer", "expert")
+_NO_ALIASES: Mapping[str, str] = FrozenDict()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +106,30 @@ class Family:
     prefix: str = ""
     harmless: tuple[str, ...] = ()
 
-    def tables(self, config: Any, tensors: Iterable[str]) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
-        """Return the mappings and ignored tensors of a model config, without the prefix if no tensor has it."""
-        prefix = self.prefix if not any(tensor.startswith(self.prefix) for tensor in tensors) else ""
-        names = [dataclasses.replace(name, tensor=name.tensor.removeprefix(prefix)) for name in self.names(config)]
+    def tables(
+        self, config: Any, tensors: Iterable[str], aliases: Mapping[str, str] = _NO_ALIASES
+    ) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
+        """Return the mappings and ignored tensors of a model config, for a checkpoint with these tensors.
+
+        Names lose the prefix if no tensor has it. A tensor that the checkpoint lacks may be there under another name.
+
+        Args:
+            aliases: Tensor → another name of it. A copy that may be ignored is one of the tensor that it must equal.
+        """
+        found = set(tensors)
+        prefix = self.prefix if not any(tensor.startswith(self.prefix) for tensor in found) else ""
         ignored = [
             Ignored(entry.tensor.removeprefix(prefix), entry.why, entry.same_as.removeprefix(prefix))
             for entry in self.ignored(config)
         ]
-        return tuple(names), tuple(ignored)
+        others = {**aliases, **{entry.same_as: entry.tensor for entry in ignored if entry.same_as}}
+        stored = {name: other for name, other in others.items() if name not in found and other in found}
+        names = []
+        for name in self.names(config):
+            tensor = name.tensor.removeprefix(prefix)
+            names.append(dataclasses.replace(name, tensor=stored.get(tensor, tensor)))
+        used = {name.tensor for name in names}
+        return tuple(names), tuple(entry for entry in ignored if entry.tensor not in used)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd.checkpoint.manifest import read_object
 from spmd.errors import CheckpointError, Problem, first_of
-from spmd.hf.family import Family, Ignored, TensorSource, family_of
+from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of
 from spmd.hf.fields import collect_errors
 from spmd.hf.safetensors import SafetensorsFile, Tensor
 
@@ -49,9 +49,20 @@ class HFFolder:
         return {name: file.tensors[name] for name, file in self.files.items()}
 
     @functools.cached_property
+    def tables(self) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
+        """The family's mappings and ignored tensors, for the tensors of this folder.
+
+        `safetensors.torch.save_model` stores a shared tensor once, and the metadata of the file has its other names.
+        """
+        aliases = dict[str, str]()
+        for file in {file.path: file for file in self.files.values()}.values():
+            aliases |= file.metadata
+        return self.family.tables(self.config, self.files, aliases)
+
+    @functools.cached_property
     def tied_mismatches(self) -> tuple[Problem, ...]:
         """Tensors that must equal another one and do not; compared once, chunk by chunk."""
-        _, ignored = self.family.tables(self.config, self.files)
+        _, ignored = self.tables
         pairs = [(entry.tensor, entry.same_as) for entry in ignored]
         mismatches = (self._mismatch(*pair) for pair in pairs if self.files.keys() >= {*pair})
         return tuple(problem for problem in mismatches if problem is not None)

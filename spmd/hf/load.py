@@ -67,7 +67,7 @@ def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
     leaves = tree.flatten(abstract)
     sources: dict[str, TensorSource] = {}
     problems: list[Problem] = []
-    names, ignored = found.family.tables(found.config, found.files)
+    names, ignored = found.tables
     with collect_errors(problems):
         sources = tensor_sources(names, {path: leaf.shape for path, leaf in leaves.items()})
     if not problems:

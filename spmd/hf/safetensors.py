@@ -60,7 +60,10 @@ class Tensor:
 
 
 class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
-    """A safetensors file opened for reading: a regular file, not a symbolic link; `tensors` maps names to locations."""
+    """A safetensors file opened for reading: a regular file, not a symbolic link.
+
+    `tensors` maps names to locations, `metadata` has the pairs of text that the file's writer added.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,7 +73,7 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
             raise _read_error(path, [Problem(path.name, str(error))]) from error
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self.tensors = _read_header(path, os.fstat(self._file.fileno()).st_size)
+            self.tensors, self.metadata = _read_header(path, os.fstat(self._file.fileno()).st_size)
             stack.pop_all()
 
     def __exit__(self, *error: object) -> None:
@@ -108,10 +111,14 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
             left, offset = left[count:], offset + count
 
 
-def _read_header(path: Path, file_size: int) -> dict[str, Tensor]:
-    """Return the location of each tensor; they are contiguous and end with the file, as the library checks."""
+def _read_header(path: Path, file_size: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the location of each tensor, and the metadata.
+
+    Tensors are contiguous and end with the file, as the library checks.
+    """
     try:
         with safetensors.safe_open(path, "np", backend="pread") as file:
+            metadata = dict(file.metadata() or {})
             specs = {name: file.get_slice(name) for name in file.offset_keys()}
             codes = {name: spec.get_dtype() for name, spec in specs.items()}
             shapes = {name: tuple(spec.get_shape()) for name, spec in specs.items()}
@@ -134,7 +141,7 @@ def _read_header(path: Path, file_size: int) -> dict[str, Tensor]:
         dtype, shape = DTYPES[codes[name]], shapes[name]
         end -= math.prod(shape) * dtype.itemsize
         tensors[name] = Tensor(dtype, shape, end)
-    return tensors
+    return tensors, metadata
 
 
 def _read_error(path: Path, problems: list[Problem]) -> CheckpointError:

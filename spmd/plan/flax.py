@@ -48,9 +48,11 @@ _NO_MESH = ("non-empty mesh in context", "not under a mesh context", "axis names
 
 _LOSSES = ("losses",)
 
-_DEBUGGING_TYPES = (nnx.Intermediate, nnx.Perturbation)
-
 _NO_VARIABLES = ("params", PARAMS_AXES)
+"""Collections of Linen that are no variables."""
+
+_DEBUGGING_TYPES = (nnx.Intermediate, nnx.Perturbation)
+"""Types by which Flax looks inside an NNX module; `DEBUGGING` has the collections of Linen."""
 
 _UNBOUND = re.compile(r"unbound axis name:? (\w+)")
 
@@ -133,9 +135,8 @@ def from_nnx(
     def restore(params: Any, variables: Any, train: bool) -> nnx.Module:
         known = structure()
         variables = tree.map_with_path(lambda path, x: _as_key(x, known.variables.get(path)), variables)
-        module = nnx.merge(
-            known.graph, with_values(known.params, params), with_values(known.others, variables), copy=True
-        )
+        states = with_values(known.params, params), with_values(known.others, variables)
+        module = nnx.merge(known.graph, *states, copy=True)
         if not train:
             module.eval()
             return module
@@ -165,8 +166,8 @@ def from_nnx(
 
         found = [Sown(path, x.get_value(), isinstance(x, loss_types)) for path, x in sown.items()]
         values = tree.flatten(to_dict(after))
-        variables = tree.map_with_path(lambda path, _: _as_data(values[path]), variables)
-        return add_sown(outputs, found, lambda: stacked_by_scan(again)), variables
+        updated = tree.map_with_path(lambda path, _: _as_data(values[path]), variables)
+        return add_sown(outputs, found, lambda: stacked_by_scan(again)), updated
 
     def call(params: Any, variables: Any, inputs: Any, keywords: Any, train: bool) -> tuple[Any, nnx.State]:
         module, keywords = restore(params, variables, train), dict(keywords)
@@ -180,10 +181,8 @@ def from_nnx(
 
     def sown_in(after: nnx.State) -> dict[str, nnx.Variable]:
         known = {path for path, _ in nnx.to_flat_state(structure().others)}
-        new = {
-            join(path): x for path, x in nnx.to_flat_state(after) if path not in known and isinstance(x, nnx.Variable)
-        }
-        return {path: x for path, x in new.items() if type(x) not in _DEBUGGING_TYPES or isinstance(x, loss_types)}
+        new = [(path, x) for path, x in nnx.to_flat_state(after) if path not in known and isinstance(x, nnx.Variable)]
+        return {join(path): x for path, x in new if type(x) not in _DEBUGGING_TYPES or isinstance(x, loss_types)}
 
     def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
         _check_none(structure().variables)

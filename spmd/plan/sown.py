@@ -48,7 +48,7 @@ def add_sown(returned: Any, sown: Sequence[Sown], is_stacked: Callable[[], Seque
     for each in sown:
         values = _times(each)
         if each.is_loss:
-            losses[each.name] = sum(jnp.sum(x, dtype=jnp.float32) for x in values)
+            losses[each.name] = jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in values]).sum()
             continue
         for number, x in enumerate(values):
             name = each.name if len(values) == 1 else f"{each.name}/{number}"
