@@ -11,7 +11,7 @@ import jax
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.jaxpr.equations import inner_jaxprs
+from spmd.jaxpr.dependence import dependent_outputs
 from spmd.model_api.model import PRNG
 from spmd.plan.sown import stacked_by_scan
 from spmd.sharding.flax_metadata import PARAMS_AXES
@@ -46,7 +46,8 @@ class LinenCollections:
     def create(self, key: jax.Array) -> dict[str, Any]:
         """Return the collections that persist, from a key, in the boxes of their metadata."""
         if self._is_lazy:
-            return self._init_lazily(key)
+            keywords = {"method": self.run, "mutable": self._persistent, **self.keywords}
+            return dict(self.module.lazy_init(key, *self._shapes, **keywords))
         return dict(self._init(key, *self.inputs, mutable=self._persistent))
 
     @functools.cached_property
@@ -96,36 +97,28 @@ class LinenCollections:
     def _init(self, key: jax.Array, *inputs: Any, mutable: Any) -> Any:
         return self.module.init(key, *inputs, method=self.run, mutable=mutable, **self.keywords)
 
-    def _init_lazily(self, key: jax.Array) -> dict[str, Any]:
-        keywords = {"method": self.run, "mutable": self._persistent, **self.keywords}
-        return dict(self.module.lazy_init(key, *self._shapes, **keywords))
-
     @functools.cached_property
     def _is_lazy(self) -> bool:
         """Whether initial values depend on the inputs' shapes alone.
 
+        `lazy_init` itself does not say so in every release of Flax: newer ones take zeros for the inputs.
+
         Raises:
             ConfigError: They do not, and the inputs are no arrays; all such values are listed.
         """
-        try:
-            jax.eval_shape(self._init_lazily, self._key)
-        except flax.errors.LazyInitError:
-            if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.inputs)):
-                fix = "real inputs in place of shapes: spmd.from_linen(module, *arrays)"
-                problems = [
-                    Problem(path, "is computed from the module's inputs", fix=fix) for path in self._from_values()
-                ]
-                raise ConfigError("The module cannot be initialized from shapes:", problems) from None
-            return False
-        return True
-
-    def _from_values(self) -> list[str]:
-        """Return the paths of the arrays whose initial values depend on the inputs' values."""
         make = functools.partial(self._init, self._key, mutable=self._persistent)
         traced, shapes = jax.make_jaxpr(make, return_shape=True)(*self._shapes)
-        depend = _tainted(traced.jaxpr, [True] * len(traced.jaxpr.invars))
+        depend = dependent_outputs(traced, [True] * len(traced.jaxpr.invars))
         paths = tree.flatten(nn.meta.unbox(dict(shapes)))
-        return [path for path, is_tainted in zip(paths, depend, strict=True) if is_tainted]
+        computed = [path for path, is_computed in zip(paths, depend, strict=True) if is_computed]
+        if computed and any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.inputs)):
+            what, fix = (
+                "is computed from the module's inputs",
+                "arrays in place of shapes: spmd.from_linen(module, *arrays)",
+            )
+            problems = [Problem(path, what, fix=fix) for path in computed]
+            raise ConfigError("The module cannot be initialized from shapes:", problems)
+        return not computed
 
     @property
     def _key(self) -> jax.Array:
@@ -142,15 +135,3 @@ class LinenCollections:
     @property
     def _persistent(self) -> nn.DenyList:
         return nn.DenyList((*self._denied, *sorted(self.sown)))
-
-
-def _tainted(jaxpr: Any, inputs: list[bool]) -> list[bool]:
-    """Return which outputs of a jaxpr depend on the values of some inputs."""
-    tainted = {id(x) for x, is_tainted in zip(jaxpr.invars, inputs, strict=True) if is_tainted}
-    for equation in jaxpr.eqns:
-        given = [id(x) in tainted for x in equation.invars]
-        inner = inner_jaxprs(equation)
-        is_call = len(inner) == 1 and len(inner[0].invars) == len(given) and equation.primitive.name != "scan"
-        outputs = _tainted(inner[0], given) if is_call else [any(given)] * len(equation.outvars)
-        tainted |= {id(x) for x, is_tainted in zip(equation.outvars, outputs, strict=True) if is_tainted}
-    return [id(x) in tainted for x in jaxpr.outvars]

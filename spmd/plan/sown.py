@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd import tree
 from spmd.errors import ConfigError, Problem, shown
-from spmd.jaxpr.equations import open_jaxpr
+from spmd.jaxpr.dependence import made_by_scan
 from spmd.model_api.model import as_outputs
 
 
@@ -99,28 +98,4 @@ def _problem(sown: Sown, stacked: Mapping[int, bool]) -> Problem | None:
 
 def stacked_by_scan(f: Callable[..., Any], *arguments: Any) -> list[bool]:
     """Return for each array that `f` returns whether it is what a scan stacks, one value for each of its steps."""
-    return _from_scan(jax.make_jaxpr(f)(*arguments).jaxpr)
-
-
-def _from_scan(jaxpr: Any) -> list[bool]:
-    """Return whether each output of a jaxpr is stacked by a scan in it."""
-    stacked = set[int]()
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            stacked |= {id(x) for x in equation.outvars[equation.params["num_carry"] :]}
-            continue
-        inner = equation.params.get("jaxpr")  # of jit and of checkpoint
-        if inner is not None and len(open_jaxpr(inner).outvars) == len(equation.outvars):
-            found = zip(equation.outvars, _from_scan(open_jaxpr(inner)), strict=True)
-            stacked |= {id(x) for x, is_stacked in found if is_stacked}
-    return [id(x) in stacked for x in jaxpr.outvars]
-
-
-def sown_leaves(sown: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sown values by path in nested dictionaries. A tuple is one value.
-
-    Example:
-        >>> sown_leaves({"losses": {"block": {"balance": (1.0, 2.0)}}})
-        {'losses/block/balance': (1.0, 2.0)}
-    """
-    return tree.flatten(sown, is_leaf=lambda x: not isinstance(x, Mapping))
+    return made_by_scan(jax.make_jaxpr(f)(*arguments))

@@ -272,7 +272,7 @@ def test_initial_values_from_inputs_need_inputs() -> None:
     model = spmd.from_linen(ActNorm(), np.ones(X.shape, X.dtype))
     assert sorted(tree.flatten(jax.eval_shape(model.init, KEY))) == ["dense/bias", "dense/kernel", "mean", "scale"]
     assert sorted(tree.flatten(jax.eval_shape(model.init_variables, KEY))) == ["stats/mean", "stats/zeros"]
-    with pytest.raises(ConfigError, match="real inputs in place of shapes") as caught:
+    with pytest.raises(ConfigError, match="arrays in place of shapes") as caught:
         plan_of(spmd.from_linen(ActNorm(), X))
     assert [problem.where for problem in caught.value.problems] == ["params/mean", "params/scale", "stats/mean"]
 
