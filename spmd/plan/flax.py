@@ -79,7 +79,7 @@ def from_nnx(
     tokens that are no padding (`spmd.gradients.losses.valid_tokens`).
 
     What the module sows in a call is returned by `forward`, as `spmd.model_api.model.Outputs`, under its path.
-    `nnx.Intermediate` itself, which Flax has for looking inside, is left out unless it is one of `losses`.
+    `nnx.Intermediate` itself, by which Flax looks inside, is dropped unless it is one of `losses`.
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so the arrays are
@@ -243,8 +243,8 @@ def from_linen(
 
     The `params` collection is the parameters; every other collection at initialization (`batch_stats`) is among the
     model's variables, under its name. A collection that only `sow` writes to is no variable: `forward` returns what was
-    sown in the call, as `spmd.model_api.model.Outputs`, under `collection/path/name`. Those that Flax has for looking
-    inside (`intermediates`, `perturbations`) are left out.
+    sown in the call, as `spmd.model_api.model.Outputs`, under `collection/path/name`. Those by which Flax looks inside
+    (`intermediates`, `perturbations`) are dropped unless they are in `losses`.
 
     Args:
         *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s. Only shapes are used, unless an initial

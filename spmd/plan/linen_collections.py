@@ -116,7 +116,7 @@ class LinenCollections:
                 "is computed from the module's inputs",
                 "arrays in place of shapes: spmd.from_linen(module, *arrays)",
             )
-            problems = [Problem(path, what, fix=fix) for path in computed]
+            problems = [Problem(path.removeprefix("params/"), what, fix=fix) for path in computed]
             raise ConfigError("The module cannot be initialized from shapes:", problems)
         return not computed
 

@@ -74,13 +74,13 @@ def tensors(folder):
     return found
 
 
-def rewrite(folder, change):
+def rewrite(folder, change, **metadata):
     """The folder with other tensors, in one file."""
     table = change(tensors(folder))
     for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
         path.unlink(missing_ok=True)
     kinds = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in table.items()}
-    write_safetensors(folder / "model.safetensors", kinds, iter(table.values()), {"format": "pt"})
+    write_safetensors(folder / "model.safetensors", kinds, iter(table.values()), {"format": "pt", **metadata})
 
 
 def edit(path, **fields):
@@ -359,6 +359,17 @@ def test_a_snapshot_of_the_hub_is_read(original, params, tmp_path):
         shutil.copyfile(path, blobs / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     assert equal(load_params(snapshot, tiny.plan(CONFIG).abstract_params), params)
+
+
+def test_a_shared_tensor_is_read_under_the_name_that_its_file_gives(folder, params):
+    """The metadata of a file name a tensor that it has once; without them the name is missing."""
+    abstract, name = tiny.plan(CONFIG, fsdp=2).abstract_params, "model.embed_tokens.weight"
+    rewrite(folder, lambda table: {k: x for k, x in table.items() if k != name}, **{name: "lm_head.weight"})
+    loaded = load_params(folder, abstract)
+    np.testing.assert_array_equal(loaded["embed"]["embedding"], params["lm_head"]["kernel"].T)
+    rewrite(folder, lambda table: table)
+    with pytest.raises(CheckpointError, match=f"{name}: is missing"):
+        load_params(folder, abstract)
 
 
 def test_known_extras_are_named(folder, params):

@@ -155,7 +155,7 @@ LIST = {"reduce_fn": lambda a, b: [*a, b], "init_fn": list}
 
 
 def test_sown_values_are_outputs_and_no_variables() -> None:
-    """Losses and metrics of any collection are scalars by name; Flax's own for debugging is left out."""
+    """Losses and metrics of any collection are scalars by name; Flax's own for debugging is dropped."""
     sown = (
         ("losses", "a", jnp.mean, None),
         ("losses", "b", jnp.mean, ADD),
@@ -244,7 +244,7 @@ class NnxSowing(Attribute):
 
 
 def test_nnx_modules_sow() -> None:
-    """By the type of the variable: losses as asked, others are metrics, and Flax's own for debugging is left out."""
+    """By the type of the variable: losses as asked, others are metrics, and Flax's own for debugging is dropped."""
     plain = spmd.from_nnx(lambda rngs: NnxSowing(lambda rngs: None, rngs))
     assert sorted(called(plain)[0].metrics) == ["balance"]
     assert not called(plain)[1]
@@ -274,7 +274,7 @@ def test_initial_values_from_inputs_need_inputs() -> None:
     assert sorted(tree.flatten(jax.eval_shape(model.init_variables, KEY))) == ["stats/mean", "stats/zeros"]
     with pytest.raises(ConfigError, match="arrays in place of shapes") as caught:
         plan_of(spmd.from_linen(ActNorm(), X))
-    assert [problem.where for problem in caught.value.problems] == ["params/mean", "params/scale", "stats/mean"]
+    assert [problem.where for problem in caught.value.problems] == ["mean", "scale", "stats/mean"]
 
 
 class Noise(nn.Module):

@@ -223,6 +223,23 @@ def test_the_published_gpt_2_has_no_prefix():
     assert any(line.covers("h.0.attn.bias") for line in ignored)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tied_head_may_be_stored_under_either_name(name):
+    """A file that has the head alone gives it to the embedding; one with both, or without a tied head, is as it was."""
+    family, config = FAMILIES[name]
+    config = dataclasses.replace(config, tied=True) if hasattr(config, "tied") else config
+    names, ignored = family.names(config), family.ignored(config)
+    copies = [entry for entry in ignored if entry.same_as]
+    assert bool(copies) == (name != "vit")
+    for copy in copies:
+        both = {line.tensor for line in names} | {copy.tensor}
+        assert family.tables(config, both) == (names, ignored)
+        table, others = family.tables(config, both - {copy.same_as})
+        moved = [(ours, theirs.tensor) for ours, theirs in zip(names, table, strict=True) if ours != theirs]
+        assert [(ours.tensor, theirs) for ours, theirs in moved] == [(copy.same_as, copy.tensor)]
+        assert copy not in others
+
+
 def test_the_published_gpt_2_has_a_table_that_splits_no_vocabulary():
     """Its 50,257 words divide over no `tensor`; an even vocabulary is split."""
     rules = gpt2_names.FAMILY.rules
