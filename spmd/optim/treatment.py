@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.model_api.kernels import VECTOR, Matrix
+from spmd.model_api.kernels import LOOKUP, Matrix
 from spmd.model_api.model import ModelInfo
 from spmd.sharding.layer_paths import Stack, dims_of, names_of, own_stacks, without_dims
 from spmd.sharding.rules import matches
@@ -112,8 +112,9 @@ class Treatment:
         """Return the matrix of a parameter, or else the reason why it is none, or why nobody knows."""
         hits = [pattern for pattern in self.rows if matches(pattern, path, self.stacks)]
         said = self._from_model(path)
-        if len(hits) > 1 or (hits and self.rows[hits[0]] is not None and said is not None):
-            others = " and ".join([f"matrices[{pattern!r}]" for pattern in hits] + (["its layer"] if said else []))
+        is_said = isinstance(said, Matrix) or said == LOOKUP
+        if len(hits) > 1 or (hits and self.rows[hits[0]] is not None and is_said):
+            others = " and ".join([f"matrices[{pattern!r}]" for pattern in hits] + (["its layer"] if is_said else []))
             problem = Problem(path, f"is explained by {others}", fix="leave out all but one")
             return None, "", problem
         if hits:
@@ -125,7 +126,7 @@ class Treatment:
         if isinstance(said, str):
             return None, said, None
         if said is not None or rank < 2:
-            return said, "" if rank > 1 else VECTOR, None
+            return said, "", None
         is_module = self.info is not None and self.info.stacks is not None
         if rank == 2 and (is_module or self._is_repeated(path)):
             return _PLAIN, "", None

@@ -28,7 +28,7 @@ from spmd.optim.offload_chunks import UpdateChunk
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.sharding.dims import extra_axes, is_prefix, local_shape, spec_dims
 from spmd.sharding.from_flax import audit_stack_names
-from spmd.sharding.layer_paths import Stack, audit_recorded, dims_of
+from spmd.sharding.layer_paths import Stack, audit_recorded, audit_stacks, dims_of
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_fsdp, optimizer_specs
 from spmd.sharding.patterns import compile_pattern
@@ -112,7 +112,8 @@ def audit_rules(
     """Return everything wrong between the table, the arrays that need a rule, the remat policy and the mesh."""
     problems = rules.audit(shapes, mesh.shape, tied=info.tied)
     named = audit_stack_names(info.annotations, rules.stacks)
-    known = {problem.where for problem in problems} | {problem.where.rpartition("/")[0] for problem in named}
+    known = {problem.where for problem in audit_stacks(shapes, rules.stacks)}
+    known |= {problem.where.rpartition("/")[0] for problem in named}
     recorded = audit_recorded(shapes, rules.stacks, info.stacks or {}, info.created)
     problems += named + [problem for problem in recorded if problem.where not in known]
     problems += remat.check_names([name for name, _ in rules.activations], "is no activation of the rule table")

@@ -186,7 +186,7 @@ def test_control_the_wrong_dimension_is_found_or_refused(make: Any) -> None:
         ConfigError, match=r"along dimension 1 all have 3\n.*stacked=\{\"layers\": spmd.Stack\(axis, dim=1\)"
     ):
         make(("layers",)).init(ALONG_1)
-    square = {"layers": {"kernel": np.ones((4, 4, 4), np.float32)}}
+    square = {"embed": ALONG_1["embed"], "layers": {"kernel": np.ones((4, 4, 4), np.float32)}}
     assert_layerwise(make(STACKED), square, STACKED)
     with pytest.raises(AssertionError, match="layers/0/kernel: differs by"):
         assert_layerwise(make(("layers",)), square, STACKED)
