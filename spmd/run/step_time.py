@@ -78,7 +78,8 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     routed = router.top_k if isinstance(router, RouterConfig) else 0
     kernels, in_dtype = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     for entry in plan.params:
-        if not entry.path.endswith("kernel") or not plan.rules.stacks.keys() & set(entry.path.split("/")):
+        is_repeated = any(f"/{name}/" in f"/{entry.path}" for name in plan.rules.stacks)
+        if not entry.path.endswith("kernel") or not is_repeated:
             continue
         active = routed / router.experts if router and re.search(r"\bexperts/", entry.path) else 1.0
         name = entry.path.split("/")[-2].removesuffix("_proj")

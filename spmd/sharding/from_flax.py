@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import Problem, RuleError, did_you_mean
 from spmd.sharding.flax_metadata import Annotation, LogicalRules, logical_rules
-from spmd.sharding.layer_paths import Stack, dims_of, stacks_of, without_dims
+from spmd.sharding.layer_paths import DEFAULT_STACKED, Stack, dims_of, stacks_of, without_dims
 from spmd.sharding.mesh import AXES, as_entry, entry_axes
 from spmd.sharding.rules import Replicate, Rules, placement, repeated_axes, replicate, spec_text
 
@@ -45,8 +45,9 @@ def rules_from_annotations(
     """
     base, other = table or Rules(()), []
     stack = Rules((), activations, base.stacked if stacked is None else stacked)
-    if base.stacked != stack.stacked and table:
-        other = [Problem("stacked", f"is {stack.stacked}, and in the table {base.stacked}", fix="keep one")]
+    if base.stacks != stack.stacks and table:
+        theirs = DEFAULT_STACKED if base.stacked is None else base.stacked
+        other = [Problem("stacked", f"is {stack.stacked}, and in the table {theirs}", fix="keep one")]
     stack, base = (dataclasses.replace(r, stacked=named_stacks(annotations, r.stacks)) for r in (stack, base))
     rules = _rename(logical_rules(logical), axes or {})
     resolver = _Resolver(rules, {path: _renamed(own, rules, axes or {}) for path, own in annotations.items()})

@@ -12,7 +12,7 @@ import spmd
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.model_api.kernels import Matrix
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen, transformer, vit
-from spmd.sharding.layer_paths import Stack
+from spmd.sharding.layer_paths import Stack, audit_recorded
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.sharding.rules import matches
 
@@ -168,7 +168,10 @@ def split_and_merged(rngs):
 
 STACKS = {
     "vmap": ({"blocks": stack(Attention, 3)}, {"blocks": Stack("pipe")}),
-    "any name": ({"h": stack(Attention, 3), "tower": stack(Attention, 5)}, {"h": Stack("pipe"), "tower": Stack("pipe")}),
+    "any name": (
+        {"h": stack(Attention, 3), "tower": stack(Attention, 5)},
+        {"h": Stack("pipe"), "tower": Stack("pipe")},
+    ),
     "along dimension 1": ({"blocks": stack(Attention, 3, axis=1)}, {"blocks": Stack("pipe", dim=1)}),
     "no layer of Flax": ({"blocks": stack(Raw, 5)}, {"blocks": Stack("pipe")}),
     "jax.vmap": ({"blocks": split_and_merged}, {"blocks": Stack("pipe")}),
@@ -232,8 +235,8 @@ def test_a_table_at_its_default_takes_the_recorded_stacks_and_another_one_must_n
     (problem,) = (problem for problem in caught.value.problems if problem.where == "h")
     assert problem.fix == 'Rules(…, stacked={"layers": "pipe", "h": "pipe"})'
     plan(model, table(stacked={"layers": "pipe", "h": "pipe"}))
-    with pytest.raises(RuleError, match=r"h: is stacked along dimension 0"):
-        plan(net(h=stack(Attention, 4)), table(stacked={"h": spmd.Stack("pipe", dim=1)}))
+    (problem,) = audit_recorded({"h/w": (4, 4, 4)}, {"h": Stack("pipe", dim=1)}, {"h": Stack("pipe")}, {"h/w": 2})
+    assert problem.what == "is stacked along dimension 0, and the table says another"
 
 
 def test_a_stack_whose_arrays_differ_in_length_is_refused_with_all_others():
