@@ -82,19 +82,18 @@ def test_a_layer_of_flax_says_what_its_parameters_are(name):
     assert info.created == {}
 
 
+MODULES = {m.__name__.rpartition(".")[2]: m for m in (gemma, gpt2, llama, mistral, mixtral, qwen, transformer, vit)}
 FAMILIES = [
-    (module.__name__.rpartition(".")[2], name)
-    for module in (gemma, gpt2, llama, mistral, mixtral, qwen, transformer, vit)
-    for name in getattr(module, "PRESETS", {})
+    pytest.param(family, name, marks=() if name.startswith("test") else pytest.mark.soak)
+    for family, module in MODULES.items()
+    for name in module.PRESETS
 ]
 
 
 @pytest.mark.parametrize(("family", "preset"), FAMILIES)
 def test_the_parameters_of_our_families_that_decay_are_those_of_the_old_names(family, preset):
     """Until names were no longer read, norms and biases were found by them; every kernel has its dimensions."""
-    modules = (gemma, gpt2, llama, mistral, mixtral, qwen, transformer, vit)
-    config = next(m for m in modules if m.__name__.endswith(f".{family}")).PRESETS[preset]
-    model = spmd.from_nnx(config.build)
+    model = spmd.from_nnx(MODULES[family].PRESETS[preset].build)
     info, shapes = model.info(), _shapes(model)
     by_name = {p for p in shapes if not any(matches(n, p, ["layers"]) for n in ("[^/]*norm[^/]*/[^/]+", "bias"))}
     for known in (model, None):
