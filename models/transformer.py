@@ -9,7 +9,6 @@ stages hold whole groups, and for a remat policy a group is one layer.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -27,10 +26,13 @@ from spmd.models.rope import Angles
 from spmd.plan.annotate import annotate
 
 _GATES = {"swiglu": gated, "geglu": gelu_gated}
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": functools.partial(gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
+
+
+def _gelu(x: Array) -> Array:
+    return gelu(x, True)  # by position: `jax.checkpoint` takes no static argument by its name
+
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": _gelu, "relu": jax.nn.relu}
 
 
 @dataclasses.dataclass(frozen=True)
