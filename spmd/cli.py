@@ -29,7 +29,7 @@ from spmd.commands.script import run_script
 from spmd.commands.search import SearchCommand, run_search
 from spmd.commands.train import TrainCommand, run_train
 from spmd.distributed.initialize import exit_process
-from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean
+from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean, print_traceback
 from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.run.load_config import shipped
 
@@ -89,6 +89,7 @@ _LONGEST_ERROR = 100
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    sys.excepthook = print_traceback
     end: Callable[[int], NoReturn] = exit_process
     try:
         code, end = _dispatch(arguments), sys.exit

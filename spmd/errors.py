@@ -10,11 +10,15 @@ import inspect
 import math
 import numbers
 import operator
+import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 _LONGEST = 2000
+_FRAMES_LEFT_OUT = "JAX_TRACEBACK_FILTERING"
 _INDENTED = "\n        "  # a continuation line must not look like a problem of its own
 _BOUNDS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, "at most": operator.le}
 
@@ -155,6 +159,38 @@ def _holds(value: Any, term: str) -> bool:
         return math.isfinite(value)
     word, _, bound = term.rpartition(" ")
     return _BOUNDS[word](value, float(bound))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the whole reason of an exception, without the notes that others added to it.
+
+    The first line alone would often be no reason: JAX names what differs in the lines after it.
+
+    Example:
+        >>> reason_of(KeyError("w")), reason_of(TypeError("carry types differ:\\n  float32[] and float32[3]"))
+        ("KeyError: 'w'", 'carry types differ:\\n  float32[] and float32[3]')
+    """
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
+    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) else text
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an exception as Python does, to be `sys.excepthook`, with the reason as its last lines.
+
+    A note about frames that JAX left out would follow it, and is printed first.
+    """
+    printed = traceback.TracebackException(kind, error, trace)
+    each: traceback.TracebackException | None = printed
+    notes = list[str]()
+    while each is not None:
+        own = list(each.__notes__ or ())
+        notes += (note for note in own if _FRAMES_LEFT_OUT in note)
+        each.__notes__ = [note for note in own if _FRAMES_LEFT_OUT not in note]
+        each = each.__cause__ or each.__context__
+    lines = [note.strip("-\n") + "\n" for note in dict.fromkeys(notes)]
+    print("".join([*lines, *printed.format()]), end="", file=sys.stderr, flush=True)
 
 
 def check_type(where: str, value: Any, kinds: type | tuple[type, ...], fix: str) -> list[Problem]:

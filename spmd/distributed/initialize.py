@@ -18,7 +18,7 @@ import jax
 
 from spmd.distributed.cluster_env import LaunchArgs, ProcessGroup, detect_process_group, split_address
 from spmd.distributed.native_output import compiler_log, separate_stdout
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, print_traceback
 from spmd.sharding.mesh import simulate_devices
 
 EXIT_LOST = 69
@@ -193,7 +193,7 @@ def _exit_at_timeout(group: ProcessGroup, launch_args: LaunchArgs) -> None:
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.__excepthook__(kind, error, trace)
+    print_traceback(kind, error, trace)
     if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" in str(error):
         exit_process(1)
     print(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.errors import Problem
+from spmd.errors import Problem, reason_of
 
 NAMES = ("value", "grad", "value_fn")
 """The mean loss, its gradients, and the function from parameters to the mean loss of this batch."""
@@ -67,9 +67,8 @@ def check_update(optimizer: optax.GradientTransformation, params: Any, *, whole:
         jax.eval_shape(lambda g, s, p: example_update(optimizer, g, s, p, given), params, state, params)
     except (TypeError, ValueError, AttributeError) as error:
         detail = f"it gets {', '.join(given)}, the gradients, its state and the parameters"
-        said = str(error).partition("\n")[0]
         fix = "an optimizer that needs no other arguments"
         if not whole:
             fix = f"offload nothing, or {fix}"
-        return [Problem("optimizer", f"cannot be updated in a step: {said}", detail, fix)]
+        return [Problem("optimizer", f"cannot be updated in a step: {reason_of(error)}", detail, fix)]
     return []

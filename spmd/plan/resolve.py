@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, check_call, check_type, did_you_mean, shown
+from spmd.errors import ConfigError, Problem, check_call, check_type, did_you_mean, reason_of, shown
 from spmd.model_api.codecs import EXCHANGES, GATHERS
 from spmd.model_api.compress import WITHOUT_CODES, CompressConfig, Wire
 from spmd.model_api.model import Model, ModelInfo
@@ -271,8 +271,7 @@ def check_evaluation_params(
         with jax.numpy_dtype_promotion("standard"):
             found = jax.eval_shape(evaluated, params)
     except (TypeError, ValueError, AttributeError, LookupError) as error:
-        said = str(error).partition("\n")[0]
-        return [Problem(where, f"cannot be computed from the optimizer's state: {said}", fix=fix)]
+        return [Problem(where, f"cannot be computed from the optimizer's state: {reason_of(error)}", fix=fix)]
     wanted, shapes = ({path: x.shape for path, x in tree.flatten(each).items()} for each in (params, found))
     differing = [path for path in {**wanted, **shapes} if wanted.get(path) != shapes.get(path)]
     if not differing:

@@ -200,8 +200,7 @@ class Search:
             check_step(setup)
             report = MemoryReport(self.topology, estimate_step(setup, self.topology.platform))
         except SpmdError as error:
-            problem = error.problems[0] if error.problems else error
-            candidate.refused = f"cannot run: {' '.join(str(problem).split())[:90]}"
+            candidate.refused = f"cannot run: {_first_reason(error)}"
             return
         candidate.memory = report.total
         if report.fits is False:
@@ -220,7 +219,7 @@ class Search:
                 over = f"{human_bytes(found.memory or 0)} of {human_bytes(self.topology.memory or 0)}"
                 candidate.refused = f"does not fit when compiled: {over}"
         except SpmdError as error:
-            candidate.refused = f"the compiler refuses it: {' '.join(str(error).split())[-90:]}"
+            candidate.refused = f"the compiler refuses it: {_first_reason(error)}"
         self._save(candidate)
 
     @property
@@ -274,6 +273,12 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
                     "pipeline": pipeline,
                     "offload": offload,
                 }
+
+
+def _first_reason(error: SpmdError) -> str:
+    """Return the start of the first problem of an error, on one line."""
+    problem = error.problems[0] if error.problems else error
+    return " ".join(str(problem).split())[:90]
 
 
 def _knows(config: TrainConfig[Any], remat: str) -> bool:

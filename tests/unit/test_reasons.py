@@ -1,0 +1,50 @@
+"""An error of a user's code ends with its reason, and an error of `spmd` about one has all of it."""
+
+import sys
+
+import jax
+import optax
+import pytest
+
+from spmd.errors import print_traceback
+from spmd.optim.extra_args import check_update
+
+
+def failing() -> Exception:
+    """An error of a user's function, with the note that JAX adds where it leaves out its own frames."""
+    try:
+        jax.eval_shape(jax.jit(lambda x: x @ x[:, 0]), jax.ShapeDtypeStruct((3, 4), "float32"))
+    except TypeError as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.compat
+def test_the_reason_of_an_error_is_printed_last(capsys):
+    """Also where it is the cause of another one; JAX's note comes first; control: Python alone ends with the note."""
+    error = failing()
+    outer = RuntimeError("the step failed")
+    outer.__cause__ = error
+    outer.add_note("of step 3")
+    sys.__excepthook__(type(error), error, error.__traceback__)
+    assert "internal frames" in capsys.readouterr().err.splitlines()[-1]
+    for each, last in ((error, "dot_general"), (outer, "of step 3")):
+        print_traceback(type(each), each, each.__traceback__)
+        first, *lines = capsys.readouterr().err.splitlines()
+        assert "JAX has removed its internal frames" in first
+        assert "JAX_TRACEBACK_FILTERING" not in "".join(lines)
+        assert last in lines[-1]
+        assert "test_reasons.py" in "".join(lines)
+    assert any("internal frames" in note for note in error.__notes__), "the error itself does not change"
+
+
+def test_an_error_says_all_of_its_reason():
+    """Of a loop whose carry changes its type, JAX says so in later lines than the first; control: its first line."""
+
+    def update(updates, state, params=None):
+        return jax.lax.fori_loop(0, 2, lambda _, x: x[None], updates), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    (problem,) = check_update(optimizer, jax.ShapeDtypeStruct((3,), "float32"))
+    assert "float32[1,3]" in problem.what
+    assert "float32[1,3]" not in problem.what.splitlines()[0]
