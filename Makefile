@@ -8,6 +8,8 @@ ARGS ?=
 # order: the files that take longest come first (tests/conftest.py).
 PYTEST := -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 CI_TIER := not soak and not architecture
+# The next forms of jax.checkpoint and of custom derivatives (spmd/jaxpr/upgrades.py); a JAX without one ignores it.
+UPGRADES := JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_REMAT_BARRIER_NO_COTANGENTS=1
 
 VENV := .venv
 NEWEST := .venv-newest
@@ -33,7 +35,7 @@ define make_venv
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install system demo test newest soak durations check bench docs docs-environment
+.PHONY: help install system demo test newest upgrades soak durations check bench docs docs-environment
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +76,10 @@ newest: ## run the tests of what dependencies can break, on PYTHON_NEWEST with t
 	@echo "installing the newest releases into $(NEWEST)"
 	@$(NEWEST)/bin/python -m pip install -q --no-compile --upgrade --upgrade-strategy eager -e '.[test]'
 	$(NEWEST)/bin/python $(PYTEST) -m "(unit or compat) and not soak" $(ARGS)
+	$(UPGRADES) $(NEWEST)/bin/python $(PYTEST) -m "upgrades and not soak"
+
+upgrades: install ## run the tests that JAX's upgrade flags can break, with the flags on
+	$(UPGRADES) $(VENV)/bin/python $(PYTEST) -m "upgrades and not soak" $(ARGS)
 
 soak: $(SOAK_INSTALLED) system ## run the long proofs, which no change waits for (as root, 45 to 80 minutes on 2 cores, and the sweep)
 	$(VENV)/bin/python $(PYTEST) -m soak $(ARGS)

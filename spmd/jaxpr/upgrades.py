@@ -19,6 +19,10 @@ from jax.experimental import hijax
 HiPrim: Any = getattr(hijax, "HiPrim", object)
 """Base of what hijax applies; in a JAX without it, `object`, and nothing is made of it."""
 
+IS_FIRST_FORM = HiPrim is object
+"""Whether hijax is as in JAX 0.10. There, under `jax_remat3`, `jax.checkpoint` recomputes what a combined policy or one
+that offloads should keep, sees nothing in custom derivatives, and evaluates no call primitive."""
+
 name_in_rule = getattr(ad_checkpoint, "checkpoint_name_fwd", ad_checkpoint.checkpoint_name)
 """`checkpoint_name` for the forward rule of a `jax.custom_vjp`. Under `jax_remat3`, what is recomputed then reads the
 saved array alone; with the name for other code JAX computes the array again, for a derivative that nothing asks for."""
@@ -30,13 +34,5 @@ def checkpoints_are_hijax() -> bool:
 
 
 def checkpoints_ignore_functions() -> bool:
-    """Return whether `jax.checkpoint` ignores any policy that is not one of JAX's own classes.
-
-    So it is under `jax_remat3` in JAX 0.10: it recomputes what a combined policy, or one that offloads, should keep.
-    """
-    return checkpoints_are_hijax() and HiPrim is object
-
-
-def rules_can_be_seen() -> bool:
-    """Return whether `jax.checkpoint` sees names in the forward rule of a `jax.custom_vjp` that is of hijax."""
-    return HiPrim is not object
+    """Return whether `jax.checkpoint` ignores any policy that is not one of JAX's own classes."""
+    return checkpoints_are_hijax() and IS_FIRST_FORM

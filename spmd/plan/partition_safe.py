@@ -17,9 +17,10 @@ from jax.sharding import use_abstract_mesh
 
 from spmd import tree
 from spmd.errors import AnnotationError, Problem
-from spmd.jaxpr.equations import has_own_rules, replace_equations
+from spmd.jaxpr.equations import has_own_rules, is_hijax, replace_equations
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.traced_program import TracedProgram, read_program
+from spmd.jaxpr.upgrades import IS_FIRST_FORM
 from spmd.plan.context import current
 from spmd.plan.fsdp import gathered, is_wrapped
 from spmd.plan.input_uses import unproven_uses
@@ -37,6 +38,8 @@ GATHERED = (*BATCH_AXES, "sequence")
 _WRONG = "XLA would compute these operations of the model wrongly:"
 _IN_CUSTOM = "is in the code of a custom derivative, which cannot be replaced"
 _OUTSIDE = "compute it outside of jax.custom_vjp and jax.custom_jvp"
+_IN_CHECKPOINT = "is in a jax.checkpoint under jax_remat3, in which JAX 0.10 evaluates no call of another formula"
+_FLAG_OFF = "turn jax_remat3 off, or use JAX 0.12"
 _NOT_SEEN = "is in the rules of a custom derivative, or in a gradient function that differentiates by itself"
 
 
@@ -186,6 +189,9 @@ def _without_faults(jaxpr: ClosedJaxpr, program: TracedProgram, mesh: AnyMesh) -
             if any(map(has_own_rules, around)):
                 if not is_whole(operation, fault, mesh):
                     problems.append(problem_of(operation, fault, mesh, _IN_CUSTOM, _OUTSIDE))
+                continue
+            if IS_FIRST_FORM and any(map(is_hijax, around)):
+                problems.append(problem_of(operation, fault, mesh, _IN_CHECKPOINT, _FLAG_OFF))
                 continue
             arrays = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
             formula = jax.named_call(fault.formula(operation, mesh), name=fault_scope(fault.name))

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, primitives
 
 from spmd.errors import Problem
 from spmd.jaxpr.equations import equations, has_own_rules, inner_jaxprs, is_hijax, name_of, open_jaxpr, params_of
-from spmd.jaxpr.upgrades import rules_can_be_seen
+from spmd.jaxpr.upgrades import IS_FIRST_FORM
 from spmd.model_api.remat import Remat
 
 _WHERE = "in a custom derivative, where jax.checkpoint sees nothing under jax_remat3"
@@ -46,4 +46,4 @@ def _unseen(jaxpr: Any, *, in_rule: bool = False, is_hidden: bool = False) -> It
 
 def _is_seen_through(equation: JaxprEqn) -> bool:
     is_custom_vjp = name_of(equation) == primitives.custom_vjp_call_p.name
-    return is_custom_vjp and is_hijax(equation) and rules_can_be_seen()
+    return is_custom_vjp and is_hijax(equation) and not IS_FIRST_FORM

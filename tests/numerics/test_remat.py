@@ -12,7 +12,7 @@ import pytest
 import spmd
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.gradients.base import value_and_grad
-from spmd.jaxpr.equations import equations
+from spmd.jaxpr.equations import equations, name_of
 from spmd.model_api.remat import Remat, make_remat
 from spmd.plan.annotate import annotate, remat_attention, remat_layer
 from spmd.plan.context import use_plan
@@ -22,6 +22,7 @@ from spmd.training.state import init_state
 from spmd.training.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
+from tests.upgrades import ARE_ON
 
 BATCH = token_batches((4, 10), tiny.CONFIG.vocab, steps=1)[0]
 KERNELS = 7  # of one layer: four of attention and three of the MLP
@@ -38,7 +39,7 @@ def gradient_program(config=tiny.CONFIG, **options):
 @functools.cache
 def count(primitive, remat, stacked=True, layers=2):
     config = tiny.replaced(stacked=stacked, layers=layers)
-    return sum(equation.primitive.name == primitive for equation in equations(gradient_program(config, remat=remat)))
+    return sum(name_of(equation) == primitive for equation in equations(gradient_program(config, remat=remat)))
 
 
 def matmuls(remat, stacked=True, layers=2):
@@ -207,8 +208,8 @@ def test_offload_needs_a_memory_that_is_there():
 def test_full_recomputes_each_layer_and_save_recomputes_less(stacked):
     """Matmuls in the program: least with none, most with full, which runs nearly a second forward pass."""
     programs = 1 if stacked else tiny.CONFIG.layers  # a scanned layer is in the program once
-    none, save, full, selective, dots = (
-        matmuls(remat, stacked) for remat in ("none", "save:attention_out", "full", "selective", "dots")
+    none, save, full, selective = (
+        matmuls(remat, stacked) for remat in ("none", "save:attention_out", "full", "selective")
     )
     assert none < save < full
     # Recomputed: the inputs of the backward pass, which are all products of the layer but the two that only add to
@@ -216,7 +217,8 @@ def test_full_recomputes_each_layer_and_save_recomputes_less(stacked):
     assert full - none == programs * (KERNELS - 2 + 2 + 1)
     assert full - save == programs
     assert selective - none == programs  # the scores; what they are multiplied with is not needed again
-    assert dots - none == 2 * programs  # attention's products alone have batch dimensions
+    if not ARE_ON:  # else JAX computes them again, which is refused (tests/numerics/test_upgrades.py)
+        assert matmuls("dots", stacked) - none == 2 * programs  # attention's products alone have batch dimensions
 
 
 def test_saving_every_name_recomputes_fewer_matmuls():
