@@ -1,6 +1,7 @@
 """Faults of JAX's own under its upgrade flags, by name; `tests/numerics/test_upgrades.py` says when they are mended."""
 
 import jax
+import pytest
 
 from spmd.jaxpr.upgrades import IS_FIRST_FORM
 
@@ -9,6 +10,9 @@ IS_OLD = IS_FIRST_FORM
 
 ARE_ON = bool(getattr(jax.config, "jax_remat3", False))
 """Whether this run is one with the flags in the environment."""
+
+UNLESS_OLD = [] if IS_OLD else [pytest.mark.upgrades]
+"""The mark of what JAX 0.10.2 cannot do under the flags."""
 
 IN_CUSTOM_VJP = True
 """JAX 0.10.2 and 0.12.0.1: what the policy `dots` saves in a custom derivative is computed again."""

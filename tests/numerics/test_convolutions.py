@@ -373,6 +373,7 @@ def test_convolutions_inside_of_other_programs(name):
     assert max(found.values()) <= TOLERANCE, found
 
 
+@pytest.mark.upgrades
 @pytest.mark.parametrize("kind", CUSTOM)
 def test_groups_in_a_custom_derivative_are_refused(kind):
     """The error names the primitive, the line of the model, and the axes that split it."""
@@ -404,6 +405,7 @@ def with_pool(groups):
     return lambda x, kernel: pool(x @ kernel[0, 0])
 
 
+@pytest.mark.upgrades
 @pytest.mark.parametrize("layer", [*CUSTOM.values(), with_pool], ids=[*CUSTOM, "pool"])
 def test_split_images_in_a_custom_derivative_are_refused(layer):
     """XLA would compute them wrongly where they stand; the error says what must be whole."""
@@ -431,6 +433,7 @@ def step_with_rules_alone(groups, batch=(), **sizes):
     return step.trace({"x": jax.ShapeDtypeStruct((8, 8, 8, CHANNELS), jnp.float32)})
 
 
+@pytest.mark.upgrades
 @pytest.mark.parametrize("groups", [1, 2])
 def test_rules_of_a_custom_derivative_are_seen_in_the_whole_step(groups):
     """The loss does not show them; one error for each line, with what to split instead."""

@@ -67,6 +67,7 @@ def test_a_layer_keeps_what_the_formula_says(config, dtype):
         assert kept == pytest.approx(closed_form(config, jnp.dtype(dtype).itemsize, core=core), rel=0.005)
 
 
+@pytest.mark.upgrades
 def test_full_keeps_a_layers_input_and_no_more():
     """Which is an argument of the layer, so of its own it keeps nothing."""
     assert kept_bytes(*llama_layer(GPT3, "full", jnp.bfloat16)) == 0
@@ -189,6 +190,7 @@ def test_policies_stand_in_the_order_of_what_they_keep():
     assert held == sorted(set(held), reverse=True)
 
 
+@pytest.mark.upgrades
 def test_saved_activations_have_their_names():
     """Those that the model marks and the backward pass needs, stacked over layers, one shard's bytes each."""
     found = estimate("save:attention_out offload:mlp_hidden")

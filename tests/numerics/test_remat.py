@@ -135,6 +135,7 @@ def test_naming_an_activation_that_no_rule_names_is_an_error(word):
         tiny.plan(options=(("remat", f"{word}:attention_ouut"),))
 
 
+@pytest.mark.upgrades
 @pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"])
 def test_naming_an_activation_that_no_layer_marks_is_an_error(stacked):
     """One error for all such names, with those that the layers do mark; an activation outside of the layers is none."""
@@ -204,6 +205,7 @@ def test_offload_needs_a_memory_that_is_there():
     make(mesh, remat="offload:mlp_hidden")
 
 
+@pytest.mark.upgrades
 @pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"])
 def test_full_recomputes_each_layer_and_save_recomputes_less(stacked):
     """Matmuls in the program: least with none, most with full, which runs nearly a second forward pass."""

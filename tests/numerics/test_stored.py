@@ -29,6 +29,7 @@ from spmd.plan.stored import store
 from spmd.testing import token_batches
 from spmd.training.step import make_train_step
 from tests import tiny
+from tests.upgrades import UNLESS_OLD
 
 WIDTH, HIDDEN = 32, 64
 NAMES = ("residual", "mlp_input", "mlp_gate", "mlp_up", "expert_hidden")
@@ -36,6 +37,7 @@ SPLIT = ("mlp_gate", "mlp_up")
 SPECS = FrozenDict({name: P("data", None, "tensor" if name in SPLIT else None) for name in NAMES})
 MESH = {"data": 2, "tensor": 2}
 CONFIG = tiny.replaced(d_model=64, d_ff=256)
+pytestmark = UNLESS_OLD
 BATCH = token_batches((4, 16), CONFIG.vocab, steps=1)[0]
 
 

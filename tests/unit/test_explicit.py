@@ -77,6 +77,7 @@ def line_with(code: str, file: str) -> str:
     return f"{file}:{number}"
 
 
+@pytest.mark.upgrades
 @pytest.mark.parametrize(
     "axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "sequence": 2, "tensor": 2}], ids=["fsdp-tensor", "sequence-tensor"]
 )
@@ -107,6 +108,7 @@ def test_llama_without_a_mark_is_not_decided(monkeypatch):
     assert (total, "add", "f32[8,16,32] P(., ., fsdp), f32[8,16,32] P(fsdp, ., .)") in listed
 
 
+@pytest.mark.upgrades
 def test_mixtral_is_decided():
     """Each layout outside and inside of expert layers, over three axes."""
     model = spmd.from_nnx(PRESETS["test"].build)
