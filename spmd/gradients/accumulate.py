@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn, LossGradFn, check_results, with_loss_of
-from spmd.gradients.losses import Sums
+from spmd.gradients.losses import VALUES, Sums
 from spmd.jaxpr.examples import ADDING, adding_operation
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.source import equation_line
@@ -40,7 +40,8 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
     Args:
         per_microbatch: Whether a loss that is no sum over the examples is meant to be one of each microbatch. Without
             it, statistics that a model keeps among its variables and declared values such as balance losses are of a
-            microbatch (`values_of_microbatches`), and any other such loss is an error.
+            microbatch (`values_of_microbatches`), and any other such loss is an error. With it, `values` are those of
+            the last microbatch.
 
     Raises:
         ConfigError: At trace time: arrays have different numbers of examples, none, or a number that does not divide;
@@ -56,12 +57,13 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
         split, shared = split_microbatches(batch, microbatches)
         keys = jax.random.split(key, microbatches)
 
-        def add(carry: tuple[Any, Any], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], None]:
+        def add(carry: tuple[Any, Any], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], Any]:
             total, variables = carry
             arrays, key = part
             gradients, sums, variables = grad_fn(params, variables, join_microbatch(batch, arrays, shared), key)
+            sums, values = _without_values(sums)
             total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (gradients, sums))
-            return (total, variables), None
+            return (total, variables), values
 
         first = join_microbatch(batch, {path: x[0] for path, x in split.items()}, shared)
         jaxpr, returned = jax.make_jaxpr(grad_fn, return_shape=True)(params, variables, first, keys[0])
@@ -69,11 +71,17 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
         _check_no_order(read_program(jaxpr), len(jax.tree.leaves((params, variables))), first)
         if isinstance(grad_fn, LossGradFn) and not per_microbatch:
             grad_fn.loss.check_additive(_TITLE, params, variables, first, key, fix=_PER_MICROBATCH, statistics=False)
-        zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, sums)
-        ((gradients, sums), variables), _ = jax.lax.scan(add, (zeros, variables), (split, keys))
-        return gradients, sums, variables
+        zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, _without_values(sums)[0])
+        ((gradients, sums), variables), values = jax.lax.scan(add, (zeros, variables), (split, keys))
+        return gradients, sums | jax.tree.map(lambda x: x[-1], values), variables
 
     return with_loss_of(grad_fn, accumulated)
+
+
+def _without_values(sums: Sums) -> tuple[Sums, Sums]:
+    """Split sums into those that add up, and values that do not, under their key if there are any."""
+    others = {name: value for name, value in sums.items() if name == VALUES}
+    return {name: value for name, value in sums.items() if name != VALUES}, others
 
 
 def values_of_microbatches(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> list[str]:

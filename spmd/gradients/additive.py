@@ -14,7 +14,7 @@ from jax.sharding import get_abstract_mesh
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.losses import LossFn, check_returned
+from spmd.gradients.losses import VALUES, LossFn, check_returned
 from spmd.jaxpr.example_labels import Kind, Label, Mix, all_sums
 from spmd.jaxpr.example_rules import NUMBER, UNKNOWN
 from spmd.jaxpr.examples import UnlikeProgramsError, input_label, label_examples
@@ -65,9 +65,9 @@ class LossStructure:
         """
         mixes = [mix for mix in label.mixes if statistics or not self._is_statistic(mix)]
 
-        def place(mix: Mix) -> tuple[bool, int]:
+        def place(mix: Mix) -> tuple[bool, int, str]:
             is_minor = mix.what == NUMBER  # an index of another example is made from their number, too
-            return is_minor, self.order.get(mix.operation, len(self.order))
+            return is_minor, self.order.get(mix.operation, len(self.order)), mix.what
 
         return min(mixes, key=place, default=None)
 
@@ -97,6 +97,10 @@ class LossReader:
         if signature not in self._read:
             self._read[signature] = self._structure(*jax.tree.map(_abstract, (params, own, batch, key)))
         return self._read[signature]
+
+    def has_values(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> bool:
+        """Return whether the loss reports values as they are."""
+        return any(name.startswith(f"{VALUES}/") for name in self.read(params, variables, batch, key).sums)
 
     def check_mean(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> None:
         """Raise a `ConfigError` if the loss is a mean and the weight a count, so that it would be divided twice."""
@@ -206,6 +210,10 @@ def _is(degree: float | None, power: int) -> bool:
 def _not_additive(structure: LossStructure, fix: str, statistics: bool) -> Iterator[Problem]:
     """Yield a problem for each sum of a loss that is no sum over examples."""
     for name, label in structure.sums.items():
+        if name.startswith(f"{VALUES}/"):
+            what = "is reported as it is, and a part of a batch has its own"
+            yield Problem(name.removeprefix(f"{VALUES}/"), what, fix=f"a sum in its place; or {fix}")
+            continue
         if label.is_zero:
             continue
         where = f"sum {name!r}"

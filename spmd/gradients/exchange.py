@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn, LossGradFn, with_loss_of
-from spmd.gradients.losses import Sums
+from spmd.gradients.losses import VALUES, Sums
 from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import LOSS_SCALE
@@ -111,6 +111,10 @@ def exchange_once(
 
         def local(*arrays: Any) -> tuple[Any, Sums]:
             gradients, sums, _ = grad_fn(*arrays)
+            if VALUES in sums:
+                what = "are reported as they are, and each device has its own"
+                problem = Problem(", ".join(sums[VALUES]), what, fix=f"sums in their place; or {_FIX}")
+                raise ConfigError(_TITLE, [problem])
             with in_scope(comm_scope("gradients, exchanged once a step")):
                 sums = jax.tree.map(lambda x: psum(x, over), sums)
             return jax.tree.map(lambda g: g[None], gradients), sums

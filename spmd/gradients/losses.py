@@ -25,8 +25,11 @@ from spmd.sharding.mesh import BATCH_AXES
 Sums = dict[str, Any]
 """Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name.
 
-`arrays`, if there, has arrays of such sums by their names.
+`arrays`, if there, has arrays of such sums by their names. `values`, if there, has what is no sum, such as a maximum or
+a histogram, by its name: a step reports it as it is.
 """
+
+VALUES = "values"
 
 LossFn = Callable[[Any, Any, Any, jax.Array], tuple[Sums, Any]]
 """`(params, variables, batch, key) -> (Sums, updated variables)`; the sum `loss` is differentiated."""
@@ -49,10 +52,14 @@ def check_returned(returned: Any, variables: Any) -> tuple[Sums, Any]:
     sums, after = returned
     missing = [name for name in ("loss", "weight") if name not in sums]
     problems = [Problem("loss_fn", f"returns no {name!r} among its sums", f"{list(sums)}", _RETURN) for name in missing]
-    for name, value in split_arrays(sums)[0].items():
+    scalars, _ = split_arrays(sums)
+    values = scalars.pop(VALUES, {})
+    problems += _value_problems(values, sums)
+    for name, value in scalars.items():
         kind = jnp.result_type(value)
         if jnp.shape(value):
-            problems.append(Problem(f"sum {name!r}", f"has the shape {jnp.shape(value)}", fix="sum it over the batch"))
+            what, fix = f"has the shape {jnp.shape(value)}", 'sum it over the batch; or put it in sums["values"]'
+            problems.append(Problem(f"sum {name!r}", what, fix=fix))
         elif kind.itemsize < 4 or not jnp.issubdtype(kind, jnp.floating if name == "loss" else jnp.number):
             problems.append(Problem(f"sum {name!r}", f"is {kind}", fix="cast to float32 before summing"))
         elif name in ("tokens", "gradient_norm", "gradients"):
@@ -65,6 +72,18 @@ def check_returned(returned: Any, variables: Any) -> tuple[Sums, Any]:
     if problems:
         raise ConfigError(_NO_LOSS, problems)
     return jax.tree.map(jnp.asarray, dict(sums)), after
+
+
+def _value_problems(values: Any, sums: Mapping[str, Any]) -> list[Problem]:
+    """Return what is wrong with the values that are reported as they are."""
+    if not isinstance(values, Mapping):
+        return [Problem("values", f"are {shown(values)}", fix='{"values": {"largest": logits.max()}}')]
+    taken = (*sums, "tokens", "gradient_norm", "gradients")
+    return [
+        Problem(f"value {name!r}", "has the name of another metric", fix="another name")
+        for name in values
+        if name in taken
+    ]
 
 
 def _is_scalar(value: Any) -> bool:

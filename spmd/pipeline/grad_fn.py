@@ -52,7 +52,7 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
         in_parts(loss_fn)
         first, is_part = first_microbatch(batch, table.microbatches), has_part_of_batch()
         loss.check_mean(params, own, first, key)
-        if is_part or not per_microbatch:
+        if is_part or not per_microbatch or loss.has_values(params, own, first, key):
             loss.check_additive(TITLE, params, own, first, key, fix=_PER_MICROBATCH, statistics=is_part)
         counts = table.stages, table.chunks, table.microbatches
         arrays = partition(loss_fn, grad_targets(params), own, batch, key, *counts)

@@ -16,7 +16,7 @@ from spmd.distributed.compilation_cache import without_faulty_cache
 from spmd.errors import ConfigError, Problem, check_type
 from spmd.gradients.base import GradFn, check_results, value_and_grad
 from spmd.gradients.loss_scale import unscale
-from spmd.gradients.losses import LossFn, Sums
+from spmd.gradients.losses import VALUES, LossFn, Sums
 from spmd.gradients.magnitudes import remember
 from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG
@@ -44,7 +44,7 @@ Metrics = dict[str, Any]
 class TrainStep:
     """`(state, batch) -> (state, metrics)`, compiled ahead of time on its first batch; the state is donated.
 
-    Metrics are the loss function's sums divided by the weight (`loss` in nats per token), and `tokens`,
+    Metrics are the loss function's sums divided by the weight (`loss` in nats per token), its values, and `tokens`,
     `gradient_norm` (before clipping), what `watch` adds and, with `keep_gradients`, `gradients`.
     """
 
@@ -167,7 +167,9 @@ class TrainStep:
         divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
-        return gradients, jax.tree.map(lambda total: total / divisor, sums), weight, variables
+        values = sums.pop(VALUES, {})
+        means = jax.tree.map(lambda total: total / divisor, sums)
+        return gradients, _with_values(means, values), weight, variables
 
     def _mean_loss(self, state: TrainState, batch: Any, params: Any) -> jax.Array:
         """Return the mean loss at any parameters, for line searches; its derivative is that of the gradient function.
@@ -190,6 +192,15 @@ class TrainStep:
         return loss_at(jax.tree.map(lambda p, like: p.astype(like.dtype), params, state.params))
 
 
+def _with_values(means: Metrics, values: Mapping[str, jax.Array]) -> Metrics:
+    """Add metrics that are no means, and are reported as they are: numbers by name, arrays among `arrays`."""
+    arrays = {name: value for name, value in values.items() if value.ndim}
+    numbers = {name: value for name, value in values.items() if not value.ndim}
+    if arrays:
+        means = {**means, "arrays": {**means.get("arrays", {}), **arrays}}
+    return {**means, **numbers}
+
+
 def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
     """Return `(params, variables, batch, name="", number=0) -> Sums`, jitted under `plan`.
 
@@ -203,7 +214,9 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
             key = jax.random.key(0, impl=PRNG)
             for part in place:
                 key = jax.random.fold_in(key, part)
-            return partition_safe(loss_fn)(params_for_forward(params), own, batch, key)[0]
+            sums = dict(partition_safe(loss_fn)(params_for_forward(params), own, batch, key)[0])
+            sums.pop(VALUES, None)  # of one batch, and an evaluation adds batches up
+            return sums
 
     compiled = without_faulty_cache(plan.mesh.shape["pipe"])(jax.jit(evaluate))
 

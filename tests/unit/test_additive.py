@@ -442,3 +442,21 @@ def test_accumulation_needs_a_sum():
     with pytest.raises(ConfigError, match=r"`dot_general` at (.|\n)*per_microbatch=True"):
         traced()
     traced(per_microbatch=True)
+
+
+def with_values(params, variables, batch, key):
+    found = logits(params, batch)
+    sums = {"loss": (found**2).sum(), "weight": jnp.float32(len(found))}
+    return {**sums, "values": {"largest": found.max(), "by_class": found.sum(0)}}, variables
+
+
+def test_values_are_reported_as_they_are():
+    """A step divides only sums; the values of microbatches must be asked for, and are those of the last."""
+    grad_fn = spmd.value_and_grad(with_values)
+    arguments = PARAMS, {}, BATCH, jax.random.key(0)
+    _, sums, _ = jax.eval_shape(grad_fn, *arguments)
+    assert sums["values"]["by_class"].shape == (D,)
+    with pytest.raises(ConfigError, match=r"by_class: is reported as it is(.|\n)*largest: is reported as it is"):
+        jax.eval_shape(spmd.accumulate(grad_fn, 2), *arguments)
+    _, sums, _ = jax.eval_shape(spmd.accumulate(grad_fn, 2, per_microbatch=True), *arguments)
+    assert sums["values"]["largest"].shape == ()
