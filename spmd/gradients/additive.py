@@ -170,9 +170,9 @@ class LossReader:
         except UnlikeProgramsError as error:
             what = f"has other operations for {sizes[1]} examples than for {sizes[0]}: {error}"
             return LossStructure(unknown=what)
-        found = dict(zip(paths, labels.results, strict=True))
-        sums = {path.removeprefix("0/"): label for path, label in found.items() if path.startswith("0/")}
-        after = {path.removeprefix("1/"): label for path, label in found.items() if path.startswith("1/")}
+        labelled = dict(zip(paths, labels.results, strict=True))
+        sums = {path.removeprefix("0/"): label for path, label in labelled.items() if path.startswith("0/")}
+        after = {path.removeprefix("1/"): label for path, label in labelled.items() if path.startswith("1/")}
         order = {operation: place for place, operation in enumerate(programs[0].walk())}
         return LossStructure(sums, after, tuple(labels.declared), order)
 

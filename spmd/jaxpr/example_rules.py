@@ -265,7 +265,7 @@ def _reshape(operations: Operations, labels: Sequence[Label], setting: Setting) 
     dims = varying_dims(output)
     if len(dims) == 1:
         (dim,) = dims
-        found = set()
+        found = set[int | None]()
         for operation, count in zip(operations, setting.counts, strict=True):
             old, new = operation.inputs[0].shape, operation.outputs[0].shape
             after = math.prod(new[dim + 1 :])

@@ -397,7 +397,7 @@ def _runs(program: TracedProgram) -> list[Operation | list[Operation]]:
 
 
 def _from_before(run: Sequence[Operation]) -> list[TracedValue]:
-    """Return the values that a run of operations takes, in the order of their first use; literals are left out."""
+    """Return the values that a run of operations takes, in the order of their first use, without literals."""
     made = {value for operation in run for value in operation.outputs}
     taken = [value for operation in run for value in operation.inputs if value not in made and value.constant is None]
     return list(dict.fromkeys(taken))
