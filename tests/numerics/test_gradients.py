@@ -92,7 +92,8 @@ def test_a_microbatch_takes_every_kth_example(microbatches):
     def square_of_sum(w, x, key):
         return {"loss": w * x.sum() ** 2, "weight": jnp.float32(x.size)}
 
-    grads, sums, _ = accumulate(value_and_grad(square_of_sum), microbatches)(jnp.float32(1), {}, x, KEY)
+    grad_fn = accumulate(value_and_grad(square_of_sum), microbatches, per_microbatch=True)
+    grads, sums, _ = grad_fn(jnp.float32(1), {}, x, KEY)
     parts = [x[i::microbatches].sum() ** 2 for i in range(microbatches)]
     assert float(grads) == float(sums["loss"]) == sum(parts)
     assert sum(parts) != sum(part.sum() ** 2 for part in np.split(x, microbatches))
@@ -107,13 +108,14 @@ def test_every_microbatch_has_a_key_of_its_own():
         return {"loss": w * draw, "weight": jnp.float32(1), "squares": draw**2}
 
     microbatches = 4
-    grads, sums, _ = accumulate(value_and_grad(draws), microbatches)(jnp.float32(1), {}, X, KEY)
+    grad_fn = accumulate(value_and_grad(draws), microbatches, per_microbatch=True)
+    grads, sums, _ = grad_fn(jnp.float32(1), {}, X, KEY)
     total = float(sums["loss"])
     assert float(grads) == pytest.approx(total)
     # By Cauchy and Schwarz the two sides are equal where all draws are, and only there.
     assert float(sums["squares"]) > 1.05 * total**2 / microbatches
-    again = accumulate(value_and_grad(draws), microbatches)(jnp.float32(1), {}, X, KEY)[1]
-    other = accumulate(value_and_grad(draws), microbatches)(jnp.float32(1), {}, X, jax.random.key(1))[1]
+    again = grad_fn(jnp.float32(1), {}, X, KEY)[1]
+    other = grad_fn(jnp.float32(1), {}, X, jax.random.key(1))[1]
     assert float(again["loss"]) == total != float(other["loss"])
 
 
