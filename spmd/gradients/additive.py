@@ -32,6 +32,9 @@ _DECLARE = "spmd.value_and_grad(loss_fn, additive=True) if it is a sum"
 _SUMS = 'return {"loss": losses.sum(), "weight": weights.sum()}'
 _EQUAL = 1e-6
 
+_UNFIT = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a loss may raise that is written for one number of examples."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LossStructure:
@@ -154,7 +157,7 @@ class LossReader:
             resized = tree.map_with_path(lambda path, x, size=size: _resized(x, dims[path], size), batch)
             try:
                 jaxpr, outputs = jax.make_jaxpr(traced, return_shape=True)(params, variables, resized, key)
-            except (TypeError, ValueError, IndexError) as error:
+            except _UNFIT as error:
                 if size == count:
                     raise
                 said = str(error).partition("\n")[0]
@@ -232,5 +235,5 @@ def _not_additive(structure: LossStructure, fix: str, statistics: bool) -> Itera
             yield Problem(where, "depends on no example", detail, "multiply it by the weight")
         elif _is(label.degree, 0) and not label.mixes:
             yield Problem(where, "is a mean over the examples", "a mean of means is not that of the whole", _SUMS)
-        elif label.degree is not None and not _is(label.degree, 1):
+        elif not _is(label.degree, 1):
             yield Problem(where, "does not grow as the number of examples does", fix=_SUMS)

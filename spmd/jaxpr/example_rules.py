@@ -1,5 +1,6 @@
 """Rules of primitives: the labels of an operation's results from those of its operands."""
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +34,12 @@ Operations = tuple[Operation, Operation]
 Rule = Callable[[Operations, Sequence[Label], "Setting"], list[Label]]
 
 
+@dataclasses.dataclass(frozen=True)
 class Setting:
-    """The batch sizes of a program, and the mesh axes around it that split its examples and are manual."""
+    """The numbers of examples of a program, and the mesh axes around it that split them and are manual."""
 
-    def __init__(self, counts: tuple[int, int], around: frozenset[str]) -> None:
-        self.counts, self.around = counts, around
+    counts: tuple[int, int]
+    around: frozenset[str]
 
 
 # Results of mixing.
@@ -62,7 +64,6 @@ def _together(operations: Operations, labels: Sequence[Label]) -> Label:
 
 def _nonlinear(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
     """Label any function, element by element."""
-    del setting
     result = _together(operations, labels)
     if any(label.kind is Kind.SUM for label in labels):
         kind = Kind.SHARED if result.kind is Kind.SUM else result.kind
@@ -99,7 +100,6 @@ def _degree_of(operation: Operation, labels: Sequence[Label]) -> float | None:
 
 def _linear(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
     """Label a linear function of one operand, element by element."""
-    del setting
     return [labels[0]] * len(operations[0].outputs)
 
 
@@ -147,7 +147,6 @@ def _fold(operations: Operations, labels: Sequence[Label]) -> Label | None:
 
 def _add(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
     """Label sums, differences, and choices that depend on no example."""
-    del setting
     return [_added(operations, labels)] * len(operations[0].outputs)
 
 
@@ -180,7 +179,6 @@ def _added(operations: Operations, labels: Sequence[Label]) -> Label:
 
 
 def _mul(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    del setting
     left, right = labels
     if left.is_zero or right.is_zero:
         return [constant(0, 0)]
@@ -188,7 +186,6 @@ def _mul(operations: Operations, labels: Sequence[Label], setting: Setting) -> l
 
 
 def _div(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    del setting
     left, right = labels
     return [left if left.is_zero else _product(operations, left, right, -1)]
 
@@ -422,7 +419,14 @@ def _reduce_sum(operations: Operations, labels: Sequence[Label], setting: Settin
     if label.value is not None:
         sizes = [math.prod(operation.inputs[0].shape[axis] for axis in axes) for operation in operations]
         return [constant(*(value * size for value, size in zip(label.value, sizes, strict=True)))]
+    if label.has_examples and label.dim is not None and label.dim not in axes:
+        return [_grown(_dropped(label, axes), len(over))]
     return [_summed(operations, _dropped(label, axes), len(over))]
+
+
+def _grown(label: Label, times: int) -> Label:
+    """Return the label of parts of examples, each times the number of examples."""
+    return label if label.degree is None else label.replace(degree=label.degree + times)
 
 
 def _summed(operations: Operations, label: Label, times: int) -> Label:
@@ -490,7 +494,8 @@ def _dot(operations: Operations, labels: Sequence[Label], setting: Setting) -> l
             return [result]
         if role != "contracted":
             ranks = [len(value.shape) for value in operations[0].inputs]
-            return [result.replace(dim=_position(side, role, number, contracted, batched, ranks), inner=label.inner)]
+            dim = _position(side, role, number, contracted, batched, ranks)
+            return [_grown(result.replace(dim=dim, inner=label.inner), times)]
     return [_summed(operations, result, times)]
 
 
@@ -561,6 +566,8 @@ def _gather(operations: Operations, labels: Sequence[Label], setting: Setting) -
             return [_mixed(operations, labels, PLACE if index.kind is Kind.PLACES else NONLINEAR)]
         if index.kind is Kind.SHARED:
             return [result]
+        if table.has_examples and index.dim is not None:
+            return [_mixed(operations, labels, "takes parts of other examples")]
         dim = None if index.dim is None else taken[index.dim]
         return [result.replace(kind=Kind.EXAMPLES, dim=dim, inner=index.inner, sums=frozenset())]
     own = table.dim
@@ -586,14 +593,14 @@ def _scatter(operations: Operations, labels: Sequence[Label], setting: Setting) 
         return [Label(Kind.MIXED, degree=None, mixes=all_mixes(labels))]
     varying = varying_dims((operand, operations[1].inputs[0]))
     is_added = operations[0].primitive == "scatter-add"
+    parted = [label for label in labels if label.has_examples]
+    if not varying and parted and all(label.dim is None for label in parted):
+        return _nonlinear(operations, labels, setting)
     if not varying and not table.has_examples:
         if index.kind is Kind.SHARED and rows.kind in (Kind.SHARED, Kind.SUM):
             return [_added(operations, (table, rows)).replace(value=None, mixes=all_mixes(labels))]
         if is_added and index.kind in (Kind.SHARED, Kind.EXAMPLES) and rows.kind in (Kind.SHARED, Kind.EXAMPLES):
-            is_loop = index.dim is None and rows.dim is None and (index.has_examples or rows.has_examples)
             part = rows.replace(mixes=all_mixes((index, rows)), kind=Kind.EXAMPLES)
-            if is_loop:
-                return [_added(operations, (table, part)).replace(value=None)]
             return [_added(operations, (table, _summed(operations, part, 1))).replace(value=None)]
         return [_mixed(operations, labels, ORDER)]
     if len(varying) == 1 and Kind.SUM not in (table.kind, index.kind, rows.kind):

@@ -250,6 +250,14 @@ MIXED = {
         lambda p, b: (jax.nn.softmax(jnp.einsum("nd,md->nm", logits(p, b), b["x"])) @ b["x"]).sum(),
         "`dot_general` at",
     ),
+    "an example times their number": (
+        lambda p, b: (jnp.ones((b["x"].shape[0],) * 2) * logits(p, b)[:, :1]).sum(1).sum(),
+        "does not grow as the number of examples",
+    ),
+    "a table that depends on their number": (
+        lambda p, b: (logits(p, b) @ jnp.linspace(0, b["x"].shape[0], D)).sum(),
+        "grow|no linear function",
+    ),
     "orders that differ": (
         lambda p, b: (b["sequence"].reshape(-1, D) * b["sequence"].swapaxes(0, 1).reshape(-1, D)).sum(),
         "different examples",
@@ -270,7 +278,7 @@ def test_others_are_refused(name):
     loss, words = MIXED[name]
     (problem,) = problems(loss)
     assert re.search(words, problem), problem
-    assert "test_additive.py" in problem
+    assert "test_additive.py" in problem or "grow" in problem
 
 
 WEIGHTS = {
