@@ -190,7 +190,7 @@ class GPT2(nnx.Module):
         self.config = config
         self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
         table = nnx.initializers.normal(0.01)(rngs.params(), (config.context, config.d_model), jnp.float32)
-        self.positions = nnx.Param(table, role="lookup")
+        self.positions = nnx.Param(table, role="lookup", cast_by_layer=True)
         self.layers = make_layers(
             lambda rngs: Block(config, rngs=rngs), config.layers, rngs.params(), stacked=config.stacked
         )

@@ -102,9 +102,9 @@ class ViT(nnx.Module):
         self.config = config
         width, init = config.d_model, nnx.initializers.normal(0.02)
         self.patch_proj = PatchProjection(config, rngs=rngs)
-        self.class_token = nnx.Param(jnp.zeros((1, 1, width), jnp.float32))
+        self.class_token = nnx.Param(jnp.zeros((1, 1, width), jnp.float32), cast_by_layer=True)
         table = init(rngs.params(), (1, config.patches + 1, width), jnp.float32)
-        self.positions = nnx.Param(table, role="lookup")
+        self.positions = nnx.Param(table, role="lookup", cast_by_layer=True)
         self.layers = make_layers(
             lambda rngs: Block(config, causal=False, approximate=False, rngs=rngs),
             *(config.layers, rngs.params()),

@@ -11,6 +11,7 @@ from spmd.analysis.collective_audit import CollectiveAudit
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.schedule_chart import chart, to_json, write_svg
 from spmd.analysis.topology import missing_extra, parse_topology
+from spmd.analysis.wide_products import find_wide_products, is_listed
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import START_UP, exports
@@ -20,7 +21,15 @@ from spmd.observe.waiting import show_waiting
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
-from spmd.run.build import TrainSetup, build_flags, build_powersgd, build_schedule, make_setup, planned_mesh
+from spmd.run.build import (
+    TrainSetup,
+    abstract_batch,
+    build_flags,
+    build_powersgd,
+    build_schedule,
+    make_setup,
+    planned_mesh,
+)
 from spmd.run.config import M, TrainConfig
 from spmd.run.describe import compression_lines, exchange_line, execution_lines, experts_line, flags_text, pipeline_line
 from spmd.run.load_config import load_config, other_config
@@ -210,6 +219,8 @@ def _print_plan(
     tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
     shown = str(audit) if audit else setup.plan.text(*tables)
     print(fitted(f"{shown}{execution_lines(setup, (platform, kind))}"))
+    if is_listed(setup.step):
+        print(find_wide_products(setup.step, abstract_batch(setup.config)))
     if init:
         print(init)
     print(flags_text(setup, platform, kind), exports(platform), sep="", end="")

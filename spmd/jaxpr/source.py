@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _LIBRARIES = ("flax", "jax", "optax")
+_WRAPPERS = ("spmd/plan/flax_dtypes.py",)
+"""Files of this package that call what a layer of Flax is about to call."""
 
 
 def source_line(frames: Sequence[tuple[str, int]], wrappers: tuple[str, ...] = ()) -> str:
@@ -15,7 +17,7 @@ def source_line(frames: Sequence[tuple[str, int]], wrappers: tuple[str, ...] = (
         frames: File and line, the innermost first.
         wrappers: Ends of the names of files that act for their caller.
     """
-    outside = [(_relative(file), line) for file, line in frames if not file.endswith(wrappers)]
+    outside = [(_relative(file), line) for file, line in frames if not file.endswith((*_WRAPPERS, *wrappers))]
     own = [frame for frame in outside if frame[0].partition(os.sep)[0] not in _LIBRARIES]
     inner = [(_relative(file), line) for file, line in frames[:1]]
     return next((f"{file}:{line}" for file, line in (*own, *outside, *inner)), "")

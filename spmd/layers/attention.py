@@ -25,6 +25,7 @@ from spmd.layers.soft_cap import soft_capped
 from spmd.layers.zigzag import is_zigzag
 from spmd.model_api.attention_config import SPLASH_BLOCK
 from spmd.plan.annotate import attention_config, remat_attention
+from spmd.plan.scopes import ATTENTION, in_scope
 
 _CHUNK_UNIT = 128
 _SPLASH_BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
@@ -73,7 +74,8 @@ def attend(
         # Run on each device's part: no compiler can partition a Pallas kernel, and JAX partitions cuDNN's only where no
         # axis is manual yet.
         run = functools.partial(ulysses_attention, run, config.mesh)
-    return remat_attention(per_example(run), keeps_scores=kernel == "xla")(query, key, value, segments)
+    with in_scope(ATTENTION):
+        return remat_attention(per_example(run), keeps_scores=kernel == "xla")(query, key, value, segments)
 
 
 def _repeat_heads(x: Array, heads: int, parts: int) -> Array:

@@ -23,7 +23,7 @@ Gradients are computed with the logits in the forward pass; the backward pass on
 import contextlib
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,8 @@ class LazyLogits:
     `axes` is `"io"` for a kernel `[d, vocab]`, `"oi"` for `[vocab, d]`; `placed` its placement, None outside a plan.
     `tokens` and `logits` are the activation names of `x` and of the logits.
     """
+
+    keeps_dtype: ClassVar[bool] = True  # the loss computes the logits in float32
 
     x: Float[Array, "batch seq d"]
     kernel: Float[Array, "..."]

@@ -119,6 +119,9 @@ def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> Attention
     if needed and config.platform not in ("", needed):
         what = f"{kernel} needs a {needed.upper()}, and the mesh is of {config.platform} devices"
         problems.append(Problem("attention", what, fix='"auto"'))
+    if context != "ring" and config.sequence == 1 and not problems:
+        what = f"is {context}, and the mesh splits no sequence"
+        problems.append(Problem("context", what, "sequence=1", "mesh.sequence above 1, or leave it out"))
     if config.is_ring and kernel in KERNELS and kernel != "chunked":
         what = f"is {kernel}, and a ring needs chunked"
         problems.append(Problem("attention", what, fix='attention "auto", or context "all-to-all"'))

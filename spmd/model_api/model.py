@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from spmd.errors import ConfigError, check_call
+from spmd.model_api.compute_dtype import InComputeDtype
 from spmd.model_api.kernels import Matrix
 from spmd.sharding.layer_paths import Stack
 
@@ -45,6 +46,7 @@ class ModelInfo:
         lora_kernels: Paths of kernels that may be `spmd.plan.lora_layer.LoRAParam`, since the module uses its matmul.
         gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it reduces.
         sent_exactly: Paths of parameters that are never sent as codes: lookups and routers.
+        cast_by_layer: Paths of parameters that their layer casts to the dtype that it computes in.
         linear: Paths of kernels whose matmuls may have a recipe (`spmd.model_api.quantize`).
         frozen: Path of a variable that never changes → the path of the module's parameter that it holds.
         merged: Paths in `frozen` that reach the module merged with an adapter. The others are used as they are: in
@@ -71,6 +73,7 @@ class ModelInfo:
     lora_kernels: frozenset[str] = frozenset()
     gathered_by_layer: frozenset[str] = frozenset()
     sent_exactly: frozenset[str] = frozenset()
+    cast_by_layer: frozenset[str] = frozenset()
     linear: frozenset[str] = frozenset()
     frozen: Mapping[str, str] = dataclasses.field(default_factory=dict)
     merged: frozenset[str] = frozenset()
@@ -143,6 +146,9 @@ class Model:
     Parameters are what the optimizer updates. Variables are other state that the model updates itself between steps:
     batch statistics, the state of dropout's random generator. Most models have none.
 
+    Under a plan `apply` and `forward` cast float parameters and inputs to its compute dtype, and outputs to float32
+    (`spmd.model_api.compute_dtype`).
+
     Attributes:
         init: Key → parameters, a nested dictionary of arrays.
         apply: `(params, *inputs)` → outputs, for a model without variables. Keyword arguments are passed on.
@@ -170,16 +176,22 @@ class Model:
     def __post_init__(self) -> None:
         if problems := check_call("init", self.init, "key"):
             raise ConfigError("This model cannot be made:", problems)
+        apply, forward = self.apply, self.forward
         if self.info is None:
-            is_aware = takes_valid(self.apply if self.forward is None else self.forward)
+            is_aware = takes_valid(apply if forward is None else forward)
             info = functools.partial(ModelInfo, padding_aware=True) if is_aware else ModelInfo
             object.__setattr__(self, "info", info)
-        if self.forward is None:
+        if not isinstance(apply, InComputeDtype):
+            apply = InComputeDtype(apply, self.info, inputs_from=0)
+        if forward is None:
 
             def forward(
                 params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
             ) -> tuple[Any, Any]:
                 del key, train
-                return self.apply(params, *inputs, **keywords), variables
+                return apply(params, *inputs, **keywords), variables
 
-            object.__setattr__(self, "forward", forward)
+        elif not isinstance(forward, InComputeDtype):
+            forward = InComputeDtype(forward, self.info, inputs_from=2, has_variables=True)
+        object.__setattr__(self, "apply", apply)
+        object.__setattr__(self, "forward", forward)

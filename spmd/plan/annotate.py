@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError, Problem, did_you_mean
 from spmd.jaxpr.equations import equations, name_of, params_of
+from spmd.jaxpr.promoted import split_products
+from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.upgrades import checkpoints_are_hijax, name_in_rule
 from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.remat import CHOICE, Remat
@@ -23,7 +26,7 @@ from spmd.plan.host_params import fetch
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
-from spmd.plan.scopes import annotate_scope, in_scope
+from spmd.plan.scopes import ATTENTION, annotate_scope, in_scope
 from spmd.plan.stored import store, store_problems
 from spmd.plan.unseen import unseen_problems
 from spmd.plan.wires import SECONDARY
@@ -222,11 +225,41 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
     ]
     if problems:
         raise AnnotationError("The rule table names activations that the model does not have:", problems)
+    _check_attention(plan, jaxpr)
+    _check_precision(plan, jaxpr)
     if plan.remat.kind != "none" and REMAT_MARK not in marked:
         call = "remat_attention" if plan.remat.kind == "selective" else "remat_layer"
         what = f"the model never calls spmd.plan.annotate.{call}"
         problem = Problem(f"remat {plan.remat}", what, fix="call it, or none")
         raise AnnotationError("The remat policy acts on nothing:", [problem])
+
+
+def _check_attention(plan: ShardingPlan, jaxpr: Any) -> None:
+    """Check that a model with settings of attention has attention that follows them."""
+    given = {"attention": (plan.attention.kernel, "auto"), "context": (plan.attention.context, "ring")}
+    changed = {field: value for field, (value, default) in given.items() if value != default}
+    if not changed or any(ATTENTION in str(equation.source_info.name_stack) for equation in equations(jaxpr)):
+        return
+    what = "and the model never calls spmd.layers.attention.attend"
+    problems = [
+        Problem(field, f"is {value}, {what}", fix="call it, or leave it out") for field, value in changed.items()
+    ]
+    raise AnnotationError("These settings of attention act on nothing:", problems)
+
+
+def _check_precision(plan: ShardingPlan, jaxpr: Any) -> None:
+    """Check that a product of the model has an operand in the compute dtype, if that is narrower than float32."""
+    dtype = plan.precision.compute_dtype
+    if dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
+        return
+    narrow, wide = split_products(jaxpr, dtype)
+    if narrow or not wide:
+        return
+    lines = dict.fromkeys(equation_line([equation]) for equation in wide)
+    what = f"is {plan.precision.name}, and all {len(wide)} products of the step are in wider floats"
+    fix = 'layers without dtype=, or precision="float32"'
+    problem = Problem("precision", what, ", ".join(filter(None, [*lines][:5])), fix)
+    raise AnnotationError("The precision acts on nothing:", [problem])
 
 
 def _marks(jaxpr: Any) -> set[str]:

@@ -1,7 +1,7 @@
 """The context of a trace: what model code may ask about the plan, and about the program that it is traced for.
 
-`jax.make_user_context` holds it, so JAX's own caches are keyed by it: an inner jitted function traced under one plan is
-traced again under another. Outside a plan it has its neutral defaults.
+`spmd.model_api.ambient` holds it in a context of JAX, so JAX's own caches are keyed by it: an inner jitted function
+traced under one plan is traced again under another. Outside a plan it has its neutral defaults.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError
+from spmd.model_api.ambient import AMBIENT
 from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
@@ -37,6 +38,7 @@ class TraceContext:
         placements: Parameter path → its placement, as the plan decided it.
         variables: Variable path → its spec.
         activations: Activation name → spec.
+        logical: Pairs of logical name and mesh axes, for constraints that Flax resolves.
         batch: How arrays of a batch are split.
         precision: Its precision; None outside a plan.
         regather: Whether the backward pass gathers kernels again, where no `jax.checkpoint` around the layer does so.
@@ -51,6 +53,7 @@ class TraceContext:
     placements: Mapping[str, ParamPlacement] = FrozenDict()
     variables: Mapping[str, P] = FrozenDict()
     activations: Mapping[str, P] = FrozenDict()
+    logical: tuple[tuple[str, tuple[str, ...]], ...] = ()
     batch: BatchTable = _EXAMPLES_FIRST
     remat: Remat = _NO_REMAT
     precision: Precision | None = None
@@ -63,18 +66,18 @@ class TraceContext:
     kv_cache: Any = None
 
 
-_CONTEXT = jax.make_user_context(default_value=TraceContext())
+_OUTSIDE = TraceContext()
 
 
 def current() -> TraceContext:
     """Return the context of the trace."""
-    return _CONTEXT.value
+    return AMBIENT.value or _OUTSIDE
 
 
 @contextlib.contextmanager
 def override(**changes: Any) -> Iterator[None]:
     """Change fields of the context for the code traced inside."""
-    with _CONTEXT(dataclasses.replace(current(), **changes)):
+    with AMBIENT(dataclasses.replace(current(), **changes)):
         yield
 
 
@@ -86,12 +89,13 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
         placements=plan.placements,
         variables=FrozenDict({entry.path: entry.spec for entry in plan.variables}),
         activations=FrozenDict(plan.rules.activations),
+        logical=plan.rules.logical_rows,
         batch=plan.rules.batch_table,
         remat=plan.remat,
         precision=plan.precision,
         attention=plan.attention,
     )
-    with _CONTEXT(context):
+    with AMBIENT(context):
         yield
 
 

@@ -27,10 +27,20 @@ from flax import nnx
 
 from spmd import tree
 from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
+from spmd.model_api.compute_dtype import InComputeDtype
 from spmd.model_api.kernels import Said
 from spmd.model_api.model import PRNG, VALID, LayeredModel, Model, ModelInfo, takes_valid
 from spmd.plan.created import drawn_shapes, recording
+from spmd.plan.flax_dtypes import (
+    CAST_BY_LAYER,
+    mark_own_dtypes,
+    narrow_linen_attention,
+    params_of,
+    record_own_dtypes,
+    use_plan_dtype,
+)
 from spmd.plan.linen_collections import DEBUGGING, LinenCollections
+from spmd.plan.logical_constraints import read_logical_constraints
 from spmd.plan.nnx_state import ModuleStructure, join, register_arrays, to_dict, trace_structure, with_values
 from spmd.plan.sown import Sown, add_sown, check_sown, stacked_by_scan
 from spmd.plan.structure import describe, nnx_said
@@ -108,6 +118,7 @@ def from_nnx(
             module = make(nnx.Rngs(key))
         if problems := check_type("what make returns", module, nnx.Module, fix):
             raise ConfigError(_NO_MODEL, problems)
+        mark_own_dtypes(module)
         return module, register_arrays(module)
 
     @functools.cache
@@ -137,6 +148,7 @@ def from_nnx(
         variables = tree.map_with_path(lambda path, x: _as_key(x, known.variables.get(path)), variables)
         states = with_values(known.params, params), with_values(known.others, variables)
         module = nnx.merge(known.graph, *states, copy=True)
+        use_plan_dtype(module)
         if not train:
             module.eval()
             return module
@@ -206,6 +218,7 @@ def from_nnx(
             lora_kernels=marked("supports_lora"),
             gathered_by_layer=marked("gathered_by_layer"),
             sent_exactly=marked("sent_exactly"),
+            cast_by_layer=marked(CAST_BY_LAYER) | marked("gathered_by_layer"),
             linear=marked("linear"),
             position_aware=position_aware,
             supports_kv_cache=getattr(module, "supports_kv_cache", position_aware),
@@ -225,7 +238,11 @@ def from_nnx(
             del key  # an NNX module has its own random state
             return embed_inputs(params, variables, *inputs, train=train, **keywords)
 
-        return LayeredModel(embed, apply_layers, compute_outputs)
+        return LayeredModel(
+            InComputeDtype(embed, info, inputs_from=2, returns_outputs=False),
+            InComputeDtype(apply_layers, info, returns_outputs=False),
+            InComputeDtype(compute_outputs, info),
+        )
 
     return Model(init, apply, init_variables, forward, info, layered)
 
@@ -290,7 +307,7 @@ def from_linen(
         keywords = dict(keywords)
         method = keywords.pop("method", "__call__")
         run = _check_call(module, method, inputs, keywords)
-        with _no_shardings_inside(), _flax_errors_in_words():
+        with _no_shardings_inside(), _flax_errors_in_words(), narrow_linen_attention():
             return module.apply(everything, *inputs, method=run, **options, **keywords)
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
@@ -331,18 +348,23 @@ def from_linen(
     said = dict[str, Said]()
 
     @functools.cache
+    def traced() -> tuple[dict[str, Any], set[str]]:
+        with record_own_dtypes() as layers, recording(said):
+            return jax.eval_shape(lambda: create(jax.random.key(0, impl=PRNG))), layers
+
     def abstract() -> dict[str, Any]:
-        with recording(said):
-            return jax.eval_shape(lambda: create(jax.random.key(0, impl=PRNG)))
+        return traced()[0]
 
     def info() -> ModelInfo:
         check_sown(named(collections().sown_values), collections().sown_by_scan)
-        params, names = (abstract().get(part, {}) for part in ("params", PARAMS_AXES))
+        made, layers = traced()
+        params, names = made.get("params", {}), made.get(PARAMS_AXES)
         shapes = {path: x.shape for path, x in tree.flatten(nn.meta.unbox(params)).items()}
         return dataclasses.replace(
             describe(shapes, said),
             annotations=linen_annotations(params, names),
             padding_aware=takes_valid(_called(module, training)),
+            cast_by_layer=params_of(layers, shapes),
         )
 
     return Model(init, apply, init_variables, forward, info)
@@ -474,9 +496,10 @@ def _called(module: Any, keywords: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _no_shardings_inside() -> Iterator[None]:
-    """Replace JAX's error where a module names a sharding by itself."""
+    """Read shardings by logical names from the plan, and replace JAX's error where a module names one by itself."""
     try:
-        yield
+        with read_logical_constraints():
+            yield
     except (RuntimeError, ValueError) as error:
         if not any(words in str(error) for words in _NO_MESH):
             raise

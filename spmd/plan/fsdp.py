@@ -96,12 +96,15 @@ def is_wrapped(x: Any) -> bool:
     return is_host_param(x) or is_lora(x) or is_scaled(x)
 
 
-def gathered(param: jax.Array, placement: ParamPlacement | None, *, sum_first: bool = False) -> jax.Array:
+def gathered(
+    param: jax.Array, placement: ParamPlacement | None, *, dtype: Any = None, sum_first: bool = False
+) -> jax.Array:
     """Apply `gather`, with `scatter` as the transpose: for a parameter that is used as it is, such as a bias.
 
     Cotangents of any order go the same way: that of a gradient is gathered as the parameter is.
 
     Args:
+        dtype: The only dtype in which the parameter is used, if it is narrower: what is sent has it.
         sum_first: Whether to sum a gradient before it is scattered, instead of leaving that choice to XLA.
     """
     if placement is None:
@@ -113,7 +116,7 @@ def gathered(param: jax.Array, placement: ParamPlacement | None, *, sum_first: b
         return scatter(summed, placement)
 
     transpose = sum_and_scatter if sum_first else functools.partial(scatter, placement=placement)
-    return linear_call(lambda x: gather(x, placement, x.dtype), transpose, param)
+    return linear_call(lambda x: gather(x, placement, dtype or x.dtype).astype(x.dtype), transpose, param)
 
 
 _NO_HISTORY: Mapping[str, History] = MappingProxyType({})

@@ -157,7 +157,11 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         tied = tuple(tuple(f"{BASE}/{path}" for path in group) for group in known.tied)
         frozen = {f"{BASE}/{path}": path for path in tree.flatten(_abstract(model))}
         merged = frozenset(f"{BASE}/{path}" for path in paths if path not in known.lora_kernels)
-        known = dataclasses.replace(known, tied=tied, annotations={}, frozen=frozen, merged=merged, added=frozenset())
+        adapters = frozenset(path + suffix for path in paths for suffix in (LORA_A, LORA_B))
+        cast = known.cast_by_layer | adapters
+        known = dataclasses.replace(
+            known, tied=tied, annotations={}, frozen=frozen, merged=merged, added=frozenset(), cast_by_layer=cast
+        )
         return dataclasses.replace(known, **_adapter_matrices(known, paths, rules))
 
     def layered() -> LayeredModel | None:

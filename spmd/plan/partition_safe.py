@@ -18,6 +18,7 @@ from jax.sharding import use_abstract_mesh
 from spmd import tree
 from spmd.errors import AnnotationError, Problem
 from spmd.jaxpr.equations import has_own_rules, is_hijax, replace_equations
+from spmd.jaxpr.promoted import multiply_narrow, used_dtype
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.traced_program import TracedProgram, read_program
 from spmd.jaxpr.upgrades import IS_FIRST_FORM
@@ -68,7 +69,7 @@ class TracedCall:
         Raises:
             AnnotationError: An operation would be wrong and cannot be replaced, with its source line.
         """
-        mesh, jaxpr = current().mesh, self.jaxpr
+        mesh, jaxpr = current().mesh, self._in_compute_dtype()
         leaves = jax.tree.leaves((self.params, self.variables, self.batch, self.others))
         if mesh is not None and split_axes(mesh):
             placements = _placements(self.params, self.variables, mesh)
@@ -79,9 +80,20 @@ class TracedCall:
                 # In the derivative of an element-wise function of the input, such as a normalised kernel, its gradient
                 # meets the input. XLA would split that function's result as the gradient is, and multiply it wrongly.
                 sum_first = is_result_used or not _is_summed_right(placements[number], leaves[number].ndim)
-                leaves[number] = gathered(leaves[number], placements[number], sum_first=sum_first)
+                dtype = used_dtype(program, number)
+                leaves[number] = gathered(leaves[number], placements[number], dtype=dtype, sum_first=sum_first)
             jaxpr = _without_faults(jaxpr, program, mesh)
         return jax.tree.unflatten(jax.tree.structure(self.outputs), jaxpr_as_fun(jaxpr)(*leaves))
+
+    def _in_compute_dtype(self) -> ClosedJaxpr:
+        """Return the function with products of parameters in the compute dtype, also where the other operand is wider.
+
+        Parameters enter a model in it (`spmd.model_api.compute_dtype`).
+        """
+        precision = current().precision
+        if precision is None or precision.compute_dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
+            return self.jaxpr
+        return multiply_narrow(self.jaxpr, len(jax.tree.leaves(self.params)), precision.compute_dtype)
 
     def _batch_specs(self) -> dict[int, P]:
         """Return the number of each input that is an array of the batch → its spec in the batch table."""

@@ -11,6 +11,9 @@ import jax
 OPTIMIZER, METRICS = "optimizer", "metrics"
 """Scopes of the optimizer's update, and of metrics such as the gradient norm."""
 
+ATTENTION = "attend(plan)"
+"""Scope of attention that the settings of a plan choose: a kernel, and an algorithm over a split sequence."""
+
 _COMM = re.compile(r"\bcomm\(([^()]+)\)")
 _FAULT = re.compile(r"\bxla_fault\(([^()]+)\)")
 _SCOPE = re.compile(r"\b(annotate|param)\(([^()]+)\)")

@@ -68,7 +68,7 @@ def rules_from_annotations(
     if unused := dict.fromkeys(name for name, _ in rules if name not in used):
         report(f"Logical names that no parameter has, so their rules are unused: {', '.join(unused)}")
     params, activations = (*base.params, *own.items()), (*base.activations, *stack.activations)
-    return Rules(params, activations, stack.stacked, base.batch)
+    return Rules(params, activations, stack.stacked, base.batch, rules or base.logical)
 
 
 def named_stacks(annotations: Mapping[str, Annotation], stacks: Mapping[str, Stack]) -> dict[str, Stack]:

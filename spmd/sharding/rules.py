@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import Problem, RuleError, did_you_mean
 from spmd.sharding.batch import BatchTable, Whole
+from spmd.sharding.flax_metadata import LogicalRules, logical_rules
 from spmd.sharding.layer_paths import (
     Stack,
     audit_stacks,
@@ -121,6 +122,8 @@ class Rules:
             stacks that the module recorded, split over `pipe`; for a model without a module, `layers`.
         batch: `(pattern, PartitionSpec or whole(reason))` pairs for the arrays of a batch (`spmd.sharding.batch`). One
             without a row is split by examples, its first dimension.
+        logical: `(logical name, mesh axis or tuple or None)` pairs for constraints that a Flax model writes by names,
+            such as `nn.with_logical_constraint`. As in Flax, the first whose axes are free applies.
 
     Example:
         >>> rules = Rules(params=[("wo/kernel", P("tensor", "fsdp"))])
@@ -134,9 +137,10 @@ class Rules:
     activations: Sequence[tuple[str, P]] = ()
     stacked: Any = None
     batch: Sequence[tuple[str, P | Whole]] = ()
+    logical: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        for field in ("params", "activations", "batch"):
+        for field in ("params", "activations", "batch", "logical"):
             table = getattr(self, field)
             pairs = table.items() if isinstance(table, Mapping) else table
             object.__setattr__(self, field, tuple(tuple(pair) for pair in pairs))
@@ -168,6 +172,12 @@ class Rules:
         problems += self.batch_table.problems()
         if problems:
             raise RuleError("This rule table cannot be made:", problems)
+        object.__setattr__(self, "logical", self.logical_rows)
+
+    @functools.cached_property
+    def logical_rows(self) -> LogicalRules:
+        """The logical rows, each with a tuple of axes."""
+        return logical_rules(self.logical)
 
     @functools.cached_property
     def batch_table(self) -> BatchTable:
@@ -273,6 +283,7 @@ class Rules:
         tables = [(rule_name(i, pattern), v) for i, (pattern, v) in enumerate(self.params) if isinstance(v, P)]
         tables += [(f"activation {name!r}", spec) for name, spec in self.activations]
         tables += [(f"batch row {i} ({pattern!r})", v) for i, (pattern, v) in enumerate(self.batch) if isinstance(v, P)]
+        tables += [(f"logical {name!r}", P(split or None)) for name, split in self.logical_rows]
         tables += [(f"stacked[{name!r}]", P(stack.axis)) for name, stack in self.stacks.items()]
         for where, spec in tables:
             for axis in dict.fromkeys(axis for entry in spec for axis in entry_axes(entry)):

@@ -1,0 +1,54 @@
+"""Products of a step that stay in float32 under a policy with a narrower compute dtype, each with its source line."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from spmd import tree
+from spmd.jaxpr.promoted import split_products
+from spmd.jaxpr.source import equation_line
+from spmd.training.step import TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class WideProducts:
+    """The products of a step by the dtype of their operands.
+
+    Attributes:
+        compute: The compute dtype of the plan.
+        narrow: Number of products, forward and backward, with an operand in it.
+        wide: `(primitive, file:line)` of the others → their number.
+    """
+
+    compute: str
+    narrow: int
+    wide: dict[tuple[str, str], int]
+
+    def __str__(self) -> str:
+        total = self.narrow + sum(self.wide.values())
+        title = f"{self.narrow} of {total} products of this step are in {self.compute}"
+        lines = [f"{primitive} ×{count} at {line}" for (primitive, line), count in self.wide.items()]
+        return "\n  ".join([f"{title}; wider are:" if lines else title, *lines])
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the wide products as JSON values."""
+        return [{"primitive": name, "source": line, "count": count} for (name, line), count in self.wide.items()]
+
+
+def find_wide_products(step: TrainStep, batch: Any) -> WideProducts:
+    """List the products of a step that are wider than the plan's compute dtype; nothing is compiled.
+
+    Args:
+        batch: A batch, which may be abstract.
+    """
+    dtype = step.plan.precision.compute_dtype
+    narrow, wide = split_products(step.trace(batch).jaxpr, dtype)
+    counts = Counter((equation.primitive.name, equation_line([equation])) for equation in wide)
+    return WideProducts(dtype.name, len(narrow), dict(counts))
+
+
+def is_listed(step: TrainStep) -> bool:
+    """Return whether a plan should list them: it casts parameters of layers that know nothing of it."""
+    plan = step.plan
+    is_narrow = plan.precision.compute_dtype.itemsize < 4
+    return is_narrow and not plan.model.info().cast_by_layer.issuperset(tree.flatten(plan.abstract_params))

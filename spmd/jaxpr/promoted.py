@@ -1,0 +1,158 @@
+"""Products of a narrow parameter and a wider array: JAX promotes the parameter, and multiplies in the wide dtype.
+
+One constant in float32, such as a table of positions, makes every product after it one in float32. Here the wide
+operand is rounded to the parameter's dtype instead. The result keeps its dtype, so the rest of the program is the same.
+
+A product of two promoted arrays was asked for in the wide dtype, and so was one with a precision of its own: they stay.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from spmd.jaxpr.equations import equations, replace_equations
+from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+"""Primitives that multiply matrices."""
+
+_FORMS = (
+    *("transpose", "reshape", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "slice", "dynamic_slice", "split"),
+    *("concatenate", "rev", "name", "sharding_constraint"),
+)
+"""Operations whose results have the elements of their first operand, or of all operands."""
+
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+_LOWEST = jax.lax.Precision.DEFAULT
+_NO_PRECISION = (None, _LOWEST, (_LOWEST, _LOWEST))
+
+
+def multiply_narrow(jaxpr: ClosedJaxpr, params: int, dtype: Any) -> ClosedJaxpr:
+    """Return a jaxpr in which a product of a promoted parameter and a wider array is one in the parameter's dtype.
+
+    Args:
+        params: The number of inputs that are parameters, the first ones.
+        dtype: The narrow dtype.
+    """
+    program = read_program(jaxpr)
+    promoted = _Promoted(jnp.dtype(dtype), set(program.inputs[params:]))
+    narrow, stays = dict[int, Any](), set[int]()
+    for operation in promoted.products(program):
+        equation = operation.equations[0]  # equal calls of a function share it
+        if promoted.is_mixed(operation):
+            narrow[id(equation)] = equation
+        else:
+            stays.add(id(equation))
+    bodies = {key: _narrow(equation, promoted.dtype) for key, equation in narrow.items() if key not in stays}
+    return replace_equations(jaxpr, bodies)
+
+
+def split_products(jaxpr: Any, dtype: Any) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Return the products of a jaxpr with an operand of `dtype` or a narrower one, and those with wider floats alone.
+
+    Products in the rules of derivatives count as well, and those of integers do not.
+    """
+    narrow, wide = list[JaxprEqn](), list[JaxprEqn]()
+    for equation in equations(jaxpr):
+        if equation.primitive.name not in PRODUCTS:
+            continue
+        kinds = [atom.aval.dtype for atom in equation.invars]
+        if not all(jnp.issubdtype(kind, jnp.floating) for kind in kinds):
+            continue
+        is_wide = all(kind.itemsize > jnp.dtype(dtype).itemsize for kind in kinds)
+        (wide if is_wide else narrow).append(equation)
+    return narrow, wide
+
+
+def used_dtype(program: TracedProgram, number: int) -> jnp.dtype | None:
+    """Return the narrower dtype to which each use of an input casts it; None if there is no such dtype."""
+    value, found = program.inputs[number], set[jnp.dtype]()
+    if value in program.outputs:
+        return None
+    for operation in program.operations:
+        if value not in operation.inputs:
+            continue
+        if operation.primitive != "convert_element_type":
+            return None
+        found.add(jnp.dtype(operation.params["new_dtype"]))
+    if len(found) != 1:
+        return None
+    (dtype,) = found
+    is_narrower = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < value.itemsize
+    return dtype if value.is_float and is_narrower else None
+
+
+def _narrow(equation: Any, dtype: jnp.dtype) -> ClosedJaxpr:
+    params = {**equation.params, "preferred_element_type": dtype}
+
+    def product(*operands: jax.Array) -> jax.Array:
+        narrow = [x.astype(dtype) for x in operands]
+        return equation.primitive.bind(*narrow, **params).astype(equation.outvars[0].aval.dtype)
+
+    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
+    return jax.make_jaxpr(product)(*shapes)
+
+
+@dataclasses.dataclass
+class _Promoted:
+    """Arrays of a program that were cast from a narrow dtype to a wider one, and what they were made of.
+
+    Attributes:
+        dynamic: Values that depend on anything but parameters.
+        values: Promoted values.
+    """
+
+    dtype: jnp.dtype
+    dynamic: set[TracedValue]
+    values: set[TracedValue] = dataclasses.field(default_factory=set)
+
+    def products(self, program: TracedProgram) -> Iterator[Operation]:
+        """Yield the products of a program in order, each when everything before it is known."""
+        for operation in program.operations:
+            if any(value in self.dynamic for value in operation.inputs):
+                self.dynamic.update(operation.outputs)
+            if operation.primitive in PRODUCTS:
+                yield operation
+            elif self._is_promoted(operation):
+                self.values.update(operation.outputs)
+            for body in operation.bodies:
+                self._enter(operation, body)
+                yield from self.products(body)
+                after = dict(zip(operation.outputs, body.outputs, strict=False))
+                self.dynamic.update(outer for outer, inner in after.items() if inner in self.dynamic)
+
+    def is_mixed(self, operation: Operation) -> bool:
+        """Return whether one operand is a promoted parameter and the other is wide by itself."""
+        equation, *around = operation.equations
+        if equation.params["precision"] not in _NO_PRECISION:
+            return False
+        if any(outer.primitive.name in _CUSTOM for outer in around):
+            return False
+        if not all(value.is_float for value in operation.inputs):
+            return False
+        promoted = [value for value in operation.inputs if value in self.values]
+        return len(promoted) == 1 and promoted[0] not in self.dynamic
+
+    def _is_promoted(self, operation: Operation) -> bool:
+        """Return whether the results of an operation are promoted."""
+        if operation.primitive == "convert_element_type":
+            after = jnp.dtype(operation.params["new_dtype"])
+            is_wider = jnp.issubdtype(after, jnp.floating) and after.itemsize > self.dtype.itemsize
+            return is_wider and operation.equations[0].invars[0].aval.dtype == self.dtype
+        if operation.primitive == "concatenate":
+            return self.values.issuperset(operation.inputs)
+        return operation.primitive in _FORMS and operation.inputs[0] in self.values
+
+    def _enter(self, operation: Operation, body: TracedProgram) -> None:
+        """Take what is known of operands into a body; what a loop carries changes, so it counts as dynamic."""
+        carried = {old for old, new in operation.carried if new is not old}
+        operands = operation.inputs[len(operation.inputs) - len(body.inputs) :]
+        for value, inner in zip(operands, body.inputs, strict=True):
+            if value in self.dynamic or inner in carried:
+                self.dynamic.add(inner)
+            if value in self.values and inner not in carried:
+                self.values.add(inner)

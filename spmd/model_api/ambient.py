@@ -1,0 +1,32 @@
+"""The holder of the one ambient value of a trace.
+
+`spmd.plan.context` puts its `TraceContext` in it. It is here so that a model's own functions, which know no plan, can
+ask for the dtype to compute in.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class _Precision(Protocol):
+    @property
+    def compute_dtype(self) -> jnp.dtype: ...
+
+
+class _Context(Protocol):
+    @property
+    def precision(self) -> _Precision | None: ...
+
+
+AMBIENT: Any = jax.make_user_context(default_value=None)
+"""The context of the trace; None outside a plan. JAX's own caches are keyed by it."""
+
+
+def ambient_compute_dtype() -> jnp.dtype | None:
+    """Return the compute dtype of the plan in scope; None outside a plan."""
+    context: _Context | None = AMBIENT.value
+    if context is None or context.precision is None:
+        return None
+    return context.precision.compute_dtype

@@ -1,0 +1,122 @@
+"""The `dtype` of layers of Flax, and what a layer without one computes in under a plan.
+
+A layer with a `dtype` of its own computes in it whatever the plan says, and its parameters reach it as they are stored.
+A layer without one computes in the dtype to which its parameters and inputs promote, which is the compute dtype of the
+plan, or float32 where the model adds a constant in float32. Products of parameters are then narrow all the same
+(`spmd.jaxpr.promoted`); those of attention, which has no parameters, are made so here.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax import nnx
+
+from spmd.model_api.ambient import ambient_compute_dtype
+from spmd.model_api.compute_dtype import cast_array
+
+CAST_BY_LAYER = "cast_by_layer"
+"""Metadata of a parameter of NNX whose layer casts it."""
+
+_LAYERS_OF_NNX, _LAYERS_OF_LINEN = "flax.nnx.nn.", "flax.linen."
+_NOT_A_LAYER = "flax.linen.module"
+
+
+def mark_own_dtypes(module: nnx.Module) -> None:
+    """Mark the parameters of each layer of Flax in a module that has a `dtype` of its own."""
+    inferred = [id(layer) for layer in _with_inferred_dtype(module)]
+    for _, layer in nnx.iter_modules(module):
+        if getattr(layer, "dtype", None) is None or id(layer) in inferred or not _is_of(layer, _LAYERS_OF_NNX):
+            continue
+        for value in vars(layer).values():
+            if isinstance(value, nnx.Param):
+                value.set_metadata(cast_by_layer=True)
+
+
+@contextlib.contextmanager
+def record_own_dtypes() -> Iterator[set[str]]:
+    """Yield the paths of the layers of Flax with a `dtype` of their own among the Linen modules that run inside."""
+    found = set[str]()
+
+    def record(run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext) -> Any:
+        module = context.module
+        if getattr(module, "dtype", None) is not None and _is_of(module, _LAYERS_OF_LINEN):
+            found.add("/".join(module.path))
+        return run(*args, **keywords)
+
+    with nn.intercept_methods(record):
+        yield found
+
+
+def params_of(layers: Collection[str], paths: Collection[str]) -> frozenset[str]:
+    """Return the paths of parameters that belong to one of some layers, by the paths of these."""
+    if "" in layers:  # the module itself
+        return frozenset(paths)
+    owned = (path for path in paths if any(path.startswith(f"{layer}/") for layer in layers))
+    return frozenset(owned)
+
+
+def use_plan_dtype(module: nnx.Module) -> None:
+    """Make lookups and attention of Flax's layers in a module compute in the plan's dtype, unless a layer has its own.
+
+    Outside a plan the module stays as it is.
+    """
+    dtype = ambient_compute_dtype()
+    if dtype is None:
+        return
+    for layer in _with_inferred_dtype(module):
+        layer.dtype = dtype if isinstance(layer, nnx.Embed) else None
+    for _, layer in nnx.iter_modules(module):
+        if isinstance(layer, nnx.MultiHeadAttention) and layer.dtype is None:
+            layer.attention_fn = functools.partial(_in_compute_dtype, layer.attention_fn)
+
+
+def _with_inferred_dtype(module: nnx.Module) -> list[Any]:
+    """Return the layers that store a `dtype` though they may have been given none: that of their parameters.
+
+    A lookup that was given the dtype of its parameters cannot be told from one that was given none.
+    """
+    found = list[Any]()
+    for _, layer in nnx.iter_modules(module):
+        if not isinstance(layer, nnx.Embed | nnx.SimpleCell) or layer.dtype is None:
+            continue
+        if jnp.dtype(layer.dtype) != jnp.dtype(layer.param_dtype):
+            continue
+        found.append(layer)
+        if isinstance(layer, nnx.SimpleCell):
+            found += [layer.dense_h, layer.dense_i]
+    return found
+
+
+@contextlib.contextmanager
+def narrow_linen_attention() -> Iterator[None]:
+    """Make the attention of Flax's layers that run inside compute in the plan's dtype, unless a layer has its own."""
+
+    def narrow(run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext) -> Any:
+        layer = context.module
+        is_attention = isinstance(layer, nn.MultiHeadDotProductAttention) and context.method_name == "__call__"
+        if not is_attention or layer.dtype is not None:
+            return run(*args, **keywords)
+        return _in_compute_dtype(run, *args, **keywords)
+
+    with nn.intercept_methods(narrow):
+        yield
+
+
+def _in_compute_dtype(attend: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Run attention with its arrays, and so its result, in the plan's compute dtype."""
+    dtype = ambient_compute_dtype()
+    if dtype is None:
+        return attend(*args, **keywords)
+    args = tuple(cast_array(x, dtype) for x in args)
+    keywords = {name: cast_array(x, dtype) for name, x in keywords.items()}
+    return attend(*args, **keywords)
+
+
+def _is_of(module: Any, folder: str) -> bool:
+    """Return whether a module is of a class that Flax defines as a layer, or of one derived from it."""
+    homes = [kind.__module__ for kind in type(module).__mro__]
+    return any(home.startswith(folder) and home != _NOT_A_LAYER for home in homes)
