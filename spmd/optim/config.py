@@ -233,10 +233,10 @@ def make_optimizer(
     Example:
         >>> config = OptimizerConfig(name="sgd", learning_rate=0.5, schedule="constant")
         >>> optimizer = make_optimizer(config, steps=1)
-        >>> params = {"kernel": jnp.array([2.0])}
-        >>> updates, _ = optimizer.update({"kernel": jnp.array([8.0])}, optimizer.init(params), params)
+        >>> params = {"kernel": jnp.array([[2.0]])}
+        >>> updates, _ = optimizer.update({"kernel": jnp.array([[8.0]])}, optimizer.init(params), params)
         >>> updates["kernel"]  # the gradient is clipped to 1, the weight decays by 0.1 * 2
-        Array([-0.6], dtype=float32)
+        Array([[-0.6]], dtype=float32)
     """
     problems = check_type("config", config, OptimizerConfig, 'spmd.OptimizerConfig(name="adamw")')
     problems += check_type("steps", steps, int, "a whole number")

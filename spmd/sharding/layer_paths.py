@@ -245,7 +245,8 @@ def audit_recorded(
             fix: Rules(…, stacked={"blocks": "pipe"})
     """
     problems = []
-    fix = f"Rules(…, {stacked_text({**stacks, **recorded})})"
+    used = {name for path in shapes for _, name, child in _find(path, stacks) if not child.isdigit()}
+    fix = f"Rules(…, {stacked_text({**{name: stacks[name] for name in stacks if name in used}, **recorded})})"
     for name in recorded:
         members = [path for path in shapes if path.startswith(f"{name}/")]
         for path in members:
