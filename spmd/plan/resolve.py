@@ -25,10 +25,11 @@ from spmd.optim.extra_args import check_update
 from spmd.optim.layerwise import check_layerwise
 from spmd.optim.master_weights import unwrap_for_precision
 from spmd.optim.offload_chunks import UpdateChunk
+from spmd.optim.two_phase import treatment_of
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.sharding.dims import extra_axes, is_prefix, local_shape, spec_dims
 from spmd.sharding.from_flax import audit_stack_names
-from spmd.sharding.layer_paths import Stack, audit_recorded, audit_stacks, dims_of
+from spmd.sharding.layer_paths import Stack, audit_recorded, audit_stacks, dims_of, stacked_text
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_fsdp, optimizer_specs
 from spmd.sharding.patterns import compile_pattern
@@ -251,7 +252,12 @@ def resolve_optimizer_state(
     empty = [path for path, derived in state.items() if 0 in derived.shape]
     problems += [Problem(f"optimizer state {path}", "has no elements and cannot be stored") for path in empty]
     problems += check_update(optimizer, params)
-    return state, problems or check_layerwise(optimizer, params, rules.stacked)
+    problems = problems or check_layerwise(optimizer, params, rules.stacked)
+    treatment = treatment_of(optimizer)
+    if problems and treatment and any(dims_of(path, treatment.stacks) != tuple(dims) for path, dims in stacked.items()):
+        what, fix = "was made for other stacks of layers than these", "spmd.make_optimizer(config, steps, model=model)"
+        return state, [Problem("optimizer", what, stacked_text(rules.stacks), fix), *problems]
+    return state, problems
 
 
 def check_evaluation_params(

@@ -238,6 +238,16 @@ def test_a_table_at_its_default_takes_the_recorded_stacks_and_another_one_must_n
     assert problem.what == "is stacked along dimension 0, and the table says another"
 
 
+def test_an_optimizer_made_for_other_stacks_is_refused():
+    """Without the model it takes scales of a stack for matrices, which would decay; a fix says what to do."""
+    model, config = net(h=stack(Raw, 5)), spmd.OptimizerConfig()
+    plan(model, table(), spmd.make_optimizer(config, 3, model=model))
+    with pytest.raises(RuleError) as caught:
+        plan(model, table(), spmd.make_optimizer(config, 3))
+    (problem,) = (problem for problem in caught.value.problems if problem.where == "optimizer")
+    assert problem.fix == "spmd.make_optimizer(config, steps, model=model)"
+
+
 def test_a_stack_whose_arrays_differ_in_length_is_refused_with_all_others():
     """A layer beside its stack has no dimension of that size, and nothing is split along a wrong one."""
 
