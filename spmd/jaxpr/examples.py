@@ -339,8 +339,7 @@ def _of_constant(pair: tuple[TracedValue, TracedValue]) -> Label:
         first, second = (np.asarray(value).reshape(-1)[0].item() for value in values)
         return constant(first, second)
     if not dims:
-        is_same = max(sizes) > _SMALL or np.array_equal(*map(np.asarray, values), equal_nan=_has_nan(values))
-        return SHARED if is_same else Label(degree=None)
+        return SHARED if max(sizes) > _SMALL or _are_equal(*values) else Label(degree=None)
     if max(sizes) <= _SMALL:
         arrays = [np.asarray(value) for value in values]
         if all((array == array.flat[0]).all() for array in arrays):
@@ -348,8 +347,9 @@ def _of_constant(pair: tuple[TracedValue, TracedValue]) -> Label:
     return Label(Kind.PLACES, dims[0], 1)
 
 
-def _has_nan(values: Sequence[Any]) -> bool:
-    return all(np.issubdtype(np.asarray(value).dtype, np.inexact) for value in values)
+def _are_equal(one: Any, other: Any) -> bool:
+    a, b = np.asarray(one), np.asarray(other)
+    return np.array_equal(a, b, equal_nan=bool(np.issubdtype(a.dtype, np.inexact)))
 
 
 @dataclasses.dataclass(frozen=True)

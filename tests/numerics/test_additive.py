@@ -119,3 +119,20 @@ def test_a_gradient_function_of_ones_own_is_declared():
     with pytest.raises(ConfigError, match="grad_fn: is not made from a loss function"):
         traced()
     traced(additive=True)
+
+
+def test_values_are_not_divided():
+    """A step reports them as they are: numbers by their names, arrays among the others; sums are divided."""
+
+    def loss_fn(params, variables, batch, key):
+        y = MODEL.apply(params, batch["x"])
+        sums = {"loss": squares(y).sum(), "weight": jnp.float32(len(y)), "ones": jnp.float32(len(y))}
+        return {**sums, "values": {"largest": y.max(), "columns": y.max(0)}}, variables
+
+    layout = plan(data=2)
+    state = spmd.init_state(layout)
+    y = MODEL.apply(jax.device_get(state.params), batches()[0]["x"])
+    _, metrics = spmd.make_train_step(layout, loss_fn)(state, batches()[0])
+    assert metrics["ones"] == 1
+    np.testing.assert_allclose(metrics["largest"], y.max(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["arrays"]["columns"], y.max(0), rtol=1e-6)

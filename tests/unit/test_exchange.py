@@ -22,7 +22,7 @@ from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.run.build import make_setup, planned_mesh
-from spmd.run.describe import exchange_bytes, exchange_line
+from spmd.run.describe import exchange_bytes, exchange_line, microbatch_line
 from spmd.run.preflight import preflight
 from spmd.sharding.mesh import abstract_mesh
 
@@ -77,7 +77,10 @@ def test_the_plan_says_what_is_sent_and_held():
 
 def test_experts_are_exchanged_once_too():
     """Their routers' losses are averaged over devices, so nothing keeps the default from it."""
-    assert setup(model=MIXTRALS["test"], rules=MIXTRAL).exchange == Exchange(("data",))
+    made = setup(model=MIXTRALS["test"], rules=MIXTRAL)
+    assert made.exchange == Exchange(("data",))
+    assert "of each microbatch, not of the batch: balance_loss, z_loss" in microbatch_line(made)
+    assert microbatch_line(setup()) == ""
 
 
 @pytest.mark.parametrize("of_all_devices", [False, True])
