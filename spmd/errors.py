@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 _LONGEST = 2000
-_FRAMES_LEFT_OUT = "JAX_TRACEBACK_FILTERING"
+_ABOUT_FRAMES = "JAX_TRACEBACK_FILTERING"
 _INDENTED = "\n        "  # a continuation line must not look like a problem of its own
 _BOUNDS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, "at most": operator.le}
 
@@ -179,15 +179,15 @@ def reason_of(error: BaseException) -> str:
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an exception as Python does, to be `sys.excepthook`, with the reason as its last lines.
 
-    A note about frames that JAX left out would follow it, and is printed first.
+    A note of JAX, that its own frames are not shown, would follow it and is printed first.
     """
     printed = traceback.TracebackException(kind, error, trace)
     each: traceback.TracebackException | None = printed
     notes = list[str]()
     while each is not None:
         own = list(each.__notes__ or ())
-        notes += (note for note in own if _FRAMES_LEFT_OUT in note)
-        each.__notes__ = [note for note in own if _FRAMES_LEFT_OUT not in note]
+        notes += (note for note in own if _ABOUT_FRAMES in note)
+        each.__notes__ = [note for note in own if _ABOUT_FRAMES not in note]
         each = each.__cause__ or each.__context__
     lines = [note.strip("-\n") + "\n" for note in dict.fromkeys(notes)]
     print("".join([*lines, *printed.format()]), end="", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ from spmd.data.tokenizer import Tokenizer
 from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.plan.plan import ShardingPlan
+from spmd.training.evaluated_params import evaluated_params
 from spmd.training.state import ModelState, TrainState
 
 AnyState = TrainState | ModelState
@@ -61,7 +62,8 @@ def stream_text(
     """Yield the continuation of a prompt piece by piece; `tokens` is the most tokens to add."""
     ids = tokenizer.encode_prompt(prompt)
     detokenizer = IncrementalDetokenizer(tokenizer, ids.tolist())
-    for (token,) in generator.stream(state.params, state.variables, [ids], tokens=tokens, seed=seed):
+    model = _evaluated(generator, state)
+    for (token,) in generator.stream(model.params, model.variables, [ids], tokens=tokens, seed=seed):
         if token not in generator.ends:
             yield detokenizer.add(int(token))
     yield detokenizer.finish()
@@ -72,10 +74,18 @@ def generate_texts(
 ) -> list[str]:
     """Return each prompt with its continuation; the arguments are those of `stream_text`."""
     ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
-    rows = generator.write(state.params, state.variables, ids, tokens=tokens, seed=seed)
+    model = _evaluated(generator, state)
+    rows = generator.write(model.params, model.variables, ids, tokens=tokens, seed=seed)
     texts = []
     for prompt, prompt_ids, row in zip(prompts, ids, rows, strict=True):
         detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids.tolist())
         added = [detokenizer.add(int(token)) for token in row if token not in generator.ends]
         texts.append("".join([prompt, *added, detokenizer.finish()]))
     return texts
+
+
+def _evaluated(generator: Generator, state: AnyState) -> ModelState:
+    """Return the parameters that a training run evaluates, and its variables; a model's state as it is."""
+    if isinstance(state, ModelState):
+        return state
+    return ModelState(evaluated_params(generator.plan, state), state.variables)

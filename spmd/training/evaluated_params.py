@@ -48,9 +48,10 @@ def evaluation_point(
     paths = tree.flatten(abstract)
 
     def compute(*leaves: Any) -> Any:
-        state = structure.unflatten(leaves)
+        state = jax.tree.unflatten(structure, leaves)
         found = unwrap_for_precision(state["optimizer_state"], state["params"], precision)
-        return (function or find_evaluated_params)(*found)
+        with jax.numpy_dtype_promotion("standard"):
+            return (function or find_evaluated_params)(*found)
 
     name = "evaluation_params" if function else " and ".join(evaluated_kinds(optimizer_state))
     if not name:
@@ -113,5 +114,5 @@ def _read_by(function: Callable[..., Any], arguments: list[Any]) -> list[bool]:
 
 
 def _on_device(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding.with_memory_kind("device")  # type: ignore[union-attr]
+    sharding = leaf.sharding.with_memory_kind("device")
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,6 +1,7 @@
 """Runs, their checkpoints and restored models are evaluated at the parameters that the optimizer says."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from optax import contrib
 import spmd
 from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.generate import text
 from spmd.optim import offload_chunks
 from spmd.optim.evaluated_params import evaluated_kinds, find_evaluated_params
 from spmd.optim.extra_args import update_with
@@ -189,6 +191,8 @@ def test_a_run_its_checkpoint_and_a_restored_model_have_one_point(name, tmp_path
     np.testing.assert_allclose(np.asarray(restored, np.float32), np.asarray(w, np.float32), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(trained, result.state.params["w"])
     np.testing.assert_array_equal(spmd.evaluated_params(layout, result.state)["w"], restored)
+    generated_with = text._evaluated(SimpleNamespace(plan=layout), result.state)
+    np.testing.assert_array_equal(generated_with.params["w"], restored)
     (batch,) = numbers(50, 51)
     tolerance = 0.02 if "precision" in options else 1e-4
     for point, is_evaluated in ((restored, True), (trained, False)):
