@@ -131,7 +131,7 @@ def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple
         for settings in [alone] if alone == combined else [alone, combined]:
             try:
                 other = make_setup(dataclasses.replace(config, **settings), setup.mesh)
-                check_step(other)
+                check_microbatches(other)
                 total = estimate_step(other, topology.platform).total
             except SpmdError:  # such as a batch that does not divide into so many microbatches
                 continue
