@@ -39,7 +39,7 @@ def _equation_outputs(equation: Any, given: list[bool]) -> list[bool]:
 
 
 def _scan_outputs(equation: Any, given: list[bool]) -> list[bool]:
-    body = open_jaxpr(equation.params["jaxpr"])
+    body: Any = open_jaxpr(equation.params["jaxpr"])
     is_carry = [not is_stacked for is_stacked in stacked_outputs(equation)]
     stacks = sum(len(a.aval.shape) > len(b.aval.shape) for a, b in zip(equation.invars, body.invars, strict=True))
     carries = sum(is_carry)
@@ -59,7 +59,7 @@ def _has_arity(jaxpr: Any, equation: Any) -> bool:
 
 def stacked_outputs(equation: Any) -> list[bool]:
     """Return which outputs of a `scan` have a value for each of its steps; the others are carried."""
-    body = open_jaxpr(equation.params["jaxpr"])
+    body: Any = open_jaxpr(equation.params["jaxpr"])
     return [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(equation.outvars, body.outvars, strict=True)]
 
 
