@@ -16,6 +16,7 @@ from spmd.plan.annotate import remat_attention, remat_layer
 from spmd.plan.context import use_plan
 from spmd.training.step import make_train_step
 from tests import tiny
+from tests.upgrades import unless_old
 
 GPT3 = LlamaConfig(d_model=12_288, layers=1, heads=96, kv_heads=96, d_ff=4 * 12_288)
 LLAMA3_8B = LlamaConfig(d_model=4096, layers=1, heads=32, kv_heads=8, d_ff=14_336)
@@ -190,7 +191,7 @@ def test_policies_stand_in_the_order_of_what_they_keep():
     assert held == sorted(set(held), reverse=True)
 
 
-@pytest.mark.upgrades
+@unless_old
 def test_saved_activations_have_their_names():
     """Those that the model marks and the backward pass needs, stacked over layers, one shard's bytes each."""
     found = estimate("save:attention_out offload:mlp_hidden")

@@ -22,7 +22,7 @@ from spmd.training.state import init_state
 from spmd.training.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
-from tests.upgrades import ARE_ON
+from tests.upgrades import ARE_ON, unless_old
 
 BATCH = token_batches((4, 10), tiny.CONFIG.vocab, steps=1)[0]
 KERNELS = 7  # of one layer: four of attention and three of the MLP
@@ -135,7 +135,7 @@ def test_naming_an_activation_that_no_rule_names_is_an_error(word):
         tiny.plan(options=(("remat", f"{word}:attention_ouut"),))
 
 
-@pytest.mark.upgrades
+@unless_old
 @pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"])
 def test_naming_an_activation_that_no_layer_marks_is_an_error(stacked):
     """One error for all such names, with those that the layers do mark; an activation outside of the layers is none."""
