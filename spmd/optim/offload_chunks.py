@@ -108,6 +108,10 @@ def plan_chunks(
     if "optimizer_state" in offload:
         host = (_host_state(chunk, param_phase, abstract, state, axes) for chunk in chunks)
         chunks = [dataclasses.replace(chunk, host=paths) for chunk, paths in zip(chunks, host, strict=True)]
+        if not any(chunk.host for chunk in chunks):
+            what = "moves nothing: no state is of a stack of layers, or large enough"
+            detail = f"a whole array has at least {SMALL_BYTES:,} bytes on a device"
+            problems.append(Problem("offload optimizer_state", what, detail, "leave it out"))
     return tuple(chunks), problems
 
 

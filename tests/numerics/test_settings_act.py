@@ -1,0 +1,90 @@
+"""A setting of a plan changes the program of a step, or it is an error: for a model of ours, and for one of Flax."""
+
+import functools
+import inspect
+
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.errors import SpmdError
+from spmd.model_api.compress import CompressConfig
+from spmd.partition_rules.llama import LLAMA
+from spmd.testing import token_batches
+from tests import tiny
+
+MESH = {"data": 2, "fsdp": 4}
+SETTINGS = {
+    "zero": 1,
+    "remat": "full",
+    "precision": "bf16",
+    "compress": CompressConfig(gather="int8"),
+    "quantize": "fp8",
+    "offload": ("optimizer_state",),
+    "attention": "chunked",
+    "context": "all-to-all",
+}
+"""Keyword of `make_plan` → a value that is not its default."""
+
+LEFT_OUT = {"slices": "describes the machine, and decides nothing by itself"}
+
+
+class Net(nnx.Module):
+    """A model that knows nothing of this framework."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(tiny.CONFIG.vocab, 16, rngs=rngs)
+        self.up, self.head = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, tiny.CONFIG.vocab, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(nnx.relu(self.up(self.embed(tokens))))
+
+
+OWN_RULES = spmd.Rules([(".*kernel", P("fsdp")), (".*embedding", P("fsdp")), (".*bias", spmd.replicate("small"))])
+BATCH = token_batches((8, 8), tiny.CONFIG.vocab, steps=1)[0]
+
+
+@functools.cache
+def model(name):
+    return tiny.model() if name == "ours" else spmd.from_nnx(Net)
+
+
+def text(name, **settings):
+    """The program of a step before XLA, without the names of source lines; or the error."""
+    rules = LLAMA if name == "ours" else OWN_RULES
+    try:
+        plan = spmd.make_plan(tiny.mesh(**MESH), rules, model(name), optax.adam(0.1), **settings)
+        return spmd.make_train_step(plan, spmd.next_token_loss(model(name))).lower(BATCH).as_text()
+    except SpmdError as error:
+        return error
+
+
+@functools.cache
+def default(name):
+    return text(name)
+
+
+@pytest.mark.parametrize("name", ["ours", "foreign"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_acts_or_is_refused(setting, name):
+    """The program differs from that without the setting, or there is an error that names it."""
+    found = text(name, **{setting: SETTINGS[setting]})
+    if isinstance(found, SpmdError):
+        words = " ".join(problem.where for problem in found.problems)
+        assert setting.split("_")[0] in words
+    else:
+        assert found != default(name)
+
+
+def test_an_equal_setting_changes_nothing():
+    """The control: a default that is written out gives the same program, so a setting without effect would be seen."""
+    assert text("foreign", zero=3, remat="none", attention="auto") == default("foreign")
+
+
+def test_every_setting_is_tried():
+    """Each keyword of `make_plan` is in the sweep, or left out with a reason."""
+    keywords = inspect.signature(spmd.make_plan).parameters.values()
+    names = {parameter.name for parameter in keywords if parameter.kind is parameter.KEYWORD_ONLY}
+    assert names == {*SETTINGS, *LEFT_OUT}
