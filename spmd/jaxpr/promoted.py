@@ -60,7 +60,8 @@ def split_products(jaxpr: Any, dtype: Any) -> tuple[list[JaxprEqn], list[JaxprEq
     for equation in equations(jaxpr):
         if equation.primitive.name not in PRODUCTS:
             continue
-        kinds = [atom.aval.dtype for atom in equation.invars]
+        operands: list[Any] = [atom.aval for atom in equation.invars]
+        kinds = [operand.dtype for operand in operands]
         if not all(jnp.issubdtype(kind, jnp.floating) for kind in kinds):
             continue
         is_wide = all(kind.itemsize > jnp.dtype(dtype).itemsize for kind in kinds)

@@ -30,7 +30,7 @@ def read_logical_constraints() -> Iterator[None]:
     around = get_abstract_mesh()
     rows = [(name, _without(axes, around.manual_axes)) for name, axes in context.logical]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(nn.logical_axis_rules(_Rows(rows)))  # type: ignore[arg-type]
+        stack.enter_context(nn.logical_axis_rules(_Rows(rows)))
         if rows and not around.manual_axes:
             stack.enter_context(use_abstract_mesh(context.mesh.abstract_mesh))
         yield
