@@ -204,7 +204,8 @@ def distance(found, wanted):
 
 SLOW = pytest.mark.soak
 NNX = {"net": Net, "attention": Attention}
-QUICK = ("net", "convolution")
+QUICK = ("net",)
+TRACED = ("net", "by hand", "convolution", "attention and a table", "linen and a table", "recurrent")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in MAKERS])
@@ -239,7 +240,9 @@ def test_bf16_equals_a_cast_by_hand(name):
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=SLOW)])
-@pytest.mark.parametrize("name", [*MAKERS, *WIDENED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in TRACED else SLOW) for name in (*MAKERS, *WIDENED)]
+)
 def test_products_are_narrow(name, precision):
     """Every product of a step has a narrow operand, also behind a float32 constant; under float32 none has."""
     model = made(name)

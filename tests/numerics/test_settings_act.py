@@ -66,7 +66,7 @@ def default(name):
     return text(name)
 
 
-@pytest.mark.parametrize("name", ["ours", "foreign"])
+@pytest.mark.parametrize("name", [pytest.param("ours", marks=pytest.mark.soak), "foreign"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_acts_or_is_refused(setting, name):
     """The program differs from that without the setting, or there is an error that names it."""
