@@ -21,7 +21,8 @@ HiPrim: Any = getattr(hijax, "HiPrim", object)
 
 IS_FIRST_FORM = HiPrim is object
 """Whether hijax is as in JAX 0.10. There, under `jax_remat3`, `jax.checkpoint` recomputes what a combined policy or one
-that offloads should keep, sees nothing in custom derivatives, and evaluates no call primitive."""
+that offloads should keep, sees nothing in custom derivatives, and evaluates neither a call primitive nor `shard_map`.
+"""
 
 name_in_rule = getattr(ad_checkpoint, "checkpoint_name_fwd", ad_checkpoint.checkpoint_name)
 """`checkpoint_name` for the forward rule of a `jax.custom_vjp`. Under `jax_remat3`, what is recomputed then reads the

@@ -184,7 +184,14 @@ def remat_attention(core: F, *, keeps_scores: bool = True) -> F:
     """
     if current().remat.kind != "selective":
         return core
-    return _marked(jax.checkpoint(core) if keeps_scores else core)  # type: ignore[return-value]
+    checkpointed = _marked(jax.checkpoint(core) if keeps_scores else core)
+
+    def run(*arrays: Any) -> Any:
+        if keeps_scores and checkpoints_are_hijax():
+            _check_seen(current().remat, core, arrays, ())
+        return checkpointed(*arrays)
+
+    return run  # type: ignore[return-value]
 
 
 def _fetching(layer: F) -> F:

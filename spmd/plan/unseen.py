@@ -30,6 +30,9 @@ def unseen_problems(jaxpr: Any, remat: Remat, also: Collection[str] = ()) -> lis
     has_products = any(name_of(equation) == "dot_general" for inner in rules for equation in equations(inner))
     if remat.kind == "dots" and has_products:
         problems.append(Problem(f"remat {remat}", f"has products {_WHERE}", version, "turn jax_remat3 off, or full"))
+    if IS_FIRST_FORM and any(name_of(equation) == "shard_map" for equation in _outside_rules(jaxpr)):
+        what, fix = "has a shard_map, which this JAX cannot divide under jax_remat3", "turn jax_remat3 off, or JAX 0.12"
+        problems.append(Problem(f"remat {remat}", what, version, fix))
     return problems
 
 
@@ -42,6 +45,14 @@ def _unseen(jaxpr: Any, *, in_rule: bool = False, is_hidden: bool = False) -> It
         hides = is_rule and (in_rule or not _is_seen_through(equation))
         for inner in inner_jaxprs(equation):
             yield from _unseen(inner, in_rule=in_rule or is_rule, is_hidden=is_hidden or hides)
+
+
+def _outside_rules(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """Yield the equations that are in no custom derivative."""
+    for equation in open_jaxpr(jaxpr).eqns:
+        yield equation
+        for inner in [] if has_own_rules(equation) else inner_jaxprs(equation):
+            yield from _outside_rules(inner)
 
 
 def _is_seen_through(equation: JaxprEqn) -> bool:

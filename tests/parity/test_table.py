@@ -27,7 +27,7 @@ from spmd.testing import BUGS, Parity, Reference, Tolerance, token_batches
 from tests import tiny
 from tests.one_device import REORDERED
 from tests.parity.covering import CHOICES, EXACT, Row, is_possible, mesh_sizes, pairs, possible_pairs, read_table
-from tests.upgrades import fault
+from tests.upgrades import UNLESS_OLD
 
 VOCAB, BATCH, SEQUENCE, MICROBATCHES = 64, 16, 16, 2
 SHAPE = {"vocab": VOCAB, "d_model": 32, "layers": 4, "heads": 8, "kv_heads": 4}
@@ -119,8 +119,7 @@ def marks_of(row: Row) -> list[pytest.MarkDecorator]:
     marks = []
     if row in COMPAT:
         marks.append(pytest.mark.compat)
-        if not fault(row["remat"]):
-            marks.append(pytest.mark.upgrades)
+        marks += UNLESS_OLD
     if row not in IN_CI:
         marks.append(pytest.mark.soak)
     return marks
