@@ -6,6 +6,8 @@ numbers of examples (`spmd.jaxpr.examples`); nothing is computed.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +16,7 @@ from jax.sharding import get_abstract_mesh
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.losses import VALUES, LossFn, check_returned
+from spmd.gradients.losses import VALUES, LossFn, Sums, check_returned
 from spmd.jaxpr.example_labels import Kind, Label, Mix, all_sums
 from spmd.jaxpr.example_rules import NUMBER, UNKNOWN
 from spmd.jaxpr.examples import UnlikeProgramsError, input_label, label_examples
@@ -25,12 +27,16 @@ from spmd.model_api.precision import LOSS_SCALE
 from spmd.model_api.variables import split_variables
 from spmd.plan.context import current
 from spmd.plan.fsdp import params_for_forward
+from spmd.plan.partition_safe import trace_call
 from spmd.plan.scaled_param import MAGNITUDES
 from spmd.sharding.mesh import BATCH_AXES
 
 _DECLARE = "spmd.value_and_grad(loss_fn, additive=True) if it is a sum"
 _SUMS = 'return {"loss": losses.sum(), "weight": weights.sum()}'
 _EQUAL = 1e-6
+
+_NEAR = 0.25
+"""How far the mean of examples twice over may be from their mean, by noise and by what is of a whole batch."""
 
 _UNFIT = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 """What a loss may raise that is written for one number of examples."""
@@ -113,10 +119,52 @@ class LossReader:
         if not sums or sums["loss"].is_zero or sums["weight"].is_zero:
             return
         if _is(sums["loss"].degree, 0) and _is(sums["weight"].degree, 1):
-            what = "is a mean over the examples, and the weight is their number"
-            detail = "for a batch twice over: loss × 1, weight × 2; the step divides the loss by the weight"
-            fix = f'{_SUMS}; or the mean with "weight": jnp.float32(1)'
-            raise ConfigError("The loss would be divided twice:", [Problem("sum 'loss'", what, detail, fix)])
+            raise _mean_error("for a batch twice over: loss × 1, weight × 2")
+
+    def check_numbers(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> None:
+        """Raise a `ConfigError` as `check_mean` does, for a loss whose structure does not say, from its numbers.
+
+        Half of a batch is evaluated alone and twice over, or all of it where devices do not divide a half: two forward
+        passes in one program, which is compiled. A loss whose structure is known costs nothing.
+
+        Args:
+            batch: Arrays of a real batch, in the plan in scope.
+        """
+        if self.additive or self._says_degree(params, variables, batch, key):
+            return
+        own, _ = split_variables(variables, LOSS_SCALE, MAGNITUDES, COMPRESSION)
+        dims, count = self._examples(batch)
+        if count is None:
+            return
+        part = count // 2 if count % (2 * _shards()) == 0 else count
+
+        def take(path: str, x: Any, *, times: int) -> Any:
+            dim = dims[path]
+            if dim is None:
+                return x
+            taken = jax.lax.slice_in_dim(x, 0, part, axis=dim)
+            return jax.numpy.concatenate([taken] * times, axis=dim)
+
+        def loss_and_weight(params: Any, variables: Any, batch: Any, key: jax.Array, *, times: int) -> Any:
+            some = tree.map_with_path(functools.partial(take, times=times), batch)
+            given = params_for_forward(params)
+            sums, _ = trace_call(self._sums_of(variables), given, variables, some, key).evaluate()
+            return sums["loss"], sums["weight"]
+
+        def once_and_twice(*arguments: Any) -> Any:
+            return loss_and_weight(*arguments, times=1), loss_and_weight(*arguments, times=2)
+
+        once, twice = jax.device_get(jax.jit(once_and_twice)(params, own, batch, key))
+        loss, weight = (
+            float(after) / float(before) if before else math.nan for before, after in zip(once, twice, strict=True)
+        )
+        if abs(loss - 1) < _NEAR and abs(weight - 2) < _EQUAL:
+            raise _mean_error(f"for examples twice over: loss × {loss:.3g}, weight × {weight:.3g}")
+
+    def _says_degree(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> bool:
+        """Return whether the structure says how loss and weight grow with the number of examples."""
+        sums = self.read(params, variables, batch, key).sums
+        return bool(sums) and all(sums[name].is_zero or sums[name].degree is not None for name in ("loss", "weight"))
 
     def check_additive(
         self, title: str, params: Any, variables: Any, batch: Any, key: jax.Array, *, fix: str, statistics: bool = True
@@ -139,18 +187,17 @@ class LossReader:
 
     def _structure(self, params: Any, variables: Any, batch: Any, key: Any) -> LossStructure:
         """Trace the loss for two numbers of examples, and label its results."""
-        table, arrays = current().batch, tree.flatten(batch)
-        dims = {path: table.examples(path) for path in arrays}
-        dims = {path: dim if dim is not None and dim < len(x.shape) else None for (path, x), dim in _zip(arrays, dims)}
-        counts = {arrays[path].shape[dim] for path, dim in dims.items() if dim is not None}
-        if len(counts) != 1:
-            found = ", ".join(map(str, sorted(counts))) or "none"
+        arrays = tree.flatten(batch)
+        dims, count = self._examples(batch)
+        if count is None:
+            found = ", ".join(map(str, sorted(_counts(arrays, dims)))) or "none"
             return LossStructure(unknown=f"has a batch whose examples are not known: their numbers are {found}")
-        (count,) = counts
         sizes = (count, 2 * count) if count > 1 else (2, 4)
 
+        sums_of = self._sums_of(variables)
+
         def traced(params: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
-            return check_returned(self.loss_fn(params_for_forward(params), variables, batch, key), variables)
+            return sums_of(params_for_forward(params), variables, batch, key)
 
         programs, paths = list[TracedProgram](), list[str]()
         for size in sizes:
@@ -179,6 +226,44 @@ class LossReader:
         order = {operation: place for place, operation in enumerate(programs[0].walk())}
         return LossStructure(sums, after, tuple(labels.declared), order)
 
+    def _sums_of(self, own: Any) -> LossFn:
+        """Return the loss function with its results checked."""
+
+        def checked(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
+            return check_returned(self.loss_fn(params, variables, batch, key), own)
+
+        return checked
+
+    @staticmethod
+    def _examples(batch: Any) -> tuple[dict[str, int | None], int | None]:
+        """Return each array's dimension of examples, by path, and their number; None if arrays do not agree on it."""
+        table, arrays = current().batch, tree.flatten(batch)
+        dims = dict[str, int | None]()
+        for path, x in arrays.items():
+            dim = table.examples(path)
+            dims[path] = dim if dim is not None and dim < len(x.shape) else None
+        counts = _counts(arrays, dims)
+        return dims, counts.pop() if len(counts) == 1 else None
+
+
+def _counts(arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> set[int]:
+    return {arrays[path].shape[dim] for path, dim in dims.items() if dim is not None}
+
+
+def _shards() -> int:
+    """Return the number of parts that the mesh in scope splits the examples of a batch into."""
+    mesh = current().mesh
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def _mean_error(detail: str) -> ConfigError:
+    what = "is a mean over the examples, and the weight is their number"
+    detail = f"{detail}; the step divides the loss by the weight"
+    fix = f'{_SUMS}; or the mean with "weight": jnp.float32(1)'
+    return ConfigError("The loss would be divided twice:", [Problem("sum 'loss'", what, detail, fix)])
+
 
 def has_part_of_batch() -> bool:
     """Return whether the code that is traced here has the examples of one device only."""
@@ -189,10 +274,6 @@ def _split_axes() -> frozenset[str]:
     """Return the axes that split the examples and are manual here."""
     around = get_abstract_mesh()
     return frozenset(axis for axis in around.manual_axes if axis in BATCH_AXES and around.shape[axis] > 1)
-
-
-def _zip(arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> Iterator[tuple[tuple[str, Any], int | None]]:
-    return zip(arrays.items(), dims.values(), strict=True)
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

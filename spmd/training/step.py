@@ -14,7 +14,7 @@ import optax
 
 from spmd.distributed.compilation_cache import without_faulty_cache
 from spmd.errors import ConfigError, Problem, check_type
-from spmd.gradients.base import GradFn, check_results, value_and_grad
+from spmd.gradients.base import GradFn, LossGradFn, check_results, value_and_grad
 from spmd.gradients.loss_scale import unscale
 from spmd.gradients.losses import VALUES, LossFn, Sums
 from spmd.gradients.magnitudes import remember
@@ -53,6 +53,7 @@ class TrainStep:
     watch: Mapping[str, Watch]
     keep_gradients: bool
     compiler_options: Mapping[str, Any]
+    check_first_batch: bool = True
     _compiled: dict[Any, jax.stages.Compiled] = dataclasses.field(default_factory=dict, init=False)
     _newest: weakref.ref[TrainState] | None = dataclasses.field(default=None, init=False)
 
@@ -69,6 +70,9 @@ class TrainStep:
             check_state(self.plan, state)
             state = place_state(self.plan, state)
         batch = place_batch(self.plan, batch)
+        if self.check_first_batch and not self._compiled and isinstance(self.grad_fn, LossGradFn):
+            with use_plan(self.plan):
+                self.grad_fn.loss.check_numbers(state.params, state.variables, batch, state.key)
         state, metrics = self.compile(batch)(state, batch)
         self._newest = weakref.ref(state)
         return state, metrics
@@ -235,6 +239,7 @@ def make_train_step(
     watch: Mapping[str, Watch] | None = None,
     keep_gradients: bool = False,
     compiler_options: Mapping[str, bool | int | float | str] | None = None,
+    check_first_batch: bool = True,
 ) -> TrainStep:
     """Return the train step of `plan`.
 
@@ -244,6 +249,8 @@ def make_train_step(
         watch: Name → a function of the states before and after the step, reported as a metric.
         keep_gradients: Whether the metrics have `gradients`, as the optimizer gets them: those of the mean loss.
         compiler_options: XLA's flags for this step, by name.
+        check_first_batch: Whether a loss whose structure does not say if it is a mean is evaluated on half of the first
+            batch, alone and twice over. A mean beside a weight that is a count is an error.
     """
     problems = check_type("plan", plan, ShardingPlan, "make_train_step(plan, loss_fn), with plan from spmd.make_plan")
     if (loss_fn is None) == (grad_fn is None):
@@ -251,4 +258,4 @@ def make_train_step(
     if problems:
         raise ConfigError("This step cannot be made:", problems)
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
-    return TrainStep(plan, grad_fn, watch or {}, keep_gradients, compiler_options or {})
+    return TrainStep(plan, grad_fn, watch or {}, keep_gradients, compiler_options or {}, check_first_batch)

@@ -136,3 +136,25 @@ def test_values_are_not_divided():
     assert metrics["ones"] == 1
     np.testing.assert_allclose(metrics["largest"], y.max(), rtol=1e-6)
     np.testing.assert_allclose(metrics["arrays"]["columns"], y.max(0), rtol=1e-6)
+
+
+def doubled_step(reduce, **options):
+    """A step and its state, for a loss with a primitive that nothing is known of."""
+    plan = spmd.make_plan(tiny.mesh(data=2), spmd.Rules([("kernel", spmd.replicate("small"))]), MODEL, SGD)
+
+    def loss_fn(params, variables, batch, key):
+        losses = primitive(MODEL.apply(params, batch["x"]) ** 2)
+        return {"loss": reduce(losses), "weight": jnp.float32(losses.size)}, variables
+
+    return spmd.make_train_step(plan, loss_fn, **options), spmd.init_state(plan)
+
+
+def test_a_mean_that_its_numbers_alone_show_is_refused():
+    """The first batch twice over has the same mean and twice the weight; the switch, and a sum, go through."""
+    (batch,) = batches()
+    step, state = doubled_step(jnp.mean)
+    with pytest.raises(ConfigError, match="twice over: loss × 1, weight × 2"):
+        step(state, batch)
+    for reduce, options in ((jnp.mean, {"check_first_batch": False}), (jnp.sum, {})):
+        step, state = doubled_step(reduce, **options)
+        step(state, batch)
