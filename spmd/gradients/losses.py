@@ -207,7 +207,15 @@ def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> 
 
 
 def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = CHUNK) -> Sums:
-    """Return the cross-entropy of the next token, and each auxiliary loss and metric, as weighted sums."""
+    """Return the cross-entropy of the next token, and each auxiliary loss and metric, as weighted sums.
+
+    Raises:
+        ConfigError: Logits are computed in chunks, and the model returns whole ones.
+    """
+    if chunk != CHUNK and not isinstance(outputs.logits, LazyLogits):
+        fix = "leave it out, or return spmd.layers.lm_head.LazyLogits"
+        problem = Problem("logits_chunk", f"is {chunk}, and the model returns whole logits", fix=fix)
+        raise ConfigError("A setting of the loss acts on nothing:", [problem])
     sums = cross_entropy(outputs.logits, *_take(batch, "targets", "weights"), chunk=chunk)
     # The step divides by the weight, so a value of the batch is multiplied by it: zero if all tokens are padding.
     others = {name: _of_microbatch(name, value, sums) for name, value in {**outputs.losses, **outputs.metrics}.items()}

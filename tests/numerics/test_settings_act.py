@@ -1,5 +1,6 @@
 """A setting of a plan changes the program of a step, or it is an error: for a model of ours, and for one of Flax."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -12,6 +13,8 @@ import spmd
 from spmd.errors import SpmdError
 from spmd.model_api.compress import CompressConfig
 from spmd.partition_rules.llama import LLAMA
+from spmd.plan.lora import LoRAConfig
+from spmd.run.build import abstract_batch, make_setup
 from spmd.testing import token_batches
 from tests import tiny
 
@@ -28,15 +31,43 @@ SETTINGS = {
 }
 """Keyword of `make_plan` → a value that is not its default."""
 
-LEFT_OUT = {"slices": "describes the machine, and decides nothing by itself"}
+LEFT_OUT = {
+    "slices": "describes the machine, and decides nothing by itself",
+    "evaluation_params": "is for evaluations alone: tests/numerics/test_evaluated_params.py",
+}
+
+OF_CONFIG = {
+    "xla": ("xla_cpu_enable_fast_math=true",),
+    "pipeline": spmd.PipelineConfig("gpipe", microbatches=2),
+    "lora": LoRAConfig(targets=("up/kernel",), rank=2),
+    "optimizer": spmd.OptimizerConfig(name="lion"),
+    "task": "sft",
+    "chat": spmd.ChatConfig(template="x"),
+    "accumulate": 2,
+    "logits_chunk": 64,
+}
+"""Field of `TrainConfig` that is no keyword of `make_plan` → a value that is not its default."""
+
+LEFT_OUT_OF_CONFIG = {
+    "model": "is the model",
+    "rules": "is audited",
+    "mesh": "is audited",
+    "slices": LEFT_OUT["slices"],
+    "init": "is where parameters come from",
+    "data": "decides batches, and no program of a step",
+    "exchange_once": "chooses between two ways of parts of a batch, whatever the model",
+    "sample": "is between steps",
+    "out": "is a path",
+    "devices": "is a count of simulated devices",
+}
 
 
 class Net(nnx.Module):
     """A model that knows nothing of this framework."""
 
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(tiny.CONFIG.vocab, 16, rngs=rngs)
-        self.up, self.head = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, tiny.CONFIG.vocab, rngs=rngs)
+    def __init__(self, rngs, vocab=tiny.CONFIG.vocab):
+        self.embed = nnx.Embed(vocab, 16, rngs=rngs)
+        self.up, self.head = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, vocab, rngs=rngs)
 
     def __call__(self, tokens):
         return self.head(nnx.relu(self.up(self.embed(tokens))))
@@ -64,6 +95,54 @@ def text(name, **settings):
 @functools.cache
 def default(name):
     return text(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The config of the model that knows nothing of this framework."""
+
+    vocab: int = 256
+
+    def build(self, rngs):
+        return Net(rngs, self.vocab)
+
+
+DATA = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=16, batch=16)
+CONFIG = spmd.TrainConfig(model=Config(), rules=OWN_RULES, data=DATA, mesh=spmd.MeshShape(**MESH))
+
+
+def text_of_config(**fields):
+    """The program of the step of a config, with the compiler's options; or the error."""
+    try:
+        setup = make_setup(dataclasses.replace(CONFIG, **fields), tiny.mesh(**MESH))
+        step = setup.step
+        return step.lower(abstract_batch(setup.config)).as_text() + str(sorted(step.compiler_options.items()))
+    except SpmdError as error:
+        return error
+
+
+@functools.cache
+def default_of_config():
+    return text_of_config()
+
+
+QUICK = ("lora", "logits_chunk")
+FIELDS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in OF_CONFIG]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_a_config_acts_or_is_refused(field):
+    """The step's program differs from that without the field, or there is an error."""
+    found = text_of_config(**{field: OF_CONFIG[field]})
+    if not isinstance(found, SpmdError):
+        assert found != default_of_config()
+
+
+def test_every_field_of_a_config_is_tried():
+    """Each field of `TrainConfig` that a run of any model does not have is in the sweep, or left out with a reason."""
+    of_runs = {field.name for field in dataclasses.fields(spmd.RunConfig)}
+    own = {field.name for field in dataclasses.fields(spmd.TrainConfig)} - of_runs
+    assert own == {*OF_CONFIG, *LEFT_OUT_OF_CONFIG} | {*SETTINGS} & own
 
 
 @pytest.mark.parametrize("name", [pytest.param("ours", marks=pytest.mark.soak), "foreign"])
