@@ -139,7 +139,7 @@ def test_a_field_of_a_config_acts_or_is_refused(field):
 
 
 def test_every_field_of_a_config_is_tried():
-    """Each field of `TrainConfig` that a run of any model does not have is in the sweep, or left out with a reason."""
+    """Each field of `TrainConfig` that a run of any model does not have is in the sweep, or has a reason not to be."""
     of_runs = {field.name for field in dataclasses.fields(spmd.RunConfig)}
     own = {field.name for field in dataclasses.fields(spmd.TrainConfig)} - of_runs
     assert own == {*OF_CONFIG, *LEFT_OUT_OF_CONFIG} | {*SETTINGS} & own
@@ -163,7 +163,7 @@ def test_an_equal_setting_changes_nothing():
 
 
 def test_every_setting_is_tried():
-    """Each keyword of `make_plan` is in the sweep, or left out with a reason."""
+    """Each keyword of `make_plan` is in the sweep, or has a reason not to be."""
     keywords = inspect.signature(spmd.make_plan).parameters.values()
     names = {parameter.name for parameter in keywords if parameter.kind is parameter.KEYWORD_ONLY}
     assert names == {*SETTINGS, *LEFT_OUT}
