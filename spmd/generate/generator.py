@@ -21,7 +21,7 @@ from spmd.generate.sampling import Sampling, draw
 from spmd.layers.kv_cache import decode, prefill, single_token
 from spmd.layers.lm_head import LazyLogits, lazy_logits, materialize
 from spmd.layers.sequential_stages import sequential_stages
-from spmd.model_api.model import PRNG, VALID, as_outputs
+from spmd.model_api.model import PRNG, VALID, abstract_key, as_outputs
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.partition_safe import partition_safe
@@ -117,7 +117,7 @@ class Generator:
         model = self.plan.model
         if not model.info().supports_kv_cache:
             return "the model sets neither supports_kv_cache nor position_aware"
-        key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
+        key = abstract_key()
         shapes = jax.eval_shape(model.init, key), jax.eval_shape(model.init_variables, key)
         ids = jax.ShapeDtypeStruct((self._batch_shards, self._padded(1)), jnp.int32)
 

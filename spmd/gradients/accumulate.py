@@ -15,7 +15,7 @@ from spmd.jaxpr.examples import ADDING, adding_operation
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
-from spmd.model_api.model import PRNG
+from spmd.model_api.model import abstract_key
 from spmd.plan.context import current, use_plan
 from spmd.plan.fsdp import zero_gradients
 from spmd.plan.plan import ShardingPlan
@@ -94,7 +94,7 @@ def values_of_microbatches(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> l
     """
     if not isinstance(grad_fn, LossGradFn):
         return []
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
+    key = abstract_key()
     with use_plan(plan):
         structure = grad_fn.loss.read(plan.abstract_params, plan.abstract_variables, batch, key)
     return [*structure.declared, *structure.statistics()]

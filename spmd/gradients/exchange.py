@@ -14,7 +14,7 @@ from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn, LossGradFn, with_loss_of
 from spmd.gradients.losses import VALUES, Sums
 from spmd.model_api.compress import COMPRESSION
-from spmd.model_api.model import PRNG
+from spmd.model_api.model import abstract_key
 from spmd.model_api.precision import LOSS_SCALE
 from spmd.model_api.variables import split_variables
 from spmd.plan.context import constrain, current, use_plan
@@ -177,7 +177,7 @@ def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str
     if choice == "auto":
         split = {a for leaf in (*plan.params, *plan.gradients) for entry in leaf.spec for a in entry_axes(entry)}
         axes = axes[: next((i for i, axis in enumerate(axes) if axis in split), None)]
-        key = jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
+        key = abstract_key()
         try:
             with use_plan(plan):
                 if axes:

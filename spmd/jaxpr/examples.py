@@ -12,7 +12,6 @@ gives. A function that is declared to treat each example by itself (`per_example
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -34,7 +33,7 @@ from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, rea
 _PER_EXAMPLE = "per_example(declared)"
 F = TypeVar("F", bound=Callable)
 
-_DECLARED = re.compile(r"\bof_microbatch\(([^()]*)\)")
+_DECLARED = "of_microbatch("
 ADDING = ("add", "add_any")
 _ROUNDS = 20
 _ORDERED = "goes through the examples in order"
@@ -43,7 +42,7 @@ _SMALL = 1 << 16
 
 def declared_scope(name: str) -> str:
     """Return the scope of what adds a value of a whole microbatch, such as a balance loss, to the sums of a loss."""
-    return f"of_microbatch({name})"
+    return f"{_DECLARED}{name})"
 
 
 def per_example(function: F) -> F:
@@ -118,6 +117,14 @@ def names_of_scopes(operation: Operation) -> str:
     return "/".join(reversed(stacks))
 
 
+def _declared_name(scopes: str) -> str:
+    """Return the name in the innermost `declared_scope`; empty if there is none."""
+    _, found, rest = scopes.rpartition(_DECLARED)
+    if not found:
+        return ""
+    return rest.partition(")")[0]
+
+
 @dataclasses.dataclass
 class _Reader:
     setting: Setting
@@ -150,10 +157,10 @@ class _Reader:
         }
         name = operations[0].primitive
         results = loops[name](operations, given) if name in loops else results_of(operations, given, self.setting)
-        declared = _DECLARED.findall(names_of_scopes(operations[0]))
+        declared = _declared_name(names_of_scopes(operations[0]))
         if not declared:
             return results
-        return [self._as_declared(declared[-1], operations[0], result) for result in results]
+        return [self._as_declared(declared, operations[0], result) for result in results]
 
     def _as_declared(self, name: str, operation: Operation, label: Label) -> Label:
         """Return the label of a value of the microbatch, which its author has declared, times a sum."""

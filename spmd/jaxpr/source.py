@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _LIBRARIES = ("flax", "jax", "optax")
-_WRAPPERS = ("spmd/plan/flax_dtypes.py",)
-"""Files of this package that call what a layer of Flax is about to call."""
+_WRAPPERS = ("spmd/jaxpr/examples.py", "spmd/plan/flax_dtypes.py")
+"""Files of this package that only call what another function is about to call."""
 
 
 def source_line(frames: Sequence[tuple[str, int]], wrappers: tuple[str, ...] = ()) -> str:

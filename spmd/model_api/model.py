@@ -19,6 +19,12 @@ from spmd.sharding.layer_paths import Stack
 PRNG = "threefry2x32"
 """The PRNG implementation of every key, whatever JAX's default, so that a seed gives the same numbers everywhere."""
 
+
+def abstract_key() -> jax.ShapeDtypeStruct:
+    """Return the shape of a random key, to trace with; no device is needed."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl=PRNG))
+
+
 VALID = "valid"
 """Name of the mask of tokens that are no padding, in a batch and as an argument of a model."""
 

@@ -21,7 +21,7 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import LossFn, Sums
-from spmd.model_api.model import PRNG, Model
+from spmd.model_api.model import PRNG, Model, abstract_key
 from spmd.model_api.variables import split_variables, with_variables
 from spmd.pipeline.executor import Carry, first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages, sum_of_stages
@@ -127,7 +127,7 @@ def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any
             return _save_carry(first_carry(stage, chunks, shared, table), table)
 
     abstract = plan.abstract_params, plan.abstract_variables, batch
-    local = jax.eval_shape(empty_carry, *abstract, jax.random.key(0, impl=PRNG))
+    local = jax.eval_shape(empty_carry, *abstract, abstract_key())
 
     def init(key: jax.Array) -> Any:
         data = {"batch": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch), "key": jnp.zeros((2,), jnp.uint32)}

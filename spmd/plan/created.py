@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from spmd import tree
@@ -31,7 +32,8 @@ def recording(said: dict[str, Said]) -> Iterator[None]:
             path = "/".join((*layer.path, name))
             if isinstance(value, Mapping) or path in said:
                 continue
-            said[path] = said_of(layer, name, {}, tuple(value.shape)) or Said(tuple(value.shape))
+            shape = jnp.shape(value)  # a number of Python has none
+            said[path] = said_of(layer, name, {}, shape) or Said(shape)
         return result
 
     with nn.intercept_methods(record):

@@ -29,7 +29,7 @@ from spmd import tree
 from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
 from spmd.model_api.compute_dtype import InComputeDtype
 from spmd.model_api.kernels import Said
-from spmd.model_api.model import PRNG, VALID, LayeredModel, Model, ModelInfo, takes_valid
+from spmd.model_api.model import VALID, LayeredModel, Model, ModelInfo, abstract_key, takes_valid
 from spmd.plan.created import drawn_shapes, recording
 from spmd.plan.flax_dtypes import (
     CAST_BY_LAYER,
@@ -123,7 +123,7 @@ def from_nnx(
 
     @functools.cache
     def structure() -> ModuleStructure:
-        return trace_structure(build, jax.random.key(0, impl=PRNG))
+        return trace_structure(build, abstract_key())
 
     @functools.cache
     def abstract_module() -> nnx.Module:
@@ -206,7 +206,7 @@ def from_nnx(
         shared = [[join(path) for path in group] for group in nnx.find_duplicates(module)]
         tied = tuple(filter(None, (_aliases(join(path), shared) for path, _ in nnx.to_flat_state(known.params))))
         shapes = {join(path): jnp.shape(param.get_value()) for path, param in nnx.to_flat_state(known.params)}
-        drawn = functools.partial(drawn_shapes, init, jax.eval_shape(lambda: jax.random.key(0, impl=PRNG)))
+        drawn = functools.partial(drawn_shapes, init, abstract_key())
         random_state = (join(path) for path, v in nnx.to_flat_state(known.others) if isinstance(v, nnx.RngState))
         position_aware = getattr(module, "position_aware", False)
         return dataclasses.replace(
@@ -350,7 +350,7 @@ def from_linen(
     @functools.cache
     def traced() -> tuple[dict[str, Any], set[str]]:
         with record_own_dtypes() as layers, recording(said):
-            return jax.eval_shape(lambda: create(jax.random.key(0, impl=PRNG))), layers
+            return jax.eval_shape(create, abstract_key()), layers
 
     def abstract() -> dict[str, Any]:
         return traced()[0]

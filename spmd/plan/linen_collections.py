@@ -12,7 +12,7 @@ import jax
 from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.jaxpr.dependence import dependent_outputs
-from spmd.model_api.model import PRNG
+from spmd.model_api.model import abstract_key
 from spmd.plan.sown import stacked_by_scan
 from spmd.sharding.flax_metadata import PARAMS_AXES
 
@@ -53,7 +53,7 @@ class LinenCollections:
     @functools.cached_property
     def abstract(self) -> dict[str, Any]:
         """The collections that persist, abstract."""
-        return jax.eval_shape(self.create, self._key)
+        return jax.eval_shape(self.create, abstract_key())
 
     @functools.cached_property
     def sown(self) -> frozenset[str]:
@@ -73,12 +73,12 @@ class LinenCollections:
             made = nn.meta.unbox(self._init(key, *inputs, mutable=nn.DenyList(self._denied)))
             return {name: made[name] for name in self.sown}
 
-        return stacked_by_scan(sow, self._key, *self._shapes)
+        return stacked_by_scan(sow, abstract_key(), *self._shapes)
 
     @functools.cached_property
     def _all(self) -> dict[str, Any]:
         init = functools.partial(self._init, mutable=nn.DenyList(self._denied))
-        return dict(jax.eval_shape(init, self._key, *self.inputs))
+        return dict(jax.eval_shape(init, abstract_key(), *self.inputs))
 
     def _runs_without(self, name: str) -> bool:
         others = {other: value for other, value in self._all.items() if other != name}
@@ -89,7 +89,7 @@ class LinenCollections:
             return call(others, *inputs, **self.keywords)[1]
 
         try:
-            jax.eval_shape(run, others, self._key, *self.inputs)
+            jax.eval_shape(run, others, abstract_key(), *self.inputs)
         except _NEEDS_COLLECTION:
             return False
         return True
@@ -106,23 +106,18 @@ class LinenCollections:
         Raises:
             ConfigError: They do not, and the inputs are no arrays; all such values are listed.
         """
-        make = functools.partial(self._init, self._key, mutable=self._persistent)
-        traced, shapes = jax.make_jaxpr(make, return_shape=True)(*self._shapes)
-        depend = dependent_outputs(traced, [True] * len(traced.jaxpr.invars))
+        make = functools.partial(self._init, mutable=self._persistent)
+        traced, shapes = jax.make_jaxpr(make, return_shape=True)(abstract_key(), *self._shapes)
+        is_input = [number > 0 for number in range(len(traced.jaxpr.invars))]  # the first is the key
+        depend = dependent_outputs(traced, is_input)
         paths = tree.flatten(nn.meta.unbox(dict(shapes)))
         computed = [path for path, is_computed in zip(paths, depend, strict=True) if is_computed]
         if computed and any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.inputs)):
-            what, fix = (
-                "is computed from the module's inputs",
-                "arrays in place of shapes: spmd.from_linen(module, *arrays)",
-            )
+            what = "is computed from the module's inputs"
+            fix = "arrays in place of shapes: spmd.from_linen(module, *arrays)"
             problems = [Problem(path.removeprefix("params/"), what, fix=fix) for path in computed]
             raise ConfigError("The module cannot be initialized from shapes:", problems)
         return not computed
-
-    @property
-    def _key(self) -> jax.Array:
-        return jax.random.key(0, impl=PRNG)
 
     @property
     def _shapes(self) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
 from spmd.model_api.kernels import Matrix
-from spmd.model_api.model import PRNG, LayeredModel, Model, ModelInfo
+from spmd.model_api.model import LayeredModel, Model, ModelInfo, abstract_key
 from spmd.model_api.precision import cast_floats
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.host_params import is_host_param
@@ -119,7 +119,7 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
             has a variable `base`.
     """
     paths = adapted_paths(model, lora, rules)
-    if BASE in jax.eval_shape(lambda: model.init_variables(jax.random.key(0, impl=PRNG))):
+    if BASE in jax.eval_shape(model.init_variables, abstract_key()):
         raise ConfigError("This model cannot be adapted:", [Problem(BASE, "is a variable of the model itself")])
 
     def init(key: jax.Array) -> Any:
@@ -223,4 +223,4 @@ def _split(*entries: Any) -> P | Replicate:
 
 
 def _abstract(model: Model) -> Any:
-    return jax.eval_shape(lambda: model.init(jax.random.key(0, impl=PRNG)))
+    return jax.eval_shape(model.init, abstract_key())

@@ -21,7 +21,7 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, RuleError, first_of
 from spmd.model_api.attention_config import AttentionConfig, make_attention_config
 from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
-from spmd.model_api.model import PRNG, Model
+from spmd.model_api.model import Model, abstract_key
 from spmd.model_api.precision import Precision, cast_floats, check_float64, make_precision, with_loss_scale
 from spmd.model_api.remat import Remat, make_remat
 from spmd.optim.extra_args import check_update
@@ -236,7 +236,7 @@ def make_plan(
         problems.append(Problem("compress.gradients", what, fix=fix))
     if problems:
         raise ConfigError("This plan cannot be made:", problems)
-    made = jax.eval_shape(lambda: model.init(jax.random.key(0, impl=PRNG)))
+    made = jax.eval_shape(model.init, abstract_key())
     made_variables = _abstract_variables(model)
     problems = [*resolve.check_params(made), *resolve.check_storable(made), *resolve.check_storable(made_variables)]
     if problems:
@@ -339,11 +339,11 @@ def make_plan(
 
 
 def _abstract_params(model: Model, precision: Precision) -> Any:
-    return jax.eval_shape(lambda: cast_floats(model.init(jax.random.key(0, impl=PRNG)), precision.params_dtype))
+    return jax.eval_shape(lambda key: cast_floats(model.init(key), precision.params_dtype), abstract_key())
 
 
 def _abstract_variables(model: Model) -> Any:
-    return jax.eval_shape(lambda: model.init_variables(jax.random.key(0, impl=PRNG)))
+    return jax.eval_shape(model.init_variables, abstract_key())
 
 
 def _count(problems: list[Problem]) -> str:

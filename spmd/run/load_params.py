@@ -19,7 +19,7 @@ from spmd.errors import CheckpointError, Problem
 from spmd.hf.folder import CONFIG, open_folder
 from spmd.hf.load import load_published
 from spmd.model_api.compress import COMPRESSION
-from spmd.model_api.model import PRNG, Model
+from spmd.model_api.model import PRNG, Model, abstract_key
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.plan.lora import BASE, with_adapters
 from spmd.plan.plan import ShardingPlan
@@ -190,7 +190,7 @@ def _evaluation_point(config: TrainConfig, params: Any) -> EvaluationPoint:
 
 def _abstract_adapters(model: Model, dtype: Any, mesh: AnyMesh) -> Any:
     """Return the adapters of a model as abstract arrays; they are small, so that each device has them whole."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0, impl=PRNG))
+    shapes = jax.eval_shape(model.init, abstract_key())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, P())), shapes)
 
 

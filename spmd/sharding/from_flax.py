@@ -68,7 +68,11 @@ def rules_from_annotations(
     if unused := dict.fromkeys(name for name, _ in rules if name not in used):
         report(f"Logical names that no parameter has, so their rules are unused: {', '.join(unused)}")
     params, activations = (*base.params, *own.items()), (*base.activations, *stack.activations)
-    return Rules(params, activations, stack.stacked, base.batch, rules or base.logical)
+    is_default = stacked is None and (table is None or table.stacked is None)
+    kept = stack.stacked
+    if is_default and not any(stacks_of(path, stack.stacks) for path in annotations):
+        kept = None  # the stacks are those that the model recorded
+    return Rules(params, activations, kept, base.batch, rules or base.logical)
 
 
 def named_stacks(annotations: Mapping[str, Annotation], stacks: Mapping[str, Stack]) -> dict[str, Stack]:

@@ -15,6 +15,7 @@ from spmd import tree
 from spmd.errors import ConfigError
 from spmd.gradients import accumulate as accumulation
 from spmd.gradients.accumulate import accumulate, join_microbatch, split_microbatches
+from spmd.gradients.additive import LossReader
 from spmd.gradients.base import value_and_grad
 from spmd.plan.context import override
 from spmd.plan.flax import from_nnx
@@ -198,6 +199,7 @@ def test_control_without_the_table(name, monkeypatch):
     """Where the first dimension of each array is split regardless, gradients are wrong by more than a hundredth."""
     monkeypatch.setattr(BatchTable, "examples", lambda self, path: 0)
     monkeypatch.setattr(accumulation, "_example_problems", lambda *_: [])
+    monkeypatch.setattr(LossReader, "check_additive", lambda *_, **options: None)
     assert error(metrics_of.__wrapped__(name, 2), metrics_of(name, 1)) > 0.01
 
 

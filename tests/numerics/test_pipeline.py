@@ -198,7 +198,8 @@ class InParts(Whole):
 def test_a_model_of_ones_own():
     """A model that knows nothing of this framework but its three methods is pipelined; without them, the error names
     them."""
-    rules = Rules([("embed/embedding", replicate("small")), ("layers/kernel", replicate("small, but for its stages"))])
+    small = [("embed/embedding", replicate("small")), ("layers/kernel", replicate("small, but for its stages"))]
+    rules = Rules(small, stacked={"layers": "pipe"})  # a stack that is made by hand is named
     table = tabulate(make_schedule("1f1b", 2, 4))
 
     def trace(make, own_loss=False, **does):

@@ -168,7 +168,7 @@ class Toy:
         small = replicate("a toy")
         rules = Rules([("scale", small), ("kernel", small)], [], stacked={"layers": "pipe"})
         plan = make_plan(tiny.mesh(pipe=table.stages), rules, model, optax.identity())
-        grad_fn = pipeline(ModelLoss(model, lambda batch: (batch["x"],), self.sums), table)
+        grad_fn = pipeline(ModelLoss(model, lambda batch: (batch["x"],), self.sums, additive=True), table)
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
             with use_plan(plan):

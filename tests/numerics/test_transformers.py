@@ -238,8 +238,8 @@ def in_other_lines(monkeypatch, change):
     """Name maps whose lines are changed."""
     tables = families.Family.tables
 
-    def changed(self, config, tensors):
-        names, ignored = tables(self, config, tensors)
+    def changed(self, *given):
+        names, ignored = tables(self, *given)
         return tuple(map(change, names)), ignored
 
     monkeypatch.setattr(families.Family, "tables", changed)

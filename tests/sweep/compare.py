@@ -27,6 +27,7 @@ from spmd.model_api.precision import cast_floats
 from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.batch import whole
+from spmd.sharding.layer_paths import Stack, dims_of, own_stacks, without_dims
 from spmd.sharding.mesh import AXES, BATCH_AXES, entry_axes, make_mesh
 from spmd.sharding.rules import Rules, replicate, spec_text
 from spmd.training.batch import place_batch
@@ -48,9 +49,11 @@ class Example:
     sizes: Mapping[str, int]
     specs: Specs
     batch: Specs
+    stacks: Mapping[str, Stack]
 
     def __str__(self) -> str:
-        table = {**self.specs, **{f"batch {path}": spec for path, spec in self.batch.items()}}
+        stacked = {f"stack {name}": P(stack.axis) for name, stack in self.stacks.items()}
+        table = {**self.specs, **stacked, **{f"batch {path}": spec for path, spec in self.batch.items()}}
         specs = ", ".join(f"{path}: {spec_text(spec)}" for path, spec in table.items())
         shapes = ", ".join(str(x.shape) for x in self.inputs)
         return f"{self.kind} of {shapes} on {dict(self.sizes)} with {specs}"
@@ -98,16 +101,34 @@ def _draw_example(chance: random.Random, devices: int, kinds: tuple[str, ...]) -
     key = jax.random.key(0, impl=PRNG)
     params, variables = (tree.flatten(jax.eval_shape(make, key)) for make in (model.init, model.init_variables))
     drawn = model.info().random_state
-    arrays = {path: x for path, x in {**params, **variables}.items() if path not in drawn}
+    shapes = {path: x.shape for path, x in {**params, **variables}.items() if path not in drawn}
+    stacks = _draw_stacks(chance, model.info().stacks or {}, shapes, sizes)
+    layer = {path: without_dims(shape, dims_of(path, stacks)) for path, shape in shapes.items()}
     specs: Specs = {}
     batch: Specs = {}
     for _ in range(20):  # a plan refuses the axes `expert` and `sequence` if they split nothing
-        specs = {path: _draw_spec(chance, x.shape, sizes) for path, x in arrays.items()}
+        specs = {}
+        for path, shape in layer.items():
+            stacked = {stack.axis for stack in own_stacks(path, stacks)}
+            left = {axis: size for axis, size in sizes.items() if axis not in stacked}
+            specs[path] = _draw_spec(chance, shape, left)
         batch = {str(number): _draw_batch_spec(chance, x.shape, sizes) for number, x in enumerate(inputs)}
         needed = {"expert": specs, "sequence": {**specs, **batch}}
         if all(axis not in sizes or _names(axis, table) for axis, table in needed.items()):
             break
-    return Example(kind, model, inputs, sizes, specs, batch)
+    return Example(kind, model, inputs, sizes, specs, batch, stacks)
+
+
+def _draw_stacks(
+    chance: random.Random, stacks: Mapping[str, Stack], shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]
+) -> dict[str, Stack]:
+    """Return each stack with an axis that divides its layers, or with none."""
+    found = {}
+    for name, stack in stacks.items():
+        length = next(shape[stack.dim] for path, shape in shapes.items() if path.startswith(f"{name}/"))
+        fitting = [axis for axis in sorted(sizes) if length % sizes[axis] == 0]
+        found[name] = Stack(chance.choice([None, *fitting]), stack.dim)
+    return found
 
 
 def _names(axis: str, specs: Specs) -> bool:
@@ -149,7 +170,8 @@ def make_example_plan(example: Example) -> ShardingPlan:
     devices = jax.devices()[: int(np.prod([*example.sizes.values()]))]
     mesh = make_mesh(devices=devices, **example.sizes)
     batch = [(f"^{path}", whole("drawn so") if spec[0] is None else spec) for path, spec in example.batch.items()]
-    return make_plan(mesh, Rules(rows, stacked={}, batch=batch), example.model, optax.sgd(0.1), precision="float64")
+    rules = Rules(rows, stacked=example.stacks, batch=batch)
+    return make_plan(mesh, rules, example.model, optax.sgd(0.1), precision="float64")
 
 
 def compare(example: Example) -> Difference:

@@ -336,9 +336,11 @@ def test_what_no_checkpoint_could_hold_is_refused_by_the_plan() -> None:
     def zeros(shapes: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    model = Model(lambda key: zeros(params), lambda params, x: x, lambda key: zeros(variables))
+    def model():
+        return Model(lambda key: zeros(params), lambda params, x: x, lambda key: zeros(variables))
+
     with pytest.raises(ConfigError) as caught:
-        plan_of(model)
+        plan_of(model())
     assert sorted(problem.where for problem in caught.value.problems) == ["", "..", "a/b", "empty", "lora"]
     del params["a"], params[""], params[".."], params["lora"], variables["empty"]
-    plan_of(model, [("fine|b", SMALL)])
+    plan_of(model(), [("fine|b", SMALL)])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import RuleError
 from spmd.sharding.flax_metadata import Annotation
 from spmd.sharding.from_flax import rules_from_annotations
+from spmd.sharding.layer_paths import DEFAULT_STACKED
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, entry_axes, shards_of
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 from spmd.sharding.rules import Rules, replicate
@@ -290,7 +291,7 @@ def test_tied_arrays_are_found_exactly_where_two_specs_meet(data):
 def test_annotations_are_contradicted_exactly_where_two_specs_meet(data):
     """A table and its own specs as annotations agree; each one that is changed is named, and nothing else."""
     mesh, table, shapes = data.draw(clean())
-    rules = Rules(table)
+    rules = Rules(table, stacked=DEFAULT_STACKED)
     specs = {path: whole(rules.match(path).spec, shape) for path, shape in shapes.items()}
     annotations = {path: Annotation(specs[path], shape) for path, shape in shapes.items()}
     annotated = {path: annotation for path, annotation in annotations.items() if data.draw(st.booleans())}
