@@ -96,7 +96,7 @@ class LossReader:
         self.additive = additive or getattr(loss_fn, "additive", False)
         self._read: dict[Any, LossStructure] = {}
 
-    def read(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> LossStructure:
+    def read(self, params: Any, variables: Any, batch: Any, key: Any) -> LossStructure:
         """Return the structure of the loss for arguments of these shapes, arrays or abstract ones."""
         own, _ = split_variables(variables, LOSS_SCALE, MAGNITUDES, COMPRESSION)
         leaves, structure = jax.tree.flatten((params, own, batch, key))

@@ -50,7 +50,7 @@ class ModuleStructure:
 
 
 def trace_structure(
-    build: Callable[[jax.Array], tuple[nnx.Module, dict[str, jax.Array]]], key: jax.Array
+    build: Callable[[jax.Array], tuple[nnx.Module, dict[str, jax.Array]]], key: jax.ShapeDtypeStruct
 ) -> ModuleStructure:
     """Return the structure of the module that `build` makes from a key, without its arrays.
 

@@ -68,7 +68,9 @@ def promotion():
         yield
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name if name == "recommender" else pytest.param(name, marks=pytest.mark.soak) for name in MODELS]
+)
 @pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.soak)])
 def test_losses_are_those_of_a_plain_loop(name, steps, monkeypatch):
     """To 1e-5; in three steps, with one layer."""

@@ -46,6 +46,7 @@ def test_check_finds_an_injected_bug(config, capsys, bug):
     assert f"{bug}: the layouts differ: the injected bug was found" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_check_speaks_json_and_shows_every_leaf(config, capsys):
     """Each leaf has its error, what is allowed, and the verdict; the reason stands beside."""
     assert run("check", config, "--check-steps", "1", "--json") == 0

@@ -54,6 +54,7 @@ MIXED = {"fsdp": 2, "expert": 2, "tensor": 2}
 ON_CPU = json.dumps([["dropless", "none", MIXED], ["capacity", "none", {"expert": 8}], ["capacity", "full", MIXED]])
 
 
+@pytest.mark.soak
 def test_two_all_to_alls_forward_and_two_backward():
     """In each of three layers, by both kinds of dispatch; weights go there, and their gradients back.
 

@@ -120,7 +120,7 @@ def one_device(kind):
     return Reference(plan(kind), grad_fn(kind), BATCHES)
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", [pytest.param("linen", marks=pytest.mark.soak), "nnx"])
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 @pytest.mark.compat
 def test_dropout_statistics_and_tied_weights_equal_one_device(kind, sizes):

@@ -123,6 +123,7 @@ def test_adapters_train_alike_in_a_pipeline(schedule: str, sizes: dict[str, int]
     assert specs["base/layers/attention/k_proj/kernel"][0] == "pipe"
 
 
+@pytest.mark.soak
 def test_control_another_scale_is_seen() -> None:
     """With another alpha the same adapters learn otherwise: each of them, and every loss but the first."""
     other = dataclasses.replace(LORA, alpha=4.0)

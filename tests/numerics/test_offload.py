@@ -116,7 +116,7 @@ def lost(name, **options):
     return noise_of(*updating(name, offload=False, **options))
 
 
-IN_CI = ("adamw with a clip", "adafactor, factored", "muon", "masked")
+IN_CI = ("adamw with a clip", "muon", "masked")
 """Of each way in which an update is made of pieces one; the others are soak."""
 
 

@@ -174,6 +174,7 @@ def test_only_linear_layers_are_multiplied_in_few_bits():
     assert int8 == {("int8", "int8"): 14, ("float32", "float32"): plain["float32", "float32"] - 14}
 
 
+@pytest.mark.soak
 def test_codes_are_gathered_straight_into_the_matmul():
     """Codes of one scale are those of the whole kernel, so the numbers are bitwise those without compression."""
     at = {"config": dataclasses.replace(CONFIG, tied=True), "fsdp": 4}

@@ -57,20 +57,12 @@ WRONG = {
     "odd leaves": lambda grads: scale_every_other(grads, 1),
 }
 NO_PADDING = ("dit", "vae")
-IN_CI = ("densenet",)
-"""Batch statistics; gates that start at zero, and draws."""
 BUG_IN_CI = ("densenet", "odd leaves")
 
 
-def cases():
-    """One mesh of one model in CI, all others are soak."""
-    for name in STRANGERS:
-        for mesh in (THREE_AXES, *MESHES):
-            in_ci = mesh is THREE_AXES and name in IN_CI
-            yield pytest.param(name, mesh, marks=[] if in_ci else [pytest.mark.soak])
-
-
-@pytest.mark.parametrize(("name", "mesh"), list(cases()), ids=str)
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [THREE_AXES, *MESHES], ids=str)
+@pytest.mark.parametrize("name", STRANGERS)
 def test_no_false_alarm(name, mesh):
     """Heads, gates and adapters that start at zero, batch statistics and draws: five steps agree with one device."""
     result = one_device(name).compare(plan(name, **mesh))

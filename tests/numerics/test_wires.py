@@ -204,6 +204,7 @@ def first_step(plan, changed=None):
     return float(metrics["loss"]), {path: np.asarray(x) for path, x in tree.flatten(metrics["gradients"]).items()}
 
 
+@pytest.mark.soak
 def test_layers_experts_and_head_use_the_codes_forward_and_backward():
     """The step of a mixture is that of one device with recoded kernels; with the kernels themselves, it is not."""
     plan_of = functools.partial(make_plan, rules=MIXTRAL, model=mixtral(), optimizer=tiny.OPTIMIZER, remat="full")

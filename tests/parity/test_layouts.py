@@ -74,6 +74,7 @@ def _mean_of_means(grad_fn):
     return wrong
 
 
+@pytest.mark.soak
 def test_the_control_is_right_without_padding():
     """The mean-of-means control differs by its padding alone: without padding it passes."""
     wrong = _mean_of_means(GRAD_FN)
