@@ -277,7 +277,10 @@ def _split_axes() -> frozenset[str]:
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x) if not hasattr(x, "dtype") else x.dtype)
+    own = x.dtype if hasattr(x, "dtype") else jax.dtypes.result_type(x)
+    # Host arrays of 64 bits enter a program in 32, and newer releases of JAX warn of shapes that say otherwise.
+    dtype = jax.dtypes.canonicalize_dtype(own, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(jax.numpy.shape(x), dtype)
 
 
 def _resized(x: Any, dim: int | None, size: int) -> Any:

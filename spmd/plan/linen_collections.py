@@ -121,7 +121,7 @@ class LinenCollections:
 
     @property
     def _shapes(self) -> tuple[Any, ...]:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.inputs)
+        return jax.eval_shape(lambda *inputs: inputs, *self.inputs)
 
     @property
     def _denied(self) -> tuple[str, ...]:
