@@ -7,6 +7,7 @@ from typing import Any
 from spmd import tree
 from spmd.jaxpr.promoted import split_products
 from spmd.jaxpr.source import equation_line
+from spmd.plan.scopes import OPTIMIZER
 from spmd.training.step import TrainStep
 
 
@@ -38,11 +39,13 @@ class WideProducts:
 def find_wide_products(step: TrainStep, batch: Any) -> WideProducts:
     """List the products of a step that are wider than the plan's compute dtype; nothing is compiled.
 
+    Those of the optimizer, which works in its own dtype, are no products of the model.
+
     Args:
         batch: A batch, which may be abstract.
     """
     dtype = step.plan.precision.compute_dtype
-    narrow, wide = split_products(step.trace(batch).jaxpr, dtype)
+    narrow, wide = split_products(step.trace(batch).jaxpr, dtype, outside=OPTIMIZER)
     counts = Counter((equation.primitive.name, equation_line([equation])) for equation in wide)
     return WideProducts(dtype.name, len(narrow), dict(counts))
 

@@ -100,12 +100,18 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
     return list(_jaxprs(params_of(equation)))
 
 
-def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """Yield every equation of a jaxpr, each followed by those of the jaxprs inside it."""
+def equations(jaxpr: Jaxpr | ClosedJaxpr, *, outside: str = "") -> Iterator[JaxprEqn]:
+    """Yield every equation of a jaxpr, each followed by those of the jaxprs inside it.
+
+    Args:
+        outside: A name scope whose equations are skipped, with all that is inside them.
+    """
     for equation in open_jaxpr(jaxpr).eqns:
+        if outside and outside in str(equation.source_info.name_stack).split("/"):
+            continue
         yield equation
         for inner in inner_jaxprs(equation):
-            yield from equations(inner)
+            yield from equations(inner, outside=outside)
 
 
 def _jaxprs(value: Any) -> Iterator[Jaxpr]:

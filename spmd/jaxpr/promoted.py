@@ -51,13 +51,16 @@ def multiply_narrow(jaxpr: ClosedJaxpr, params: int, dtype: Any) -> ClosedJaxpr:
     return replace_equations(jaxpr, bodies)
 
 
-def split_products(jaxpr: Any, dtype: Any) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+def split_products(jaxpr: Any, dtype: Any, *, outside: str = "") -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Return the products of a jaxpr with an operand of `dtype` or a narrower one, and those with wider floats alone.
 
     Products in the rules of derivatives count as well, and those of integers do not.
+
+    Args:
+        outside: A name scope whose products do not count.
     """
     narrow, wide = list[JaxprEqn](), list[JaxprEqn]()
-    for equation in equations(jaxpr):
+    for equation in equations(jaxpr, outside=outside):
         if equation.primitive.name not in PRODUCTS:
             continue
         operands: list[Any] = [atom.aval for atom in equation.invars]

@@ -26,7 +26,7 @@ from spmd.plan.host_params import fetch
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
-from spmd.plan.scopes import ATTENTION, annotate_scope, in_scope
+from spmd.plan.scopes import ATTENTION, OPTIMIZER, annotate_scope, in_scope
 from spmd.plan.stored import store, store_problems
 from spmd.plan.unseen import unseen_problems
 from spmd.plan.wires import SECONDARY
@@ -259,7 +259,7 @@ def _check_precision(plan: ShardingPlan, jaxpr: Any) -> None:
     dtype = plan.precision.compute_dtype
     if dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return
-    narrow, wide = split_products(jaxpr, dtype)
+    narrow, wide = split_products(jaxpr, dtype, outside=OPTIMIZER)
     if narrow or not wide:
         return
     lines = dict.fromkeys(equation_line([equation]) for equation in wide)

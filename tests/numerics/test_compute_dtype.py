@@ -148,7 +148,7 @@ def made(name):
     return {**MAKERS, **WIDENED}[name]()
 
 
-def plan_of(model, precision="bf16", mesh=None, **options):
+def plan_of(model, precision="bf16", mesh=None, optimizer=None, **options):
     """Split every matrix over `fsdp`, by default of eight devices; the rest is replicated."""
     shapes = spmd.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
     shapes |= spmd.tree.flatten(jax.eval_shape(model.init_variables, jax.random.key(0)))
@@ -158,9 +158,8 @@ def plan_of(model, precision="bf16", mesh=None, **options):
         is_matrix = len(x.shape) > 1 and dims
         rows.append((path, P(*(None,) * dims[0], "fsdp") if is_matrix else spmd.replicate("small")))
     rows = [row for row in rows if not any(part in row[0] for part in ("rngs", "rng"))]
-    return spmd.make_plan(
-        mesh or tiny.mesh(data=2, fsdp=4), spmd.Rules(rows), model, optax.sgd(0.1), precision=precision, **options
-    )
+    mesh, optimizer = mesh or tiny.mesh(data=2, fsdp=4), optimizer or optax.sgd(0.1)
+    return spmd.make_plan(mesh, spmd.Rules(rows), model, optimizer, precision=precision, **options)
 
 
 def loss_and_batch(model, name):
@@ -260,9 +259,15 @@ def test_products_are_narrow(name, precision):
 
 
 def test_own_dtype_of_a_layer_is_honoured():
-    """A head with a float32 `dtype` gets its kernel unrounded, multiplies in float32, and is listed with its line."""
+    """A head with a float32 `dtype` gets its kernel unrounded, multiplies in float32, and is listed with its line.
+
+    Products of the optimizer, here Muon's, are not listed.
+    """
     model = spmd.from_nnx(lambda rngs: Net(rngs, head=jnp.float32))
-    step = spmd.make_train_step(plan_of(model), spmd.next_token_loss(model))
+    # It has as many outputs as there are words, so it could be the head.
+    kernels = {"up/kernel": (0, 1)}
+    muon = spmd.make_optimizer(spmd.OptimizerConfig(name="muon"), 10, model=model, matrices=kernels)
+    step = spmd.make_train_step(plan_of(model, optimizer=muon), spmd.next_token_loss(model))
     found = find_wide_products(step, TEXT)
     (primitive, line), *others = found.wide
     assert primitive == "dot_general"
