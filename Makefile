@@ -82,6 +82,7 @@ upgrades: install ## run the tests that JAX's upgrade flags can break, with the 
 	$(UPGRADES) $(VENV)/bin/python $(PYTEST) -m "upgrades and not soak" $(ARGS)
 
 soak: $(SOAK_INSTALLED) system ## run the long proofs, which no change waits for (as root, 45 to 80 minutes on 2 cores, and the sweep)
+	$(UPGRADES) $(VENV)/bin/python $(PYTEST) -m "upgrades and not soak"
 	$(VENV)/bin/python $(PYTEST) -m soak $(ARGS)
 
 durations: install ## write tests/durations.txt: the seconds of each test of `make test`, with nothing compiled before

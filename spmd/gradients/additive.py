@@ -94,6 +94,7 @@ class LossReader:
     def __init__(self, loss_fn: LossFn, *, additive: bool = False) -> None:
         self.loss_fn = loss_fn
         self.additive = additive or getattr(loss_fn, "additive", False)
+        self.weighted = self.additive or getattr(loss_fn, "weighted", False)
         self._read: dict[Any, LossStructure] = {}
 
     def read(self, params: Any, variables: Any, batch: Any, key: Any) -> LossStructure:
@@ -113,7 +114,7 @@ class LossReader:
 
     def check_mean(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> None:
         """Raise a `ConfigError` if the loss is a mean and the weight a count, so that it would be divided twice."""
-        if self.additive:
+        if self.weighted:
             return
         sums = self.read(params, variables, batch, key).sums
         if not sums or sums["loss"].is_zero or sums["weight"].is_zero:
@@ -130,7 +131,7 @@ class LossReader:
         Args:
             batch: Arrays of a real batch, in the plan in scope.
         """
-        if self.additive or self._says_degree(params, variables, batch, key):
+        if self.weighted or self._says_degree(params, variables, batch, key):
             return
         own, _ = split_variables(variables, LOSS_SCALE, MAGNITUDES, COMPRESSION)
         dims, count = self._examples(batch)

@@ -139,6 +139,8 @@ class ModelLoss:
         sums: `(Outputs, batch)` → `Sums`.
         train: Whether the model runs in training mode (dropout, updates of batch statistics) or in evaluation mode.
         additive: Whether the sums are declared to be sums over examples, so that this is not read from the loss.
+        weighted: Whether `sums` adds up losses that are multiplied by their weights, as `cross_entropy` does, so that
+            none can be a mean, and this is not read from the loss.
 
     A `padding_aware` model also gets the batch's `valid_tokens`.
     """
@@ -148,6 +150,7 @@ class ModelLoss:
     sums: Callable[[Outputs, Any], Sums]
     train: bool = True
     additive: bool = False
+    weighted: bool = False
 
     def prepare(self, batch: Any) -> Any:
         """Return the batch with the mask of its tokens, for a model that takes it. Tokens must be in their order."""
@@ -203,7 +206,8 @@ def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> 
     of its tokens (`valid_tokens`). The model returns logits `[batch, sequence, vocab]` or
     `spmd.model_api.model.Outputs`, whose losses are added in training.
     """
-    return ModelLoss(model, _tokens, functools.partial(next_token_sums, train=train, chunk=chunk), train)
+    sums = functools.partial(next_token_sums, train=train, chunk=chunk)
+    return ModelLoss(model, _tokens, sums, train, weighted=True)
 
 
 def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = CHUNK) -> Sums:
@@ -252,7 +256,7 @@ def classification_loss(model: Model, *, train: bool = True) -> ModelLoss:
 
     `labels` and `weights` are `[batch]`, logits `[batch, classes]`; the step counts images as `tokens`.
     """
-    return ModelLoss(model, lambda batch: _take(batch, "images"), _class_sums, train)
+    return ModelLoss(model, lambda batch: _take(batch, "images"), _class_sums, train, weighted=True)
 
 
 def _class_sums(outputs: Outputs, batch: Any) -> Sums:
