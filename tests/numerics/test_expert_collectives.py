@@ -66,6 +66,7 @@ def test_two_all_to_alls_forward_and_two_backward():
     assert exchanges(found["capacity full"]) == (3 * 5, 3 * 3)
 
 
+@pytest.mark.soak
 def test_nothing_else_of_tokens_is_gathered():
     """Routing needs no all-gather, and dropless dispatch one of sizes: four bytes for each expert of each device."""
     for name, records in collectives("cpu:8", ON_CPU).items():

@@ -139,9 +139,8 @@ def steps(quantize, count=1, microbatches=1, config=CONFIG, options=(), **sizes)
     return found, state
 
 
-@pytest.mark.parametrize(
-    "recipe", ["fp8-delayed", *(pytest.param(name, marks=pytest.mark.soak) for name in ("fp8", "int8"))]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8", "int8"])
 def test_layouts_train_alike(recipe):
     """But for codes that are rounded the other way where sums differ in order; the control is without the recipe."""
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
