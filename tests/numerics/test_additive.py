@@ -158,3 +158,11 @@ def test_a_mean_that_its_numbers_alone_show_is_refused():
     for reduce, options in ((jnp.mean, {"check_first_batch": False}), (jnp.sum, {})):
         step, state = doubled_step(reduce, **options)
         step(state, batch)
+
+
+def test_a_loss_for_one_number_of_examples_is_left_alone():
+    """A mean that no other number of examples can be given is not evaluated on half of a batch."""
+    (batch,) = batches()
+    table = np.ones(16, np.float32)
+    step, state = doubled_step(lambda losses: (losses * table).mean())
+    step(state, batch)

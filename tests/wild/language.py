@@ -196,7 +196,7 @@ GEMMA = Example(
         [
             ("embedder/embedding", P("tensor", "fsdp")),
             ("blocks/[0-9]/q/kernel", P("fsdp", "tensor")),
-            ("blocks/[0-9]/kv/kernel", P(None, "fsdp", "tensor")),
+            ("blocks/[0-9]/kv/kernel", P(None, "fsdp", None, "tensor")),
             ("blocks/[0-9]/o/kernel", P("tensor", None, "fsdp")),
             ("blocks/[0-9]/(gate|up)/kernel", P("fsdp", "tensor")),
             ("blocks/[0-9]/down/kernel", P("tensor", "fsdp")),

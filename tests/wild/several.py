@@ -20,7 +20,7 @@ from spmd.sharding.batch import whole
 from spmd.sharding.rules import Rules
 from tests.wild.example import BATCH, SMALL, draw_batches, normal
 
-NOISE, DATA, STATE, ACTION = 4, 8, 6, 2
+NOISE, DATA, STATE, ACTION = 4, 8, 8, 4
 DISCOUNT, DECAY = 0.9, 0.95
 OTHERS = [("others/.*", whole("parameters of the other networks"))]
 MATRICES = [("hidden/kernel", P("fsdp", "tensor")), ("out/kernel", P("tensor")), ("(hidden|out)/bias", SMALL)]
