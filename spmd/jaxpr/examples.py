@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.extend import source_info_util
 
 from spmd.jaxpr.example_labels import (
     SHARED,
@@ -29,6 +30,9 @@ from spmd.jaxpr.example_labels import (
 )
 from spmd.jaxpr.example_rules import ACROSS, ADDED, NUMBER, Operations, Setting, results_of, trusted_result
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
+
+# The operations of a declared function belong to its own lines, and to the line that calls it.
+source_info_util.register_exclusion(__file__)
 
 _PER_EXAMPLE = "per_example(declared)"
 F = TypeVar("F", bound=Callable)

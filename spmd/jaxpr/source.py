@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _LIBRARIES = ("flax", "jax", "optax")
-_WRAPPERS = ("spmd/jaxpr/examples.py", "spmd/plan/flax_dtypes.py")
+_WRAPPERS = ("spmd/plan/flax_dtypes.py",)
 """Files of this package that only call what another function is about to call."""
 
 
