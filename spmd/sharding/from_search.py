@@ -272,7 +272,7 @@ def _report(params: Sequence[_Param], strict: Sequence[_StrictRule], rules: Sequ
         yield f"        {_row(small)}  one element, always replicated"
 
 
-def _as_python(rules: Iterable[_StrictRule], stacked: Iterable[tuple[str, Any]]) -> Iterator[str]:
+def _as_python(rules: Iterable[_StrictRule], stacked: Iterable[tuple[str, Stack]]) -> Iterator[str]:
     """Yield the new table as lines of Python."""
     yield "rules = spmd.Rules("
     yield "    params=["
@@ -290,8 +290,10 @@ def _source_text(spec: P) -> str:
     return f"P({', '.join(words)})"
 
 
-def _stack_text(stack: Any) -> str:
-    return f"spmd.Stack({_quote(stack.axis)}, dim={stack.dim})" if isinstance(stack, Stack) else _quote(stack)
+def _stack_text(stack: Stack) -> str:
+    if stack.dim == 0:
+        return _quote(stack.axis)
+    return f"spmd.Stack({_quote(stack.axis)}, dim={stack.dim})"
 
 
 def _quote(value: str | None) -> str:
