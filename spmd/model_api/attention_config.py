@@ -108,6 +108,9 @@ class AttentionConfig:
 def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> AttentionConfig:
     """Return the settings, checked against the mesh.
 
+    On a mesh that splits no sequence `context` has nothing to choose, and is no error: a config goes to other meshes,
+    as one device of a comparison or of an evaluation.
+
     Example:
         >>> from spmd.sharding.mesh import MeshShape, abstract_mesh
         >>> print(make_attention_config(abstract_mesh(MeshShape(sequence=4)), "xla", "all-to-all"))
@@ -119,9 +122,6 @@ def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> Attention
     if needed and config.platform not in ("", needed):
         what = f"{kernel} needs a {needed.upper()}, and the mesh is of {config.platform} devices"
         problems.append(Problem("attention", what, fix='"auto"'))
-    if context != "ring" and config.sequence == 1 and not problems:
-        what = f"is {context}, and the mesh splits no sequence"
-        problems.append(Problem("context", what, "sequence=1", "mesh.sequence above 1, or leave it out"))
     if config.is_ring and kernel in KERNELS and kernel != "chunked":
         what = f"is {kernel}, and a ring needs chunked"
         problems.append(Problem("attention", what, fix='attention "auto", or context "all-to-all"'))

@@ -18,7 +18,7 @@ from spmd.run.build import abstract_batch, make_setup
 from spmd.testing import token_batches
 from tests import tiny
 
-MESH = {"data": 2, "fsdp": 4}
+MESH, SPLIT_SEQUENCE = {"data": 2, "fsdp": 4}, {"fsdp": 4, "sequence": 2}
 SETTINGS = {
     "zero": 1,
     "remat": "full",
@@ -82,11 +82,11 @@ def model(name):
     return tiny.model() if name == "ours" else spmd.from_nnx(Net)
 
 
-def text(name, **settings):
+def text(name, mesh=MESH, **settings):
     """The program of a step before XLA, without the names of source lines; or the error."""
     rules = LLAMA if name == "ours" else OWN_RULES
     try:
-        plan = spmd.make_plan(tiny.mesh(**MESH), rules, model(name), optax.adam(0.1), **settings)
+        plan = spmd.make_plan(tiny.mesh(**mesh), rules, model(name), optax.adam(0.1), **settings)
         return spmd.make_train_step(plan, spmd.next_token_loss(model(name))).lower(BATCH).as_text()
     except SpmdError as error:
         return error
@@ -138,6 +138,12 @@ def test_a_field_of_a_config_acts_or_is_refused(field):
         assert found != default_of_config()
 
 
+def test_a_context_is_kept_on_a_mesh_without_a_sequence():
+    """A config with an algorithm over a split sequence has a plan on one device, as a comparison makes it."""
+    plan = spmd.make_plan(tiny.mesh(data=1), LLAMA, tiny.model(), optax.sgd(0.1), context="all-to-all")
+    assert plan.attention.context == "all-to-all"
+
+
 def test_every_field_of_a_config_is_tried():
     """Each field of `TrainConfig` that a run of any model does not have is in the sweep, or has a reason not to be."""
     of_runs = {field.name for field in dataclasses.fields(spmd.RunConfig)}
@@ -149,6 +155,9 @@ def test_every_field_of_a_config_is_tried():
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_acts_or_is_refused(setting, name):
     """The program differs from that without the setting, or there is an error that names it."""
+    if (setting, name) == ("context", "ours"):  # it chooses where the mesh splits a sequence
+        assert text(name, SPLIT_SEQUENCE, context=SETTINGS[setting]) != text(name, SPLIT_SEQUENCE)
+        return
     found = text(name, **{setting: SETTINGS[setting]})
     if isinstance(found, SpmdError):
         words = " ".join(problem.where for problem in found.problems)
