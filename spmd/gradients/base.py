@@ -105,6 +105,15 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
     return LossGradFn(grad_fn, loss)
 
 
+def check_first_batch(grad_fn: GradFn, params: Any, variables: Any, batch: Any, key: jax.Array) -> None:
+    """Raise a `ConfigError` if the first batch shows that the loss is a mean and its weight a count.
+
+    A gradient function that is not made from a loss function is not checked (`LossReader.check_numbers`).
+    """
+    if isinstance(grad_fn, LossGradFn):
+        grad_fn.loss.check_numbers(params, variables, batch, key)
+
+
 def check_results(returned: Any) -> tuple[Any, Sums, Any]:
     """Return what a gradient function returned; a `ConfigError` if that is what a loss function returns."""
     if isinstance(returned, tuple) and len(returned) == 3:

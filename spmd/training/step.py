@@ -14,7 +14,7 @@ import optax
 
 from spmd.distributed.compilation_cache import without_faulty_cache
 from spmd.errors import ConfigError, Problem, check_type
-from spmd.gradients.base import GradFn, LossGradFn, check_results, value_and_grad
+from spmd.gradients.base import GradFn, check_first_batch, check_results, value_and_grad
 from spmd.gradients.loss_scale import unscale
 from spmd.gradients.losses import VALUES, LossFn, Sums
 from spmd.gradients.magnitudes import remember
@@ -70,9 +70,9 @@ class TrainStep:
             check_state(self.plan, state)
             state = place_state(self.plan, state)
         batch = place_batch(self.plan, batch)
-        if self.check_first_batch and not self._compiled and isinstance(self.grad_fn, LossGradFn):
+        if self.check_first_batch and not self._compiled:
             with use_plan(self.plan):
-                self.grad_fn.loss.check_numbers(state.params, state.variables, batch, state.key)
+                check_first_batch(self.grad_fn, state.params, state.variables, batch, state.key)
         state, metrics = self.compile(batch)(state, batch)
         self._newest = weakref.ref(state)
         return state, metrics
