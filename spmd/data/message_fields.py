@@ -86,11 +86,16 @@ def map_texts(function: Callable[[str], str], message: Mapping[str, Any]) -> dic
     """
 
     def mapped(value: Any) -> Any:
-        if isinstance(value, str):
-            return function(value) if value else value
-        if isinstance(value, Mapping):
-            return {name: each if name in ("role", "type") else mapped(each) for name, each in value.items()}
-        return [mapped(each) for each in value] if isinstance(value, list) else value
+        if isinstance(value, str) and value:
+            return function(value)
+        if isinstance(value, list):
+            return [mapped(each) for each in value]
+        if not isinstance(value, Mapping):
+            return value
+        fields = dict(value)
+        for name in fields.keys() - {"role", "type"}:
+            fields[name] = mapped(fields[name])
+        return fields
 
     result: dict[str, Any] = mapped(message)
     return result

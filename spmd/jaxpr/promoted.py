@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from spmd.jaxpr.equations import equations, replace_equations
+from spmd.jaxpr.equations import equations, has_own_rules, replace_equations
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -26,7 +26,6 @@ _FORMS = (
 )
 """Operations whose results have the elements of their first operand, or of all operands."""
 
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _LOWEST = jax.lax.Precision.DEFAULT
 _NO_PRECISION = (None, _LOWEST, (_LOWEST, _LOWEST))
 
@@ -134,7 +133,7 @@ class _Promoted:
         equation, *around = operation.equations
         if equation.params["precision"] not in _NO_PRECISION:
             return False
-        if any(outer.primitive.name in _CUSTOM for outer in around):
+        if any(has_own_rules(outer) for outer in around):
             return False
         if not all(value.is_float for value in operation.inputs):
             return False

@@ -34,8 +34,9 @@ class Matrix:
     @classmethod
     def of(cls, dims: str) -> "Matrix":
         """Return the matrix of a kernel with one letter for each dimension: `i` for in, `o` for out, `b` for batch."""
-        sides = (tuple(dim for dim, kind in enumerate(dims) if kind == letter) for letter in "io")
-        return cls(*sides)
+        inputs = tuple(dim for dim, kind in enumerate(dims) if kind == "i")
+        outputs = tuple(dim for dim, kind in enumerate(dims) if kind == "o")
+        return cls(inputs, outputs)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -90,12 +91,21 @@ def read_matrices(matrices: Any) -> tuple[dict[str, Matrix | None], list[Problem
         if value is None or isinstance(value, Matrix):
             found[pattern] = value
             continue
-        sides = value if isinstance(value, tuple | list) and len(value) == 2 else ()
-        dims = [tuple(side) if isinstance(side, tuple | list) else (side,) for side in sides]
-        flat = [dim for side in dims for dim in side]
-        is_valid = all(dims) and all(type(dim) is int and dim >= 0 for dim in flat) and len({*flat}) == len(flat)
-        if dims and is_valid:
-            found[pattern] = Matrix(*dims)
-        else:
+        matrix = _read_matrix(value)
+        if matrix is None:
             problems.append(Problem(f"matrices[{pattern!r}]", f"is {shown(value)}", fix=fix))
+        else:
+            found[pattern] = matrix
     return found, problems
+
+
+def _read_matrix(value: Any) -> Matrix | None:
+    """Return the matrix of a pair of dimensions, each one number or several; None if it is no such pair."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return None
+    inputs, outputs = (tuple(side) if isinstance(side, tuple | list) else (side,) for side in value)
+    dims = (*inputs, *outputs)
+    are_numbers = all(type(dim) is int and dim >= 0 for dim in dims)
+    if not inputs or not outputs or not are_numbers or len({*dims}) < len(dims):
+        return None
+    return Matrix(inputs, outputs)

@@ -15,7 +15,15 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
 from spmd.sharding.flax_metadata import flatten_module
-from spmd.sharding.layer_paths import Stack, audit_stacks, names_of, own_stacks, stored_dims, without_dims
+from spmd.sharding.layer_paths import (
+    Stack,
+    audit_stacks,
+    names_of,
+    own_stacks,
+    stacked_text,
+    stored_dims,
+    without_dims,
+)
 from spmd.sharding.mesh import AXES, as_entry, entry_axes
 from spmd.sharding.patterns import PatternError, compile_pattern, compile_search
 from spmd.sharding.rules import (
@@ -123,7 +131,7 @@ def rules_from_search(
     if problems:
         raise RuleError("This search table cannot be made strict:", problems)
     strict = list(_strict_rules(found, values, stack))
-    report("\n".join((*_report(found, strict, rules), "", *_as_python(strict, stack.stacks.items()))))
+    report("\n".join((*_report(found, strict, rules), "", *_as_python(strict, stack.stacks))))
     return Rules([(rule.pattern, rule.value) for rule in strict], activations, stacked, batch)
 
 
@@ -272,7 +280,7 @@ def _report(params: Sequence[_Param], strict: Sequence[_StrictRule], rules: Sequ
         yield f"        {_row(small)}  one element, always replicated"
 
 
-def _as_python(rules: Iterable[_StrictRule], stacked: Iterable[tuple[str, Stack]]) -> Iterator[str]:
+def _as_python(rules: Iterable[_StrictRule], stacks: Mapping[str, Stack]) -> Iterator[str]:
     """Yield the new table as lines of Python."""
     yield "rules = spmd.Rules("
     yield "    params=["
@@ -281,19 +289,13 @@ def _as_python(rules: Iterable[_StrictRule], stacked: Iterable[tuple[str, Stack]
         text = f"spmd.replicate({_quote(value.reason)})" if isinstance(value, Replicate) else _source_text(value)
         yield f"        ({_quote(rule.pattern)}, {text}),"
     yield "    ],"
-    yield f"    stacked={{{', '.join(f'{_quote(name)}: {_stack_text(stack)}' for name, stack in stacked)}}},"
+    yield f"    {stacked_text(stacks)},"
     yield ")"
 
 
 def _source_text(spec: P) -> str:
     words = [f"({', '.join(map(_quote, entry))})" if isinstance(entry, tuple) else _quote(entry) for entry in spec]
     return f"P({', '.join(words)})"
-
-
-def _stack_text(stack: Stack) -> str:
-    if stack.dim == 0:
-        return _quote(stack.axis)
-    return f"spmd.Stack({_quote(stack.axis)}, dim={stack.dim})"
 
 
 def _quote(value: str | None) -> str:
