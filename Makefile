@@ -35,7 +35,7 @@ define make_venv
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install system demo test newest upgrades soak durations check bench docs docs-environment
+.PHONY: help install system demo test newest newest-environment upgrades soak durations check bench docs docs-environment
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,10 +71,12 @@ demo: $(INSTALLED) ## train a small Llama over 8 simulated devices, into runs/de
 test: install ## run the tests that every change must pass (ARGS="-k mesh" chooses; 10 to 16 minutes on 2 quiet cores)
 	$(VENV)/bin/python $(PYTEST) -m "$(CI_TIER)" $(ARGS)
 
-newest: ## run the tests of what dependencies can break, on PYTHON_NEWEST with the newest release of everything
+newest-environment:
 	$(call make_venv,$(PYTHON_NEWEST),$(NEWEST),PYTHON_NEWEST)
 	@echo "installing the newest releases into $(NEWEST)"
 	@$(NEWEST)/bin/python -m pip install -q --no-compile --upgrade --upgrade-strategy eager -e '.[test]'
+
+newest: newest-environment ## run the tests of what dependencies can break, on PYTHON_NEWEST with the newest release of everything
 	$(NEWEST)/bin/python $(PYTEST) -m "(unit or compat) and not soak" $(ARGS)
 	$(UPGRADES) $(NEWEST)/bin/python $(PYTEST) -m "upgrades and not soak"
 

@@ -76,8 +76,10 @@ def test_losses_are_those_of_a_plain_loop(name, steps, monkeypatch):
     """To 1e-5; in three steps, with one layer."""
     found, plain = compare(monkeypatch, name, steps)
     np.testing.assert_allclose(found, plain, rtol=1e-5)
+    assert abs(found[1] / plain[0] - 1) > 1e-3, "the control: losses of other batches"
 
 
+@pytest.mark.soak
 def test_control_another_key_gives_other_losses(monkeypatch):
     """The noise of the diffusion is that of the step's key."""
     found, plain = compare(monkeypatch, "diffusion_transformer", 1, other_key=True)

@@ -23,6 +23,7 @@ from spmd.plan.context import use_plan
 from spmd.training.state import init_state
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
+from tests.tiers import soak_but
 
 LLAMA = dataclasses.replace(llama.PRESETS["test"], layers=3)
 CONFIGS = {
@@ -98,7 +99,7 @@ def lost(name):
     return noise_of(functools.partial(whole, model), params, model.init_variables(jax.random.key(1)), TOKENS)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", soak_but(CONFIGS, "llama", "tied-window", "mixtral-dense-layer", "gemma2", "gpt2"))
 def test_decoded_logits_are_those_of_the_whole_sequence(name):
     """Every family: rows of different lengths, padding behind the shorter one, up to rounding."""
     model, params = made(CONFIGS[name])
@@ -119,7 +120,10 @@ def test_a_cache_that_is_one_position_off_is_seen(name):
         assert ratio < FACTOR if path.endswith("/0") else ratio > 100 * FACTOR
 
 
-@pytest.mark.parametrize("options", [(("remat", "full"),), (("remat", "full/2"),), (("precision", "bf16"),)], ids=str)
+REMAT, INTERVAL, BF16 = (("remat", "full"),), (("remat", "full/2"),), (("precision", "bf16"),)
+
+
+@pytest.mark.parametrize("options", soak_but((REMAT, INTERVAL, BF16), REMAT, BF16), ids=str)
 def test_remat_and_bfloat16_change_nothing_else(options):
     """Under a plan with layers in groups, checkpointed, logits are the same; in bfloat16, to its precision."""
     plan = tiny.plan(LLAMA, options=options)

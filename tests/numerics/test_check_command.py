@@ -26,6 +26,7 @@ def test_check_compares_with_one_device(config, capsys):
     assert "allowed" in printed
 
 
+@pytest.mark.soak
 def test_check_exits_with_1_when_layouts_differ(config, capsys, monkeypatch):
     """The control: where no rounding is allowed, the same command fails."""
     strict = testing.Tolerance(loss=0.0, gradients=0.0, updates=0.0)

@@ -83,6 +83,11 @@ CONFIGS, REFUSED = made()
 PRESETS = list(tiny_configs())
 
 
+def is_covered(choice: Choice, config: Any) -> bool:
+    """Return whether another test trains this: the presets as they are, and routers' scores and balances."""
+    return config in PRESETS or choice[1] in ("score", "balance_over")
+
+
 def trace_gradients(config: Any, remat: str) -> None:
     """Trace the loss and the gradients of a model on one absent device."""
     model = spmd.from_nnx(config.build)
@@ -100,8 +105,7 @@ def trace_gradients(config: Any, remat: str) -> None:
 @pytest.mark.parametrize(
     "choice",
     [
-        # Other tests train the presets as they are.
-        pytest.param(choice, id="-".join(map(str, choice)), marks=[pytest.mark.soak] * (config in PRESETS))
+        pytest.param(choice, id="-".join(map(str, choice)), marks=[pytest.mark.soak] * is_covered(choice, config))
         for choice, config in CONFIGS.items()
     ],
 )

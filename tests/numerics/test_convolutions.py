@@ -163,7 +163,8 @@ LAYOUTS = {
 RUN = [
     *(("nnx", layout) for layout in LAYOUTS if layout != "fsdp-too"),
     *(("windows", layout) for layout in LAYOUTS if layout != "fsdp-too"),
-    *(("linen", layout) for layout in ("fsdp-too", "sequence")),
+    pytest.param("linen", "fsdp-too", marks=pytest.mark.soak),
+    ("linen", "sequence"),
 ]
 
 

@@ -104,6 +104,7 @@ def test_control_a_line_search_on_another_loss_is_another_run():
     assert np.abs(other / losses_of_optax(optax.lbfgs()) - 1).max() > 1e-2
 
 
+@pytest.mark.soak
 def test_the_parity_check_gives_them_too():
     """One device takes the update with the loss and the gradients of the mesh."""
     grad_fn, optimizer = value_and_grad(loss_fn), optax.lbfgs()

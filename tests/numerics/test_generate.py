@@ -27,6 +27,7 @@ from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.state import init_state
 from tests import tiny
+from tests.tiers import soak_but
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=12, top_p=0.9)
 WINDOW, TOKENS = 24, 8
@@ -87,7 +88,7 @@ def _forward(model, params, ids):
     return getattr(returned, "logits", returned)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", pytest.param("gemma2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", soak_but(("llama", "mixtral", "gemma2"), "llama"))
 def test_greedy_is_the_likeliest_token_each_time(name):
     """Kept or not, prompts of three lengths in one batch go on as each does by itself in the plain model."""
     assert write(PROMPTS, name) == by_hand(name)
@@ -100,8 +101,8 @@ def test_greedy_is_the_likeliest_token_each_time(name):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("llama", {"data": 2}),
-        ("llama", {"fsdp": 2}),
+        pytest.param("llama", {"data": 2}, marks=pytest.mark.soak),
+        pytest.param("llama", {"fsdp": 2}, marks=pytest.mark.soak),
         ("llama", {"tensor": 2}),
         pytest.param("llama", {"sequence": 2}, marks=pytest.mark.soak),
         ("llama", {"pipe": 2}),
@@ -183,7 +184,7 @@ def test_two_programs_are_compiled_once():
         assert compilations.of("run") == 4  # the control: another batch
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "columns"])
+@pytest.mark.parametrize("name", soak_but(("llama", "gemma2", "columns"), "llama", "gemma2"))
 def test_stages_pass_on_the_stream_and_nothing_else(name):
     """A decoding step over `pipe` gathers no parameters and no part of the cache, at most the logits of a tied head.
 

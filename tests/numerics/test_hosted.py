@@ -133,6 +133,7 @@ def _fetched(jaxpr):
                     yield result.aval.shape
 
 
+@pytest.mark.soak
 def test_evaluation_and_samples_are_the_same():
     """Nothing is differentiated there."""
     losses, samples = [], []

@@ -185,6 +185,7 @@ def test_an_adapter_lies_as_its_parameter_does() -> None:
     assert specs["layers/mlp/down_proj/kernel_lora_b"] == P("pipe")
 
 
+@pytest.mark.soak
 def test_frozen_parameters_may_be_in_host_memory() -> None:
     """Offloaded, they are in host memory before and after a step, and the numbers are the same."""
     layout = plan(options=(("offload", ("params",)), ("remat", "full")), fsdp=2)

@@ -27,6 +27,7 @@ from spmd.training.offloaded_update import make_update
 from spmd.training.state import init_state
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
+from tests.tiers import soak_but
 
 BIG = tiny.replaced(vocab=512)
 BATCHES = token_batches((8, 16), BIG.vocab, steps=2)
@@ -116,13 +117,11 @@ def lost(name, **options):
     return noise_of(*updating(name, offload=False, **options))
 
 
-IN_CI = ("adamw with a clip", "muon", "masked")
-"""Of each way in which an update is made of pieces one; the others are soak."""
+IN_CI = ("adamw with a clip", "muon")
+"""An optimizer for each way in which an update is made of pieces."""
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.soak) for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", soak_but(OPTIMIZERS, *IN_CI))
 def test_the_update_equals_that_without_offload(name):
     """Every kind of optimizer of the conformance suite, over three updates on a mesh."""
     assert_close(updated(name), updated(name, offload=False), lost(name))

@@ -48,6 +48,7 @@ def write_run(folder, **fields):
     return setup, state
 
 
+@pytest.mark.soak
 def test_the_optimizer_is_not_read(tmp_path):
     """Of a checkpoint with everything, the parameters and variables alone are read, onto another mesh."""
     _, state = write_run(tmp_path)
@@ -59,8 +60,15 @@ def test_the_optimizer_is_not_read(tmp_path):
             restore_model(checkpoints, None, tiny.plan(dataclasses.replace(tiny.CONFIG, tied=True)))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16-params"])
-@pytest.mark.parametrize("wanted", ["float32", "bf16-params"])
+@pytest.mark.parametrize(
+    ("precision", "wanted"),
+    [
+        ("float32", "bf16-params"),
+        ("bf16-params", "float32"),
+        pytest.param("float32", "float32", marks=pytest.mark.soak),
+        pytest.param("bf16-params", "bf16-params", marks=pytest.mark.soak),
+    ],
+)
 def test_parameters_are_cast(precision, wanted, tmp_path):
     """A run in one precision starts one in another."""
     _, state = write_run(tmp_path, precision=precision)

@@ -23,6 +23,7 @@ from spmd.testing import BUGS, Reference, token_batches
 from spmd.training.state import abstract_state, init_state
 from spmd.training.step import make_train_step
 from tests import tiny
+from tests.tiers import soak_but
 
 BATCHES = token_batches((8, 10), tiny.CONFIG.vocab, steps=3)
 GRAD_FN = value_and_grad(tiny.loss_fn())
@@ -98,11 +99,7 @@ def test_dtypes_that_cannot_work_are_all_listed(fields, places):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("float32", "bf16", "bf16-params")),
-        "bf16-params-stochastic",
-        "fp16",
-    ],
+    soak_but(("float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"), "bf16-params-stochastic"),
 )
 def test_state_has_the_planned_dtypes_and_bytes(name):
     """After a step, parameters, moments, master weights and variables lie as planned, to the byte."""
@@ -133,15 +130,13 @@ def test_control_a_missing_reduction_is_found():
     assert not one_device("bf16-params").compare(plan("bf16-params", **MESH), BUGS["reduction"](GRAD_FN)).ok
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", soak_but(NARROW, "bf16", "fp16"))
 def test_a_narrow_policy_follows_float32(name):
     """The losses are near those of float32, and are not them."""
     assert 0 < np.abs(losses(name) / losses("float32") - 1).max() < 1e-2
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("bf16-params", marks=pytest.mark.soak), "bf16-params-stochastic", "fp16"]
-)
+@pytest.mark.parametrize("name", soak_but(("bf16-params", "bf16-params-stochastic", "fp16"), "bf16-params-stochastic"))
 def test_a_run_resumes_bitwise(name, tmp_path):
     """Two steps, a checkpoint and a third step end as three steps do, with everything the policy keeps."""
     layout = plan(name, **MESH)

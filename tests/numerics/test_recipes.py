@@ -216,6 +216,7 @@ def test_what_is_no_magnitude_is_forgotten():
     assert not np.asarray(after["now"]).any()
 
 
+@pytest.mark.soak
 def test_checkpoints_are_those_of_runs_without_recipes():
     """Histories are restored where a checkpoint has them, and assumed where it does not."""
     state = steps("fp8-delayed")[1]

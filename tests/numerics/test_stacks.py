@@ -93,7 +93,11 @@ def problems(rules, optimizer=None, mesh=None, model=model, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "stack"), [("boxes", "layers"), ("params_axes", "encoder")], ids=["boxes", "params_axes"]
+    ("kind", "stack"),
+    [
+        pytest.param("boxes", "layers", id="boxes"),
+        pytest.param("params_axes", "encoder", id="params_axes", marks=pytest.mark.soak),
+    ],
 )
 def test_both_dimensions_train_alike(kind, stack):
     """Three steps of Muon and trust ratios, from the same parameters, on a mesh; names give the dimension."""

@@ -136,6 +136,7 @@ def spoilt(grads, step, value=math.nan):
     return wrong
 
 
+@pytest.mark.soak
 def test_nan_on_both_sides_ends_the_comparison():
     """Steps before it are compared, and the result says where it ended and why."""
     grads = spoilt(grad_fn("mixer"), 1)
@@ -144,6 +145,7 @@ def test_nan_on_both_sides_ends_the_comparison():
     assert any(row.path == "head/bias" and row.why.startswith("nan on both sides, in 4 of 4") for row in result.rows)
 
 
+@pytest.mark.soak
 def test_nan_from_the_first_step_on_is_no_pass():
     """Where nothing is left to compare, that is an error, and not a difference either."""
     grads = spoilt(grad_fn("mixer"), 0)

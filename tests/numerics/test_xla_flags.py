@@ -81,9 +81,8 @@ ABSENT = """
     "topology",
     [
         "v5e:1x1",
-        "tpu7x:1x1x1",
         "h100:1x1",
-        *(pytest.param(topology, marks=pytest.mark.soak) for topology in ("v5p:1x1x1", "v6e:1x1")),
+        *(pytest.param(topology, marks=pytest.mark.soak) for topology in ("v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")),
     ],
 )
 def test_flags_are_known_to_their_own_compiler(topology):

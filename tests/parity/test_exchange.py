@@ -92,6 +92,7 @@ def test_the_control_differs(monkeypatch):
     assert not parity(("data",), data=2, fsdp=2).ok
 
 
+@pytest.mark.soak
 def test_each_array_is_sent_once():
     """Of four microbatches there is one exchange over each axis; without the wrapper, the control, one for each."""
     once, each = audit(BOTH, **ALL), audit((), **ALL)

@@ -35,6 +35,7 @@ def assert_equal(**layout):
     return result
 
 
+@pytest.mark.soak
 def test_eight_devices_equal_one():
     """Five steps with AdamW: the initial state is bitwise equal; losses agree to 1e-5, gradients and updates to 1e-4.
     Axes of two devices are in the table."""

@@ -79,6 +79,7 @@ def test_stages_that_are_split_both_ways(schedule):
     assert_equal(tick_table(schedule, 2), tied=True, fsdp=2, tensor=2)
 
 
+@pytest.mark.soak
 def test_a_tied_head_is_exchanged_over_tensor_alone(monkeypatch):
     """Where a ZeRO stage keeps the table whole over fsdp, no permute is in a stage's task, where XLA:CPU would hang."""
     config = tiny.replaced(layers=4, tied=True)
@@ -104,6 +105,7 @@ def test_a_tied_head_beside_every_stage_of_zero(zero):
     assert_equal(tick_table("1f1b", 2), tied=True, options=(("zero", zero),), fsdp=2, tensor=2)
 
 
+@pytest.mark.soak
 def test_a_schedule_from_a_file(tmp_path):
     """Microbatches may go backward in an order of the user's own."""
     path = tmp_path / "mine.csv"

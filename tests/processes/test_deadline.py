@@ -63,10 +63,11 @@ def test_zero_is_no_deadline():
 @pytest.mark.parametrize(
     ("hang", "code"),
     [
-        pytest.param("time.sleep(600)", EXIT_HUNG, marks=pytest.mark.soak),
+        ("time.sleep(600)", EXIT_HUNG),
         ("ctypes.PyDLL(None).sleep(600)", 1),  # holds the interpreter's lock: no Python thread can run any more
     ],
 )
+@pytest.mark.soak
 def test_a_hung_process_prints_its_stacks_and_ends(tmp_path, hang, code):
     """For real, in a process of its own, with the interpreter's lock free and held."""
     program = f"""

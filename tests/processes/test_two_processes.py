@@ -186,6 +186,7 @@ def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder):
     assert_goes_on_from(out, 5)
 
 
+@pytest.mark.soak
 def test_one_that_fails_leaves_at_once(written):
     """An error that process 0 alone has, while a save may be under way: it is told, and the other ends as well."""
     out = written / "broken-run"
