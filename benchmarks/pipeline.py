@@ -42,6 +42,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.gradients.losses import ModelLoss, Sums
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import LayeredModel, Model, Outputs
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedule import Schedule
@@ -145,7 +146,7 @@ class Step:
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
             with use_plan(plan):
-                return grad_fn(params, {}, batch, key)[:2]
+                return grad_fn(params, Carry(), batch, key)[:2]
 
         x = np.random.default_rng(0).standard_normal((schedule.microbatches * work.rows, work.width), np.float32)
         batch = {"x": jax.device_put(x, jax.NamedSharding(mesh, P()))}

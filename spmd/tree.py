@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import traverse_util
 
 from spmd.errors import Problem, shown
@@ -162,3 +164,18 @@ def human_bytes(n: float) -> str:
             return f"{n:.4g} {unit}" if abs(n) >= 999.5 else f"{n:.3g} {unit}"
         n /= 1024
     raise AssertionError("unreachable")
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Return whether the norm of a tree of arrays is finite: one boolean, the same on every device.
+
+    Example:
+        >>> bool(all_finite({"a": jnp.ones(2), "b": jnp.array(jnp.nan)}))
+        False
+    """
+    return jnp.isfinite(optax.tree.norm(tree))
+
+
+def where(condition: jax.Array, true: PyTree, false: PyTree) -> PyTree:
+    """Return one tree of arrays if a scalar condition holds, else another of the same structure."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), true, false)

@@ -49,8 +49,8 @@ class _Search:
         self.plan, self.annotated = plan, annotated
         self.activations = dict(plan.rules.activations)
         self.entries: dict[str, PlanEntry] = {}
-        for table in ("variables", "params"):
-            for entry in getattr(plan, table):
+        for table in ("transforms", "variables", "params"):
+            for entry in plan.entries(table):
                 self.entries |= {entry.path: entry, plan.rules.layer_path(entry.path)[0]: entry}
 
     def cause(self, record: Collective) -> Cause:
@@ -147,7 +147,7 @@ def _is_sum(record: Collective) -> bool:
 def _param(array: str) -> str:
     """Return the path of a parameter or variable, or an empty string for another array."""
     table, _, path = array.partition("/")
-    return path if table in ("params", "variables") else ""
+    return path if table in ("params", "variables", "transforms") else ""
 
 
 def _axes(spec: Iterable) -> set[str]:

@@ -315,7 +315,7 @@ class _Search:
         if instruction.opcode not in ("convolution", "dot"):
             return ""
         paths = (self._argument(HloValue(product.computation, operand)) for operand in instruction.operands)
-        return next((path for path in paths if path.startswith(("params/", "variables/"))), "")
+        return next((path for path in paths if path.startswith(("params/", "variables/", "transforms/"))), "")
 
     def _destination(self, result: HloValue) -> str:
         """Return the path of the only parameter whose new value depends element-wise on a value, or an empty string."""
@@ -338,5 +338,5 @@ class _Search:
 def _path(parameter: Instruction) -> str:
     """Return the path of an argument: `state.params['mlp']['kernel']` as `params/mlp/kernel`."""
     parts = ["".join(part) for part in re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.?(\w+)", parameter.op_name)]
-    starts = [i for i, part in enumerate(parts) if part in ("params", "variables", "optimizer_state")]
+    starts = [i for i, part in enumerate(parts) if part in ("params", "variables", "transforms", "optimizer_state")]
     return "/".join(parts[starts[0] :] if starts else parts)

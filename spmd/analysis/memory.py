@@ -271,7 +271,8 @@ def _state_bytes(plan: ShardingPlan) -> tuple[dict[str, int], collections.Counte
     """Return the bytes of one device's training state by category: on the device, and in host memory."""
     device = dict.fromkeys(("params", "master", "optimizer", "variables"), 0)
     host = collections.Counter[str]()
-    tables = {"params": plan.params, "optimizer": plan.optimizer_state, "variables": plan.variables}
+    variables = (*plan.variables, *plan.transform_states)
+    tables = {"params": plan.params, "optimizer": plan.optimizer_state, "variables": variables}
     for name, leaves in tables.items():
         for leaf in leaves:
             category = "master" if name == "optimizer" and "master" in leaf.path.split("/") else name

@@ -15,7 +15,7 @@ from spmd.analysis.causes import EXPLICIT, GRADIENT, USED_WHOLE, is_exchange_of_
 from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.hlo import HloArray
 from spmd.errors import Problem
-from spmd.gradients.compression_state import AXIS, compressed_bytes
+from spmd.gradients.powersgd_matrices import AXIS, compressed_bytes
 from spmd.model_api.codecs import EXCHANGES, GATHERS
 from spmd.plan.local_param import local_param
 from spmd.plan.plan import ShardingPlan

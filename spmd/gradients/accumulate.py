@@ -15,6 +15,7 @@ from spmd.jaxpr.examples import ADDING, adding_operation
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import abstract_key
 from spmd.plan.context import current, use_plan
 from spmd.plan.fsdp import zero_gradients
@@ -53,27 +54,28 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
     if microbatches == 1:
         return grad_fn
 
-    def accumulated(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
+    def accumulated(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
         split, shared = split_microbatches(batch, microbatches)
         keys = jax.random.split(key, microbatches)
 
-        def add(carry: tuple[Any, Any], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Any], Any]:
-            total, variables = carry
+        def add(before: tuple[Any, Carry], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Carry], Any]:
+            total, carry = before
             arrays, key = part
-            gradients, sums, variables = grad_fn(params, variables, join_microbatch(batch, arrays, shared), key)
+            gradients, sums, carry = grad_fn(params, carry, join_microbatch(batch, arrays, shared), key)
             sums, values = _without_values(sums)
             total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (gradients, sums))
-            return (total, variables), values
+            return (total, carry), values
 
         first = join_microbatch(batch, {path: x[0] for path, x in split.items()}, shared)
-        jaxpr, returned = jax.make_jaxpr(grad_fn, return_shape=True)(params, variables, first, keys[0])
+        jaxpr, returned = jax.make_jaxpr(grad_fn, return_shape=True)(params, carry, first, keys[0])
         gradients, sums, _ = check_results(returned)
-        _check_no_order(read_program(jaxpr), len(jax.tree.leaves((params, variables))), first)
+        _check_no_order(read_program(jaxpr), len(jax.tree.leaves((params, carry))), first)
         if isinstance(grad_fn, LossGradFn) and not per_microbatch:
-            grad_fn.loss.check_additive(_TITLE, params, variables, first, key, fix=_PER_MICROBATCH, statistics=False)
+            given = params, carry.variables, first, key
+            grad_fn.loss.check_additive(_TITLE, *given, fix=_PER_MICROBATCH, statistics=False)
         zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, _without_values(sums)[0])
-        ((gradients, sums), variables), values = jax.lax.scan(add, (zeros, variables), (split, keys))
-        return gradients, sums | jax.tree.map(lambda x: x[-1], values), variables
+        ((gradients, sums), carry), values = jax.lax.scan(add, (zeros, carry), (split, keys))
+        return gradients, sums | jax.tree.map(lambda x: x[-1], values), carry
 
     return with_loss_of(grad_fn, accumulated)
 

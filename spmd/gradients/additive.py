@@ -22,13 +22,9 @@ from spmd.jaxpr.example_rules import NUMBER, UNKNOWN
 from spmd.jaxpr.examples import UnlikeProgramsError, input_label, label_examples
 from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.traced_program import TracedProgram, read_program
-from spmd.model_api.compress import COMPRESSION
-from spmd.model_api.precision import LOSS_SCALE
-from spmd.model_api.variables import split_variables
 from spmd.plan.context import current
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.partition_safe import trace_call
-from spmd.plan.scaled_param import MAGNITUDES
 from spmd.sharding.mesh import BATCH_AXES
 
 _DECLARE = "spmd.value_and_grad(loss_fn, additive=True) if it is a sum"
@@ -99,13 +95,12 @@ class LossReader:
 
     def read(self, params: Any, variables: Any, batch: Any, key: Any) -> LossStructure:
         """Return the structure of the loss for arguments of these shapes, arrays or abstract ones."""
-        own, _ = split_variables(variables, LOSS_SCALE, MAGNITUDES, COMPRESSION)
-        leaves, structure = jax.tree.flatten((params, own, batch, key))
+        leaves, structure = jax.tree.flatten((params, variables, batch, key))
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in map(_abstract, leaves))
         around = get_abstract_mesh()
         signature = structure, shapes, current(), around
         if signature not in self._read:
-            self._read[signature] = self._structure(*jax.tree.map(_abstract, (params, own, batch, key)))
+            self._read[signature] = self._structure(*jax.tree.map(_abstract, (params, variables, batch, key)))
         return self._read[signature]
 
     def has_values(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> bool:
@@ -133,7 +128,6 @@ class LossReader:
         """
         if self.weighted or self._says_degree(params, variables, batch, key):
             return
-        own, _ = split_variables(variables, LOSS_SCALE, MAGNITUDES, COMPRESSION)
         dims, count = self._examples(batch)
         if count is None:
             return
@@ -155,7 +149,7 @@ class LossReader:
         def once_and_twice(*arguments: Any) -> Any:
             return loss_and_weight(*arguments, times=1), loss_and_weight(*arguments, times=2)
 
-        given = params, own, batch, key
+        given = params, variables, batch, key
         try:
             traced = jax.jit(once_and_twice).trace(*given)
         except _UNFIT:  # a loss that is written for one number of examples

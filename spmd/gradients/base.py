@@ -15,14 +15,16 @@ from spmd.errors import ConfigError, Problem, check_call
 from spmd.gradients.additive import LossReader, has_part_of_batch
 from spmd.gradients.losses import LossFn, Sums, check_returned
 from spmd.gradients.weights import check_weight
-from spmd.model_api.precision import LOSS_SCALE, scale_loss
-from spmd.model_api.variables import split_variables
+from spmd.model_api.grad_transform import Carry, enter_all, leave_all
+from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets, params_for_forward
 from spmd.plan.partition_safe import trace_call
-from spmd.plan.scaled_param import MAGNITUDES, histories_of, with_seen
 
-GradFn = Callable[[Any, Any, Any, jax.Array], tuple[Any, Sums, Any]]
-"""`(params, variables, batch, key) -> (gradients of sums["loss"], sums, updated variables)`."""
+GradFn = Callable[[Any, Carry, Any, jax.Array], tuple[Any, Sums, Carry]]
+"""`(params, carry, batch, key) -> (gradients of sums["loss"], sums, updated carry)`.
+
+The carry has the model's variables and the states of transforms (`spmd.model_api.grad_transform`).
+"""
 
 _ONCE = "Gradients cannot be exchanged once a step:"
 
@@ -39,9 +41,9 @@ class LossGradFn:
     grad_fn: GradFn
     loss: LossReader
 
-    def __call__(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        """Return the gradients, the sums and the updated variables."""
-        return self.grad_fn(params, variables, batch, key)
+    def __call__(self, params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+        """Return the gradients, the sums and the updated carry."""
+        return self.grad_fn(params, carry, batch, key)
 
 
 def with_loss_of(grad_fn: GradFn, wrapped: GradFn) -> GradFn:
@@ -52,8 +54,8 @@ def with_loss_of(grad_fn: GradFn, wrapped: GradFn) -> GradFn:
 def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
     """Return the gradient function of the whole batch.
 
-    Under a plan gradients have the dtype in which its precision sums them, whatever the dtype of the parameters. If the
-    variables have a loss scale, they are gradients of the scaled loss (see `unscale`).
+    Under a plan gradients have the dtype in which its precision sums them, whatever the dtype of the parameters, and
+    the plan's transforms enter the differentiation: with a loss scale, they are gradients of the scaled loss.
 
     Args:
         additive: Whether the sums of `loss_fn` are declared to be sums over the examples. By default this is read from
@@ -65,7 +67,7 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
     Example:
         >>> import jax.numpy as jnp
         >>> loss_fn = lambda w, none, x, key: ({"loss": (w * x).sum(), "weight": jnp.float32(x.size)}, none)
-        >>> grads, sums, _ = value_and_grad(loss_fn)(jnp.float32(2), {}, jnp.ones(3), jax.random.key(0))
+        >>> grads, sums, _ = value_and_grad(loss_fn)(jnp.float32(2), Carry(), jnp.ones(3), jax.random.key(0))
         >>> float(grads), float(sums["loss"])
         (3.0, 6.0)
     """
@@ -76,31 +78,30 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
 
     loss = LossReader(loss_fn, additive=additive)
 
-    def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        own, scaling = split_variables(variables, LOSS_SCALE)
-        own, magnitudes = split_variables(own, MAGNITUDES)
+    def grad_fn(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+        own, transforms = carry.variables, current().transforms
         around = get_abstract_mesh()
         if "pipe" in around.manual_axes and around.shape["pipe"] > 1:
             problem = Problem("mesh.pipe", "splits the layers of the model", fix="spmd.pipeline.grad_fn.pipeline")
             raise ConfigError("A stage has no gradient function of its own:", [problem])
+        entered = enter_all(transforms, carry)
 
         def checked(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
             return check_returned(loss_fn(params, variables, batch, key), own)
 
-        def objective(targets: Any, histories: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
-            given = params_for_forward(params, targets, histories)
+        def objective(targets: Any, riders: Any) -> tuple[jax.Array, tuple[Sums, Any]]:
+            given = params_for_forward(params, targets, riders)
             call = trace_call(checked, given, own, batch, key)
             check_weight(call)
             sums, after = call.evaluate()
-            return scale_loss(sums["loss"], scaling), (sums, after)
+            return entered.scaled(sums["loss"]), (sums, after)
 
         loss.check_mean(params, own, batch, key)
         if has_part_of_batch():
             loss.check_additive(_ONCE, params, own, batch, key, fix="--exchange-once none")
-        wanted = grad_targets(params), histories_of(magnitudes.get(MAGNITUDES, {}))
+        wanted = grad_targets(params), entered.riders
         (gradients, seen), (sums, after) = jax.grad(objective, argnums=(0, 1), has_aux=True)(*wanted)
-        states = scaling | {name: with_seen(state, seen) for name, state in magnitudes.items()}
-        return gradients, sums, {**after, **states} if states else after
+        return gradients, sums, leave_all(transforms, carry, after, seen)
 
     return LossGradFn(grad_fn, loss)
 
@@ -114,7 +115,7 @@ def check_first_batch(grad_fn: GradFn, params: Any, variables: Any, batch: Any, 
         grad_fn.loss.check_numbers(params, variables, batch, key)
 
 
-def check_results(returned: Any) -> tuple[Any, Sums, Any]:
+def check_results(returned: Any) -> tuple[Any, Sums, Carry]:
     """Return what a gradient function returned; a `ConfigError` if that is what a loss function returns."""
     if isinstance(returned, tuple) and len(returned) == 3:
         return returned

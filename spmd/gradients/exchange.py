@@ -13,10 +13,8 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn, LossGradFn, with_loss_of
 from spmd.gradients.losses import VALUES, Sums
-from spmd.model_api.compress import COMPRESSION
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import abstract_key
-from spmd.model_api.precision import LOSS_SCALE
-from spmd.model_api.variables import split_variables
 from spmd.plan.context import constrain, current, use_plan
 from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import manual_over, psum, split_axes
@@ -47,17 +45,22 @@ class LocalGradients:
     mesh: AnyMesh
 
 
-LastStage = Callable[[LocalGradients, dict[str, Any]], tuple[Any, dict[str, Any]]]
-"""`(local gradients, states of compression) -> (gradients, states)`, with the gradients as the plan keeps them."""
+LastStage = Callable[[LocalGradients, Carry], tuple[Any, Carry]]
+"""`(local gradients, carry) -> (gradients, carry)`, with the gradients as the plan keeps them."""
 
 
-def sum_exchange(local: LocalGradients, states: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def sum_exchange(local: LocalGradients, carry: Carry) -> tuple[Any, Carry]:
     """Sum gradients over devices, the last stage by default."""
-    return tree.map_with_path(lambda path, g: exchange(path, g, local), local.gradients), states
+    return tree.map_with_path(lambda path, g: exchange(path, g, local), local.gradients), carry
 
 
 def exchange_once(
-    grad_fn: GradFn, axes: tuple[str, ...], last_stage: LastStage = sum_exchange, *, additive: bool = False
+    grad_fn: GradFn,
+    axes: tuple[str, ...],
+    last_stage: LastStage = sum_exchange,
+    *,
+    own: str = "",
+    additive: bool = False,
 ) -> GradFn:
     """Return a gradient function that exchanges the gradients of `grad_fn` over mesh `axes` once.
 
@@ -66,7 +69,8 @@ def exchange_once(
 
     Args:
         axes: `("data",)` or `("data", "fsdp")`. Nothing changes without them, or where their size is 1.
-        last_stage: The exchange itself, which may keep a state among the variables.
+        last_stage: The exchange itself.
+        own: Name of the transform whose state is the last stage's, and which the gradients on a device do not see.
         additive: Whether a gradient function that is not made from a loss function is declared to return sums over the
             examples. `value_and_grad` and pipelines read it from the loss.
 
@@ -76,14 +80,17 @@ def exchange_once(
     if not set(axes) <= {*AXES}:
         raise ConfigError(_TITLE, [Problem("axes", f"are {axes}", fix='("data",) or ("data", "fsdp")')])
 
-    def exchanged(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
+    def exchanged(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
         mesh, placements = current().mesh, current().placements
         over = () if mesh is None else tuple(axis for axis in axes if mesh.shape[axis] > 1)
         if mesh is None or not over:
-            return grad_fn(params, variables, batch, key)
-        variables, states = split_variables(variables, COMPRESSION)
-        own = [path for path in tree.flatten(split_variables(variables, LOSS_SCALE)[0]) if path not in placements]
-        problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in own]
+            return grad_fn(params, carry, batch, key)
+        inner = carry.without(own)
+        changing = [path for path in tree.flatten(carry.variables) if path not in placements]
+        problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in changing]
+        what = "observes every microbatch, and what each device sees would be lost"
+        seeing = [each.name for each in current().transforms if each.observes and each.name in inner.transforms]
+        problems += [Problem(name, what, fix=_FIX) for name in seeing]
         codecs = {placements[path].wire.gather for path in placements if "fsdp" in over} - {""}
         what, fix = "is {}, and an exchange over fsdp gathers once", "--exchange-once data, or no --compress.gather"
         problems += [Problem("compress.gather", what.format(codec), fix=fix) for codec in codecs]
@@ -109,8 +116,8 @@ def exchange_once(
 
             return tree.map_with_path(spec, arrays)
 
-        def local(*arrays: Any) -> tuple[Any, Sums]:
-            gradients, sums, _ = grad_fn(*arrays)
+        def local(params: Any, variables: Any, states: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums]:
+            gradients, sums, _ = grad_fn(params, Carry(variables, states), batch, key)
             if VALUES in sums:
                 what = "are reported as they are, and each device has its own"
                 problem = Problem(", ".join(sums[VALUES]), what, fix=f"sums in their place; or {_FIX}")
@@ -119,7 +126,10 @@ def exchange_once(
                 sums = jax.tree.map(lambda x: psum(x, over), sums)
             return jax.tree.map(lambda g: g[None], gradients), sums
 
-        given, others = (params, variables), tuple(axis for axis in mesh.axis_names if axis not in over)
+        given, others = (
+            (params, inner.variables, inner.transforms),
+            tuple(axis for axis in mesh.axis_names if axis not in over),
+        )
         kept = tuple(specs(part, others) for part in given)
         with in_scope(comm_scope("parameters, gathered once a step")):
             whole = jax.tree.map(lambda x, spec: constrain(x, mesh, spec, "a parameter"), given, kept)
@@ -136,8 +146,8 @@ def exchange_once(
             raise ConfigError(_TITLE, [Problem("key", what, fix=_FIX)])
         results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((whole, batch, key)))
         gradients, sums = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        gradients, states = last_stage(LocalGradients(gradients, summed, sums["weight"], mesh), states)
-        return gradients, sums, {**variables, **states} if states else variables
+        gradients, carry = last_stage(LocalGradients(gradients, summed, sums["weight"], mesh), carry)
+        return gradients, sums, carry
 
     return with_loss_of(grad_fn, exchanged)
 
@@ -182,7 +192,7 @@ def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str
             with use_plan(plan):
                 if axes:
                     once = exchange_once(grad_fn, axes)
-                    jax.eval_shape(once, plan.abstract_params, plan.abstract_variables, batch, key)
+                    jax.eval_shape(once, plan.abstract_params, plan.abstract_carry, batch, key)
         except SpmdError as error:
             return Exchange((), f"{error.problems[0].where} {error.problems[0].what}")
     return Exchange(axes)

@@ -1,9 +1,9 @@
-"""State of `fp8-delayed` among the variables: the largest magnitudes of each matmul in the last steps.
+"""State of `fp8-delayed`: the largest magnitudes of each matmul in the last steps.
 
 Magnitudes of a step are the largest of its microbatches, on all devices.
 """
 
-import functools
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,13 +13,13 @@ from flax import traverse_util
 from jaxtyping import Array
 
 from spmd import tree
+from spmd.errors import Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
-from spmd.model_api.model import Model
+from spmd.model_api.grad_transform import Carry, Entered, GradTransform, StateArray
 from spmd.model_api.quantize import HISTORY
-from spmd.model_api.variables import with_variables
 from spmd.plan.plan import ShardingPlan
-from spmd.plan.scaled_param import ASSUMED, MAGNITUDES
+from spmd.plan.scaled_param import ASSUMED, histories_of, with_seen
 
 _WHY = "every device scales by the same magnitudes"
 
@@ -34,22 +34,6 @@ def remembering(plan: ShardingPlan) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def with_magnitudes(model: Model, plan: ShardingPlan) -> Model:
-    """Return the model with a history for each kernel that remembers; `plan` is that of the model without it."""
-    return _with_histories(model, tuple(remembering(plan).items()))
-
-
-@functools.lru_cache(maxsize=64)
-def _with_histories(model: Model, layers: tuple[tuple[str, tuple[int, ...]], ...]) -> Model:
-    """Return the model with the state; cached, since plans compare a model by identity."""
-    shapes = {f"{path}/{name}": (*layer, *shape) for path, layer in layers for name, shape in _SHAPES.items()}
-
-    def init(key: jax.Array) -> Any:
-        return traverse_util.unflatten_dict({path: _fresh(path, shapes[path]) for path in shapes}, sep="/")
-
-    return with_variables(model, MAGNITUDES, init, replicated=dict.fromkeys(shapes, _WHY))
-
-
 _SHAPES = {"history": (len(ASSUMED), HISTORY), "now": (len(ASSUMED),)}
 
 
@@ -57,21 +41,6 @@ def _fresh(path: str, shape: tuple[int, ...]) -> Array:
     """Return a history before the first step, or the magnitudes of a step before its first microbatch."""
     is_history = path.endswith("/history")
     return jnp.broadcast_to(jnp.array([*ASSUMED.values()])[:, None], shape) if is_history else jnp.zeros(shape)
-
-
-def remember(grad_fn: GradFn, plan: ShardingPlan) -> GradFn:
-    """Wrap a gradient function so that each step's magnitudes enter the histories; without any, return it unchanged.
-
-    Magnitudes that are not finite are forgotten: the loss tells.
-    """
-    if not any(entry.path.startswith(f"{MAGNITUDES}/") for entry in plan.variables):
-        return grad_fn
-
-    def remembered(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        gradients, sums, after = grad_fn(params, variables, batch, key)
-        return gradients, sums, {**after, MAGNITUDES: _shifted(after[MAGNITUDES])}
-
-    return remembered
 
 
 def _shifted(state: Any) -> Any:
@@ -88,14 +57,64 @@ def _shifted(state: Any) -> Any:
     return tree.map_with_path(shift, state)
 
 
-def stored_magnitudes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what to restore of a checkpoint's histories: those of the same shape."""
-    return {path: leaf for path, leaf in wanted.items() if path in stored and stored[path].shape == leaf.shape}
+@dataclasses.dataclass(frozen=True)
+class MagnitudeHistory(GradTransform):
+    """The largest magnitudes of each matmul that is scaled by earlier steps, as a transform of the gradient.
 
+    The history of a kernel rides on it, and its derivative is what was seen. Magnitudes that are not finite are
+    forgotten: the loss tells.
+    """
 
-def adapt_magnitudes(restored: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
-    """Return the histories; those that the checkpoint lacks are as at the start."""
-    return {
-        path: restored[path] if path in restored else jax.device_put(_fresh(path, leaf.shape), leaf.sharding)
-        for path, leaf in wanted.items()
-    }
+    name = "magnitudes"
+    observes = True
+    optional = True
+
+    def state(self, plan: ShardingPlan) -> dict[str, StateArray]:
+        """Return a history and the magnitudes of this step, for each kernel that remembers."""
+        return {
+            f"{path}/{name}": StateArray((*layers, *shape), jnp.float32, reason=_WHY)
+            for path, layers in remembering(plan).items()
+            for name, shape in _SHAPES.items()
+        }
+
+    def init(self, plan: ShardingPlan, key: jax.Array, params: Any) -> Any:
+        """Return histories before the first step."""
+        del key, params
+        made = {path: _fresh(path, x.shape) for path, x in self.state(plan).items()}
+        return traverse_util.unflatten_dict(made, sep="/")
+
+    def enter(self, state: Any) -> Entered:
+        """Let each history ride on its kernel."""
+        return Entered(riders=histories_of(state))
+
+    def leave(self, state: Any, seen: Mapping[str, Array]) -> Any:
+        """Return the state with what a batch has seen: the largest so far of this step."""
+        return with_seen(state, seen)
+
+    def wrap(self, grad_fn: GradFn) -> GradFn:
+        """Return a gradient function after which each step's magnitudes are in the histories."""
+
+        def remembered(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+            gradients, sums, after = grad_fn(params, carry, batch, key)
+            return gradients, sums, after.with_state(self.name, _shifted(after.transforms[self.name]))
+
+        return remembered
+
+    def adapt(self, restored: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
+        """Return the histories; those that the checkpoint lacks are as at the start."""
+        return {
+            path: restored[path] if path in restored else jax.device_put(_fresh(path, leaf.shape), leaf.sharding)
+            for path, leaf in wanted.items()
+        }
+
+    def problems(self, plan: ShardingPlan) -> list[Problem]:
+        """Return what would keep magnitudes from being seen."""
+        problems = []
+        if not remembering(plan):
+            what, fix = "remembers no matmul", 'quantize="fp8-delayed", whose matmuls are scaled by earlier steps'
+            problems.append(Problem(f"transform {self.name}", what, fix=fix))
+        if any(other.exchanges for other in plan.transforms):
+            what = f"is {plan.quantize}, which scales by earlier steps"
+            why = "gradients that are exchanged once a step are sums of each device, and what it sees would be lost"
+            problems.append(Problem("quantize", what, why, "--quantize fp8, which scales by this step"))
+        return problems

@@ -9,30 +9,34 @@ A matrix is what a device has after the reduce-scatter over `fsdp`: n/f × m, an
 and Q are kept and sent transposed, `[r, n]`, since a TPU pads the last dimension to 128. Everything is float32.
 
 ```python
-powersgd = PowerSGD(rank=4)
-plan = spmd.make_plan(mesh, rules, with_compression(model, spmd.make_plan(mesh, rules, model, …), powersgd), …)
-grad_fn = compress(spmd.value_and_grad(loss_fn), powersgd)
+plan = spmd.make_plan(mesh, rules, model, …).with_transforms(PowerSGD(rank=4))
+step = spmd.make_train_step(plan, loss_fn)
 ```
 """
 
 import dataclasses
 import functools
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem
+from spmd.errors import Problem
 from spmd.gradients.base import GradFn
-from spmd.gradients.compression_state import AXIS, ERROR, TITLE, Matrix, PowerSGD, Q, make_matrix
 from spmd.gradients.exchange import LocalGradients, exchange, exchange_once, local_gradient
-from spmd.model_api.compress import COMPRESSION
+from spmd.gradients.powersgd_matrices import AXIS, ERROR, NAME, Matrix, Q, find_matrices, make_matrix
+from spmd.model_api.grad_transform import Carry, GradTransform, StateArray
+from spmd.model_api.model import PRNG
 from spmd.plan.context import current
 from spmd.plan.manual import manual_over, split_axes
+from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import in_scope
 from spmd.sharding.dims import dims_spec
 from spmd.sharding.layer_paths import stored_dims
@@ -41,20 +45,50 @@ _DEPENDENT = 1e-5
 """Share of a row that is left without the parts along other rows, below which it is rounding error."""
 
 
-def compress(grad_fn: GradFn, powersgd: PowerSGD, axes: tuple[str, ...] = (AXIS,), *, additive: bool = False) -> GradFn:
-    """Return a gradient function that exchanges the gradients of `grad_fn` once a step, compressed over `data`.
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(GradTransform):
+    """Compression of the gradients of a step over `data`, which are exchanged once.
 
-    Args:
-        grad_fn: As for `spmd.exchange_once`; its variables have the state of `with_compression`.
+    Attributes:
+        rank: Columns of P and of Q.
+        slices: Slices that `data` spans. If there are several, gradients are summed inside each and compressed between.
+        rate: A matrix is compressed if (n + m) · rank · rate < n · m.
         axes: `("data",)`, or `("data", "fsdp")` to sum over `fsdp` once a step, too, before.
         additive: As for `spmd.exchange_once`.
     """
 
-    def last_stage(local: LocalGradients, states: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if not states:
-            fix = "make the plan for with_compression(model, …)"
-            raise ConfigError(TITLE, [Problem(COMPRESSION, "is not among the variables", fix=fix)])
-        errors, qs = (tree.flatten(states[COMPRESSION][name]) for name in (ERROR, Q))
+    name = NAME
+    exchanges = True
+    optional = True
+
+    rank: int
+    slices: int = 1
+    rate: float = 2.0
+    axes: tuple[str, ...] = (AXIS,)
+    additive: bool = False
+
+    def state(self, plan: ShardingPlan) -> dict[str, StateArray]:
+        """Return the errors of each device, and Q of each matrix."""
+        matrices, _ = find_matrices(plan, self.rank, self.rate)
+        devices, state = plan.mesh.shape[AXIS], dict[str, StateArray]()
+        for path, matrix in matrices.items():
+            state[f"{ERROR}/{path}"] = StateArray((devices, *matrix.shape), jnp.float32, matrix.error_spec)
+            state[f"{Q}/{path}"] = StateArray(matrix.q_shape(self.rank), jnp.float32, matrix.q_spec)
+        return state
+
+    def init(self, plan: ShardingPlan, key: jax.Array, params: Any) -> Any:
+        """Return the state before the first step."""
+        del key, params
+        made = {path: _fresh(path, x.shape) for path, x in self.state(plan).items()}
+        return traverse_util.unflatten_dict(made, sep="/")
+
+    def wrap(self, grad_fn: GradFn) -> GradFn:
+        """Return a gradient function that exchanges the gradients of `grad_fn` once a step, compressed over `data`."""
+        return exchange_once(grad_fn, self.axes, self._last_stage, own=self.name, additive=self.additive)
+
+    def _last_stage(self, local: LocalGradients, carry: Carry) -> tuple[Any, Carry]:
+        state = carry.transforms[self.name]
+        errors, qs = (tree.flatten(state[part]) for part in (ERROR, Q))
         after: dict[str, Array] = {}
 
         def reduce(path: str, g: Array) -> Array:
@@ -63,14 +97,90 @@ def compress(grad_fn: GradFn, powersgd: PowerSGD, axes: tuple[str, ...] = (AXIS,
             placement = current().placements[path]
             spec, stacked = placement.of_stack().gradient, stored_dims(placement.stacks)
             matrix = make_matrix(g.shape[1:], spec, stacked, local.mesh)
-            state = errors[path], qs[path]
-            g, after[f"{ERROR}/{path}"], after[f"{Q}/{path}"] = _exchange(path, g, state, matrix, local, powersgd)
+            states = errors[path], qs[path]
+            g, after[f"{ERROR}/{path}"], after[f"{Q}/{path}"] = _exchange(path, g, states, matrix, local, self)
             return g
 
         gradients = tree.map_with_path(reduce, local.gradients)
-        return gradients, {COMPRESSION: traverse_util.unflatten_dict(after, sep="/")}
+        return gradients, carry.with_state(self.name, traverse_util.unflatten_dict(after, sep="/"))
 
-    return exchange_once(grad_fn, axes, last_stage, additive=additive)
+    def targets(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return what to restore of a checkpoint's state: Q of the same shape, and errors of any number of devices."""
+        targets = {}
+        for path, leaf in wanted.items():
+            shape = tuple(stored[path].shape) if path in stored else ()
+            if shape == leaf.shape:
+                targets[path] = leaf
+            elif f"{NAME}/{ERROR}/" in path and shape[1:] == leaf.shape[1:]:
+                sharding = leaf.sharding
+                leading = AXIS if shape[0] % sharding.mesh.shape[AXIS] == 0 else None
+                sharding = NamedSharding(sharding.mesh, P(leading, *sharding.spec[1:]))
+                targets[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+        return targets
+
+    def adapt(self, restored: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
+        """Return the state for another number of devices: each has the mean of the restored errors.
+
+        What was applied and the mean of the errors add up to the mean gradients, so nothing is lost. What the
+        checkpoint lacks is as at the start.
+        """
+
+        def adapted(path: str, x: Array | None, shape: tuple[int, ...]) -> Array:
+            if x is None:
+                return _fresh(path.partition(f"{NAME}/")[2], shape)
+            return x if x.shape == shape else jnp.broadcast_to(x.mean(axis=0), shape)
+
+        state = dict[str, Array]()
+        for path, leaf in wanted.items():
+            x = restored.get(path)
+            if x is None or x.shape != leaf.shape:
+                make = jax.jit(functools.partial(adapted, path, shape=leaf.shape), out_shardings=leaf.sharding)
+                x = make(x)
+            state[path] = x
+        return state
+
+    def problems(self, plan: ShardingPlan) -> list[Problem]:
+        """Return everything that keeps the gradients of a plan from being compressed."""
+        name, sizes, problems = "compress.gradients", plan.mesh.shape, list[Problem]()
+        slices = dict(next(iter(plan.placements.values())).wire.slices) if plan.placements else {}
+        if plan.transforms[0] != self:
+            what, fix = "is PowerSGD inside of another transform", "it gets the gradients of each device: put it first"
+            problems.append(Problem(name, what, fix=fix))
+        if any(other.overlapping_steps for other in plan.transforms):
+            what = "is PowerSGD, and a step has no sum of its own while microbatches are in flight"
+            problems.append(Problem(name, what, fix="a schedule with a flush, such as 1f1b or interleaved"))
+        if sizes[AXIS] == 1:
+            over = (
+                f"; fsdp={sizes['fsdp']} splits gradients, whose sum over it is scattered" if sizes["fsdp"] > 1 else ""
+            )
+            what = f"is powersgd:{self.rank} over {AXIS}, an axis of size 1"
+            detail = f"mesh.{AXIS} = 1: there are no replicas{over}"
+            problems.append(Problem(name, what, detail, f"--mesh.{AXIS} 2 or more"))
+        if slices.get("fsdp", 1) > 1:
+            detail = f"slices.fsdp = {slices['fsdp']}: gradients are scattered over the slow network, without replicas"
+            fix = f"--slices.{AXIS} {slices['fsdp']} and --slices.fsdp 1"
+            problems.append(Problem(name, "is PowerSGD, which cannot compress a reduce-scatter over fsdp", detail, fix))
+        if self.slices > 1 and sizes[AXIS] % self.slices:
+            detail = f"{sizes[AXIS]} / {self.slices} = {sizes[AXIS] / self.slices:.4g}"
+            problems.append(Problem(name, f"is over slices that do not divide {AXIS}", detail, f"--slices.{AXIS} 1"))
+        matrices, plain = find_matrices(plan, self.rank, self.rate)
+        above = {path: reason for path, reason in plain.items() if reason.startswith("rank")}
+        if not matrices and above:
+            what, fix = f"is powersgd:{self.rank}, a rank above the matrix", "a smaller rank, such as 4"
+            problems += [Problem(f"{name}, {path}", what, reason, fix) for path, reason in above.items()]
+        elif not matrices:
+            detail = "; ".join(f"{path}: {reason}" for path, reason in plain.items())
+            what = "is PowerSGD, and no gradient would be smaller"
+            problems.append(Problem(name, what, detail, "a smaller rank, or none"))
+        return problems
+
+
+def _fresh(path: str, shape: tuple[int, ...]) -> Array:
+    """Return the initial value of an array of the state: no error, or a Q that depends on its path alone."""
+    kind, _, param = path.partition("/")
+    if kind == ERROR:
+        return jnp.zeros(shape, jnp.float32)
+    return jax.random.normal(jax.random.key(zlib.crc32(param.encode()), impl=PRNG), shape)
 
 
 def _exchange(

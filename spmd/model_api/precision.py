@@ -15,7 +15,6 @@ which they are summed.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,87 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
-from spmd.model_api.model import Model
-from spmd.model_api.variables import with_variables
-
-LOSS_SCALE = "loss_scale"
-"""The name of the loss-scale state among the model's variables."""
-
-_REASON = "every device scales by the same number"
-_LARGEST = 2.0**100  # float32 holds it, and its products with small gradients
-
-
-@dataclasses.dataclass(frozen=True)
-class LossScale:
-    """Dynamic loss scaling: the loss is multiplied before the backward pass, so that float16 holds small gradients.
-
-    A step with non-finite gradients is skipped and uses up one unit of hysteresis; once that is used up, each such step
-    lowers the scale. After a finite step and `growth_interval` more in a row the scale grows and the hysteresis is
-    restored; after each `growth_interval` more it grows again (Micikevicius et al., arXiv:1710.03740, section 3.2; as
-    DeepSpeed's `FP16_Optimizer` counts; the hysteresis is `delayed_shift` of its loss scaler).
-
-    The loss is a sum over tokens here: scales are smaller, by the number of tokens of a microbatch, than those of
-    trainers that scale the mean.
-
-    Attributes:
-        backoff_interval: Fewest steps from one lowering to the next; until then non-finite steps are only skipped.
-        hysteresis: The n-th non-finite step lowers the scale.
-        floor: The smallest scale.
-        ceiling: The largest scale: without one, gradients that stay zero would drive it to infinity for good.
-
-    Example:
-        >>> scaling = LossScale(initial=16, growth_interval=2, hysteresis=1)
-        >>> state = scaling.after(scaling.init(), finite=jnp.array(False))
-        >>> float(state["scale"])
-        8.0
-    """
-
-    initial: float = 2.0**10
-    growth_interval: int = 2000
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    backoff_interval: int = 1
-    hysteresis: int = 2
-    floor: float = 1.0
-    ceiling: float = _LARGEST
-
-    def __post_init__(self) -> None:
-        rules = {
-            "initial": f"at least {self.floor} and at most {self.ceiling}",
-            "growth_interval": "at least 1",
-            "growth_factor": "above 1 and finite",
-            "backoff_factor": "above 0 and below 1",
-            "backoff_interval": "at least 1",
-            "hysteresis": "at least 1",
-            "floor": "above 0 and finite",
-            "ceiling": f"at least {self.floor} and at most {_LARGEST}",
-        }
-        if problems := check_fields(self, rules, "loss_scale."):
-            raise ConfigError("This loss scaling cannot be used:", problems)
-
-    def init(self) -> dict[str, jax.Array]:
-        """Return the initial state: `scale`, `good_steps` in a row since it changed, and the remaining `hysteresis`.
-
-        After the scale was lowered, `hysteresis` is below 1 and counts up until the next lowering is possible.
-        """
-        good_steps, hysteresis = jnp.int32(0), jnp.int32(self.hysteresis)
-        return {"scale": jnp.float32(self.initial), "good_steps": good_steps, "hysteresis": hysteresis}
-
-    def after(self, state: Mapping[str, jax.Array], finite: jax.Array) -> dict[str, jax.Array]:
-        """Return the state after a step whose gradients were `finite`, a boolean scalar."""
-        scale, hysteresis = state["scale"], state["hysteresis"]
-        good = jnp.where(finite, state["good_steps"] + 1, 0)
-        grows, waits = good > self.growth_interval, hysteresis < 1
-        lowers = ~finite & (hysteresis == 1)
-        grown = jnp.minimum(scale * self.growth_factor, self.ceiling)
-        lowered = jnp.maximum(scale * self.backoff_factor, self.floor)
-        left = jnp.where(grows, self.hysteresis, jnp.where(lowers, 2 - self.backoff_interval, hysteresis - ~finite))
-        return {
-            "scale": jnp.where(grows, grown, jnp.where(lowers, lowered, scale)),
-            "good_steps": jnp.where(grows, 1, good),
-            "hysteresis": jnp.where(waits, hysteresis + 1, left),
-        }
-
+from spmd.model_api.grad_transform import GradTransform
+from spmd.model_api.loss_scale import LossScale
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "params": ("float32", "bfloat16", "float64"),
@@ -180,6 +100,11 @@ class Precision:
             raise ConfigError("This precision cannot be used:", problems)
 
     @property
+    def transforms(self) -> tuple[GradTransform, ...]:
+        """What the policy does to gradients (`ShardingPlan.with_transforms`)."""
+        return () if self.loss_scale is None else (self.loss_scale,)
+
+    @property
     def params_dtype(self) -> jnp.dtype:
         """`params` as a JAX dtype."""
         return jnp.dtype(self.params)
@@ -240,24 +165,6 @@ def check_float64(precision: Precision, params: Mapping[str, Any]) -> list[Probl
         for path, x in params.items()
         if x.dtype == jnp.float64
     ]
-
-
-@functools.lru_cache(maxsize=64)
-def with_loss_scale(model: Model, loss_scale: LossScale | None) -> Model:
-    """Return the model with the loss-scale state among its variables, or the model itself without loss scaling.
-
-    Cached, since plans are compared by value and a model by identity: `make_plan` with equal arguments returns an equal
-    plan.
-    """
-    if loss_scale is None:
-        return model
-    reasons = dict.fromkeys(loss_scale.init(), _REASON)
-    return with_variables(model, LOSS_SCALE, lambda key: loss_scale.init(), replicated=reasons)
-
-
-def scale_loss(loss: jax.Array, scaling: Mapping[str, Any]) -> jax.Array:
-    """Multiply the loss by the scale, if `scaling`, the state split from the variables, has one."""
-    return loss * scaling[LOSS_SCALE]["scale"].astype(loss.dtype) if scaling else loss
 
 
 def cast_floats(params: Any, dtype: Any) -> Any:

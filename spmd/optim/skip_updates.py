@@ -19,16 +19,6 @@ class SkipState(NamedTuple):
     inner: Any
 
 
-def all_finite(gradients: Any) -> jax.Array:
-    """Return whether the global norm of the gradient is finite: one boolean, the same on every device.
-
-    Example:
-        >>> bool(all_finite({"a": jnp.ones(2), "b": jnp.array(jnp.nan)}))
-        False
-    """
-    return jnp.isfinite(optax.tree.norm(gradients))
-
-
 def skipped_steps(state: Any) -> jax.Array:
     """Return the number of skipped updates from an optimizer's state that contains a `SkipState`."""
     return next(_skip_states(state)).skipped

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
+from spmd.model_api.grad_transform import Carry
 
 
 def drop_weights(grad_fn: GradFn) -> GradFn:
     """Inject a bug: every token counts, padding included."""
 
-    def every_token(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
+    def every_token(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
         if not isinstance(batch, Mapping) or "weights" not in batch:
             problem = Problem("token-weight", "needs padding, and the batch has no weights", fix="another bug")
             raise ConfigError("The bug cannot be injected:", [problem])
-        return grad_fn(params, variables, {**batch, "weights": jnp.ones_like(batch["weights"])}, key)
+        return grad_fn(params, carry, {**batch, "weights": jnp.ones_like(batch["weights"])}, key)
 
     return every_token
 
@@ -61,21 +62,21 @@ def _repeat(x: jax.Array, every: int) -> jax.Array:
 
 
 def _gradients_of(grad_fn: GradFn, change: Callable[[jax.Array], jax.Array]) -> GradFn:
-    """Return the gradients of a changed batch of the same weight, beside the sums and variables of the true one."""
+    """Return the gradients of a changed batch of the same weight, beside the sums and carry of the true one."""
 
-    def changed(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        _, sums, variables_after = grad_fn(params, variables, batch, key)
-        gradients, other_sums, _ = grad_fn(params, variables, jax.tree.map(change, batch), key)
+    def changed(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+        _, sums, after = grad_fn(params, carry, batch, key)
+        gradients, other_sums, _ = grad_fn(params, carry, jax.tree.map(change, batch), key)
         scale = sums["weight"] / other_sums["weight"]
-        return jax.tree.map(lambda g: g * scale, gradients), sums, variables_after
+        return jax.tree.map(lambda g: g * scale, gradients), sums, after
 
     return changed
 
 
 def _changed(grad_fn: GradFn, change: Callable[[Any], Any]) -> GradFn:
-    def changed(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        gradients, sums, variables = grad_fn(params, variables, batch, key)
-        return change(gradients), sums, variables
+    def changed(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+        gradients, sums, carry = grad_fn(params, carry, batch, key)
+        return change(gradients), sums, carry
 
     return changed
 

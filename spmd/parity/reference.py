@@ -23,7 +23,7 @@ import numpy as np
 from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
-from spmd.model_api.precision import LOSS_SCALE, Precision
+from spmd.model_api.precision import Precision
 from spmd.parity.result import TOLERANCES, Parity, Row, Tolerance, compare_leaf, distance, largest, worst_of_each
 from spmd.plan.plan import ShardingPlan
 from spmd.training.state import TrainState, abstract_state, init_state
@@ -143,7 +143,6 @@ class Reference:
     def _gradients(self, before: Leaves, batch: Any) -> Noisy:
         """Return the loss, gradients and variables of a step from a state."""
         own = {path: x for path, x in before.items() if path.startswith(("params/", "variables/"))}
-        own = {path: x for path, x in own.items() if not path.startswith(f"variables/{LOSS_SCALE}/")}
         inputs, structure = jax.tree.flatten(batch)
 
         def take(seed: int | None) -> dict[str, Leaves]:
@@ -152,7 +151,7 @@ class Reference:
             near = _moved({str(n): np.asarray(x) for n, x in enumerate(inputs)}, seed)
             after, metrics = self._step(state, _placed(self.plan, jax.tree.unflatten(structure, near.values())))
             found = {"loss": {"": np.asarray(metrics["loss"])}, "gradients": _on_host(metrics["gradients"])}
-            return found | {"variables": _on_host(after.variables)}
+            return found | {"variables": _on_host(after.variables), "transforms": _on_host(after.transforms)}
 
         return _with_noise(take)
 
@@ -171,7 +170,12 @@ class Reference:
         return _with_noise(take)
 
 
-_FIELDS = {"variables": "variables", "updates": "params", "optimizer state": "optimizer_state"}
+_FIELDS = {
+    "variables": "variables",
+    "transforms": "transforms",
+    "updates": "params",
+    "optimizer state": "optimizer_state",
+}
 """Kind of row → field of the state after a step."""
 
 
@@ -181,7 +185,8 @@ def _compare(
     """Compare all leaves of a step."""
     gradients = {path: x for path, (x, _) in expected["gradients"].items()}
     most = max(map(largest, gradients.values()), default=0.0)
-    bases = {"loss": tolerance.loss, "gradients": tolerance.gradients, "variables": tolerance.gradients}
+    bases = {"loss": tolerance.loss, "gradients": tolerance.gradients}
+    bases |= dict.fromkeys(("variables", "transforms"), tolerance.gradients)
     sides = (found["gradients"], gradients)
     if precision.loss_scale and not any(all(map(_is_finite, side.values())) for side in sides):
         expected = {what: leaves for what, leaves in expected.items() if what != "gradients"}

@@ -18,11 +18,10 @@ from spmd.gradients.accumulate import first_microbatch
 from spmd.gradients.additive import LossReader, has_part_of_batch
 from spmd.gradients.base import GradFn, LossGradFn
 from spmd.gradients.losses import LossFn, Sums
-from spmd.model_api.precision import LOSS_SCALE, scale_loss
-from spmd.model_api.variables import split_variables
+from spmd.model_api.grad_transform import Carry, enter_all
 from spmd.pipeline.executor import cond, first_carry, run_ticks, shift, zeros
 from spmd.pipeline.interleave import AXIS, interleave
-from spmd.pipeline.partition import IN_FLIGHT, TITLE, StageModel, Stream, in_parts, partition
+from spmd.pipeline.partition import TITLE, StageModel, Stream, in_parts, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import current
@@ -47,8 +46,8 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
     """
     loss = LossReader(loss_fn)
 
-    def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        own, scaling = split_variables(variables, LOSS_SCALE)
+    def grad_fn(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+        own = carry.variables
         in_parts(loss_fn)
         first, is_part = first_microbatch(batch, table.microbatches), has_part_of_batch()
         loss.check_mean(params, own, first, key)
@@ -56,10 +55,10 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
             loss.check_additive(TITLE, params, own, first, key, fix=_PER_MICROBATCH, statistics=is_part)
         counts = table.stages, table.chunks, table.microbatches
         arrays = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
-        scale = scale_loss(jnp.float32(1), scaling)
+        scale = enter_all(current().transforms, carry).scaled(jnp.float32(1))
         local = functools.partial(_backward, loss_fn=loss_fn, table=table)
         d_layers, d_shared, sums = shard_over_stages(local, (P(AXIS), P(AXIS), P()), *arrays, scale)
-        return merge_like(params, d_layers, sum_over_stages(d_shared)), sums, variables
+        return merge_like(params, d_layers, sum_over_stages(d_shared)), sums, carry
 
     return LossGradFn(grad_fn, loss)
 
@@ -74,8 +73,7 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
     """Return a loss function for evaluation that pipelines microbatches through the stages of `pipe`."""
 
     def pipelined_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
-        own, _ = split_variables(variables, IN_FLIGHT)
-        arrays = partition(loss_fn, params, own, batch, key, stages, 1, microbatches)
+        arrays = partition(loss_fn, params, variables, batch, key, stages, 1, microbatches)
         local = functools.partial(_forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches)
         return shard_over_stages(local, P(), *arrays), variables
 

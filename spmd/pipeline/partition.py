@@ -29,9 +29,6 @@ from spmd.plan.partition_safe import partition_safe
 
 TITLE = "This model cannot be pipelined:"
 
-IN_FLIGHT = "in_flight"
-"""The name, among the variables, of what PipeDream carries from one step to the next."""
-
 
 def read_slot(slots: Any, slot: Any) -> Any:
     """Return the contents of a slot."""

@@ -7,10 +7,12 @@ suffice (PipeDream-2BW, arXiv:2006.09503, section 3.1), with the update
     W(t + 1) = W(t) − ν · ∇f(W(t − 1))
 
 A step takes batch *t* and returns the gradients and sums of batch *t* − 1; those of the first step are zero. The state
-in flight between steps is part of the training state, among the variables.
+in flight between steps is part of the training state, as that of a transform.
 """
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,12 +23,13 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import LossFn, Sums
-from spmd.model_api.model import PRNG, Model, abstract_key
-from spmd.model_api.variables import split_variables, with_variables
-from spmd.pipeline.executor import Carry, first_carry, run_ticks
+from spmd.model_api.grad_transform import Carry, GradTransform, StateArray
+from spmd.model_api.model import PRNG, abstract_key
+from spmd.pipeline.executor import Carry as TickCarry
+from spmd.pipeline.executor import first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages, sum_of_stages
 from spmd.pipeline.interleave import AXIS
-from spmd.pipeline.partition import IN_FLIGHT, TITLE, StageModel, Stream, partition
+from spmd.pipeline.partition import TITLE, StageModel, Stream, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import use_plan
@@ -41,16 +44,16 @@ _STREAMS = ("inputs", "arrived", "sent_back")
 def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
     """Return a gradient function of the batch before, whose pipeline stays full between steps.
 
-    The model must be from `with_in_flight`, the table of a schedule without a flush. A loss scale is refused as a
-    variable of the model, since it may change while a microbatch is in flight.
+    The plan must have the state `InFlight(loss_fn, table, …)` among its transforms, the table be of a schedule without
+    a flush.
     """
 
-    def grad_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums, Any]:
-        own, states = split_variables(variables, IN_FLIGHT)
-        if not states:
-            fix = "make the plan for with_in_flight(model, …)"
-            raise ConfigError(TITLE, [Problem(IN_FLIGHT, "is not among the variables", fix=fix)])
-        flight, data = states[IN_FLIGHT], {"batch": batch, "key": jax.random.key_data(key)}
+    def grad_fn(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+        if InFlight.name not in carry.transforms:
+            fix = "plan.with_transforms(InFlight.of(loss_fn, table, batch))"
+            raise ConfigError(TITLE, [Problem(InFlight.name, "is no transform of the plan", fix=fix)])
+        own, flight = carry.variables, carry.transforms[InFlight.name]
+        data = {"batch": batch, "key": jax.random.key_data(key)}
 
         def arrays(params: Any, data: Any) -> tuple[Any, Any, Any]:
             key = jax.random.wrap_key_data(data["key"], impl=PRNG)
@@ -63,7 +66,8 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
         layers = now[0], before[0], flight["stages"]
         d_layers, d_shared, sums, stages = shard_over_stages(local, out_specs, layers, now[1:], before[1:])
         after = {"params": params, "data": data, "stages": stages}
-        return merge_like(params, d_layers, sum_over_stages(d_shared)), sums, {**own, IN_FLIGHT: after}
+        gradients = merge_like(params, d_layers, sum_over_stages(d_shared))
+        return gradients, sums, carry.with_state(InFlight.name, after)
 
     return grad_fn
 
@@ -82,7 +86,7 @@ def _run_batch(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, table: Ti
     return d_layers, d_shared, sum_of_stages(sums), _save_carry(carry, table)
 
 
-def _save_carry(carry: Carry, table: TickTable) -> dict[str, Any]:
+def _save_carry(carry: TickCarry, table: TickTable) -> dict[str, Any]:
     """Return the carry between steps as nested dictionaries, each array with a leading dimension for stages."""
     d_layers, d_shared, sums = jax.tree.map(lambda x: x[0], carry["totals"])
     # The slot of a microbatch is its number modulo the slots, and the next batch numbers it lower by a batch.
@@ -96,7 +100,7 @@ def _save_carry(carry: Carry, table: TickTable) -> dict[str, Any]:
     return {"inputs": leaves(inputs), "of_layers": d_layers, **per_stage}
 
 
-def _restore_carry(carry: Carry, saved: dict[str, Any]) -> Carry:
+def _restore_carry(carry: TickCarry, saved: dict[str, Any]) -> TickCarry:
     """Return an empty carry with what `_save_carry` saved."""
     first = jax.tree.map(lambda x: x[0], {name: saved[name] for name in saved if name not in ("inputs", "of_layers")})
     leaves = {**first, "inputs": saved["inputs"]}
@@ -110,38 +114,71 @@ def _restore_carry(carry: Carry, saved: dict[str, Any]) -> Carry:
     return {**carry, **{name: stream(name) for name in _STREAMS}, "totals": totals}
 
 
-def with_in_flight(model: Model, plan: ShardingPlan, loss_fn: LossFn, batch: Any, table: TickTable) -> Model:
-    """Return the model with the state in flight among its variables.
+@dataclasses.dataclass(frozen=True)
+class InFlight(GradTransform):
+    """What is in flight between the steps of `pipedream`: a batch, the weights it started with, and streams of stages.
 
-    `plan` is that of the model without this state, `batch` the arrays of a batch as `jax.ShapeDtypeStruct`s.
+    Attributes:
+        batch: Name of each array of a batch → its `jax.ShapeDtypeStruct`, as pairs.
     """
 
-    def empty_carry(params: Any, variables: Any, batch: Any, key: Any) -> Any:
-        with use_plan(plan):
-            counts = table.stages, 1, table.microbatches
-            arrays = partition(loss_fn, grad_targets(params), variables, batch, key, *counts)
-            (layers, frozen), (shared, others), parts = arrays
-            layers, frozen = jax.tree.map(lambda w: w[: w.shape[0] // table.stages], (layers, frozen))
-            chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (layers, shared))
-            stage = StageModel(loss_fn, parts, layers, table.stages, (jax.tree.map(lambda w: w[None], frozen), others))
-            return _save_carry(first_carry(stage, chunks, shared, table), table)
+    name = "in_flight"
+    overlapping_steps = True
 
-    abstract = plan.abstract_params, plan.abstract_variables, batch
-    local = jax.eval_shape(empty_carry, *abstract, abstract_key())
+    loss_fn: LossFn
+    table: TickTable
+    batch: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
 
-    def init(key: jax.Array) -> Any:
-        data = {"batch": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch), "key": jnp.zeros((2,), jnp.uint32)}
-        stages = jax.tree.map(lambda x: jnp.zeros((table.stages * x.shape[0], *x.shape[1:]), x.dtype), local)
-        return {"params": model.init(key), "data": data, "stages": stages}
+    @classmethod
+    def of(cls, loss_fn: LossFn, table: TickTable, batch: Mapping[str, Any]) -> "InFlight":
+        """Return the state for batches of these shapes, arrays or abstract ones."""
+        return cls(loss_fn, table, tuple((name, jax.ShapeDtypeStruct(x.shape, x.dtype)) for name, x in batch.items()))
 
-    batch_table = plan.rules.batch_table
-    gradients = {leaf.path: drop_axis(leaf.spec, AXIS) for leaf in plan.gradients}
-    placed = {"data/key": P(), **{f"data/batch/{name}": batch_table.spec(name, x.ndim) for name, x in batch.items()}}
-    for name in (*_STREAMS, "of_others", "sums"):
-        for path in tree.flatten(local[name]):
-            is_x = name in _STREAMS and path == "0"
-            spec = gradients[path] if name == "of_others" else BATCH_SPEC if is_x else P()
-            placed[f"stages/{name}/{path}"] = P(AXIS, *spec)
-    if plan.zero < 3:  # then no state is split over fsdp by its parameters' rules
-        placed = {path: drop_fsdp(spec) for path, spec in placed.items()}
-    return with_variables(model, IN_FLIGHT, init, placed=placed)
+    def init(self, plan: ShardingPlan, key: jax.Array, params: Any) -> Any:
+        """Return the state before the first step: nothing is in flight."""
+        del key
+        stages, table = self._stages(plan), self.table
+        batch = {name: jnp.zeros(x.shape, x.dtype) for name, x in self.batch}
+        return {
+            "params": params,
+            "data": {"batch": batch, "key": jnp.zeros((2,), jnp.uint32)},
+            "stages": jax.tree.map(lambda x: jnp.zeros((table.stages * x.shape[0], *x.shape[1:]), x.dtype), stages),
+        }
+
+    def state(self, plan: ShardingPlan) -> dict[str, StateArray]:
+        """Return the state's arrays; none is split over `fsdp` unless parameters are."""
+        params = {leaf.path: leaf.spec for leaf in plan.params}
+        gradients = {leaf.path: drop_axis(leaf.spec, AXIS) for leaf in plan.gradients}
+        made = tree.flatten(jax.eval_shape(functools.partial(self.init, plan), abstract_key(), plan.abstract_params))
+        state = dict[str, StateArray]()
+        for path, x in made.items():
+            part, _, rest = path.partition("/")
+            if part == "params":
+                spec = params[rest]
+            elif part == "data":
+                spec = plan.rules.batch_table.spec(rest.removeprefix("batch/"), x.ndim) if rest != "key" else P()
+            else:
+                name, _, leaf = rest.partition("/")
+                is_activation = name in _STREAMS and leaf == "0"
+                inner = gradients[leaf] if name == "of_others" else BATCH_SPEC if is_activation else P()
+                spec = P(AXIS, *inner)
+            state[path] = StateArray(x.shape, x.dtype, drop_fsdp(spec) if plan.zero < 3 else spec)
+        return state
+
+    def _stages(self, plan: ShardingPlan) -> Any:
+        """Return what one stage carries between steps, abstract."""
+        loss_fn, table = self.loss_fn, self.table
+
+        def empty_carry(params: Any, variables: Any, batch: Any, key: Any) -> Any:
+            with use_plan(plan):
+                counts = table.stages, 1, table.microbatches
+                arrays = partition(loss_fn, grad_targets(params), variables, batch, key, *counts)
+                (layers, frozen), (shared, others), parts = arrays
+                layers, frozen = jax.tree.map(lambda w: w[: w.shape[0] // table.stages], (layers, frozen))
+                chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (layers, shared))
+                frozen = jax.tree.map(lambda w: w[None], frozen)
+                stage = StageModel(loss_fn, parts, layers, table.stages, (frozen, others))
+                return _save_carry(first_carry(stage, chunks, shared, table), table)
+
+        abstract = plan.abstract_params, plan.abstract_variables, dict(self.batch)
+        return jax.eval_shape(empty_carry, *abstract, abstract_key())

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import AnnotationError
 from spmd.model_api.ambient import AMBIENT
 from spmd.model_api.attention_config import AttentionConfig
+from spmd.model_api.grad_transform import GradTransform
 from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
 from spmd.plan.plan import ShardingPlan
@@ -40,6 +41,7 @@ class TraceContext:
         activations: Activation name → spec.
         logical: Pairs of logical name and mesh axes, for constraints that Flax resolves.
         batch: How arrays of a batch are split.
+        transforms: What keeps a state around the gradient.
         precision: Its precision; None outside a plan.
         regather: Whether the backward pass gathers kernels again, where no `jax.checkpoint` around the layer does so.
         single_token: Whether each row has one token, so that the token dimension is not split (decoding).
@@ -55,6 +57,7 @@ class TraceContext:
     activations: Mapping[str, P] = FrozenDict()
     logical: tuple[tuple[str, tuple[str, ...]], ...] = ()
     batch: BatchTable = _EXAMPLES_FIRST
+    transforms: tuple[GradTransform, ...] = ()
     remat: Remat = _NO_REMAT
     precision: Precision | None = None
     attention: AttentionConfig = _ANY_ATTENTION
@@ -91,6 +94,7 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
         activations=FrozenDict(plan.rules.activations),
         logical=plan.rules.logical_rows,
         batch=plan.rules.batch_table,
+        transforms=plan.transforms,
         remat=plan.remat,
         precision=plan.precision,
         attention=plan.attention,

@@ -21,8 +21,9 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, RuleError, first_of
 from spmd.model_api.attention_config import AttentionConfig, make_attention_config
 from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
+from spmd.model_api.grad_transform import Carry, GradTransform
 from spmd.model_api.model import Model, abstract_key
-from spmd.model_api.precision import Precision, cast_floats, check_float64, make_precision, with_loss_scale
+from spmd.model_api.precision import Precision, cast_floats, check_float64, make_precision
 from spmd.model_api.remat import Remat, make_remat
 from spmd.optim.extra_args import check_update
 from spmd.optim.master_weights import wrap_optimizer_for_precision
@@ -37,7 +38,7 @@ from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import ZERO_KEEPS
 from spmd.sharding.rules import Rules
 
-TABLES = ("params", "variables", "gradients", "optimizer_state")
+TABLES = ("params", "variables", "transforms", "gradients", "optimizer_state")
 """The tables of entries that a plan has."""
 
 EvaluatedParams = Callable[[Any, Any], Any]
@@ -59,6 +60,8 @@ class ShardingPlan:
         params: One entry for each parameter; the other tables have one for each of their arrays.
         gradients: Gradients as they leave the reduction.
         variables: Variables that the model changes by itself; none for most models.
+        transforms: What keeps a state around the gradient, in the order of wrapping; the last is outside.
+        transform_states: Their states, each path after the name of its transform.
         compress: What is sent in fewer bits; of each parameter, `ParamPlacement.wire` says so.
         quantize: The table of matmuls in fewer bits; of each kernel, `ParamPlacement.recipe` says so.
         offload: What is stored in host memory.
@@ -84,6 +87,35 @@ class ShardingPlan:
     model: Model = dataclasses.field(repr=False)
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
     evaluation_params: EvaluatedParams | None = dataclasses.field(repr=False)
+    transforms: tuple[GradTransform, ...] = ()
+    transform_states: tuple[PlanEntry, ...] = ()
+
+    def with_transforms(self, *transforms: GradTransform) -> "ShardingPlan":
+        """Return the plan with transforms of the gradient, next to the gradient function and inside of those it has.
+
+        Raises:
+            ConfigError: Everything that keeps a transform from being used with the plan, and two of one name.
+        """
+        if not transforms:
+            return self
+        plan = dataclasses.replace(self, transforms=(*transforms, *self.transforms))
+        problems = resolve.check_transform_names(plan.transforms, self.abstract_variables)
+        problems = problems or [problem for each in plan.transforms for problem in each.problems(plan)]
+        if problems:
+            raise ConfigError("These transforms of the gradient cannot be used:", problems)
+        states = {each.name: each.state(plan) for each in plan.transforms}
+        return dataclasses.replace(plan, transform_states=resolve.transform_entries(self.mesh, states, self.zero))
+
+    @functools.cached_property
+    def abstract_transforms(self) -> dict[str, Any]:
+        """Name of a transform → its state as `jax.ShapeDtypeStruct`s with shardings; of those that keep one."""
+        with_state = {entry.path.partition("/")[0] for entry in self.transform_states}
+        shapes = {
+            each.name: jax.eval_shape(functools.partial(each.init, self), abstract_key(), self.abstract_params)
+            for each in self.transforms
+            if each.name in with_state
+        }
+        return self._abstract(shapes, self.transform_states)
 
     @functools.cached_property
     def abstract_params(self) -> Any:
@@ -94,6 +126,11 @@ class ShardingPlan:
     def abstract_variables(self) -> Any:
         """The model's variables as `jax.ShapeDtypeStruct`s with shardings."""
         return self._abstract(_abstract_variables(self.model), self.variables)
+
+    @property
+    def abstract_carry(self) -> Carry:
+        """What a gradient function carries, as `jax.ShapeDtypeStruct`s with shardings."""
+        return Carry(self.abstract_variables, self.abstract_transforms)
 
     @functools.cached_property
     def abstract_optimizer_state(self) -> Any:
@@ -134,18 +171,24 @@ class ShardingPlan:
         return {name: size for name, size in self._bytes(on_host=True).items() if size}
 
     def _bytes(self, *, on_host: bool) -> dict[str, int]:
-        names = ["params", "gradients", "optimizer_state", *(["variables"] if self.variables else [])]
+        always = ("params", "gradients", "optimizer_state")
+        tables = {table: self.entries(table) for table in TABLES}
         return {
-            name: sum(entry.bytes_per_device for entry in getattr(self, name) if entry.on_host == on_host)
-            for name in names
+            table: sum(entry.bytes_per_device for entry in entries if entry.on_host == on_host)
+            for table, entries in sorted(tables.items(), key=lambda item: item[0] not in always)
+            if entries or table in always
         }
 
+    def entries(self, table: str) -> tuple[PlanEntry, ...]:
+        """Return the entries of one of the plan's `TABLES`."""
+        return self.transform_states if table == "transforms" else getattr(self, table)
+
     def __str__(self) -> str:
-        return self.text("params", "variables")
+        return self.text("params", "variables", "transforms")
 
     def _repr_html_(self) -> str:
         """Return the plan as a notebook shows it: the heading, the bytes, and a folded table."""
-        return format_html(self.heading, [*self.params, *self.variables], self._footer)
+        return format_html(self.heading, [*self.params, *self.variables, *self.transform_states], self._footer)
 
     @property
     def heading(self) -> str:
@@ -161,7 +204,7 @@ class ShardingPlan:
 
     def text(self, *tables: str) -> str:
         """Return the plan as text: a heading, one line for each entry of some of its `TABLES`, and the bytes."""
-        entries = format_entries({table: getattr(self, table) for table in tables})
+        entries = format_entries({table: self.entries(table) for table in tables})
         return "\n".join([self.heading, *entries, self._footer])
 
     def diff(self, other: "ShardingPlan") -> str:
@@ -182,7 +225,7 @@ class ShardingPlan:
             "parameters": sum(math.prod(entry.shape) for entry in self.params),
             "bytes_per_device": self.bytes_per_device(),
             "bytes_on_host": self.bytes_on_host(),
-            **{table: [entry.to_json() for entry in getattr(self, table)] for table in TABLES},
+            **{table: [entry.to_json() for entry in self.entries(table)] for table in TABLES},
         }
 
 
@@ -247,7 +290,7 @@ def make_plan(
     offload = resolve.check_offload(mesh, offload, remat)
     attention_config = make_attention_config(mesh, attention, context)
     treatment = treatment_of(optimizer)
-    model, optimizer = with_loss_scale(model, precision.loss_scale), wrap_optimizer_for_precision(optimizer, precision)
+    optimizer = wrap_optimizer_for_precision(optimizer, precision)
     params = jax.eval_shape(functools.partial(cast_floats, dtype=precision.params_dtype), made)
     variables, info = tree.flatten(_abstract_variables(model)), model.info()
     weights, rules = tree.flatten(params), rules.with_recorded(info.stacks)
@@ -316,7 +359,7 @@ def make_plan(
     if problems := resolve.check_wires(compress, {**by_module, **by_path}, weights, info):
         raise ConfigError("This compression cannot be used:", problems)
 
-    return ShardingPlan(
+    plan = ShardingPlan(
         mesh=mesh,
         rules=rules,
         zero=zero,
@@ -336,6 +379,7 @@ def make_plan(
         optimizer=optimizer,
         evaluation_params=evaluation_params,
     )
+    return plan.with_transforms(*precision.transforms)
 
 
 def _abstract_params(model: Model, precision: Precision) -> Any:

@@ -12,7 +12,7 @@ def format_entries(tables: Mapping[str, Sequence[PlanEntry]]) -> list[str]:
     """Align the entries of some tables as lines; those of gradients and optimizer state begin with the table."""
     rows = []
     for table, entries in tables.items():
-        prefix = "" if table in ("params", "variables") else f"{table.removesuffix('_state')}: "
+        prefix = "" if table in ("params", "variables", "transforms") else f"{table.removesuffix('_state')}: "
         rows += [(prefix + entry.row[0], *entry.row[1:]) for entry in entries]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
     return [

@@ -4,7 +4,7 @@ Each function returns what is wrong instead of raising, so that a plan reports a
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, check_call, check_type, did_you_mean, reason_of, shown
 from spmd.model_api.codecs import EXCHANGES, GATHERS
 from spmd.model_api.compress import WITHOUT_CODES, CompressConfig, Wire
+from spmd.model_api.grad_transform import GradTransform, StateArray
 from spmd.model_api.model import Model, ModelInfo
 from spmd.model_api.precision import Precision
 from spmd.model_api.quantize import RECIPES, MatmulRecipe, parse_table, table_problems
@@ -302,6 +303,31 @@ def state_entries(
         make_entry(path, x, matches[path], x.spec, zero=zero, axes=mesh.shape, on_host=path in hosted)
         for path, x in state.items()
     )
+
+
+def check_transform_names(transforms: Sequence[GradTransform], variables: Any) -> list[Problem]:
+    """Return a problem for each name that two transforms have, or a transform and a variable: states go by them."""
+    problems, known = [], dict.fromkeys(variables, "a variable of the model")
+    for transform in transforms:
+        if transform.name in known:
+            what = f"has the name of {known[transform.name]}"
+            problems.append(Problem(f"transform {transform.name}", what, fix="each once, or another name"))
+        known[transform.name] = "another transform"
+    return problems
+
+
+def transform_entries(
+    mesh: AnyMesh, states: Mapping[str, Mapping[str, StateArray]], zero: int
+) -> tuple[PlanEntry, ...]:
+    """Return one entry for each array of the transforms' states."""
+    entries = []
+    for name, state in states.items():
+        for path, x in state.items():
+            requested = replicate(x.reason) if x.reason else x.spec
+            match = Match(-1, "whole" if x.reason else "where it is made", requested, x.spec, x.reason)
+            entry = make_entry(f"{name}/{path}", x, match, x.spec, zero=zero, axes=mesh.shape, on_host=False)
+            entries.append(dataclasses.replace(entry, dtype=str(jnp.dtype(x.dtype))))
+    return tuple(entries)
 
 
 def check_offload(mesh: AnyMesh, offload: tuple[str, ...], remat: Remat) -> tuple[str, ...]:

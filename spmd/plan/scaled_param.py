@@ -14,9 +14,6 @@ from jaxtyping import Array, Float
 
 from spmd import tree
 
-MAGNITUDES = "magnitudes"
-"""Name of the histories among the model's variables."""
-
 ASSUMED = {"input": 16.0, "kernel": 1.0, "gradient": 16.0}
 """What a history is of, in order → the largest magnitude before any has been seen: of gradients of the summed loss."""
 
@@ -40,7 +37,7 @@ def is_scaled(x: Any) -> bool:
 
 
 def histories_of(state: Any) -> dict[str, History]:
-    """Return the path of each kernel → its history, from the state among the variables."""
+    """Return the path of each kernel → its history, from the state of all."""
     return {path.removesuffix(_HISTORY): x for path, x in tree.flatten(state).items() if path.endswith(_HISTORY)}
 
 

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.distributed.compilation_cache import without_faulty_cache
 from spmd.errors import DataCorruptionError, Problem
 from spmd.gradients.base import GradFn
+from spmd.model_api.grad_transform import wrap_all
 from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_shards, make_digest, name_device, replica_differences
@@ -120,6 +121,7 @@ class DeterminismCheck(_Check):
 
     def _digests(self, state: TrainState, batch: Any) -> jax.Array:
         with use_plan(self.plan):
-            gradients, _, _ = self.grad_fn(state.params, state.variables, batch, state.step_key())
+            grad_fn = wrap_all(self.grad_fn, self.plan.transforms)
+            gradients, _, _ = grad_fn(state.params, state.carry, batch, state.step_key())
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
         return digest_shards(gradients, self.plan.gradient_shardings)

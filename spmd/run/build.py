@@ -24,22 +24,23 @@ from spmd.data.training_text import TrainingText, open_text
 from spmd.distributed.xla_flags import Flag, compiler_options, flags_for
 from spmd.errors import ConfigError, DataError, Problem, RuleError, SpmdError
 from spmd.gradients.accumulate import accumulate
+from spmd.gradients.bad_steps import KeepCarry
 from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.compression_state import PowerSGD, powersgd_problems, with_compression
 from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
-from spmd.gradients.loss_scale import keep_variables
 from spmd.gradients.losses import LossFn, next_token_loss
-from spmd.gradients.magnitudes import remembering, with_magnitudes
-from spmd.gradients.powersgd import compress
+from spmd.gradients.magnitudes import MagnitudeHistory, remembering
+from spmd.gradients.powersgd import PowerSGD
 from spmd.model_api.compress import CompressConfig, powersgd_rank
+from spmd.model_api.grad_transform import GradTransform
+from spmd.model_api.loss_scale import LossScale
 from spmd.model_api.model import Model
-from spmd.model_api.precision import LOSS_SCALE, Precision, make_precision, with_loss_scale
+from spmd.model_api.precision import Precision, make_precision
 from spmd.model_api.quantize import RECIPES, parse_table
 from spmd.observe.metrics import Flops, mean_keys, transformer_flops
 from spmd.optim.config import check_patterns, make_learning_rate, make_optimizer
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.pipeline.grad_fn import pipeline, pipelined
-from spmd.pipeline.pipedream import pipedream, with_in_flight
+from spmd.pipeline.pipedream import InFlight, pipedream
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.schedule_files import read_schedule
 from spmd.pipeline.schedules import make_schedule
@@ -79,16 +80,9 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
     model, schedule = build_model(config), build_schedule(config, mesh)
     loss_fn = next_token_loss(model, chunk=config.logits_chunk)
     plan = build_plan_with_fewer_bits(config, mesh, model, schedule, chip)
-    if schedule and not schedule.flush:
-        if problems := _problems_without_flush(config):
-            raise ConfigError("A pipeline without a flush cannot do this:", problems)
-        plan = build_plan(
-            config, mesh, with_in_flight(model, plan, loss_fn, abstract_batch(config), tabulate(schedule))
-        )
-    if powersgd := build_powersgd(config):
-        plan = build_plan(config, mesh, with_compression(model, plan, powersgd))
-    if remembering(plan):
-        plan = build_plan(config, mesh, with_magnitudes(plan.model, plan))
+    if problems := _problems_without_flush(config, schedule):
+        raise ConfigError("A pipeline without a flush cannot do this:", problems)
+    plan = plan.with_transforms(*build_transforms(config, plan, loss_fn, schedule))
     grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
     evaluation = next_token_loss(model, train=False, chunk=config.logits_chunk)
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
@@ -118,7 +112,24 @@ def applicable_compression(config: TrainConfig) -> CompressConfig:
 def build_powersgd(config: TrainConfig) -> PowerSGD | None:
     """Return the compression of gradients that the config names, if any."""
     rank = powersgd_rank(config.compress.gradients)
-    return PowerSGD(rank, config.slices.data) if rank else None
+    axes = ("data", "fsdp") if config.exchange_once == "data+fsdp" else ("data",)
+    return PowerSGD(rank, config.slices.data, axes=axes) if rank else None
+
+
+def build_transforms(
+    config: TrainConfig, plan: ShardingPlan, loss_fn: LossFn, schedule: Schedule | None
+) -> tuple[GradTransform, ...]:
+    """Return what keeps a state around the gradient, besides what the precision policy does; the last is outside."""
+    transforms = list[GradTransform]()
+    if powersgd := build_powersgd(config):
+        transforms.append(powersgd)
+    if schedule and not schedule.flush:
+        transforms.append(InFlight.of(loss_fn, tabulate(schedule), abstract_batch(config)))
+    if remembering(plan):
+        transforms.append(MagnitudeHistory())
+    if skips_updates(config) and not plan.precision.loss_scale:
+        transforms.append(KeepCarry())
+    return tuple(transforms)
 
 
 def build_base_model(config: TrainConfig) -> Model:
@@ -127,13 +138,13 @@ def build_base_model(config: TrainConfig) -> Model:
 
 
 def build_model(config: TrainConfig) -> Model:
-    """Return the trained model: the config's, or adapters beside it; the state of loss scaling is a variable."""
+    """Return the trained model: the config's, or adapters beside it."""
     model, precision = build_base_model(config), build_precision(config)
     if config.lora.targets:
         # Frozen parameters need no more bits than they are computed with.
         dtype = precision.compute if precision.compute == "bfloat16" else precision.params
         model = with_lora(model, config.lora, config.rules, dtype)
-    return with_loss_scale(model, precision.loss_scale)
+    return model
 
 
 def skips_updates(config: TrainConfig) -> bool:
@@ -194,7 +205,8 @@ def build_plan_with_fewer_bits(
     recipes = [RECIPES[name] for _, name in parse_table(config.quantize) if name in RECIPES]
     problems = {*recipe_problems(recipes, chip or device_kind(mesh))}
     if plan and (powersgd := build_powersgd(config)):
-        problems |= {*powersgd_problems(plan, powersgd, config.slices.sizes), *_problems_once(config, schedule)}
+        with_it = dataclasses.replace(plan, transforms=(powersgd, *plan.transforms))
+        problems |= {*powersgd.problems(with_it), *_problems_once(config, schedule)}
     problems = problems.union(*(error.problems for error in errors))
     if errors and len(problems) == len(errors[0].problems):
         raise errors[0]
@@ -235,7 +247,10 @@ def count_microbatches(config: TrainConfig, schedule: Schedule | None) -> int:
     return schedule.microbatches if schedule else config.pipeline.microbatches or 1
 
 
-def _problems_without_flush(config: TrainConfig) -> list[Problem]:
+def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> list[Problem]:
+    """Return what a schedule cannot do whose microbatches are in flight between steps."""
+    if schedule is None or schedule.flush:
+        return []
     scaled, skip = build_precision(config).loss_scale is not None, "a step cannot be skipped"
     checks = [
         ("accumulate", config.accumulate > 1, "a batch does not end", "more pipeline.microbatches"),
@@ -272,15 +287,12 @@ def build_grad_fn(
         grad_fn = accumulate(value_and_grad(loss_fn), count_microbatches(config, schedule))
     grad_fn, exchange = accumulate(grad_fn, config.accumulate), Exchange()
     if powersgd := build_powersgd(config):
-        exchange = Exchange(("data", "fsdp") if config.exchange_once == "data+fsdp" else ("data",))
-        grad_fn = compress(grad_fn, powersgd, exchange.axes)
+        exchange = Exchange(powersgd.axes)
     elif schedule and not schedule.flush:
         exchange = Exchange((), "the schedule has no flush")
     elif config.accumulate * count_microbatches(config, schedule) > 1:
         exchange = choose_exchange(grad_fn, plan, abstract_batch(config), config.exchange_once)
         grad_fn = exchange_once(grad_fn, exchange.axes)
-    if skips_updates(config) and not build_precision(config).loss_scale:
-        grad_fn = keep_variables(grad_fn)
     return grad_fn, exchange
 
 
@@ -294,7 +306,7 @@ def build_watch(config: TrainConfig) -> dict[str, Watch]:
         "skipped_steps": lambda _, after: skipped_steps(after.optimizer_state),
     }
     if build_precision(config).loss_scale:
-        watch["loss_scale"] = lambda before, _: before.variables[LOSS_SCALE]["scale"]
+        watch["loss_scale"] = lambda before, _: before.transforms[LossScale.name]["scale"]
     return watch
 
 

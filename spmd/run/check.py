@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from spmd.errors import ConfigError, Problem, SpmdError, check_type, shown
-from spmd.pipeline.partition import IN_FLIGHT
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import TrainSetup, count_microbatches, make_setup, one_device_mesh, open_training_text
 from spmd.run.config import TrainConfig
@@ -150,7 +149,7 @@ class StepCheck:
 
 def _check_flush(plan: ShardingPlan) -> None:
     """Raise an error if a pipeline without a flush makes the gradients: they are of the batch before."""
-    if IN_FLIGHT in plan.abstract_variables:
+    if any(transform.overlapping_steps for transform in plan.transforms):
         what = "has gradients that are one update late, unlike one device"
         problem = Problem("schedule pipedream", what, fix="check the layout with --pipeline.schedule 1f1b")
         raise ConfigError("There is nothing to compare:", [problem])

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from spmd.data.order import Shares
 from spmd.distributed.xla_flags import describe
 from spmd.gradients.accumulate import values_of_microbatches
-from spmd.gradients.compression_state import AXIS, PowerSGD, find_matrices
 from spmd.gradients.exchange import AXES
+from spmd.gradients.powersgd import PowerSGD
+from spmd.gradients.powersgd_matrices import AXIS, find_matrices
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.model_api.codecs import EXCHANGES, GATHERS
-from spmd.model_api.compress import COMPRESSION
 from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.local_param import local_param
 from spmd.plan.manual import split_axes
@@ -189,14 +189,15 @@ def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
 
 def _powersgd_lines(plan: ShardingPlan, powersgd: PowerSGD) -> Iterator[str]:
     width = sent_bytes(plan.precision.exchange_names((AXIS,))[AXIS])
-    matrices, plain = find_matrices(plan, powersgd)
+    matrices, plain = find_matrices(plan, powersgd.rank, powersgd.rate)
     rows, before, after = list[tuple[str, ...]](), 0, 0
     for path, matrix in matrices.items():
         wide, sent = int(2 * width) * math.prod(matrix.local), 2 * matrix.sent(powersgd.rank)
         before, after = before + wide, after + sent
         shape = f"{matrix.count} × [{matrix.rows}, {matrix.columns}]"
         rows.append((f"  {path}", shape, f"{human_bytes(wide)} → {human_bytes(sent)}"))
-    held = sum(entry.bytes_per_device for entry in plan.variables if entry.path.startswith(f"{COMPRESSION}/"))
+    states = [entry for entry in plan.transform_states if entry.path.startswith(f"{powersgd.name}/")]
+    held = sum(entry.bytes_per_device for entry in states)
     is_inside = 1 < powersgd.slices < plan.mesh.shape[AXIS]
     inside = f" between {powersgd.slices} slices, summed inside each" if is_inside else ""
     wire = "between slices, by a device in a step" if is_inside else "on the wire of a device in a step"

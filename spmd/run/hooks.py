@@ -20,7 +20,7 @@ from spmd.observe.stragglers import StepTimeExchange
 from spmd.resilience.lease import Lease
 from spmd.resilience.watchdog import Watchdog
 from spmd.training.loop import Hook
-from spmd.training.state import ModelState, TrainState
+from spmd.training.state import ModelState, TrainState, as_stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Save(Hook):
     evaluate: Evaluate
     telemetry: Telemetry
     skipped_batches: int
-    saved: Callable[[TrainState], Any] = lambda state: state
+    saved: Callable[[TrainState], Any] = as_stored
 
     def on_stop(self, step: int) -> None:
         """Save after this step."""

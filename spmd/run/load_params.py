@@ -18,7 +18,6 @@ from spmd.checkpoint.tree import OptionalState
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.folder import CONFIG, open_folder
 from spmd.hf.load import load_published
-from spmd.model_api.compress import COMPRESSION
 from spmd.model_api.model import PRNG, Model, abstract_key
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.plan.lora import BASE, with_adapters
@@ -28,6 +27,7 @@ from spmd.run.config import TrainConfig
 from spmd.run.load_config import other_config
 from spmd.run.reloaded import Reloaded
 from spmd.run.run_dir import RunDir
+from spmd.run.transforms import TRANSFORMS
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import followed_params
 from spmd.training.evaluated_params import (
@@ -95,7 +95,7 @@ def restore_model(
     The parameters are those that the run evaluates, or with `trained` those that its gradients are taken at.
     """
     point = trained_point(plan.abstract_params) if trained else plan_evaluation_point(plan)
-    optional = [OptionalState(f"variables/{COMPRESSION}"), FROZEN.optional]
+    optional = [*(OptionalState(f"variables/{each.name}") for each in TRANSFORMS), FROZEN.optional]
     params, variables = _restore(checkpoints, step, point, plan.abstract_variables, ["variables"], optional)
     return ModelState(place_params(params, plan.abstract_params), variables)
 

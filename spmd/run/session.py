@@ -12,15 +12,11 @@ import jax
 
 from spmd.checkpoint.arrays import bytes_read
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.checkpoint.tree import OptionalState
 from spmd.checkpoint.versions import library_versions
 from spmd.distributed.compilation_cache import cache_dir, cache_fault, compilation_cache
 from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
-from spmd.gradients.compression_state import adapt_compression, stored_compression
-from spmd.gradients.magnitudes import adapt_magnitudes, stored_magnitudes
-from spmd.model_api.compress import COMPRESSION
 from spmd.observe.console import Console
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.idle_experts import IdleExperts
@@ -28,7 +24,6 @@ from spmd.observe.metrics import JsonLines, StepClock, Writer, Writers, human_du
 from spmd.observe.profiling import Profile
 from spmd.observe.waiting import show_waiting
 from spmd.observe.writers import open_writers
-from spmd.plan.scaled_param import MAGNITUDES
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.resilience.lease import Lease
@@ -39,11 +34,12 @@ from spmd.run.config import config_values
 from spmd.run.definition import RunDefinition, closing
 from spmd.run.hooks import Evaluate, Log, Save, Telemetry
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
-from spmd.run.reloaded import RELOADED
+from spmd.run.reloaded import RELOADED, Reloaded
 from spmd.run.run_dir import ProcessLog
+from spmd.run.transforms import optional_states
 from spmd.training.evaluated_params import evaluated_params
 from spmd.training.loop import Hook, fit
-from spmd.training.state import TrainState, abstract_state, init_state
+from spmd.training.state import TrainState, abstract_state, as_stored, from_stored, init_state
 from spmd.training.step import make_eval_step
 from spmd.tree import human_bytes
 
@@ -235,15 +231,12 @@ class _Session:
             self.say("there is no checkpoint to resume from: starting from step 0")
             return self.initialize()
         with self.waiting("restore", "restoring a checkpoint"):
-            optional = [
-                OptionalState(f"variables/{COMPRESSION}", stored_compression, adapt_compression),
-                OptionalState(f"variables/{MAGNITUDES}", stored_magnitudes, adapt_magnitudes),
-                *([run.reloaded.optional] if run.reloaded else []),
-            ]
+            plan = run.step.plan
+            optional = [*optional_states(plan.transforms), *([run.reloaded.optional] if run.reloaded else [])]
             before = bytes_read()
-            state, record = checkpoints.restore(None, abstract_state(run.step.plan), optional=optional)
+            stored, record = checkpoints.restore(None, as_stored(abstract_state(plan)), optional=optional)
             self.telemetry.say(f"read {human_bytes(bytes_read() - before)} of the checkpoint")
-            state = run.reloaded.fill(state, record) if run.reloaded else state
+            state = from_stored(run.reloaded.fill(stored, record) if run.reloaded else stored, plan)
         check_resumable(record, run.config, run.data, run.examples, run.run_dir.path)
         for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -289,7 +282,8 @@ class _Session:
             record, interval = checkpoint_record(config, plan, run.data, run.examples), config.checkpoint_every
             save = Save(interval, steps, run.examples, record, self.checkpoints, evaluate, telemetry, skipped)
             if run.reloaded and point.reloaded:
-                save.record, save.saved = {**record, RELOADED: point.reloaded}, run.reloaded.rest
+                save.record = {**record, RELOADED: point.reloaded}
+                save.saved = functools.partial(_rest, run.reloaded)
             guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
             hooks = [*guards, IdleExperts(self.say), log, evaluate, *self.sdc_checks(), *run.hooks, save]
             timed = telemetry.stopwatch.time_batches(batches)
@@ -333,3 +327,8 @@ class _Session:
             probe = run.read_first()
             hooks.append(DeterminismCheck(run.step.plan, run.step.grad_fn, probe, every.repeat_every, checking))
         return hooks
+
+
+def _rest(reloaded: Reloaded, state: TrainState) -> dict[str, Any]:
+    """Return the arrays of a state, as checkpoints have them, without the part that is loaded again."""
+    return reloaded.rest(as_stored(state))

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, check_type, first_of, shown
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import PRNG
 from spmd.model_api.precision import cast_floats
 from spmd.plan.plan import ShardingPlan
@@ -28,6 +29,7 @@ class TrainState:
         step: int32 scalar: the number of steps taken.
         variables: The arrays that the model changes by itself; empty for most models.
         key: uint32[2]: the data of the key from which every step's key is derived.
+        transforms: Name → state of each transform of the gradient (`spmd.model_api.grad_transform`).
     """
 
     step: Any
@@ -35,6 +37,12 @@ class TrainState:
     variables: Any
     optimizer_state: Any
     key: Any
+    transforms: Any = dataclasses.field(default_factory=dict)
+
+    @property
+    def carry(self) -> Carry:
+        """What a gradient function carries."""
+        return Carry(self.variables, self.transforms)
 
     def step_key(self) -> jax.Array:
         """Return the key of the next step."""
@@ -58,7 +66,21 @@ def abstract_state(plan: ShardingPlan) -> TrainState:
         variables=plan.abstract_variables,
         optimizer_state=plan.abstract_optimizer_state,
         key=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated),
+        transforms=plan.abstract_transforms,
     )
+
+
+def as_stored(state: TrainState) -> TrainState:
+    """Return a state as checkpoints have it: those of transforms are among the variables, by their names."""
+    return dataclasses.replace(state, variables={**state.variables, **state.transforms}, transforms={})
+
+
+def from_stored(stored: TrainState, plan: ShardingPlan) -> TrainState:
+    """Return the state that `as_stored` made a form of, under a plan."""
+    names = plan.abstract_transforms.keys()
+    transforms = {name: stored.variables[name] for name in names}
+    variables = {name: x for name, x in stored.variables.items() if name not in names}
+    return dataclasses.replace(stored, variables=variables, transforms=transforms)
 
 
 def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]:
@@ -112,7 +134,9 @@ def init_program(plan: ShardingPlan) -> Any:
             params = cast_floats(plan.model.init(model_key), plan.precision.params_dtype)
         variables = {**plan.model.init_variables(model_key), **given}
         data = jax.random.key_data(jax.random.fold_in(key, 1))
-        return TrainState(jnp.zeros((), jnp.int32), params, variables, plan.optimizer.init(params), data)
+        transforms = {each.name: each.init(plan, model_key, params) for each in plan.transforms}
+        transforms = {name: transforms[name] for name in plan.abstract_transforms}  # others have no state
+        return TrainState(jnp.zeros((), jnp.int32), params, variables, plan.optimizer.init(params), data, transforms)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(plan))
     return jax.jit(create, out_shardings=shardings, donate_argnums=(1, 2))

@@ -15,20 +15,15 @@ import optax
 from spmd.distributed.compilation_cache import without_faulty_cache
 from spmd.errors import ConfigError, Problem, check_type
 from spmd.gradients.base import GradFn, check_first_batch, check_results, value_and_grad
-from spmd.gradients.loss_scale import unscale
 from spmd.gradients.losses import VALUES, LossFn, Sums
-from spmd.gradients.magnitudes import remember
-from spmd.model_api.compress import COMPRESSION
+from spmd.model_api.grad_transform import Carry, wrap_all
 from spmd.model_api.model import PRNG
-from spmd.model_api.precision import LOSS_SCALE
-from spmd.model_api.variables import split_variables
 from spmd.optim.extra_args import extra_args
 from spmd.plan.annotate import check_annotations
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.partition_safe import check_replaced, partition_safe
 from spmd.plan.plan import ShardingPlan
-from spmd.plan.scaled_param import MAGNITUDES
 from spmd.plan.scopes import METRICS, OPTIMIZER
 from spmd.training.batch import place_batch
 from spmd.training.offloaded_update import make_update
@@ -132,9 +127,9 @@ class TrainStep:
         return self.trace(batch).lower()
 
     @functools.cached_property
-    def _scaled_back(self) -> GradFn:
-        """The gradient function of the loss as it is, without the factor of a loss scale."""
-        return unscale(remember(self.grad_fn, self.plan), self.plan.precision.loss_scale)
+    def _transformed(self) -> GradFn:
+        """The gradient function within the transforms of the plan: the gradients of a step."""
+        return wrap_all(self.grad_fn, self.plan.transforms)
 
     @functools.cached_property
     def _jitted(self) -> Any:
@@ -142,9 +137,9 @@ class TrainStep:
         return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, None))
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        gradients, metrics, weight, variables = self._mean_gradients(state, batch, state.params)
+        gradients, metrics, weight, carry = self._mean_gradients(state, batch, state.params)
         params, optimizer_state = self.update(state, batch, gradients, metrics["loss"])
-        after = TrainState(state.step + 1, params, variables, optimizer_state, state.key)
+        after = TrainState(state.step + 1, params, carry.variables, optimizer_state, state.key, carry.transforms)
         with jax.named_scope(METRICS):
             metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
             metrics |= {name: watched(state, after) for name, watched in self.watch.items()}
@@ -162,18 +157,18 @@ class TrainStep:
         with jax.named_scope(OPTIMIZER):
             return make_update(self.plan)(gradients, state.optimizer_state, state.params, **extra)
 
-    def _mean_gradients(self, state: TrainState, batch: Any, params: Any) -> tuple[Any, Metrics, jax.Array, Any]:
-        """Return the gradients of the mean loss at parameters, the means, their weight, and the updated variables."""
+    def _mean_gradients(self, state: TrainState, batch: Any, params: Any) -> tuple[Any, Metrics, jax.Array, Carry]:
+        """Return the gradients of the mean loss at parameters, the means, their weight, and the updated carry."""
         with use_plan(self.plan):
-            returned = self._scaled_back(params, state.variables, batch, state.step_key())
-        gradients, sums, variables = check_results(returned)
+            returned = self._transformed(params, state.carry, batch, state.step_key())
+        gradients, sums, carry = check_results(returned)
         weight = sums.pop("weight")
         divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
         values = sums.pop(VALUES, {})
         means = jax.tree.map(lambda total: total / divisor, sums)
-        return gradients, _with_values(means, values), weight, variables
+        return gradients, _with_values(means, values), weight, carry
 
     def _mean_loss(self, state: TrainState, batch: Any, params: Any) -> jax.Array:
         """Return the mean loss at any parameters, for line searches; its derivative is that of the gradient function.
@@ -214,11 +209,10 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
 
     def evaluate(params: Any, variables: Any, batch: Any, place: jax.Array) -> Sums:
         with use_plan(plan):
-            own, _ = split_variables(variables, LOSS_SCALE, COMPRESSION, MAGNITUDES)
             key = jax.random.key(0, impl=PRNG)
             for part in place:
                 key = jax.random.fold_in(key, part)
-            sums = dict(partition_safe(loss_fn)(params_for_forward(params), own, batch, key)[0])
+            sums = dict(partition_safe(loss_fn)(params_for_forward(params), variables, batch, key)[0])
             sums.pop(VALUES, None)  # of one batch, and an evaluation adds batches up
             return sums
 

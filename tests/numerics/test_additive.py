@@ -104,9 +104,9 @@ def test_a_primitive_of_ones_own_is_declared():
 def test_a_gradient_function_of_ones_own_is_declared():
     """Nothing is known of it, so an exchange refuses it unless it is declared to sum over examples."""
 
-    def own(params, variables, batch, key):
+    def own(params, carry, batch, key):
         (loss, weight), gradients = jax.value_and_grad(total, has_aux=True)(params, batch)
-        return gradients, {"loss": loss, "weight": weight}, variables
+        return gradients, {"loss": loss, "weight": weight}, carry
 
     def total(params, batch):
         sums, _ = loss_of(squares)(params, {}, batch, None)

@@ -103,11 +103,11 @@ def unsteady(grad_fn, mesh, device):
         odd = jax.pure_callback(noise, jax.ShapeDtypeStruct((), jnp.float32), place).astype(jnp.uint32)
         return jax.lax.bitcast_convert_type(bits.at[0].add(odd), x.dtype)
 
-    def wrong(params, variables, batch, key):
-        gradients, sums, variables = grad_fn(params, variables, batch, key)
+    def wrong(params, carry, batch, key):
+        gradients, sums, carry = grad_fn(params, carry, batch, key)
         scale = gradients["norm"]["scale"]
         spoilt = jax.shard_map(spoil, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(scale)
-        return {**gradients, "norm": {"scale": spoilt}}, sums, variables
+        return {**gradients, "norm": {"scale": spoilt}}, sums, carry
 
     return wrong
 

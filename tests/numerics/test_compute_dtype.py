@@ -17,6 +17,7 @@ from spmd.analysis.wide_products import find_wide_products
 from spmd.errors import AnnotationError
 from spmd.jaxpr.equations import equations
 from spmd.jaxpr.promoted import split_products
+from spmd.model_api.grad_transform import Carry
 from spmd.plan.context import use_plan
 from spmd.testing import token_batches
 from tests import tiny
@@ -219,9 +220,10 @@ def test_bf16_equals_a_cast_by_hand(name):
     arguments = params, variables, batch, jax.random.key(1)
 
     def gradients(precision):
-        def under_plan(*arguments):
+        def under_plan(params, variables, batch, key):
             with use_plan(plan_of(model, precision, tiny.mesh())):
-                return spmd.value_and_grad(loss)(*arguments)
+                found, sums, carry = spmd.value_and_grad(loss)(params, Carry(variables), batch, key)
+            return found, sums, carry.variables
 
         return jax.jit(under_plan, compiler_options=EXACT)(*arguments)
 

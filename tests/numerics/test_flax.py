@@ -17,7 +17,6 @@ from spmd import tree
 from spmd.errors import AnnotationError, ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.model_api.precision import LossScale, with_loss_scale
 from spmd.models.llama import Llama
 from spmd.plan import flax
 from spmd.plan.lora import LoRAConfig, with_lora
@@ -185,16 +184,15 @@ def keywords_model(kind: str, **modes: Any) -> spmd.Model:
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_keyword_arguments_reach_the_module(kind: str) -> None:
-    """Those of a mode are given once, others in the call, also through loss scaling and adapters."""
+    """Those of a mode are given once, others in the call, also through adapters."""
     known = keywords_model(kind, **MODES)
     params, x, mask = known.init(jax.random.key(0)), jnp.ones((2, 4)), jnp.arange(8.0).reshape(2, 4)
     plain = known.apply(params, x)
     np.testing.assert_array_equal(known.apply(params, x, mask=mask), plain * mask)
     np.testing.assert_array_equal(known.apply(params, x, deterministic=False), -plain)
-    for wrapped in (known, with_loss_scale(known, LossScale())):
-        variables = wrapped.init_variables(jax.random.key(0))
-        outputs, _ = wrapped.forward(params, variables, jax.random.key(0), x, train=True, mask=mask)
-        np.testing.assert_array_equal(outputs, -plain * mask)
+    variables = known.init_variables(jax.random.key(0))
+    outputs, _ = known.forward(params, variables, jax.random.key(0), x, train=True, mask=mask)
+    np.testing.assert_array_equal(outputs, -plain * mask)
     adapted = with_lora(known, LoRAConfig(targets=("kernel",), rank=1), spmd.Rules([]))
     outputs, _ = adapted.forward(adapted.init(jax.random.key(0)), {"base": params}, None, x, train=False, mask=mask)
     np.testing.assert_array_equal(outputs, plain * mask)

@@ -16,6 +16,7 @@ import spmd
 from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import ConfigError, RuleError
+from spmd.model_api.grad_transform import Carry
 from spmd.plan.plan import make_plan
 from spmd.sharding.from_flax import rules_from_annotations
 from spmd.sharding.rules import Rules, replicate
@@ -135,11 +136,11 @@ def test_dropout_statistics_and_tied_weights_equal_one_device(kind, sizes):
 def test_control_statistics_of_part_of_the_batch_are_caught(kind):
     """Batch statistics of each device's own examples, as in unsynchronised data parallelism, do not pass."""
 
-    def halves(params, variables, batch, key):
+    def halves(params, carry, batch, key):
         first, second = (jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2))
-        grads, sums, _ = grad_fn(kind)(params, variables, first, key)
-        more, others, variables = grad_fn(kind)(params, variables, second, key)
-        return jax.tree.map(jnp.add, grads, more), jax.tree.map(jnp.add, sums, others), variables
+        grads, sums, _ = grad_fn(kind)(params, carry, first, key)
+        more, others, carry = grad_fn(kind)(params, carry, second, key)
+        return jax.tree.map(jnp.add, grads, more), jax.tree.map(jnp.add, sums, others), carry
 
     assert not one_device(kind).compare(plan(kind, data=8), halves).ok
 
@@ -166,12 +167,14 @@ def test_dropout_drops(kind):
     """Two steps from one state on one batch but other keys, or other random state, differ."""
     layout = plan(kind)
     state = init_state(layout)
-    args = (state.params, state.variables, jax.tree.map(jnp.asarray, BATCHES[0]))
+    args = (state.params, state.carry, jax.tree.map(jnp.asarray, BATCHES[0]))
     run = jax.jit(grad_fn(kind))
     (_, first, after), (_, second, _) = run(*args, jax.random.key(0)), run(*args, jax.random.key(1))
     if kind == "nnx":
         assert float(first["loss"]) == float(second["loss"]), "an NNX module draws from its own state"
-        second = run(args[0], {**args[1], "dropout": after["dropout"]}, args[2], jax.random.key(0))[1]
+        second = run(
+            args[0], Carry({**state.variables, "dropout": after.variables["dropout"]}), args[2], jax.random.key(0)
+        )[1]
     assert float(first["loss"]) != float(second["loss"])
 
 

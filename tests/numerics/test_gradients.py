@@ -10,6 +10,7 @@ import pytest
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.model_api.grad_transform import Carry
 from tests.rounding import assert_close, noise_of
 
 pytestmark = pytest.mark.compat
@@ -47,14 +48,14 @@ def whole(name):
     """Gradients and sums of a batch at once, and what float32 loses of them."""
 
     def compute(params):
-        return value_and_grad(quadratic)(params, {}, BATCHES[name], KEY)[:2]
+        return value_and_grad(quadratic)(params, Carry(), BATCHES[name], KEY)[:2]
 
     return compute(PARAMS), noise_of(compute, PARAMS)
 
 
 def test_value_and_grad_returns_the_gradient_of_the_sum_and_the_sums():
     """Nothing is divided: that is the step's one division."""
-    grads, sums, _ = value_and_grad(quadratic)(PARAMS, {}, X, KEY)
+    grads, sums, _ = value_and_grad(quadratic)(PARAMS, Carry(), X, KEY)
     expected = jax.grad(lambda p: quadratic(p, {}, X, KEY)[0]["loss"])(PARAMS)
     jax.tree.map(np.testing.assert_array_equal, grads, expected)
     jax.tree.map(np.testing.assert_array_equal, sums, quadratic(PARAMS, {}, X, KEY)[0])
@@ -64,7 +65,7 @@ def test_value_and_grad_returns_the_gradient_of_the_sum_and_the_sums():
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 12])
 def test_accumulation_equals_the_whole_batch(batch, microbatches):
     """For any tree of arrays, gradients and every sum are those of the whole batch."""
-    grads, sums, _ = jax.jit(accumulate(value_and_grad(quadratic), microbatches))(PARAMS, {}, BATCHES[batch], KEY)
+    grads, sums, _ = jax.jit(accumulate(value_and_grad(quadratic), microbatches))(PARAMS, Carry(), BATCHES[batch], KEY)
     assert jax.tree.structure(grads) == jax.tree.structure(PARAMS)
     assert_close((grads, sums), *whole(batch))
     assert sums["examples"] == 12
@@ -73,7 +74,7 @@ def test_accumulation_equals_the_whole_batch(batch, microbatches):
 
 def test_accumulation_composes_with_itself():
     """A GradFn in, a GradFn out: 2 × 3 microbatches are the whole batch too."""
-    nested = accumulate(accumulate(value_and_grad(quadratic), 3), 2)(PARAMS, {}, X, KEY)
+    nested = accumulate(accumulate(value_and_grad(quadratic), 3), 2)(PARAMS, Carry(), X, KEY)
     assert_close(nested[:2], *whole("an array"))
 
 
@@ -93,7 +94,7 @@ def test_a_microbatch_takes_every_kth_example(microbatches):
         return {"loss": w * x.sum() ** 2, "weight": jnp.float32(x.size)}
 
     grad_fn = accumulate(value_and_grad(square_of_sum), microbatches, per_microbatch=True)
-    grads, sums, _ = grad_fn(jnp.float32(1), {}, x, KEY)
+    grads, sums, _ = grad_fn(jnp.float32(1), Carry(), x, KEY)
     parts = [x[i::microbatches].sum() ** 2 for i in range(microbatches)]
     assert float(grads) == float(sums["loss"]) == sum(parts)
     assert sum(parts) != sum(part.sum() ** 2 for part in np.split(x, microbatches))
@@ -109,13 +110,13 @@ def test_every_microbatch_has_a_key_of_its_own():
 
     microbatches = 4
     grad_fn = accumulate(value_and_grad(draws), microbatches, per_microbatch=True)
-    grads, sums, _ = grad_fn(jnp.float32(1), {}, X, KEY)
+    grads, sums, _ = grad_fn(jnp.float32(1), Carry(), X, KEY)
     total = float(sums["loss"])
     assert float(grads) == pytest.approx(total)
     # By Cauchy and Schwarz the two sides are equal where all draws are, and only there.
     assert float(sums["squares"]) > 1.05 * total**2 / microbatches
-    again = grad_fn(jnp.float32(1), {}, X, KEY)[1]
-    other = grad_fn(jnp.float32(1), {}, X, jax.random.key(1))[1]
+    again = grad_fn(jnp.float32(1), Carry(), X, KEY)[1]
+    other = grad_fn(jnp.float32(1), Carry(), X, jax.random.key(1))[1]
     assert float(again["loss"]) == total != float(other["loss"])
 
 
@@ -127,7 +128,7 @@ def test_gradients_keep_their_dtypes():
     def loss_fn(params, x, key):
         return {"loss": (x @ (params["a"] + params["b"].astype(jnp.float32))).sum(), "weight": jnp.float32(x.size)}
 
-    grads, sums, _ = accumulate(value_and_grad(loss_fn), 3)(params, {}, X, KEY)
+    grads, sums, _ = accumulate(value_and_grad(loss_fn), 3)(params, Carry(), X, KEY)
     assert {name: leaf.dtype for name, leaf in grads.items()} == {"a": jnp.float32, "b": jnp.bfloat16}
     assert sums["loss"].dtype == jnp.float32
 
@@ -142,7 +143,7 @@ def test_memory_of_activations_shrinks_with_microbatches():
         return {"loss": wide.sum(), "weight": jnp.float32(x.size)}
 
     def shapes(grad_fn):
-        return str(jax.make_jaxpr(grad_fn)(jnp.ones(width), {}, X, KEY))
+        return str(jax.make_jaxpr(grad_fn)(jnp.ones(width), Carry(), X, KEY))
 
     assert "f32[12,3,64]" in shapes(value_and_grad(loss_fn))
     accumulated = shapes(accumulate(value_and_grad(loss_fn), 4))
@@ -162,4 +163,4 @@ def test_memory_of_activations_shrinks_with_microbatches():
 def test_a_batch_that_cannot_be_cut_is_an_error(microbatches, batch, complaint):
     """With the arithmetic, whichever leaf it is."""
     with pytest.raises(ConfigError, match=complaint):
-        accumulate(value_and_grad(quadratic), microbatches)(PARAMS, {}, batch, KEY)
+        accumulate(value_and_grad(quadratic), microbatches)(PARAMS, Carry(), batch, KEY)

@@ -13,12 +13,14 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
+from spmd.gradients.bad_steps import KeepCarry
 from spmd.gradients.base import value_and_grad
-from spmd.gradients.loss_scale import keep_variables, unscale
+from spmd.model_api.grad_transform import Carry
+from spmd.model_api.loss_scale import LossScale
 from spmd.model_api.model import Model
-from spmd.model_api.precision import LOSS_SCALE, POLICIES, LossScale, Precision, with_loss_scale
-from spmd.model_api.variables import split_variables
+from spmd.model_api.precision import POLICIES, Precision
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
+from spmd.plan.context import override, use_plan
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh
 from spmd.sharding.rules import Rules
@@ -30,7 +32,7 @@ BAD, GOOD = False, True
 
 def trajectory(scaling, finite):
     """The scale after each step."""
-    scales, state = [], scaling.init()
+    scales, state = [], scaling.start()
     for flag in finite:
         state = scaling.after(state, jnp.array(flag))
         scales.append(float(state["scale"]))
@@ -92,7 +94,7 @@ def test_the_scale_moves_as_deepspeeds(window):
 
 def test_a_state_of_before_goes_on():
     """The state has the names it always had, so that checkpoints of before this rule are restored."""
-    assert {name: float(x) for name, x in LossScale(initial=16, growth_interval=2).init().items()} == {
+    assert {name: float(x) for name, x in LossScale(initial=16, growth_interval=2).start().items()} == {
         "scale": 16,
         "good_steps": 0,
         "hysteresis": 2,
@@ -178,18 +180,19 @@ def test_scaling_changes_no_number_that_fits(microbatches):
         (scaled.variables["mean"], plain.variables["mean"]),
     ):  # equal but for the order in which the compiler fuses arithmetic
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, theirs)
-    assert float(scaled.variables[LOSS_SCALE]["scale"]) == 16.0  # grew after 3 and 5 steps, not with each microbatch
+    assert float(scaled.transforms["loss_scale"]["scale"]) == 16.0  # grew after 3 and 5 steps, not with each microbatch
 
 
 def test_gradients_inside_are_scaled():
     """What is differentiated is the scaled loss, and what is reported is not: the control of the test above."""
-    params, variables = {"kernel": jnp.eye(WIDTH)}, {"mean": jnp.zeros(WIDTH)}
+    params, carry = {"kernel": jnp.eye(WIDTH)}, Carry({"mean": jnp.zeros(WIDTH)}, {"loss_scale": SCALING.start()})
     key = jax.random.key(0)
-    plain, sums, _ = GRAD_FN(params, variables, batch(0), key)
-    inside, scaled_sums, after = GRAD_FN(params, {**variables, LOSS_SCALE: SCALING.init()}, batch(0), key)
+    plain, sums, _ = GRAD_FN(params, carry, batch(0), key)
+    with use_plan(plan()):
+        inside, scaled_sums, after = GRAD_FN(params, carry, batch(0), key)
     np.testing.assert_array_equal(inside["kernel"], 4 * plain["kernel"])
     assert float(sums["loss"]) == float(scaled_sums["loss"])
-    assert sorted(after) == [LOSS_SCALE, "mean"]
+    assert (after.variables.keys(), after.transforms.keys()) == ({"mean"}, {"loss_scale"})
 
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 4, "tensor": 2}, {"data": 8}], ids=str)
@@ -205,7 +208,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(sizes, microbatches
     jax.tree.map(np.testing.assert_array_equal, before.params, skipped.params)
     jax.tree.map(np.testing.assert_array_equal, before.optimizer_state.inner, skipped.optimizer_state.inner)
     np.testing.assert_array_equal(before.variables["mean"], skipped.variables["mean"])
-    assert float(skipped.variables[LOSS_SCALE]["scale"]) == 2.0
+    assert float(skipped.transforms["loss_scale"]["scale"]) == 2.0
     after, _ = train(layout, [batch(0), batch(1, spoilt=True), batch(2)], grad_fn)
     assert np.isfinite(after.variables["mean"]).all()
     assert not np.array_equal(before.params["kernel"], after.params["kernel"])
@@ -214,20 +217,20 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(sizes, microbatches
 def test_every_device_holds_the_same_scale():
     """It is whole everywhere, and the plan says why."""
     layout = plan(fsdp=4, tensor=2)
-    lines = [str(leaf) for leaf in layout.variables if leaf.path.startswith(LOSS_SCALE)]
+    lines = [str(leaf) for leaf in layout.transform_states if leaf.path.startswith("loss_scale")]
     assert len(lines) == 3
     assert all("every device scales by the same number" in line for line in lines)
     step = make_train_step(layout, grad_fn=GRAD_FN)
     one = spmd.place_batch(layout, batch(0, spoilt=True))
     state, _ = step(init_state(layout), one)
-    held = {float(shard.data) for shard in state.variables[LOSS_SCALE]["scale"].addressable_shards}
+    held = {float(shard.data) for shard in state.transforms["loss_scale"]["scale"].addressable_shards}
     assert held == {2.0}
 
 
 def test_statistics_survive_a_skipped_step_without_scaling():
-    """`keep_variables` is to variables what `skip_bad_updates` is to parameters; without it they are lost for good."""
+    """`KeepCarry` is to variables what `skip_bad_updates` is to parameters; without it they are lost for good."""
     layout = plan(POLICIES["float32"], skip_bad_updates(OPTIMIZER))
-    kept, _ = train(layout, [batch(0), batch(1, spoilt=True)], keep_variables(GRAD_FN))
+    kept, _ = train(layout.with_transforms(KeepCarry()), [batch(0), batch(1, spoilt=True)])
     assert np.isfinite(kept.variables["mean"]).all()
     assert int(skipped_steps(kept.optimizer_state)) == 1
     lost, _ = train(layout, [batch(0), batch(1, spoilt=True)])
@@ -242,10 +245,7 @@ def test_evaluation_and_the_model_do_not_mind_the_scale():
     assert np.isfinite(float(sums["loss"]))
     outputs, after = layout.model.forward(state.params, state.variables, None, batch(0)["x"], train=True)
     assert outputs.shape == (8, WIDTH)
-    assert sorted(after) == [LOSS_SCALE, "mean"]
-    assert with_loss_scale(MODEL, None) is MODEL
-    assert unscale(GRAD_FN, None) is GRAD_FN
-    assert split_variables({}, LOSS_SCALE) == ({}, {})
+    assert sorted(after) == ["mean"]
 
 
 def test_float16_gradients_vanish_without_a_scale():
@@ -257,10 +257,10 @@ def test_float16_gradients_vanish_without_a_scale():
 
     args = ({"w": jnp.ones(4)}, {"x": jnp.ones(4)}, jax.random.key(0))
     scaling = LossScale(initial=2.0**15)
-    gradients = [
-        unscale(value_and_grad(small), scaling if variables else None)(args[0], variables, *args[1:])[0]["w"]
-        for variables in ({}, {LOSS_SCALE: scaling.init()})
-    ]
+    grad_fn, carry = value_and_grad(small), Carry({}, {"loss_scale": scaling.start()})
+    gradients = [grad_fn(args[0], carry, *args[1:])[0]["w"]]
+    with override(transforms=(scaling,)):
+        gradients.append(scaling.wrap(grad_fn)(args[0], carry, *args[1:])[0]["w"])
     assert float(jnp.abs(gradients[0]).max()) == 0.0
     np.testing.assert_allclose(gradients[1], 1e-9, rtol=1e-3)
 

@@ -20,6 +20,7 @@ from spmd.gradients.losses import cross_entropy, next_token_loss
 from spmd.jaxpr.equations import equations
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import Model, Outputs
 from spmd.models.mixtral import DEEPSEEK_V3, GSHARD, PRESETS, SWITCH, MixtralConfig
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
@@ -207,7 +208,7 @@ def test_auxiliary_losses_add_up_over_microbatches():
     }
     for weights, expected in ((batch["weights"], 1 * 2 + 3 * 1), (np.array([[1, 1], [0, 0]], np.float32), 1 * 2)):
         grad_fn = accumulate(value_and_grad(next_token_loss(aux)), 2)
-        gradients, sums, _ = grad_fn({"w": jnp.ones(())}, {}, {**batch, "weights": weights}, jax.random.key(0))
+        gradients, sums, _ = grad_fn({"w": jnp.ones(())}, Carry(), {**batch, "weights": weights}, jax.random.key(0))
         assert float(sums["aux"]) == pytest.approx(expected)
         assert float(gradients["w"]) == pytest.approx(expected)
 

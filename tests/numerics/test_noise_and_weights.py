@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import Model
 from spmd.plan.flax import from_nnx
 from spmd.sharding.rules import Rules, replicate
@@ -160,7 +161,7 @@ def test_a_weight_that_is_trained_is_refused(name):
         trace(weighted(WEIGHTS[name]))
     assert "jax.lax.stop_gradient(weight)" in caught.value.problems[0].fix
     with pytest.raises(ConfigError, match=words):
-        value_and_grad(weighted(WEIGHTS[name]))({"kernel": jnp.ones((8, 8))}, {}, BATCH, jax.random.key(0))
+        value_and_grad(weighted(WEIGHTS[name]))({"kernel": jnp.ones((8, 8))}, Carry(), BATCH, jax.random.key(0))
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
@@ -178,7 +179,7 @@ def test_names_of_many_parameters():
         return {"loss": total + params["a"].sum(), "weight": total}, variables
 
     with pytest.raises(ConfigError, match="changes with the parameters b, c, d and others"):
-        value_and_grad(loss_fn)(params, {}, BATCH, jax.random.key(0))
+        value_and_grad(loss_fn)(params, Carry(), BATCH, jax.random.key(0))
 
 
 def test_the_way_out_has_the_gradient_of_the_mean():
@@ -191,7 +192,7 @@ def test_the_way_out_has_the_gradient_of_the_mean():
         return {"loss": mean(params, batch), "weight": jnp.float32(1)}, variables
 
     params = {"kernel": jnp.eye(8) * 0.1}
-    gradients, _, _ = jax.jit(value_and_grad(loss_fn))(params, {}, BATCH, jax.random.key(0))
+    gradients, _, _ = jax.jit(value_and_grad(loss_fn))(params, Carry(), BATCH, jax.random.key(0))
     np.testing.assert_allclose(gradients["kernel"], jax.grad(mean)(params, BATCH)["kernel"], rtol=1e-5)
 
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.gradients.base import value_and_grad
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import Model
 from spmd.plan import partition_safe
 from spmd.plan.context import current, use_plan
@@ -50,9 +51,9 @@ def on_mesh(model, rules, loss_fn, batch, options=(), **sizes):
     params, variables, key = make_inputs(model)
     grad_fn = value_and_grad(loss_fn)
 
-    def run(*arguments):
+    def run(params, variables, batch, key):
         with use_plan(plan):
-            gradients, sums, _ = grad_fn(*arguments)
+            gradients, sums, _ = grad_fn(params, Carry(variables), batch, key)
         return sums["loss"], gradients
 
     shardings = jax.tree.map(lambda x: x.sharding, (plan.abstract_params, plan.abstract_variables))

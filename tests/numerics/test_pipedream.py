@@ -18,7 +18,7 @@ from spmd.gradients.losses import next_token_loss
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.pipeline.grad_fn import pipelined
-from spmd.pipeline.pipedream import IN_FLIGHT, pipedream, with_in_flight
+from spmd.pipeline.pipedream import InFlight, pipedream
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.context import use_plan
@@ -55,7 +55,7 @@ def layout(stages, microbatches=MICROBATCHES, lora=None, **axes):
     model, rules, loss_fn = trained(lora)
     plan = make_plan(tiny.mesh(pipe=stages, **axes), rules, model, OPTIMIZER)
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCHES[0].items()}
-    plan = make_plan(plan.mesh, rules, with_in_flight(model, plan, loss_fn, batch, table), OPTIMIZER)
+    plan = plan.with_transforms(InFlight.of(loss_fn, table, batch))
     return plan, make_train_step(plan, grad_fn=pipedream(loss_fn, table))
 
 
@@ -73,7 +73,7 @@ def one_device(lora):
     @jax.jit
     def gradients(params, batch):
         with use_plan(plan):
-            found, sums, _ = grad_fn(params, state.variables, batch, jax.random.key(0))
+            found, sums, _ = grad_fn(params, state.carry, batch, jax.random.key(0))
         return jax.tree.map(lambda g: g / sums["weight"], found), sums["loss"] / sums["weight"]
 
     return state, gradients
@@ -142,7 +142,7 @@ def test_adapters_are_one_update_behind_too():
     found = trained_in_a_pipeline(plan, step)
     assert_close(found, delayed(1, lora), lost(lora))
     assert difference(found[-1][1], delayed(0, lora)[-1][1]) > 1e-3, "the control: without delay"
-    assert not any("base" in leaf.path for leaf in plan.variables if leaf.path.startswith(IN_FLIGHT))
+    assert not any("base" in leaf.path for leaf in plan.transform_states if leaf.path.startswith(InFlight.name))
 
 
 def test_what_is_under_way_is_saved_and_restored(tmp_path):
@@ -155,7 +155,7 @@ def test_what_is_under_way_is_saved_and_restored(tmp_path):
         checkpoints.save(2, state, {"seed": 0})
         checkpoints.wait()
         restored, _ = checkpoints.restore(None, abstract_state(plan))
-    assert np.abs(jax.device_get(restored.variables[IN_FLIGHT]["stages"]["inputs"]["0"])).max() > 0
+    assert np.abs(jax.device_get(restored.transforms[InFlight.name]["stages"]["inputs"]["0"])).max() > 0
     for batch in BATCHES[2:]:
         state, _ = step(state, placed(plan, batch))
         restored, _ = step(restored, placed(plan, batch))
@@ -166,11 +166,11 @@ def test_what_is_under_way_is_saved_and_restored(tmp_path):
 def test_the_layout_of_what_is_under_way():
     """Each stage has its own inputs; the weights that are kept lie as the parameters do."""
     plan, _ = layout(2)
-    specs = {leaf.path: leaf.spec for leaf in plan.variables}
+    specs = {leaf.path: leaf.spec for leaf in plan.transform_states}
     for leaf in plan.params:
-        assert specs[f"{IN_FLIGHT}/params/{leaf.path}"] == leaf.spec
-    assert specs[f"{IN_FLIGHT}/stages/inputs/0"][0] == "pipe"
-    assert specs[f"{IN_FLIGHT}/stages/of_others/embed/embedding"][0] == "pipe"
+        assert specs[f"{InFlight.name}/params/{leaf.path}"] == leaf.spec
+    assert specs[f"{InFlight.name}/stages/inputs/0"][0] == "pipe"
+    assert specs[f"{InFlight.name}/stages/of_others/embed/embedding"][0] == "pipe"
 
 
 def setup(**fields) -> TrainSetup:

@@ -127,6 +127,7 @@ from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.training.step import make_train_step
 from spmd.testing import token_batches
+from spmd.model_api.grad_transform import Carry
 from tests import tiny
 config = tiny.replaced(layers=4)
 grad_fn = pipeline(tiny.loss_fn(config), tabulate(make_schedule(*json.loads(sys.argv[1]))))
@@ -172,7 +173,7 @@ class Toy:
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
             with use_plan(plan):
-                return grad_fn(params, {}, batch, key)[:2]
+                return grad_fn(params, Carry(), batch, key)[:2]
 
         x = np.arange(table.microbatches, dtype=np.float32)[:, None] * np.ones(WIDTH, np.float32)
         arguments = init_state(plan, seed=0).params, jax.device_put({"x": x}), jax.random.key(0)

@@ -23,20 +23,15 @@ from spmd.checkpoint.tree import OptionalState
 from spmd.errors import CheckpointError, ConfigError
 from spmd.gradients import powersgd
 from spmd.gradients.base import value_and_grad
-from spmd.gradients.compression_state import (
-    PowerSGD,
-    adapt_compression,
-    compressed_bytes,
-    stored_compression,
-    with_compression,
-)
 from spmd.gradients.exchange import exchange_once
-from spmd.gradients.powersgd import Replicas, compress
+from spmd.gradients.powersgd import PowerSGD, Replicas
+from spmd.gradients.powersgd_matrices import compressed_bytes
+from spmd.training.state import as_stored, from_stored
 from spmd.training.step import TrainStep
 from tests import tiny
 
 LAYERS, N, M, EXAMPLES = 2, 16, 12, 16
-OPTIONAL = [OptionalState("variables/compression", stored_compression, adapt_compression)]
+OPTIONAL = [OptionalState("variables/compression", PowerSGD(2).targets, PowerSGD(2).adapt)]
 RULES = spmd.Rules(params=[("kernel", P("fsdp")), ("bias", spmd.replicate("twelve numbers"))], stacked={"layers": None})
 SGD = optax.sgd(0.1)
 NEAR = 1e-5
@@ -63,9 +58,8 @@ def step(rank: int, rate: float = 2.0, slices: int = 1, data: int = 4) -> TrainS
     grad_fn = value_and_grad(loss_fn)
     if not rank:
         return spmd.make_train_step(plain, grad_fn=exchange_once(grad_fn, ("data",)), keep_gradients=True)
-    chosen = PowerSGD(rank, slices, rate)
-    plan = spmd.make_plan(mesh, RULES, with_compression(MODEL, plain, chosen), SGD)
-    return spmd.make_train_step(plan, grad_fn=compress(grad_fn, chosen), keep_gradients=True)
+    plan = plain.with_transforms(PowerSGD(rank, slices, rate))
+    return spmd.make_train_step(plan, grad_fn=grad_fn, keep_gradients=True)
 
 
 def batch(seed: int, rank: int = EXAMPLES) -> dict[str, np.ndarray]:
@@ -89,7 +83,7 @@ def applied(metrics: Any) -> np.ndarray:
 
 
 def error(state: Any) -> np.ndarray:
-    return np.asarray(state.variables["compression"]["error"]["layers"]["kernel"], np.float64)
+    return np.asarray(state.transforms["compression"]["error"]["layers"]["kernel"], np.float64)
 
 
 def distance(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -126,9 +120,9 @@ def test_the_control_loses_something() -> None:
     """Without the errors of the step before, the sums differ."""
     made, batches = step(2), [batch(seed) for seed in range(2)]
     state, first = run(made, batches[:1])
-    variables = jax.tree.map(lambda x: x, state.variables)
-    variables["compression"]["error"] = jax.tree.map(jnp.zeros_like, variables["compression"]["error"])
-    state, second = run(made, batches[1:], dataclasses.replace(state, variables=variables))
+    transforms = jax.tree.map(lambda x: x, state.transforms)
+    transforms["compression"]["error"] = jax.tree.map(jnp.zeros_like, transforms["compression"]["error"])
+    state, second = run(made, batches[1:], dataclasses.replace(state, transforms=transforms))
     found = sum(first) + sum(second) + error(state).mean(axis=0)
     assert distance(found, sum(map(mean_gradient, batches))) > 0.1
 
@@ -145,7 +139,7 @@ def test_full_rank_is_the_plain_exchange(rank: int, is_exact: bool) -> None:
 def differing_replicas(state: Any) -> set[str]:
     """Paths of arrays of which two devices hold other bits of one part."""
     found = set()
-    for path, array in tree.flatten({"params": state.params, "q": state.variables["compression"]["q"]}).items():
+    for path, array in tree.flatten({"params": state.params, "q": state.transforms["compression"]["q"]}).items():
         parts: dict[str, set[bytes]] = {}
         for shard in array.addressable_shards:
             parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
@@ -167,20 +161,28 @@ def test_a_zero_gradient_does_not_end_it() -> None:
     nothing = {name: np.zeros_like(x) for name, x in batch(0).items()}
     state, (zero,) = run(step(2), [nothing])
     assert not zero.any()
-    assert not np.asarray(state.variables["compression"]["q"]["layers"]["kernel"]).any()
+    assert not np.asarray(state.transforms["compression"]["q"]["layers"]["kernel"]).any()
     _, (found,) = run(step(2), [batch(1, 2)], state)
     assert distance(found, mean_gradient(batch(1, 2))) < NEAR
 
 
 def abstract(state: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    """The state as checkpoints have it, abstract."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), as_stored(state))
 
 
 def saved(folder: Path, state: Any) -> CheckpointManager:
     manager = CheckpointManager(folder)
-    manager.save(int(state.step), state, {})
+    manager.save(int(state.step), as_stored(state), {})
     manager.wait()
     return manager
+
+
+def opened(manager: CheckpointManager, wanted: Any) -> Any:
+    """The state in a checkpoint, for a plan with or without compression."""
+    stored, _ = manager.restore(None, wanted, optional=OPTIONAL)
+    has_state = "compression" in stored.variables
+    return from_stored(stored, step(2).plan if has_state else step(0).plan)
 
 
 def bits(state: Any) -> dict[str, bytes]:
@@ -192,8 +194,8 @@ def test_a_checkpoint_resumes_bitwise(tmp_path: Path) -> None:
     made, last = step(2), batch(2)
     state, _ = run(made, [batch(0), batch(1)])
     with saved(tmp_path, state) as manager:
-        again, _ = manager.restore(None, abstract(state), optional=OPTIONAL)
-    fresh = jax.tree.map(jnp.copy, dataclasses.replace(again, variables=spmd.init_state(made.plan).variables))
+        again = opened(manager, abstract(state))
+    fresh = jax.tree.map(jnp.copy, dataclasses.replace(again, transforms=spmd.init_state(made.plan).transforms))
     went_on, resumed, differs = (bits(run(made, [last], each)[0]) for each in (state, again, fresh))
     assert resumed == went_on
     assert differs != went_on
@@ -208,15 +210,15 @@ def test_fewer_replicas_keep_the_mean_of_the_errors(tmp_path: Path) -> None:
     with saved(tmp_path / "many", state) as manager:
         with pytest.raises(CheckpointError, match=r"compression/error/layers/kernel: shape differs"):  # the control
             manager.restore(None, wanted)
-        fewer, _ = manager.restore(None, wanted, optional=OPTIONAL)
+        fewer = opened(manager, wanted)
     assert error(fewer).shape[0] == 2
     assert distance(error(fewer).mean(axis=0), error(state).mean(axis=0)) < 1e-6
-    assert bits(fewer.variables["compression"]["q"]) == bits(state.variables["compression"]["q"])
+    assert bits(fewer.transforms["compression"]["q"]) == bits(state.transforms["compression"]["q"])
     fewer, more = run(few, batches[2:], fewer)
     total = sum(map(mean_gradient, batches))
     assert distance(sum(found) + sum(more) + error(fewer).mean(axis=0), total) < NEAR
     with saved(tmp_path / "few", fewer) as manager:
-        again, _ = manager.restore(None, abstract(state), optional=OPTIONAL)
+        again = opened(manager, abstract(state))
     assert error(again).shape[0] == 4
     assert distance(error(again).mean(axis=0), error(fewer).mean(axis=0)) < 1e-6
 
@@ -225,14 +227,14 @@ def test_checkpoints_open_with_and_without_compression(tmp_path: Path) -> None:
     """A plain one gives a fresh state; of one with a state, a plain run takes the rest."""
     compressed, plain = (run(step(rank), [batch(0)])[0] for rank in (2, 0))
     with saved(tmp_path / "plain", plain) as manager:
-        opened, _ = manager.restore(None, abstract(compressed), optional=OPTIONAL)
-    assert bits(opened.variables) == bits(spmd.init_state(step(2).plan).variables)
-    assert bits(opened.params) == bits(plain.params)
+        found = opened(manager, abstract(compressed))
+    assert bits(found.transforms) == bits(spmd.init_state(step(2).plan).transforms)
+    assert bits(found.params) == bits(plain.params)
     with saved(tmp_path / "compressed", compressed) as manager:
-        opened, _ = manager.restore(None, abstract(plain), optional=OPTIONAL)
+        found = opened(manager, abstract(plain))
         with pytest.raises(CheckpointError, match="extra: the checkpoint has it"):  # the control
             manager.restore(None, abstract(plain))
-    assert bits(opened.params) == bits(compressed.params)
+    assert bits(found.params) == bits(compressed.params)
 
 
 def sent(made: TrainStep, slices: dict[str, int] | None = None) -> list[Any]:
@@ -263,7 +265,7 @@ def test_a_loss_scale_is_refused() -> None:
     """It changes between steps, and with it what the errors are of."""
     plan = spmd.make_plan(tiny.mesh(data=2), RULES, MODEL, SGD, precision="fp16")
     with pytest.raises(ConfigError, match="precision: is fp16, with a loss scale"):
-        with_compression(MODEL, plan, PowerSGD(2))
+        plan.with_transforms(PowerSGD(2))
 
 
 @pytest.mark.parametrize("rank", [1, 5])

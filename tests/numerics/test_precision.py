@@ -15,7 +15,8 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.model_api.precision import POLICIES, LossScale, Precision, make_precision
+from spmd.model_api.loss_scale import LossScale
+from spmd.model_api.precision import POLICIES, Precision, make_precision
 from spmd.optim.master_weights import MasterState, RoundedState, wrap_optimizer_for_precision
 from spmd.optim.stochastic_rounding import round_stochastically
 from spmd.plan.context import use_plan

@@ -13,11 +13,12 @@ from spmd import tree
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.gradients.magnitudes import adapt_magnitudes, remember, stored_magnitudes, with_magnitudes
+from spmd.gradients.magnitudes import MagnitudeHistory
 from spmd.jaxpr.equations import equations
 from spmd.layers.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from spmd.layers.quantized_matmul import magnitude, power_of_two, quantize, quantized_einsum
 from spmd.model_api.compress import CompressConfig
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.quantize import RECIPES
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL
@@ -25,10 +26,10 @@ from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.plan.manual import manual_over
 from spmd.plan.plan import make_plan
-from spmd.plan.scaled_param import ASSUMED, MAGNITUDES
+from spmd.plan.scaled_param import ASSUMED
 from spmd.sharding.mesh import make_mesh
 from spmd.testing import token_batches
-from spmd.training.state import init_state
+from spmd.training.state import as_stored, init_state
 from spmd.training.step import make_train_step
 from tests import tiny
 
@@ -121,10 +122,7 @@ def test_one_scale_is_of_all_devices():
 def plan(quantize, config=CONFIG, options=(), **sizes):
     rules, mesh = tiny.LLAMA_TIED if config.tied else tiny.LLAMA, tiny.mesh(**sizes)
     made = make_plan(mesh, rules, tiny.model(config), tiny.OPTIMIZER, quantize=quantize, **dict(options))
-    if "delayed" in quantize:
-        model = with_magnitudes(made.model, made)
-        made = make_plan(mesh, rules, model, tiny.OPTIMIZER, quantize=quantize, **dict(options))
-    return made
+    return made.with_transforms(MagnitudeHistory()) if "delayed" in quantize else made
 
 
 @functools.cache
@@ -188,7 +186,7 @@ def test_codes_are_gathered_straight_into_the_matmul():
 
 
 def seen(state, path="layers/mlp/up_proj/kernel"):
-    return np.asarray(tree.flatten(state.variables)[f"{MAGNITUDES}/{path}/history"])
+    return np.asarray(tree.flatten(state.transforms)[f"magnitudes/{path}/history"])
 
 
 @pytest.mark.soak
@@ -202,16 +200,16 @@ def test_a_step_remembers_the_largest_of_its_microbatches():
     np.testing.assert_array_equal(history[:, 1, 1], kernel.max(axis=(1, 2)))
     for options in ({"data": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 2}):
         np.testing.assert_allclose(seen(steps("fp8-delayed", **options)[1])[..., 0], history[..., 1], rtol=1e-4)
-    flat = tree.flatten(state.variables)
+    flat = tree.flatten(state.transforms)
     assert not any(np.asarray(x).any() for path, x in flat.items() if path.endswith("/now"))
 
 
 def test_what_is_no_magnitude_is_forgotten():
     """The last finite one stays: one bad batch does not stop a run for sixteen steps."""
-    made = plan("fp8-delayed")
     state = {"k": {"history": jnp.ones((2, 3, 16)) * 2, "now": jnp.full((2, 3), jnp.nan).at[0].set(5.0)}}
-    grad_fn = remember(lambda params, variables, batch, key: ((), {}, {**variables, MAGNITUDES: state}), made)
-    after = grad_fn((), {}, (), jax.random.key(0))[2][MAGNITUDES]["k"]
+    history = MagnitudeHistory()
+    grad_fn = history.wrap(lambda params, carry, batch, key: ((), {}, carry.with_state(history.name, state)))
+    after = grad_fn((), Carry(), (), jax.random.key(0))[2].transforms[history.name]["k"]
     assert np.asarray(after["history"])[:, 0, 0].tolist() == [5, 2]
     assert not np.asarray(after["now"]).any()
 
@@ -219,14 +217,14 @@ def test_what_is_no_magnitude_is_forgotten():
 @pytest.mark.soak
 def test_checkpoints_are_those_of_runs_without_recipes():
     """Histories are restored where a checkpoint has them, and assumed where it does not."""
-    state = steps("fp8-delayed")[1]
-    stored = tree.flatten({"variables": state.variables})
-    assert stored_magnitudes(stored, stored) == stored
-    assert stored_magnitudes({}, stored) == {}
-    found = adapt_magnitudes({}, stored)
-    path = f"variables/{MAGNITUDES}/layers/mlp/up_proj/kernel/history"
+    state, history = steps("fp8-delayed")[1], MagnitudeHistory()
+    stored = tree.flatten({"variables": as_stored(state).variables})
+    assert history.targets(stored, stored) == stored
+    assert history.targets({}, stored) == {}
+    found = history.adapt({}, stored)
+    path = f"variables/{history.name}/layers/mlp/up_proj/kernel/history"
     assert np.asarray(found[path])[0, :, 0].tolist() == [*ASSUMED.values()]
-    assert adapt_magnitudes(stored, stored) == stored
+    assert history.adapt(stored, stored) == stored
     plain, recipe = (set(tree.flatten(steps(name)[1].params)) for name in ("", "fp8-delayed"))
     assert plain == recipe
 

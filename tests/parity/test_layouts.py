@@ -61,16 +61,16 @@ def test_control_a_wrong_reduction_is_caught(name, bug):
 def _mean_of_means(grad_fn):
     """Each half of the batch is averaged by itself: right without padding, wrong with it."""
 
-    def wrong(params, variables, batch, key):
+    def wrong(params, carry, batch, key):
         halves = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]
-        parts = [grad_fn(params, variables, half, key) for half in halves]
+        parts = [grad_fn(params, carry, half, key) for half in halves]
         weight = sum(sums["weight"] for _, sums, _ in parts)
         means = [
             jax.tree.map(lambda x, s=sums: x / s["weight"] * weight / 2, (grads, {**sums, "weight": sums["weight"]}))
             for grads, sums, _ in parts
         ]
         grads, sums = jax.tree.map(jnp.add, *means)
-        return grads, {**sums, "weight": weight}, variables
+        return grads, {**sums, "weight": weight}, carry
 
     return wrong
 

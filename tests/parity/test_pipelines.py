@@ -16,7 +16,7 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.model_api.model import Model
-from spmd.model_api.precision import make_precision, with_loss_scale
+from spmd.model_api.precision import make_precision
 from spmd.models import llama
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
@@ -187,7 +187,7 @@ def test_loss_scaling():
     precision = make_precision("fp16")
     precision = dataclasses.replace(precision, loss_scale=dataclasses.replace(precision.loss_scale, initial=8.0))
     config = tiny.replaced(layers=4)
-    model = with_loss_scale(tiny.model(config), precision.loss_scale)
+    model = tiny.model(config)
     loss_fn = next_token_loss(model)
 
     def plan(**axes):

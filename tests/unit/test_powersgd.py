@@ -10,7 +10,8 @@ import spmd
 from spmd.analysis.collective_record import Cause, Collective
 from spmd.analysis.promises import broken_promises, find_promises
 from spmd.errors import ConfigError
-from spmd.gradients.compression_state import PowerSGD, compressed_bytes, find_matrices, with_compression
+from spmd.gradients.powersgd import PowerSGD
+from spmd.gradients.powersgd_matrices import compressed_bytes, find_matrices
 from spmd.model_api.compress import powersgd_rank
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
@@ -94,7 +95,7 @@ def test_a_pipeline_without_a_flush_has_no_sum_of_a_step():
 def test_the_plan_says_what_is_compressed():
     """Rank, matrices, bytes before and after, the state, and what is sent as it is."""
     made = setup()
-    matrices, plain = find_matrices(made.plan, PowerSGD(2))
+    matrices, plain = find_matrices(made.plan, rank=2, rate=2.0)
     assert matrices["layers/mlp/up_proj/kernel"].local == (2, 16, 64)
     assert set(plain) == {"layers/attention_norm/scale", "layers/mlp_norm/scale", "norm/scale"}
     text = "\n".join(compression_lines(made.plan, PowerSGD(2)))
@@ -112,7 +113,7 @@ def test_errors_are_split_like_gradients():
     """A shard for each device, whatever the ZeRO stage; the first dimension is that of data."""
     for zero in (1, 2):
         plan = setup(zero=zero).plan
-        errors = {x.path: x for x in plan.variables if x.path.startswith("compression/error/")}
+        errors = {x.path: x for x in plan.transform_states if x.path.startswith("compression/error/")}
         for gradient in plan.gradients:
             if error := errors.pop(f"compression/error/{gradient.path}", None):
                 assert error.shape == (2, *gradient.shape)
@@ -121,9 +122,10 @@ def test_errors_are_split_like_gradients():
 
 
 def test_equal_plans_stay_equal():
-    """The state is made once for a model, so a plan made again compiles nothing."""
+    """Transforms are compared by value, so a plan made again compiles nothing; another rank is another plan."""
     plan = tiny.plan(data=2, fsdp=2)
-    assert with_compression(tiny.model(), plan, PowerSGD(2)) is with_compression(tiny.model(), plan, PowerSGD(2))
+    assert plan.with_transforms(PowerSGD(2)) == plan.with_transforms(PowerSGD(2))
+    assert plan.with_transforms(PowerSGD(2)) != plan.with_transforms(PowerSGD(3))
 
 
 @pytest.mark.parametrize(("payload", "is_broken"), [(1280, False), (2048, True)])

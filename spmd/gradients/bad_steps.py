@@ -1,0 +1,30 @@
+"""Steps whose gradients are not finite, and that leave everything that a gradient function carries as it was."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from spmd import tree
+from spmd.gradients.base import GradFn
+from spmd.gradients.losses import Sums
+from spmd.model_api.grad_transform import Carry, GradTransform
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepCarry(GradTransform):
+    """Keeps the model's variables, such as batch statistics, and the states of transforms inside of it.
+
+    The counterpart for parameters is `skip_bad_updates`.
+    """
+
+    name = "keep_carry"
+
+    def wrap(self, grad_fn: GradFn) -> GradFn:
+        """Return a gradient function that carries on as before if its gradients are not finite."""
+
+        def wrapped(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+            gradients, sums, after = grad_fn(params, carry, batch, key)
+            return gradients, sums, tree.where(tree.all_finite(gradients), after, carry)
+
+        return wrapped

@@ -1,0 +1,131 @@
+"""The gradients that PowerSGD compresses, as matrices, and the layout of its state (`spmd.gradients.powersgd`).
+
+A plan decides which gradients are compressed, and the state is placed as they are.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jax.sharding import PartitionSpec as P
+
+from spmd.plan.plan import ShardingPlan
+from spmd.sharding.dims import dims_spec, local_shape, spec_dims
+from spmd.sharding.layer_paths import dims_of
+from spmd.sharding.mesh import AnyMesh
+
+NAME = "compression"
+"""Name of the state."""
+
+AXIS = "data"
+"""The axis over which gradients are compressed."""
+
+ERROR, Q = "error", "q"
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """The gradients of one parameter as matrices; each device compresses its shards by themselves.
+
+    Attributes:
+        shape: The parameter's shape.
+        spec: The sharding of its gradient.
+        dims: The two dimensions of a matrix; the others count layers and experts.
+        local: The shape of a shard.
+    """
+
+    shape: tuple[int, ...]
+    spec: tuple[tuple[str, ...], ...]
+    dims: tuple[int, int]
+    local: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a shard: n/f."""
+        return self.local[self.dims[0]]
+
+    @property
+    def columns(self) -> int:
+        """Columns of a shard."""
+        return self.local[self.dims[1]]
+
+    @property
+    def count(self) -> int:
+        """The number of matrices of a device."""
+        return math.prod(self.local) // (self.rows * self.columns)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The dimensions that count matrices."""
+        return tuple(dim for dim in range(len(self.shape)) if dim not in self.dims)
+
+    def sent(self, rank: int) -> int:
+        """Return the bytes of P and Q of all matrices of a device."""
+        return 4 * rank * (self.rows + self.columns) * self.count
+
+    @property
+    def error_spec(self) -> P:
+        """The spec of the errors, `[device of data, *shape]`."""
+        return P(AXIS, *dims_spec(self.spec))
+
+    @property
+    def q_spec(self) -> P:
+        """The spec of Q, `[shard of rows, *batch, rank, m]`."""
+        rows, columns = (self.spec[dim] for dim in self.dims)
+        return dims_spec([rows, *(self.spec[dim] for dim in self.batch), (), columns])
+
+    def q_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of Q on all devices."""
+        shards = self.shape[self.dims[0]] // self.rows
+        return (shards, *(self.shape[dim] for dim in self.batch), rank, self.shape[self.dims[1]])
+
+
+def find_matrices(plan: ShardingPlan, rank: int, rate: float) -> tuple[dict[str, Matrix], dict[str, str]]:
+    """Return path → matrices that are compressed, and path → the reason why a gradient is sent as it is.
+
+    Args:
+        rate: A matrix is compressed if (n + m) · rank · rate < n · m.
+    """
+    matrices, plain = dict[str, Matrix](), dict[str, str]()
+    for entry in plan.gradients:
+        stacked = dims_of(entry.path, plan.rules.stacks)
+        if len(entry.shape) - len(stacked) < 2:
+            plain[entry.path] = "no matrix"
+            continue
+        matrix = make_matrix(entry.shape, entry.spec, stacked, plan.mesh)
+        if reason := _not_compressed(matrix, rank, rate):
+            plain[entry.path] = reason
+        else:
+            matrices[entry.path] = matrix
+    return matrices, plain
+
+
+def make_matrix(shape: tuple[int, ...], spec: P, stacked: Sequence[int], mesh: AnyMesh) -> Matrix:
+    """Return the matrices of a gradient: its last two dimensions that are not stacked."""
+    dims = spec_dims(spec, len(shape), tuple(axis for axis, size in mesh.shape.items() if size > 1))
+    *_, rows, columns = (dim for dim in range(len(shape)) if dim not in stacked)
+    return Matrix(shape, tuple(dims), (rows, columns), local_shape(shape, dims, mesh.shape))
+
+
+def _not_compressed(matrix: Matrix, rank: int, rate: float) -> str:
+    """Return why a matrix is sent as it is, empty if it is compressed."""
+    n, m = matrix.rows, matrix.columns
+    if any(AXIS in axes for axes in matrix.spec):
+        return f"split over {AXIS}"
+    if rank > min(n, m):
+        return f"rank {rank} > min({n}, {m})"
+    if (n + m) * rank * rate >= n * m:
+        return f"({n} + {m}) · {rank} · {rate:g} = {(n + m) * rank * rate:g} ≥ {n} · {m} = {n * m}"
+    return ""
+
+
+def compressed_bytes(plan: ShardingPlan) -> dict[str, tuple[int, int]]:
+    """Return path → the bytes of P and of Q that a device sends, for the gradients whose state the plan has."""
+    gradients, found = {entry.path: entry for entry in plan.gradients}, dict[str, tuple[int, int]]()
+    for entry in plan.transform_states:
+        if entry.path.startswith(prefix := f"{NAME}/{Q}/"):
+            path, rank = entry.path.removeprefix(prefix), entry.shape[-2]
+            shape, spec = gradients[path].shape, gradients[path].spec
+            matrix = make_matrix(shape, spec, dims_of(path, plan.rules.stacks), plan.mesh)
+            found[path] = (4 * rank * matrix.rows * matrix.count, 4 * rank * matrix.columns * matrix.count)
+    return found

@@ -1,0 +1,175 @@
+"""The contract of a technique that keeps a state around a gradient: loss scaling, histories, compression of gradients.
+
+A gradient function threads one `Carry`: the variables of the model, and the state of each transform by its name. A plan
+holds the transforms (`ShardingPlan.with_transforms`), and knows where their states are. There are two places for one:
+
+- **once a step**, `wrap` puts a gradient function around that of the batch. The transforms of a plan wrap in their
+  order: the first is next to the gradient function, the last is outside of all others;
+- **at each differentiation** of a loss, of a microbatch or of a stage, `enter` gives a factor of the loss and arrays
+  that ride on parameters, and `leave` gets what was observed of these.
+
+A transform is a frozen dataclass, compared by value. Transforms that do not go together say so by facts
+(`overlapping_steps`, `observes`, `exchanges`), so none needs to know another one's name.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from spmd.errors import Problem
+
+_WHOLE = P()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """What a gradient function takes and returns beside gradients and sums.
+
+    Attributes:
+        variables: The variables of the model, and nothing else.
+        transforms: Name of a transform → its state, a nested dictionary of arrays.
+    """
+
+    variables: Any = dataclasses.field(default_factory=dict)
+    transforms: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def without(self, name: str) -> "Carry":
+        """Return the carry without the state of a transform."""
+        others = {key: state for key, state in self.transforms.items() if key != name}
+        return dataclasses.replace(self, transforms=others)
+
+    def with_state(self, name: str, state: Any) -> "Carry":
+        """Return the carry with another state of a transform."""
+        return dataclasses.replace(self, transforms={**self.transforms, name: state})
+
+
+@dataclasses.dataclass(frozen=True)
+class StateArray:
+    """One array of the state of a transform.
+
+    Attributes:
+        spec: Its sharding.
+        reason: Why it is replicated, if it is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: P = _WHOLE
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entered:
+    """What a transform brings into one differentiation.
+
+    Attributes:
+        seed: A factor of the loss, a scalar; None for 1.
+        riders: Path of a parameter → the array that rides on it. Its derivative is what is observed.
+    """
+
+    seed: Array | None = None
+    riders: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+
+    def scaled(self, loss: Array) -> Array:
+        """Return the loss times the seed."""
+        return loss if self.seed is None else loss * self.seed.astype(loss.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradTransform:
+    """A technique with a state around a gradient; one that only needs some of the methods inherits the others.
+
+    `plan` is a `spmd.plan.plan.ShardingPlan` that holds this transform and the others.
+
+    Attributes:
+        name: Of its state in the carry and in checkpoints.
+        overlapping_steps: Whether microbatches of a step are in flight when the next one begins.
+        observes: Whether it must see each differentiation, so that no step's gradients may be a sum of local ones.
+        exchanges: Whether it sends the gradients of a step itself, and remembers what it has not sent.
+        optional: Whether a resumed run may begin to use it, or stop: then a checkpoint may lack the state.
+    """
+
+    name: ClassVar[str]
+    overlapping_steps: ClassVar[bool] = False
+    observes: ClassVar[bool] = False
+    exchanges: ClassVar[bool] = False
+    optional: ClassVar[bool] = False
+
+    def state(self, plan: Any) -> Mapping[str, StateArray]:
+        """Return the path of each array of the state → its shape, dtype and sharding."""
+        del plan
+        return {}
+
+    def init(self, plan: Any, key: jax.Array, params: Any) -> Any:
+        """Return the state before the first step, a nested dictionary; traced under `jax.jit`."""
+        del plan, key, params
+        return {}
+
+    def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a gradient function around that of a whole batch."""
+        return grad_fn
+
+    def enter(self, state: Any) -> Entered:
+        """Return what the transform brings into one differentiation."""
+        del state
+        return Entered()
+
+    def leave(self, state: Any, seen: Mapping[str, Array]) -> Any:
+        """Return the state after one differentiation, with the derivatives of the arrays that rode on parameters."""
+        del seen
+        return state
+
+    def targets(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return what to restore of the arrays that a checkpoint has, with shardings: those of the same shape.
+
+        Args:
+            stored: Path → abstract array in the checkpoint.
+            wanted: Path → abstract array of the state on this mesh.
+        """
+        return {path: leaf for path, leaf in wanted.items() if path in stored and stored[path].shape == leaf.shape}
+
+    def adapt(self, restored: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
+        """Return the arrays of the state on this mesh, made from those that were restored."""
+        del wanted
+        return dict(restored)
+
+    def problems(self, plan: Any) -> Sequence[Problem]:
+        """Return everything that keeps the transform from being used with a plan and its other transforms."""
+        del plan
+        return []
+
+
+def enter_all(transforms: Sequence[GradTransform], carry: Carry) -> Entered:
+    """Return what all transforms bring into one differentiation.
+
+    Those whose states the carry lacks bring nothing: the states belong to a step that is outside of this function.
+    """
+    seed, riders = None, dict[str, Array]()
+    for transform in transforms:
+        if transform.name in carry.transforms:
+            entered = transform.enter(carry.transforms[transform.name])
+            riders |= entered.riders
+            if entered.seed is not None:
+                seed = entered.seed if seed is None else seed * entered.seed
+    return Entered(seed, riders)
+
+
+def leave_all(transforms: Sequence[GradTransform], carry: Carry, variables: Any, seen: Mapping[str, Array]) -> Carry:
+    """Return the carry after one differentiation: other variables, and each state with what was seen."""
+    states = dict(carry.transforms)
+    for transform in transforms:
+        if transform.name in states:
+            states[transform.name] = transform.leave(states[transform.name], seen)
+    return Carry(variables, states)
+
+
+def wrap_all(grad_fn: Callable[..., Any], transforms: Sequence[GradTransform]) -> Callable[..., Any]:
+    """Return a gradient function within all transforms, the last of them outside."""
+    for transform in transforms:
+        grad_fn = transform.wrap(grad_fn)
+    return grad_fn

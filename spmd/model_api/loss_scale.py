@@ -1,0 +1,145 @@
+"""Dynamic loss scaling, for gradients that float16 holds.
+
+The loss of every differentiation is multiplied by the scale, and the gradients of the whole batch are divided by it
+once. It is the outermost transform: a step whose gradients overflow leaves everything as it was, the states of the
+others and the variables of the model, and only lowers the scale.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd import tree
+from spmd.errors import ConfigError, Problem, check_fields
+from spmd.model_api.grad_transform import Carry, Entered, GradTransform, StateArray
+
+_REASON = "every device scales by the same number"
+_LARGEST = 2.0**100  # float32 holds it, and its products with small gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale(GradTransform):
+    """Dynamic loss scaling: the loss is multiplied before the backward pass, so that float16 holds small gradients.
+
+    A step with non-finite gradients is skipped and uses up one unit of hysteresis; once that is used up, each such step
+    lowers the scale. After a finite step and `growth_interval` more in a row the scale grows and the hysteresis is
+    restored; after each `growth_interval` more it grows again (Micikevicius et al., arXiv:1710.03740, section 3.2; as
+    DeepSpeed's `FP16_Optimizer` counts; the hysteresis is `delayed_shift` of its loss scaler).
+
+    The loss is a sum over tokens here: scales are smaller, by the number of tokens of a microbatch, than those of
+    trainers that scale the mean.
+
+    Attributes:
+        backoff_interval: Fewest steps from one lowering to the next; until then non-finite steps are only skipped.
+        hysteresis: The n-th non-finite step lowers the scale.
+        floor: The smallest scale.
+        ceiling: The largest scale: without one, gradients that stay zero would drive it to infinity for good.
+
+    Example:
+        >>> scaling = LossScale(initial=16, growth_interval=2, hysteresis=1)
+        >>> state = scaling.after(scaling.start(), finite=jnp.array(False))
+        >>> float(state["scale"])
+        8.0
+    """
+
+    name = "loss_scale"
+
+    initial: float = 2.0**10
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    backoff_interval: int = 1
+    hysteresis: int = 2
+    floor: float = 1.0
+    ceiling: float = _LARGEST
+
+    def __post_init__(self) -> None:
+        rules = {
+            "initial": f"at least {self.floor} and at most {self.ceiling}",
+            "growth_interval": "at least 1",
+            "growth_factor": "above 1 and finite",
+            "backoff_factor": "above 0 and below 1",
+            "backoff_interval": "at least 1",
+            "hysteresis": "at least 1",
+            "floor": "above 0 and finite",
+            "ceiling": f"at least {self.floor} and at most {_LARGEST}",
+        }
+        if problems := check_fields(self, rules, "loss_scale."):
+            raise ConfigError("This loss scaling cannot be used:", problems)
+
+    def start(self) -> dict[str, jax.Array]:
+        """Return the initial state: `scale`, `good_steps` in a row since it changed, and the remaining `hysteresis`.
+
+        After the scale was lowered, `hysteresis` is below 1 and counts up until the next lowering is possible.
+        """
+        good_steps, hysteresis = jnp.int32(0), jnp.int32(self.hysteresis)
+        return {"scale": jnp.float32(self.initial), "good_steps": good_steps, "hysteresis": hysteresis}
+
+    def after(self, state: Mapping[str, jax.Array], finite: jax.Array) -> dict[str, jax.Array]:
+        """Return the state after a step whose gradients were `finite`, a boolean scalar."""
+        scale, hysteresis = state["scale"], state["hysteresis"]
+        good = jnp.where(finite, state["good_steps"] + 1, 0)
+        grows, waits = good > self.growth_interval, hysteresis < 1
+        lowers = ~finite & (hysteresis == 1)
+        grown = jnp.minimum(scale * self.growth_factor, self.ceiling)
+        lowered = jnp.maximum(scale * self.backoff_factor, self.floor)
+        left = jnp.where(grows, self.hysteresis, jnp.where(lowers, 2 - self.backoff_interval, hysteresis - ~finite))
+        return {
+            "scale": jnp.where(grows, grown, jnp.where(lowers, lowered, scale)),
+            "good_steps": jnp.where(grows, 1, good),
+            "hysteresis": jnp.where(waits, hysteresis + 1, left),
+        }
+
+    def state(self, plan: Any) -> dict[str, StateArray]:
+        """Return the three scalars, which every device has."""
+        del plan
+        return {name: StateArray((), x.dtype, reason=_REASON) for name, x in jax.eval_shape(self.start).items()}
+
+    def init(self, plan: Any, key: jax.Array, params: Any) -> dict[str, jax.Array]:
+        """Return the state before the first step."""
+        del plan, key, params
+        return self.start()
+
+    def enter(self, state: Mapping[str, jax.Array]) -> Entered:
+        """Multiply the loss by the scale."""
+        return Entered(seed=state["scale"])
+
+    def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Divide the gradients of a batch by the scale; if they overflow, undo all but the scale's own state.
+
+        Example:
+            >>> scaling = LossScale(initial=8)
+            >>> grad_fn = lambda params, carry, batch, key: (8 * params, {}, carry)
+            >>> carry = Carry({}, {"loss_scale": scaling.start()})
+            >>> float(scaling.wrap(grad_fn)(jnp.float32(2), carry, None, None)[0])
+            2.0
+        """
+
+        def unscaled(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Any, Carry]:
+            state = carry.transforms[self.name]
+            gradients, sums, after = grad_fn(params, carry, batch, key)
+            gradients = jax.tree.map(lambda g: g / state["scale"], gradients)
+            finite = tree.all_finite(gradients)
+            return gradients, sums, tree.where(finite, after, carry).with_state(self.name, self.after(state, finite))
+
+        return unscaled
+
+    def problems(self, plan: Any) -> list[Problem]:
+        """Return what keeps gradients from being scaled."""
+        where, what = "precision", f"is {plan.precision.name}, with a loss scale"
+        others = [other for other in plan.transforms if other.name != self.name]
+        problems = []
+        if any(other.exchanges for other in others):
+            why = "the scale changes between steps, and errors are of gradients without it"
+            problems.append(Problem(where, what, why, "--precision bf16"))
+        if any(other.overlapping_steps for other in others):
+            why = "the scale may change while microbatches are in flight"
+            problems.append(Problem(where, what, why, "--precision bf16, or a schedule with a flush"))
+        if plan.transforms[-1] != self:
+            last = plan.transforms[-1].name
+            why = f"{last} is outside of it, and would keep what a step with an overflow did"
+            problems.append(Problem("transforms", "do not end with the loss scale", why, f"{last} before it"))
+        return problems
