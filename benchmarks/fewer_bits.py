@@ -117,7 +117,7 @@ def start_state(plan: spmd.ShardingPlan, seed: int, before: TrainState | None) -
     state = init_state(plan, seed)
     if before is None:
         return state
-    before = dataclasses.replace(before, variables={**state.variables, **before.variables})
+    before = dataclasses.replace(before, transforms={**state.transforms, **before.transforms})
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), before, state)
 
 

@@ -22,6 +22,7 @@ from spmd.gradients.exchange import exchange_once
 from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
 from spmd.jaxpr.examples import per_example
 from spmd.model_api.compress import CompressConfig
+from spmd.model_api.grad_transform import Carry, GradTransform
 from spmd.model_api.model import Model
 from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
@@ -52,11 +53,13 @@ from spmd.training.state import TrainState, init_state
 from spmd.training.step import make_train_step
 
 __all__ = [
+    "Carry",
     "ChatConfig",
     "CompressConfig",
     "DataConfig",
     "EvaluationConfig",
     "EvaluationInterval",
+    "GradTransform",
     "Hook",
     "ImageFolder",
     "MeshShape",

@@ -117,7 +117,10 @@ def check_first_batch(grad_fn: GradFn, params: Any, variables: Any, batch: Any, 
 
 def check_results(returned: Any) -> tuple[Any, Sums, Carry]:
     """Return what a gradient function returned; a `ConfigError` if that is what a loss function returns."""
-    if isinstance(returned, tuple) and len(returned) == 3:
+    is_triple = isinstance(returned, tuple) and len(returned) == 3
+    if is_triple and isinstance(returned[2], Carry):
         return returned
-    what, fix = "does not return gradients, sums and variables", "spmd.value_and_grad(loss_fn)"
+    what, fix = "does not return gradients, sums and the carry", "spmd.value_and_grad(loss_fn)"
+    if is_triple:
+        fix = "take (params, carry, batch, key), and return the carry; the model's variables are carry.variables"
     raise ConfigError("This is no gradient function:", [Problem("grad_fn", what, fix=fix)])

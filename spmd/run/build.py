@@ -24,9 +24,9 @@ from spmd.data.training_text import TrainingText, open_text
 from spmd.distributed.xla_flags import Flag, compiler_options, flags_for
 from spmd.errors import ConfigError, DataError, Problem, RuleError, SpmdError
 from spmd.gradients.accumulate import accumulate
-from spmd.gradients.bad_steps import KeepCarry
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
+from spmd.gradients.keep_carry import KeepCarry
 from spmd.gradients.losses import LossFn, next_token_loss
 from spmd.gradients.magnitudes import MagnitudeHistory, remembering
 from spmd.gradients.powersgd import PowerSGD

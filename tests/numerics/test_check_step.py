@@ -36,11 +36,14 @@ STEP = """
         return spmd.make_train_step(plan, loss_fn), batches
 
     def own_gradient(mesh):
-        def grad_fn(params, variables, batch, key):
-            (_, (sums, after)), gradients = jax.value_and_grad(
-                lambda p: (lambda out: (out[0]["loss"], out))(loss_fn(p, variables, batch, key)), has_aux=True
-            )(params)
-            return gradients, sums, after
+        def grad_fn(params, carry, batch, key):
+            def loss(params):
+                sums, after = loss_fn(params, carry.variables, batch, key)
+                return sums["loss"], (sums, after)
+
+            (_, (sums, after)), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+            return gradients, sums, spmd.Carry(after, carry.transforms)
+
         plan = spmd.make_plan(mesh, rules, model, optax.adam(0.1))
         return spmd.make_train_step(plan, grad_fn=grad_fn), batches
 

@@ -98,7 +98,7 @@ def trace_gradients(config: Any, remat: str) -> None:
     batch = {"tokens": tokens, "targets": tokens, "weights": jax.ShapeDtypeStruct((2, 16), np.float32)}
     grad_fn = spmd.value_and_grad(spmd.next_token_loss(model), additive=True)  # declared, so that it is not read
     with use_plan(plan):
-        jax.eval_shape(grad_fn, plan.abstract_params, plan.abstract_variables, batch, jax.random.key(0))
+        jax.eval_shape(grad_fn, plan.abstract_params, plan.abstract_carry, batch, jax.random.key(0))
 
 
 @pytest.mark.compat

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
-from spmd.gradients.bad_steps import KeepCarry
 from spmd.gradients.base import value_and_grad
+from spmd.gradients.keep_carry import KeepCarry
 from spmd.model_api.grad_transform import Carry
 from spmd.model_api.loss_scale import LossScale
 from spmd.model_api.model import Model

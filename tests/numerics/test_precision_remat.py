@@ -9,6 +9,7 @@ import pytest
 
 from spmd.gradients.base import value_and_grad
 from spmd.jaxpr.equations import equations
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.precision import POLICIES
 from spmd.plan.context import use_plan
 from spmd.testing import token_batches
@@ -113,7 +114,7 @@ def test_in_bf16_the_gradient_of_a_tied_embedding_has_float32_resolution():
 
     def gradients(params):
         with use_plan(plan):
-            return value_and_grad(tiny.loss_fn(config))(params, {}, BATCH, jax.random.key(0))[0]
+            return value_and_grad(tiny.loss_fn(config))(params, Carry(), BATCH, jax.random.key(0))[0]
 
     gradient = jax.jit(gradients)(init_state(plan).params)["embed"]["embedding"]
     rounded = gradient.astype(jnp.bfloat16).astype(jnp.float32)

@@ -13,6 +13,7 @@ import spmd
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.gradients.base import value_and_grad
 from spmd.jaxpr.equations import equations, name_of
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.remat import Remat, make_remat
 from spmd.plan.annotate import annotate, remat_attention, remat_layer
 from spmd.plan.context import use_plan
@@ -55,7 +56,7 @@ def compiled(remat, stacked=True, unroll=1, precision="float32", layers=3):
 
     def run(params):
         with use_plan(plan):
-            return value_and_grad(tiny.loss_fn(config))(params, {}, BATCH, jax.random.key(0))[0]
+            return value_and_grad(tiny.loss_fn(config))(params, Carry(), BATCH, jax.random.key(0))[0]
 
     return jax.jit(run), init_state(plan).params
 

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import SpmdError
 from spmd.gradients.base import value_and_grad
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import PRNG, Model
 from spmd.model_api.precision import cast_floats
 from spmd.plan.context import use_plan
@@ -204,7 +205,12 @@ def _compare(example: Example) -> Difference:
         along = sum(jnp.vdot(g, v) for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(vector), strict=True))
         return {"loss": loss + along, "weight": jnp.float64(1), "value": loss}, after
 
-    grad_fn = value_and_grad(loss_fn, additive=True)  # declared, so that the loss is not read for each example
+    of_loss = value_and_grad(loss_fn, additive=True)  # declared, so that the loss is not read for each example
+
+    def grad_fn(params: Any, variables: Any, batch: Any, key: Any) -> Any:
+        gradients, sums, carry = of_loss(params, Carry(variables), batch, key)
+        return gradients, sums, carry.variables
+
     params, variables = jax.jit(lambda key: (cast_floats(model.init(key), jnp.float64), model.init_variables(key)))(key)
     alone = jax.jit(grad_fn)(params, variables, inputs, key)
     try:

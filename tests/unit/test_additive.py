@@ -431,10 +431,10 @@ def test_a_scalar_is_a_mean_of_weight_1():
         return each(params, batch).mean(), variables
 
     grad_fn = spmd.value_and_grad(loss_fn)
-    _, sums, _ = jax.eval_shape(grad_fn, PARAMS, {}, BATCH, jax.random.key(0))
+    _, sums, _ = jax.eval_shape(grad_fn, PARAMS, spmd.Carry(), BATCH, jax.random.key(0))
     assert set(sums) == {"loss", "weight"}
     with pytest.raises(ConfigError, match=r"sum 'loss': is a mean(.|\n)*sum 'weight': is 1 for any number of examples"):
-        jax.eval_shape(spmd.accumulate(grad_fn, 2), PARAMS, {}, BATCH, jax.random.key(0))
+        jax.eval_shape(spmd.accumulate(grad_fn, 2), PARAMS, spmd.Carry(), BATCH, jax.random.key(0))
 
 
 def test_accumulation_needs_a_sum():
@@ -445,7 +445,7 @@ def test_accumulation_needs_a_sum():
 
     def traced(**options):
         grad_fn = spmd.accumulate(spmd.value_and_grad(loss_fn), 2, **options)
-        jax.eval_shape(grad_fn, PARAMS, {}, BATCH, jax.random.key(0))
+        jax.eval_shape(grad_fn, PARAMS, spmd.Carry(), BATCH, jax.random.key(0))
 
     with pytest.raises(ConfigError, match=r"`dot_general` at (.|\n)*per_microbatch=True"):
         traced()
@@ -461,7 +461,7 @@ def with_values(params, variables, batch, key):
 def test_values_are_reported_as_they_are():
     """A step divides only sums; the values of microbatches must be asked for, and are those of the last."""
     grad_fn = spmd.value_and_grad(with_values)
-    arguments = PARAMS, {}, BATCH, jax.random.key(0)
+    arguments = PARAMS, spmd.Carry(), BATCH, jax.random.key(0)
     _, sums, _ = jax.eval_shape(grad_fn, *arguments)
     assert sums["values"]["by_class"].shape == (D,)
     with pytest.raises(ConfigError, match=r"by_class: is reported as it is(.|\n)*largest: is reported as it is"):
