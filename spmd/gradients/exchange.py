@@ -182,7 +182,14 @@ def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str
 
     With `auto` the plan splits neither parameters nor gradients over the axes, and there are none if `exchange_once`
     refuses `grad_fn`, traced for a batch of abstract arrays.
+
+    Raises:
+        ConfigError: Axes are named, and a transform of the plan must see every microbatch.
     """
+    seeing = [each.name for each in plan.transforms if each.observes]
+    if seeing and choice not in ("auto", "none"):
+        what = f"is {choice}, and {', '.join(seeing)} must see every microbatch of every device"
+        raise ConfigError(_TITLE, [Problem("exchange_once", what, fix="--exchange-once auto")])
     axes = tuple(axis for axis in AXES if plan.mesh.shape[axis] > 1 and (choice == "auto" or axis in choice.split("+")))
     if choice == "auto":
         split = {a for leaf in (*plan.params, *plan.gradients) for entry in leaf.spec for a in entry_axes(entry)}

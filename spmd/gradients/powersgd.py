@@ -148,7 +148,7 @@ class PowerSGD(GradTransform):
             problems.append(Problem(name, what, fix=fix))
         if any(other.overlapping_steps for other in plan.transforms):
             what = "is PowerSGD, and a step has no sum of its own while microbatches are in flight"
-            problems.append(Problem(name, what, fix="a schedule with a flush, such as 1f1b or interleaved"))
+            problems.append(Problem(name, what, fix="--pipeline.schedule 1f1b or interleaved"))
         if sizes[AXIS] == 1:
             over = (
                 f"; fsdp={sizes['fsdp']} splits gradients, whose sum over it is scattered" if sizes["fsdp"] > 1 else ""

@@ -224,7 +224,9 @@ def resolve_recipes(
                 "scales by earlier steps, and frozen kernels remember none": not trained.issuperset(new),
             }
             problems += [
-                Problem(row, what, fix="fp8, which scales by this step") for what, is_so in why.items() if is_so
+                Problem(row, what, fix="--quantize fp8, which scales by this step")
+                for what, is_so in why.items()
+                if is_so
             ]
     return {path: recipe for path, recipe in recipes.items() if recipe}, problems
 

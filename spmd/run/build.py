@@ -253,11 +253,16 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
         return []
     scaled, skip = build_precision(config).loss_scale is not None, "a step cannot be skipped"
     checks = [
-        ("accumulate", config.accumulate > 1, "a batch does not end", "more pipeline.microbatches"),
-        ("exchange_once", "data" in config.exchange_once, "a batch does not end", "auto"),
-        ("on_nan", config.on_nan == "skip", skip, "stop, or a flush"),
-        ("recovery.on_spike", config.recovery.on_spike == "skip", skip, "stop, or a flush"),
-        ("precision", scaled, "the loss scale may change", "bf16, or a schedule with a flush"),
+        (
+            "accumulate",
+            config.accumulate > 1,
+            "a batch does not end",
+            "--accumulate 1 and more --pipeline.microbatches",
+        ),
+        ("exchange_once", "data" in config.exchange_once, "a batch does not end", "--exchange-once auto"),
+        ("on_nan", config.on_nan == "skip", skip, "--on-nan stop, or --pipeline.schedule 1f1b"),
+        ("recovery.on_spike", config.recovery.on_spike == "skip", skip, "--recovery.on-spike stop"),
+        ("precision", scaled, "the loss scale may change", "--precision bf16, or --pipeline.schedule 1f1b"),
     ]
     return [
         Problem(name, f"is {operator.attrgetter(name)(config)}: {why} while microbatches are in flight", fix=fix)
@@ -271,7 +276,9 @@ def _problems_once(config: TrainConfig, schedule: Schedule | None) -> list[Probl
     what, why = "a step has no sum of its own", "PowerSGD compresses the sum of a step"
     problems = []
     if schedule and not schedule.flush:
-        problems.append(Problem("pipeline.schedule", f"is {schedule.name}: {what}", why, "1f1b or interleaved"))
+        problems.append(
+            Problem("pipeline.schedule", f"is {schedule.name}: {what}", why, "--pipeline.schedule 1f1b or interleaved")
+        )
     if config.exchange_once == "none" and config.accumulate * count_microbatches(config, schedule) > 1:
         problems.append(Problem("exchange_once", "is none", why, "--exchange-once auto, data or data+fsdp"))
     return problems

@@ -1,0 +1,170 @@
+"""Transforms of the gradient: every pair of techniques works, or is refused in the plan with a fix that then works."""
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import spmd
+from spmd.errors import ConfigError, SpmdError
+from spmd.gradients.keep_carry import KeepCarry
+from spmd.gradients.magnitudes import MagnitudeHistory
+from spmd.gradients.powersgd import PowerSGD
+from spmd.model_api.loss_scale import LossScale
+from spmd.models.llama import LlamaConfig
+from spmd.partition_rules.llama import LLAMA
+from spmd.pipeline.pipedream import InFlight
+from spmd.plan.lora import LoRAConfig
+from spmd.run import build
+from spmd.run.config import TrainConfig
+from spmd.run.transforms import TRANSFORMS
+from tests import tiny
+
+SMALL = LlamaConfig(vocab=64, d_model=32, layers=4, heads=4, kv_heads=2, d_ff=64)
+STAGES = spmd.MeshShape(pipe=2, data=2, fsdp=2)
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "loss scale": {"precision": "fp16"},
+    "history": {"quantize": "fp8-delayed"},
+    "powersgd": {"compress": spmd.CompressConfig(gradients="powersgd:2")},
+    "pipedream": {"mesh": STAGES, "pipeline": spmd.PipelineConfig("pipedream", 4)},
+    "1f1b": {"mesh": STAGES, "pipeline": spmd.PipelineConfig("1f1b", 4)},
+    "adapters": {"lora": LoRAConfig(targets=("layers/attention/(q|v)_proj/kernel",), rank=16)},
+    "skip": {"on_nan": "skip"},
+    "accumulation": {"accumulate": 2},
+    "exchange": {"exchange_once": "data", "accumulate": 2},
+}
+"""Name → fields of a config: what keeps a state around a gradient, and what wraps it."""
+
+
+def config_of(*names: str) -> TrainConfig:
+    fields: dict[str, Any] = {"mesh": spmd.MeshShape(data=2, fsdp=2, tensor=2)}
+    for name in names:
+        fields |= TECHNIQUES[name]
+    data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=16, batch=32)
+    return TrainConfig(model=SMALL, rules=LLAMA, data=data, **fields)
+
+
+def setup_of(config: TrainConfig) -> build.TrainSetup:
+    return build.make_setup(config, build.planned_mesh(config))
+
+
+def mended(config: TrainConfig, error: SpmdError) -> TrainConfig:
+    """The config with the first flag of each fix."""
+    for problem in error.problems:
+        flag = re.match(r"--([\w.-]+) ([\w:]+)", problem.fix)
+        assert flag, f"{problem} names no flag"
+        *outer, name = flag[1].replace("-", "_").split(".")
+        inner = config
+        for part in outer:
+            inner = getattr(inner, part)
+        value: Any = int(flag[2]) if isinstance(getattr(inner, name), int) else flag[2]
+        changed = dataclasses.replace(inner, **{name: value})
+        config = dataclasses.replace(config, **{outer[0]: changed}) if outer else changed
+    return config
+
+
+CONFLICTS = {
+    frozenset(pair)
+    for pair in (
+        ("loss scale", "powersgd"),
+        ("loss scale", "pipedream"),
+        ("history", "powersgd"),
+        ("history", "pipedream"),
+        ("history", "1f1b"),
+        ("history", "exchange"),
+        ("history", "adapters"),
+        ("powersgd", "pipedream"),
+        ("pipedream", "skip"),
+        ("pipedream", "accumulation"),
+        ("pipedream", "exchange"),
+    )
+}
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(TECHNIQUES, 2)), ids="-".join)
+def test_a_pair_works_or_is_refused_before_it_is_traced(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one plan where it works; else with a fix that names a flag, after which it works."""
+    if set(pair) == {"pipedream", "1f1b"}:
+        pytest.skip("one schedule or the other")
+    config, plans = config_of(*pair), []
+    make_plan = build.make_plan
+    monkeypatch.setattr(build, "make_plan", lambda *args, **options: plans.append(1) or make_plan(*args, **options))
+    if frozenset(pair) in CONFLICTS:
+        with pytest.raises(SpmdError) as caught:
+            setup_of(config)
+        config = mended(config, caught.value)
+        plans.clear()
+    made = setup_of(config)
+    made.step.trace(build.abstract_batch(config))
+    assert len(plans) == 1
+
+
+def plan_of(**options: Any) -> spmd.ShardingPlan:
+    return tiny.plan(options=tuple(options.items()), data=2, fsdp=2)
+
+
+@pytest.mark.parametrize(
+    ("transforms", "options", "said"),
+    [
+        ((PowerSGD(2), PowerSGD(3)), {}, "transform compression: has the name of another transform"),
+        ((KeepCarry(), PowerSGD(2)), {}, "is PowerSGD inside of another transform"),
+        ((MagnitudeHistory(),), {}, "transform magnitudes: remembers no matmul"),
+        ((PowerSGD(2),), {"precision": "fp16"}, "precision: is fp16, with a loss scale"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_does_not_fit_is_refused(transforms: Any, options: dict[str, Any], said: str) -> None:
+    """When transforms are added to a plan, in the words of what is wrong."""
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        plan_of(**options).with_transforms(*transforms)
+
+
+def test_a_loss_scale_is_outside() -> None:
+    """A transform that is added comes next to the gradient function; one outside of the scale is refused."""
+    history = MagnitudeHistory()
+    plan = plan_of(precision="fp16", quantize="fp8-delayed").with_transforms(history)
+    assert [each.name for each in plan.transforms] == ["magnitudes", "loss_scale"]
+    wrong = dataclasses.replace(plan, transforms=plan.transforms[::-1])
+    (problem,) = LossScale().problems(wrong)
+    assert "do not end with the loss scale" in str(problem)
+
+
+def test_variables_are_only_the_models() -> None:
+    """States are in a table of their own, in the bytes, and in the text; a model that has such a name is refused."""
+    plan = plan_of().with_transforms(PowerSGD(2))
+    assert plan.variables == ()
+    assert {entry.path.partition("/")[0] for entry in plan.transform_states} == {"compression"}
+    assert plan.bytes_per_device()["transforms"] > 0
+    assert "compression/error/" in str(plan)
+    model = spmd.Model(
+        lambda key: {"kernel": jnp.ones((64, 64))},
+        lambda params, x: x @ params["kernel"],
+        lambda key: {"compression": jnp.zeros(())},
+        lambda params, variables, key, x, train: (x @ params["kernel"], variables),
+    )
+    rules = spmd.Rules([("kernel", spmd.replicate("small")), ("compression", spmd.replicate("a scalar"))])
+    own = spmd.make_plan(tiny.mesh(data=2), rules, model, optax.sgd(0.1))
+    with pytest.raises(ConfigError, match="has the name of a variable of the model"):
+        own.with_transforms(PowerSGD(2))
+
+
+def test_a_gradient_function_returns_the_carry() -> None:
+    """One of one's own that returns other variables in its place is told what to return."""
+
+    def own(params: Any, carry: spmd.Carry, batch: Any, key: jax.Array) -> Any:
+        return params, {"loss": jnp.float32(1), "weight": jnp.float32(1)}, carry.variables
+
+    step = spmd.make_train_step(plan_of(), grad_fn=own)
+    with pytest.raises(ConfigError, match=r"take \(params, carry, batch, key\), and return the carry"):
+        step.trace({"tokens": jax.ShapeDtypeStruct((8, 8), "int32")})
+
+
+def test_runs_know_every_transform() -> None:
+    """A checkpoint's states are found by the names of all that keep one."""
+    assert {kind.name for kind in TRANSFORMS} == {"compression", "in_flight", "magnitudes", "loss_scale"}
+    assert InFlight.overlapping_steps
