@@ -275,7 +275,8 @@ def make_plan(
     if not problems:
         problems += [*compress.problems(), *compress.useless(mesh.shape, slices, zero).values()]
     if compress != compress.of_plan:
-        what, fix = f"is {compress.gradients}, which wraps a gradient function", "spmd.gradients.powersgd.compress"
+        what = f"is {compress.gradients}, which wraps a gradient function"
+        fix = "plan.with_transforms(spmd.gradients.powersgd.PowerSGD(rank=4))"
         problems.append(Problem("compress.gradients", what, fix=fix))
     if problems:
         raise ConfigError("This plan cannot be made:", problems)
