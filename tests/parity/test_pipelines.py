@@ -105,7 +105,6 @@ def test_a_tied_head_beside_every_stage_of_zero(zero):
     assert_equal(tick_table("1f1b", 2), tied=True, options=(("zero", zero),), fsdp=2, tensor=2)
 
 
-@pytest.mark.soak
 def test_a_schedule_from_a_file(tmp_path):
     """Microbatches may go backward in an order of the user's own."""
     path = tmp_path / "mine.csv"

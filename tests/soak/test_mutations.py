@@ -58,18 +58,18 @@ MUTATIONS = {
         "spmd/layers/lm_head.py",
         "totals = tuple(psum(s, layout.summed) for s in sums)",
         "totals = tuple(psum(s, layout.vocabulary) for s in sums)",
-        ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[P('tensor', 'fsdp')]",),
+        ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[both dimensions]",),
     ),
     "wrong psum axis of a gradient": Mutation(
         "spmd/layers/lm_head.py",
         "psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in scattered))",
         "psum(dx, tuple(axis for axis in self.layout.summed if axis not in scattered))",
-        ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[P('tensor', 'fsdp')]",),
+        ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[both dimensions]",),
     ),
     "dropped microbatch": Mutation(
         "spmd/gradients/accumulate.py",
-        "jax.lax.scan(add, (zeros, variables), parts)",
-        "jax.lax.scan(add, (zeros, variables), jax.tree.map(lambda x: x[1:], parts))",
+        "jax.lax.scan(add, (zeros, carry), (split, keys))",
+        "jax.lax.scan(add, (zeros, carry), jax.tree.map(lambda x: x[1:], (split, keys)))",
         ("tests/numerics/test_gradients.py::test_accumulation_equals_the_whole_batch[2-an array]",),
     ),
     "stale slot": Mutation(
@@ -122,8 +122,8 @@ MUTATIONS = {
     ),
     "one key for all microbatches": Mutation(
         "spmd/gradients/accumulate.py",
-        "jax.random.split(key, microbatches))",
-        "jnp.stack([key] * microbatches))",
+        "keys = jax.random.split(key, microbatches)",
+        "keys = jnp.stack([key] * microbatches)",
         ("tests/numerics/test_gradients.py::test_every_microbatch_has_a_key_of_its_own",),
     ),
     "off-by-one resume": Mutation(
@@ -157,7 +157,7 @@ MUTATIONS = {
         "spmd/layers/ring_attention.py",
         "path = [(i, (i + 1) % self.devices) for i in range(self.devices)]",
         "path = [(i, (i - 1) % self.devices) for i in range(self.devices)]",
-        ("tests/numerics/test_context.py::test_a_split_sequence_of_documents_trains_as_on_one_device[ring-sizes0]",),
+        ("tests/numerics/test_context.py::test_split_attention_caps_scores_as_any[ring]",),
     ),
     "wrong ZeRO stage": Mutation(
         "spmd/sharding/optimizer_state.py",

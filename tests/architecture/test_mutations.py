@@ -1,0 +1,19 @@
+"""The bugs that `make soak` injects are still there to be injected."""
+
+import pytest
+
+from tests.programs import ROOT
+from tests.soak.test_mutations import MUTATIONS
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_its_text_is_in_its_file_once(name: str) -> None:
+    """A change of the code that a bug is put into must take the bug along."""
+    mutation = MUTATIONS[name]
+    assert (ROOT / mutation.file).read_text(encoding="utf-8").count(mutation.old) == 1
+
+
+def test_control_text_that_is_nowhere() -> None:
+    """The same count finds nothing of a text that no file has."""
+    mutation = next(iter(MUTATIONS.values()))
+    assert (ROOT / mutation.file).read_text(encoding="utf-8").count(f"{mutation.old} no such text") == 0
