@@ -27,6 +27,14 @@ FAST_TO_COMPILE = {
 """Variables with which programs are made fastest, and kept where there is a folder for them. Before XLA makes machine
 code of a program, it optimises it as ever."""
 
+HEEDING_INTERRUPTS = [
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])",
+]
+"""Python that becomes the program of its arguments, and does not ignore interrupts as what a background job of a shell
+starts does. The first argument is a name."""
+
 LITTLE_EFFORT = {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0"}
 """With it, the TPU's compiler searches less for the fastest program: five times sooner done with a model of 100 M
 parameters. Where arrays are kept and what is sent stay as planned; temporaries can be larger."""

@@ -21,6 +21,7 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.manifest import SMALL
 from spmd.errors import CheckpointError
 from tests.forked import ROOT
+from tests.tiers import soak_but
 
 KEEP = 5
 

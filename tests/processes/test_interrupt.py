@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.command_line import write_config
+from tests.programs import HEEDING_INTERRUPTS
 
 SLOW_IMPORT = "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
 
@@ -23,17 +24,13 @@ def config(tmp_path_factory):
     return path
 
 
-# A background job of a shell ignores SIGINT, and what it starts does as well.
-START = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
-
-
 def interrupted(arguments, after, times=1, **environment):
     """Runs Python on a terminal, and interrupts it after it has shown `after`; (exit code, seconds to the end, output).
 
     The output is that after the signal.
     """
     terminal, end = pty.openpty()
-    command = [sys.executable, "-c", START, *map(str, arguments)]
+    command = [*HEEDING_INTERRUPTS, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), **environment}
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), end)
     with subprocess.Popen(command, env=environment, start_new_session=True, **streams) as process:

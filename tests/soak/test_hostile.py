@@ -16,6 +16,7 @@ import pytest
 
 from tests.command_line import write_config
 from tests.forked import ROOT, command_server
+from tests.programs import HEEDING_INTERRUPTS
 from tests.soak.hostile_calls import CALLS, Call
 
 SECONDS = 10.0
@@ -136,15 +137,19 @@ def test_an_interrupt_ends_a_run_at_any_moment(after, times, tmp_path):
     """
     command = [sys.executable, "-m", "spmd_command", "train", "demo", "--out", str(tmp_path / "out"), "--devices", "2"]
     mesh = ["--mesh.data", "1", "--mesh.tensor", "1", "--compilation-cache-dir", "none"]
-    process = subprocess.Popen([*command, *mesh], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True)
-    wait_for_a_second_thread(process)
-    time.sleep(after)
-    for _ in range(times):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.05)
-    began = time.monotonic()
-    output, _ = process.communicate(timeout=SECONDS)
-    assert time.monotonic() - began < SECONDS
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([*HEEDING_INTERRUPTS, *command, *mesh], **pipes, cwd=ROOT)
+    try:
+        wait_for_a_second_thread(process)
+        time.sleep(after)
+        for _ in range(times):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        began = time.monotonic()
+        output, _ = process.communicate(timeout=SECONDS)
+        assert time.monotonic() - began < SECONDS
+    finally:
+        process.kill()
     assert "Traceback" not in output
     assert process.returncode in (130, -signal.SIGINT)
 
