@@ -17,6 +17,7 @@ from spmd.gradients import accumulate as accumulation
 from spmd.gradients.accumulate import accumulate, join_microbatch, split_microbatches
 from spmd.gradients.additive import LossReader
 from spmd.gradients.base import value_and_grad
+from spmd.model_api.grad_transform import Carry
 from spmd.plan.context import override
 from spmd.plan.flax import from_nnx
 from spmd.sharding.batch import BatchTable, whole
@@ -257,7 +258,7 @@ def test_the_scan_of_a_layer_is_no_time():
         return {"loss": (y**2).sum(), "weight": jnp.float32(y.size)}, variables
 
     x, key = normal(8, 4), jax.random.key(0)
-    one, four = (jax.jit(accumulate(value_and_grad(loss_fn), n))(layers, {}, x, key)[0] for n in (1, 4))
+    one, four = (jax.jit(accumulate(value_and_grad(loss_fn), n))(layers, Carry(), x, key)[0] for n in (1, 4))
     np.testing.assert_allclose(four, one, rtol=1e-5)
 
 

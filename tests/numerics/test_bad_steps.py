@@ -249,7 +249,7 @@ def test_skipped_steps_are_limited_in_a_row_and_in_all():
 def test_the_search_of_fp16_for_its_scale_is_within_the_limits():
     """From the initial loss scale to its floor, every step skipped, is no reason to stop by default."""
     scaling = LossScale()
-    state, steps = jax.tree.map(np.asarray, scaling.init()), 0
+    state, steps = jax.tree.map(np.asarray, scaling.start()), 0
     while state["scale"] > scaling.floor:
         state, steps = jax.tree.map(np.asarray, scaling.after(state, jnp.array(False))), steps + 1
     limits = RecoveryConfig()

@@ -193,7 +193,13 @@ def by_hand(loss, model, dtype):
         outputs, after = model.forward(cast(params, dtype), variables, key, *cast(inputs, dtype), **keywords)
         return cast(outputs, jnp.float32), after
 
-    return spmd.value_and_grad(dataclasses.replace(loss, model=dataclasses.replace(model, forward=forward)))
+    grad_fn = spmd.value_and_grad(dataclasses.replace(loss, model=dataclasses.replace(model, forward=forward)))
+
+    def of_variables(params, variables, batch, key):
+        found, sums, carry = grad_fn(params, Carry(variables), batch, key)
+        return found, sums, carry.variables
+
+    return of_variables
 
 
 def distance(found, wanted):

@@ -14,6 +14,7 @@ from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 
 from spmd.gradients.base import value_and_grad
+from spmd.model_api.grad_transform import Carry
 from spmd.plan import fsdp, partition_safe
 from spmd.plan.context import use_plan
 from spmd.plan.flax import from_nnx
@@ -263,7 +264,7 @@ def program_of_gradients():
 
     def run(params, batch):
         with use_plan(plan):
-            return loss(params, {}, batch, jax.random.key(0))[:2]
+            return loss(params, Carry(), batch, jax.random.key(0))[:2]
 
     batch = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32, sharding=plan.batch_sharding("x"))}
     compiled = jax.jit(run, out_shardings=(plan.gradient_shardings, None)).lower(plan.abstract_params, batch).compile()

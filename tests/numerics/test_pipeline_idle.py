@@ -14,6 +14,7 @@ import pytest
 
 from spmd.analysis import hlo
 from spmd.gradients.losses import ModelLoss
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import LayeredModel, Model, Outputs
 from spmd.pipeline import executor as engine
 from spmd.pipeline.grad_fn import pipeline
@@ -127,7 +128,6 @@ from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.training.step import make_train_step
 from spmd.testing import token_batches
-from spmd.model_api.grad_transform import Carry
 from tests import tiny
 config = tiny.replaced(layers=4)
 grad_fn = pipeline(tiny.loss_fn(config), tabulate(make_schedule(*json.loads(sys.argv[1]))))

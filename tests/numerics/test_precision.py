@@ -15,6 +15,7 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.model_api.grad_transform import Carry
 from spmd.model_api.loss_scale import LossScale
 from spmd.model_api.precision import POLICIES, Precision, make_precision
 from spmd.optim.master_weights import MasterState, RoundedState, wrap_optimizer_for_precision
@@ -170,7 +171,7 @@ def outputs(jaxpr, primitive):
 def gradient_dtypes(precision, grad_fn):
     layout = tiny.plan(options=(("precision", precision),), fsdp=2)
     with use_plan(layout):
-        program = jax.make_jaxpr(grad_fn)(layout.abstract_params, {}, BATCHES[0], jax.random.key(0))
+        program = jax.make_jaxpr(grad_fn)(layout.abstract_params, Carry(), BATCHES[0], jax.random.key(0))
     matrices = {aval.dtype for aval in outputs(program, "dot_general") if aval.ndim == 2}
     count = len(jax.tree.leaves(layout.abstract_params))
     return {str(d) for d in matrices}, {str(aval.dtype) for aval in program.out_avals[:count]}

@@ -27,7 +27,7 @@ def gradient_program(config=tiny.CONFIG, grad_fn=None, **options):
     plan = tiny.plan(config, options=tuple(options.items()), fsdp=2)
     with use_plan(plan):
         return jax.make_jaxpr(grad_fn or value_and_grad(tiny.loss_fn(config)))(
-            plan.abstract_params, {}, BATCH, jax.random.key(0)
+            plan.abstract_params, Carry(), BATCH, jax.random.key(0)
         )
 
 

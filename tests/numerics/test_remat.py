@@ -34,7 +34,9 @@ def gradient_program(config=tiny.CONFIG, **options):
     """The jaxpr of a batch's gradients under a plan with these options."""
     plan = tiny.plan(config, options=tuple(options.items()), fsdp=2)
     with use_plan(plan):
-        return jax.make_jaxpr(value_and_grad(tiny.loss_fn(config)))(plan.abstract_params, {}, BATCH, jax.random.key(0))
+        return jax.make_jaxpr(value_and_grad(tiny.loss_fn(config)))(
+            plan.abstract_params, Carry(), BATCH, jax.random.key(0)
+        )
 
 
 @functools.cache

@@ -413,7 +413,7 @@ def test_a_mean_with_a_count_is_refused(name):
         def loss_fn(params, variables, batch, key):
             return {"loss": loss(params, batch), "weight": weight(batch)}, variables
 
-        jax.eval_shape(spmd.value_and_grad(loss_fn), PARAMS, {}, BATCH, jax.random.key(0))
+        jax.eval_shape(spmd.value_and_grad(loss_fn), PARAMS, spmd.Carry(), BATCH, jax.random.key(0))
 
     for weight in (lambda b: jnp.float32(len(b["x"])), lambda b: b["mask"].sum()):
         with pytest.raises(

@@ -99,15 +99,15 @@ def test_delayed_scales_need_trained_kernels_outside_a_pipeline():
     assert "frozen kernels remember none" in text
 
 
-def test_magnitudes_are_variables():
+def test_magnitudes_are_the_state_of_a_transform():
     """Replicated, a history for each kernel and layer; other recipes have none."""
     plan = setup("fp8-delayed").plan
-    entries = {entry.path: entry for entry in plan.variables}
+    entries = {entry.path: entry for entry in plan.transform_states}
     assert set(entries) == {f"magnitudes/layers/{n}/kernel/{x}" for n in LINEAR for x in ("history", "now")}
     assert entries["magnitudes/layers/mlp/up_proj/kernel/history"].shape == (2, 3, 16)
     assert all(entry.spec == P() for entry in entries.values())
-    assert setup("fp8").plan.variables == ()
-    experts = {entry.path for entry in setup("fp8-delayed", MIXTRAL, PRESETS["test"]).plan.variables}
+    assert setup("fp8").plan.transform_states == ()
+    experts = {entry.path for entry in setup("fp8-delayed", MIXTRAL, PRESETS["test"]).plan.transform_states}
     assert experts
     assert not [path for path in experts if "experts/" in path]
 
