@@ -254,7 +254,6 @@ jax.config.update("jax_platforms", "cpu")
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
 from tests.processes.test_corruptions import assert_restored, contents, flip, make_state, FILES
-from tests.tiers import soak_but
 directory = Path(sys.argv[1])
 out = {}
 
