@@ -88,10 +88,10 @@ def test_in_bf16_weight_gradients_are_float32_from_matmul_to_optimizer(remat, ex
 def test_control_parameters_cast_beforehand_have_bfloat16_gradients():
     """What the test above looks at does show gradients that are summed in bfloat16 and widened afterwards."""
 
-    def cast_first(params, variables, batch, key):
+    def cast_first(params, carry, batch, key):
         narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-        grads = jax.grad(lambda p: tiny.loss_fn()(p, variables, batch, key)[0]["loss"])(narrow)
-        return jax.tree.map(lambda x: x.astype(jnp.float32), grads), {}, variables
+        grads = jax.grad(lambda p: tiny.loss_fn()(p, carry.variables, batch, key)[0]["loss"])(narrow)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), grads), {}, carry
 
     program = gradient_program(grad_fn=cast_first, precision="bf16")
     assert BFLOAT16 in weight_gradient_dtypes(program)
