@@ -195,6 +195,7 @@ def test_a_run_that_fails_again_and_again_stops(tmp_path, capsys, clean):
     assert "loss is nan" in printed.err
 
 
+@pytest.mark.soak
 def test_a_run_that_skips_every_step_stops_before_its_last_save(tmp_path, capsys, clean):
     """After so many in a row, or at its last step; every line counts its own step; no file has a NaN."""
     path = write_tiny(tmp_path, POISON.format(windows="indices", length="len(self)", name="weights", value="np.nan"))

@@ -303,6 +303,7 @@ def test_no_buffer_grows_with_the_square_of_the_sequence():
     assert largest("xla") > 1024 * 1024 / 2
 
 
+@pytest.mark.soak
 def test_memory_falls_as_devices_are_added():
     """Temporaries of 32,768 tokens: of 8 devices, each needs less than half of what each of 2 needs."""
     of_2, of_8 = (compile_step(32768, {"sequence": n})[1].memory_analysis().temp_size_in_bytes for n in (2, 8))

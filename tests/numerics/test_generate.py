@@ -121,6 +121,7 @@ def test_every_mesh_writes_the_same_text(name, sizes):
     assert write(PROMPTS, name, **sizes) == by_hand(name)
 
 
+@pytest.mark.soak
 def test_every_mesh_draws_the_same_tokens():
     """A seed means the same on one device and on four; another one means something else."""
     alone = write(PROMPTS, sampling=SAMPLED)

@@ -92,6 +92,7 @@ def test_bytes_over_pipe():
     assert compiled("whole")[0] == {"all-reduce": 2 * shared}, "the control"
 
 
+@pytest.mark.soak
 def test_memory_as_estimated_and_as_compiled():
     """State is smaller by half of embedding and head, and both figures say so."""
     (_, estimate, memory), (_, estimate_whole, memory_whole) = compiled("own"), compiled("whole")

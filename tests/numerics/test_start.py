@@ -193,6 +193,7 @@ def test_a_check_starts_with_it(folder: Path, capsys: pytest.CaptureFixture, mor
     assert "model.rope_theta" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_a_plan_says_what_a_run_starts_with(folder: Path, capsys: pytest.CaptureFixture) -> None:
     """The folder is compared; one that is where the run will be is not asked for here; the control says nothing."""
     for start, says in (("hf", f"starts with {folder / 'hf'}\n"), ("far", "which is not on this machine"), ("", "")):

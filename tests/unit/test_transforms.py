@@ -24,6 +24,7 @@ from spmd.run import build
 from spmd.run.config import TrainConfig
 from spmd.run.transforms import TRANSFORMS
 from tests import tiny
+from tests.tiers import soak_but
 
 SMALL = LlamaConfig(vocab=64, d_model=32, layers=4, heads=4, kv_heads=2, d_ff=64)
 STAGES = spmd.MeshShape(pipe=2, data=2, fsdp=2)
@@ -86,7 +87,17 @@ CONFLICTS = {
 }
 
 
-@pytest.mark.parametrize("pair", list(itertools.combinations(TECHNIQUES, 2)), ids="-".join)
+PAIRS = list(itertools.combinations(TECHNIQUES, 2))
+IN_CI = [
+    *(pair for pair in PAIRS if frozenset(pair) in CONFLICTS),
+    ("loss scale", "history"),
+    ("powersgd", "accumulation"),
+    ("pipedream", "adapters"),
+    ("history", "skip"),
+]
+
+
+@pytest.mark.parametrize("pair", soak_but(PAIRS, *IN_CI), ids="-".join)
 def test_a_pair_works_or_is_refused_before_it_is_traced(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With one plan where it works; else with a fix that names a flag, after which it works."""
     if set(pair) == {"pipedream", "1f1b"}:
