@@ -157,7 +157,7 @@ MUTATIONS = {
         "spmd/layers/ring_attention.py",
         "path = [(i, (i + 1) % self.devices) for i in range(self.devices)]",
         "path = [(i, (i - 1) % self.devices) for i in range(self.devices)]",
-        ("tests/numerics/test_context.py::test_split_attention_caps_scores_as_any[ring]",),
+        ("tests/numerics/test_context.py::test_split_attention_is_attention[False-{'sequence': 4}-causal]",),
     ),
     "wrong ZeRO stage": Mutation(
         "spmd/sharding/optimizer_state.py",
