@@ -132,17 +132,21 @@ class InFlight(GradTransform):
     @classmethod
     def of(cls, loss_fn: LossFn, table: TickTable, batch: Mapping[str, Any]) -> "InFlight":
         """Return the state for batches of these shapes, arrays or abstract ones."""
-        return cls(loss_fn, table, tuple((name, jax.ShapeDtypeStruct(x.shape, x.dtype)) for name, x in batch.items()))
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+        return cls(loss_fn, table, tuple(shapes.items()))
 
     def init(self, plan: ShardingPlan, key: jax.Array, params: Any) -> Any:
         """Return the state before the first step: nothing is in flight."""
         del key
-        stages, table = self._stages(plan), self.table
         batch = {name: jnp.zeros(x.shape, x.dtype) for name, x in self.batch}
+
+        def of_all_stages(x: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((self.table.stages * x.shape[0], *x.shape[1:]), x.dtype)
+
         return {
             "params": params,
             "data": {"batch": batch, "key": jnp.zeros((2,), jnp.uint32)},
-            "stages": jax.tree.map(lambda x: jnp.zeros((table.stages * x.shape[0], *x.shape[1:]), x.dtype), stages),
+            "stages": jax.tree.map(of_all_stages, self._stages(plan)),
         }
 
     def state(self, plan: ShardingPlan) -> dict[str, StateArray]:
