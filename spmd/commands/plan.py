@@ -21,6 +21,7 @@ from spmd.observe.waiting import show_waiting
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
+from spmd.plan.plan import TABLES
 from spmd.run.build import (
     TrainSetup,
     abstract_batch,
@@ -216,8 +217,8 @@ def _print_plan(
     command: PlanCommand, setup: TrainSetup, report: MemoryReport, audit: CollectiveAudit | None, init: str
 ) -> None:
     platform, kind = report.topology.platform, report.topology.chip.device_kind
-    tables = ("params", "variables", "gradients", "optimizer_state") if command.all else ("params", "variables")
-    shown = str(audit) if audit else setup.plan.text(*tables)
+    plan = setup.plan.text(*TABLES) if command.all else str(setup.plan)
+    shown = str(audit) if audit else plan
     print(fitted(f"{shown}{execution_lines(setup, (platform, kind))}"))
     if is_listed(setup.step):
         print(find_wide_products(setup.step, abstract_batch(setup.config)))

@@ -13,7 +13,7 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn, LossGradFn, with_loss_of
 from spmd.gradients.losses import VALUES, Sums
-from spmd.model_api.grad_transform import Carry
+from spmd.model_api.grad_transform import Carry, observers
 from spmd.model_api.model import abstract_key
 from spmd.plan.context import constrain, current, use_plan
 from spmd.plan.local_param import LocalParam, local_param
@@ -88,9 +88,8 @@ def exchange_once(
         inner = carry.without(own)
         changing = [path for path in tree.flatten(carry.variables) if path not in placements]
         problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in changing]
-        what = "observes every microbatch, and what each device sees would be lost"
-        seeing = [each.name for each in current().transforms if each.observes and each.name in inner.transforms]
-        problems += [Problem(name, what, fix=_FIX) for name in seeing]
+        if seeing := observers(current().transforms):
+            problems.append(Problem(seeing, "must see every microbatch, also of other devices", fix=_FIX))
         codecs = {placements[path].wire.gather for path in placements if "fsdp" in over} - {""}
         what, fix = "is {}, and an exchange over fsdp gathers once", "--exchange-once data, or no --compress.gather"
         problems += [Problem("compress.gather", what.format(codec), fix=fix) for codec in codecs]
@@ -126,10 +125,8 @@ def exchange_once(
                 sums = jax.tree.map(lambda x: psum(x, over), sums)
             return jax.tree.map(lambda g: g[None], gradients), sums
 
-        given, others = (
-            (params, inner.variables, inner.transforms),
-            tuple(axis for axis in mesh.axis_names if axis not in over),
-        )
+        given = params, inner.variables, inner.transforms
+        others = tuple(axis for axis in mesh.axis_names if axis not in over)
         kept = tuple(specs(part, others) for part in given)
         with in_scope(comm_scope("parameters, gathered once a step")):
             whole = jax.tree.map(lambda x, spec: constrain(x, mesh, spec, "a parameter"), given, kept)
@@ -186,9 +183,9 @@ def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str
     Raises:
         ConfigError: Axes are named, and a transform of the plan must see every microbatch.
     """
-    seeing = [each.name for each in plan.transforms if each.observes]
+    seeing = observers(plan.transforms)
     if seeing and choice not in ("auto", "none"):
-        what = f"is {choice}, and {', '.join(seeing)} must see every microbatch of every device"
+        what = f"is {choice}, and {seeing} must see every microbatch, also of other devices"
         raise ConfigError(_TITLE, [Problem("exchange_once", what, fix="--exchange-once auto")])
     axes = tuple(axis for axis in AXES if plan.mesh.shape[axis] > 1 and (choice == "auto" or axis in choice.split("+")))
     if choice == "auto":

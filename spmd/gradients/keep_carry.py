@@ -19,6 +19,7 @@ class KeepCarry(GradTransform):
     """
 
     name = "keep_carry"
+    is_outermost = True
 
     def wrap(self, grad_fn: GradFn) -> GradFn:
         """Return a gradient function that carries on as before if its gradients are not finite."""

@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -80,7 +79,7 @@ class PowerSGD(GradTransform):
         """Return the state before the first step."""
         del key, params
         made = {path: _fresh(path, x.shape) for path, x in self.state(plan).items()}
-        return traverse_util.unflatten_dict(made, sep="/")
+        return tree.nested(made)
 
     def wrap(self, grad_fn: GradFn) -> GradFn:
         """Return a gradient function that exchanges the gradients of `grad_fn` once a step, compressed over `data`."""
@@ -102,7 +101,7 @@ class PowerSGD(GradTransform):
             return g
 
         gradients = tree.map_with_path(reduce, local.gradients)
-        return gradients, carry.with_state(self.name, traverse_util.unflatten_dict(after, sep="/"))
+        return gradients, carry.with_state(self.name, tree.nested(after))
 
     def targets(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return what to restore of a checkpoint's state: Q of the same shape, and errors of any number of devices."""
@@ -142,13 +141,13 @@ class PowerSGD(GradTransform):
     def problems(self, plan: ShardingPlan) -> list[Problem]:
         """Return everything that keeps the gradients of a plan from being compressed."""
         name, sizes, problems = "compress.gradients", plan.mesh.shape, list[Problem]()
-        slices = dict(next(iter(plan.placements.values())).wire.slices) if plan.placements else {}
         if plan.transforms[0] != self:
             what, fix = "is PowerSGD inside of another transform", "it gets the gradients of each device: put it first"
             problems.append(Problem(name, what, fix=fix))
         if any(other.overlapping_steps for other in plan.transforms):
-            what = "is PowerSGD, and a step has no sum of its own while microbatches are in flight"
-            problems.append(Problem(name, what, fix="--pipeline.schedule 1f1b or interleaved"))
+            what = "is PowerSGD, which compresses the sum of a step"
+            detail = "a step has no sum of its own while microbatches are in flight"
+            problems.append(Problem(name, what, detail, "--pipeline.schedule 1f1b or interleaved"))
         if sizes[AXIS] == 1:
             over = (
                 f"; fsdp={sizes['fsdp']} splits gradients, whose sum over it is scattered" if sizes["fsdp"] > 1 else ""
@@ -156,9 +155,11 @@ class PowerSGD(GradTransform):
             what = f"is powersgd:{self.rank} over {AXIS}, an axis of size 1"
             detail = f"mesh.{AXIS} = 1: there are no replicas{over}"
             problems.append(Problem(name, what, detail, f"--mesh.{AXIS} 2 or more"))
-        if slices.get("fsdp", 1) > 1:
-            detail = f"slices.fsdp = {slices['fsdp']}: gradients are scattered over the slow network, without replicas"
-            fix = f"--slices.{AXIS} {slices['fsdp']} and --slices.fsdp 1"
+        if plan.slices.get("fsdp", 1) > 1:
+            detail = (
+                f"slices.fsdp = {plan.slices['fsdp']}: gradients are scattered over the slow network, without replicas"
+            )
+            fix = f"--slices.{AXIS} {plan.slices['fsdp']} and --slices.fsdp 1"
             problems.append(Problem(name, "is PowerSGD, which cannot compress a reduce-scatter over fsdp", detail, fix))
         if self.slices > 1 and sizes[AXIS] % self.slices:
             detail = f"{sizes[AXIS]} / {self.slices} = {sizes[AXIS] / self.slices:.4g}"

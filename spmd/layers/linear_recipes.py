@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 from spmd.layers.kernel_gradient import kernel_gradient
 from spmd.layers.quantized_matmul import Operand, magnitude, product, quantize
 from spmd.model_api.codecs import Encoded
-from spmd.model_api.quantize import HISTORY, MatmulRecipe
+from spmd.model_api.magnitudes import HISTORY
+from spmd.model_api.quantize import MatmulRecipe
 from spmd.plan.fsdp import gather, named_after
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scaled_param import History

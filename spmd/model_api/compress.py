@@ -19,9 +19,6 @@ from spmd.model_api.codecs import EXCHANGES, GATHERS, GradientCodec
 from spmd.model_api.precision import Precision
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 
-COMPRESSION = "compression"
-"""Name of the state of compression among the model's variables."""
-
 GRADIENTS: Mapping[str, str] = {"float32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4"}
 """Value of `CompressConfig.gradients` → value of `Precision.exchange`."""
 

@@ -92,6 +92,7 @@ class GradTransform:
         observes: Whether it must see each differentiation, so that no step's gradients may be a sum of local ones.
         exchanges: Whether it sends the gradients of a step itself, and remembers what it has not sent.
         optional: Whether a resumed run may begin to use it, or stop: then a checkpoint may lack the state.
+        is_outermost: Whether it undoes what all others did in a step, and so wraps them; one at most.
     """
 
     name: ClassVar[str]
@@ -99,9 +100,10 @@ class GradTransform:
     observes: ClassVar[bool] = False
     exchanges: ClassVar[bool] = False
     optional: ClassVar[bool] = False
+    is_outermost: ClassVar[bool] = False
 
     def state(self, plan: Any) -> Mapping[str, StateArray]:
-        """Return the path of each array of the state → its shape, dtype and sharding."""
+        """Return the path of each array of the state → its shape, dtype and sharding; empty if it keeps none."""
         del plan
         return {}
 
@@ -166,6 +168,11 @@ def leave_all(transforms: Sequence[GradTransform], carry: Carry, variables: Any,
         if transform.name in states:
             states[transform.name] = transform.leave(states[transform.name], seen)
     return Carry(variables, states)
+
+
+def observers(transforms: Sequence[GradTransform]) -> str:
+    """Return the names of the transforms that must see each differentiation, empty if there are none."""
+    return ", ".join(transform.name for transform in transforms if transform.observes)
 
 
 def wrap_all(grad_fn: Callable[..., Any], transforms: Sequence[GradTransform]) -> Callable[..., Any]:

@@ -19,13 +19,12 @@ from collections.abc import Mapping
 from typing import Literal
 
 from spmd.errors import Problem, did_you_mean
+from spmd.model_api.grad_transform import GradTransform
+from spmd.model_api.magnitudes import MagnitudeHistory
 from spmd.sharding.patterns import PatternError, compile_pattern
 
 PLAIN = "bf16"
 """Name of the recipe that leaves a matmul as it is."""
-
-HISTORY = 16
-"""Steps whose largest magnitudes `fp8-delayed` remembers."""
 
 Table = tuple[tuple[str, str], ...]
 """Patterns of paths with the name of a recipe each; the first that matches decides."""
@@ -54,6 +53,11 @@ class MatmulRecipe:
     def is_delayed(self) -> bool:
         """Whether scales follow from earlier steps."""
         return self.scaling == "history"
+
+    @property
+    def transforms(self) -> tuple[GradTransform, ...]:
+        """What keeps a state around the gradient for it (`ShardingPlan.with_transforms`)."""
+        return (MagnitudeHistory(),) if self.is_delayed else ()
 
     @property
     def kind(self) -> str:

@@ -70,8 +70,8 @@ class Reference:
     ) -> Parity:
         """Train under another plan for one step on each batch, and compare every step.
 
-        Rows are `initial state`, and of each step `loss`, `gradients`, `variables`, `updates` (what it adds to the
-        parameters) and `optimizer state`.
+        Rows are `initial state`, and of each step `loss`, `gradients`, `variables`, `transforms` (their
+        states), `updates` (what it adds to the parameters) and `optimizer state`.
 
         Args:
             grad_fn: The gradient function of that plan, if it is another.

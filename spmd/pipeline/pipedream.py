@@ -96,7 +96,8 @@ def _save_carry(carry: TickCarry, table: TickTable) -> dict[str, Any]:
         return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(stream))}
 
     streams = {name: leaves(carry[name]) for name in ("arrived", "sent_back")}
-    per_stage = jax.tree.map(lambda x: x[None], {**streams, "of_others": d_shared, "sums": sums})
+    of_others = {"of_others": d_shared} if d_shared else {}  # a state has no empty dictionaries
+    per_stage = jax.tree.map(lambda x: x[None], {**streams, **of_others, "sums": sums})
     return {"inputs": leaves(inputs), "of_layers": d_layers, **per_stage}
 
 
@@ -109,7 +110,7 @@ def _restore_carry(carry: TickCarry, saved: dict[str, Any]) -> TickCarry:
         arrays = [leaves[name][str(number)] for number in range(len(leaves[name]))]
         return jax.tree.unflatten(jax.tree.structure(carry[name]), arrays)
 
-    added = saved["of_layers"], first["of_others"], first["sums"]
+    added = saved["of_layers"], first.get("of_others", {}), first["sums"]
     totals = jax.tree.map(lambda x, y: x.at[1].set(y), carry["totals"], added)
     return {**carry, **{name: stream(name) for name in _STREAMS}, "totals": totals}
 

@@ -93,13 +93,16 @@ class ShardingPlan:
     def with_transforms(self, *transforms: GradTransform) -> "ShardingPlan":
         """Return the plan with transforms of the gradient, next to the gradient function and inside of those it has.
 
+        One that is outermost wraps all others, whenever it is added.
+
         Raises:
             ConfigError: Everything that keeps a transform from being used with the plan, and two of one name.
         """
         if not transforms:
             return self
-        plan = dataclasses.replace(self, transforms=(*transforms, *self.transforms))
-        problems = resolve.check_transform_names(plan.transforms, self.abstract_variables)
+        ordered = sorted([*transforms, *self.transforms], key=lambda each: each.is_outermost)
+        plan = dataclasses.replace(self, transforms=tuple(ordered))
+        problems = resolve.check_transforms(plan.transforms, self.abstract_variables)
         problems = problems or [problem for each in plan.transforms for problem in each.problems(plan)]
         if problems:
             raise ConfigError("These transforms of the gradient cannot be used:", problems)
@@ -109,13 +112,17 @@ class ShardingPlan:
     @functools.cached_property
     def abstract_transforms(self) -> dict[str, Any]:
         """Name of a transform → its state as `jax.ShapeDtypeStruct`s with shardings; of those that keep one."""
-        with_state = {entry.path.partition("/")[0] for entry in self.transform_states}
-        shapes = {
-            each.name: jax.eval_shape(functools.partial(each.init, self), abstract_key(), self.abstract_params)
-            for each in self.transforms
-            if each.name in with_state
-        }
-        return self._abstract(shapes, self.transform_states)
+        abstract = dict[str, jax.ShapeDtypeStruct]()
+        for entry in self.transform_states:
+            sharding = NamedSharding(self.mesh, entry.spec)
+            abstract[entry.path] = jax.ShapeDtypeStruct(entry.shape, jnp.dtype(entry.dtype), sharding=sharding)
+        return tree.nested(abstract)
+
+    @property
+    def slices(self) -> dict[str, int]:
+        """Axis → the slices that it spans, of those above 1."""
+        placed = next(iter(self.placements.values()), None)
+        return dict(placed.wire.slices) if placed else {}
 
     @functools.cached_property
     def abstract_params(self) -> Any:
@@ -163,7 +170,7 @@ class ShardingPlan:
         return tree.map_with_path(lambda path, x: self.batch_sharding(path, x.ndim), batch)
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Return table → bytes on each device: `params`, `gradients`, `optimizer_state`, and `variables` if any."""
+        """Return table → bytes on each device: `params`, `gradients`, `optimizer_state`, and others if any."""
         return self._bytes(on_host=False)
 
     def bytes_on_host(self) -> dict[str, int]:
@@ -171,13 +178,11 @@ class ShardingPlan:
         return {name: size for name, size in self._bytes(on_host=True).items() if size}
 
     def _bytes(self, *, on_host: bool) -> dict[str, int]:
-        always = ("params", "gradients", "optimizer_state")
-        tables = {table: self.entries(table) for table in TABLES}
-        return {
-            table: sum(entry.bytes_per_device for entry in entries if entry.on_host == on_host)
-            for table, entries in sorted(tables.items(), key=lambda item: item[0] not in always)
-            if entries or table in always
-        }
+        sizes = dict.fromkeys(("params", "gradients", "optimizer_state"), 0)
+        for table in TABLES:
+            if entries := self.entries(table):
+                sizes[table] = sum(entry.bytes_per_device for entry in entries if entry.on_host == on_host)
+        return sizes
 
     def entries(self, table: str) -> tuple[PlanEntry, ...]:
         """Return the entries of one of the plan's `TABLES`."""
@@ -380,7 +385,8 @@ def make_plan(
         optimizer=optimizer,
         evaluation_params=evaluation_params,
     )
-    return plan.with_transforms(*precision.transforms)
+    used = [transform for recipe in recipes.values() for transform in recipe.transforms]
+    return plan.with_transforms(*dict.fromkeys(used), *precision.transforms)
 
 
 def _abstract_params(model: Model, precision: Precision) -> Any:

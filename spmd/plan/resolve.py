@@ -307,14 +307,18 @@ def state_entries(
     )
 
 
-def check_transform_names(transforms: Sequence[GradTransform], variables: Any) -> list[Problem]:
-    """Return a problem for each name that two transforms have, or a transform and a variable: states go by them."""
+def check_transforms(transforms: Sequence[GradTransform], variables: Any) -> list[Problem]:
+    """Return a problem for each name that two transforms have, or a transform and a variable, and for two outermost."""
     problems, known = [], dict.fromkeys(variables, "a variable of the model")
     for transform in transforms:
         if transform.name in known:
             what = f"has the name of {known[transform.name]}"
             problems.append(Problem(f"transform {transform.name}", what, fix="each once, or another name"))
         known[transform.name] = "another transform"
+    outermost = [transform.name for transform in transforms if transform.is_outermost]
+    if len(outermost) > 1:
+        what = "each undo what all others did in a step"
+        problems.append(Problem(f"transforms {', '.join(outermost)}", what, fix="one of them"))
     return problems
 
 

@@ -28,7 +28,6 @@ from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
 from spmd.gradients.keep_carry import KeepCarry
 from spmd.gradients.losses import LossFn, next_token_loss
-from spmd.gradients.magnitudes import MagnitudeHistory, remembering
 from spmd.gradients.powersgd import PowerSGD
 from spmd.model_api.compress import CompressConfig, powersgd_rank
 from spmd.model_api.grad_transform import GradTransform
@@ -80,9 +79,7 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
     model, schedule = build_model(config), build_schedule(config, mesh)
     loss_fn = next_token_loss(model, chunk=config.logits_chunk)
     plan = build_plan_with_fewer_bits(config, mesh, model, schedule, chip)
-    if problems := _problems_without_flush(config, schedule):
-        raise ConfigError("A pipeline without a flush cannot do this:", problems)
-    plan = plan.with_transforms(*build_transforms(config, plan, loss_fn, schedule))
+    plan = add_transforms(config, plan, loss_fn, schedule)
     grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
     evaluation = next_token_loss(model, train=False, chunk=config.logits_chunk)
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
@@ -116,17 +113,27 @@ def build_powersgd(config: TrainConfig) -> PowerSGD | None:
     return PowerSGD(rank, config.slices.data, axes=axes) if rank else None
 
 
+def add_transforms(config: TrainConfig, plan: ShardingPlan, loss_fn: LossFn, schedule: Schedule | None) -> ShardingPlan:
+    """Return the plan with the transforms of a config; raise everything at once that keeps them from being used."""
+    problems = _problems_without_flush(config, schedule)
+    try:
+        plan = plan.with_transforms(*build_transforms(config, plan, loss_fn, schedule))
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError("These settings do not go together:", problems)
+    return plan
+
+
 def build_transforms(
     config: TrainConfig, plan: ShardingPlan, loss_fn: LossFn, schedule: Schedule | None
 ) -> tuple[GradTransform, ...]:
-    """Return what keeps a state around the gradient, besides what the precision policy does; the last is outside."""
+    """Return what keeps a state around the gradient, besides what the precision policy and recipes bring."""
     transforms = list[GradTransform]()
     if powersgd := build_powersgd(config):
         transforms.append(powersgd)
     if schedule and not schedule.flush:
         transforms.append(InFlight.of(loss_fn, tabulate(schedule), abstract_batch(config)))
-    if remembering(plan):
-        transforms.append(MagnitudeHistory())
     if skips_updates(config) and not plan.precision.loss_scale:
         transforms.append(KeepCarry())
     return tuple(transforms)
@@ -251,18 +258,13 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
     """Return what a schedule cannot do whose microbatches are in flight between steps."""
     if schedule is None or schedule.flush:
         return []
-    scaled, skip = build_precision(config).loss_scale is not None, "a step cannot be skipped"
+    ends, skip = "a batch does not end", "a step cannot be skipped"
+    other = "--pipeline.schedule 1f1b"
     checks = [
-        (
-            "accumulate",
-            config.accumulate > 1,
-            "a batch does not end",
-            "--accumulate 1 and more --pipeline.microbatches",
-        ),
-        ("exchange_once", "data" in config.exchange_once, "a batch does not end", "--exchange-once auto"),
-        ("on_nan", config.on_nan == "skip", skip, "--on-nan stop, or --pipeline.schedule 1f1b"),
-        ("recovery.on_spike", config.recovery.on_spike == "skip", skip, "--recovery.on-spike stop"),
-        ("precision", scaled, "the loss scale may change", "--precision bf16, or --pipeline.schedule 1f1b"),
+        ("accumulate", config.accumulate > 1, ends, "--accumulate 1 and more --pipeline.microbatches"),
+        ("exchange_once", "data" in config.exchange_once, ends, "--exchange-once auto"),
+        ("on_nan", config.on_nan == "skip", skip, f"--on-nan stop, or {other}"),
+        ("recovery.on_spike", config.recovery.on_spike == "skip", skip, f"--recovery.on-spike stop, or {other}"),
     ]
     return [
         Problem(name, f"is {operator.attrgetter(name)(config)}: {why} while microbatches are in flight", fix=fix)
@@ -273,12 +275,7 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
 
 def _problems_once(config: TrainConfig, schedule: Schedule | None) -> list[Problem]:
     """Return why a config cannot exchange its gradients once a step, as compression does."""
-    what, why = "a step has no sum of its own", "PowerSGD compresses the sum of a step"
-    problems = []
-    if schedule and not schedule.flush:
-        problems.append(
-            Problem("pipeline.schedule", f"is {schedule.name}: {what}", why, "--pipeline.schedule 1f1b or interleaved")
-        )
+    problems, why = list[Problem](), "PowerSGD compresses the sum of a step"
     if config.exchange_once == "none" and config.accumulate * count_microbatches(config, schedule) > 1:
         problems.append(Problem("exchange_once", "is none", why, "--exchange-once auto, data or data+fsdp"))
     return problems

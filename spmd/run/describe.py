@@ -160,7 +160,6 @@ def _gathered_lines(plan: ShardingPlan) -> Iterator[str]:
 
 def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
     sizes, policy = plan.mesh.shape, plan.precision
-    slices = dict(next(iter(plan.placements.values())).wire.slices) if plan.placements else {}
     reduced = plan.model.info().gathered_by_layer
     codecs = policy.exchange_names(a for entry in BATCH_SPEC for a in entry_axes(entry) if sizes[a] > 1)
     for axis, codec in codecs.items():
@@ -181,7 +180,7 @@ def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
             block = max(coded.least, coded.block_dim(local_shape(entry.shape, param.kept, sizes))[1]) if coded else 1
             before, after = before + count * sent_bytes(policy.gradients), after + count * sent_bytes(sent, block)
             plain += [entry.path] * (sent != codec)
-        parts = slices.get(axis, 1)
+        parts = plan.slices.get(axis, 1)
         inside = f": {sizes[axis] // parts} inside of a slice, then {parts} slices" if parts > 1 else f" {sizes[axis]}"
         sizes_text = f"{human_bytes(int(after))}, not {human_bytes(int(before))} in {policy.gradients}"
         yield f"gradients in {codec} over {axis}{inside}: {sizes_text}, in each sum; without codes: {', '.join(plain)}"

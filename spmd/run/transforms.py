@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from spmd.checkpoint.tree import OptionalState
-from spmd.gradients.magnitudes import MagnitudeHistory
 from spmd.gradients.powersgd import PowerSGD
 from spmd.model_api.grad_transform import GradTransform
 from spmd.model_api.loss_scale import LossScale
+from spmd.model_api.magnitudes import MagnitudeHistory
 from spmd.pipeline.pipedream import InFlight
 
 TRANSFORMS: tuple[type[GradTransform], ...] = (PowerSGD, InFlight, MagnitudeHistory, LossScale)

@@ -134,8 +134,8 @@ def init_program(plan: ShardingPlan) -> Any:
             params = cast_floats(plan.model.init(model_key), plan.precision.params_dtype)
         variables = {**plan.model.init_variables(model_key), **given}
         data = jax.random.key_data(jax.random.fold_in(key, 1))
-        transforms = {each.name: each.init(plan, model_key, params) for each in plan.transforms}
-        transforms = {name: transforms[name] for name in plan.abstract_transforms}  # others have no state
+        keeping = (each for each in plan.transforms if each.name in plan.abstract_transforms)
+        transforms = {each.name: each.init(plan, model_key, params) for each in keeping}
         return TrainState(jnp.zeros((), jnp.int32), params, variables, plan.optimizer.init(params), data, transforms)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(plan))

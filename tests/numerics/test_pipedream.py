@@ -185,7 +185,7 @@ def setup(**fields) -> TrainSetup:
     [
         ({"accumulate": 2}, "accumulate: is 2: a batch does not end"),
         ({"on_nan": "skip"}, "on_nan: is skip: a step cannot be skipped"),
-        ({"precision": "fp16"}, "precision: is fp16: the loss scale may change"),
+        ({"precision": "fp16"}, "the scale may change while microbatches are in flight"),
         ({"mesh": spmd.MeshShape(pipe=4), "pipeline": spmd.PipelineConfig("pipedream", 4)}, "4 < 2 × (stages=4 - 1)"),
     ],
     ids=str,

@@ -13,12 +13,12 @@ from spmd import tree
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.gradients.magnitudes import MagnitudeHistory
 from spmd.jaxpr.equations import equations
 from spmd.layers.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from spmd.layers.quantized_matmul import magnitude, power_of_two, quantize, quantized_einsum
 from spmd.model_api.compress import CompressConfig
 from spmd.model_api.grad_transform import Carry
+from spmd.model_api.magnitudes import ASSUMED, MagnitudeHistory
 from spmd.model_api.quantize import RECIPES
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL
@@ -26,7 +26,6 @@ from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.plan.manual import manual_over
 from spmd.plan.plan import make_plan
-from spmd.plan.scaled_param import ASSUMED
 from spmd.sharding.mesh import make_mesh
 from spmd.testing import token_batches
 from spmd.training.state import as_stored, init_state
@@ -121,8 +120,7 @@ def test_one_scale_is_of_all_devices():
 @functools.cache
 def plan(quantize, config=CONFIG, options=(), **sizes):
     rules, mesh = tiny.LLAMA_TIED if config.tied else tiny.LLAMA, tiny.mesh(**sizes)
-    made = make_plan(mesh, rules, tiny.model(config), tiny.OPTIMIZER, quantize=quantize, **dict(options))
-    return made.with_transforms(MagnitudeHistory()) if "delayed" in quantize else made
+    return make_plan(mesh, rules, tiny.model(config), tiny.OPTIMIZER, quantize=quantize, **dict(options))
 
 
 @functools.cache

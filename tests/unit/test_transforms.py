@@ -13,9 +13,9 @@ import pytest
 import spmd
 from spmd.errors import ConfigError, SpmdError
 from spmd.gradients.keep_carry import KeepCarry
-from spmd.gradients.magnitudes import MagnitudeHistory
 from spmd.gradients.powersgd import PowerSGD
 from spmd.model_api.loss_scale import LossScale
+from spmd.model_api.magnitudes import MagnitudeHistory
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.pipeline.pipedream import InFlight
@@ -115,6 +115,13 @@ def test_a_pair_works_or_is_refused_before_it_is_traced(pair: tuple[str, str], m
     assert len(plans) == 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Plain(spmd.GradTransform):
+    """A transform that does nothing."""
+
+    name = "plain"
+
+
 def plan_of(**options: Any) -> spmd.ShardingPlan:
     return tiny.plan(options=tuple(options.items()), data=2, fsdp=2)
 
@@ -123,9 +130,11 @@ def plan_of(**options: Any) -> spmd.ShardingPlan:
     ("transforms", "options", "said"),
     [
         ((PowerSGD(2), PowerSGD(3)), {}, "transform compression: has the name of another transform"),
-        ((KeepCarry(), PowerSGD(2)), {}, "is PowerSGD inside of another transform"),
+        ((Plain(), PowerSGD(2)), {}, "is PowerSGD inside of another transform"),
+        ((KeepCarry(), LossScale()), {}, "transforms keep_carry, loss_scale: each undo what all others did"),
         ((MagnitudeHistory(),), {}, "transform magnitudes: remembers no matmul"),
         ((PowerSGD(2),), {"precision": "fp16"}, "precision: is fp16, with a loss scale"),
+        ((PowerSGD(2),), {"quantize": "fp8-delayed"}, "quantize: is fp8-delayed, which scales by earlier steps"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -135,14 +144,14 @@ def test_what_does_not_fit_is_refused(transforms: Any, options: dict[str, Any], 
         plan_of(**options).with_transforms(*transforms)
 
 
-def test_a_loss_scale_is_outside() -> None:
-    """A transform that is added comes next to the gradient function; one outside of the scale is refused."""
-    history = MagnitudeHistory()
-    plan = plan_of(precision="fp16", quantize="fp8-delayed").with_transforms(history)
+def test_what_a_plan_needs_it_has() -> None:
+    """A policy and a recipe bring their transforms; what undoes a step is outside, whenever it was added."""
+    plan = plan_of(precision="fp16", quantize="fp8-delayed")
     assert [each.name for each in plan.transforms] == ["magnitudes", "loss_scale"]
-    wrong = dataclasses.replace(plan, transforms=plan.transforms[::-1])
-    (problem,) = LossScale().problems(wrong)
-    assert "do not end with the loss scale" in str(problem)
+    assert {entry.path.partition("/")[0] for entry in plan.transform_states} == {"magnitudes", "loss_scale"}
+    assert plan_of().transforms == plan_of(quantize="fp8").transforms == ()
+    added = plan_of().with_transforms(KeepCarry()).with_transforms(PowerSGD(2))
+    assert [each.name for each in added.transforms] == ["compression", "keep_carry"]
 
 
 def test_variables_are_only_the_models() -> None:

@@ -1,30 +1,30 @@
-"""State of `fp8-delayed`: the largest magnitudes of each matmul in the last steps.
+"""Magnitudes of matmuls in the last steps, which scale those of this one (`fp8-delayed`).
 
 Magnitudes of a step are the largest of its microbatches, on all devices.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
 from jaxtyping import Array
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.gradients.base import GradFn
-from spmd.gradients.losses import Sums
 from spmd.model_api.grad_transform import Carry, Entered, GradTransform, StateArray
-from spmd.model_api.quantize import HISTORY
-from spmd.plan.plan import ShardingPlan
-from spmd.plan.scaled_param import ASSUMED, histories_of, with_seen
+
+HISTORY = 16
+"""Steps whose largest magnitudes are remembered."""
+
+ASSUMED = {"input": 16.0, "kernel": 1.0, "gradient": 16.0}
+"""What a history is of, in order → the largest magnitude before any has been seen: of gradients of the summed loss."""
 
 _WHY = "every device scales by the same magnitudes"
 
 
-def remembering(plan: ShardingPlan) -> dict[str, tuple[int, ...]]:
+def remembering(plan: Any) -> dict[str, tuple[int, ...]]:
     """Return the path of each kernel whose matmuls remember magnitudes → the stacked dimensions of its layers."""
     wrapped, found = plan.model.info().lora_kernels, {}
     for entry in plan.params:
@@ -69,7 +69,7 @@ class MagnitudeHistory(GradTransform):
     observes = True
     optional = True
 
-    def state(self, plan: ShardingPlan) -> dict[str, StateArray]:
+    def state(self, plan: Any) -> dict[str, StateArray]:
         """Return a history and the magnitudes of this step, for each kernel that remembers."""
         return {
             f"{path}/{name}": StateArray((*layers, *shape), jnp.float32, reason=_WHY)
@@ -77,24 +77,31 @@ class MagnitudeHistory(GradTransform):
             for name, shape in _SHAPES.items()
         }
 
-    def init(self, plan: ShardingPlan, key: jax.Array, params: Any) -> Any:
+    def init(self, plan: Any, key: jax.Array, params: Any) -> Any:
         """Return histories before the first step."""
         del key, params
         made = {path: _fresh(path, x.shape) for path, x in self.state(plan).items()}
-        return traverse_util.unflatten_dict(made, sep="/")
+        return tree.nested(made)
 
     def enter(self, state: Any) -> Entered:
         """Let each history ride on its kernel."""
-        return Entered(riders=histories_of(state))
+        ending = "/history"
+        flat = tree.flatten(state)
+        return Entered(riders={path.removesuffix(ending): x for path, x in flat.items() if path.endswith(ending)})
 
     def leave(self, state: Any, seen: Mapping[str, Array]) -> Any:
         """Return the state with what a batch has seen: the largest so far of this step."""
-        return with_seen(state, seen)
 
-    def wrap(self, grad_fn: GradFn) -> GradFn:
+        def largest(path: str, x: Array) -> Array:
+            kernel, _, name = path.rpartition("/")
+            return jnp.maximum(x, seen[kernel][..., 0]) if name == "now" else x
+
+        return tree.map_with_path(largest, state)
+
+    def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a gradient function after which each step's magnitudes are in the histories."""
 
-        def remembered(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+        def remembered(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Any, Carry]:
             gradients, sums, after = grad_fn(params, carry, batch, key)
             return gradients, sums, after.with_state(self.name, _shifted(after.transforms[self.name]))
 
@@ -107,11 +114,11 @@ class MagnitudeHistory(GradTransform):
             for path, leaf in wanted.items()
         }
 
-    def problems(self, plan: ShardingPlan) -> list[Problem]:
+    def problems(self, plan: Any) -> list[Problem]:
         """Return what would keep magnitudes from being seen."""
         problems = []
         if not remembering(plan):
-            what, fix = "remembers no matmul", 'quantize="fp8-delayed", whose matmuls are scaled by earlier steps'
+            what, fix = "remembers no matmul", "--quantize fp8, which scales by this step"
             problems.append(Problem(f"transform {self.name}", what, fix=fix))
         if any(other.exchanges for other in plan.transforms):
             what = f"is {plan.quantize}, which scales by earlier steps"
