@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests import durations
 from tests.programs import ROOT
 from tests.soak.test_mutations import MUTATIONS
 
@@ -17,3 +18,11 @@ def test_control_text_that_is_nowhere() -> None:
     """The same count finds nothing of a text that no file has."""
     mutation = next(iter(MUTATIONS.values()))
     assert (ROOT / mutation.file).read_text(encoding="utf-8").count(f"{mutation.old} no such text") == 0
+
+
+def test_what_notices_it_is_of_cis_tier() -> None:
+    """`tests/durations.txt` has each test of `make test`, and no other."""
+    of_ci = durations.read()
+    noticing = {test for mutation in MUTATIONS.values() for test in mutation.tests}
+    assert not noticing - of_ci.keys()
+    assert "tests/unit/test_durations.py::no_such_test" not in of_ci, "the control"

@@ -173,6 +173,7 @@ class Own(nnx.Module):
         return self.embed.attend(run_layers(self.layers, x))
 
 
+@pytest.mark.soak
 def test_calls_are_kept_in_their_order_in_and_out_of_a_scan():
     """Two calls in each layer, layers in the model's own loop, and a stack behind them."""
     model = flax.from_nnx(lambda rngs: Own(rngs))

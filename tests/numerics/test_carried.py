@@ -19,6 +19,7 @@ from spmd.run.run_dir import RunDir
 from spmd.training.state import init_state
 from tests import tiny
 from tests.command_line import run, write_config
+from tests.tiers import soak_but
 from tests.unit.test_tokenizer import begin_with, bpe
 
 
@@ -114,7 +115,7 @@ def test_no_file_beside_a_tokenizer_is_read_through_a_link_that_leads_out(name, 
     assert where == ([] if name == "config.json" else [name])  # the model's own is named where it is read
 
 
-@pytest.mark.parametrize("start", ["hf", pytest.param("imported", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("start", soak_but(("hf", "imported")))
 def test_a_run_keeps_what_its_start_had(start, tmp_path):
     """Tuned from a folder or its import, a run gives back its config.json's values, after the start is gone, too."""
     path = write_config(tmp_path)

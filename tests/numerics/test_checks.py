@@ -53,6 +53,7 @@ def damaged(step, plan, *, after):
     return run
 
 
+@pytest.mark.soak
 def test_a_run_with_equal_replicas_is_left_alone():
     """The control: checked after each step, it comes to its end."""
     plan = tiny.plan(**SIZES)

@@ -63,6 +63,7 @@ def job(packed=False):
         ("all-to-all", {"sequence": 4}),
     ],
 )
+@pytest.mark.soak
 def test_a_split_sequence_of_documents_trains_as_on_one_device(context, sizes):
     """Loss, gradients and parameters after a step, with a window and packed documents, over four devices."""
     job(packed=True).assert_parity(options=(("context", context),), **sizes)
@@ -291,6 +292,7 @@ def test_an_exchange_by_heads_sends_what_it_says():
     assert not warnings
 
 
+@pytest.mark.soak
 def test_no_buffer_grows_with_the_square_of_the_sequence():
     """In chunks, the largest array of the whole step is smaller than one head's scores; XLA's form holds more."""
 

@@ -111,6 +111,7 @@ def test_expert_choice_equals_a_dense_sum():
     assert_close(ours(arguments), reference(arguments), noise_of(reference, arguments))
 
 
+@pytest.mark.soak
 def test_a_token_that_finds_no_room_gets_nothing():
     """Of three tokens for one expert with room for two, the last is dropped, counted, and its output is zero."""
     config = RouterConfig(experts=2, top_k=1, normalise=False, dispatch="capacity", capacity_factor=1.0)

@@ -86,6 +86,7 @@ def test_a_mesh_trains_as_plain_optax_does(name):
     np.testing.assert_allclose(losses(plan(OPTIMIZERS[name])), losses_of_optax(OPTIMIZERS[name]), rtol=1e-5)
 
 
+@pytest.mark.soak
 def test_a_line_search_sees_the_loss_of_every_microbatch():
     """The loss at another place is that of the gradient function, here the sum of two microbatches."""
     grad_fn = accumulate(value_and_grad(loss_fn), 2)

@@ -133,7 +133,7 @@ def job(name):
 
 
 THREE_AXES = {"data": 2, "fsdp": 2, "tensor": 2}
-FAMILIES_HERE = ["gemma2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("mistral", "qwen3", "gemma"))]
+FAMILIES_HERE = soak_but(("gemma2", "mistral", "qwen3", "gemma"))
 """Qwen 2 and GPT-2 are in the parity suite's table."""
 
 

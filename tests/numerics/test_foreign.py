@@ -145,7 +145,7 @@ def test_control_statistics_of_part_of_the_batch_are_caught(kind):
     assert not one_device(kind).compare(plan(kind, data=8), halves).ok
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", soak_but(("linen", "nnx"), "nnx"))
 @pytest.mark.compat
 def test_variables_change_as_the_model_says(kind):
     """Statistics move in training, draws differ from step to step, and evaluation changes nothing."""

@@ -138,6 +138,7 @@ def test_other_floats_are_cast(dtype, folder, params):
         np.testing.assert_allclose(ours, theirs, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.soak
 def test_parts_of_a_tensor_are_parameters(tmp_path):
     """GPT-2's queries, keys and values are in one tensor, side by side, kernels and biases alike."""
     config = GPT2_PRESETS["test"]
@@ -167,6 +168,7 @@ def test_a_stack_may_be_every_other_layer():
     assert source.region((slice(0, 2), slice(2, 5))) == (slice(8, 11), slice(0, 2))
 
 
+@pytest.mark.soak
 def test_a_run_folder_and_back(original, params, tmp_path, capsys):
     """`import` makes a run that can be read and generated from; `export` gives back every tensor and file."""
     out = tmp_path / "run"

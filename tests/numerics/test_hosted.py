@@ -48,6 +48,7 @@ def without(zero=3, precision="float32"):
     return Reference(plan((), zero, "full", precision), GRAD_FN, BATCHES)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("offload", [BOTH])
 def test_training_equals_that_without_offload(offload, zero):
@@ -78,6 +79,7 @@ def test_stochastic_rounding_draws_the_same_bits(monkeypatch):
     assert any(errors())
 
 
+@pytest.mark.soak
 def test_control_a_lost_gradient_is_seen(monkeypatch):
     """The comparison of the tests above can fail: here no gradient comes back to what was fetched."""
     monkeypatch.setattr(HostParam, "fetch", lambda self: jax.device_put(self.array, self.sharding))

@@ -68,6 +68,7 @@ def test_no_square_becomes_zero() -> None:
     assert 0 < float(back.min()) < 1e-9
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["bfloat16", "8bit"])
 def test_a_slow_average_does_not_stand_still(kind: Kind) -> None:
     """With a decay of 0.999 each step is smaller than the distance to the next stored number, and yet it decays."""

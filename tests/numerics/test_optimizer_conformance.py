@@ -29,6 +29,7 @@ from spmd.sharding.mesh import make_mesh
 from spmd.sharding.rules import Rules, replicate
 from spmd.tree import flatten, map_with_path
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
+from tests.tiers import soak_but
 
 LAYERS = 2
 SHAPES = {
@@ -241,7 +242,7 @@ def test_a_mesh_updates_as_one_device_does(name: str, zero: int) -> None:
     assert_close(on_the_mesh(name, zero).after, *on_one_device(name))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", soak_but(OPTIMIZERS, *[*OPTIMIZERS][::2]))
 def test_a_stack_is_updated_as_its_layers_are(name: str) -> None:
     """The optimizer moves stacked and separate layers alike, in numbers and as far as its program shows."""
     assert_layerwise(OPTIMIZERS[name], draw(0))

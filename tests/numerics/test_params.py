@@ -80,6 +80,7 @@ def test_parameters_are_cast(precision, wanted, tmp_path):
     assert equal(read, jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), state.params, abstract))
 
 
+@pytest.mark.soak
 def test_adapters_are_added(tmp_path):
     """What was fine-tuned is read as the sum, without the adapters beside it."""
     lora = LoRAConfig(targets=("attention/(q|v)_proj/kernel",), rank=2)
@@ -111,6 +112,7 @@ def test_averaged_parameters_are_read_in_their_place(targets, tmp_path):
     assert not equal(read, read_params(tmp_path, abstract, trained=True))
 
 
+@pytest.mark.soak
 def test_small_changes_survive_a_narrow_base(tmp_path):
     """Beside a base in bfloat16, adapters are added in the dtype that is asked for, where nothing is rounded away."""
     lora = LoRAConfig(targets=("attention/q_proj/kernel",), rank=2, alpha=0.01)

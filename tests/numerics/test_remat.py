@@ -235,6 +235,7 @@ def test_saving_every_name_recomputes_fewer_matmuls():
     assert matmuls("offload:" + ",".join(names)) == counts[-1]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"])
 def test_an_interval_recomputes_every_kth_layer(stacked):
     """Of five layers every second is three, every third two, every ninth the first; the others keep everything."""
@@ -276,6 +277,7 @@ def test_no_policy_changes_a_gradient_of_separate_layers(remat):
     assert_close(gradients(remat, stacked=False), gradients("none", stacked=False), lost(stacked=False))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("remat", ["full/2"])
 def test_no_policy_changes_a_gradient_of_a_scan_that_is_unrolled(remat):
     """Two layers a turn, with one over."""
@@ -291,6 +293,7 @@ def test_no_policy_changes_a_gradient_in_bf16(remat):
     assert_close(gradients(remat, precision="bf16"), exact, tolerance, factor=1)
 
 
+@pytest.mark.soak
 def test_offloading_changes_no_bit():
     """What comes back from the host is what was saved."""
     jax.tree.map(np.testing.assert_array_equal, gradients(f"offload:{NAMES}"), gradients(f"save:{NAMES}"))

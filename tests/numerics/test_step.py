@@ -105,6 +105,7 @@ class _count_compilations:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
 
+@pytest.mark.soak
 def test_metrics_are_token_weighted_means():
     """The loss is sum over sum, whatever the padding; the weight is the number of tokens."""
     plan = tiny.plan(data=4, fsdp=2)

@@ -119,6 +119,7 @@ def small_state():
     return init_state(plan("mixer", SGD, data=2), 0)
 
 
+@pytest.mark.soak
 def test_plans_of_other_models_are_refused():
     """Two states without the same leaves are no question of rounding; each leaf is named."""
     with pytest.raises(ConfigError, match="attention_0/key/bias: is"):

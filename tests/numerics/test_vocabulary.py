@@ -167,6 +167,7 @@ def in_chunks(chunk):
     return value_and_grad(next_token_loss(tiny.model(), chunk=chunk))
 
 
+@pytest.mark.soak
 def test_chunks_equal_the_whole():
     """In chunks that do not divide the tokens, training equals that in one piece; layouts are in the parity suite."""
     JOB.assert_parity(grad_fn=in_chunks(7))

@@ -294,6 +294,7 @@ print(json.dumps(out))
     assert ["state/ocdbt.process_0", denied] in out["folder"]
 
 
+@pytest.mark.soak
 def test_a_disk_that_fills_up_or_turns_read_only_costs_only_the_save_that_met_it(tmp_path):
     """On a small file system of its own: full before, during and at the end of a save, and read-only; each is said."""
     program = """

@@ -59,6 +59,7 @@ def test_leftovers_of_an_interrupted_save_are_removed_and_reported(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4.savings", "notes.txt"]
 
 
+@pytest.mark.soak
 def test_another_process_with_other_devices_restores_in_silence(tmp_path: Path) -> None:
     """A process with one device restores what eight wrote, saves on, and neither prints, nor warns, nor unpickles."""
     sharding = NamedSharding(make_mesh(fsdp=8), P("fsdp"))

@@ -118,6 +118,7 @@ def test_processes_that_wait_in_vain_say_where(process_id):
     assert time.monotonic() - began < 40
 
 
+@pytest.mark.soak
 def test_leaving_waits_for_nobody():
     """Two processes meet, past any proxy, and after an error each is gone at once with its code.
 

@@ -59,6 +59,7 @@ def test_steps_by_flag(tmp_path):
     assert run(tmp_path / "none", parse_steps("")) == []
 
 
+@pytest.mark.soak
 def test_steps_by_signal(tmp_path):
     """SIGUSR2 traces the next steps, as many as are promised."""
     (steps,) = run(tmp_path, None, AsksAfter(2))
@@ -67,6 +68,7 @@ def test_steps_by_signal(tmp_path):
     assert steps == list(range(steps[0], steps[0] + len(steps)))
 
 
+@pytest.mark.soak
 def test_a_trace_is_closed_where_training_ends(tmp_path):
     """Of the steps that were asked for, those that there were; where all are behind, it is said."""
     (steps,) = run(tmp_path / "end", (8, 20))
