@@ -125,16 +125,17 @@ def compare_runs(earlier: Path, names: list[str], folder: Path) -> Iterator[tupl
 
 
 def lines_of(text: str) -> collections.Counter[str]:
-    """Return the lines of a program without names of operations and metadata."""
+    """Return the lines of a program without names of operations, metadata, and the order of its arguments."""
     text = re.sub(r",? ?metadata=\{[^}]*\}", "", text)
     text = re.sub(r'"body":"[^"]*"', "", text)
     text = re.sub(r"%[A-Za-z_][\w.\-]*", "%", text)
     text = re.sub(r"param_[\d.]+", "param", text)
+    text = re.sub(r"parameter\(\d+\)", "parameter", text)
     text = re.sub(r"(calls|to_apply|body|condition)=%?[\w.\-]*", r"\1", text)
     text = re.sub(r'"estimated_cycles":"\d+"', "", text)
     text = re.sub(r'(channel_id|"barrier_type"|used_scoped_memory)[^,}]*', "", text)
     kept = (line.strip() for line in text.splitlines())
-    tables = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames|\d+ )")
+    tables = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames|HloModule|ENTRY|\d+ )")
     return collections.Counter(line for line in kept if not tables.match(line))
 
 
