@@ -52,8 +52,10 @@ PROGRAMS = {
     "fp8-delayed": ("demo", "--precision", "bf16", "--quantize", "fp8-delayed"),
     "lora": ("demo", "--precision", "bf16", "--lora.targets", "layers/attention/(q|v)_proj/kernel"),
 }
-"""Name → a config and its flags. None has a region that is manual over one axis: libtpu 0.0.42 ends the process there if
-layers are unrolled, as those of `demo` are."""
+"""Name → a config and its flags.
+
+None has a region that is manual over one axis: there libtpu 0.0.42 ends the process if layers are unrolled, as in `demo`.
+"""
 TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2")
 COMPILE = """
 import pathlib, sys
