@@ -54,7 +54,8 @@ PROGRAMS = {
 }
 """Name → a config and its flags.
 
-None has a region that is manual over one axis: there libtpu 0.0.42 ends the process if layers are unrolled, as in `demo`.
+None has a region that is manual over one axis: libtpu 0.0.42 ends the process if layers are unrolled there, as those of
+`demo` are.
 """
 TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2")
 COMPILE = """
