@@ -21,6 +21,7 @@ from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.loader import DataConfig, load_corpus, packing_of
 from spmd.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer
 from spmd.data.training_text import TrainingText, open_text
+from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.xla_flags import Flag, compiler_options, flags_for
 from spmd.errors import ConfigError, DataError, Problem, RuleError, SpmdError
 from spmd.gradients.accumulate import accumulate
@@ -48,7 +49,7 @@ from spmd.plan.flax import from_nnx
 from spmd.plan.lora import lora_rules, with_lora
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.run.config import CountsFlops, TrainConfig
-from spmd.run.recipes import device_kind, recipe_problems
+from spmd.run.recipes import device_kind, recipe_problems, untuned_problems
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, MeshShape, abstract_mesh, check_slices, mesh_of, shards_of
 from spmd.training.step import TrainStep, Watch, make_train_step
 
@@ -211,6 +212,9 @@ def build_plan_with_fewer_bits(
             break
     recipes = [RECIPES[name] for _, name in parse_table(config.quantize) if name in RECIPES]
     problems = {*recipe_problems(recipes, chip or device_kind(mesh))}
+    runs_on = jax.default_backend() if isinstance(mesh, Mesh) else ""  # devices to compile for run nothing
+    flags = [*config.xla, *compiler_environment().get("XLA_FLAGS", "").split()]
+    problems |= {*untuned_problems(recipes, runs_on, flags)}
     if plan and (powersgd := build_powersgd(config)):
         with_it = dataclasses.replace(plan, transforms=(powersgd, *plan.transforms))
         problems |= {*powersgd.problems(with_it), *_problems_once(config, schedule)}

@@ -16,6 +16,8 @@ from spmd.step_time.hardware import HARDWARE
 _BLOCKS_OF_32 = {"b200"}
 """GPUs whose matmuls have the format of `mxfp8`."""
 
+_UNTUNED = "xla_gpu_autotune_level=0"
+
 
 def recipe_problems(recipes: Iterable[MatmulRecipe], device_kind: str) -> list[Problem]:
     """Return a problem for each recipe in a format that this kind of chip has not; simulated devices have all."""
@@ -30,6 +32,19 @@ def recipe_problems(recipes: Iterable[MatmulRecipe], device_kind: str) -> list[P
         elif recipe.inputs.startswith("float8") and "float8" not in has:
             problems.append(Problem(f"quantize {recipe.name}", f"needs float8, which {kind} has not", fix=fix))
     return problems
+
+
+def untuned_problems(recipes: Iterable[MatmulRecipe], platform: str, flags: Iterable[str]) -> list[Problem]:
+    """Return a problem for each recipe of int8 on a GPU whose compiler tries no algorithms: its products are zero.
+
+    Seen on an H100 with JAX 0.11.2 (docs/xla-faults.md). `flags` are the config's and those of `XLA_FLAGS`, and
+    `platform` is that of the devices which run the step.
+    """
+    if platform != "gpu" or not {flag.lstrip("-") for flag in flags} & {_UNTUNED}:
+        return []
+    what = f"is all zeros on a GPU with {_UNTUNED}"
+    fix = f"leave {_UNTUNED} out of XLA_FLAGS and --xla, or fp8"
+    return [Problem(f"quantize {recipe.name}", what, fix=fix) for recipe in recipes if recipe.inputs == "int8"]
 
 
 def recipe_lines(plan: ShardingPlan, device_kind: str) -> list[str]:

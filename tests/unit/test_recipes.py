@@ -21,7 +21,7 @@ from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan.lora import LoRAConfig
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.config import TrainConfig, config_values, with_values
-from spmd.run.recipes import recipe_lines, recipe_problems
+from spmd.run.recipes import recipe_lines, recipe_problems, untuned_problems
 from spmd.run.record import MAY_CHANGE
 from spmd.run.step_time import estimate_time
 from spmd.sharding.mesh import abstract_mesh
@@ -144,6 +144,15 @@ def test_chips_refuse_what_they_have_not():
     assert "mxfp8: is Blackwell's format, which h100 has not\n    fix: int8, fp8" in str(found)
     for chip in ("b200", "v5e", "cpu"):
         assert not recipe_problems(recipes, CHIPS[chip].device_kind)
+
+
+def test_int8_on_a_gpu_without_autotuning_is_refused():
+    """Its products are zero there; other recipes, machines and levels are right."""
+    recipes, untuned = [RECIPES["int8"], RECIPES["fp8"]], "--xla_gpu_autotune_level=0"
+    (found,) = untuned_problems(recipes, "gpu", ["preset", untuned])
+    assert "quantize int8: is all zeros on a GPU with xla_gpu_autotune_level=0" in str(found)
+    assert not untuned_problems(recipes, "cpu", [untuned])
+    assert not untuned_problems(recipes, "gpu", ["--xla_gpu_autotune_level=1"])
 
 
 def test_everything_that_is_wrong_with_fewer_bits_is_said_at_once(capsys):
