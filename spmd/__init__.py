@@ -12,45 +12,49 @@ state = spmd.fit(state, step, batches, steps=1000)
 `Run` trains the step in a folder, with checkpoints, evaluation and recovery; `train` a language model by its config.
 """
 
-from spmd.data.chat import ChatConfig
-from spmd.data.images import ImageFolder
-from spmd.data.loader import DataConfig
-from spmd.errors import SpmdError
-from spmd.gradients.accumulate import accumulate
-from spmd.gradients.base import value_and_grad
-from spmd.gradients.exchange import exchange_once
-from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
-from spmd.jaxpr.examples import per_example
-from spmd.model_api.compress import CompressConfig
-from spmd.model_api.grad_transform import Carry, GradTransform
-from spmd.model_api.model import Model
-from spmd.model_api.precision import Precision
-from spmd.model_api.remat import Remat
-from spmd.observe.metrics import Writer
-from spmd.optim.config import OptimizerConfig, make_optimizer
-from spmd.optim.ema import ema_params, with_ema
-from spmd.optim.per_layer import per_layer
-from spmd.optim.skip_updates import skip_bad_updates
-from spmd.plan.annotate import annotate
-from spmd.plan.flax import from_linen, from_nnx
-from spmd.plan.plan import ShardingPlan, make_plan
-from spmd.run.config import EvaluationConfig, PipelineConfig, SampleConfig, TrainConfig
-from spmd.run.hooks import Throughput
-from spmd.run.run import Run
-from spmd.run.run_config import EvaluationInterval, RecoveryConfig, RunConfig, SDCConfig
-from spmd.run.session import RunResult
-from spmd.run.train import train
-from spmd.sharding.batch import whole
-from spmd.sharding.from_flax import rules_from_annotations
-from spmd.sharding.from_search import rules_from_search
-from spmd.sharding.layer_paths import Stack
-from spmd.sharding.mesh import MeshShape, make_mesh, simulate_devices
-from spmd.sharding.rules import Rules, replicate
-from spmd.training.batch import place_batch
-from spmd.training.evaluated_params import evaluated_params
-from spmd.training.loop import Hook, fit
-from spmd.training.state import TrainState, init_state
-from spmd.training.step import make_train_step
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmd.data.chat import ChatConfig
+    from spmd.data.images import ImageFolder
+    from spmd.data.loader import DataConfig
+    from spmd.errors import SpmdError
+    from spmd.gradients.accumulate import accumulate
+    from spmd.gradients.base import value_and_grad
+    from spmd.gradients.exchange import exchange_once
+    from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
+    from spmd.jaxpr.examples import per_example
+    from spmd.model_api.compress import CompressConfig
+    from spmd.model_api.grad_transform import Carry, GradTransform
+    from spmd.model_api.model import Model
+    from spmd.model_api.precision import Precision
+    from spmd.model_api.remat import Remat
+    from spmd.observe.metrics import Writer
+    from spmd.optim.config import OptimizerConfig, make_optimizer
+    from spmd.optim.ema import ema_params, with_ema
+    from spmd.optim.per_layer import per_layer
+    from spmd.optim.skip_updates import skip_bad_updates
+    from spmd.plan.annotate import annotate
+    from spmd.plan.flax import from_linen, from_nnx
+    from spmd.plan.plan import ShardingPlan, make_plan
+    from spmd.run.config import EvaluationConfig, PipelineConfig, SampleConfig, TrainConfig
+    from spmd.run.hooks import Throughput
+    from spmd.run.run import Run
+    from spmd.run.run_config import EvaluationInterval, RecoveryConfig, RunConfig, SDCConfig
+    from spmd.run.session import RunResult
+    from spmd.run.train import train
+    from spmd.sharding.batch import whole
+    from spmd.sharding.from_flax import rules_from_annotations
+    from spmd.sharding.from_search import rules_from_search
+    from spmd.sharding.layer_paths import Stack
+    from spmd.sharding.mesh import MeshShape, make_mesh, simulate_devices
+    from spmd.sharding.rules import Rules, replicate
+    from spmd.training.batch import place_batch
+    from spmd.training.evaluated_params import evaluated_params
+    from spmd.training.loop import Hook, fit
+    from spmd.training.state import TrainState, init_state
+    from spmd.training.step import make_train_step
 
 __all__ = [
     "Carry",
@@ -111,3 +115,78 @@ __all__ = [
     "whole",
     "with_ema",
 ]
+
+_HOMES = {
+    "Carry": "spmd.model_api.grad_transform",
+    "ChatConfig": "spmd.data.chat",
+    "CompressConfig": "spmd.model_api.compress",
+    "DataConfig": "spmd.data.loader",
+    "EvaluationConfig": "spmd.run.config",
+    "EvaluationInterval": "spmd.run.run_config",
+    "GradTransform": "spmd.model_api.grad_transform",
+    "Hook": "spmd.training.loop",
+    "ImageFolder": "spmd.data.images",
+    "MeshShape": "spmd.sharding.mesh",
+    "Model": "spmd.model_api.model",
+    "OptimizerConfig": "spmd.optim.config",
+    "PipelineConfig": "spmd.run.config",
+    "Precision": "spmd.model_api.precision",
+    "RecoveryConfig": "spmd.run.run_config",
+    "Remat": "spmd.model_api.remat",
+    "Rules": "spmd.sharding.rules",
+    "Run": "spmd.run.run",
+    "RunConfig": "spmd.run.run_config",
+    "RunResult": "spmd.run.session",
+    "SDCConfig": "spmd.run.run_config",
+    "SampleConfig": "spmd.run.config",
+    "ShardingPlan": "spmd.plan.plan",
+    "SpmdError": "spmd.errors",
+    "Stack": "spmd.sharding.layer_paths",
+    "Throughput": "spmd.run.hooks",
+    "TrainConfig": "spmd.run.config",
+    "TrainState": "spmd.training.state",
+    "Writer": "spmd.observe.metrics",
+    "accumulate": "spmd.gradients.accumulate",
+    "annotate": "spmd.plan.annotate",
+    "classification_loss": "spmd.gradients.losses",
+    "cross_entropy": "spmd.gradients.losses",
+    "ema_params": "spmd.optim.ema",
+    "evaluated_params": "spmd.training.evaluated_params",
+    "exchange_once": "spmd.gradients.exchange",
+    "fit": "spmd.training.loop",
+    "from_linen": "spmd.plan.flax",
+    "from_nnx": "spmd.plan.flax",
+    "init_state": "spmd.training.state",
+    "make_mesh": "spmd.sharding.mesh",
+    "make_optimizer": "spmd.optim.config",
+    "make_plan": "spmd.plan.plan",
+    "make_train_step": "spmd.training.step",
+    "next_token_loss": "spmd.gradients.losses",
+    "per_example": "spmd.jaxpr.examples",
+    "per_layer": "spmd.optim.per_layer",
+    "place_batch": "spmd.training.batch",
+    "replicate": "spmd.sharding.rules",
+    "rules_from_annotations": "spmd.sharding.from_flax",
+    "rules_from_search": "spmd.sharding.from_search",
+    "simulate_devices": "spmd.sharding.mesh",
+    "skip_bad_updates": "spmd.optim.skip_updates",
+    "train": "spmd.run.train",
+    "value_and_grad": "spmd.gradients.base",
+    "whole": "spmd.sharding.batch",
+    "with_ema": "spmd.optim.ema",
+}
+"""Public name → its module, which is imported when the name is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name (PEP 562): a program waits for the libraries of what it uses, and for no others."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, those not yet imported too."""
+    return sorted({*globals(), *__all__})

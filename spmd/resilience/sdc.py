@@ -19,13 +19,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.distributed.compilation_cache import without_faulty_cache
 from spmd.errors import DataCorruptionError, Problem
 from spmd.gradients.base import GradFn
 from spmd.model_api.grad_transform import wrap_all
 from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_shards, make_digest, name_device, replica_differences
+from spmd.training.compilation_cache import without_faulty_cache
 from spmd.training.loop import Hook
 from spmd.training.state import TrainState, abstract_arguments, abstract_state
 

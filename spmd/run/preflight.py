@@ -13,7 +13,6 @@ from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import check_batch_size
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
-from spmd.distributed.compilation_cache import compilation_cache
 from spmd.distributed.native_output import compiler_log
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.pipeline.tick_table import tabulate
@@ -21,6 +20,7 @@ from spmd.run.build import TrainSetup, abstract_batch, count_microbatches, make_
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.init_from import check_init
 from spmd.sharding.mesh import AnyMesh, mesh_of
+from spmd.training.compilation_cache import compilation_cache
 
 
 def check_microbatches(setup: TrainSetup) -> None:

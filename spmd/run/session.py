@@ -13,7 +13,6 @@ import jax
 from spmd.checkpoint.arrays import bytes_read
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.versions import library_versions
-from spmd.distributed.compilation_cache import cache_dir, cache_fault, compilation_cache
 from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
@@ -37,6 +36,7 @@ from spmd.run.record import changed_fields, check_resumable, checkpoint_record
 from spmd.run.reloaded import RELOADED, Reloaded
 from spmd.run.run_dir import ProcessLog
 from spmd.run.transforms import optional_states
+from spmd.training.compilation_cache import cache_dir, cache_fault, compilation_cache
 from spmd.training.evaluated_params import evaluated_params
 from spmd.training.loop import Hook, fit
 from spmd.training.state import TrainState, abstract_state, as_stored, from_stored, init_state

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmd.distributed.compilation_cache import without_faulty_cache
 from spmd.errors import ConfigError, Problem, check_type
 from spmd.gradients.base import GradFn, check_first_batch, check_results, value_and_grad
 from spmd.gradients.losses import VALUES, LossFn, Sums
@@ -26,6 +25,7 @@ from spmd.plan.partition_safe import check_replaced, partition_safe
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import METRICS, OPTIMIZER
 from spmd.training.batch import place_batch
+from spmd.training.compilation_cache import without_faulty_cache
 from spmd.training.offloaded_update import make_update
 from spmd.training.state import TrainState, abstract_arguments, abstract_state, check_state, place_state
 

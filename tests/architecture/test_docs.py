@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import spmd
 from tests.architecture.test_floors import FAMILIES, FLOORS, is_folder
 
 ROOT = Path(__file__).parents[2]
@@ -146,9 +147,7 @@ def test_reference() -> None:
     floors = [name for name in FLOORS if name != "cli"]
     assert not [name for name in floors if f"\n::: spmd.{name}\n" not in pages]
     index = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
-    public = ast.parse((ROOT / "spmd" / "__init__.py").read_text(encoding="utf-8"))
-    names = [alias.name for node in public.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert not missing([*names, *(f"spmd.{name}" for name in floors if is_folder(f"spmd.{name}"))], index)
+    assert not missing([*spmd.__all__, *(f"spmd.{name}" for name in floors if is_folder(f"spmd.{name}"))], index)
 
 
 def test_missing_control() -> None:

@@ -184,8 +184,14 @@ def check_floor(module: Module) -> Iterator[str]:
 
 
 def check_imports_on_top(module: Module) -> Iterator[str]:
-    """Imports stand at the top level of a module, where a circle cannot hide."""
+    """Imports stand at the top level of a module, where a circle cannot hide.
+
+    Those of the package itself are for type checkers: its names are imported at their first use.
+    """
     top = {id(node) for node in module.tree.body}
+    if module.name == "spmd":
+        for_types = (n for n in module.tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+        top |= {id(node) for block in for_types for node in block.body}
     for node in ast.walk(module.tree):
         is_allowed = isinstance(node, ast.Import) and {alias.name for alias in node.names} <= IN_BLOCKS
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in top and not is_allowed:
@@ -294,6 +300,8 @@ CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
     (check_environment, "spmd.sharding.mesh", "import os\nos.environ['A'] = '1'", "mesh:2 uses os.environ"),
     (check_environment, "spmd.sharding.mesh", "from os import getenv", "os.getenv"),
     (check_imports_on_top, "spmd.plan.plan", "import os\n\ndef f():\n    import json", "plan:4"),
+    (check_imports_on_top, "spmd.plan.plan", "if TYPE_CHECKING:\n    import json", "plan:2"),
+    (check_imports_on_top, "spmd", "if __debug__:\n    import json", "spmd:2"),
     (check_imports_on_top, "spmd.plan.plan", "try:\n    import json\nfinally:\n    pass", "plan:2"),
     (check_imports_on_top, "spmd.plan.plan", "def f():\n    import tensorboardX, json", "plan:2"),
     (check_private, "spmd.plan.plan", "from flax._src import core", "flax._src.core"),

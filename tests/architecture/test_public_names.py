@@ -26,11 +26,25 @@ def test_all_is_sorted() -> None:
     assert spmd.__all__ == sorted(set(spmd.__all__))
 
 
-def test_all_is_what_is_imported() -> None:
-    """`__all__` is exactly what `spmd/__init__.py` imports: nothing is public by accident."""
-    tree = ast.parse(inspect.getsource(spmd))
-    names = [a.asname or a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names]
-    assert sorted(names) == spmd.__all__
+def names_for_types(source: str) -> dict[str, str]:
+    """Return public name → module, as type checkers read them."""
+    (block,) = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name: node.module or "" for node in imports for alias in node.names}
+
+
+def test_all_is_what_can_be_imported() -> None:
+    """Type checkers and programs find the same names in the same modules, and `__all__` has exactly these."""
+    found = {name: home for name, home in vars(spmd)["_HOMES"].items()}
+    assert names_for_types(inspect.getsource(spmd)) == found
+    assert list(found) == spmd.__all__
+    assert set(spmd.__all__) <= set(dir(spmd))
+
+
+def test_control_another_name_is_none() -> None:
+    """It is an error that says so, as in any module."""
+    with pytest.raises(AttributeError, match="module 'spmd' has no attribute 'make_plam'"):
+        _ = spmd.make_plam  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", spmd.__all__)

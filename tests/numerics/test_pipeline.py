@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.cli import main
-from spmd.distributed.compilation_cache import compilation_cache
 from spmd.errors import SpmdError
 from spmd.gradients.losses import next_token_loss
 from spmd.model_api.model import Outputs
@@ -33,6 +32,7 @@ from spmd.run.build import TrainSetup, count_microbatches, make_setup, planned_m
 from spmd.run.check import Check
 from spmd.run.preflight import preflight
 from spmd.sharding.rules import Rules, replicate
+from spmd.training.compilation_cache import compilation_cache
 from spmd.training.state import init_state
 from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from spmd.distributed.compilation_cache import cache_dir, cache_fault, compilation_cache
+from spmd.training.compilation_cache import cache_dir, cache_fault, compilation_cache
 
 
 @pytest.mark.parametrize(
