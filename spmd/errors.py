@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 _LONGEST = 2000
 _ABOUT_FRAMES = "JAX_TRACEBACK_FILTERING"
@@ -62,6 +62,47 @@ class SpmdError(ValueError):
         self.title = title
         self.problems = tuple(sorted(problems))
         super().__init__("\n".join([title, *(f"  {line}" for p in self.problems for line in str(p).split("\n"))]))
+
+
+class Together:
+    """Raises errors as one: those that were added inside of a block, and the one that ends it.
+
+    Where one of them has all the problems, it is raised itself.
+
+    Example:
+        >>> with Together("This plan cannot be made:") as errors:
+        ...     errors.add(ConfigError("It is too small:", [Problem("a", "is 0")]))
+        ...     raise ConfigError("It is too large:", [Problem("b", "is 9")])
+        Traceback (most recent call last):
+        spmd.errors.ConfigError: This plan cannot be made:
+          a: is 0
+          b: is 9
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.errors = list[SpmdError]()
+
+    def add(self, error: SpmdError) -> None:
+        """Raise an error later, if it has problems."""
+        if error.problems:
+            self.errors.append(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SpmdError):
+            if not self.errors:
+                return
+            self.errors.append(error)
+        elif error is not None or not self.errors:
+            return
+        problems = {problem for each in self.errors for problem in each.problems}
+        first = self.errors[0]
+        if len(first.problems) == len(problems):
+            raise first from None
+        raise ConfigError(self.title, problems) from None
 
 
 class MeshError(SpmdError):

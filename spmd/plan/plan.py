@@ -7,7 +7,7 @@ change.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, RuleError, first_of
+from spmd.errors import ConfigError, Problem, RuleError, Together, first_of
 from spmd.model_api.attention_config import AttentionConfig, make_attention_config
 from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
 from spmd.model_api.grad_transform import Carry, GradTransform
@@ -44,6 +44,7 @@ TABLES = ("params", "variables", "transforms", "gradients", "optimizer_state")
 EvaluatedParams = Callable[[Any, Any], Any]
 """`(optimizer state, params) -> params` to evaluate, as `optax.contrib.schedule_free_eval_params`."""
 
+_CANNOT = "This plan cannot be made:"
 _ONE_SLICE: Mapping[str, int] = FrozenDict()
 _NO_UPDATES: Mapping[str, str] = FrozenDict()
 
@@ -250,6 +251,7 @@ def make_plan(
     attention: str = "auto",
     context: str = "ring",
     evaluation_params: EvaluatedParams | None = None,
+    transforms: Sequence[GradTransform] = (),
 ) -> ShardingPlan:
     """Resolve every decision, or list everything that is wrong.
 
@@ -269,124 +271,142 @@ def make_plan(
         context: The algorithm of attention over a sequence split over `sequence`: `"ring"` or `"all-to-all"`.
         evaluation_params: `(optimizer state, params)` → the parameters to evaluate, for an optimizer that is evaluated
             at others than its gradients. An average, schedule-free and lookahead need none: their state is read.
+        transforms: What keeps a state around the gradient (`ShardingPlan.with_transforms`), besides what the precision
+            and the recipes bring.
 
     Raises:
         RuleError: All problems of the table, the recipes, the specs and the optimizer's state, at once.
         ConfigError: An unknown precision, remat policy, ZeRO stage or kernel; compression of what is not sent.
     """
-    problems = resolve.check_arguments(mesh, rules, model, optimizer)
-    if zero not in ZERO_KEEPS:
-        problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
-    if not problems:
-        problems += [*compress.problems(), *compress.useless(mesh.shape, slices, zero).values()]
+    # Wrong codecs, recipes and names of saved activations do not hide what is wrong elsewhere.
+    with Together(_CANNOT) as errors:
+        problems = resolve.check_arguments(mesh, rules, model, optimizer)
+        if zero not in ZERO_KEEPS:
+            problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
+        if problems:
+            raise ConfigError(_CANNOT, problems)
+        if problems := _check_compression(compress, mesh, slices, zero):
+            errors.add(ConfigError(_CANNOT, problems))
+            compress = NO_COMPRESSION
+        made = jax.eval_shape(model.init, abstract_key())
+        made_variables = _abstract_variables(model)
+        problems = [*resolve.check_params(made), *resolve.check_storable(made), *resolve.check_storable(made_variables)]
+        if problems:
+            raise ConfigError("These parameters cannot be trained:", problems)
+        precision, remat = compress.precision(make_precision(precision), slices), make_remat(remat)
+        if problems := check_float64(precision, tree.flatten(made)):
+            raise ConfigError("This precision does not fit the model:", first_of(problems, at_most=5))
+        offload = resolve.check_offload(mesh, offload, remat)
+        attention_config = make_attention_config(mesh, attention, context)
+        treatment = treatment_of(optimizer)
+        optimizer = wrap_optimizer_for_precision(optimizer, precision)
+        params = jax.eval_shape(functools.partial(cast_floats, dtype=precision.params_dtype), made)
+        variables, info = tree.flatten(_abstract_variables(model)), model.info()
+        weights, rules = tree.flatten(params), rules.with_recorded(info.stacks)
+
+        matches = resolve.matches_without_rules(info, rules)
+        ruled = {path: tuple(x.shape) for path, x in {**weights, **variables}.items() if path not in matches}
+        recipes, problems = resolve.resolve_recipes(quantize, rules, mesh, weights, info)
+        names = [name for name, _ in rules.activations]
+        by_name = [*problems, *remat.check_names(names, "is no activation of the rule table")]
+        problems = resolve.audit_rules(mesh, rules, ruled, info)
+        problems += resolve.check_evaluation_params(evaluation_params, optimizer, precision, params)
+        if problems:
+            problems += by_name
+            others = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, dict.fromkeys(weights, P()))[1]
+            problems += [problem for problem in others if problem not in problems]
+            raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
+        if by_name:
+            errors.add(RuleError(f"The rule table does not fit: {_count(by_name)}.", by_name))
+            recipes = {}
+        matches |= {path: match for path in ruled if (match := rules.match(path))}
+        for path, x in tree.flatten(made).items():
+            if x.dtype not in (jnp.float32, weights[path].dtype):  # JAX's default, or as stored
+                reason = ", ".join(filter(None, (matches[path].reason, f"{x.dtype} in the model")))
+                matches[path] = dataclasses.replace(matches[path], reason=reason)
+        specs = {
+            table: {path: resolve.apply_zero(match, table, zero) for path, match in matches.items()} | dict(info.placed)
+            for table in ("params", "gradients", "optimizer")
+        }
+        state, problems = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, specs["optimizer"])
+        chunks: tuple[UpdateChunk, ...] = ()
+        # Beside frozen parameters, the trained ones are small and stay on the device.
+        updated = tuple(name for name in offload if name != "params" or not info.frozen)
+        if updated and not problems:
+            param_phase = phases(optimizer)[1]
+            problems = check_update(param_phase, params, whole=False)
+            if not problems:
+                chunks, problems = plan_chunks(
+                    param_phase, params, state, specs["optimizer"], mesh.shape, rules.stacks, updated
+                )
+        if problems:
+            raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
+
+        updates = treatment.describe({path: x.shape for path, x in weights.items()}) if treatment else _NO_UPDATES
+        on_host = {path for chunk in chunks for path in chunk.host_params}
+        on_host |= resolve.frozen_on_host(rules, info, variables) if "params" in offload else set()
+
+        def entries(
+            table: str, arrays: Mapping[str, Any], hosted: Container[str] = (), updates: Mapping[str, str] = _NO_UPDATES
+        ) -> tuple[PlanEntry, ...]:
+            return tuple(
+                make_entry(
+                    *(path, x, matches[path], specs[table][path]),
+                    zero=zero,
+                    axes=mesh.shape,
+                    on_host=path in hosted,
+                    update=updates.get(path, ""),
+                )
+                for path, x in arrays.items()
+            )
+
+        def placement(path: str) -> ParamPlacement:
+            stacks = own_stacks(path, rules.stacks)
+            scope = param_scope(rules.layer_path(path)[0])  # equal layers have equal placements
+            placed = resolve.resolve_placement(mesh, matches[path], stacks, zero, on_host=path in on_host, scope=scope)
+            shape = without_dims({**weights, **variables}[path].shape, stored_dims(stacks))
+            exactly = info.frozen.get(path, path) in info.sent_exactly
+            wire = resolve.resolve_wire(placed, shape, compress, precision, slices, exactly=exactly)
+            return dataclasses.replace(placed, wire=wire, recipe=recipes.get(info.frozen.get(path, path)))
+
+        gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
+        by_module = {module: placement(path) for path, module in info.frozen.items()}
+        by_path = {path: placement(path) for path in (*info.frozen, *weights) if path not in info.merged}
+        problems = resolve.check_wires(compress, {**by_module, **by_path}, weights, info)
+        errors.add(ConfigError("This compression cannot be used:", problems))
+
+        plan = ShardingPlan(
+            mesh=mesh,
+            rules=rules,
+            zero=zero,
+            remat=remat,
+            precision=precision,
+            compress=compress,
+            quantize=quantize,
+            attention=attention_config,
+            placements=FrozenDict({**by_module, **by_path}),
+            params=entries("params", weights, on_host, updates),
+            gradients=entries("gradients", tree.flatten(gradients)),
+            variables=entries("params", variables, on_host),
+            optimizer_state=resolve.state_entries(mesh, state, zero, chunks),
+            offload=offload,
+            update_chunks=chunks,
+            model=model,
+            optimizer=optimizer,
+            evaluation_params=evaluation_params,
+        )
+        used = [transform for recipe in recipes.values() for transform in recipe.transforms]
+        return plan.with_transforms(*transforms, *dict.fromkeys(used), *precision.transforms)
+
+
+def _check_compression(compress: CompressConfig, mesh: AnyMesh, slices: Mapping[str, int], zero: int) -> list[Problem]:
+    """Return what is wrong with codecs on this mesh, whatever the model is."""
+    problems = [*compress.problems(), *compress.useless(mesh.shape, slices, zero).values()]
     if compress != compress.of_plan:
         what = f"is {compress.gradients}, which wraps a gradient function"
-        fix = "plan.with_transforms(spmd.gradients.powersgd.PowerSGD(rank=4))"
+        fix = "make_plan(…, transforms=[spmd.gradients.powersgd.PowerSGD(rank=4)])"
         problems.append(Problem("compress.gradients", what, fix=fix))
-    if problems:
-        raise ConfigError("This plan cannot be made:", problems)
-    made = jax.eval_shape(model.init, abstract_key())
-    made_variables = _abstract_variables(model)
-    problems = [*resolve.check_params(made), *resolve.check_storable(made), *resolve.check_storable(made_variables)]
-    if problems:
-        raise ConfigError("These parameters cannot be trained:", problems)
-    precision, remat = compress.precision(make_precision(precision), slices), make_remat(remat)
-    if problems := check_float64(precision, tree.flatten(made)):
-        raise ConfigError("This precision does not fit the model:", first_of(problems, at_most=5))
-    offload = resolve.check_offload(mesh, offload, remat)
-    attention_config = make_attention_config(mesh, attention, context)
-    treatment = treatment_of(optimizer)
-    optimizer = wrap_optimizer_for_precision(optimizer, precision)
-    params = jax.eval_shape(functools.partial(cast_floats, dtype=precision.params_dtype), made)
-    variables, info = tree.flatten(_abstract_variables(model)), model.info()
-    weights, rules = tree.flatten(params), rules.with_recorded(info.stacks)
-
-    matches = resolve.matches_without_rules(info, rules)
-    ruled = {path: tuple(x.shape) for path, x in {**weights, **variables}.items() if path not in matches}
-    recipes, problems = resolve.resolve_recipes(quantize, rules, mesh, weights, info)
-    problems += resolve.check_evaluation_params(evaluation_params, optimizer, precision, params)
-    if problems := [*resolve.audit_rules(mesh, rules, ruled, info, remat), *problems]:
-        others = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, dict.fromkeys(weights, P()))[1]
-        problems += [problem for problem in others if problem not in problems]
-        raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
-    matches |= {path: match for path in ruled if (match := rules.match(path))}
-    for path, x in tree.flatten(made).items():
-        if x.dtype not in (jnp.float32, weights[path].dtype):  # JAX's default, or as stored
-            reason = ", ".join(filter(None, (matches[path].reason, f"{x.dtype} in the model")))
-            matches[path] = dataclasses.replace(matches[path], reason=reason)
-    specs = {
-        table: {path: resolve.apply_zero(match, table, zero) for path, match in matches.items()} | dict(info.placed)
-        for table in ("params", "gradients", "optimizer")
-    }
-    state, problems = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, specs["optimizer"])
-    chunks: tuple[UpdateChunk, ...] = ()
-    # Beside frozen parameters, the trained ones are small and stay on the device.
-    updated = tuple(name for name in offload if name != "params" or not info.frozen)
-    if updated and not problems:
-        param_phase = phases(optimizer)[1]
-        problems = check_update(param_phase, params, whole=False)
-        if not problems:
-            chunks, problems = plan_chunks(
-                param_phase, params, state, specs["optimizer"], mesh.shape, rules.stacks, updated
-            )
-    if problems:
-        raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
-
-    updates = treatment.describe({path: x.shape for path, x in weights.items()}) if treatment else _NO_UPDATES
-    on_host = {path for chunk in chunks for path in chunk.host_params}
-    on_host |= resolve.frozen_on_host(rules, info, variables) if "params" in offload else set()
-
-    def entries(
-        table: str, arrays: Mapping[str, Any], hosted: Container[str] = (), updates: Mapping[str, str] = _NO_UPDATES
-    ) -> tuple[PlanEntry, ...]:
-        return tuple(
-            make_entry(
-                *(path, x, matches[path], specs[table][path]),
-                zero=zero,
-                axes=mesh.shape,
-                on_host=path in hosted,
-                update=updates.get(path, ""),
-            )
-            for path, x in arrays.items()
-        )
-
-    def placement(path: str) -> ParamPlacement:
-        stacks = own_stacks(path, rules.stacks)
-        scope = param_scope(rules.layer_path(path)[0])  # equal layers have equal placements
-        placed = resolve.resolve_placement(mesh, matches[path], stacks, zero, on_host=path in on_host, scope=scope)
-        shape = without_dims({**weights, **variables}[path].shape, stored_dims(stacks))
-        exactly = info.frozen.get(path, path) in info.sent_exactly
-        wire = resolve.resolve_wire(placed, shape, compress, precision, slices, exactly=exactly)
-        return dataclasses.replace(placed, wire=wire, recipe=recipes.get(info.frozen.get(path, path)))
-
-    gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
-    by_module = {module: placement(path) for path, module in info.frozen.items()}
-    by_path = {path: placement(path) for path in (*info.frozen, *weights) if path not in info.merged}
-    if problems := resolve.check_wires(compress, {**by_module, **by_path}, weights, info):
-        raise ConfigError("This compression cannot be used:", problems)
-
-    plan = ShardingPlan(
-        mesh=mesh,
-        rules=rules,
-        zero=zero,
-        remat=remat,
-        precision=precision,
-        compress=compress,
-        quantize=quantize,
-        attention=attention_config,
-        placements=FrozenDict({**by_module, **by_path}),
-        params=entries("params", weights, on_host, updates),
-        gradients=entries("gradients", tree.flatten(gradients)),
-        variables=entries("params", variables, on_host),
-        optimizer_state=resolve.state_entries(mesh, state, zero, chunks),
-        offload=offload,
-        update_chunks=chunks,
-        model=model,
-        optimizer=optimizer,
-        evaluation_params=evaluation_params,
-    )
-    used = [transform for recipe in recipes.values() for transform in recipe.transforms]
-    return plan.with_transforms(*dict.fromkeys(used), *precision.transforms)
+    return problems
 
 
 def _abstract_params(model: Model, precision: Precision) -> Any:

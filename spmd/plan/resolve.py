@@ -104,17 +104,14 @@ def matches_without_rules(info: ModelInfo, rules: Rules) -> dict[str, Match]:
     return matches | {path: Match(-1, "where it is made", spec, spec, "") for path, spec in info.placed.items()}
 
 
-def audit_rules(
-    mesh: AnyMesh, rules: Rules, shapes: Mapping[str, tuple[int, ...]], info: ModelInfo, remat: Remat
-) -> list[Problem]:
-    """Return everything wrong between the table, the arrays that need a rule, the remat policy and the mesh."""
+def audit_rules(mesh: AnyMesh, rules: Rules, shapes: Mapping[str, tuple[int, ...]], info: ModelInfo) -> list[Problem]:
+    """Return everything wrong between the table, the arrays that need a rule and the mesh."""
     problems = rules.audit(shapes, mesh.shape, tied=info.tied)
     named = audit_stack_names(info.annotations, rules.stacks)
     known = {problem.where for problem in audit_stacks(shapes, rules.stacks)}
     known |= {problem.where.rpartition("/")[0] for problem in named}
     recorded = audit_recorded(shapes, rules.stacks, info.stacks or {}, info.created)
     problems += named + [problem for problem in recorded if problem.where not in known]
-    problems += remat.check_names([name for name, _ in rules.activations], "is no activation of the rule table")
     specs = [match.spec for path in shapes if (match := rules.match(path))]
     if mesh.shape["expert"] > 1 and not any("expert" in entry_axes(entry) for spec in specs for entry in spec):
         what, fix = "splits no parameter: this model has no experts", "expert=1; data and fsdp split the batch, too"

@@ -6,9 +6,8 @@ Each function builds one thing, from the config and what was built before; `make
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from spmd.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, load_tokeni
 from spmd.data.training_text import TrainingText, open_text
 from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.xla_flags import Flag, compiler_options, flags_for
-from spmd.errors import ConfigError, DataError, Problem, RuleError, SpmdError
+from spmd.errors import ConfigError, DataError, Problem, RuleError, Together
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
@@ -79,8 +78,11 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
     """Build what a run needs, on a mesh from `config_mesh` or `planned_mesh`; `chip` is the kind of an abstract one."""
     model, schedule = build_model(config), build_schedule(config, mesh)
     loss_fn = next_token_loss(model, chunk=config.logits_chunk)
-    plan = build_plan_with_fewer_bits(config, mesh, model, schedule, chip)
-    plan = add_transforms(config, plan, loss_fn, schedule)
+    with Together("This plan cannot be made:") as errors:
+        problems = [*_problems_of_chip(config, mesh, chip), *_problems_once(config, schedule)]
+        problems += _problems_without_flush(config, schedule)
+        errors.add(ConfigError("These settings do not go together:", problems))
+        plan = build_plan(config, mesh, model, build_transforms(config, loss_fn, schedule))
     grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
     evaluation = next_token_loss(model, train=False, chunk=config.logits_chunk)
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
@@ -114,28 +116,14 @@ def build_powersgd(config: TrainConfig) -> PowerSGD | None:
     return PowerSGD(rank, config.slices.data, axes=axes) if rank else None
 
 
-def add_transforms(config: TrainConfig, plan: ShardingPlan, loss_fn: LossFn, schedule: Schedule | None) -> ShardingPlan:
-    """Return the plan with the transforms of a config; raise everything at once that keeps them from being used."""
-    problems = _problems_without_flush(config, schedule)
-    try:
-        plan = plan.with_transforms(*build_transforms(config, plan, loss_fn, schedule))
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError("These settings do not go together:", problems)
-    return plan
-
-
-def build_transforms(
-    config: TrainConfig, plan: ShardingPlan, loss_fn: LossFn, schedule: Schedule | None
-) -> tuple[GradTransform, ...]:
+def build_transforms(config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None) -> tuple[GradTransform, ...]:
     """Return what keeps a state around the gradient, besides what the precision policy and recipes bring."""
     transforms = list[GradTransform]()
     if powersgd := build_powersgd(config):
         transforms.append(powersgd)
     if schedule and not schedule.flush:
         transforms.append(InFlight.of(loss_fn, tabulate(schedule), abstract_batch(config)))
-    if skips_updates(config) and not plan.precision.loss_scale:
+    if skips_updates(config) and not build_precision(config).loss_scale:
         transforms.append(KeepCarry())
     return tuple(transforms)
 
@@ -169,8 +157,10 @@ def build_optimizer(config: TrainConfig, model: Model) -> optax.GradientTransfor
     return skip_bad_updates(optimizer, factor, config.recovery.spike_window)
 
 
-def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan:
-    """Resolve every decision for the trained model on a mesh."""
+def build_plan(
+    config: TrainConfig, mesh: AnyMesh, model: Model, transforms: Sequence[GradTransform] = ()
+) -> ShardingPlan:
+    """Resolve every decision for the trained model on a mesh, with transforms of the gradient."""
     rules = lora_rules(build_base_model(config), config.lora, config.rules) if config.lora.targets else config.rules
     plan = make_plan(
         mesh,
@@ -186,6 +176,7 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
         offload=config.offload,
         attention=config.attention,
         context=config.context,
+        transforms=transforms,
     )
     paths, tied = [entry.path for entry in plan.params], plan.model.info().tied
     if problems := check_patterns(config.optimizer, paths, plan.rules.stacked, tied):
@@ -193,38 +184,13 @@ def build_plan(config: TrainConfig, mesh: AnyMesh, model: Model) -> ShardingPlan
     return plan
 
 
-def build_plan_with_fewer_bits(
-    config: TrainConfig, mesh: AnyMesh, model: Model, schedule: Schedule | None, chip: str
-) -> ShardingPlan:
-    """Return the plan, without a state of fewer bits; if it cannot be made with them, raise all reasons at once.
-
-    Each part is also checked where another one fails: what is sent, multiplied and stored, PowerSGD, what the chip has.
-    """
-    plan, errors = None, list[SpmdError]()
-    others: dict[str, Any] = {"quantize": "", "remat": "none"}
-    sent = {"compress": CompressConfig()}
-    for fields in ({}, sent, others, sent | others):
-        try:
-            plan = build_plan(dataclasses.replace(config, **fields), mesh, model)
-        except SpmdError as error:
-            errors.append(error)
-        if not errors:
-            break
+def _problems_of_chip(config: TrainConfig, mesh: AnyMesh, chip: str) -> list[Problem]:
+    """Return why the chips of a mesh, or of this kind, do not multiply as the config's recipes say."""
     recipes = [RECIPES[name] for _, name in parse_table(config.quantize) if name in RECIPES]
-    problems = {*recipe_problems(recipes, chip or device_kind(mesh))}
     runs_on = jax.default_backend() if isinstance(mesh, Mesh) else ""  # devices to compile for run nothing
     flags = [*config.xla, *compiler_environment().get("XLA_FLAGS", "").split()]
-    problems |= {*untuned_problems(recipes, runs_on, flags)}
-    if plan and (powersgd := build_powersgd(config)):
-        with_it = dataclasses.replace(plan, transforms=(powersgd, *plan.transforms))
-        problems |= {*powersgd.problems(with_it), *_problems_once(config, schedule)}
-    problems = problems.union(*(error.problems for error in errors))
-    if errors and len(problems) == len(errors[0].problems):
-        raise errors[0]
-    if problems:
-        raise ConfigError("This plan cannot be made:", problems)
-    assert plan is not None
-    return plan
+    problems = recipe_problems(recipes, chip or device_kind(mesh))
+    return problems + untuned_problems(recipes, runs_on, flags)
 
 
 def build_schedule(config: TrainConfig, mesh: AnyMesh) -> Schedule | None:
@@ -279,10 +245,11 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
 
 def _problems_once(config: TrainConfig, schedule: Schedule | None) -> list[Problem]:
     """Return why a config cannot exchange its gradients once a step, as compression does."""
-    problems, why = list[Problem](), "PowerSGD compresses the sum of a step"
-    if config.exchange_once == "none" and config.accumulate * count_microbatches(config, schedule) > 1:
-        problems.append(Problem("exchange_once", "is none", why, "--exchange-once auto, data or data+fsdp"))
-    return problems
+    parts = config.accumulate * count_microbatches(config, schedule)
+    if not build_powersgd(config) or config.exchange_once != "none" or parts == 1:
+        return []
+    why, fix = "PowerSGD compresses the sum of a step", "--exchange-once auto, data or data+fsdp"
+    return [Problem("exchange_once", "is none", why, fix)]
 
 
 def build_grad_fn(

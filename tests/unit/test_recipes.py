@@ -19,6 +19,8 @@ from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan.lora import LoRAConfig
+from spmd.plan.plan import make_plan
+from spmd.run import build
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.config import TrainConfig, config_values, with_values
 from spmd.run.recipes import recipe_lines, recipe_problems, untuned_problems
@@ -155,8 +157,10 @@ def test_int8_on_a_gpu_without_autotuning_is_refused():
     assert not untuned_problems(recipes, "gpu", ["--xla_gpu_autotune_level=1"])
 
 
-def test_everything_that_is_wrong_with_fewer_bits_is_said_at_once(capsys):
-    """What is sent, multiplied and stored, PowerSGD, and what the chip has: none hides another."""
+def test_everything_that_is_wrong_with_fewer_bits_is_said_at_once(capsys, monkeypatch):
+    """What is sent, multiplied and stored, PowerSGD, and what the chip has: none hides another, in one plan."""
+    made = []
+    monkeypatch.setattr(build, "make_plan", lambda *args, **options: made.append(1) or make_plan(*args, **options))
     sizes = ("--mesh.data", "1", "--mesh.fsdp", "1", "--mesh.tensor", "8", "--topology", "a100:1x8")
     bits = ("--quantize", "nothing/kernel=fp8", "--compress.gather", "int8", "--compress.gradients", "powersgd:400")
     with pytest.raises(SystemExit, match="2"):
@@ -172,6 +176,7 @@ def test_everything_that_is_wrong_with_fewer_bits_is_said_at_once(capsys):
     ):
         assert said.count(each) == 1, said
     assert "Traceback" not in said
+    assert len(made) == 1
 
 
 def test_every_recipe_is_in_the_table_of_the_command_line(capsys):
