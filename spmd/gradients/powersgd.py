@@ -9,7 +9,7 @@ A matrix is what a device has after the reduce-scatter over `fsdp`: n/f × m, an
 and Q are kept and sent transposed, `[r, n]`, since a TPU pads the last dimension to 128. Everything is float32.
 
 ```python
-plan = spmd.make_plan(mesh, rules, model, …).with_transforms(PowerSGD(rank=4))
+plan = spmd.make_plan(mesh, rules, model, optimizer, transforms=[PowerSGD(rank=4)])
 step = spmd.make_train_step(plan, loss_fn)
 ```
 """

@@ -1,0 +1,60 @@
+"""A technique in one file: only large gradients cross `data`, and what is not sent is added to the next ones.
+
+    plan = spmd.make_plan(mesh, rules, model, optimizer, transforms=[ThresholdExchange()])
+
+A device sends the elements of its gradients above a multiple of their root mean square (Strom, Interspeech 2015,
+section 2), and zeros for the others.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd import tree
+from spmd.errors import Problem
+from spmd.gradients.base import GradFn
+from spmd.gradients.exchange import LocalGradients, exchange
+from spmd.model_api.grad_transform import StateArray
+
+
+@dataclasses.dataclass(frozen=True)
+class ThresholdExchange(spmd.GradTransform):
+    """Exchange of large gradients over `data`, once a step; `factor` is the threshold over the root mean square."""
+
+    name = "threshold_exchange"
+    exchanges = True
+
+    factor: float = 1.0
+
+    def state(self, plan: spmd.ShardingPlan) -> dict[str, StateArray]:
+        """Return what each device of `data` has not sent: an array for each gradient, split as the gradient is."""
+        devices = plan.mesh.shape["data"]
+        return {g.path: StateArray((devices, *g.shape), jnp.float32, P("data", *g.spec)) for g in plan.gradients}
+
+    def init(self, plan: spmd.ShardingPlan, key: jax.Array, params: Any) -> Any:
+        """Return zeros."""
+        return tree.nested({path: jnp.zeros(x.shape, x.dtype) for path, x in self.state(plan).items()})
+
+    def wrap(self, grad_fn: GradFn) -> GradFn:
+        """Return a gradient function whose gradients are exchanged once a step, by `_send_large`."""
+        return spmd.exchange_once(grad_fn, ("data",), self._send_large, own=self.name)
+
+    def _send_large(self, local: LocalGradients, carry: spmd.Carry) -> tuple[Any, spmd.Carry]:
+        wanted = jax.tree.map(jnp.add, local.gradients, carry.transforms[self.name])
+        sent = jax.tree.map(self._large, wanted)
+        summed = tree.map_with_path(lambda path, x: exchange(path, x, local), sent)
+        return summed, carry.with_state(self.name, jax.tree.map(jnp.subtract, wanted, sent))
+
+    def _large(self, x: jax.Array) -> jax.Array:
+        """Return `[device, …]` with zeros where an element is small among those of its device."""
+        mean_square = jnp.mean(x**2, axis=range(1, x.ndim), keepdims=True)
+        return jnp.where(x**2 >= self.factor**2 * mean_square, x, 0)
+
+    def problems(self, plan: spmd.ShardingPlan) -> list[Problem]:
+        """Return why nothing would be sent."""
+        nothing = Problem(self.name, "sends nothing", "mesh.data = 1: there are no replicas", "data=2 or more")
+        return [nothing] if plan.mesh.shape["data"] == 1 else []
