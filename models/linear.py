@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.layers.linear_recipes import as_history, gather_operand, gradient_by_recipe, recipe_of, seen_before
+from spmd.layers.linear_recipes import History, as_history, gather_operand, gradient_by_recipe, recipe_of, seen_before
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.quantized_matmul import Operand, quantized_einsum
 from spmd.layers.soft_cap import soft_capped
 from spmd.plan.annotate import annotate, attention_config, constrain_like, is_recomputed, placement
 from spmd.plan.fsdp import ParamPlacement, gathered, named_after, placement_of, saves_gathered, secondary
-from spmd.plan.lora_layer import base_weight, lora_delta
-from spmd.plan.scaled_param import History, with_scales
+from spmd.plan.wrapped_param import addend_of, base_of, rider_of
 
 
 def dense(
@@ -148,13 +147,14 @@ class _Products:
 
 
 def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head: int = 0) -> tuple[Array, ...]:
-    """Return the product with each kernel, plus that of its LoRA adapter, if any.
+    """Return the product with each kernel, plus what a technique adds to it, such as an adapter's.
 
     With a `head`, its width, heads are a dimension of their own on TPUs: XLA can then lay out the product as attention
     needs it, without a copy. They are the outputs of a kernel that takes tokens `into` it, else the inputs.
     """
-    values, histories = zip(*(with_scales(kernel.get_value()) for kernel in kernels), strict=True)
-    bases, tokens = [base_weight(value) for value in values], x
+    values = [kernel.get_value() for kernel in kernels]
+    histories = tuple(rider_of(value) for value in values)
+    bases, tokens = [base_of(value) for value in values], x
     dim = how.axes.index("o" if how.into else "i") if head else 0
     heads = [kernel.shape[dim] // head for kernel in bases] if head and attention_config().platform == "tpu" else []
     if heads and all(p is None or p.keeps_whole(dim, n) for p, n in zip(how.placed, heads, strict=True)):
@@ -167,7 +167,7 @@ def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head:
     added = []
     for value, placed in zip(values, how.placed, strict=True):
         with named_after(placed):
-            added.append(lora_delta(x, value))
+            added.append(addend_of(value, x))
     return tuple(y if change is None else y + change for y, change in zip(ys, added, strict=True))
 
 

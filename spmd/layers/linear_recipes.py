@@ -15,7 +15,9 @@ from spmd.model_api.magnitudes import HISTORY
 from spmd.model_api.quantize import MatmulRecipe
 from spmd.plan.fsdp import gather, named_after
 from spmd.plan.records import ParamPlacement
-from spmd.plan.scaled_param import History
+
+History = Float[Array, "*layer 3 step"]
+"""Largest magnitudes of input, kernel and gradient in earlier steps, which ride on a kernel (`fp8-delayed`)."""
 
 Scales = Float[Array, "3"] | None
 """Largest magnitudes of input, kernel and gradient to scale by; None for those of now."""
@@ -87,7 +89,7 @@ def seen_before(x: Array, kernel: Array, scales: Scales) -> tuple[Array, ...]:
 
 
 def as_history(seen: tuple[Array, ...], dy: Array) -> History | None:
-    """Return all three magnitudes as the derivative of a history (`spmd.plan.scaled_param`), None without one."""
+    """Return all three magnitudes as the derivative of a history, None without one."""
     if not seen:
         return None
     now = jnp.stack([*seen, _magnitude(dy)])

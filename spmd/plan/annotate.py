@@ -22,7 +22,6 @@ from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.remat import CHOICE, Remat
 from spmd.plan.context import TraceContext, constrain, current, override
 from spmd.plan.fsdp import gathered
-from spmd.plan.host_params import fetch
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
@@ -30,6 +29,7 @@ from spmd.plan.scopes import ATTENTION, OPTIMIZER, annotate_scope, in_scope
 from spmd.plan.stored import store, store_problems
 from spmd.plan.unseen import unseen_problems
 from spmd.plan.wires import SECONDARY
+from spmd.plan.wrapped_param import start_layer
 from spmd.sharding.dims import local_shape, spec_dims
 from spmd.sharding.mesh import AnyMesh, is_kind
 from spmd.sharding.optimizer_state import drop_fsdp
@@ -195,7 +195,7 @@ def remat_attention(core: F, *, keeps_scores: bool = True) -> F:
 
 
 def _fetching(layer: F) -> F:
-    return lambda *arrays: layer(*fetch(arrays))  # type: ignore[return-value]
+    return lambda *arrays: layer(*start_layer(arrays))  # type: ignore[return-value]
 
 
 def _marked(layer: Callable) -> Callable:

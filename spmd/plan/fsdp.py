@@ -18,14 +18,13 @@ from spmd import tree
 from spmd.model_api.codecs import Encoded
 from spmd.model_api.precision import cast_floats
 from spmd.plan.context import constrain, current
-from spmd.plan.host_params import HostParam, is_host_param
+from spmd.plan.host_params import HostParam
 from spmd.plan.linear_call import linear_call
 from spmd.plan.local_param import local_param
-from spmd.plan.lora_layer import is_lora
 from spmd.plan.manual import manual_over, split_axes
 from spmd.plan.records import ParamPlacement
-from spmd.plan.scaled_param import History, ScaledParam, is_scaled
 from spmd.plan.scopes import in_scope
+from spmd.plan.wrapped_param import RiddenParam
 
 
 def placement_of(path: str | None) -> ParamPlacement | None:
@@ -91,11 +90,6 @@ def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
         return constrain(gradient, placement.mesh, placement.gradient, "a layer's gradient")
 
 
-def is_wrapped(x: Any) -> bool:
-    """Return whether a node among parameters is an object of several arrays; for `is_leaf`."""
-    return is_host_param(x) or is_lora(x) or is_scaled(x)
-
-
 def gathered(
     param: jax.Array, placement: ParamPlacement | None, *, dtype: Any = None, sum_first: bool = False
 ) -> jax.Array:
@@ -119,7 +113,7 @@ def gathered(
     return linear_call(lambda x: gather(x, placement, dtype or x.dtype).astype(x.dtype), transpose, param)
 
 
-_NO_HISTORY: Mapping[str, History] = MappingProxyType({})
+_NO_RIDERS: Mapping[str, jax.Array] = MappingProxyType({})
 
 
 def grad_targets(params: Any) -> Any:
@@ -140,12 +134,12 @@ def grad_targets(params: Any) -> Any:
     return tree.map_with_path(target, params)
 
 
-def params_for_forward(params: Any, targets: Any = None, histories: Mapping[str, History] = _NO_HISTORY) -> Any:
+def params_for_forward(params: Any, targets: Any = None, riders: Mapping[str, jax.Array] = _NO_RIDERS) -> Any:
     """Return the parameters that a model takes: each layer itself copies those in host memory to the device.
 
     Args:
         targets: From `grad_targets`, to differentiate with respect to them, or None.
-        histories: Path → history of the kernels that have one (`spmd.plan.scaled_param`).
+        riders: Path → the array that rides on a parameter (`spmd.model_api.grad_transform`).
     """
     context = current()
     seen = params if targets is None else targets
@@ -158,7 +152,7 @@ def params_for_forward(params: Any, targets: Any = None, histories: Mapping[str,
         if placement is not None and placement.on_host:
             sharding = NamedSharding(mesh, placement.stored, memory_kind="device")
             seen = HostParam(param, proxies.get(path), sharding, path)
-        return ScaledParam(seen, histories[path]) if path in histories else seen
+        return RiddenParam(seen, riders[path]) if path in riders else seen
 
     return tree.map_with_path(take, params, seen)
 

@@ -12,11 +12,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmd.errors import AnnotationError, Problem
+from spmd.plan.wrapped_param import WrappedParam
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class HostParam:
+class HostParam(WrappedParam):
     """A parameter in host memory, of one layer or a stack of layers.
 
     Attributes:
@@ -25,16 +26,16 @@ class HostParam:
         path: Its path, for the error.
     """
 
-    array: Any
+    base: Any
     grad_proxy: Any
     sharding: NamedSharding = dataclasses.field(metadata={"static": True})
     path: str = dataclasses.field(metadata={"static": True})
 
-    def fetch(self) -> jax.Array:
+    def at_layer(self) -> jax.Array:
         """Copy the parameter of one layer to the device."""
         if self.grad_proxy is None:
-            return jax.device_put(self.array, self.sharding)
-        return _fetch(self.array, self.grad_proxy, self.sharding)
+            return jax.device_put(self.base, self.sharding)
+        return _fetch(self.base, self.grad_proxy, self.sharding)
 
     def __jax_array__(self) -> jax.Array:
         """Refuse a use as an array outside of its layer."""
@@ -46,16 +47,6 @@ class HostParam:
     def __getitem__(self, index: Any) -> jax.Array:
         """Refuse an index, as Flax's layers take the arrays of their parameters."""
         return self.__jax_array__()
-
-
-def is_host_param(x: Any) -> bool:
-    """Return whether a node of a tree is a `HostParam`; for `is_leaf`."""
-    return isinstance(x, HostParam)
-
-
-def fetch(tree: Any) -> Any:
-    """Copy the `HostParam`s of a tree to the device."""
-    return jax.tree.map(lambda x: x.fetch() if is_host_param(x) else x, tree, is_leaf=is_host_param)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

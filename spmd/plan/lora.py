@@ -25,8 +25,8 @@ from spmd.model_api.kernels import Matrix
 from spmd.model_api.model import LayeredModel, Model, ModelInfo, abstract_key
 from spmd.model_api.precision import cast_floats
 from spmd.plan.fsdp import params_for_forward
-from spmd.plan.host_params import is_host_param
 from spmd.plan.lora_layer import LoRAParam
+from spmd.plan.wrapped_param import is_wrapped
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import drop_fsdp
@@ -199,7 +199,7 @@ def with_adapters(base: Any, adapters: Any, lora: LoRAConfig, unmerged: Containe
         param = LoRAParam(leaf, flat[path + LORA_A], flat[path + LORA_B], lora.scale)
         return param if path in unmerged else param.merged()
 
-    return tree.map_with_path(place, base, is_leaf=is_host_param)
+    return tree.map_with_path(place, base, is_leaf=is_wrapped)
 
 
 def lora_rules(model: Model, lora: LoRAConfig, rules: Rules) -> Rules:

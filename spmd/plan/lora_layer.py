@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from spmd.plan.wrapped_param import WrappedParam, start_layer
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LoRAParam:
+class LoRAParam(WrappedParam):
     """A parameter `W` `[..., in, out]` and its adapter `A` `[..., in, rank]`, `B` `[..., rank, out]`."""
 
     base: Any
@@ -27,20 +29,11 @@ class LoRAParam:
         change = jnp.einsum("...ir,...ro->...io", self.a, self.b, preferred_element_type=jnp.float32)
         return (self.base.astype(jnp.float32) + self.scale * change).astype(self.base.dtype)
 
+    def at_layer(self) -> "LoRAParam":
+        """Return the parameter that the layer computes with, and its adapter."""
+        return dataclasses.replace(self, base=start_layer(self.base))
 
-def is_lora(x: Any) -> bool:
-    """Return whether a node of a tree is a `LoRAParam`; for `is_leaf`."""
-    return isinstance(x, LoRAParam)
-
-
-def base_weight(kernel: Any) -> jax.Array:
-    """Return the parameter without its adapter."""
-    return kernel.base if is_lora(kernel) else kernel
-
-
-def lora_delta(x: Float[Array, "batch seq in"], kernel: Any) -> Float[Array, "batch seq out"] | None:
-    """Return the adapter's term of `x @ kernel`, in the dtype of `x`; None without an adapter."""
-    if not is_lora(kernel):
-        return None
-    narrow = jnp.einsum("...i,ir->...r", x, kernel.a.astype(x.dtype))
-    return jnp.einsum("...r,ro->...o", narrow, kernel.b.astype(x.dtype)) * kernel.scale
+    def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        """Return the adapter's term of `x @ kernel`, in the dtype of `x`."""
+        narrow = jnp.einsum("...i,ir->...r", x, self.a.astype(x.dtype))
+        return jnp.einsum("...r,ro->...o", narrow, self.b.astype(x.dtype)) * self.scale

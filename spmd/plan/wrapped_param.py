@@ -1,0 +1,74 @@
+"""What may stand for a parameter in the tree that a model takes: an object of several arrays.
+
+A technique puts it there, and the layer that uses the parameter asks it. Layers know no technique: `start_layer` makes
+what a layer computes with, and a matmul takes the `base_of` a kernel, the array that rides on it, and what is added.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+from jaxtyping import Array, Float
+
+
+class WrappedParam:
+    """Base of these objects. Each is a pytree, and its first array is the parameter."""
+
+    base: Any
+    """What a matmul multiplies by: an array, or another wrapped parameter."""
+
+    rider: Any = None
+    """The array that rides on the parameter, if any; its derivative is what the layer has observed."""
+
+    def at_layer(self) -> Any:
+        """Return what the layer computes with; called when it starts, of one layer of a stack."""
+        return self
+
+    def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
+        """Return what is added to the product of an input with `base`; None for nothing."""
+        del x
+        return None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RiddenParam(WrappedParam):
+    """A parameter and the array that rides on it (`spmd.model_api.grad_transform.Entered`)."""
+
+    base: Any
+    rider: Any
+
+    def at_layer(self) -> Self:
+        """Return the parameter that the layer computes with, and its rider."""
+        return dataclasses.replace(self, base=start_layer(self.base))
+
+    def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
+        """Return what the parameter itself adds."""
+        return addend_of(self.base, x)
+
+
+def is_wrapped(x: Any) -> bool:
+    """Return whether a node of a tree is a `WrappedParam`; for `is_leaf`."""
+    return isinstance(x, WrappedParam)
+
+
+def start_layer(tree: Any) -> Any:
+    """Return a tree of parameters as a layer computes with them."""
+    return jax.tree.map(lambda x: x.at_layer() if is_wrapped(x) else x, tree, is_leaf=is_wrapped)
+
+
+def base_of(param: Any) -> Array:
+    """Return the array that a matmul multiplies by."""
+    while is_wrapped(param):
+        param = param.base
+    return param
+
+
+def rider_of(param: Any) -> Array | None:
+    """Return the array that rides on a parameter; None without one."""
+    return param.rider if is_wrapped(param) else None
+
+
+def addend_of(param: Any, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
+    """Return what is added to the product of an input with a kernel; None for nothing."""
+    return param.addend(x) if is_wrapped(param) else None
