@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from spmd.layers.kv_cache import collect_cache, isolate_layer, thread_cache
 from spmd.layers.sequential_stages import run_stack
 from spmd.plan.annotate import remat_interval, remat_layer
+from spmd.plan.manual import is_partly_manual
 
 
 class RMSNorm(nnx.Module):
@@ -129,12 +130,16 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
         x, values = run(x, list(zip(states, owns, strict=True)), graphs, False)
         return x, collect_cache(values)
     graph, state = nnx.split(layers)
-    size = remat_interval()
+    interval = remat_interval()
 
     def scan(x: Array, stack: Any) -> tuple[Array, Any]:
-        turns, left = divmod(jax.tree.leaves(stack)[0].shape[0], size)
-        turn = max(1, unroll // size)
-        scanned = turn == 1 and turns > 1  # in one program, XLA could merge recomputation and original
+        count, size, turn = jax.tree.leaves(stack)[0].shape[0], interval, max(1, unroll // interval)
+        if is_partly_manual():
+            # libtpu aborts for the slices of a stack that an unrolled scan makes there: groups in place of it.
+            size, turn = max(1, min(unroll, count) // interval) * interval, 1
+        turns, left = divmod(count, size)
+        # In one program, XLA could merge recomputation and original.
+        scanned = turn == 1 and turns > 1 and size == interval
         if size == 1:
             call = remat_layer(_call(graph), scanned=scanned, number=0)
             return jax.lax.scan(lambda x, layer: step(call, x, *layer), x, stack, unroll=turn)

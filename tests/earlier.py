@@ -54,8 +54,8 @@ PROGRAMS = {
 }
 """Name → a config and its flags.
 
-None has a region that is manual over one axis: libtpu 0.0.42 ends the process if layers are unrolled there, as those of
-`demo` are.
+None has a region that is manual over one axis: commits before 26 November 2026 do not compile layers that are unrolled
+there, as those of `demo` are.
 """
 TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2")
 COMPILE = """

@@ -23,6 +23,12 @@ def split_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
 
 
+def is_partly_manual() -> bool:
+    """Return whether the code traced here is in a region that is manual over some axes and leaves others to XLA."""
+    mesh = get_abstract_mesh()
+    return bool(mesh.manual_axes) and bool(split_axes(mesh))
+
+
 def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any, *, purpose: str = "") -> F:
     """Map `f` over the shards along some axes of size above 1; the other axes are left to the compiler.
 

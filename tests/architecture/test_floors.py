@@ -96,7 +96,7 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 MODELS_MAY_IMPORT = (
     *("flax", "jax", "jaxtyping", "numpy"),
     *("spmd.errors", "spmd.layers", "spmd.model_api.model"),
-    *("spmd.plan.annotate", "spmd.plan.fsdp", "spmd.plan.wrapped_param"),
+    *("spmd.plan.annotate", "spmd.plan.fsdp", "spmd.plan.manual", "spmd.plan.wrapped_param"),
 )
 PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.sharding.batch", "spmd.sharding.mesh", "spmd.sharding.rules")
 NAME_MAPS_MAY_IMPORT = (

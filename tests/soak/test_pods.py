@@ -1,9 +1,14 @@
 """The step of a large job, as the compilers of pods make it, holds, sends and computes no more than its bars."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks.pods import JOBS, measure, missed
 from spmd.analysis.topology import missing_extra
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.soak
 
@@ -16,3 +21,18 @@ KNOWN = {"8b": ["gathered"]}
 def test_bars(job) -> None:
     """Temporaries, bytes on the wire and cycles of one device, in minutes for each job."""
     assert [text.split()[0] for text in missed(measure(job), job.bars)] == KNOWN.get(job.name, [])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--mesh.pipe", "2", "--mesh.data", "1"),
+        ("--exchange-once", "data", "--accumulate", "2"),
+        ("--compress.gradients", "powersgd:4"),
+    ],
+)
+def test_unrolled_layers_in_a_region_that_is_manual_over_an_axis_compile(flags) -> None:
+    """As those of `demo`: libtpu aborts for slices of a stack there, without a word."""
+    command = [sys.executable, "-m", "spmd.cli", "plan", "demo", *flags, "--topology", "v5e:2x4", "--compile"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
