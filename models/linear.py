@@ -274,7 +274,7 @@ class Dense(nnx.Module):
     def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, bias: bool = False, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         table = init(rngs.params(), (inputs, outputs), jnp.float32)
-        self.kernel = nnx.Param(table, gathered_by_layer=True, supports_lora=True, linear=True, matrix="io")
+        self.kernel = nnx.Param(table, gathered_by_layer=True, takes_wrapped=True, linear=True, matrix="io")
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32), gathered_by_layer=True) if bias else None
 
     def with_bias(self, x: Float[Array, "batch seq out"]) -> Float[Array, "batch seq out"]:
@@ -287,7 +287,7 @@ class Head(nnx.Module):
 
     def __init__(self, width: int, vocab: int, *, rngs: nnx.Rngs) -> None:
         self.kernel = Dense(width, vocab, rngs=rngs).kernel
-        self.kernel.set_metadata(supports_lora=False, linear=False, role="logits")  # a loss may use it in chunks
+        self.kernel.set_metadata(takes_wrapped=False, linear=False, role="logits")  # a loss may use it in chunks
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Return logits or `LazyLogits`."""

@@ -16,9 +16,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from spmd.gradients.losses import LossFn, ModelLoss, classification_loss, next_token_loss
+from spmd.lora.adapters import LoRAConfig, lora_rules, with_lora
 from spmd.model_api.model import Model
 from spmd.plan.flax import from_linen, from_nnx
-from spmd.plan.lora import LoRAConfig, lora_rules, with_lora
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import token_batches
 from tests import tiny

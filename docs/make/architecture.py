@@ -14,6 +14,7 @@ RUN = [
     ("run", "build a run from a TrainConfig, start it, check it, drive it"),
 ]
 SERVICES = [
+    ("lora", "adapters of frozen parameters"),
     ("checkpoint", "save, verify, restore"),
     ("data", "corpus, tokenizer, batches"),
     ("generate", "decode with a KV cache"),

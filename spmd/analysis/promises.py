@@ -57,7 +57,7 @@ def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
     are gathered as its codes. Of PowerSGD, gradients are sent as two thin float32 matrices.
     """
     thin = compressed_bytes(plan)
-    sizes, kernels = plan.mesh.shape, plan.model.info().lora_kernels
+    sizes, kernels = plan.mesh.shape, plan.model.info().wrappable
     batch = [axis for entry in BATCH_SPEC for axis in entry_axes(entry) if sizes[axis] > 1]
     for entry in plan.params:
         if (placed := plan.placements.get(entry.path)) is None:

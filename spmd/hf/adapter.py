@@ -11,7 +11,7 @@ from spmd.errors import CheckpointError, ConfigError, Problem
 from spmd.hf.family import Family, TensorSource, tensor_sources
 from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import host_slice, whole_folder, write_json
-from spmd.plan.lora import LORA_A, LORA_B, LoRAConfig
+from spmd.lora.adapters import LORA_A, LORA_B, LoRAConfig
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."

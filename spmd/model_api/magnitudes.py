@@ -26,7 +26,7 @@ _WHY = "every device scales by the same magnitudes"
 
 def remembering(plan: Any) -> dict[str, tuple[int, ...]]:
     """Return the path of each kernel whose matmuls remember magnitudes → the stacked dimensions of its layers."""
-    wrapped, found = plan.model.info().lora_kernels, {}
+    wrapped, found = plan.model.info().wrappable, {}
     for entry in plan.params:
         placed = plan.placements[entry.path]
         if entry.path in wrapped and placed.recipe is not None and placed.recipe.is_delayed:

@@ -49,7 +49,7 @@ class ModelInfo:
             variables that are replicated unless a rule matches.
         replicated: Path of another variable without a rule → the reason why it is replicated.
         placed: Path of a variable without a rule → its spec.
-        lora_kernels: Paths of kernels that may be `spmd.plan.lora_layer.LoRAParam`, since the module uses its matmul.
+        wrappable: Paths of kernels that may be a `spmd.plan.wrapped_param.WrappedParam`: their layers ask it.
         gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it reduces.
         sent_exactly: Paths of parameters that are never sent as codes: lookups and routers.
         cast_by_layer: Paths of parameters that their layer casts to the dtype that it computes in.
@@ -76,7 +76,7 @@ class ModelInfo:
     constants: frozenset[str] = frozenset()
     replicated: Mapping[str, str] = dataclasses.field(default_factory=dict)
     placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    lora_kernels: frozenset[str] = frozenset()
+    wrappable: frozenset[str] = frozenset()
     gathered_by_layer: frozenset[str] = frozenset()
     sent_exactly: frozenset[str] = frozenset()
     cast_by_layer: frozenset[str] = frozenset()

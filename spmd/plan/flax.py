@@ -215,7 +215,7 @@ def from_nnx(
             random_state=frozenset(random_state),
             constants=known.constants,
             annotations=nnx_annotations(known.params),
-            lora_kernels=marked("supports_lora"),
+            wrappable=marked("takes_wrapped"),
             gathered_by_layer=marked("gathered_by_layer"),
             sent_exactly=marked("sent_exactly"),
             cast_by_layer=marked(CAST_BY_LAYER) | marked("gathered_by_layer"),

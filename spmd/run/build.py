@@ -29,6 +29,7 @@ from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
 from spmd.gradients.keep_carry import KeepCarry
 from spmd.gradients.losses import LossFn, next_token_loss
 from spmd.gradients.powersgd import PowerSGD
+from spmd.lora.adapters import lora_rules, with_lora
 from spmd.model_api.compress import CompressConfig, powersgd_rank
 from spmd.model_api.grad_transform import GradTransform
 from spmd.model_api.loss_scale import LossScale
@@ -45,7 +46,6 @@ from spmd.pipeline.schedule_files import read_schedule
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.flax import from_nnx
-from spmd.plan.lora import lora_rules, with_lora
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.recipes import device_kind, recipe_problems, untuned_problems

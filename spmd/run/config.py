@@ -25,6 +25,7 @@ from spmd.data.loader import DataConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
+from spmd.lora.adapters import LoRAConfig
 from spmd.model_api.attention_config import attention_problems
 from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
 from spmd.model_api.precision import make_precision
@@ -32,7 +33,6 @@ from spmd.model_api.quantize import table_problems
 from spmd.model_api.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
-from spmd.plan.lora import LoRAConfig
 from spmd.run.callables import describe_callable
 from spmd.run.run_config import EvaluationInterval, FieldRules, RunConfig
 from spmd.sharding.mesh import MeshShape

@@ -15,7 +15,7 @@ from spmd.errors import CheckpointError, Problem
 from spmd.hf.folder import CONFIG, HFFolder, open_folder
 from spmd.hf.load import check_published, load_published
 from spmd.hf.sidecar_files import ORIGINAL, copy_origin
-from spmd.plan.lora import BASE
+from spmd.lora.adapters import BASE
 from spmd.run.build import TrainSetup
 from spmd.run.config import config_difference, config_values
 from spmd.run.load_config import other_config

@@ -18,9 +18,9 @@ from spmd.checkpoint.tree import OptionalState
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.folder import CONFIG, open_folder
 from spmd.hf.load import load_published
+from spmd.lora.adapters import BASE, with_adapters
 from spmd.model_api.model import PRNG, Model, abstract_key
 from spmd.optim.master_weights import wrap_optimizer_for_precision
-from spmd.plan.lora import BASE, with_adapters
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import build_model, build_optimizer, build_precision
 from spmd.run.config import TrainConfig

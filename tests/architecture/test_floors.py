@@ -39,6 +39,7 @@ FLOORS = (
     "distributed",
     *CORE[CORE.index("sharding") + 1 :],
     *(
+        "lora",
         "checkpoint",
         "data",
         "generate",

@@ -13,13 +13,13 @@ from spmd import tree
 from spmd.errors import CheckpointError, ConfigError
 from spmd.hf.adapter import save_adapter
 from spmd.hf.family import family_for
+from spmd.lora.adapters import LoRAConfig, with_adapters, with_lora
 from spmd.models.gpt2 import PRESETS as GPT2
 from spmd.models.mixtral import PRESETS as MIXTRAL
 from spmd.partition_rules.gpt2 import GPT2 as GPT2_RULES
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL as MIXTRAL_RULES
 from spmd.plan import flax
-from spmd.plan.lora import LoRAConfig, with_adapters, with_lora
 from spmd.sharding.rules import Rules
 from tests import tiny
 

@@ -17,9 +17,9 @@ from spmd import tree
 from spmd.errors import AnnotationError, ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
+from spmd.lora.adapters import LoRAConfig, with_lora
 from spmd.models.llama import Llama
 from spmd.plan import flax
-from spmd.plan.lora import LoRAConfig, with_lora
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import Reference, assert_parity, scale_gradients, token_batches

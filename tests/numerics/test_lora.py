@@ -15,6 +15,7 @@ from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.losses import next_token_loss
+from spmd.lora.adapters import BASE, LoRAConfig, lora_rules, with_adapters, with_lora
 from spmd.model_api.model import Model
 from spmd.models.mixtral import PRESETS as MIXTRAL_PRESETS
 from spmd.partition_rules.llama import LLAMA
@@ -23,7 +24,6 @@ from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
-from spmd.plan.lora import BASE, LoRAConfig, lora_rules, with_adapters, with_lora
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.rules import Rules
 from spmd.training.batch import place_batch

@@ -21,6 +21,7 @@ from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.exchange import exchange_once
 from spmd.gradients.losses import ModelLoss, next_token_loss, valid_tokens
 from spmd.layers.router import RouterConfig, expert_slots, route
+from spmd.lora.adapters import LoRAConfig, with_lora
 from spmd.model_api.model import Model
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED, folded
@@ -28,7 +29,6 @@ from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
-from spmd.plan.lora import LoRAConfig, with_lora
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.batch import place_batch

@@ -9,10 +9,10 @@ import pytest
 
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
+from spmd.lora.adapters import LoRAConfig, with_adapters
 from spmd.optim.config import OptimizerConfig
 from spmd.optim.ema import ema_params
 from spmd.partition_rules.llama import LLAMA
-from spmd.plan.lora import LoRAConfig, with_adapters
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_params import read_params, restore_model

@@ -15,6 +15,7 @@ from spmd.errors import SpmdError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
+from spmd.lora.adapters import LoRAConfig, lora_rules, with_lora
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.pipeline.grad_fn import pipelined
@@ -22,7 +23,6 @@ from spmd.pipeline.pipedream import InFlight, pipedream
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.context import use_plan
-from spmd.plan.lora import LoRAConfig, lora_rules, with_lora
 from spmd.plan.plan import make_plan
 from spmd.run.build import TrainSetup, make_setup, planned_mesh
 from spmd.run.check import Check, StepCheck

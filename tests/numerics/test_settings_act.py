@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import SpmdError
+from spmd.lora.adapters import LoRAConfig
 from spmd.model_api.compress import CompressConfig
 from spmd.partition_rules.llama import LLAMA
-from spmd.plan.lora import LoRAConfig
 from spmd.run.build import abstract_batch, make_setup
 from spmd.testing import token_batches
 from tests import tiny

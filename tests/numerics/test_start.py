@@ -12,9 +12,9 @@ import pytest
 from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
+from spmd.lora.adapters import BASE, LoRAConfig
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
-from spmd.plan.lora import BASE, LoRAConfig
 from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import check_init, initial_state

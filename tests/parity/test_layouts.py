@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import spmd
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.testing import TOLERANCES, Reference, drop_weights, scale_gradients, token_batches
@@ -109,8 +110,8 @@ def test_unrolled_layers_equal_scanned_ones():
         )
     batch = jax.tree.map(jnp.asarray, BATCHES[0])
     key = jax.random.key(0)
-    stacked_grads, sums, _ = GRAD_FN(from_stack, {}, batch, key)
-    list_grads, list_sums, _ = value_and_grad(tiny.loss_fn(unrolled))(from_list, {}, batch, key)
+    stacked_grads, sums, _ = GRAD_FN(from_stack, spmd.Carry(), batch, key)
+    list_grads, list_sums, _ = value_and_grad(tiny.loss_fn(unrolled))(from_list, spmd.Carry(), batch, key)
     np.testing.assert_allclose(sums["loss"], list_sums["loss"], rtol=FACTOR * EPS)
     for i in range(tiny.CONFIG.layers):
         jax.tree.map(

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.errors import BatchesEndedError, ConfigError, MeshError, SpmdError
 from spmd.gradients.losses import classification_loss
+from spmd.lora.adapters import LoRAConfig, with_lora
 from spmd.optim.config import check_patterns
-from spmd.plan.lora import LoRAConfig, with_lora
 from spmd.sharding.mesh import AXES, abstract_mesh
 from spmd.sharding.rules import Rules
 from spmd.training.state import abstract_state

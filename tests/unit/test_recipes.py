@@ -13,12 +13,12 @@ from spmd.analysis.topology import CHIPS, parse_topology
 from spmd.cli import main
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, RuleError
+from spmd.lora.adapters import LoRAConfig
 from spmd.model_api.quantize import RECIPES
 from spmd.models.llama import LlamaConfig
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.plan.lora import LoRAConfig
 from spmd.plan.plan import make_plan
 from spmd.run import build
 from spmd.run.build import make_setup, planned_mesh

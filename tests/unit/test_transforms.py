@@ -14,12 +14,12 @@ import spmd
 from spmd.errors import ConfigError, SpmdError
 from spmd.gradients.keep_carry import KeepCarry
 from spmd.gradients.powersgd import PowerSGD
+from spmd.lora.adapters import LoRAConfig
 from spmd.model_api.loss_scale import LossScale
 from spmd.model_api.magnitudes import MagnitudeHistory
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.pipeline.pipedream import InFlight
-from spmd.plan.lora import LoRAConfig
 from spmd.run import build
 from spmd.run.config import TrainConfig
 from spmd.run.transforms import TRANSFORMS

@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
+from spmd.lora.param import LoRAParam
 from spmd.model_api.kernels import Matrix
 from spmd.model_api.model import LayeredModel, Model, ModelInfo, abstract_key
 from spmd.model_api.precision import cast_floats
 from spmd.plan.fsdp import params_for_forward
-from spmd.plan.lora_layer import LoRAParam
 from spmd.plan.wrapped_param import is_wrapped
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import entry_axes
@@ -135,7 +135,7 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
 
     def merged(params: Any, variables: Any) -> tuple[Any, Any]:
         own = {name: value for name, value in variables.items() if name != BASE}
-        return with_adapters(params_for_forward(variables[BASE]), params, lora, model.info().lora_kernels), own
+        return with_adapters(params_for_forward(variables[BASE]), params, lora, model.info().wrappable), own
 
     def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
         outputs, after = model.forward(*merged(params, variables), key, *inputs, train=train, **keywords)
@@ -156,7 +156,7 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         known = model.info()
         tied = tuple(tuple(f"{BASE}/{path}" for path in group) for group in known.tied)
         frozen = {f"{BASE}/{path}": path for path in tree.flatten(_abstract(model))}
-        merged = frozenset(f"{BASE}/{path}" for path in paths if path not in known.lora_kernels)
+        merged = frozenset(f"{BASE}/{path}" for path in paths if path not in known.wrappable)
         adapters = frozenset(path + suffix for path in paths for suffix in (LORA_A, LORA_B))
         cast = known.cast_by_layer | adapters
         known = dataclasses.replace(
