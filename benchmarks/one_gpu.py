@@ -170,7 +170,7 @@ def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float
     """Return the largest difference of two runs' losses, relative to the second's; infinite if one is shorter."""
     if len(found) != len(wanted):
         return float("inf")
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+    return float(np.max(np.abs(np.subtract(found, wanted)) / np.abs(wanted)))  # NaN, if there is one
 
 
 def compare_losses(options: argparse.Namespace) -> int:
@@ -179,7 +179,9 @@ def compare_losses(options: argparse.Namespace) -> int:
     losses: dict[str, list[float]] = {}
     failed = False
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        names = {pool.submit(train_apart, name, options.device): name for name in options.only or RUNS}
+        # A run that is compared with another one's losses needs a GPU.
+        known = [name for name, run in RUNS.items() if options.device != "cpu" or not run.like]
+        names = {pool.submit(train_apart, name, options.device): name for name in options.only or known}
         for future in concurrent.futures.as_completed(names):
             name = names[future]
             run = RUNS[name]
@@ -193,10 +195,13 @@ def compare_losses(options: argparse.Namespace) -> int:
             other = wanted.get(run.like or name)
             if other:
                 difference = largest_difference(losses[name], other)
-                is_wrong = difference > run.tolerance
+                is_wrong = not difference <= run.tolerance
                 failed |= is_wrong
                 line += f", {difference:.1e} off of {run.tolerance:.0e} allowed"
                 line += ": WRONG" if is_wrong else ""
+            elif wanted:
+                failed = True
+                line += ": nothing to compare with"
             print(line, flush=True)
             if options.out:  # after each, in case that time runs out
                 Path(options.out).write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")

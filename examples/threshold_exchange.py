@@ -2,8 +2,7 @@
 
     plan = spmd.make_plan(mesh, rules, model, optimizer, transforms=[ThresholdExchange()])
 
-A device sends the elements of its gradients above a multiple of their root mean square (Strom, Interspeech 2015,
-section 2), and zeros for the others.
+Of its gradients a device sends the elements above a multiple of their root mean square (after Strom, Interspeech 2015).
 """
 
 import dataclasses
@@ -55,6 +54,7 @@ class ThresholdExchange(spmd.GradTransform):
         return jnp.where(x**2 >= self.factor**2 * mean_square, x, 0)
 
     def problems(self, plan: spmd.ShardingPlan) -> list[Problem]:
-        """Return why nothing would be sent."""
-        nothing = Problem(self.name, "sends nothing", "mesh.data = 1: there are no replicas", "data=2 or more")
-        return [nothing] if plan.mesh.shape["data"] == 1 else []
+        """Return why a mesh does not fit: one without replicas, or with a sum over stages besides."""
+        alone = Problem(self.name, "sends nothing", "mesh.data = 1: there are no replicas", "data=2 or more")
+        staged = Problem(self.name, "sums over data alone", "mesh.pipe > 1: stages share parameters", "pipe=1")
+        return [alone] * (plan.mesh.shape["data"] == 1) + [staged] * (plan.mesh.shape["pipe"] > 1)

@@ -135,8 +135,9 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
     def scan(x: Array, stack: Any) -> tuple[Array, Any]:
         count, size, turn = jax.tree.leaves(stack)[0].shape[0], interval, max(1, unroll // interval)
         if is_partly_manual():
-            # libtpu aborts for the slices of a stack that an unrolled scan makes there: groups in place of it.
-            size, turn = max(1, min(unroll, count) // interval) * interval, 1
+            # libtpu aborts for the slices of a stack that an unrolled scan makes there: equal groups in place of it.
+            fitting = [n for n in range(interval, unroll + 1, interval) if count % n == 0]
+            size, turn = max(fitting, default=interval), 1
         turns, left = divmod(count, size)
         # In one program, XLA could merge recomputation and original.
         scanned = turn == 1 and turns > 1 and size == interval

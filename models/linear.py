@@ -16,7 +16,7 @@ from spmd.layers.quantized_matmul import Operand, quantized_einsum
 from spmd.layers.soft_cap import soft_capped
 from spmd.plan.annotate import annotate, attention_config, constrain_like, is_recomputed, placement
 from spmd.plan.fsdp import ParamPlacement, gathered, named_after, placement_of, saves_gathered, secondary
-from spmd.plan.wrapped_param import addend_of, base_of, rider_of
+from spmd.plan.wrapped_param import addend_of, operand_of, rider_of
 
 
 def dense(
@@ -154,7 +154,7 @@ def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head:
     """
     values = [kernel.get_value() for kernel in kernels]
     histories = tuple(rider_of(value) for value in values)
-    bases, tokens = [base_of(value) for value in values], x
+    bases, tokens = [operand_of(value) for value in values], x
     dim = how.axes.index("o" if how.into else "i") if head else 0
     heads = [kernel.shape[dim] // head for kernel in bases] if head and attention_config().platform == "tpu" else []
     if heads and all(p is None or p.keeps_whole(dim, n) for p, n in zip(how.placed, heads, strict=True)):

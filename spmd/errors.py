@@ -60,14 +60,14 @@ class SpmdError(ValueError):
 
     def __init__(self, title: str, problems: Iterable[Problem] = ()) -> None:
         self.title = title
-        self.problems = tuple(sorted(problems))
+        self.problems = tuple(sorted({*problems}))
         super().__init__("\n".join([title, *(f"  {line}" for p in self.problems for line in str(p).split("\n"))]))
 
 
 class Together:
     """Raises errors as one: those that were added inside of a block, and the one that ends it.
 
-    Where one of them has all the problems, it is raised itself.
+    The first of them that has all the problems is raised itself.
 
     Example:
         >>> with Together("This plan cannot be made:") as errors:
@@ -99,9 +99,9 @@ class Together:
         elif error is not None or not self.errors:
             return
         problems = {problem for each in self.errors for problem in each.problems}
-        first = self.errors[0]
-        if len(first.problems) == len(problems):
-            raise first from None
+        for each in self.errors:
+            if len(each.problems) == len(problems):
+                raise each from None
         raise ConfigError(self.title, problems) from None
 
 

@@ -26,7 +26,7 @@ SERVICES = [
     ("testing", "for tests of users"),
     ("hf", "Hugging Face checkpoints"),
 ]
-PROCESSES = ("distributed", "processes, compilation cache, XLA flags: a service that the core uses")
+PROCESSES = ("distributed", "processes, exchange of values, XLA flags")
 CORE = [
     ("training", "state, compiled step, loop"),
     ("pipeline", "schedules, and the GradFn that executes them"),

@@ -67,7 +67,7 @@ def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
             return [Problem(".", "is a symbolic link")]
         entries = _parse(read_bounded(folder / MANIFEST, _MAX_BYTES))
     except FileNotFoundError:
-        fix = "if it is complete, write one: spmd.checkpoint.manifest.write_manifest(folder)"
+        fix = "if it is complete: from spmd.checkpoint.manifest import write_manifest; write_manifest(folder)"
         return [Problem(MANIFEST, "is missing: the checkpoint was not finished, or not fully copied", fix=fix)]
     except (OSError, ValueError) as error:
         return [Problem(MANIFEST, f"cannot be read: {_reason(error)}")]

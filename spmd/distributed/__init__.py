@@ -1,1 +1,1 @@
-"""Processes: start-up and clusters, exchange of values, XLA's flags and compilation cache."""
+"""Processes: start-up and clusters, exchange of values, and XLA's flags."""

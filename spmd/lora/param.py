@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spmd.plan.wrapped_param import WrappedParam, start_layer
+from spmd.plan.wrapped_param import WrappedParam, operand_of, start_layer
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +32,10 @@ class LoRAParam(WrappedParam):
     def at_layer(self) -> "LoRAParam":
         """Return the parameter that the layer computes with, and its adapter."""
         return dataclasses.replace(self, base=start_layer(self.base))
+
+    def operand(self) -> jax.Array:
+        """Return the parameter without its adapter."""
+        return operand_of(self.base)
 
     def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Return the adapter's term of `x @ kernel`, in the dtype of `x`."""

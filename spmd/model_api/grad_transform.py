@@ -69,7 +69,8 @@ class Entered:
 
     Attributes:
         seed: A factor of the loss, a scalar; None for 1.
-        riders: Path of a parameter → the array that rides on it. Its derivative is what is observed.
+        riders: Path of a parameter (of `ModelInfo.wrappable`) → the array that rides on it. Its derivative is what is
+            observed.
     """
 
     seed: Array | None = None

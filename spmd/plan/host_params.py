@@ -26,7 +26,7 @@ class HostParam(WrappedParam):
         path: Its path, for the error.
     """
 
-    base: Any
+    array: Any
     grad_proxy: Any
     sharding: NamedSharding = dataclasses.field(metadata={"static": True})
     path: str = dataclasses.field(metadata={"static": True})
@@ -34,8 +34,12 @@ class HostParam(WrappedParam):
     def at_layer(self) -> jax.Array:
         """Copy the parameter of one layer to the device."""
         if self.grad_proxy is None:
-            return jax.device_put(self.base, self.sharding)
-        return _fetch(self.base, self.grad_proxy, self.sharding)
+            return jax.device_put(self.array, self.sharding)
+        return _fetch(self.array, self.grad_proxy, self.sharding)
+
+    def operand(self) -> jax.Array:
+        """Refuse a matmul outside of its layer."""
+        return self.__jax_array__()
 
     def __jax_array__(self) -> jax.Array:
         """Refuse a use as an array outside of its layer."""

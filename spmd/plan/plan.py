@@ -276,11 +276,12 @@ def make_plan(
 
     Raises:
         RuleError: All problems of the table, the recipes, the specs and the optimizer's state, at once.
-        ConfigError: An unknown precision, remat policy, ZeRO stage or kernel; compression of what is not sent.
+        ConfigError: An unknown precision, remat policy, ZeRO stage or kernel; compression of what is not sent; several
+            of these errors together.
     """
     # Wrong codecs, recipes and names of saved activations do not hide what is wrong elsewhere.
     with Together(_CANNOT) as errors:
-        problems = resolve.check_arguments(mesh, rules, model, optimizer)
+        problems = resolve.check_arguments(mesh, rules, model, optimizer, transforms)
         if zero not in ZERO_KEEPS:
             problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
         if problems:
@@ -404,7 +405,7 @@ def _check_compression(compress: CompressConfig, mesh: AnyMesh, slices: Mapping[
     problems = [*compress.problems(), *compress.useless(mesh.shape, slices, zero).values()]
     if compress != compress.of_plan:
         what = f"is {compress.gradients}, which wraps a gradient function"
-        fix = "make_plan(…, transforms=[spmd.gradients.powersgd.PowerSGD(rank=4)])"
+        fix = "from spmd.gradients.powersgd import PowerSGD; make_plan(…, transforms=[PowerSGD(rank=4)])"
         problems.append(Problem("compress.gradients", what, fix=fix))
     return problems
 

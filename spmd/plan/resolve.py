@@ -47,13 +47,16 @@ _CONSTANT = Match(-1, "plain array", _ATTRIBUTE, P(), _ATTRIBUTE.reason)
 _RANDOM_STATE = Match(-1, "random state", _SAME_DRAWS, P(), _SAME_DRAWS.reason)
 
 
-def check_arguments(mesh: Any, rules: Any, model: Any, optimizer: Any) -> list[Problem]:
+def check_arguments(mesh: Any, rules: Any, model: Any, optimizer: Any, transforms: Any) -> list[Problem]:
     """Return what is wrong with the kinds of the arguments of `make_plan`, and with the axes of the mesh."""
     problems = check_type("rules", rules, Rules, "spmd.Rules(params=[…])")
     problems += check_type("model", model, Model, "spmd.from_nnx, spmd.from_linen or spmd.Model(init, apply)")
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         fix = "spmd.make_optimizer(spmd.OptimizerConfig(…), steps), or one of optax, such as optax.adamw(3e-4)"
         problems += check_type("optimizer", optimizer, (), fix)
+    is_list = isinstance(transforms, list | tuple)
+    if not is_list or not all(isinstance(each, GradTransform) for each in transforms):
+        problems.append(Problem("transforms", f"is {shown(transforms)}", fix="a list, such as [PowerSGD(rank=4)]"))
     axes = dict(zip(getattr(mesh, "axis_names", ()), getattr(mesh, "axis_types", ()), strict=True))
     if axes != dict.fromkeys(AXES, AxisType.Auto):
         what = f"has the axes {', '.join(f'{name} ({kind.name})' for name, kind in axes.items())}" if axes else ""

@@ -1,7 +1,7 @@
 """What may stand for a parameter in the tree that a model takes: an object of several arrays.
 
-A technique puts it there, and the layer that uses the parameter asks it. Layers know no technique: `start_layer` makes
-what a layer computes with, and a matmul takes the `base_of` a kernel, the array that rides on it, and what is added.
+A technique puts it there, and the layer that uses the parameter asks it: `start_layer` makes what a layer computes
+with, and a matmul takes the `operand_of` a kernel, the array that rides on it, and what is added to the product.
 """
 
 import dataclasses
@@ -14,9 +14,6 @@ from jaxtyping import Array, Float
 class WrappedParam:
     """Base of these objects. Each is a pytree, and its first array is the parameter."""
 
-    base: Any
-    """What a matmul multiplies by: an array, or another wrapped parameter."""
-
     rider: Any = None
     """The array that rides on the parameter, if any; its derivative is what the layer has observed."""
 
@@ -24,8 +21,12 @@ class WrappedParam:
         """Return what the layer computes with; called when it starts, of one layer of a stack."""
         return self
 
+    def operand(self) -> Array:
+        """Return the array that a matmul multiplies by."""
+        raise NotImplementedError
+
     def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
-        """Return what is added to the product of an input with `base`; None for nothing."""
+        """Return what is added to the product of an input with the operand; None for nothing."""
         del x
         return None
 
@@ -42,6 +43,10 @@ class RiddenParam(WrappedParam):
         """Return the parameter that the layer computes with, and its rider."""
         return dataclasses.replace(self, base=start_layer(self.base))
 
+    def operand(self) -> Array:
+        """Return the array of the parameter itself."""
+        return operand_of(self.base)
+
     def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
         """Return what the parameter itself adds."""
         return addend_of(self.base, x)
@@ -57,11 +62,9 @@ def start_layer(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.at_layer() if is_wrapped(x) else x, tree, is_leaf=is_wrapped)
 
 
-def base_of(param: Any) -> Array:
+def operand_of(param: Any) -> Array:
     """Return the array that a matmul multiplies by."""
-    while is_wrapped(param):
-        param = param.base
-    return param
+    return param.operand() if is_wrapped(param) else param
 
 
 def rider_of(param: Any) -> Array | None:

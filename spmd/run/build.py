@@ -187,8 +187,9 @@ def build_plan(
 def _problems_of_chip(config: TrainConfig, mesh: AnyMesh, chip: str) -> list[Problem]:
     """Return why the chips of a mesh, or of this kind, do not multiply as the config's recipes say."""
     recipes = [RECIPES[name] for _, name in parse_table(config.quantize) if name in RECIPES]
-    runs_on = jax.default_backend() if isinstance(mesh, Mesh) else ""  # devices to compile for run nothing
-    flags = [*config.xla, *compiler_environment().get("XLA_FLAGS", "").split()]
+    is_here = isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices()  # devices to compile for run nothing
+    runs_on = jax.default_backend() if is_here else ""
+    flags = [*compiler_environment().get("XLA_FLAGS", "").split(), *config.xla]
     problems = recipe_problems(recipes, chip or device_kind(mesh))
     return problems + untuned_problems(recipes, runs_on, flags)
 

@@ -16,7 +16,7 @@ from spmd.step_time.hardware import HARDWARE
 _BLOCKS_OF_32 = {"b200"}
 """GPUs whose matmuls have the format of `mxfp8`."""
 
-_UNTUNED = "xla_gpu_autotune_level=0"
+_TUNING = "xla_gpu_autotune_level"
 
 
 def recipe_problems(recipes: Iterable[MatmulRecipe], device_kind: str) -> list[Problem]:
@@ -37,13 +37,17 @@ def recipe_problems(recipes: Iterable[MatmulRecipe], device_kind: str) -> list[P
 def untuned_problems(recipes: Iterable[MatmulRecipe], platform: str, flags: Iterable[str]) -> list[Problem]:
     """Return a problem for each recipe of int8 on a GPU whose compiler tries no algorithms: its products are zero.
 
-    Seen on an H100 with JAX 0.11.2 (docs/xla-faults.md). `flags` are the config's and those of `XLA_FLAGS`, and
-    `platform` is that of the devices which run the step.
+    Seen on an H100 with JAX 0.11.2 (docs/xla-faults.md).
+
+    Args:
+        platform: Of the devices that run the step.
+        flags: Of XLA, as text; the last value of one counts.
     """
-    if platform != "gpu" or not {flag.lstrip("-") for flag in flags} & {_UNTUNED}:
+    levels = [flag.partition("=")[2] for flag in flags if flag.lstrip("-").startswith(f"{_TUNING}=")]
+    if platform != "gpu" or levels[-1:] != ["0"]:
         return []
-    what = f"is all zeros on a GPU with {_UNTUNED}"
-    fix = f"leave {_UNTUNED} out of XLA_FLAGS and --xla, or fp8"
+    what = f"is all zeros on a GPU with {_TUNING}=0"
+    fix = f"drop {_TUNING} from XLA_FLAGS and --xla, or bf16 (--quantize '')"
     return [Problem(f"quantize {recipe.name}", what, fix=fix) for recipe in recipes if recipe.inputs == "int8"]
 
 

@@ -4,10 +4,12 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
@@ -18,6 +20,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.jaxpr.equations import equations
 from spmd.model_api.precision import POLICIES
+from spmd.models.linear import dense
 from spmd.optim import master_weights
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.plan import flax
@@ -82,7 +85,7 @@ def test_stochastic_rounding_draws_the_same_bits(monkeypatch):
 @pytest.mark.soak
 def test_control_a_lost_gradient_is_seen(monkeypatch):
     """The comparison of the tests above can fail: here no gradient comes back to what was fetched."""
-    monkeypatch.setattr(HostParam, "at_layer", lambda self: jax.device_put(self.base, self.sharding))
+    monkeypatch.setattr(HostParam, "at_layer", lambda self: jax.device_put(self.array, self.sharding))
     assert not without().compare(plan(PARAMS), value_and_grad(tiny.loss_fn())).ok
 
 
@@ -180,3 +183,11 @@ def test_a_model_that_takes_all_parameters_at_once_is_refused():
     layout = make_plan(tiny.mesh(fsdp=8), rules, model, optax.adam(1e-2), remat="full", offload=PARAMS)
     with pytest.raises(AnnotationError, match=r"all at once:\n  layers/kernel: .*layer by layer\n.*remat_layer"):
         make_train_step(layout, next_token_loss(model)).trace(BATCHES[0])
+
+
+def test_a_matmul_outside_of_a_layer_is_refused():
+    """Its kernel would be read from host memory, and have no gradient."""
+    sharding = NamedSharding(tiny.mesh(fsdp=8), P())
+    kernel = nnx.Param(HostParam(jnp.ones((8, 4)), None, sharding, "layers/kernel"))
+    with pytest.raises(AnnotationError, match=r"all at once:\n  layers/kernel: .*layer by layer"):
+        dense(jnp.ones((2, 3, 8)), kernel)

@@ -92,7 +92,7 @@ def error(result: Any, expected: Any) -> float:
     return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 
-@pytest.mark.parametrize("heading", FAULTS)
+@pytest.mark.parametrize("heading", [heading for heading in FAULTS if heading != ON_GPUS])
 def test_fault(heading: str) -> None:
     """What a section computes as XLA splits it is wrong by far, and what its formula computes is right."""
     namespace, faults = prepared(), 0

@@ -218,3 +218,14 @@ def test_evaluation_goes_through_the_stages():
         np.testing.assert_allclose(found[name], value, rtol=FACTOR * EPS, err_msg=name)
     fewer = {**BATCHES[0], "weights": jnp.asarray(BATCHES[0]["weights"]).at[::MICROBATCHES].set(0)}
     assert sums(whole, loss_fn, fewer)["loss"] != pytest.approx(float(expected["loss"]), rel=1e-2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("remat", ["none", "full/2"])
+@pytest.mark.parametrize("unroll", [2, 3])
+def test_unrolled_layers_of_a_stage_are_those_of_one_device(unroll: int, remat: str):
+    """In groups of equal size, since a stage is a region that is manual over `pipe`; six layers are three for each."""
+    config = tiny.replaced(layers=6, unroll=unroll)
+    plan = tiny.plan(config, OPTIMIZER, (("remat", remat),), pipe=2, fsdp=2)
+    result = alone(6).compare(plan, pipeline(tiny.loss_fn(config), tick_table("1f1b", 2)), tolerance=REORDERED)
+    assert result.ok, str(result)

@@ -235,6 +235,10 @@ CALLS = {
     "a maker without rngs": (lambda: spmd.from_nnx(lambda: None), "make: takes nothing"),
     "a class": (lambda: spmd.from_linen(nn.Dense, np.ones((4, 8))), "module: is the class Dense"),
     "an NNX module": (lambda: spmd.from_linen(Empty(), np.ones((4, 8))), "or spmd.from_nnx for a module of nnx"),
+    "a transform alone": (
+        lambda: make_plan(transforms=spmd.GradTransform()),
+        "transforms: is a GradTransform\n      fix: a list, such as",
+    ),
     # Optimizers.
     "a name for a config": (
         lambda: spmd.make_optimizer("adamw", 10),

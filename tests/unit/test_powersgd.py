@@ -49,7 +49,10 @@ def test_what_is_no_rank_is_refused(text):
 def test_a_plan_alone_compresses_nothing():
     """So it says what does, instead of a plan that looks compressed."""
     made, compress = setup(gradients=""), spmd.CompressConfig(gradients="powersgd:2")
-    with pytest.raises(ConfigError, match=r"wraps a gradient function\n +fix: make_plan\(…, transforms="):
+    with pytest.raises(
+        ConfigError,
+        match=r"wraps a gradient function\n +fix: from spmd.gradients.powersgd import PowerSGD; make_plan\(…",
+    ):
         spmd.make_plan(made.mesh, LLAMA, made.plan.model, optax.sgd(0.1), compress=compress)
 
 

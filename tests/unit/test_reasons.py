@@ -6,8 +6,47 @@ import jax
 import optax
 import pytest
 
-from spmd.errors import print_traceback
+from spmd.errors import ConfigError, Problem, RuleError, Together, print_traceback
 from spmd.optim.extra_args import check_update
+
+A, B = Problem("a", "is 0"), Problem("b", "is 1")
+
+
+def raised(added: list[Exception], last: Exception | None = None) -> ConfigError | RuleError:
+    """What a block raises in which errors are added, and which one may end."""
+    try:
+        with Together("Both:") as errors:
+            for error in added:
+                errors.add(error)
+            if last:
+                raise last
+    except (ConfigError, RuleError) as caught:
+        return caught
+    raise AssertionError
+
+
+def test_errors_are_raised_together():
+    """With each problem once, equal ones too; an error that has all of them is raised itself."""
+    both = raised([ConfigError("One:", [A, A])], RuleError("Two:", [B]))
+    assert (type(both), both.title, both.problems) == (ConfigError, "Both:", (A, B))
+    assert raised([ConfigError("One:", [A])]).title == "One:"
+    assert raised([], RuleError("Two:", [B])).title == "Two:"
+    whole = raised([ConfigError("One:", [A])], RuleError("Two:", [A, B]))
+    assert (type(whole), whole.title) == (RuleError, "Two:")
+
+
+def test_without_a_problem_nothing_is_raised():
+    """And errors of other kinds go through as they are."""
+    with Together("Both:") as errors:
+        errors.add(ConfigError("One:"))
+
+    def fail() -> None:
+        with Together("Both:") as errors:
+            errors.add(ConfigError("One:", [A]))
+            raise KeyError("of another")
+
+    with pytest.raises(KeyError):
+        fail()
 
 
 def failing() -> Exception:

@@ -21,7 +21,7 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan.plan import make_plan
 from spmd.run import build
-from spmd.run.build import make_setup, planned_mesh
+from spmd.run.build import config_mesh, make_setup, planned_mesh
 from spmd.run.config import TrainConfig, config_values, with_values
 from spmd.run.recipes import recipe_lines, recipe_problems, untuned_problems
 from spmd.run.record import MAY_CHANGE
@@ -155,6 +155,17 @@ def test_int8_on_a_gpu_without_autotuning_is_refused():
     assert "quantize int8: is all zeros on a GPU with xla_gpu_autotune_level=0" in str(found)
     assert not untuned_problems(recipes, "cpu", [untuned])
     assert not untuned_problems(recipes, "gpu", ["--xla_gpu_autotune_level=1"])
+    assert not untuned_problems(recipes, "gpu", [untuned, "xla_gpu_autotune_level=4"]), "the last one counts"
+
+
+def test_a_setup_asks_for_autotuning(monkeypatch):
+    """Of the devices that are there; a plan for others, as a plan without devices, is made."""
+    monkeypatch.setattr(build, "compiler_environment", lambda: {"XLA_FLAGS": "--a --xla_gpu_autotune_level=0"})
+    monkeypatch.setattr(build.jax, "default_backend", lambda: "gpu")
+    config = TrainConfig(model=SMALL, rules=LLAMA, quantize="int8", mesh=spmd.MeshShape(fsdp=8), data=DATA)
+    with pytest.raises(ConfigError, match="quantize int8: is all zeros on a GPU"):
+        make_setup(config, config_mesh(config))
+    make_setup(config, planned_mesh(config))
 
 
 def test_everything_that_is_wrong_with_fewer_bits_is_said_at_once(capsys, monkeypatch):
