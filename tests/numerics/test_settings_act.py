@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import SpmdError
+from spmd.examples.threshold_exchange import ThresholdExchange
 from spmd.lora.adapters import LoRAConfig
 from spmd.model_api.compress import CompressConfig
 from spmd.partition_rules.llama import LLAMA
@@ -28,6 +29,7 @@ SETTINGS = {
     "offload": ("optimizer_state",),
     "attention": "chunked",
     "context": "all-to-all",
+    "transforms": [ThresholdExchange()],
 }
 """Keyword of `make_plan` → a value that is not its default."""
 
