@@ -133,7 +133,8 @@ def _run(layers: nnx.Module, x: Array, each: Any, step: Callable[..., tuple[Arra
     interval = remat_interval()
 
     def scan(x: Array, stack: Any) -> tuple[Array, Any]:
-        count, size, turn = jax.tree.leaves(stack)[0].shape[0], interval, max(1, unroll // interval)
+        count = jax.tree.leaves(stack)[0].shape[0]
+        size, turn = interval, max(1, unroll // interval)
         if is_partly_manual():
             # libtpu aborts for the slices of a stack that an unrolled scan makes there: equal groups in place of it.
             fitting = [n for n in range(interval, unroll + 1, interval) if count % n == 0]

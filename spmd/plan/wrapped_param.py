@@ -4,6 +4,7 @@ A technique puts it there, and the layer that uses the parameter asks it: `start
 with, and a matmul takes the `operand_of` a kernel, the array that rides on it, and what is added to the product.
 """
 
+import abc
 import dataclasses
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ import jax
 from jaxtyping import Array, Float
 
 
-class WrappedParam:
+class WrappedParam(abc.ABC):
     """Base of these objects. Each is a pytree, and its first array is the parameter."""
 
     rider: Any = None
@@ -21,9 +22,9 @@ class WrappedParam:
         """Return what the layer computes with; called when it starts, of one layer of a stack."""
         return self
 
+    @abc.abstractmethod
     def operand(self) -> Array:
         """Return the array that a matmul multiplies by."""
-        raise NotImplementedError
 
     def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
         """Return what is added to the product of an input with the operand; None for nothing."""
